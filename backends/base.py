@@ -1,0 +1,140 @@
+"""The contract of a backend: one loaded model with its KV cache, draft and target alike.
+
+A backend knows tokens, logits and its KV cache. It knows nothing of speculation: it scores
+tentative *nodes*, and is told afterwards which of them became part of the text.
+
+Logits are numpy float32 arrays, so that a backend without torch fits the same contract.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+from typing_extensions import Self
+
+from offload.errors import SpecdecError
+
+PREFIX = -1
+"""Parent of a node that follows the last committed token directly."""
+
+
+class BackendError(SpecdecError):
+    """A backend was asked for something that its state does not allow."""
+
+
+class ContextFull(BackendError):
+    """The tokens asked for do not fit in the context."""
+
+    def __init__(self, wanted: int, n_committed: int, max_context: int) -> None:
+        super().__init__(
+            f"{wanted} more tokens after {n_committed} do not fit in the context of "
+            f"{max_context} tokens: shorten the prompt, ask for fewer tokens or raise --ctx-size"
+        )
+
+
+class UnsupportedModel(SpecdecError):
+    """The checkpoint is of a kind that specdec does not run."""
+
+
+class StreamUse(NamedTuple):
+    """Storage traffic of a backend since it was loaded."""
+
+    bytes_streamed: int = 0
+    stall_seconds: float = 0.0
+
+
+class Backend(ABC):
+    """One model and its KV cache.
+
+    The cache is a committed prefix of `n_committed` tokens plus any number of live tentative
+    nodes, which form a forest below the prefix. Node ids are consecutive integers that are
+    never used twice; the next call of `extend` gives `next_node_id` to its first node, so that
+    a batch can name parents inside itself.
+
+    An error or a cancel in any method leaves the committed prefix as it was before the call
+    and drops every live node.
+    """
+
+    vocab_size: int
+    """Columns of the logits; may exceed the tokenizer's length by padding rows."""
+    max_context: int
+    """Most tokens (committed and live depth) that a sequence may have."""
+
+    @property
+    @abstractmethod
+    def n_committed(self) -> int:
+        """Tokens whose KV is the committed prefix; exact at all times."""
+
+    @property
+    @abstractmethod
+    def next_node_id(self) -> int:
+        """The id that the first node of the next `extend` will get."""
+
+    @abstractmethod
+    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Append `token_ids` to the committed prefix; return the last one's logits [vocab].
+
+        Costs one read of the model however long the prompt is. Live nodes are dropped.
+        Raises ContextFull when the tokens do not fit.
+        """
+
+    @abstractmethod
+    def extend(
+        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
+    ) -> tuple[list[int], np.ndarray]:
+        """Score n tentative nodes in one pass.
+
+        parents [n]: PREFIX, a live node's id, or the id of an earlier node of this call.
+        rows: positions within this call whose logits are wanted (all when None).
+        Returns the n new ids and float32 logits [len(rows) or n, vocab].
+        """
+
+    @abstractmethod
+    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
+        """Make the KV of `path` (a chain of live nodes from the prefix down) part of the prefix.
+
+        The subtrees rooted at the nodes in `keep`, which must lie below the path's end, stay
+        live; every other node is dropped. Nothing is recomputed.
+        """
+
+    @abstractmethod
+    def prune(self, nodes: Collection[int]) -> None:
+        """Drop these live nodes and all nodes below them."""
+
+    @abstractmethod
+    def rollback(self, length: int) -> None:
+        """Cut the committed prefix to `length` tokens (absolute) and drop all live nodes."""
+
+    @property
+    def stream_use(self) -> StreamUse:
+        """Storage traffic so far; zero for a model that is held in memory."""
+        return StreamUse()
+
+    @property
+    @abstractmethod
+    def kv_bytes(self) -> int:
+        """Bytes that the KV cache holds now."""
+
+    @property
+    @abstractmethod
+    def n_kv_allocated(self) -> int:
+        """Token positions that `kv_bytes` has room for."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release threads, files and memory. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

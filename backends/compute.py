@@ -1,0 +1,52 @@
+"""How fast this machine multiplies: the compute half of the cost model.
+
+A pass over N rows of a layer costs about a + b*N seconds per byte of weights: a is reading the
+weights from memory, b the arithmetic. Measured on one matrix of the model's own dtype.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+_OUT, _IN = 4096, 4096
+_ROWS = (1, 64)
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class ComputeProfile:
+    """Seconds that a pass spends on each byte of weights."""
+
+    seconds_per_byte: float
+    seconds_per_byte_row: float
+
+    def seconds(self, n_bytes: int, n_rows: int) -> float:
+        """Time to multiply `n_rows` rows with `n_bytes` of weights."""
+        return n_bytes * (self.seconds_per_byte + self.seconds_per_byte_row * n_rows)
+
+    def free_rows(self, n_bytes: int, seconds: float) -> int:
+        """Most rows whose multiplication with `n_bytes` of weights takes at most `seconds`."""
+        spare = seconds / n_bytes - self.seconds_per_byte
+        return max(1, int(spare / self.seconds_per_byte_row))
+
+
+def measure_compute(dtype: torch.dtype) -> ComputeProfile:
+    """Time a linear layer with 1 and 64 rows, over weights larger than the caches."""
+    weights = [torch.ones(_OUT, _IN, dtype=dtype) for _ in range(3)]
+    n_bytes = weights[0].nbytes
+    one, many = (_fastest_seconds(weights, rows) / n_bytes for rows in _ROWS)
+    slope = max(many - one, one * 1e-3) / (_ROWS[1] - _ROWS[0])
+    return ComputeProfile(max(one - slope, 0.0), slope)
+
+
+def _fastest_seconds(weights: list[torch.Tensor], n_rows: int) -> float:
+    x = torch.ones(n_rows, _IN, dtype=weights[0].dtype)
+    best = float("inf")
+    for repeat in range(_REPEATS):
+        started = time.perf_counter()
+        torch.nn.functional.linear(x, weights[repeat % len(weights)])
+        best = min(best, time.perf_counter() - started)
+    return best

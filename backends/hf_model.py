@@ -1,0 +1,279 @@
+"""A transformers model without its weights, matched to the tensors of its checkpoint.
+
+The modules are built with parameters on the meta device (buffers such as `inv_freq` are real),
+so any dense decoder of transformers runs here without model code of ours. What specdec cannot
+run is refused by name, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from backends.base import UnsupportedModel
+from offload.index import CheckpointError, TensorRecord, WeightIndex
+from offload.plan import LayerWeights
+
+TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_MIXTURE = re.compile(r"Experts|MoE$|Moe$|MoeBlock|Router")
+# Their factors change with the longest position of a pass, so a token's logits would depend on
+# what else is verified with it; below the original length they do not.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+@dataclass(frozen=True)
+class BoundTensor:
+    """Where one tensor of the checkpoint belongs: an attribute of a module."""
+
+    module: nn.Module
+    attribute: str
+    record: TensorRecord
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """A model on the meta device and the checkpoint tensors of each of its parts."""
+
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    layers: tuple[nn.Module, ...]
+    layer_tensors: tuple[tuple[BoundTensor, ...], ...]
+    outer_tensors: tuple[BoundTensor, ...]
+    """Embeddings, final norm and head; a tied tensor appears once for each place it serves."""
+
+    @property
+    def layer_weights(self) -> tuple[LayerWeights, ...]:
+        """The layers as the planner sees them."""
+        return tuple(LayerWeights(tuple(b.record for b in layer)) for layer in self.layer_tensors)
+
+    @property
+    def outer_records(self) -> tuple[TensorRecord, ...]:
+        return tuple({b.record.name: b.record for b in self.outer_tensors}.values())
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_output_embeddings().out_features)
+
+    @property
+    def max_context(self) -> int:
+        return context_limit(self.config)
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer in tokens, or None for full attention."""
+        types = getattr(self.config, "layer_types", None)
+        if types is not None and types[layer] != "sliding_attention":
+            return None
+        return getattr(self.config, "sliding_window", None)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return kv_values_per_token(self.config) * self.dtype.itemsize
+
+
+def load_config(directory: Path) -> PreTrainedConfig:
+    """Read config.json without running the checkpoint's own code; refuse what cannot run."""
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} has no config.json: not a model directory")
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a bad config
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise CheckpointError(f"{directory}/config.json cannot be read: {reason}") from error
+    _refuse_config(config)
+    return config
+
+
+def _refuse_config(config: PreTrainedConfig) -> None:
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{kind} is an encoder-decoder: specdec runs causal decoders only")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(f"{kind} has no causal language model in this transformers")
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModel(
+            f"{kind} checkpoint is quantised by a library that cannot stream: "
+            "use a bf16, fp16 or fp32 checkpoint, or a GGUF file"
+        )
+    other = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    if other:
+        raise UnsupportedModel(f"{kind} has {', '.join(sorted(other))} layers: no KV rollback")
+    if getattr(config, "alibi", False) and kind != "bloom":
+        raise UnsupportedModel(f"{kind} with ALiBi positions is not supported")
+
+
+def context_limit(config: PreTrainedConfig) -> int:
+    """Most positions the model was made for, and whose logits do not depend on the batch."""
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "seq_length", 2048)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+        limit = rope.get("original_max_position_embeddings") or limit
+    return int(limit)
+
+
+def kv_values_per_token(config: PreTrainedConfig) -> int:
+    """Numbers that the KV cache holds for one token, all layers.
+
+    Multi-head latent attention caches its compressed latent and the shared rotary key
+    (DeepSeek-V2, section 2.1); the others a key and a value for every KV head.
+    """
+    if getattr(config, "kv_lora_rank", None):
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        width = 2 * kv_heads * head_dim  # key + value
+    return int(config.num_hidden_layers * width)
+
+
+def load_hf_model(directory: Path) -> HfModel:
+    """Build the model of `directory` on the meta device and match its tensors."""
+    config = load_config(directory)
+    index = WeightIndex.from_directory(directory)
+    dtype = _main_dtype(index, directory)
+    model = build_skeleton(config, dtype)
+    return match_checkpoint(model, index, dtype, directory)
+
+
+def _main_dtype(index: Mapping[str, TensorRecord], directory: Path) -> torch.dtype:
+    n_bytes: dict[str, int] = {}
+    for record in index.values():
+        n_bytes[record.dtype] = n_bytes.get(record.dtype, 0) + record.n_bytes
+    name = max(n_bytes, key=lambda key: n_bytes[key])
+    if name not in TORCH_DTYPES:
+        raise UnsupportedModel(f"{directory} holds {name} weights: bf16, fp16 and fp32 can run")
+    return TORCH_DTYPES[name]
+
+
+def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with real buffers and no weights; attention by SDPA where the family has it."""
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    attention = "sdpa" if architecture._supports_sdpa and not softcap else "eager"
+    with _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention
+        ).eval()
+    for name, module in model.named_modules():
+        if _MIXTURE.search(type(module).__name__):
+            raise UnsupportedModel(
+                f"{config.model_type} is a mixture of experts ({name}): "
+                "not supported on the torch backend yet"
+            )
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move every parameter to the meta device as it is registered; leave buffers alone."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None:
+            self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def match_checkpoint(
+    model: PreTrainedModel, index: Mapping[str, TensorRecord], dtype: torch.dtype, directory: Path
+) -> HfModel:
+    """Find the checkpoint tensor of every parameter, or say which are missing or misshapen."""
+    base = model.base_model
+    layers_name, layers = _decoder_layers(model, base)
+    tied = _tied_names(model)
+    index = _renamed(index, model)
+    per_layer: list[list[BoundTensor]] = [[] for _ in layers]
+    outer: list[BoundTensor] = []
+    missing = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        record = _find(index, tied.get(name, name), model.base_model_prefix)
+        if record is None:
+            missing.append(name)
+            continue
+        _check(record, parameter, name, directory)
+        module_name, _, attribute = name.rpartition(".")
+        bound = BoundTensor(model.get_submodule(module_name), attribute, record)
+        place = name.removeprefix(layers_name + ".") if name.startswith(layers_name + ".") else ""
+        (per_layer[int(place.split(".")[0])] if place else outer).append(bound)
+    if missing:
+        raise CheckpointError(
+            f"{directory} lacks {len(missing)} tensors of {type(model).__name__}, "
+            f"first {missing[0]}: the download is incomplete or the config is another model's"
+        )
+    return HfModel(
+        model, model.config, dtype, layers, tuple(map(tuple, per_layer)), tuple(outer)
+    )
+
+
+def _decoder_layers(model: PreTrainedModel, base: Any) -> tuple[str, tuple[nn.Module, ...]]:
+    n_layers = model.config.num_hidden_layers
+    for name, module in base.named_children():
+        if isinstance(module, nn.ModuleList) and len(module) == n_layers:
+            full = name if base is model else f"{model.base_model_prefix}.{name}"
+            attentive = [any("Attention" in type(m).__name__ for m in x.modules()) for x in module]
+            if all(attentive):
+                return full, tuple(module)
+    raise UnsupportedModel(
+        f"{model.config.model_type} is not a stack of {n_layers} attention layers: "
+        "recurrent and hybrid models cannot roll back"
+    )
+
+
+def _tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Parameters that share another's tensor, by name."""
+    tied = getattr(model, "_tied_weights_keys", None)
+    if not getattr(model.config, "tie_word_embeddings", False) or not isinstance(tied, dict):
+        return {}
+    return dict(tied)
+
+
+def _renamed(
+    index: Mapping[str, TensorRecord], model: PreTrainedModel
+) -> dict[str, TensorRecord]:
+    """The checkpoint's tensors under the names that this transformers gives its parameters.
+
+    Tensors that transformers would merge or split while loading keep their old names, and are
+    then reported as missing: they cannot be streamed from where they lie.
+    """
+    renamings = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
+    renamed = {}
+    for name, record in index.items():
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        renamed[name] = record
+    return renamed
+
+
+def _find(index: Mapping[str, TensorRecord], name: str, prefix: str) -> TensorRecord | None:
+    """Checkpoints of the bare base model lack its prefix."""
+    return index.get(name) or index.get(name.removeprefix(prefix + "."))
+
+
+def _check(record: TensorRecord, parameter: nn.Parameter, name: str, directory: Path) -> None:
+    if tuple(record.shape) != tuple(parameter.shape):
+        raise CheckpointError(
+            f"{directory}: {record.name} has shape {list(record.shape)}, "
+            f"the config asks for {list(parameter.shape)}"
+        )
+    if record.dtype not in TORCH_DTYPES:
+        raise UnsupportedModel(f"{directory}: {name} is stored as {record.dtype}")

@@ -1,0 +1,157 @@
+"""A transformers `Cache` whose rows are a committed prefix followed by live tree nodes.
+
+Each layer holds keys and values in buffers [1, heads, capacity, dim] that grow by whole blocks,
+so that memory follows use and not the context limit. Sliding-window layers keep their full
+length as well: the mask applies the window, so a rollback never needs what was thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from backends.node_table import NodeTable
+
+BLOCK_ROWS = 256
+
+
+class TreeCacheLayer(CacheLayerMixin):
+    """Keys and values of one decoder layer; `n_rows` of the capacity are in use."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_rows = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take the head counts, widths and dtype from the first states; hold no rows yet."""
+        self.keys = _empty_rows(key_states, 0)
+        self.values = _empty_rows(value_states, 0)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append states [1, heads, n, dim]; return all rows in use, [1, heads, n_rows, dim]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.n_rows + key_states.shape[-2]
+        self._ensure_capacity(end)
+        assert self.keys is not None and self.values is not None
+        self.keys[:, :, self.n_rows : end] = key_states
+        self.values[:, :, self.n_rows : end] = value_states
+        self.n_rows = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        return self.n_rows
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.n_rows + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1  # grows without bound; the backend enforces the context limit
+
+    def select(self, prefix: int, order: torch.Tensor) -> None:
+        """Keep `prefix` rows, then those at prefix + order [n], in that order."""
+        if self.keys is None or self.values is None:
+            return
+        end = prefix + len(order)
+        for rows in (self.keys, self.values):
+            rows[:, :, prefix:end] = rows[:, :, prefix:].index_select(2, order)
+        self.n_rows = end
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(t.nbytes for t in (self.keys, self.values) if t is not None)
+
+    @property
+    def capacity(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[-2]
+
+    def _ensure_capacity(self, n_rows: int) -> None:
+        if n_rows <= self.capacity:
+            return
+        assert self.keys is not None and self.values is not None
+        capacity = -(-n_rows // BLOCK_ROWS) * BLOCK_ROWS
+        self.keys = self._regrown(self.keys, capacity)
+        self.values = self._regrown(self.values, capacity)
+
+    def _regrown(self, rows: torch.Tensor, capacity: int) -> torch.Tensor:
+        grown = _empty_rows(rows, capacity)
+        grown[:, :, : self.n_rows] = rows[:, :, : self.n_rows]
+        return grown
+
+
+class TreeCache(Cache):
+    """One `TreeCacheLayer` per decoder layer, kept in step with a `NodeTable`.
+
+    A forward appends rows layer by layer. `begin` registers the nodes; when the forward
+    fails, `abort` brings every layer back to the committed prefix.
+    """
+
+    def __init__(self, n_layers: int) -> None:
+        super().__init__(layers=[TreeCacheLayer() for _ in range(n_layers)])
+        self.table = NodeTable()
+
+    def begin(self, parents: Sequence[int]) -> list[int]:
+        """Register nodes below `parents`, whose rows the next forward appends; return ids."""
+        return self.table.add(parents)
+
+    def commit_prefill(self, n_tokens: int) -> None:
+        """Count the n_tokens rows that a forward appended to the bare prefix as committed."""
+        self.table.n_committed += n_tokens
+        self.check_integrity()
+
+    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
+        prefix = self.table.n_committed
+        self._select(prefix, self.table.commit(path, keep))
+
+    def prune(self, nodes: Collection[int]) -> None:
+        self._select(self.table.n_committed, self.table.prune(nodes))
+
+    def rollback(self, length: int) -> None:
+        self.table.rollback(length)
+        self._truncate()
+
+    def abort(self) -> None:
+        """Drop every live node, and rows that a broken forward left in some layers only."""
+        self.table.drop_live()
+        self._truncate()
+
+    def check_integrity(self) -> None:
+        """Every layer holds exactly the rows that the table knows."""
+        for i, layer in enumerate(self.layers):
+            if layer.n_rows != self.table.n_rows:
+                raise RuntimeError(
+                    f"KV cache layer {i} holds {layer.n_rows} rows, expected {self.table.n_rows}"
+                )
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(layer.n_bytes for layer in self.layers)
+
+    @property
+    def capacity(self) -> int:
+        return max((layer.capacity for layer in self.layers), default=0)
+
+    def _select(self, prefix: int, order: list[int]) -> None:
+        if order == list(range(len(order))):  # rows already lie where they belong
+            self._truncate()
+            return
+        for layer in self.layers:
+            index = torch.tensor(order, dtype=torch.long, device=layer.device)
+            layer.select(prefix, index)
+
+    def _truncate(self) -> None:
+        for layer in self.layers:
+            layer.n_rows = min(layer.n_rows, self.table.n_rows)
+
+
+def _empty_rows(like: torch.Tensor, n_rows: int) -> torch.Tensor:
+    batch, heads, _, dim = like.shape
+    return torch.empty((batch, heads, n_rows, dim), dtype=like.dtype, device=like.device)

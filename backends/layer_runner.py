@@ -1,0 +1,144 @@
+"""A decoder layer whose weights arrive from storage for the time of its forward.
+
+`LayerRunner` replaces the `forward` of one transformers decoder layer. Around the module's own
+forward it binds the layer's tensors, and runs long inputs in chunks of rows *inside* the layer
+(layer-major): a prompt then costs one read of the model, and the memory of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from backends.hf_model import TORCH_DTYPES, BoundTensor
+from backends.masks import PassLayout, additive_mask, alibi_bias
+from offload.index import TensorRecord
+
+Tensors = Any  # Mapping[str, memoryview]
+OpenLayer = Callable[[int], AbstractContextManager[Tensors]]
+
+
+class PassState:
+    """What every layer of one forward shares: the layout and the masks made from it."""
+
+    def __init__(
+        self,
+        layout: PassLayout,
+        dtype: torch.dtype,
+        chunk_rows: int,
+        alibi_slopes: torch.Tensor | None = None,
+    ) -> None:
+        self.layout = layout
+        self.chunk_rows = chunk_rows
+        self._dtype = dtype
+        self._slopes = alibi_slopes
+        self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
+
+    def mask(self, start: int, end: int, window: int | None) -> torch.Tensor:
+        """Additive mask [1, 1, end - start, keys]; kept while all layers use the same one."""
+        key = (start, end, window)
+        if key not in self._masks:
+            if self.layout.n_new > self.chunk_rows:
+                self._masks.clear()  # one chunk's mask at a time
+            self._masks[key] = additive_mask(self.layout, start, end, window, self._dtype)
+        return self._masks[key]
+
+    def alibi(self, end: int) -> torch.Tensor | None:
+        if self._slopes is None:
+            return None
+        return alibi_bias(self._slopes, self.layout, end, self._dtype)
+
+
+class LayerRunner:
+    """The forward of decoder layer `index`: weights in, chunks through, weights out."""
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        tensors: Sequence[BoundTensor],
+        open_layer: OpenLayer,
+        window: int | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self._index = index
+        self._forward = module.forward
+        self._tensors = tensors
+        self._open_layer = open_layer
+        self._window = window
+        self._dtype = dtype
+        self.state: PassState | None = None
+        module.forward = self  # type: ignore[assignment]
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with self._open_layer(self._index) as tensors:
+            bind(self._tensors, tensors, self._dtype)
+            try:
+                return self._in_chunks(hidden_states, args, kwargs)
+            finally:
+                unbind(self._tensors)
+
+    def _in_chunks(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: Any) -> Any:
+        assert self.state is not None, "the backend sets the state before a forward"
+        n_rows, step = hidden.shape[1], self.state.chunk_rows
+        if n_rows <= step:
+            return self._forward(hidden, *args, **self._adapt(kwargs, 0, n_rows))
+        outputs = []
+        for start in range(0, n_rows, step):
+            end = min(start + step, n_rows)
+            rest = [slice_rows(arg, start, end, n_rows) for arg in args]
+            rows = {key: slice_rows(arg, start, end, n_rows) for key, arg in kwargs.items()}
+            output = self._forward(hidden[:, start:end], *rest, **self._adapt(rows, start, end))
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+        joined = torch.cat(outputs, dim=1)
+        return (joined, None) if isinstance(output, tuple) else joined
+
+    def _adapt(self, kwargs: dict[str, Any], start: int, end: int) -> dict[str, Any]:
+        """Put the real mask (and ALiBi bias) of these rows where placeholders came through."""
+        assert self.state is not None
+        adapted = dict(kwargs)
+        adapted["attention_mask"] = self.state.mask(start, end, self._window)
+        if "alibi" in adapted:
+            adapted["alibi"] = self.state.alibi(end)
+        return adapted
+
+
+def bind(bound: Sequence[BoundTensor], tensors: Tensors, dtype: torch.dtype) -> None:
+    """Let the modules' parameters be views of `tensors` (raw bytes by tensor name)."""
+    for item in bound:
+        item.module._parameters[item.attribute] = as_tensor(  # type: ignore[assignment]
+            tensors[item.record.name], item.record, dtype
+        )
+
+
+def unbind(bound: Sequence[BoundTensor]) -> None:
+    """Leave meta tensors behind, so that a use outside the layer's time fails loudly."""
+    for item in bound:
+        item.module._parameters[item.attribute] = torch.empty(  # type: ignore[assignment]
+            item.record.shape, device="meta"
+        )
+
+
+def as_tensor(view: memoryview, record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over `view` without a copy, unless it is misaligned or of another dtype."""
+    stored = TORCH_DTYPES[record.dtype]
+    raw = torch.frombuffer(view, dtype=torch.uint8)
+    if raw.data_ptr() % stored.itemsize:
+        raw = raw.clone()  # an odd header length shifts every tensor of the file
+    return raw.view(stored).view(record.shape).to(dtype)
+
+
+def slice_rows(value: Any, start: int, end: int, n_rows: int) -> Any:
+    """Rows start..end of whatever has one entry for each input row: [1, n, ...] or [n]."""
+    if isinstance(value, tuple):
+        return tuple(slice_rows(item, start, end, n_rows) for item in value)
+    if isinstance(value, torch.Tensor):
+        if value.ndim >= 2 and value.shape[1] == n_rows:
+            return value[:, start:end]
+        if value.ndim == 1 and value.shape[0] == n_rows:
+            return value[start:end]
+    return value

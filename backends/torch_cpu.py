@@ -1,0 +1,174 @@
+"""The torch CPU backend: a transformers model whose decoder layers stream from storage.
+
+A forward runs the model's own code. Each decoder layer is wrapped by a `LayerRunner`, which
+waits for its weights, binds them as zero-copy views of a ring slot and lets go afterwards.
+Embeddings, final norm and head stay in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from backends.base import Backend, ContextFull, StreamUse
+from backends.hf_model import HfModel, load_hf_model
+from backends.kv_cache import TreeCache
+from backends.layer_runner import LayerRunner, PassState, bind
+from backends.masks import CausalLayout, PassLayout
+from offload.plan import LayerWeights
+from offload.streamer import WeightStreamer, load_resident
+
+CHUNK_ROWS = 256
+"""Rows that go through a layer at once: bounds the activations of a long prompt."""
+
+Progress = Callable[[int, int], None]
+
+
+class TorchBackend(Backend):
+    """A Hugging Face checkpoint on the CPU, streamed as `layers` and `n_slots` say."""
+
+    def __init__(
+        self,
+        model: HfModel,
+        layers: Sequence[LayerWeights],
+        n_slots: int,
+        *,
+        max_context: int | None = None,
+        n_readers: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._model = model
+        self.vocab_size = model.vocab_size
+        self.max_context = min(max_context or model.max_context, model.max_context)
+        self._cache = TreeCache(len(model.layers))
+        self._outer = load_resident(model.outer_records)
+        bind(model.outer_tensors, self._outer, model.dtype)
+        readers = {} if n_readers is None else {"n_readers": n_readers}
+        self._streamer = WeightStreamer(layers, n_slots, progress=progress, **readers)
+        self._slopes = _alibi_slopes(model)
+        self._runners = [
+            LayerRunner(i, module, tensors, self._streamer.layer, model.window(i), model.dtype)
+            for i, (module, tensors) in enumerate(
+                zip(model.layers, model.layer_tensors, strict=True)
+            )
+        ]
+
+    @classmethod
+    def resident(cls, directory: Path, *, max_context: int | None = None) -> TorchBackend:
+        """Load a whole checkpoint into memory."""
+        model = load_hf_model(directory)
+        layers = [
+            LayerWeights(layer.tensors, frozenset(t.name for t in layer.tensors))
+            for layer in model.layer_weights
+        ]
+        return cls(model, layers, 0, max_context=max_context)
+
+    @property
+    def n_committed(self) -> int:
+        return self._cache.table.n_committed
+
+    @property
+    def next_node_id(self) -> int:
+        return self._cache.table.next_id
+
+    @property
+    def stream_use(self) -> StreamUse:
+        stats = self._streamer.stats
+        return StreamUse(stats.bytes_read, stats.stall_seconds)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._cache.n_bytes
+
+    @property
+    def n_kv_allocated(self) -> int:
+        return self._cache.capacity
+
+    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
+        if not token_ids:
+            raise ValueError("prefill needs at least one token")
+        self._cache.abort()
+        self._check_room(len(token_ids), len(token_ids))
+        layout = CausalLayout(self.n_committed, len(token_ids))
+        with self._repaired_on_error():
+            logits = self._forward(token_ids, layout, [len(token_ids) - 1])
+            self._cache.commit_prefill(len(token_ids))
+        return logits[0]
+
+    def extend(
+        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
+    ) -> tuple[list[int], np.ndarray]:
+        table = self._cache.table
+        with self._repaired_on_error():
+            n_live = len(table)
+            node_ids = self._cache.begin(parents)
+            self._check_room(table.max_depth, len(token_ids))
+            layout = PassLayout(self.n_committed, table.positions(), table.visible(n_live))
+            logits = self._forward(token_ids, layout, rows)
+            self._cache.check_integrity()
+        return node_ids, logits
+
+    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
+        with torch.inference_mode():
+            self._cache.commit(path, keep)
+
+    def prune(self, nodes: Collection[int]) -> None:
+        with torch.inference_mode():
+            self._cache.prune(nodes)
+
+    def rollback(self, length: int) -> None:
+        self._cache.rollback(length)
+
+    def close(self) -> None:
+        self._streamer.close()
+        self._outer.close()
+
+    def _forward(
+        self, token_ids: Sequence[int], layout: PassLayout, rows: Sequence[int] | None
+    ) -> np.ndarray:
+        """Run the model over new rows; float32 logits [len(rows) or n, vocab]."""
+        state = PassState(layout, self._model.dtype, CHUNK_ROWS, self._slopes)
+        for runner in self._runners:
+            runner.state = state
+        wanted = range(layout.n_new) if rows is None else rows
+        with torch.inference_mode():
+            output = self._model.model(
+                input_ids=torch.tensor([list(token_ids)]),
+                position_ids=torch.from_numpy(layout.new_positions)[None],
+                # Four dimensions make transformers pass it to the layers as it is; each
+                # layer's runner puts the real mask in its place.
+                attention_mask=torch.zeros(1, 1, 1, 1, dtype=self._model.dtype),
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=torch.tensor(list(wanted)),
+            )
+            return output.logits[0].float().numpy()
+
+    def _check_room(self, depth: int, n_tokens: int) -> None:
+        if self.n_committed + depth > self.max_context:
+            raise ContextFull(n_tokens, self.n_committed, self.max_context)
+
+    @contextmanager
+    def _repaired_on_error(self) -> Iterator[None]:
+        """Leave the committed prefix, and a ring that starts at layer 0, after any failure."""
+        try:
+            yield
+        except BaseException:
+            self._cache.abort()
+            self._streamer.restart()
+            raise
+
+
+def _alibi_slopes(model: HfModel) -> torch.Tensor | None:
+    """Slopes [heads] of a model with ALiBi positions; its own bias becomes a placeholder."""
+    base = model.model.base_model
+    if not hasattr(base, "build_alibi_tensor"):
+        return None
+    ones = torch.ones(1, 2)
+    bias = base.build_alibi_tensor(ones, model.config.num_attention_heads, torch.float32)
+    base.build_alibi_tensor = lambda *args, **kwargs: torch.zeros(1)
+    return bias[:, 0, 1] - bias[:, 0, 0]  # the bias grows by the slope with each position

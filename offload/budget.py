@@ -1,0 +1,127 @@
+"""Who may have how much of the memory: reserved by name before it is allocated.
+
+    total = base + headroom + what is reserved + what is available
+
+`base` is what the process took before anything of ours (interpreter, libraries), `headroom` what
+libraries will take beside it (scratch of matmuls, compute buffers); the caller measures both.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from offload.errors import SpecdecError
+from offload.units import format_bytes
+
+
+class BudgetExceeded(SpecdecError):
+    """Something does not fit; names what asked, how much, what is left, and what would do."""
+
+    def __init__(
+        self, name: str, wanted_bytes: int, left_bytes: int, smallest_budget_bytes: int
+    ) -> None:
+        self.name = name
+        self.wanted_bytes = wanted_bytes
+        self.left_bytes = left_bytes
+        self.smallest_budget_bytes = smallest_budget_bytes
+        super().__init__(
+            f"{name} needs {format_bytes(wanted_bytes)} but {format_bytes(left_bytes)} of the "
+            f"memory budget is left; the smallest budget that works is "
+            f"{format_up(smallest_budget_bytes)}"
+        )
+
+
+def format_up(n_bytes: int) -> str:
+    """As `format_bytes`, but rounded up, so that the printed figure is enough when typed in.
+
+    Whole MiB, because two decimals of a GiB can be 5 MiB short.
+    """
+    return f"{-(-n_bytes // 2**20)} MiB"
+
+
+class Reservation:
+    """A named part of a budget, held until `release` (or the end of a with-block)."""
+
+    def __init__(self, budget: MemoryBudget, name: str, n_bytes: int) -> None:
+        self.name = name
+        self.n_bytes = n_bytes
+        self._budget = budget
+
+    def release(self) -> None:
+        """Give the bytes back; releasing twice is allowed."""
+        self._budget._release(self)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+class MemoryBudget:
+    """The memory that the whole process may use; thread-safe.
+
+    Raises:
+        BudgetExceeded: base and headroom alone exceed the total.
+    """
+
+    def __init__(self, total_bytes: int, base_bytes: int = 0, headroom_bytes: int = 0) -> None:
+        if min(total_bytes, base_bytes, headroom_bytes) < 0:
+            raise ValueError("a memory budget has no negative parts")
+        self.total_bytes = total_bytes
+        self.base_bytes = base_bytes
+        self.headroom_bytes = headroom_bytes
+        self._reservations: list[Reservation] = []
+        self._lock = threading.Lock()
+        if base_bytes + headroom_bytes > total_bytes:
+            needed = base_bytes + headroom_bytes
+            raise BudgetExceeded("the process itself", needed, total_bytes, needed)
+
+    @property
+    def reserved_bytes(self) -> int:
+        with self._lock:
+            return self._sum()
+
+    @property
+    def available_bytes(self) -> int:
+        """What can still be reserved."""
+        with self._lock:
+            return self._left()
+
+    def reserve(self, name: str, n_bytes: int) -> Reservation:
+        """Set `n_bytes` aside under `name` (names need not be unique).
+
+        Raises:
+            BudgetExceeded: fewer are left; nothing is reserved then.
+        """
+        if n_bytes < 0:
+            raise ValueError(f"{name} cannot reserve {n_bytes} bytes")
+        with self._lock:
+            left = self._left()
+            if n_bytes > left:
+                raise BudgetExceeded(name, n_bytes, left, self.total_bytes - left + n_bytes)
+            reservation = Reservation(self, name, n_bytes)
+            self._reservations.append(reservation)
+            return reservation
+
+    def table(self) -> list[tuple[str, int]]:
+        """(name, bytes) of every part, what is left included; they sum to the total."""
+        with self._lock:
+            parts = [(r.name, r.n_bytes) for r in self._reservations]
+            return [
+                ("base", self.base_bytes),
+                ("headroom", self.headroom_bytes),
+                *parts,
+                ("available", self._left()),
+            ]
+
+    def _release(self, reservation: Reservation) -> None:
+        with self._lock:
+            # By identity: two reservations of the same name and size are different ones.
+            self._reservations = [r for r in self._reservations if r is not reservation]
+
+    def _sum(self) -> int:
+        return sum(reservation.n_bytes for reservation in self._reservations)
+
+    def _left(self) -> int:
+        return self.total_bytes - self.base_bytes - self.headroom_bytes - self._sum()

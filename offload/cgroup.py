@@ -1,0 +1,277 @@
+"""A memory limit that the kernel enforces: the honest test of a budget.
+
+A process in the cgroup that takes more anonymous memory than the limit is killed. Page cache counts
+as well but is reclaimed first. Charges stay where memory was first touched, so a limited run is a
+fresh process that is inside before it begins: `run_in_cgroup`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from offload.errors import SpecdecError
+from offload.memory import CgroupLocation, memory_cgroups
+from offload.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+OOM_EXIT_CODE = 137  # 128 + SIGKILL, as shells and container runtimes report it
+
+_PEAK_FILES = {1: "memory.max_usage_in_bytes", 2: "memory.peak"}
+_EVENT_FILES = {1: "memory.oom_control", 2: "memory.events"}
+_REMOVE_SECONDS = 2.0  # a cgroup stays busy for a moment after its last process ended
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGINT)
+
+# The child moves itself before it becomes the program: unlike a hook between fork and exec, this
+# is safe in a process with threads. 125: the move failed, as container runtimes report it.
+_ENTER_SCRIPT = 'echo $$ > "$1" || exit 125; shift; exec "$@"'
+
+
+class CgroupUnavailable(SpecdecError):
+    """No memory cgroup can be made here; the message says what is missing."""
+
+
+class MemoryCgroup:
+    """A cgroup with a memory limit (swap included); use as a context manager, or `remove` it."""
+
+    def __init__(self, path: Path, version: int, limit_bytes: int) -> None:
+        self.path = path
+        self.version = version
+        self.limit_bytes = limit_bytes
+
+    @classmethod
+    def create(cls, limit_bytes: int, *, proc: Path = Path("/proc")) -> MemoryCgroup:
+        """Make a cgroup below the one of this process (version 2: or below one of its parents).
+
+        Raises:
+            CgroupUnavailable: no memory controller, or no permission.
+        """
+        if limit_bytes <= 0:
+            raise ValueError(f"a memory limit must be positive, not {limit_bytes} bytes")
+        # Where both versions are mounted, the memory controller is in version 1 if that has it.
+        locations = sorted(memory_cgroups(proc), key=lambda location: location.version)
+        reasons = []
+        for location in locations:
+            try:
+                return _create_below(_usable_parent(location), location.version, limit_bytes)
+            except CgroupUnavailable as error:
+                reasons.append(str(error))
+        if not reasons:
+            reasons.append("no cgroup file system with a memory controller is mounted")
+        raise CgroupUnavailable(
+            f"cannot make a memory cgroup: {'; '.join(reasons)}; "
+            "run as root, or in a systemd user session with cgroup v2"
+        )
+
+    def add(self, pid: int) -> None:
+        """Move a process in; what it has touched before stays charged elsewhere."""
+        _write(self.path / "cgroup.procs", pid)
+
+    @property
+    def procs_path(self) -> Path:
+        """Writing a process id here moves that process in."""
+        return self.path / "cgroup.procs"
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most memory ever charged, page cache included; None where the kernel keeps none."""
+        try:
+            return int((self.path / _PEAK_FILES[self.version]).read_text())
+        except (OSError, ValueError):
+            return None
+
+    @property
+    def oom_kills(self) -> int:
+        """How many processes the kernel has killed here for want of memory."""
+        try:
+            lines = (self.path / _EVENT_FILES[self.version]).read_text().splitlines()
+        except OSError:
+            return 0
+        counts = dict(line.split(" ", 1) for line in lines if " " in line)
+        return int(counts.get("oom_kill", "0"))
+
+    def remove(self) -> None:
+        """Remove the cgroup; it must hold no process any more. Removing twice is allowed."""
+        deadline = time.monotonic() + _REMOVE_SECONDS
+        while True:
+            try:
+                self.path.rmdir()
+                return
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                    logger.warning("cannot remove the cgroup %s: %s", self.path, error.strerror)
+                    return
+            time.sleep(0.01)
+
+    def __enter__(self) -> MemoryCgroup:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+def run_in_cgroup(
+    argv: Sequence[str], limit_bytes: int, env: Mapping[str, str] | None = None
+) -> int:
+    """Run a program under a memory limit and wait for it; standard streams are shared.
+
+    Signals that this process gets meanwhile are passed on.
+
+    Returns:
+        the program's exit code; 128 + n where signal n ended it, so 137 where it was killed for
+        want of memory (which is then said on standard error).
+
+    Raises:
+        CgroupUnavailable: the limit cannot be set; the program was not started.
+    """
+    try:
+        group = MemoryCgroup.create(limit_bytes)
+    except CgroupUnavailable as error:
+        return _run(_systemd_argv(argv, limit_bytes, error), env)
+    with group:
+        enter = ["/bin/sh", "-c", _ENTER_SCRIPT, "sh", str(group.procs_path)]
+        code = _run([*enter, *argv], env)
+        if group.oom_kills:
+            victim = argv[0] if code == OOM_EXIT_CODE else f"a process started by {argv[0]}"
+            print(
+                f"{victim} was killed by the kernel: it needed more memory than the limit of "
+                f"{format_bytes(limit_bytes)}; raise the limit",
+                file=sys.stderr,
+                flush=True,
+            )
+        return code
+
+
+# --- making one --------------------------------------------------------------------------------
+
+
+def _usable_parent(location: CgroupLocation) -> Path:
+    """The directory to make a cgroup in."""
+    if location.version == 1:
+        return location.directory
+    directories = location.upwards()
+    if not any("memory" in _words(d / "cgroup.controllers") for d in directories):
+        raise CgroupUnavailable(f"the memory controller is not enabled in {location.directory}")
+    for directory in directories:
+        # A cgroup that holds processes cannot hand controllers down, unless it is the root.
+        if _hands_memory_down(directory) and os.access(directory, os.W_OK):
+            return directory
+    raise CgroupUnavailable(
+        f"no writable cgroup from {location.directory} upwards hands the memory controller down"
+    )
+
+
+def _hands_memory_down(directory: Path) -> bool:
+    control = directory / "cgroup.subtree_control"
+    if "memory" not in _words(control) and "memory" in _words(directory / "cgroup.controllers"):
+        try:
+            _write(control, "+memory")
+        except CgroupUnavailable:
+            return False
+    return "memory" in _words(control)
+
+
+def _create_below(parent: Path, version: int, limit_bytes: int) -> MemoryCgroup:
+    path = parent / f"specdec-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        path.mkdir()
+    except OSError as error:
+        raise CgroupUnavailable(f"cannot create {path}: {error.strerror}") from error
+    group = MemoryCgroup(path, version, limit_bytes)
+    try:
+        if version == 1:
+            _write(path / "memory.limit_in_bytes", limit_bytes)
+            # Memory plus swap; must not be below the limit of memory, so it comes second.
+            if (path / "memory.memsw.limit_in_bytes").exists():
+                _write(path / "memory.memsw.limit_in_bytes", limit_bytes)
+        else:
+            _write(path / "memory.max", limit_bytes)
+            if (path / "memory.swap.max").exists():
+                _write(path / "memory.swap.max", 0)
+    except CgroupUnavailable:
+        group.remove()
+        raise
+    return group
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _write(path: Path, value: int | str) -> None:
+    try:
+        path.write_text(f"{value}\n")
+    except OSError as error:
+        raise CgroupUnavailable(f"cannot write {value} to {path}: {error.strerror}") from error
+
+
+def _systemd_argv(argv: Sequence[str], limit_bytes: int, error: CgroupUnavailable) -> list[str]:
+    """`argv` under systemd-run where a user session can limit memory; otherwise raises `error`."""
+    scope = ["systemd-run", "--user", "--scope", "--quiet"]
+    # With version 1 a user session accepts the limit and ignores it.
+    has_v2 = any(
+        "memory" in _words(location.mount / "cgroup.controllers")
+        for location in memory_cgroups()
+        if location.version == 2
+    )
+    if not has_v2 or shutil.which("systemd-run") is None:
+        raise error
+    if subprocess.run([*scope, "true"], capture_output=True, check=False).returncode != 0:
+        raise error
+    limits = ["-p", f"MemoryMax={limit_bytes}", "-p", "MemorySwapMax=0"]
+    return [*scope, *limits, "--", *argv]
+
+
+# --- running -----------------------------------------------------------------------------------
+
+
+def _run(argv: Sequence[str], env: Mapping[str, str] | None) -> int:
+    """Run `argv` to its end, passing signals on; the exit code as a shell would report it."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        # A terminal sends Ctrl-C to the child by itself; a second one would break its clean-up.
+        if children and not (number == signal.SIGINT and _terminal_is_ours()):
+            children[0].send_signal(number)
+
+    with _handlers(forward):
+        children.append(subprocess.Popen(argv, env=env))
+        code = children[0].wait()
+    return 128 - code if code < 0 else code
+
+
+@contextmanager
+def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    try:
+        previous = {number: signal.signal(number, handler) for number in _FORWARDED}
+    except ValueError:  # not the main thread: signals go to the main thread's handlers
+        previous = {}
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+def _terminal_is_ours() -> bool:
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False

@@ -1,0 +1,261 @@
+"""Checked reads that bypass the page cache.
+
+O_DIRECT into huge-page-backed memory is the fastest way to get weights from storage, and it leaves
+no copy of them in the page cache, which would count in the memory limit. It asks for aligned
+buffers, offsets and lengths. Every read's result is checked: a short read that goes unnoticed
+leaves the previous layer's weights in the buffer, and the model silently answers nonsense.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from offload.errors import SpecdecError
+from offload.units import MIB
+
+logger = logging.getLogger(__name__)
+
+# Of offsets, lengths and buffers. Covers the logical blocks of 512 and 4096 bytes that drives have;
+# a file system that asks for more refuses the probe in DirectFile and gets buffered reads.
+ALIGNMENT = 4096
+HUGE_PAGE_BYTES = 2 * MIB
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
+_MAX_IDLE_READS = 16  # reads in a row without progress before giving up
+
+ReadAt = Callable[[int, memoryview, int], int]
+"""(file descriptor, writable buffer, offset) -> bytes read, as `pread`."""
+
+
+class StorageError(SpecdecError):
+    """The wanted bytes could not be read from a file that was readable when it was opened."""
+
+
+class Storage(Protocol):
+    """An open file that the streamer reads from; tests put faulty ones in its place."""
+
+    def read_into(self, view: memoryview, offset: int) -> int: ...
+
+    def check_unchanged(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+OpenStorage = Callable[[Path], Storage]
+
+
+def align_down(offset: int) -> int:
+    """The largest multiple of ALIGNMENT that is at most `offset`."""
+    return offset - offset % ALIGNMENT
+
+
+def align_up(offset: int) -> int:
+    """The smallest multiple of ALIGNMENT that is at least `offset`."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def buffer_bytes(n_bytes: int) -> int:
+    """Memory that `AlignedBuffer(n_bytes)` really takes: whole pages, huge ones when large."""
+    unit = HUGE_PAGE_BYTES if n_bytes >= HUGE_PAGE_BYTES else ALIGNMENT
+    return -(-n_bytes // unit) * unit
+
+
+class AlignedBuffer:
+    """Anonymous memory aligned to 2 MiB, on huge pages where there are any, committed at once.
+
+    Committing at construction means that memory runs out here, at start, or never.
+    """
+
+    def __init__(self, n_bytes: int) -> None:
+        if n_bytes < 0:
+            raise ValueError(f"a buffer cannot have {n_bytes} bytes")
+        self.n_bytes = n_bytes
+        size = buffer_bytes(max(n_bytes, 1))
+        # The slack for the alignment is address space only: it is never touched. MAP_PRIVATE,
+        # because Python's default is shared memory, which has its own rules for huge pages.
+        self._map = mmap.mmap(
+            -1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
+        start = -address % HUGE_PAGE_BYTES
+        self.address = address + start
+        if size >= HUGE_PAGE_BYTES:
+            self._advise(getattr(mmap, "MADV_HUGEPAGE", None), start, size)
+        self._view = memoryview(self._map)[start : start + size]
+        if not self._advise(_MADV_POPULATE_WRITE, start, size):
+            np.frombuffer(self._view, dtype=np.uint8)[::ALIGNMENT] = 0
+
+    @property
+    def view(self) -> memoryview:
+        """The whole memory, writable: `buffer_bytes(n_bytes)` bytes, at least `n_bytes`."""
+        return self._view
+
+    def close(self) -> None:
+        """Give the memory back, or leave it to its last user where a view of it still lives."""
+        try:
+            self._view.release()
+            self._map.close()
+        except BufferError:
+            pass  # a tensor made from a view keeps the map alive; it is freed with that tensor
+
+    def _advise(self, option: int | None, start: int, size: int) -> bool:
+        if option is None:
+            return False
+        try:
+            self._map.madvise(option, start, size)
+        except OSError as error:
+            if error.errno == errno.ENOMEM or error.errno == errno.EFAULT:
+                raise MemoryError(f"cannot commit a buffer of {size} bytes") from error
+            return False  # EINVAL: this kernel does not know the advice
+        return True
+
+
+def pread_into(descriptor: int, view: memoryview, offset: int) -> int:
+    """One `preadv` (the GIL is released while it runs). Source: preadv(2)."""
+    return os.preadv(descriptor, [view], offset)
+
+
+class DirectFile:
+    """A file opened for O_DIRECT reads, or for buffered reads with drop-behind where that fails.
+
+    Threads may read at the same time. `read_at` exists for tests, which inject faults there.
+    """
+
+    _warned = False  # the fallback is said once per process
+    _lock = threading.Lock()
+
+    def __init__(self, path: Path, *, read_at: ReadAt = pread_into, direct: bool = True) -> None:
+        self.path = path
+        self._read_at = read_at
+        self._descriptor, self.direct = self._open(direct)
+        status = os.fstat(self._descriptor)
+        self.n_bytes = status.st_size
+        self._modified_ns = status.st_mtime_ns
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill `view` from `offset`, all aligned; past the file's end it stays as it is.
+
+        Returns:
+            the number of valid bytes: `len(view)`, or fewer where the file (as opened) ends.
+
+        Raises:
+            StorageError: an I/O error, or the file ended before the wanted bytes.
+        """
+        n_wanted = min(len(view), self.n_bytes - offset)
+        n_got = 0
+        n_idle = 0
+        while n_got < n_wanted:
+            # A short read is continued at an aligned offset, so that a few bytes are read again.
+            start = align_down(n_got)
+            try:
+                n_read = self._read_once(view[start:], offset + start)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise self._fault(reason, offset, n_wanted, n_got) from error
+            if n_read == 0:
+                raise self._fault("the file ended early", offset, n_wanted, n_got)
+            n_idle = n_idle + 1 if start + n_read <= n_got else 0
+            if n_idle == _MAX_IDLE_READS:
+                raise self._fault("the storage makes no progress", offset, n_wanted, n_got)
+            n_got = max(n_got, start + n_read)
+        if n_wanted <= 0:
+            raise self._fault("the file is too short", offset, len(view), 0)
+        return n_wanted
+
+    def check_unchanged(self) -> None:
+        """Raise StorageError when the file was overwritten since it was opened.
+
+        A file that was replaced by renaming another one over it is no fault: the descriptor keeps
+        the old one. Size and modification time are compared, not the content.
+        """
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError as error:
+            raise StorageError(f"{self.path} is gone: {error.strerror or error}") from error
+        if (status.st_size, status.st_mtime_ns) != (self.n_bytes, self._modified_ns):
+            raise StorageError(
+                f"{self.path} was changed while in use ({self.n_bytes} bytes when opened, "
+                f"{status.st_size} now); load the model again"
+            )
+
+    def close(self) -> None:
+        """Close the file; closing twice is allowed. No read may be running."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _open(self, direct: bool) -> tuple[int, bool]:
+        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
+        try:
+            if direct and _O_DIRECT:
+                descriptor = self._try_direct(flags)
+                if descriptor is not None:
+                    return descriptor, True
+            descriptor = os.open(self.path, flags)
+        except OSError as error:
+            raise StorageError(f"cannot open {self.path}: {error.strerror or error}") from error
+        if direct:
+            self._warn_once()
+        return descriptor, False
+
+    def _try_direct(self, flags: int) -> int | None:
+        """A descriptor that has served one O_DIRECT read, or None where it is not supported."""
+        try:
+            descriptor = os.open(self.path, flags | _O_DIRECT)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return None
+            raise
+        # Some file systems accept the flag and refuse the reads, or ask for larger blocks.
+        probe = AlignedBuffer(ALIGNMENT)
+        try:
+            os.preadv(descriptor, [probe.view], 0)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno == errno.EINVAL:
+                return None
+            raise
+        finally:
+            probe.close()
+        return descriptor
+
+    def _read_once(self, view: memoryview, offset: int) -> int:
+        for _ in range(_MAX_IDLE_READS - 1):
+            try:
+                n_read = self._read_at(self._descriptor, view, offset)
+                break
+            except InterruptedError:  # os.preadv retries by itself; other implementations may not
+                continue
+        else:
+            n_read = self._read_at(self._descriptor, view, offset)
+        if not self.direct and hasattr(os, "posix_fadvise"):
+            # Drop-behind: pages of weights that were read once would only fill the memory limit.
+            os.posix_fadvise(self._descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
+        return n_read
+
+    def _fault(self, reason: str, offset: int, n_wanted: int, n_got: int) -> StorageError:
+        return StorageError(
+            f"{self.path}: {reason} at offset {offset} (wanted {n_wanted} bytes, got {n_got}); "
+            "check the storage and the file's size"
+        )
+
+    def _warn_once(self) -> None:
+        with DirectFile._lock:
+            if DirectFile._warned:
+                return
+            DirectFile._warned = True
+        logger.warning(
+            "%s lies on a file system without O_DIRECT: reading through the page cache with "
+            "drop-behind, which is slower; put the model on a local disk",
+            self.path,
+        )

@@ -1,0 +1,176 @@
+"""Where each tensor of a safetensors checkpoint lies: nothing but the headers is read.
+
+Only files inside the checkpoint's folder (or the Hugging Face cache it belongs to) are opened, and
+pickled weights are refused: see `header` for the file format and its checks.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from offload.header import (
+    MAX_HEADER_BYTES,
+    CheckpointError,
+    TensorRecord,
+    parse_json_object,
+    read_header,
+)
+from offload.units import format_bytes
+
+__all__ = ["CheckpointError", "TensorRecord", "WeightIndex", "read_header"]
+
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class WeightIndex(Mapping[str, TensorRecord]):
+    """All tensors of one checkpoint by name."""
+
+    def __init__(self, records: Mapping[str, TensorRecord], directory: Path) -> None:
+        self._records = dict(records)
+        self.directory = directory
+
+    @classmethod
+    def from_directory(cls, directory: str | os.PathLike[str]) -> WeightIndex:
+        """Index `model.safetensors`, or the shards that a `*.safetensors.index.json` names.
+
+        Raises:
+            CheckpointError: see the module's docstring; the message names the file.
+        """
+        root = Path(directory)
+        if not root.is_dir():
+            raise CheckpointError(f"{root} is not a directory; pass the folder of a checkpoint")
+        weight_map = _find_weight_map(root)
+        records: dict[str, TensorRecord] = {}
+        shard_of: dict[str, str] = {}
+        for shard in dict.fromkeys(weight_map.values()):
+            for name, record in read_header(_resolve_shard(root, shard)).items():
+                if name in records:
+                    raise CheckpointError(
+                        f"{root}: tensor {name!r} lies both in {shard_of[name]} and in {shard}; "
+                        "the checkpoint is ambiguous, download it again"
+                    )
+                records[name] = record
+                shard_of[name] = shard
+        _check_weight_map(weight_map, shard_of, root)
+        return cls(records, root)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors, headers excluded."""
+        return sum(record.n_bytes for record in self._records.values())
+
+    def __getitem__(self, name: str) -> TensorRecord:
+        return self._records[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+
+def _find_weight_map(root: Path) -> dict[str, str]:
+    """Tensor name -> shard name; a single file is `{"": its name}` (the key is not a tensor)."""
+    # The same precedence as transformers: the single file first.
+    if (root / "model.safetensors").exists():
+        return {"": "model.safetensors"}
+    names = sorted(path.name for path in root.iterdir())
+    indexes = [name for name in names if name.endswith(".safetensors.index.json")]
+    if "model.safetensors.index.json" in indexes:
+        indexes = ["model.safetensors.index.json"]
+    if len(indexes) > 1:
+        raise CheckpointError(f"{root} holds several indexes ({', '.join(indexes)}); keep one")
+    if indexes:
+        return _read_weight_map(root / indexes[0])
+    single = [name for name in names if name.endswith(".safetensors")]
+    if len(single) == 1:
+        return {"": single[0]}
+    raise CheckpointError(_explain_no_weights(root, names, single))
+
+
+def _explain_no_weights(root: Path, names: list[str], single: list[str]) -> str:
+    if single:
+        return f"{root} holds {len(single)} .safetensors files but no index.json; download it again"
+    pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
+    if pickles:
+        return (
+            f"{root} holds only pickled weights ({pickles[0]}), which can run code when loaded and "
+            "are refused; convert them to safetensors"
+        )
+    gguf = [name for name in names if name.endswith(".gguf")]
+    if gguf:
+        return f"{root} holds no safetensors but GGUF; pass the file itself: {root / gguf[0]}"
+    return f"{root} holds no model.safetensors and no *.safetensors.index.json"
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{path} is not a regular file of at most {format_bytes(MAX_HEADER_BYTES)}"
+            )
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    weight_map = parse_json_object(text, path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map; download it again")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not _is_plain_shard_name(shard):
+            raise CheckpointError(
+                f"{path} places {name!r} in {shard!r}, which is not a plain .safetensors file name"
+            )
+    return weight_map
+
+
+def _is_plain_shard_name(shard: str) -> bool:
+    if any(character in shard for character in "/\\:\0"):
+        return False
+    return shard.endswith(".safetensors") and not shard.startswith(".")
+
+
+def _resolve_shard(root: Path, shard: str) -> Path:
+    """The shard's real path, which must lie in `root` or in the cache that `root` belongs to."""
+    path = root / shard
+    try:
+        real = path.resolve(strict=True)
+        real_root = root.resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symlinks, before Python 3.13
+        raise CheckpointError(
+            f"{path} is missing or cannot be resolved; download the checkpoint again"
+        ) from error
+    if real.parent != real_root and not _is_cache_blob(real_root, real):
+        raise CheckpointError(
+            f"{path} is a link to {real}, outside of the checkpoint's folder; "
+            "replace the link by the file"
+        )
+    return real
+
+
+def _is_cache_blob(root: Path, real: Path) -> bool:
+    """Whether `root` is a snapshot of a Hugging Face cache and `real` one of that cache's blobs.
+
+    The layout is `<cache>/models--a--b/{snapshots/<commit>/<links>, blobs/<hash>}`; newer versions
+    add `<cache>/blobs/<first two letters>/<hash>`, shared by all repositories.
+    """
+    if root.parent.name != "snapshots":
+        return False
+    repository = root.parent.parent
+    shared = repository.parent / "blobs" / real.name[:2]
+    return real.parent in (repository / "blobs", shared)
+
+
+def _check_weight_map(weight_map: dict[str, str], shard_of: dict[str, str], root: Path) -> None:
+    for name, shard in weight_map.items():
+        if name == "":
+            continue  # the form of a single file
+        if name not in shard_of:
+            raise CheckpointError(f"{root}: {name!r} is listed in {shard} but lies in no shard")
+        if shard_of[name] != shard:
+            raise CheckpointError(
+                f"{root}: {name!r} is listed in {shard} but lies in {shard_of[name]}"
+            )

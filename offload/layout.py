@@ -1,0 +1,100 @@
+"""Which aligned pieces of which files hold some tensors, and where they lie in a buffer.
+
+Tensors are read where they lie: those of one layer are usually neighbours in a file, so that a few
+long reads fetch them all. An extent is one aligned range of a file that is read as a whole; extents
+follow each other in the buffer. Ranges start at multiples of ALIGNMENT in the file and in the
+buffer, so that a tensor keeps its file offset modulo ALIGNMENT as its address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from offload.direct_io import ALIGNMENT, align_down, align_up
+from offload.index import TensorRecord
+from offload.units import KIB
+
+# Reading a gap of 64 KiB costs 30 us at 2 GB/s, less than what another request costs.
+MERGE_GAP_BYTES = 64 * KIB
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One read: `n_bytes` from `file_offset` of `path` to `buffer_offset`; all three aligned.
+
+    Only the first `n_needed` bytes belong to tensors (or gaps between them): the rest is rounding,
+    which may lie past the end of the file.
+    """
+
+    path: Path
+    file_offset: int
+    buffer_offset: int
+    n_bytes: int
+    n_needed: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tensors lie in a buffer of `n_bytes`, and the extents that fill it."""
+
+    extents: tuple[Piece, ...]
+    tensors: dict[str, tuple[int, int]]  # name -> (offset in the buffer, bytes)
+    n_bytes: int
+
+    def pieces(self, read_bytes: int) -> tuple[Piece, ...]:
+        """The extents split into reads of at most `read_bytes` (a multiple of ALIGNMENT)."""
+        if read_bytes <= 0 or read_bytes % ALIGNMENT:
+            raise ValueError(f"read_bytes must be a multiple of {ALIGNMENT}, not {read_bytes}")
+        return tuple(piece for extent in self.extents for piece in _split(extent, read_bytes))
+
+    def views(self, buffer: memoryview) -> dict[str, memoryview]:
+        """The tensors' bytes in `buffer`, which was filled according to this layout."""
+        return {
+            name: buffer[offset : offset + n_bytes]
+            for name, (offset, n_bytes) in self.tensors.items()
+        }
+
+
+def make_layout(records: Iterable[TensorRecord], *, merge_gap: int = MERGE_GAP_BYTES) -> Layout:
+    """Coalesce `records` into extents; gaps of up to `merge_gap` bytes are read along.
+
+    Streamed layers merge over gaps to save requests; resident tensors use 0 to save memory (then
+    only ranges that share an aligned block are merged).
+    """
+    extents: list[Piece] = []
+    tensors: dict[str, tuple[int, int]] = {}
+    n_bytes = 0
+    for record in sorted(records, key=lambda record: (str(record.path), record.offset)):
+        if record.n_bytes == 0:
+            tensors[record.name] = (0, 0)
+            continue
+        start = align_down(record.offset)
+        last = extents[-1] if extents else None
+        if last is None or last.path != record.path or start > _end(last) + merge_gap:
+            last = Piece(record.path, start, n_bytes, 0, 0)
+            extents.append(last)
+        n_needed = max(last.n_needed, record.offset + record.n_bytes - last.file_offset)
+        last = replace(last, n_bytes=align_up(n_needed), n_needed=n_needed)
+        extents[-1] = last
+        n_bytes = last.buffer_offset + last.n_bytes
+        offset = last.buffer_offset + record.offset - last.file_offset
+        tensors[record.name] = (offset, record.n_bytes)
+    return Layout(tuple(extents), tensors, n_bytes)
+
+
+def _end(extent: Piece) -> int:
+    return extent.file_offset + extent.n_bytes
+
+
+def _split(extent: Piece, read_bytes: int) -> Iterator[Piece]:
+    for start in range(0, extent.n_bytes, read_bytes):
+        n_bytes = min(read_bytes, extent.n_bytes - start)
+        yield Piece(
+            extent.path,
+            extent.file_offset + start,
+            extent.buffer_offset + start,
+            n_bytes,
+            min(n_bytes, extent.n_needed - start),
+        )

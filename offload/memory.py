@@ -1,0 +1,141 @@
+"""How much memory this process may use, and how much it uses.
+
+In a container the machine's memory is the host's; what kills the process is the limit of its memory
+cgroup or of one of that one's parents. Source: cgroup-v1/memory.rst and cgroup-v2.rst of Linux.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_PROC = Path("/proc")
+_UNLIMITED_BYTES = 2**60  # version 1 says "no limit" with a number close to 2^63
+_LIMIT_FILES = {
+    1: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
+    2: ("memory.max", "memory.high"),  # above `high` the kernel throttles until nothing moves
+}
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """The memory this process may use, and what sets that limit."""
+
+    n_bytes: int
+    source: str  # "cgroup v1 /path", "cgroup v2 /path" or "machine"
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Memory of this process."""
+
+    rss_bytes: int  # in RAM, file mappings included
+    anonymous_bytes: int  # in RAM and not backed by a file: only swapping or killing gets it back
+    swap_bytes: int
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True)
+class CgroupLocation:
+    """This process's place in one cgroup hierarchy that may hold the memory controller."""
+
+    version: int  # 1 or 2
+    mount: Path
+    directory: Path  # `mount` or below it
+
+    def upwards(self) -> list[Path]:
+        """The process's own cgroup first, its parents after it."""
+        above = [p for p in self.directory.parents if p == self.mount or self.mount in p.parents]
+        return [self.directory, *above]
+
+
+def memory_limit(proc: Path = _PROC) -> MemoryLimit:
+    """The smallest limit among the cgroups that hold this process, or the machine's memory."""
+    best = MemoryLimit(_machine_bytes(proc), "machine")
+    for location in memory_cgroups(proc):
+        for directory in location.upwards():
+            for limit in _limits(directory, location.version):
+                if limit < best.n_bytes:
+                    best = MemoryLimit(limit, f"cgroup v{location.version} {directory}")
+    return best
+
+
+def memory_cgroups(proc: Path = _PROC) -> list[CgroupLocation]:
+    """Where this process is in the version 1 memory hierarchy and the version 2 hierarchy."""
+    mounts: dict[int, tuple[str, Path]] = {}
+    for line in _lines(proc / "self" / "mountinfo"):
+        fields, _, rest = line.partition(" - ")
+        kind, _, options = (rest.split() + ["", "", ""])[:3]
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            root, point = (_unescape(field) for field in fields.split()[3:5])
+            mounts.setdefault(2 if kind == "cgroup2" else 1, (root, Path(point)))
+    found = []
+    for line in _lines(proc / "self" / "cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        version = 2 if (number, controllers) == ("0", "") else 1
+        if version in mounts and (version == 2 or "memory" in controllers.split(",")):
+            root, mount = mounts[version]
+            found.append(CgroupLocation(version, mount, _locate(mount, root, path)))
+    return found
+
+
+def process_memory(proc: Path = _PROC) -> ProcessMemory:
+    """What this process uses, from /proc/self/status (psutil where there is none)."""
+    status = dict(line.partition(":")[::2] for line in _lines(proc / "self" / "status"))
+
+    def n_bytes(key: str) -> int:
+        match = re.match(r"\s*(\d+) kB", status.get(key, ""))
+        return int(match.group(1)) * 1024 if match else 0
+
+    if "VmRSS" in status:
+        return ProcessMemory(
+            n_bytes("VmRSS"), n_bytes("RssAnon"), n_bytes("VmSwap"), n_bytes("VmHWM")
+        )
+    info = psutil.Process().memory_info()
+    peak_bytes = int(getattr(info, "peak_wset", info.rss))
+    return ProcessMemory(int(info.rss), int(info.rss), 0, peak_bytes)
+
+
+def _machine_bytes(proc: Path) -> int:
+    for line in _lines(proc / "meminfo"):
+        if match := re.match(r"MemTotal:\s*(\d+) kB", line):
+            return int(match.group(1)) * 1024
+    return int(psutil.virtual_memory().total)
+
+
+def _limits(directory: Path, version: int) -> list[int]:
+    """The limits set at `directory`; none for those that are absent or say "no limit"."""
+    texts = ["".join(_lines(directory / name)) for name in _LIMIT_FILES[version]]
+    if version == 1:
+        # Knows of parents that a container cannot see.
+        for line in _lines(directory / "memory.stat"):
+            key, _, value = line.partition(" ")
+            if key in ("hierarchical_memory_limit", "hierarchical_memsw_limit"):
+                texts.append(value)
+    values = [int(text) for text in texts if text.strip().isdecimal()]  # version 2 says "max"
+    return [value for value in values if value < _UNLIMITED_BYTES]
+
+
+def _locate(mount: Path, root: str, path: str) -> Path:
+    """The directory of cgroup `path` under `mount`, which shows the hierarchy from `root` on."""
+    if root != "/" and (path == root or path.startswith(root + "/")):
+        path = path[len(root) :]
+    directory = mount / path.lstrip("/")
+    # A container may see a path that is not its own; its cgroup is then the mount itself.
+    return directory if ".." not in directory.parts and directory.is_dir() else mount
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _unescape(field: str) -> str:
+    """mountinfo writes blanks and backslashes in octal."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), field)

@@ -1,0 +1,260 @@
+"""Which tensors stay in memory, and how many slots the ring has.
+
+Layers are read in a cycle, the worst case of every cache that keeps what was used last; a fixed
+pinned set saves exactly its share of the reads. With B bytes for weights, L layers and W slots,
+pinning a whole layer costs its size and saves its size per pass; pinning the same tensor (a *role*,
+such as the down projection) in all layers also shrinks every slot, so the same memory saves
+L / (L - W) as much. Hence the order: roles in all layers, then whole layers spread evenly among the
+rest (their compute hides the next one's read), then single tensors with what is left.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from offload.budget import BudgetExceeded
+from offload.direct_io import align_down, align_up, buffer_bytes
+from offload.index import TensorRecord
+from offload.layout import Layout, make_layout
+from offload.reading import resident_footprint
+
+DEFAULT_N_SLOTS = 3
+MIN_N_SLOTS = 2
+_MAX_ROLES = 10  # all subsets are tried; a decoder layer has about seven large tensors
+_MIN_ROLE_SHARE = 0.01  # of a layer: smaller tensors (norms, biases) are not worth a subset
+_MAX_CANDIDATES = 64  # are laid out exactly, the best estimate first, until ...
+_MAX_FITTING = 4  # ... so many fit
+_WORTH_A_SLOT = 0.9  # two slots instead of three must save a tenth of the reads
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The tensors of one decoder layer, and the names of those that are (to be) resident."""
+
+    tensors: tuple[TensorRecord, ...]
+    resident: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        names = {record.name for record in self.tensors}
+        if len(names) != len(self.tensors):
+            raise ValueError("a layer names a tensor twice")
+        if not self.resident <= names:
+            raise ValueError(f"resident tensors {set(self.resident - names)} are not in the layer")
+
+    @cached_property
+    def streamed(self) -> tuple[TensorRecord, ...]:
+        return tuple(record for record in self.tensors if record.name not in self.resident)
+
+    @cached_property
+    def resident_records(self) -> tuple[TensorRecord, ...]:
+        return tuple(record for record in self.tensors if record.name in self.resident)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where the streamed tensors lie in a slot."""
+        return make_layout(self.streamed)
+
+    @property
+    def streamed_bytes(self) -> int:
+        return sum(record.n_bytes for record in self.streamed)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes read for, and of a slot taken by, this layer: alignment and small gaps included."""
+        return self.layout.n_bytes
+
+    def with_resident(self, names: frozenset[str]) -> LayerWeights:
+        """The same layer with `names` resident."""
+        return LayerWeights(self.tensors, names)
+
+
+@dataclass(frozen=True)
+class ResidencyPlan:
+    """Layers with their resident sets, and what they take. All figures in bytes of real memory."""
+
+    layers: tuple[LayerWeights, ...]
+    n_slots: int  # 0 when everything is resident
+    slot_bytes: int
+    resident_bytes: int
+    ring_bytes: int
+    streamed_bytes: int  # read per pass
+    smallest_bytes: int  # the least that any plan for these layers needs
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory of the resident tensors and the ring."""
+        return self.resident_bytes + self.ring_bytes
+
+    @property
+    def n_streamed_layers(self) -> int:
+        return sum(1 for layer in self.layers if layer.layout.extents)
+
+
+def plan_residency(
+    layers: Sequence[LayerWeights], available_bytes: int, *, n_slots: int | None = None
+) -> ResidencyPlan:
+    """Choose the resident set that leaves the fewest bytes to read per pass.
+
+    Args:
+        layers: in the order of use; their present resident sets are ignored.
+        available_bytes: memory for resident tensors and ring together.
+        n_slots: depth of the ring; None chooses 3, or 2 where 3 do not fit.
+
+    Raises:
+        BudgetExceeded: not even the smallest plan fits (all streamed, two slots).
+    """
+    if n_slots is not None and n_slots < 1:
+        raise ValueError(f"the ring needs at least one slot, not {n_slots}")
+    bare = tuple(layer.with_resident(frozenset()) for layer in layers)
+    smallest = _smallest_bytes(bare, n_slots)
+    everything = _assemble(_pin_all(bare), 0, smallest)
+    if everything.total_bytes <= available_bytes:
+        return everything
+    depths = (DEFAULT_N_SLOTS, MIN_N_SLOTS) if n_slots is None else (n_slots,)
+    plans = [_fill(bare, depth, available_bytes, smallest) for depth in depths]
+    chosen = plans[0]
+    for plan in plans[1:]:
+        # The deeper ring evens out storage and compute, which is worth some bytes but not many.
+        if plan and (not chosen or plan.streamed_bytes < _WORTH_A_SLOT * chosen.streamed_bytes):
+            chosen = plan
+    if chosen is None:
+        raise BudgetExceeded("streaming the weights", smallest, available_bytes, smallest)
+    return chosen
+
+
+def _assemble(layers: tuple[LayerWeights, ...], n_slots: int, smallest: int) -> ResidencyPlan:
+    n_streamed = sum(1 for layer in layers if layer.layout.extents)
+    n_slots = min(n_slots, n_streamed)  # the streamer makes no more slots than it can use
+    slot_bytes = max((layer.slot_bytes for layer in layers), default=0)
+    records = {r.name: r for layer in layers for r in layer.resident_records}
+    return ResidencyPlan(
+        layers=layers,
+        n_slots=n_slots,
+        slot_bytes=slot_bytes,
+        resident_bytes=resident_footprint(records.values()),
+        ring_bytes=n_slots * buffer_bytes(slot_bytes),
+        streamed_bytes=sum(layer.slot_bytes for layer in layers),
+        smallest_bytes=smallest,
+    )
+
+
+def _pin_all(layers: tuple[LayerWeights, ...]) -> tuple[LayerWeights, ...]:
+    return tuple(layer.with_resident(frozenset(r.name for r in layer.tensors)) for layer in layers)
+
+
+def _smallest_bytes(bare: tuple[LayerWeights, ...], n_slots: int | None) -> int:
+    streamed = _assemble(bare, MIN_N_SLOTS if n_slots is None else n_slots, 0)
+    return min(streamed.total_bytes, _assemble(_pin_all(bare), 0, 0).total_bytes)
+
+
+# --- filling the memory ------------------------------------------------------------------------
+
+
+def _fill(
+    bare: tuple[LayerWeights, ...], n_slots: int, available_bytes: int, smallest: int
+) -> ResidencyPlan | None:
+    """The best plan with this ring; None where the ring alone does not fit."""
+    plan = _assemble(bare, n_slots, smallest)
+    if plan.total_bytes > available_bytes:
+        return None
+    fitting = [plan]
+    for roles, n_whole in _candidates(bare, n_slots, available_bytes):
+        plan = _assemble(_pin(bare, roles, n_whole), n_slots, smallest)
+        if plan.total_bytes <= available_bytes:
+            fitting.append(plan)
+        if len(fitting) > _MAX_FITTING:
+            break
+    filled = (_pin_single_tensors(plan, available_bytes) for plan in fitting)
+    return min(filled, key=lambda plan: plan.streamed_bytes)
+
+
+def _candidates(
+    bare: tuple[LayerWeights, ...], n_slots: int, available_bytes: int
+) -> Iterator[tuple[frozenset[str], int]]:
+    """(roles pinned in all layers, whole layers pinned), fewest streamed bytes first.
+
+    The figures are estimates without rounding and for layers of the same size; a plan is laid out
+    exactly before it is taken.
+    """
+    roles, sizes = _role_sizes(bare)
+    layer_bytes = np.array([layer.streamed_bytes for layer in bare], dtype=np.float64)
+    found: list[tuple[float, int, int, int]] = []
+    for subset in range(2 ** len(roles)):
+        mask = np.array([subset >> bit & 1 for bit in range(len(roles))], dtype=np.float64)
+        rest = layer_bytes - sizes @ mask  # [layers] bytes
+        left = available_bytes - (layer_bytes - rest).sum() - n_slots * rest.max()
+        if left < 0 or not rest.any():
+            continue
+        n_whole = min(int(left / rest.mean()), len(bare) - 1)
+        for fewer in range(min(n_whole, 2) + 1):  # the estimate may be a layer too good
+            unused = left - (n_whole - fewer) * rest.mean()
+            # Single tensors will use a part of what is left: count half of it.
+            streamed = rest.sum() - left + unused / 2
+            found.append((float(streamed), int(mask.sum()), subset, n_whole - fewer))
+    for _, _, subset, n_whole in sorted(found)[:_MAX_CANDIDATES]:
+        yield frozenset(r for bit, r in enumerate(roles) if subset >> bit & 1), n_whole
+
+
+def _role(record: TensorRecord) -> str:
+    """The name without its first number, which is the layer's: "model.layers.#.mlp.up_proj"."""
+    return re.sub(r"\d+", "#", record.name, count=1)
+
+
+def _role_sizes(layers: tuple[LayerWeights, ...]) -> tuple[list[str], np.ndarray]:
+    """The large roles, largest first, and their bytes [layers, roles]."""
+    totals: dict[str, int] = {}
+    for layer in layers:
+        for record in layer.tensors:
+            totals[_role(record)] = totals.get(_role(record), 0) + record.n_bytes
+    least = _MIN_ROLE_SHARE * sum(totals.values())
+    roles = sorted((r for r in totals if totals[r] > least), key=lambda r: (-totals[r], r))
+    roles = roles[:_MAX_ROLES]
+    sizes = np.zeros((len(layers), len(roles)))
+    for row, layer in enumerate(layers):
+        for record in layer.tensors:
+            if _role(record) in roles:
+                sizes[row, roles.index(_role(record))] += record.n_bytes
+    return roles, sizes
+
+
+def _pin(
+    bare: tuple[LayerWeights, ...], roles: frozenset[str], n_whole: int
+) -> tuple[LayerWeights, ...]:
+    whole = set(spread(n_whole, len(bare)))
+    return tuple(
+        layer.with_resident(
+            frozenset(r.name for r in layer.tensors if index in whole or _role(r) in roles)
+        )
+        for index, layer in enumerate(bare)
+    )
+
+
+def spread(n_chosen: int, n_layers: int) -> list[int]:
+    """`n_chosen` of `n_layers` indices, ascending and as evenly spaced as possible."""
+    return [(2 * k + 1) * n_layers // (2 * n_chosen) for k in range(n_chosen)]
+
+
+def _pin_single_tensors(plan: ResidencyPlan, available_bytes: int) -> ResidencyPlan:
+    """Pin further tensors, the largest first, one per layer in turn, while they fit.
+
+    Each is counted with the blocks it touches, an upper bound, because neighbours share blocks.
+    """
+    layers = list(plan.layers)
+    slots = [layer.slot_bytes for layer in layers]
+    resident_bytes = plan.resident_bytes
+    candidates = ((r, i) for i, layer in enumerate(layers) for r in layer.streamed)
+    for record, index in sorted(candidates, key=lambda pair: -pair[0].n_bytes):
+        end = align_up(record.offset + record.n_bytes)
+        grown_bytes = resident_bytes + end - align_down(record.offset)
+        if buffer_bytes(grown_bytes) + plan.ring_bytes > available_bytes:
+            continue
+        trial = layers[index].with_resident(layers[index].resident | {record.name})
+        if trial.slot_bytes < slots[index]:  # not so where it is read along as a gap
+            layers[index], slots[index] = trial, trial.slot_bytes
+            resident_bytes = grown_bytes
+    return _assemble(tuple(layers), plan.n_slots, plan.smallest_bytes)

@@ -1,0 +1,127 @@
+"""How fast this machine's storage is, measured once with the streamer's own kind of reads."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from offload.direct_io import DirectFile, StorageError
+from offload.index import TensorRecord
+from offload.plan import LayerWeights
+from offload.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
+from offload.streamer import StreamStats, WeightStreamer
+from offload.units import MIB
+
+logger = logging.getLogger(__name__)
+
+_LEAST_BYTES = 64 * MIB  # a shorter measurement is not worth remembering
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """The storage that holds one file."""
+
+    storage_bytes_per_second: float
+    read_bytes: int  # size of one read
+    n_readers: int  # reads at a time
+    direct: bool  # O_DIRECT worked; otherwise the page cache may have flattered the figure
+    measured_at: float  # seconds since the epoch
+    device: int  # st_dev of the file
+
+
+def measure_storage(
+    path: Path,
+    n_bytes: int = 512 * MIB,
+    *,
+    read_bytes: int = DEFAULT_READ_BYTES,
+    n_readers: int = DEFAULT_N_READERS,
+    refresh: bool = False,
+    cache_dir: Path | None = None,
+) -> DeviceProfile:
+    """Bandwidth of reading `path` with `n_readers` threads; remembered per device.
+
+    Args:
+        path: a real weight file; at most `n_bytes` of it are read, from the start.
+        refresh: measure even where a figure is remembered.
+        cache_dir: where figures are remembered; by default $XDG_CACHE_HOME/specdec.
+
+    Raises:
+        StorageError: the file cannot be read, or is empty.
+    """
+    try:
+        device = path.stat().st_dev
+    except OSError as error:
+        raise StorageError(f"cannot open {path}: {error.strerror or error}") from error
+    folder = _default_cache_dir() if cache_dir is None else cache_dir
+    cache = folder / f"storage-{device}-{read_bytes}-{n_readers}.json"
+    if not refresh and (known := _load(cache)) is not None:
+        return known
+    file = DirectFile(path)
+    direct = file.direct
+    file.close()
+    figures = _stream_once(path, min(n_bytes, file.n_bytes), read_bytes, n_readers)
+    bandwidth = figures.bytes_read / max(figures.read_seconds, 1e-9)
+    profile = DeviceProfile(bandwidth, read_bytes, n_readers, direct, time.time(), device)
+    if figures.bytes_read >= _LEAST_BYTES:
+        _save(cache, profile)
+    return profile
+
+
+def _stream_once(path: Path, n_bytes: int, read_bytes: int, n_readers: int) -> StreamStats:
+    """Walk the file as if it were layers of a few reads each, doing nothing with them."""
+    if n_bytes <= 0:
+        raise StorageError(f"{path} is empty; measure with a weight file")
+    chunk = read_bytes * n_readers
+    layers = []
+    for start in range(0, n_bytes, chunk):
+        size = min(chunk, n_bytes - start)
+        layers.append(LayerWeights((TensorRecord(f"@{start}", "U8", (size,), path, start, size),)))
+    with WeightStreamer(layers, 2, read_bytes=read_bytes, n_readers=n_readers) as streamer:
+        for index in range(len(layers)):
+            with streamer.layer(index):
+                pass
+        return streamer.stats
+
+
+# --- the cache: a figure that is lost is only measured again --------------------------------------
+
+
+def _default_cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification says that a relative path is to be ignored.
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "specdec"
+
+
+def _load(cache: Path) -> DeviceProfile | None:
+    try:
+        profile = DeviceProfile(**json.loads(cache.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    return profile if _is_sane(profile) else None
+
+
+def _is_sane(profile: DeviceProfile) -> bool:
+    values: dict[str, Any] = {f.name: getattr(profile, f.name) for f in fields(profile)}
+    if not isinstance(values.pop("direct"), bool):
+        return False
+    if not all(type(value) in (int, float) and math.isfinite(value) for value in values.values()):
+        return False
+    return profile.storage_bytes_per_second > 0
+
+
+def _save(cache: Path, profile: DeviceProfile) -> None:
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        # Another process must never see half a file: write aside, then rename.
+        with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as file:
+            json.dump(asdict(profile), file)
+        os.replace(file.name, cache)
+    except OSError as error:
+        logger.debug("the storage profile is not remembered: %s", error)

@@ -1,0 +1,165 @@
+"""Pieces of files into buffers: the open files, the resident tensors, the readers of the ring."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from offload.direct_io import AlignedBuffer, DirectFile, OpenStorage, StorageError, buffer_bytes
+from offload.index import TensorRecord
+from offload.layout import Layout, Piece, make_layout
+from offload.slots import SlotRing
+from offload.units import MIB
+
+DEFAULT_READ_BYTES = 8 * MIB
+DEFAULT_N_READERS = 4
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in total)"""
+
+
+class OpenFiles:
+    """Each path opened once; threads share the files."""
+
+    def __init__(self, paths: Iterable[Path], open_storage: OpenStorage = DirectFile) -> None:
+        self._files = {}
+        try:
+            for path in dict.fromkeys(paths):
+                self._files[path] = open_storage(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, piece: Piece, buffer: memoryview) -> int:
+        """Read one piece into its place in `buffer`; returns the bytes read.
+
+        Raises:
+            StorageError: fewer than the needed bytes are there.
+        """
+        view = buffer[piece.buffer_offset : piece.buffer_offset + piece.n_bytes]
+        n_read = self._files[piece.path].read_into(view, piece.file_offset)
+        if n_read < piece.n_needed:  # the file was cut between indexing and opening
+            raise StorageError(
+                f"{piece.path}: the file ended early at offset {piece.file_offset} "
+                f"(wanted {piece.n_needed} bytes, got {n_read}); download it again"
+            )
+        return n_read
+
+    def check_unchanged(self) -> None:
+        """Raise StorageError when one of the files was overwritten since it was opened."""
+        for file in self._files.values():
+            file.check_unchanged()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+class ResidentWeights(Mapping[str, memoryview]):
+    """Tensors that stay in memory: name -> raw bytes, valid until `close`."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._buffer = AlignedBuffer(layout.n_bytes) if layout.n_bytes else None
+        self.n_bytes = buffer_bytes(layout.n_bytes)  # memory taken, rounding included
+        self.memory = self._buffer.view if self._buffer else memoryview(bytearray())
+        self._tensors = layout.views(self.memory)
+
+    def __getitem__(self, name: str) -> memoryview:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def close(self) -> None:
+        """Give the memory back, or leave it to the last tensor that was made from it."""
+        self._tensors.clear()
+        if self._buffer is not None:
+            self._buffer.close()
+
+
+def resident_footprint(records: Iterable[TensorRecord]) -> int:
+    """Memory in bytes that `load_resident(records)` will take."""
+    return buffer_bytes(make_layout(records, merge_gap=0).n_bytes)
+
+
+def load_resident(
+    records: Iterable[TensorRecord],
+    progress: Progress | None = None,
+    *,
+    read_bytes: int = DEFAULT_READ_BYTES,
+    n_readers: int = DEFAULT_N_READERS,
+    storage: OpenStorage = DirectFile,
+) -> ResidentWeights:
+    """Read tensors into memory for good (embeddings, norms, head, pinned layers).
+
+    Args:
+        progress: called in this thread after each read.
+
+    Raises:
+        StorageError: the first read that failed; the others are given up.
+        MemoryError: the memory cannot be had.
+    """
+    layout = make_layout(records, merge_gap=0)
+    pieces = layout.pieces(read_bytes)
+    n_total = sum(piece.n_needed for piece in pieces)
+    weights = ResidentWeights(layout)
+    files = OpenFiles((piece.path for piece in pieces), storage)
+    pool = ThreadPoolExecutor(max_workers=n_readers, thread_name_prefix="specdec-load")
+    try:
+        jobs = {pool.submit(files.read, piece, weights.memory): piece for piece in pieces}
+        n_done = 0
+        for job in as_completed(jobs):
+            job.result()
+            n_done += jobs[job].n_needed
+            if progress is not None:
+                progress(n_done, n_total)
+    except BaseException:
+        pool.shutdown(cancel_futures=True)  # waits for the running reads: they use the buffer
+        weights.close()
+        raise
+    finally:
+        pool.shutdown()
+        files.close()
+    return weights
+
+
+class ReaderThreads:
+    """`n_readers` daemon threads that fill a ring until it is closed.
+
+    They hold the ring and the files but not the streamer, so that a streamer nobody refers to any
+    more can be collected.
+    """
+
+    def __init__(self, ring: SlotRing, files: OpenFiles, n_readers: int) -> None:
+        self._threads = [
+            threading.Thread(
+                target=_read_until_closed,
+                args=(ring, files),
+                name=f"specdec-reader-{index}",
+                daemon=True,
+            )
+            for index in range(n_readers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the threads, each up to the timeout; True when all have ended."""
+        for thread in self._threads:
+            thread.join(timeout_seconds)
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+def _read_until_closed(ring: SlotRing, files: OpenFiles) -> None:
+    while (work := ring.acquire_for_read()) is not None:
+        try:
+            n_bytes = files.read(work.piece, work.slot.buffer.view)
+        except BaseException as error:  # whatever it is, the consumer must learn of it
+            ring.publish(work, error=error)
+        else:
+            ring.publish(work, n_bytes)

@@ -1,0 +1,135 @@
+"""Every supported family, streamed from a tiny random checkpoint, against transformers itself."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import FAMILIES, VOCAB
+from transformers import AutoModelForCausalLM
+
+from backends.base import PREFIX, UnsupportedModel
+from backends.hf_model import load_hf_model
+from backends.torch_cpu import TorchBackend
+
+TOLERANCE = 1e-5
+PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
+# A tree below the prompt: two branches from the root, one of them forking again.
+TREE_TOKENS = [7, 20, 30, 21, 22, 31, 40]
+TREE_PARENTS = [-1, 0, 0, 1, 3, 2, 3]
+
+
+def streamed(directory, **options):
+    """A backend that keeps nothing of the layers in memory, behind a ring of two slots."""
+    model = load_hf_model(directory)
+    return TorchBackend(model, model.layer_weights, 2, **options)
+
+
+def reference_logits(directory, token_ids):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.tensor([token_ids])).logits[0].numpy()
+
+
+def path_tokens(node):
+    tokens = []
+    while node != -1:
+        tokens.append(TREE_TOKENS[node])
+        node = TREE_PARENTS[node]
+    return tokens[::-1]
+
+
+def scale(logits):
+    return max(1.0, float(np.abs(logits).max()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_and_tree_equal_transformers(family, checkpoint_factory):
+    directory = checkpoint_factory(family)
+    with streamed(directory) as backend:
+        expected = reference_logits(directory, PROMPT)[-1]
+        assert np.abs(backend.prefill(PROMPT) - expected).max() <= TOLERANCE * scale(expected)
+        first = backend.next_node_id
+        parents = [PREFIX if p == -1 else first + p for p in TREE_PARENTS]
+        _, logits = backend.extend(TREE_TOKENS, parents)
+        for node, row in enumerate(logits):
+            expected = reference_logits(directory, PROMPT + path_tokens(node))[-1]
+            assert np.abs(row - expected).max() <= TOLERANCE * scale(expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_commit_continues_without_recomputing(family, checkpoint_factory):
+    directory = checkpoint_factory(family)
+    with streamed(directory) as backend:
+        backend.prefill(PROMPT)
+        first = backend.next_node_id
+        ids, _ = backend.extend(
+            TREE_TOKENS, [PREFIX if p == -1 else first + p for p in TREE_PARENTS]
+        )
+        backend.commit([ids[0], ids[1], ids[3]], keep=[ids[6]])
+        assert backend.n_committed == len(PROMPT) + 3
+        text = PROMPT + path_tokens(3)
+        _, logits = backend.extend([50, 51], [ids[6], PREFIX])
+        for row, tail in zip(logits, ([TREE_TOKENS[6], 50], [51]), strict=True):
+            expected = reference_logits(directory, text + tail)[-1]
+            assert np.abs(row - expected).max() <= TOLERANCE * scale(expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layer_major_prefill_in_chunks(family, checkpoint_factory, monkeypatch):
+    monkeypatch.setattr("backends.torch_cpu.CHUNK_ROWS", 5)
+    directory = checkpoint_factory(family)
+    with streamed(directory) as backend:
+        backend.prefill(PROMPT[:4])
+        before = backend.stream_use.bytes_streamed
+        expected = reference_logits(directory, PROMPT)[-1]
+        assert np.abs(backend.prefill(PROMPT[4:]) - expected).max() <= TOLERANCE * scale(expected)
+        one_pass = sum(layer.slot_bytes for layer in load_hf_model(directory).layer_weights)
+        # Chunks go through a layer while it is in memory; only the ring's read-ahead comes on top.
+        assert backend.stream_use.bytes_streamed - before <= 2 * one_pass
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streamed_is_bit_equal_to_resident(family, checkpoint_factory):
+    directory = checkpoint_factory(family)
+    with streamed(directory) as ring, TorchBackend.resident(directory) as resident:
+        assert np.array_equal(ring.prefill(PROMPT), resident.prefill(PROMPT))
+        for _ in range(3):
+            a, b = ring.extend([5, 6], [PREFIX] * 2)[1], resident.extend([5, 6], [PREFIX] * 2)[1]
+            assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kv_bytes_are_as_planned(family, checkpoint_factory):
+    directory = checkpoint_factory(family)
+    with TorchBackend.resident(directory) as backend:
+        backend.prefill(PROMPT)
+        planned = load_hf_model(directory).kv_bytes_per_token
+        assert backend.kv_bytes == planned * backend.n_kv_allocated
+
+
+def test_vocabulary_of_the_logits(checkpoint_factory):
+    with TorchBackend.resident(checkpoint_factory("llama")) as backend:
+        assert backend.vocab_size == VOCAB
+        _, logits = backend.extend([5, 6, 7], [PREFIX] * 3, rows=[2])
+        assert logits.shape == (1, VOCAB) and logits.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"model_type": "mixtral", "num_hidden_layers": 2}, "mixture of experts"),
+        ({"model_type": "t5"}, "encoder-decoder"),
+        ({"model_type": "mamba", "num_hidden_layers": 2}, "mamba"),
+        ({"model_type": "vit"}, "vit has no causal language model"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(config, named, checkpoint_factory, tmp_path):
+    source = checkpoint_factory("llama")
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **config}))
+    with pytest.raises(UnsupportedModel, match=named):
+        load_hf_model(tmp_path)

@@ -1,0 +1,69 @@
+"""Tiny random checkpoints of every family that specdec runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+VOCAB = 96
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GQA = {**_COMMON, "num_key_value_heads": 2}
+
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("LlamaConfig", _GQA),
+    "llama-tied": ("LlamaConfig", {**_GQA, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2Config", _GQA),
+    "qwen2-sliding": (
+        "Qwen2Config",
+        {**_GQA, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", {**_GQA, "head_dim": 8}),
+    "mistral": ("MistralConfig", {**_GQA, "sliding_window": 6}),
+    "gemma": ("GemmaConfig", {**_GQA, "head_dim": 8}),
+    "gemma2": ("Gemma2Config", {**_GQA, "head_dim": 8, "sliding_window": 6}),
+    "gemma3": ("Gemma3TextConfig", {**_GQA, "head_dim": 8, "sliding_window": 6}),
+    "phi3": ("Phi3Config", {**_GQA, "sliding_window": None}),
+    "gpt-neox": ("GPTNeoXConfig", _COMMON),
+    "bloom": (
+        "BloomConfig",
+        {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4, "pad_token_id": 0},
+    ),
+    "minicpm3": (  # dense multi-head latent attention
+        "MiniCPM3Config",
+        {
+            **_COMMON,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 12,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+}
+
+
+def save_tiny_checkpoint(family: str, directory: Path, seed: int = 0, **overrides: object) -> Path:
+    """Write a random fp32 checkpoint of `family`, sharded, with weights of a lively size."""
+    import torch
+    import transformers
+
+    config_name, values = FAMILIES[family]
+    config = getattr(transformers, config_name)(**{**values, **overrides})
+    generator = torch.Generator().manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.25, generator=generator)
+            if parameter.ndim == 1:
+                parameter.add_(1.0)
+    model.save_pretrained(directory, max_shard_size="40KB")
+    return directory

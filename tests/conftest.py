@@ -1,0 +1,32 @@
+"""Shared fixtures: tiny random checkpoints instead of mocks or downloads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _offline() -> None:
+    """No test may reach a network."""
+    import os
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def checkpoint_factory(tmp_path_factory: pytest.TempPathFactory):
+    """checkpoint_factory(family, seed=0, **overrides) -> directory of a tiny fp32 checkpoint."""
+    from checkpoints import save_tiny_checkpoint
+
+    made: dict[tuple, Path] = {}
+
+    def make(family: str, seed: int = 0, **overrides: object) -> Path:
+        key = (family, seed, repr(sorted(overrides.items())))
+        if key not in made:
+            directory = tmp_path_factory.mktemp(f"{family}-{seed}")
+            made[key] = save_tiny_checkpoint(family, directory, seed, **overrides)
+        return made[key]
+
+    return make
