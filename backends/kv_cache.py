@@ -41,7 +41,8 @@ class TreeCacheLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         end = self.n_rows + key_states.shape[-2]
         self._ensure_capacity(end)
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         self.keys[:, :, self.n_rows : end] = key_states
         self.values[:, :, self.n_rows : end] = value_states
         self.n_rows = end
@@ -76,7 +77,8 @@ class TreeCacheLayer(CacheLayerMixin):
     def _ensure_capacity(self, n_rows: int) -> None:
         if n_rows <= self.capacity:
             return
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         capacity = -(-n_rows // BLOCK_ROWS) * BLOCK_ROWS
         self.keys = self._regrown(self.keys, capacity)
         self.values = self._regrown(self.values, capacity)

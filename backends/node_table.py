@@ -52,6 +52,11 @@ class NodeTable:
         """Which live nodes each live node from `start` on attends to, bool [live - start, live]."""
         return self._ancestors[start:]
 
+    def path(self, node: int) -> list[int]:
+        """Ids from the prefix down to a live node, itself included."""
+        row = self._rows()[node]
+        return [self._ids[r] for r in np.flatnonzero(self._ancestors[row])]
+
     def add(self, parents: Sequence[int]) -> list[int]:
         """Append nodes below `parents`; return their ids. Unknown parents raise, adding nothing."""
         ids, rows = list(range(self.next_id, self.next_id + len(parents))), self._rows()

@@ -60,7 +60,11 @@ class TorchBackend(Backend):
     @classmethod
     def resident(cls, directory: Path, *, max_context: int | None = None) -> TorchBackend:
         """Load a whole checkpoint into memory."""
-        model = load_hf_model(directory)
+        return cls.held_in_memory(load_hf_model(directory), max_context=max_context)
+
+    @classmethod
+    def held_in_memory(cls, model: HfModel, *, max_context: int | None = None) -> TorchBackend:
+        """A backend that streams nothing."""
         layers = [
             LayerWeights(layer.tensors, frozenset(t.name for t in layer.tensors))
             for layer in model.layer_weights
@@ -172,3 +176,24 @@ def _alibi_slopes(model: HfModel) -> torch.Tensor | None:
     bias = base.build_alibi_tensor(ones, model.config.num_attention_heads, torch.float32)
     base.build_alibi_tensor = lambda *args, **kwargs: torch.zeros(1)
     return bias[:, 0, 1] - bias[:, 0, 0]  # the bias grows by the slope with each position
+
+
+def activation_bytes(model: HfModel, ctx_size: int, max_rows: int) -> int:
+    """Most memory of a forward of the prompt or of `max_rows` nodes, beside weights and KV.
+
+    Counted from the tensors that are alive together: the hidden states of a whole prompt (in, out,
+    and the rotary tables), one chunk's feed-forward, attention with its mask, keys and values
+    repeated for every query head, and the logits as the model makes them and in float32.
+    """
+    config, itemsize = model.config, model.dtype.itemsize
+    rows = max(CHUNK_ROWS, max_rows)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    feed_forward = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    prompt = 3 * ctx_size * config.hidden_size * itemsize
+    chunk = rows * (8 * config.hidden_size + 3 * feed_forward) * itemsize
+    attention = 2 * ctx_size * heads * head_dim * itemsize + 2 * rows * ctx_size * itemsize
+    if config._attn_implementation == "eager":
+        attention += 3 * heads * rows * ctx_size * 4  # scores, float32 softmax, probabilities
+    logits = max_rows * model.vocab_size * (itemsize + 2 * 4)
+    return prompt + chunk + attention + logits

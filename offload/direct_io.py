@@ -65,13 +65,12 @@ def align_up(offset: int) -> int:
 
 
 def buffer_bytes(n_bytes: int) -> int:
-    """Memory that `AlignedBuffer(n_bytes)` really takes: whole pages, huge ones when large."""
-    unit = HUGE_PAGE_BYTES if n_bytes >= HUGE_PAGE_BYTES else ALIGNMENT
-    return -(-n_bytes // unit) * unit
+    """Memory that `AlignedBuffer(n_bytes)` really takes."""
+    return align_up(n_bytes)
 
 
 class AlignedBuffer:
-    """Anonymous memory aligned to 2 MiB, on huge pages where there are any, committed at once.
+    """Anonymous memory aligned to 2 MiB, on huge pages as far as they fit, committed at once.
 
     Committing at construction means that memory runs out here, at start, or never.
     """
@@ -89,8 +88,11 @@ class AlignedBuffer:
         address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
         start = -address % HUGE_PAGE_BYTES
         self.address = address + start
-        if size >= HUGE_PAGE_BYTES:
-            self._advise(getattr(mmap, "MADV_HUGEPAGE", None), start, size)
+        n_huge = size - size % HUGE_PAGE_BYTES
+        if n_huge:
+            self._advise(getattr(mmap, "MADV_HUGEPAGE", None), start, n_huge)
+        if size > n_huge:  # a huge page here would take memory that nobody reserved
+            self._advise(getattr(mmap, "MADV_NOHUGEPAGE", None), start + n_huge, size - n_huge)
         self._view = memoryview(self._map)[start : start + size]
         if not self._advise(_MADV_POPULATE_WRITE, start, size):
             np.frombuffer(self._view, dtype=np.uint8)[::ALIGNMENT] = 0
@@ -137,6 +139,7 @@ class DirectFile:
     def __init__(self, path: Path, *, read_at: ReadAt = pread_into, direct: bool = True) -> None:
         self.path = path
         self._read_at = read_at
+        self._descriptor = -1
         self._descriptor, self.direct = self._open(direct)
         status = os.fstat(self._descriptor)
         self.n_bytes = status.st_size
@@ -162,9 +165,9 @@ class DirectFile:
             except OSError as error:
                 reason = error.strerror or str(error)
                 raise self._fault(reason, offset, n_wanted, n_got) from error
-            if n_read == 0:
-                raise self._fault("the file ended early", offset, n_wanted, n_got)
             n_idle = n_idle + 1 if start + n_read <= n_got else 0
+            if n_read == 0 or (n_idle and self._is_shorter_than(offset + n_wanted)):
+                raise self._fault("the file ended early", offset, n_wanted, n_got)
             if n_idle == _MAX_IDLE_READS:
                 raise self._fault("the storage makes no progress", offset, n_wanted, n_got)
             n_got = max(n_got, start + n_read)
@@ -193,6 +196,9 @@ class DirectFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
 
     def _open(self, direct: bool) -> tuple[int, bool]:
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
@@ -242,6 +248,9 @@ class DirectFile:
             # Drop-behind: pages of weights that were read once would only fill the memory limit.
             os.posix_fadvise(self._descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
         return n_read
+
+    def _is_shorter_than(self, n_bytes: int) -> bool:
+        return os.fstat(self._descriptor).st_size < n_bytes
 
     def _fault(self, reason: str, offset: int, n_wanted: int, n_got: int) -> StorageError:
         return StorageError(

@@ -122,6 +122,10 @@ def _save(cache: Path, profile: DeviceProfile) -> None:
         # Another process must never see half a file: write aside, then rename.
         with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as file:
             json.dump(asdict(profile), file)
-        os.replace(file.name, cache)
+        try:
+            os.replace(file.name, cache)
+        except OSError:
+            os.unlink(file.name)
+            raise
     except OSError as error:
         logger.debug("the storage profile is not remembered: %s", error)

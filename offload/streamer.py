@@ -242,7 +242,7 @@ class WeightStreamer:
 
     def _tensors(self, index: int, lease: _Lease | None) -> dict[str, memoryview]:
         layer = self._layers[index]
-        views = layer.layout.views(lease.slot.buffer.view) if lease else {}
+        views = layer.layout.views(lease.slot.buffer.view if lease else memoryview(b""))
         return {
             record.name: views[record.name] if record.name in views else self._resident[record.name]
             for record in layer.tensors

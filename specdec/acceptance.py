@@ -1,0 +1,179 @@
+"""Which draft tokens the target accepts: pure functions of (tree, target, noise).
+
+Words, as in vLLM: *accepted* tokens are draft tokens that stay; a *recovered* token replaces the
+first one that does not; a *bonus* token follows when there was nothing left to reject. Every round
+emits the accepted tokens and exactly one recovered or bonus token, which becomes the next root.
+
+`match_walk` asks the target for its token first and then looks whether the draft guessed it. Since
+the draft has no part in the choice, any tree is lossless. `rejection_walk` (Leviathan et al. 2023,
+Chen et al. 2023) decides about one chain whose tokens were drawn from known distributions q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.tree import ROOT, DraftTree
+
+Probs = NDArray[np.float64]  # [vocab], sums to 1
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """The outcome of one round.
+
+    path: accepted nodes in tree indices, root first; always contains 0.
+    next_token: the token emitted after them, not yet in the KV cache: the next root.
+    is_bonus: the walk ended at a leaf, so next_token was chosen without any draft to compare.
+    """
+
+    path: tuple[int, ...]
+    next_token: int
+    is_bonus: bool
+
+    @property
+    def n_accepted(self) -> int:
+        return len(self.path) - 1
+
+    def emitted(self, tree: DraftTree) -> tuple[int, ...]:
+        """The round's new tokens in order: accepted ones, then next_token."""
+        return (*(tree.token_ids[i] for i in self.path[1:]), self.next_token)
+
+
+class Decisions(Protocol):
+    """The two random decisions of rejection sampling; tests enumerate them instead of drawing."""
+
+    def bernoulli(self, probability: float) -> bool: ...
+
+    def categorical(self, probs: Probs) -> int: ...
+
+
+class RandomDecisions:
+    """Decisions drawn from a numpy generator; every decision uses a fresh uniform."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+
+    def bernoulli(self, probability: float) -> bool:
+        return self._rng.random() < probability
+
+    def categorical(self, probs: Probs) -> int:
+        return sample_index(probs, self._rng.random())
+
+
+def match_walk(
+    tree: DraftTree,
+    choose: Callable[[int], int],
+    max_tokens: int | None = None,
+    stop_tokens: frozenset[int] = frozenset(),
+) -> Acceptance:
+    """Follow the target's own tokens down the tree, and emit the first one that is not in it.
+
+    Args:
+        tree: any tree that was built without looking at the target's choices.
+        choose: node index -> the target's token after that node; called once per emitted token,
+            from the root downwards, so that only nodes on the walk pay for the logits pipeline.
+        max_tokens: at most this many tokens are emitted (≥ 1; None = no limit).
+        stop_tokens: a token of this set is emitted and ends the walk, also where it was drafted.
+    """
+    _check_limit(max_tokens)
+    path = [ROOT]
+    while True:
+        node = path[-1]
+        token = int(choose(node))
+        child = tree.children(node).get(token)
+        if child is None or _is_last(token, len(path), max_tokens, stop_tokens):
+            return Acceptance(tuple(path), token, is_bonus=not tree.children(node))
+        path.append(child)
+
+
+def rejection_walk(
+    tree: DraftTree,
+    target_probs: Callable[[int], Probs],
+    rng: np.random.Generator | Decisions,
+    max_tokens: int | None = None,
+    stop_tokens: frozenset[int] = frozenset(),
+) -> Acceptance:
+    """Accept a sampled chain token by token with min(1, p/q); replace the first refused one.
+
+    Args:
+        tree: a chain; node i's token was drawn from `tree.draft_probs[i]`. A node without such a
+            row was chosen deterministically, which is a q with all its mass on that token.
+        target_probs: node index -> p, the target's distribution after that node.
+        rng: source of the decisions.
+        max_tokens, stop_tokens: as in `match_walk`.
+    Raises:
+        ValueError: the tree branches.
+    """
+    _check_limit(max_tokens)
+    if not tree.is_chain:
+        raise ValueError("rejection_walk verifies a chain, but the tree branches")
+    decisions = RandomDecisions(rng) if isinstance(rng, np.random.Generator) else rng
+    path = [ROOT]
+    while True:
+        p = target_probs(path[-1])
+        child = next(iter(tree.children(path[-1]).values()), None)
+        if child is None:
+            return Acceptance(tuple(path), decisions.categorical(p), is_bonus=True)
+        token = tree.token_ids[child]
+        q = _draft_row(tree, child, len(p))
+        if not decisions.bernoulli(accept_probability(p, q, token)):
+            recovered = decisions.categorical(residual(p, q))
+            return Acceptance(tuple(path), recovered, is_bonus=False)
+        if _is_last(token, len(path), max_tokens, stop_tokens):
+            return Acceptance(tuple(path), token, is_bonus=False)
+        path.append(child)
+
+
+def accept_probability(p: Probs, q: Probs, token: int) -> float:
+    """min(1, p(token) / q(token)); 0 for a token outside p or outside its vocabulary."""
+    if token >= len(p) or p[token] <= 0.0:
+        return 0.0
+    return float(min(1.0, p[token] / q[token])) if q[token] > 0.0 else 1.0  # p / 0 is above 1
+
+
+def residual(p: Probs, q: Probs) -> Probs:
+    """norm((p − q)₊): the distribution of the recovered token.
+
+    Where p ≈ q the sum is 0 or rounding noise of either sign; a refusal then has probability of the
+    same order, and p itself is returned instead of dividing by nothing.
+    """
+    rest = np.maximum(p - q, 0.0)
+    total = float(rest.sum())
+    return rest / total if total > np.finfo(np.float64).eps else p
+
+
+def sample_index(probs: Probs, uniform: float) -> int:
+    """The index that a uniform number in [0, 1) selects; never one of probability 0."""
+    cumulative = np.cumsum(probs)
+    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    if index >= len(probs):  # uniform * total rounded up to the total itself
+        index = int(np.flatnonzero(probs)[-1])
+    return index
+
+
+def _draft_row(tree: DraftTree, node: int, n: int) -> Probs:
+    """q of a node as float64 [n], padded or cut to the target's vocabulary."""
+    row = tree.draft_probs[node]
+    q = np.zeros(n, dtype=np.float64)
+    if row is None:
+        if tree.token_ids[node] < n:
+            q[tree.token_ids[node]] = 1.0
+        return q
+    shared = min(n, len(row))
+    q[:shared] = row[:shared]
+    return q
+
+
+def _is_last(token: int, n_emitted: int, max_tokens: int | None, stops: frozenset[int]) -> bool:
+    return token in stops or (max_tokens is not None and n_emitted >= max_tokens)
+
+
+def _check_limit(max_tokens: int | None) -> None:
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}, a round always emits at least one token")

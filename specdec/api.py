@@ -1,0 +1,268 @@
+"""The Python API: load a target and a draft into a memory budget, generate, stream.
+
+    with specdec.load("TARGET", "DRAFT", memory_budget="3.5GiB") as llm:
+        for chunk in llm.stream("def fibonacci(n):", max_tokens=64):
+            print(chunk.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from backends.base import Backend
+from offload.errors import SpecdecError
+from specdec.compat import Vocabulary, compare_vocabularies
+from specdec.config import SamplingParams, SpecConfig
+from specdec.drafters.base import Drafter
+from specdec.drafters.ngram import NgramDrafter
+from specdec.generation import GenerationResult, GenerationStream, StreamChunk
+from specdec.planning import PlannedModels, RunOptions, RunPlan, plan_models
+from specdec.policy import DraftPolicy
+from specdec.text import Tokenizer
+
+__all__ = ["LLM", "GenerationResult", "StreamChunk", "load"]
+
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+"""A text, a conversation (messages with role and content), or token ids."""
+
+
+class PromptError(SpecdecError):
+    """A prompt cannot be run."""
+
+
+def run_options(
+    model: str | Path,
+    draft_model: str | Path | None = None,
+    *,
+    memory_budget: str | int = "auto",
+    ctx_size: int | None = None,
+    spec_type: str | Sequence[str] | None = None,
+    num_draft_tokens: int | None = None,
+    tree_width: int | None = None,
+    draft_depth: int | None = None,
+    acceptance: str = "match",
+    threads: int | None = None,
+    prefetch_depth: int | None = None,
+    io_threads: int | None = None,
+) -> RunOptions:
+    """Validate the keywords of `load` together."""
+    if spec_type is None:
+        spec_type = ("draft", "ngram") if draft_model is not None else ("ngram",)
+    spec = SpecConfig(spec_type, num_draft_tokens, tree_width, draft_depth, acceptance)  # type: ignore[arg-type]
+    if "draft" in spec.spec_type and draft_model is None:
+        raise SpecdecError("spec_type has 'draft' but no draft model was named: use -md")
+    for name, value in (
+        ("ctx_size", ctx_size),
+        ("threads", threads),
+        ("prefetch_depth", prefetch_depth),
+        ("io_threads", io_threads),
+    ):
+        if value is not None and value < 1:
+            raise SpecdecError(f"{name} is {value}, must be at least 1")
+    if "draft" not in spec.spec_type:
+        draft_model = None  # not loaded where it would not be used
+    return RunOptions(
+        model, draft_model, memory_budget, ctx_size, threads, prefetch_depth, io_threads, spec
+    )
+
+
+def load(
+    model: str | Path,
+    draft_model: str | Path | None = None,
+    *,
+    progress: Any = None,
+    **options: Any,
+) -> LLM:
+    """Load a target and, if named, its draft.
+
+    Args:
+        model: directory, hub id or `pair:target`; its layers stream where they do not fit.
+        draft_model: a small model with the same vocabulary; held in memory.
+        progress: called with (bytes done, bytes in total) while weights are read.
+        options:
+            memory_budget: limit of the whole process, "3.5GiB", bytes, or "auto" (the cgroup's
+                limit, else the machine's memory).
+            ctx_size: most tokens of prompt and output; memory for their KV is set aside.
+            spec_type: "draft", "ngram", "draft,ngram" or "none".
+            num_draft_tokens, tree_width, draft_depth: size of the tree; chosen when left out.
+            acceptance: "match" (lossless, reproducible) or "rejection".
+            threads: of the computation; prefetch_depth: slots of the ring; io_threads: readers.
+
+    Raises:
+        SpecdecError: one line that names what is wrong and what to do.
+    """
+    return LLM(run_options(model, draft_model, **options), progress)
+
+
+class LLM:
+    """A loaded target with its draft. One generation at a time; not thread-safe."""
+
+    def __init__(self, options: RunOptions, progress: Any = None) -> None:
+        import torch
+
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        self._options = options
+        with ExitStack() as stack:  # whatever was opened is closed when a later part fails
+            planned = plan_models(options)
+            self.plan: RunPlan = planned.plan
+            self.tokenizer = Tokenizer.from_pretrained(planned.target_directory)
+            self.eos_token_ids = _eos_token_ids(planned, self.tokenizer)
+            self._require_same_vocabulary(planned)
+            self.target: Backend = stack.enter_context(self._load_target(planned, progress))
+            self.draft: Backend | None = None
+            if planned.draft is not None:
+                self.draft = stack.enter_context(self._load_draft(planned))
+            self._ngram = NgramDrafter()
+            self._stack = stack.pop_all()
+
+    @property
+    def spec(self) -> SpecConfig:
+        return self._options.spec
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of a prompt and its continuation together."""
+        return self.target.max_context
+
+    def generate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any
+    ) -> GenerationResult:
+        """Generate to the end; the arguments are those of `stream`."""
+        stream = self.stream(prompt, sampling, **options)
+        for _ in stream:
+            pass
+        return stream.result
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        generation_config: Any = None,
+        speculative: bool = True,
+        logits_processors: Sequence[Any] = (),
+        **overrides: Any,
+    ) -> GenerationStream:
+        """Iterate over chunks of text; `.result` holds everything once the iterator is exhausted.
+
+        Args:
+            prompt: a text, a list of chat messages, or token ids.
+            sampling: how to choose tokens; greedy, 64 tokens when left out.
+            generation_config: a transformers GenerationConfig, instead of `sampling`.
+            speculative: False decodes plainly, one token per pass.
+            logits_processors: further transformers LogitsProcessors for the target's rows.
+            overrides: single options of SamplingParams, such as max_tokens=128.
+
+        Raises:
+            PromptError: empty, or longer than the context; ConfigError: contradictory options.
+        """
+        params = _sampling_params(sampling, generation_config, overrides)
+        prompt_ids = self._encode(prompt)
+        return GenerationStream(
+            self, prompt_ids, params, speculative=speculative, processors=logits_processors
+        )
+
+    def close(self) -> None:
+        """Free the models. Idempotent."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- parts -----------------------------------------------------------------------------
+
+    def policy(self, spec: SpecConfig) -> DraftPolicy:
+        return DraftPolicy(spec, self.plan.pass_cost, self.max_context)
+
+    def ngram_drafter(self) -> Drafter:
+        """The n-gram drafter; what it learned about its own hit rate lives as long as the model."""
+        return self._ngram
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        elif all(isinstance(item, Mapping) for item in prompt):
+            ids = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+        else:
+            ids = self._checked_ids(prompt)  # type: ignore[arg-type]
+        if not ids:
+            raise PromptError("the prompt is empty: it needs at least one token")
+        if len(ids) >= self.max_context:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens, which leaves no room in the context of "
+                f"{self.max_context}: shorten it or raise --ctx-size"
+            )
+        return ids
+
+    def _checked_ids(self, ids: Sequence[int]) -> list[int]:
+        for token in ids:
+            if not 0 <= int(token) < self.tokenizer.n_tokens:
+                raise PromptError(f"token id {token} is outside the vocabulary")
+        return [int(token) for token in ids]
+
+    def _require_same_vocabulary(self, planned: PlannedModels) -> None:
+        if planned.draft is None or planned.draft_directory is None:
+            return
+        draft_tokenizer = Tokenizer.from_pretrained(planned.draft_directory)
+        compare_vocabularies(
+            Vocabulary.from_tokenizer(self.tokenizer.hf_tokenizer, planned.target.vocab_size),
+            Vocabulary.from_tokenizer(draft_tokenizer.hf_tokenizer, planned.draft.vocab_size),
+        ).require_compatible()
+
+    def _load_target(self, planned: PlannedModels, progress: Any) -> Backend:
+        from backends.torch_cpu import TorchBackend
+
+        residency = planned.plan.residency
+        return TorchBackend(
+            planned.target,
+            residency.layers,
+            residency.n_slots,
+            max_context=planned.plan.ctx_size,
+            n_readers=self._options.io_threads,
+            progress=progress,
+        )
+
+    def _load_draft(self, planned: PlannedModels) -> Backend:
+        from backends.torch_cpu import TorchBackend
+
+        assert planned.draft is not None
+        return TorchBackend.held_in_memory(planned.draft, max_context=planned.plan.ctx_size)
+
+
+def _sampling_params(
+    sampling: SamplingParams | None, generation_config: Any, overrides: Mapping[str, Any]
+) -> SamplingParams:
+    if sampling is not None and generation_config is not None:
+        raise SpecdecError("give either sampling or generation_config, not both")
+    if generation_config is not None:
+        sampling = SamplingParams.from_generation_config(generation_config)
+    return (sampling or SamplingParams()).replace(**overrides)
+
+
+def _eos_token_ids(planned: PlannedModels, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config.json's, else the model's, else the tokenizer's."""
+    from transformers import GenerationConfig
+
+    eos: Any = None
+    if (planned.target_directory / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(planned.target_directory).eos_token_id
+    if eos is None:
+        eos = planned.target.config.eos_token_id
+    if eos is None:
+        return tokenizer.eos_token_ids
+    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)

@@ -1,0 +1,51 @@
+"""The `specdec` command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from specdec import __version__, cli_info, cli_run
+from specdec.cli_errors import run_app
+from specdec.cli_output import write_text
+
+app = typer.Typer(
+    name="specdec",
+    help="Run a language model that is larger than the memory it may use.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command("run")(cli_run.run)
+app.command("chat")(cli_run.chat)
+app.command("plan")(cli_info.plan)
+app.command("check")(cli_info.check)
+app.command("profile")(cli_info.profile)
+app.command("demo", context_settings={"ignore_unknown_options": True})(cli_info.demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        write_text(f"specdec {__version__}\n")
+        raise typer.Exit(0)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        write_text(context.get_help() + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    return run_app(app, "specdec", sys.argv[1:] if argv is None else argv)

@@ -1,0 +1,124 @@
+"""How a command ends: exit codes and one-line errors, for `specdec` and `specdec-bench` alike.
+
+0 done; 2 a mistake that the user can mend, told in one line; 130 Ctrl-C; 141 the reader of our
+output went away. Anything else is a bug and keeps its traceback. `--debug` or SPECDEC_DEBUG=1
+shows the traceback of the first kind too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import typer
+from typer.exceptions import TyperException
+
+from offload.errors import SpecdecError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+# llama.cpp's spellings, accepted but not shown in the help.
+ALIASES = {
+    "--n-predict": "--max-tokens",
+    "--predict": "--max-tokens",
+    "--temp": "--temperature",
+    "--repeat-penalty": "--repetition-penalty",
+    "--model-draft": "--draft-model",
+    "--spec-draft-n-max": "--num-draft-tokens",
+}
+# What follows these is text of the user's own, which may look like an option.
+_TAKES_TEXT = ("-p", "--prompt", "--stop")
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What the command was called with; commands find it as `context.obj`."""
+
+    argv: tuple[str, ...]
+
+
+def run_app(app: typer.Typer, name: str, argv: Sequence[str]) -> int:
+    """Run a typer app and return the exit code; never raises for a user's mistake."""
+    command = typer.main.get_command(app)
+
+    def work() -> None:
+        arguments = expand_aliases(argv)
+        with command.make_context(name, arguments, obj=Invocation(tuple(argv))) as context:
+            command.invoke(context)
+
+    return guard(name, work, debug="--debug" in argv)
+
+
+def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
+    """Call `work`; turn the ways in which it may end into exit codes and at most one line."""
+    debug = debug or os.environ.get("SPECDEC_DEBUG", "") not in ("", "0")
+    _make_output_robust()
+    try:
+        work()
+        sys.stdout.flush()
+        return 0
+    except typer.Exit as stop:
+        return stop.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return _forget_stdout()
+    except TyperException as error:
+        return _fail(name, f"{error.format_message()} (see {_command_path(name, error)} --help)")
+    except SpecdecError as error:
+        return _fail(name, str(error), debug)
+    except MemoryError:
+        return _fail(name, "out of memory: give a smaller --memory-budget or context", debug)
+    except OSError as error:
+        return _fail(name, _describe(error), debug)
+
+
+def expand_aliases(argv: Sequence[str]) -> list[str]:
+    """Replace llama.cpp's option names by ours, up to a bare `--`."""
+    expanded: list[str] = []
+    for index, word in enumerate(argv):
+        if word == "--":
+            return expanded + list(argv[index:])
+        option, equals, value = word.partition("=")
+        if option in ALIASES and (index == 0 or argv[index - 1] not in _TAKES_TEXT):
+            word = ALIASES[option] + equals + value
+        expanded.append(word)
+    return expanded
+
+
+def _fail(name: str, message: str, debug: bool = False) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"{name}: error: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_ERROR
+
+
+def _describe(error: OSError) -> str:
+    reason = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
+def _command_path(name: str, error: TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    return context.command_path if context is not None else name
+
+
+def _make_output_robust() -> None:
+    """Text that the terminal's encoding lacks is shown as a question mark, not an exception."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+def _forget_stdout() -> int:
+    """Point stdout at nothing, so that the interpreter's last flush stays silent too."""
+    with suppress(OSError, ValueError):  # stdout may be no real file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_BROKEN_PIPE

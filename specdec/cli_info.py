@@ -1,0 +1,93 @@
+"""`specdec plan`, `check`, `profile` and `demo`: what can be known without generating text."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import asdict
+from datetime import datetime
+from typing import Annotated
+
+import typer
+
+from offload.units import format_bytes
+from specdec import cli_options as options
+from specdec.cli_output import say, write_json, write_text
+from specdec.enforce import child_environment
+
+RequiredDraft = Annotated[
+    str,
+    typer.Option("-md", "--draft-model", help="Draft model.", show_default=False),
+]
+Refresh = Annotated[bool, typer.Option("--refresh", help="Measure again, ignoring the cache.")]
+DemoArguments = Annotated[
+    list[str] | None,
+    typer.Argument(help="Passed on to `specdec-bench demo`.", show_default=False),
+]
+
+
+@options.with_options
+def plan(
+    load: options.LoadOptions, json: options.Json = False, debug: options.Debug = False
+) -> None:
+    """Show what goes where in memory, the predicted speed and the smallest budget that works."""
+    from specdec.planning import plan_run
+
+    run_plan = plan_run(**load.as_keywords())
+    if json:
+        write_json(run_plan.to_dict())
+    else:
+        write_text("\n".join(run_plan.lines()) + "\n")
+
+
+def check(
+    model: options.Model,
+    draft_model: RequiredDraft,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Do these two go together? Compares their vocabularies token by token."""
+    from specdec.compat import compare_models
+
+    result = compare_models(model, draft_model)
+    if json:
+        write_json(result.to_dict())
+    else:
+        write_text("\n".join(result.lines()) + "\n")
+    result.require_compatible()
+
+
+def profile(
+    model: options.Model,
+    refresh: Refresh = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show how fast the storage below a model is; measured once and cached."""
+    from offload.profile import measure_storage
+    from specdec.models import resolve_model
+    from specdec.storage import largest_weight_file
+
+    result = measure_storage(largest_weight_file(resolve_model(model)), refresh=refresh)
+    if json:
+        write_json(asdict(result))
+        return
+    when = datetime.fromtimestamp(result.measured_at).isoformat(" ", timespec="seconds")
+    how = "O_DIRECT" if result.direct else "through the page cache"
+    write_text(
+        f"storage    {result.storage_bytes_per_second / 1e9:.2f} GB/s, {how}, "
+        f"{result.n_readers} readers of {format_bytes(result.read_bytes)}\n"
+        f"measured   {when}; --refresh measures again\n"
+    )
+
+
+def demo(arguments: DemoArguments = None) -> None:
+    """Grow a target to twice its budget and run it, plain against speculative."""
+    # The demo belongs to the benchmark, which uses this package and not the other way round.
+    command = [sys.executable, "-m", "bench", "demo", *(arguments or ())]
+    try:
+        raise typer.Exit(subprocess.call(command, env=child_environment()))
+    except OSError as error:
+        say(f"cannot start {command[0]}: {error.strerror}")
+        raise typer.Exit(2) from None
+

@@ -1,0 +1,293 @@
+"""The options of the command line, each declared once.
+
+The names are an interface: a test pins them. The Python keyword of an option is its long name
+with underscores. A command takes `LoadOptions` and `SamplingOptions` as parameters, and
+`with_options` turns their fields into the options that typer sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from offload.errors import SpecdecError
+from offload.units import parse_bytes
+from specdec.config import SamplingParams, SpecConfig, parse_spec_type
+
+_MODEL, _MEMORY, _SPECULATION, _SAMPLING = "Models", "Memory", "Speculation", "Sampling"
+
+
+class OptionError(SpecdecError, ValueError):
+    """An option's value, or a combination of options, makes no sense."""
+
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "-m",
+        "--model",
+        help="Target model: a directory, a hub id (user/repo) or pair:target.",
+        rich_help_panel=_MODEL,
+        show_default=False,
+    ),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "-md",
+        "--draft-model",
+        help="Draft model with the same vocabulary: a directory, a hub id or pair:draft.",
+        rich_help_panel=_MODEL,
+        show_default=False,
+    ),
+]
+MemoryBudget = Annotated[
+    str,
+    typer.Option(
+        "--memory-budget",
+        help="Memory of the whole process, e.g. 3.5GiB or 6GB; auto takes the cgroup's limit, "
+        "else the machine's memory.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+CtxSize = Annotated[
+    int | None,
+    typer.Option(
+        "-c",
+        "--ctx-size",
+        min=1,
+        help="Longest sequence in tokens, prompt included.",
+        rich_help_panel=_MEMORY,
+        show_default="the model's, as far as it fits",
+    ),
+]
+Enforce = Annotated[
+    bool,
+    typer.Option(
+        "--enforce",
+        help="Run inside a memory cgroup of the budget, so that the limit is the kernel's.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        min=1,
+        help="Compute threads.",
+        rich_help_panel=_MEMORY,
+        show_default="all cores",
+    ),
+]
+PrefetchDepth = Annotated[
+    int | None,
+    typer.Option(
+        "--prefetch-depth",
+        min=1,
+        help="Layers in the read-ahead ring.",
+        rich_help_panel=_MEMORY,
+        show_default="planned",
+    ),
+]
+IoThreads = Annotated[
+    int | None,
+    typer.Option(
+        "--io-threads",
+        min=1,
+        help="Threads that read from storage.",
+        rich_help_panel=_MEMORY,
+        show_default="measured",
+    ),
+]
+SpecType = Annotated[
+    str | None,
+    typer.Option(
+        "--spec-type",
+        metavar="draft|ngram|draft,ngram|none",
+        help="Where draft tokens come from.",
+        rich_help_panel=_SPECULATION,
+        show_default="draft,ngram; ngram without a draft model",
+    ),
+]
+NumDraftTokens = Annotated[
+    str,
+    typer.Option(
+        "--num-draft-tokens",
+        metavar="N|auto",
+        help="Draft tokens per pass; auto chooses by cost and acceptance.",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+TreeWidth = Annotated[
+    int | None,
+    typer.Option(
+        "--tree-width",
+        min=1,
+        help="Most branches below one draft token.",
+        rich_help_panel=_SPECULATION,
+        show_default="planned",
+    ),
+]
+MaxTokens = Annotated[
+    int,
+    typer.Option("-n", "--max-tokens", min=1, help="Most tokens to generate."),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        help="0, the default, is greedy.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        "--top-k", help="Keep the k likeliest tokens; 0 keeps all.", rich_help_panel=_SAMPLING
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p", help="Keep the likeliest tokens up to this sum.", rich_help_panel=_SAMPLING
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        "--min-p",
+        help="Drop tokens below this share of the likeliest one.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        "--repetition-penalty",
+        help="Above 1: tokens already seen become less likely.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        help="The same seed gives the same tokens, whatever the draft and the budget.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop",
+        help="Stop before this text; may be given several times.",
+        rich_help_panel=_SAMPLING,
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Show the traceback of an error (also SPECDEC_DEBUG=1).")
+]
+
+
+def parse_num_draft_tokens(text: str) -> int | None:
+    """Parse a count; "auto" -> None."""
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise OptionError(f"--num-draft-tokens is {text!r}, must be auto or a number")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What `specdec.load` is called with."""
+
+    model: Model
+    draft_model: DraftModel = None
+    memory_budget: MemoryBudget = "auto"
+    ctx_size: CtxSize = None
+    threads: Threads = None
+    prefetch_depth: PrefetchDepth = None
+    io_threads: IoThreads = None
+    spec_type: SpecType = None
+    num_draft_tokens: NumDraftTokens = "auto"
+    tree_width: TreeWidth = None
+
+    def __post_init__(self) -> None:
+        """Raise SpecdecError for a mistake before anything is started."""
+        if self.memory_budget != "auto":
+            parse_bytes(self.memory_budget)
+        values = self.as_keywords()
+        SpecConfig(values["spec_type"] or (), values["num_draft_tokens"], values["tree_width"])
+
+    def as_keywords(self) -> dict[str, Any]:
+        """The keywords of `specdec.load`; spec_type None means its default, () plain decoding."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.spec_type is not None:
+            values["spec_type"] = parse_spec_type(self.spec_type)
+        values["num_draft_tokens"] = parse_num_draft_tokens(self.num_draft_tokens)
+        return values
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen; None leaves the default alone."""
+
+    temperature: Temperature = None
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = None
+    seed: Seed = None
+    stop: Stop = None
+
+    def __post_init__(self) -> None:
+        """Raise SpecdecError for a mistake before a model is loaded."""
+        SamplingParams.from_options(self.as_keywords())
+
+    def as_keywords(self) -> dict[str, Any]:
+        """Only what was given."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["stop"] = tuple(self.stop or ()) or None
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take option dataclasses: their fields become its options."""
+    declared = signature(command, eval_str=True).parameters
+    groups: dict[str, Any] = {
+        name: one.annotation for name, one in declared.items() if is_dataclass(one.annotation)
+    }
+
+    def flat(**values: Any) -> None:
+        built = {
+            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**built, **values)
+
+    parameters: list[Parameter] = []
+    for name, one in declared.items():
+        if name in groups:
+            parameters += _fields_as_options(groups[name])
+        else:
+            parameters.append(one.replace(kind=Parameter.KEYWORD_ONLY))
+    flat.__doc__ = command.__doc__
+    flat.__name__ = command.__name__
+    flat.__annotations__ = {one.name: one.annotation for one in parameters}
+    flat.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return flat
+
+
+def _fields_as_options(group: Any) -> list[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        one.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])
+        for name, one in signature(group).parameters.items()
+    ]

@@ -1,0 +1,69 @@
+"""What the command line shows: text on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from offload.units import GIB
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) while a model is loaded."""
+
+
+def write_text(text: str) -> None:
+    """Write generated text at once, so that it appears token by token."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_json(value: Mapping[str, Any]) -> None:
+    """One JSON object on one line; non-ASCII is escaped, so any terminal can show it."""
+    write_text(json.dumps(value) + "\n")
+
+
+def say(line: str, stream: TextIO | None = None) -> None:
+    print(f"specdec: {line}", file=stream or sys.stderr)
+
+
+@contextmanager
+def loading_progress(title: str) -> Iterator[Progress]:
+    """A progress bar on a terminal; silent elsewhere, so that logs hold only what matters."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def perf_line(stats: Mapping[str, Any]) -> str:
+    """One line: speed, tokens per pass, traffic, stall share, memory against budget."""
+    parts = [
+        f"{stats['tokens_per_second']:.2f} tok/s",
+        f"{stats['mean_acceptance_length']:.2f} tokens/pass",
+        f"{stats['bytes_streamed'] / 1e9:.1f} GB streamed",
+        f"stall {stall_share(stats):.0%}",
+        _memory(stats["peak_memory_bytes"], stats["memory_budget_bytes"]),
+    ]
+    return " | ".join(parts)
+
+
+def stall_share(stats: Mapping[str, Any]) -> float:
+    """Share of the whole generation, prefill included, that was spent waiting for storage."""
+    n_decoded = max(stats["generated_tokens"] - 1, 0)
+    seconds = stats["time_to_first_token"] + n_decoded * stats["time_per_output_token"]
+    return min(stats["stall_seconds"] / seconds, 1.0) if seconds > 0 else 0.0
+
+
+def _memory(peak_bytes: int, budget_bytes: int | None) -> str:
+    limit = f" of {budget_bytes / GIB:.2f}" if budget_bytes else ""
+    return f"peak {peak_bytes / GIB:.2f}{limit} GiB"

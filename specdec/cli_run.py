@@ -1,0 +1,155 @@
+"""`specdec run` and `specdec chat`: text on stdout, all else on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specdec import cli_options as options
+from specdec.cli_output import loading_progress, perf_line, say, write_json, write_text
+from specdec.enforce import enforced_bytes, run_enforced
+
+if TYPE_CHECKING:
+    from specdec.api import LLM, GenerationResult
+
+Prompt = Annotated[
+    str | None,
+    typer.Option("-p", "--prompt", help="The prompt; - reads it from stdin.", show_default=False),
+]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option("-f", "--file", help="Read the prompt from this file.", show_default=False),
+]
+
+
+@options.with_options
+def run(
+    context: typer.Context,
+    load: options.LoadOptions,
+    sampling: options.SamplingOptions,
+    prompt: Prompt = None,
+    file: PromptFile = None,
+    max_tokens: options.MaxTokens = 64,
+    enforce: options.Enforce = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Generate text from one prompt."""
+    check_prompt_options(prompt, file)
+    if enforce:
+        run_again_enforced(context, load.memory_budget)
+    text = read_prompt(prompt, file)
+    keywords = {"max_tokens": max_tokens, **sampling.as_keywords()}
+    with open_model(load) as llm:
+        if json:
+            write_json(result_to_dict(llm.generate(text, **keywords)))
+        else:
+            stream_text(llm, text, keywords)
+
+
+@options.with_options
+def chat(
+    context: typer.Context,
+    load: options.LoadOptions,
+    sampling: options.SamplingOptions,
+    max_tokens: options.MaxTokens = 512,
+    enforce: options.Enforce = False,
+    debug: options.Debug = False,
+) -> None:
+    """Talk to a model. Ctrl-C stops an answer; Ctrl-D or /exit ends the conversation."""
+    if enforce:
+        run_again_enforced(context, load.memory_budget)
+    keywords = {"max_tokens": max_tokens, **sampling.as_keywords()}
+    messages: list[dict[str, str]] = []
+    with open_model(load) as llm:
+        while (line := read_line()) is not None:
+            messages.append({"role": "user", "content": line})
+            try:
+                answer = stream_text(llm, messages, keywords).text
+            except KeyboardInterrupt:  # the question goes with its answer
+                messages.pop()
+                write_text("\n")
+                say("stopped; Ctrl-D ends")
+            else:
+                messages.append({"role": "assistant", "content": answer})
+
+
+def run_again_enforced(context: typer.Context, memory_budget: str) -> None:
+    """In the parent: run this command again under the limit and exit as it did."""
+    if enforced_bytes() is None:
+        raise typer.Exit(run_enforced("specdec", context.obj.argv, memory_budget))
+
+
+@contextmanager
+def open_model(load_options: options.LoadOptions) -> Iterator[LLM]:
+    from specdec.api import load
+
+    with loading_progress(f"loading {load_options.model}") as progress:
+        llm = load(**load_options.as_keywords(), progress=progress)
+    with llm:
+        yield llm
+
+
+def stream_text(llm: LLM, prompt: Any, keywords: dict[str, Any]) -> GenerationResult:
+    """Write the text as it comes, then the perf line."""
+    stream = llm.stream(prompt, **keywords)
+    last = ""
+    for chunk in stream:
+        write_text(chunk.text)
+        last = chunk.text or last
+    if not last.endswith("\n"):
+        write_text("\n")
+    result = stream.result
+    say(perf_line(result.stats.to_dict()))
+    return result
+
+
+def result_to_dict(result: GenerationResult) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "finish_reason": result.finish_reason,
+        "stats": result.stats.to_dict(),
+    }
+
+
+def check_prompt_options(prompt: str | None, file: Path | None) -> None:
+    if (prompt is None) == (file is None):
+        problem = "both -p and -f were given" if prompt is not None else "no prompt was given"
+        raise options.OptionError(f"{problem}: use one of -p TEXT, -p - (stdin) or -f FILE")
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt's text. One line break at the end of a file or of stdin is not part of it."""
+    if prompt is not None and prompt != "-":
+        return prompt
+    source = "stdin" if file is None else str(file)
+    raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise options.OptionError(
+            f"{source}: byte {error.start} is not UTF-8; the prompt must be UTF-8 text"
+        ) from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def read_line() -> str | None:
+    """The user's next line that is not blank; None at the end of input or /exit."""
+    while True:
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            try:
+                line = input("> ") + "\n"  # with line editing
+            except EOFError:
+                line = ""
+        else:
+            line = sys.stdin.readline()
+        if not line or line.strip() in ("/exit", "/quit"):
+            return None
+        if line.strip():
+            return line.strip()

@@ -1,0 +1,130 @@
+"""The loop: propose, verify, accept, commit. Everything else serves these five lines of `step`.
+
+The context ends with one *pending* token: emitted, its KV not yet computed. It is the root of the
+next tree, so a pass always scores at least one token, and plain decoding is the same loop with a
+drafter that proposes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.base import Backend
+from specdec.acceptance import Acceptance, match_walk, rejection_walk
+from specdec.drafters.base import Drafter, TreeLimits
+from specdec.policy import DraftPolicy
+from specdec.sampling import Sampler
+from specdec.stats import StatsRecorder
+from specdec.tree import DraftTree
+
+
+class Round(NamedTuple):
+    """What one step did."""
+
+    tree: DraftTree
+    acceptance: Acceptance
+    tokens: tuple[int, ...]
+
+
+class NoDrafter(Drafter):
+    """Proposes nothing: plain decoding."""
+
+    def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+        return DraftTree(context_ids[-1])
+
+
+class Controller:
+    """Generates tokens with one target, one drafter and one rule of acceptance.
+
+    Args:
+        target: the model whose output is wanted; its cache must be empty.
+        drafter: guesses; it never sees the target's logits.
+        sampler: the target's choice of a token from a row of logits.
+        policy: how large a tree to ask for.
+        acceptance: "match" (any tree) or "rejection" (a sampled chain).
+        rng: decides for the rejection rule; the match rule needs none.
+        recorder: collects the statistics.
+        wants_logprobs: keep log p of every emitted token, before any processor.
+    """
+
+    def __init__(
+        self,
+        target: Backend,
+        drafter: Drafter,
+        sampler: Sampler,
+        policy: DraftPolicy,
+        *,
+        recorder: StatsRecorder,
+        acceptance: str = "match",
+        rng: np.random.Generator | None = None,
+        wants_logprobs: bool = False,
+    ) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._sampler = sampler
+        self._policy = policy
+        self._rule = {"match": self._match, "rejection": self._reject}[acceptance]
+        self._rng = rng
+        self._recorder = recorder
+        self._wants_logprobs = wants_logprobs
+        self.context: list[int] = []
+        self.logprobs: list[float] = []
+
+    def start(self, prompt_ids: Sequence[int]) -> int:
+        """Run the prompt; return the first token, which is pending from now on."""
+        self.context = list(prompt_ids)
+        logits = self._target.prefill(self.context)
+        token = self._sampler.choose(self.context, logits, position=len(self.context))
+        self._note_logprobs([logits], [token])
+        self.context.append(token)
+        self._recorder.record_first_token()
+        return token
+
+    def step(self, max_tokens: int) -> Round:
+        """One round: between 1 and `max_tokens` new tokens."""
+        with self._recorder.drafting():
+            limits = self._policy.limits(len(self.context), max_tokens)
+            tree = self._drafter.propose(self.context, limits)
+        with self._recorder.verifying():
+            node_ids, logits = self._target.extend(tree.token_ids, self._target_parents(tree))
+        acceptance = self._rule(tree, logits, max_tokens)
+        self._target.commit([node_ids[i] for i in acceptance.path])
+        with self._recorder.drafting():
+            self._drafter.observe(acceptance, tree)
+        tokens = acceptance.emitted(tree)
+        self._note_logprobs([logits[i] for i in acceptance.path], tokens)
+        self.context.extend(tokens)
+        return Round(tree, acceptance, tokens)
+
+    def _target_parents(self, tree: DraftTree) -> list[int]:
+        """The tree's parents as ids that the target will give its nodes; the root's is PREFIX."""
+        first = self._target.next_node_id
+        return [parent if parent < 0 else first + parent for parent in tree.parents]
+
+    def _match(self, tree: DraftTree, logits: NDArray[np.float32], max_tokens: int) -> Acceptance:
+        choose = self._sampler.chooser(lambda node: self._prefix(tree, node), logits.__getitem__)
+        return match_walk(tree, choose, max_tokens, self._sampler.stop_tokens)
+
+    def _reject(self, tree: DraftTree, logits: NDArray[np.float32], max_tokens: int) -> Acceptance:
+        assert self._rng is not None, "the rejection rule decides at random"
+
+        def target_probs(node: int) -> NDArray[np.float64]:
+            return self._sampler.probs(self._prefix(tree, node), logits[node])
+
+        return rejection_walk(
+            tree, target_probs, self._rng, max_tokens, self._sampler.stop_tokens
+        )
+
+    def _prefix(self, tree: DraftTree, node: int) -> list[int]:
+        """All tokens up to and including `node`: what the target's row `node` continues."""
+        return [*self.context, *tree.tokens_on_path(node)]
+
+    def _note_logprobs(self, rows: Sequence[NDArray[np.float32]], tokens: Sequence[int]) -> None:
+        if self._wants_logprobs:
+            for row, token in zip(rows, tokens, strict=True):
+                real = row[: self._sampler.n_tokens].astype(np.float64)
+                self.logprobs.append(float(real[token] - np.logaddexp.reduce(real)))

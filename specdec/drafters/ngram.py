@@ -1,0 +1,239 @@
+"""NgramDrafter: the continuation of an earlier occurrence of the last few tokens (prompt lookup).
+
+It costs no model and no memory traffic, and it is strong where a text repeats itself: editing
+code, quoting the prompt, lists. Several earlier occurrences make a tree: their common beginnings
+are shared, their differences are branches.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+
+from specdec.acceptance import Acceptance
+from specdec.drafters.base import Drafter, TreeLimits
+from specdec.tree import ROOT, DraftTree
+
+SOURCE = "ngram"
+MAX_NGRAM = 4
+MAX_OCCURRENCES = 16  # of one n-gram, most recent first: older ones seldom change the tree
+MAX_MATCH_BUCKET = 8  # a match this long or longer is one bucket of the calibration
+RECENCY_DECAY = 0.8  # weight of an occurrence relative to the next more recent one
+_TOKEN_BITS = 32  # an n-gram is one integer key: smaller and faster than a tuple
+_CHECKED_TAIL = 64  # tokens compared to see that a context extends the indexed one
+# Beta prior of "the target's token is among the continuations", by match length 1, 2, ...:
+# short matches are mostly chance. Eight pseudo-observations, so that a text overrules it soon.
+_PRIOR_MEANS = (0.25, 0.45, 0.6, 0.7, 0.78, 0.84, 0.88, 0.9)
+_PRIOR_STRENGTH = 8.0
+_MEMORY = 64.0  # tries after which older ones begin to count half: texts change their nature
+
+
+class NgramIndex:
+    """Positions at which every n-gram (1..max_ngram) was followed by another token.
+
+    Extending by a token costs O(max_ngram). Occurrences of one n-gram are chained from the most
+    recent backwards, so that an entry is one dictionary slot and one array element.
+    """
+
+    def __init__(self, max_ngram: int) -> None:
+        self.max_ngram = max_ngram
+        self.tokens: list[int] = []
+        # n -> {n-gram key: latest position of the token that followed it}
+        self._latest: list[dict[int, int]] = [{} for _ in range(max_ngram + 1)]
+        # n -> position -> the position before it for the same n-gram, or -1
+        self._previous: list[array[int]] = [array("l") for _ in range(max_ngram + 1)]
+
+    def is_extended_by(self, context_ids: Sequence[int]) -> bool:
+        """Whether the context begins with the indexed tokens (checked at their two ends).
+
+        A wrong yes would only cost acceptance, never correctness.
+        """
+        n = len(self.tokens)
+        if n > len(context_ids):
+            return False
+        tail = max(0, n - _CHECKED_TAIL)
+        head = min(n, _CHECKED_TAIL)
+        return (
+            list(context_ids[tail:n]) == self.tokens[tail:]
+            and list(context_ids[:head]) == self.tokens[:head]
+        )
+
+    def extend(self, context_ids: Sequence[int]) -> None:
+        """Index the tokens that the context has beyond the indexed ones."""
+        for position in range(len(self.tokens), len(context_ids)):
+            key = 0
+            for n in range(1, self.max_ngram + 1):
+                self._previous[n].append(-1)
+                if n <= position:
+                    key |= self.tokens[position - n] << (_TOKEN_BITS * (n - 1))
+                    latest = self._latest[n]
+                    self._previous[n][position] = latest.get(key, -1)
+                    latest[key] = position
+            self.tokens.append(int(context_ids[position]))
+
+    def occurrences(self, n: int) -> list[int]:
+        """Positions that followed earlier occurrences of the last n tokens, latest first."""
+        if n > len(self.tokens):
+            return []
+        key = 0
+        for i in range(1, n + 1):
+            key |= self.tokens[-i] << (_TOKEN_BITS * (i - 1))
+        found: list[int] = []
+        position = self._latest[n].get(key, -1)
+        while position >= 0 and len(found) < MAX_OCCURRENCES:
+            found.append(position)
+            position = self._previous[n][position]
+        return found
+
+
+@dataclass
+class _Branch:
+    """A node of the trie of continuations, before it is known whether it enters the tree."""
+
+    weight: float = 0.0
+    children: dict[int, _Branch] = field(default_factory=dict)
+
+
+class NgramDrafter(Drafter):
+    """Branches from the continuations of the longest n-grams that end the context.
+
+    A candidate's probability is (chance that a match of this length predicts the target, learned
+    online) × (its share among the continuations, recent ones weighing more). What the longest
+    match leaves open is offered to the next shorter one.
+    """
+
+    def __init__(self, max_ngram: int = MAX_NGRAM) -> None:
+        if max_ngram < 1:
+            raise ValueError(f"max_ngram is {max_ngram}, must be at least 1")
+        self.max_ngram = max_ngram
+        self._index = NgramIndex(max_ngram)
+        self._proposed: DraftTree | None = None
+        # proposed node -> [(match length, tokens it offered there)], longest match first
+        self._offers: dict[int, list[tuple[int, frozenset[int]]]] = {}
+        self._n_tries = [_PRIOR_STRENGTH] * MAX_MATCH_BUCKET
+        self._n_hits = [_PRIOR_STRENGTH * mean for mean in _PRIOR_MEANS]
+
+    def confidence(self, match_length: int) -> float:
+        """Estimated chance that a match of so many tokens contains the target's next token."""
+        bucket = _bucket(match_length)
+        return self._n_hits[bucket] / self._n_tries[bucket]
+
+    def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+        if not self._index.is_extended_by(context_ids):
+            self._index = NgramIndex(self.max_ngram)
+        self._index.extend(context_ids)
+        tree = DraftTree(context_ids[-1])
+        self._proposed, self._offers = tree, {}
+        if limits.max_nodes < 1 or limits.max_depth < 1:
+            return tree
+        seen: set[int] = set()
+        log_open: dict[int, float] = {}  # node -> log of the chance that no longer match was right
+        for n in range(self.max_ngram, 0, -1):
+            positions = [p for p in self._index.occurrences(n) if p not in seen]
+            if positions:
+                seen.update(positions)
+                self._grow(tree, self._trie(positions, limits.max_depth), n, log_open, limits)
+            if limits.width == 1 and tree.n_drafted:
+                break  # a chain follows the longest match only
+        best = tree.best_indices(limits.max_nodes)
+        if len(best) < len(tree):
+            return tree.subset(best)  # observe() keeps to the uncut tree: it has more evidence
+        return tree
+
+    def _trie(self, positions: list[int], max_depth: int) -> _Branch:
+        """The continuations from these positions, weighted by recency, merged by prefix.
+
+        A continuation that reaches the end of the text goes on with itself: the end is where the
+        position was matched, so a text of period n is continued with period n.
+        """
+        root = _Branch()
+        tokens = self._index.tokens
+        weight = 1.0
+        for position in positions:
+            branch = root
+            for token in islice(cycle(tokens[position : position + max_depth]), max_depth):
+                branch = branch.children.setdefault(token, _Branch())
+                branch.weight += weight
+            weight *= RECENCY_DECAY
+        return root
+
+    def _grow(
+        self,
+        tree: DraftTree,
+        trie: _Branch,
+        n: int,
+        log_open: dict[int, float],
+        limits: TreeLimits,
+    ) -> None:
+        """Add the most probable continuations of matches of n tokens to the tree, best first."""
+        order = 0  # breaks ties in favour of what was seen more recently
+        queue = [(0.0, order, ROOT, 0, trie)]
+        n_added = 0
+        while queue and n_added < limits.max_nodes:
+            _, _, node, depth, branch = heapq.heappop(queue)
+            confidence = self.confidence(n + depth)
+            log_confidence = math.log(confidence) + log_open.get(node, 0.0)
+            log_open[node] = log_open.get(node, 0.0) + math.log1p(-confidence)
+            total = sum(child.weight for child in branch.children.values())
+            ranked = sorted(branch.children.items(), key=lambda item: -item[1].weight)
+            kept = _fitting(tree.children(node), ranked, limits.width)
+            self._offers.setdefault(node, []).append((n + depth, frozenset(t for t, _ in kept)))
+            for token, child_branch in kept:
+                log_prob = log_confidence + math.log(child_branch.weight / total)
+                child = tree.add(node, token, log_prob, SOURCE)
+                n_added += 1
+                if depth + 1 < limits.max_depth and child_branch.children:
+                    order += 1
+                    entry = (-tree.path_log_probs[child], order, child, depth + 1, child_branch)
+                    heapq.heappush(queue, entry)
+
+    def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
+        """Count, along the emitted tokens, how often a match of each length was right.
+
+        A shorter match is only tried where the longer ones missed, as its probability says.
+        """
+        if self._proposed is None:
+            return
+        emitted = acceptance.emitted(tree)
+        path = self._proposed.follow(emitted)
+        for node, token in zip(path, emitted, strict=False):
+            for match_length, tokens in self._offers.get(node, ()):
+                self._count(_bucket(match_length), token in tokens)
+                if token in tokens:
+                    break
+        self._proposed, self._offers = None, {}
+
+    def _count(self, bucket: int, is_hit: bool) -> None:
+        if self._n_tries[bucket] >= _MEMORY:
+            self._n_tries[bucket] /= 2.0
+            self._n_hits[bucket] /= 2.0
+        self._n_tries[bucket] += 1.0
+        self._n_hits[bucket] += float(is_hit)
+
+    def reset(self) -> None:
+        """Forget the text; what was learned about match lengths stays."""
+        self._index = NgramIndex(self.max_ngram)
+        self._proposed, self._offers = None, {}
+
+
+def _fitting(
+    present: dict[int, int], ranked: list[tuple[int, _Branch]], width: int
+) -> list[tuple[int, _Branch]]:
+    """The best candidates that leave a node with at most `width` children."""
+    n_free = width - len(present)
+    kept = []
+    for token, branch in ranked[:width]:
+        if token not in present:
+            n_free -= 1
+            if n_free < 0:
+                continue
+        kept.append((token, branch))
+    return kept
+
+
+def _bucket(match_length: int) -> int:
+    return min(match_length, MAX_MATCH_BUCKET) - 1

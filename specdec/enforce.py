@@ -1,0 +1,60 @@
+"""`--enforce`: the same command again, in a process that the kernel holds to the budget.
+
+A limit can only be trusted when all memory of the process counts, from its first page on. So the
+command is started afresh inside a memory cgroup; an environment variable tells the child that
+it is the one to do the work.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from offload.errors import SpecdecError
+from offload.units import format_bytes, parse_bytes
+
+_MARK = "SPECDEC_ENFORCED_BYTES"
+
+
+class EnforceError(SpecdecError):
+    """`--enforce` was asked for where there is nothing to enforce."""
+
+
+def enforced_bytes() -> int | None:
+    """The limit that this process was started under; None outside of `--enforce`."""
+    text = os.environ.get(_MARK, "")
+    return int(text) if text.isdigit() else None
+
+
+def run_enforced(module: str, argv: Sequence[str], memory_budget: str | int) -> int:
+    """Run `python -m module argv...` in a memory cgroup of `memory_budget`; return its exit code.
+
+    Raises:
+        EnforceError: the budget is "auto".
+        offload.cgroup.CgroupUnavailable: the rights are missing; the message says which.
+    """
+    from offload.cgroup import run_in_cgroup
+
+    if memory_budget == "auto":
+        raise EnforceError("--enforce needs a size: give --memory-budget, for example 3.5GiB")
+    limit_bytes = parse_bytes(memory_budget)
+    if limit_bytes < 64 * 2**20:
+        raise EnforceError(
+            f"--memory-budget {memory_budget} is {format_bytes(limit_bytes)}, "
+            "too little to start Python in; give at least 1GiB"
+        )
+    command = [sys.executable, "-m", module, *argv]
+    return run_in_cgroup(command, limit_bytes, child_environment({_MARK: str(limit_bytes)}))
+
+
+def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    """This environment, such that `python -m specdec` or `bench` finds our own packages first.
+
+    `-m` puts the working directory in front of the path, where a user may well have a folder
+    called `bench`: PYTHONSAFEPATH keeps it out (Python 3.11 and later).
+    """
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", **(extra or {})}

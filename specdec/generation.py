@@ -1,0 +1,187 @@
+"""One generation: from prompt ids to chunks of text, with its statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from offload.memory import process_memory
+from specdec.config import SamplingParams, SpecConfig
+from specdec.controller import Controller, NoDrafter
+from specdec.drafters.base import Drafter
+from specdec.drafters.merged import MergedDrafter
+from specdec.drafters.model import ModelDrafter
+from specdec.sampling import Sampler
+from specdec.stats import GenerationStats, StatsRecorder
+from specdec.text import TextStream
+
+if TYPE_CHECKING:
+    from specdec.api import LLM
+
+_PLAIN = SpecConfig(spec_type=())
+_REJECTION_STREAM = 2**64 - 1
+"""Key word of the rejection rule's random numbers; positions, the match rule's, never get there."""
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """What one round added."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A finished generation."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    """All new tokens, the one that ended the text included."""
+    logprobs: tuple[float, ...] | None
+    """log p of each token under the model itself, before any processor; None unless asked for."""
+    finish_reason: str
+    """"stop" (end-of-sequence or stop string), "length" or "cancelled"."""
+    stats: GenerationStats
+
+
+class GenerationStream:
+    """Iterator over `StreamChunk`s. `result` is there once it is exhausted, cancelled or failed."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        speculative: bool,
+        processors: Sequence[Any],
+    ) -> None:
+        self._llm = llm
+        self._prompt_ids = prompt_ids
+        self._params = params
+        self._sampler = Sampler(
+            params,
+            n_tokens=min(llm.tokenizer.n_tokens, llm.target.vocab_size),
+            eos_token_ids=llm.eos_token_ids,
+            prompt_length=len(prompt_ids),
+            logits_processors=processors,
+        )
+        self._recorder = StatsRecorder(prompt_tokens=len(prompt_ids))
+        self._controller = self._make_controller(llm.spec if speculative else _PLAIN)
+        self._text = TextStream(llm.tokenizer, prompt_ids=prompt_ids, stop=params.stop)
+        room = llm.max_context - len(prompt_ids)
+        self._limit = max(1, min(params.token_limit(len(prompt_ids)), room))
+        self._token_ids: list[int] = []
+        self._pieces: list[str] = []
+        self._finish_reason = "cancelled"
+        self._use_before = llm.target.stream_use
+        self._stats: GenerationStats | None = None
+        self._chunks = self._run()
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        return self
+
+    def __next__(self) -> StreamChunk:
+        return next(self._chunks)
+
+    def cancel(self) -> None:
+        """End here; what was generated so far is the result."""
+        self._chunks.close()
+        self._finish()
+
+    @property
+    def result(self) -> GenerationResult:
+        """The text so far; complete once the iterator is exhausted."""
+        logprobs = tuple(self._controller.logprobs[: len(self._token_ids)])
+        return GenerationResult(
+            text="".join(self._pieces),
+            token_ids=tuple(self._token_ids),
+            logprobs=logprobs if self._params.logprobs else None,
+            finish_reason=self._finish_reason,
+            stats=self._stats or self._measure(),
+        )
+
+    def _run(self) -> Iterator[StreamChunk]:
+        try:
+            self._llm.target.rollback(0)
+            yield self._take((self._controller.start(self._prompt_ids),))
+            while self._finish_reason == "cancelled":
+                tree, acceptance, tokens = self._controller.step(self._limit - len(self._token_ids))
+                chunk = self._take(tokens)
+                self._recorder.record_round(tree, acceptance, n_emitted=len(chunk.token_ids))
+                yield chunk
+            self._pieces.append(self._text.flush().text)
+            if self._pieces[-1]:
+                yield StreamChunk(self._pieces[-1], ())
+        finally:
+            self._finish()
+
+    def _take(self, tokens: Sequence[int]) -> StreamChunk:
+        """Count a round's tokens up to the end of the generation; their text."""
+        update = self._text.push(t for t in tokens if t not in self._sampler.stop_tokens)
+        if update.stop is not None:
+            tokens = tokens[: update.n_tokens]
+            self._finish_reason = "stop"
+        elif tokens[-1] in self._sampler.stop_tokens:
+            self._finish_reason = "stop"
+        elif len(self._token_ids) + len(tokens) >= self._limit:
+            self._finish_reason = "length"
+        self._token_ids += tokens
+        self._pieces.append(update.text)
+        return StreamChunk(update.text, tuple(tokens))
+
+    def _finish(self) -> None:
+        if self._stats is None:
+            self._stats = self._measure()
+
+    def _measure(self) -> GenerationStats:
+        llm = self._llm
+        use, before = llm.target.stream_use, self._use_before
+        backends = [llm.target] if llm.draft is None else [llm.target, llm.draft]
+        kv_bytes = sum(backend.kv_bytes for backend in backends)
+        used = sum(b.kv_bytes * b.n_committed / max(1, b.n_kv_allocated) for b in backends)
+        return self._recorder.finish(
+            bytes_streamed=use.bytes_streamed - before.bytes_streamed,
+            stall_seconds=use.stall_seconds - before.stall_seconds,
+            peak_memory_bytes=process_memory().peak_rss_bytes,
+            memory_budget_bytes=llm.plan.budget_bytes,
+            kv_bytes=kv_bytes,
+            kv_used_fraction=used / kv_bytes if kv_bytes else 0.0,
+        )
+
+    def _make_controller(self, spec: SpecConfig) -> Controller:
+        rng = np.random.Generator(
+            np.random.Philox(key=np.array([self._sampler.seed, _REJECTION_STREAM], dtype=np.uint64))
+        )
+        return Controller(
+            self._llm.target,
+            self._make_drafter(spec, rng),
+            self._sampler,
+            self._llm.policy(spec),
+            recorder=self._recorder,
+            acceptance=spec.acceptance,
+            rng=rng,
+            wants_logprobs=self._params.logprobs,
+        )
+
+    def _make_drafter(self, spec: SpecConfig, rng: np.random.Generator) -> Drafter:
+        drafters: list[Drafter] = []
+        if "draft" in spec.drafters and self._llm.draft is not None:
+            chain = (self._sampler, rng) if spec.acceptance == "rejection" else None
+            temperature = self._params.temperature or 1.0
+            drafters.append(
+                ModelDrafter(
+                    self._llm.draft, self._sampler.n_tokens, chain=chain, temperature=temperature
+                )
+            )
+        if "ngram" in spec.drafters:
+            drafters.append(self._llm.ngram_drafter())
+        for drafter in drafters:
+            drafter.reset()
+        if not drafters:
+            return NoDrafter()
+        return drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)

@@ -1,0 +1,48 @@
+"""The embedded pair: a small real target and its distilled draft, shipped as package data.
+
+Models are named `pair:target` and `pair:draft` wherever a model folder is accepted. This module
+only knows paths: it imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PAIR_PREFIX = "pair:"
+PAIR_NAMES = ("pair:target", "pair:draft")
+
+
+def pair_path(name: str) -> Path:
+    """Returns the folder of an embedded model.
+
+    Args:
+        name: `pair:target` or `pair:draft`.
+
+    Raises:
+        ValueError: the name is not one of `PAIR_NAMES`.
+        FileNotFoundError: the package was installed without its model files.
+    """
+    if name not in PAIR_NAMES:
+        raise ValueError(f"unknown embedded model {name!r}; known: {', '.join(PAIR_NAMES)}")
+    folder = Path(__file__).resolve().parent / name.removeprefix(PAIR_PREFIX)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"the embedded model {name!r} is not in {folder}; reinstall specdec, "
+            "or train it with `python -m bench.train_pair`"
+        )
+    return folder
+
+
+def resolve_model_dir(name: str | Path) -> Path:
+    """Turns `pair:target`, `pair:draft` or the path of a checkpoint folder into a folder.
+
+    Raises:
+        ValueError: an unknown embedded model.
+        FileNotFoundError: no such folder.
+    """
+    if str(name).startswith(PAIR_PREFIX):
+        return pair_path(str(name))
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no such model folder: {folder}")
+    return folder

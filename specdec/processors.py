@@ -1,0 +1,222 @@
+"""Logits processors in numpy, equal to transformers' classes.
+
+A processor is a function (prefix ids int64 [n], scores float32 [vocab]) -> scores float32 [vocab];
+prefix ids are the prompt and everything emitted or drafted on the way to the position. None of them
+changes its arguments. Arithmetic is float32 in the order in which torch does it, because a
+token at the border of top-p must fall on the same side as in `generate`. Neither torch nor
+transformers is imported here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Scores = NDArray[np.float32]  # [vocab]
+Ids = NDArray[np.int64]  # [n]
+Processor = Callable[[Ids, Scores], Scores]
+
+NEG_INF = np.float32(-np.inf)
+
+
+def softmax(scores: Scores) -> Scores:
+    """Float32 probabilities of a row with at least one finite entry."""
+    exps = np.exp(scores - scores.max())
+    return np.asarray(exps / exps.sum(), dtype=np.float32)
+
+
+def log_softmax(scores: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Normalised log-probabilities in the row's own type; -inf entries stay -inf."""
+    shifted = scores - scores.max()
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()), dtype=scores.dtype)
+
+
+def _cumulative(probs: Scores, start: float = 0.0) -> Scores:
+    # torch's CPU cumsum accumulates float32 in double and rounds every partial sum
+    return (np.cumsum(probs, dtype=np.float64) + start).astype(np.float32)
+
+
+def _without(scores: Scores, removed: NDArray[np.bool_]) -> Scores:
+    return np.where(removed, NEG_INF, scores)
+
+
+def temperature(value: float) -> Processor:
+    return lambda prefix, scores: scores / np.float32(value)
+
+
+def top_k(k: int) -> Processor:
+    """Keep every token that scores at least as high as the k-th (ties stay)."""
+
+    def process(prefix: Ids, scores: Scores) -> Scores:
+        n_kept = min(k, len(scores))
+        threshold = np.partition(scores, len(scores) - n_kept)[len(scores) - n_kept]
+        return _without(scores, scores < threshold)
+
+    return process
+
+
+def top_p(p: float) -> Processor:
+    """Keep the smallest set of most probable tokens whose mass exceeds p; at least one.
+
+    Of tokens tied at the border the higher ids stay. torch leaves that choice to its sorting
+    kernel, so there it depends on the machine.
+    """
+
+    def process(prefix: Ids, scores: Scores) -> Scores:
+        probs = softmax(scores)
+        head, tail_mass = _split_off_tail(probs, 1 - p)
+        order = head[np.argsort(scores[head], kind="stable")]
+        removed = _cumulative(probs[order], tail_mass) <= np.float32(1 - p)
+        removed[-1:] = False
+        new = np.full_like(scores, NEG_INF)
+        kept = order[~removed]
+        new[kept] = scores[kept]
+        return new
+
+    return process
+
+
+def _split_off_tail(probs: Scores, removable_mass: float) -> tuple[Ids, float]:
+    """Ids of the tokens that a top-p filter has to sort, and the mass of all less probable ones.
+
+    The tail weighs so little that it is removed whatever the order in it: sorting a few hundred
+    tokens instead of a whole vocabulary is most of this filter's speed.
+    """
+    alive = np.flatnonzero(probs > 0.0)
+    weights = probs[alive]
+    n_head = 256
+    while n_head < len(alive):
+        threshold = np.partition(weights, len(alive) - n_head)[len(alive) - n_head]
+        is_head = weights >= threshold  # all tied tokens on the same side
+        tail_mass = float(weights[~is_head].sum(dtype=np.float64))
+        if tail_mass < removable_mass * (1 - 1e-6):
+            return alive[is_head], tail_mass
+        n_head *= 16
+    return alive, 0.0
+
+
+def min_p(p: float) -> Processor:
+    """Keep tokens at least p times as probable as the most probable one."""
+
+    def process(prefix: Ids, scores: Scores) -> Scores:
+        probs = softmax(scores)
+        removed = probs < np.float32(p) * probs.max()
+        removed[probs.argmax()] = False
+        return _without(scores, removed)
+
+    return process
+
+
+def typical_p(mass: float) -> Processor:
+    """Keep the tokens whose information is closest to the entropy, up to a mass."""
+
+    def process(prefix: Ids, scores: Scores) -> Scores:
+        alive = np.flatnonzero(scores != NEG_INF)
+        log_probs = log_softmax(scores[alive])
+        probs = np.exp(log_probs)
+        entropy = -(log_probs * probs).sum()
+        distance = np.abs(-log_probs - entropy)
+        order = np.argsort(distance, kind="stable")
+        cumulative = _cumulative(softmax(scores[alive][order]))
+        last = min(int((cumulative < np.float32(mass)).sum()), len(order) - 1)
+        removed = np.zeros(len(scores), dtype=np.bool_)
+        removed[alive] = distance > distance[order[last]]
+        return _without(scores, removed)
+
+    return process
+
+
+def epsilon_cutoff(epsilon: float) -> Processor:
+    """Remove tokens less probable than epsilon, but never the best."""
+
+    def process(prefix: Ids, scores: Scores) -> Scores:
+        return _without(scores, (softmax(scores) < np.float32(epsilon)) & (scores < scores.max()))
+
+    return process
+
+
+def repetition_penalty(penalty: float) -> Processor:
+    """Divide positive and multiply negative logits of tokens that occur in the prefix."""
+
+    def process(prefix: Ids, scores: Scores) -> Scores:
+        seen = np.unique(prefix)
+        seen = seen[seen < len(scores)]
+        old = scores[seen]
+        new = scores.copy()
+        new[seen] = np.where(old < 0, old * np.float32(penalty), old / np.float32(penalty))
+        return new
+
+    return process
+
+
+def no_repeat_ngram(size: int) -> Processor:
+    """Ban every token that would complete an n-gram already in the prefix."""
+
+    def process(prefix: Ids, scores: Scores) -> Scores:
+        if len(prefix) < size:
+            return scores
+        windows = np.lib.stride_tricks.sliding_window_view(prefix, size)
+        suffix = prefix[len(prefix) + 1 - size :]
+        banned = windows[(windows[:, :-1] == suffix).all(axis=1), -1]
+        return ban(banned[banned < len(scores)])(prefix, scores)
+
+    return process
+
+
+def ban(token_ids: Sequence[int] | Ids) -> Processor:
+    """Rule tokens out; ids beyond the vocabulary are no candidates anyway."""
+    ids = np.asarray(token_ids, dtype=np.int64)
+
+    def process(prefix: Ids, scores: Scores) -> Scores:
+        new = scores.copy()
+        new[ids[ids < len(scores)]] = NEG_INF
+        return new
+
+    return process
+
+
+def force(token_ids: Sequence[int]) -> Processor:
+    """Rule out everything else."""
+    ids = np.asarray(token_ids, dtype=np.int64)
+
+    def process(prefix: Ids, scores: Scores) -> Scores:
+        new = np.full_like(scores, NEG_INF)
+        new[ids[ids < len(scores)]] = 0.0
+        return new
+
+    return process
+
+
+def when_length(condition: Callable[[int], bool], processor: Processor) -> Processor:
+    """Apply a processor only at prefix lengths for which the condition holds."""
+    return lambda prefix, scores: processor(prefix, scores) if condition(len(prefix)) else scores
+
+
+def remove_invalid() -> Processor:
+    """NaN becomes 0, infinities the largest numbers of float32."""
+    top = float(np.finfo(np.float32).max)
+    return lambda prefix, scores: np.nan_to_num(scores, nan=0.0, posinf=top, neginf=-top)
+
+
+def exponential_decay(start_length: int, factor: float, eos_token_ids: Sequence[int]) -> Processor:
+    """Raise the end-of-sequence logits by |logit|·(factor^(length − start) − 1) past the start."""
+    ids = np.asarray(eos_token_ids, dtype=np.int64)
+
+    def process(prefix: Ids, scores: Scores) -> Scores:
+        if len(prefix) <= start_length:
+            return scores
+        inside = ids[ids < len(scores)]
+        old = scores[inside]
+        raised = np.abs(old) * np.float32(math.pow(factor, len(prefix) - start_length) - 1)
+        new = scores.copy()
+        new[inside] = old + np.where(np.isfinite(old), raised, np.float32(0.0))
+        return new
+
+    return process
+
+
+def normalise() -> Processor:
+    return lambda prefix, scores: log_softmax(scores).astype(np.float32)

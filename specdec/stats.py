@@ -1,0 +1,219 @@
+"""What one generation did and what it cost. Every figure's convention is stated at its formula.
+
+A *round* is draft, one decode pass of the target, acceptance. The prompt's pass (prefill) yields
+the first token and is no decode pass: it counts in the time to first token and nowhere else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.acceptance import Acceptance
+from specdec.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Raw counts of one generation; rates are properties, so that they cannot disagree.
+
+    The bytes and seconds of the streamer and the memory figures are 0 where nobody reported them.
+    """
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0  # the first one, from the prefill, included
+    passes: int = 0  # decode passes of the target
+    drafted_tokens: int = 0  # nodes that passes verified, roots not counted
+    accepted_tokens: int = 0
+    ngram_hits: int = 0  # accepted tokens that an n-gram proposed
+    bonus_tokens: int = 0  # rounds that ended at a leaf of a non-empty tree
+    time_to_first_token: float = 0.0  # seconds; prefill included, loading excluded
+    decode_seconds: float = 0.0  # from the first token to the last
+    time_per_output_token_p90: float = 0.0  # seconds
+    pass_seconds: float = 0.0  # inside decode passes
+    draft_seconds: float = 0.0  # inside drafters, hidden or not
+    stall_seconds: float = 0.0  # passes waiting for storage
+    bytes_streamed: int = 0
+    peak_memory_bytes: int = 0
+    memory_budget_bytes: int = 0
+    kv_bytes: int = 0  # allocated for KV caches
+    kv_used_fraction: float = 0.0  # of kv_bytes, at the end
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode only: tokens after the first, divided by the time after the first."""
+        return _ratio(self.generated_tokens - 1, self.decode_seconds)
+
+    @property
+    def time_per_output_token(self) -> float:
+        """Seconds per token after the first (mean); the inverse of tokens_per_second."""
+        return _ratio(self.decode_seconds, self.generated_tokens - 1)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per decode pass: 1 + accepted / passes (the recovered or bonus token counts)."""
+        return 1.0 + _ratio(self.accepted_tokens, self.passes)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted. In a tree at most one branch can be accepted, so wide trees score
+        low here and high in mean_acceptance_length."""
+        return _ratio(self.accepted_tokens, self.drafted_tokens)
+
+    @property
+    def flops_rejected_fraction(self) -> float:
+        """Share of the target's decode FLOPs spent on rejected tokens.
+
+        Rejected drafted nodes / all nodes scored in decode passes; a pass scores its drafted nodes
+        and one root, and every node costs about the same.
+        """
+        n_scored = self.drafted_tokens + self.passes
+        return _ratio(self.drafted_tokens - self.accepted_tokens, n_scored)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain figures for JSON: seconds, bytes, tokens and fractions."""
+        return {name: getattr(self, name) for name in _REPORTED}
+
+
+_REPORTED = (
+    "tokens_per_second",
+    "time_to_first_token",
+    "time_per_output_token",
+    "time_per_output_token_p90",
+    "prompt_tokens",
+    "generated_tokens",
+    "passes",
+    "mean_acceptance_length",
+    "acceptance_rate",
+    "drafted_tokens",
+    "accepted_tokens",
+    "ngram_hits",
+    "bonus_tokens",
+    "bytes_streamed",
+    "stall_seconds",
+    "pass_seconds",
+    "draft_seconds",
+    "decode_seconds",
+    "peak_memory_bytes",
+    "memory_budget_bytes",
+    "kv_bytes",
+    "kv_used_fraction",
+    "flops_rejected_fraction",
+)
+
+
+class StatsRecorder:
+    """Collects the figures of one generation while it runs.
+
+    `clock` gives seconds. The request begins when the recorder is made; call `record_first_token`
+    after the prefill, `record_round` after every round, and `finish` at the end (also of a
+    cancelled generation).
+    """
+
+    def __init__(
+        self, prompt_tokens: int = 0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.clock = clock
+        self._first: float | None = None
+        self._generated = self._passes = self._drafted = self._accepted = 0
+        self._ngram_hits = self._bonus = 0
+        self._pass_seconds = self._draft_seconds = 0.0
+        self._token_seconds: list[float] = []
+        self._started = self._last = clock()
+
+    def record_first_token(self) -> None:
+        """The prefill has yielded the first token."""
+        self._first = self._last = self.clock()
+        self._generated += 1
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Time of the block counts as draft_seconds."""
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self._draft_seconds += self.clock() - began
+
+    @contextmanager
+    def verifying(self) -> Iterator[None]:
+        """Time of the block counts as pass_seconds."""
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self._pass_seconds += self.clock() - began
+
+    def add_draft_seconds(self, seconds: float) -> None:
+        """Drafting that was measured elsewhere, for example in another thread."""
+        self._draft_seconds += seconds
+
+    def record_round(
+        self, tree: DraftTree, acceptance: Acceptance, n_emitted: int | None = None
+    ) -> None:
+        """A pass verified `tree`, and `n_emitted` tokens of its outcome reached the caller.
+
+        `n_emitted` is by default all of them; it is smaller where a stop string cuts the round.
+        """
+        now = self.clock()
+        n_tokens = acceptance.n_accepted + 1 if n_emitted is None else n_emitted
+        accepted = acceptance.path[1:]
+        self._passes += 1
+        self._drafted += tree.n_drafted
+        self._accepted += len(accepted)
+        self._ngram_hits += sum(tree.sources[i] == "ngram" for i in accepted)
+        self._bonus += int(acceptance.is_bonus and tree.n_drafted > 0)
+        self._generated += n_tokens
+        # Tokens of a round arrive together: each is charged an equal share of the round.
+        self._token_seconds.extend([(now - self._last) / max(n_tokens, 1)] * n_tokens)
+        self._last = now
+
+    def finish(
+        self,
+        *,
+        bytes_streamed: int = 0,
+        stall_seconds: float = 0.0,
+        peak_memory_bytes: int = 0,
+        memory_budget_bytes: int = 0,
+        kv_bytes: int = 0,
+        kv_used_fraction: float = 0.0,
+    ) -> GenerationStats:
+        """The figures so far, with those that only the backend and the system know."""
+        first = self._last if self._first is None else self._first
+        return GenerationStats(
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self._generated,
+            passes=self._passes,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
+            ngram_hits=self._ngram_hits,
+            bonus_tokens=self._bonus,
+            time_to_first_token=0.0 if self._first is None else self._first - self._started,
+            decode_seconds=self._last - first,
+            time_per_output_token_p90=percentile(self._token_seconds, 0.9),
+            pass_seconds=self._pass_seconds,
+            draft_seconds=self._draft_seconds,
+            stall_seconds=stall_seconds,
+            bytes_streamed=bytes_streamed,
+            peak_memory_bytes=peak_memory_bytes,
+            memory_budget_bytes=memory_budget_bytes,
+            kv_bytes=kv_bytes,
+            kv_used_fraction=kv_used_fraction,
+        )
+
+
+def percentile(values: list[float], fraction: float) -> float:
+    """The smallest value that at least `fraction` of the values do not exceed; 0 without any."""
+    if not values:
+        return 0.0
+    rank = -int(-fraction * len(values) // 1)  # ceiling: nearest-rank percentile
+    return sorted(values)[min(max(rank, 1), len(values)) - 1]
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    """numerator / denominator, 0 where there is nothing to divide by yet."""
+    return numerator / denominator if denominator > 0 and numerator > 0 else 0.0

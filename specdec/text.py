@@ -1,0 +1,246 @@
+"""Between text and token ids: tokenizer, incremental detokenizer, stop strings.
+
+Nothing here imports transformers until a tokenizer is loaded from a checkpoint. Everything else
+works with any object that has the three members of TokenDecoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from offload.errors import SpecdecError
+
+UNFINISHED = "\ufffd"  # what decoders give for bytes that are no complete character (yet)
+CONTEXT_TOKENS = 6  # of the prompt: enough for decoders that look at the neighbours of a token
+MAX_EXTRA_CONTEXT_TOKENS = 16
+
+
+class TokenizerError(SpecdecError):
+    """A tokenizer cannot be loaded, or lacks what was asked of it."""
+
+
+class TokenDecoder(Protocol):
+    """The part of a tokenizer that the controller and the detokenizer need."""
+
+    @property
+    def n_tokens(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class Tokenizer:
+    """A transformers tokenizer with the few operations that generation needs."""
+
+    def __init__(self, hf_tokenizer: Any) -> None:
+        self.hf_tokenizer = hf_tokenizer
+        ids = hf_tokenizer.get_vocab().values()
+        self._n_tokens = max(len(hf_tokenizer), max(ids, default=-1) + 1)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> Tokenizer:
+        """Load from a checkpoint directory; code that the checkpoint may carry is never run."""
+        from transformers import AutoTokenizer
+
+        try:
+            return cls(AutoTokenizer.from_pretrained(str(path), trust_remote_code=False))
+        except Exception as error:  # whatever a broken file makes the libraries raise
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise TokenizerError(f"cannot load a tokenizer from {path}: {reason[0]}") from error
+
+    @property
+    def n_tokens(self) -> int:
+        """Ids from here on are padding rows of the vocabulary: they have no text."""
+        return self._n_tokens
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's end-of-sequence id, if it has one (a model may define more)."""
+        eos = self.hf_tokenizer.eos_token_id
+        return () if eos is None else (int(eos),)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self.hf_tokenizer, "chat_template", None))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [
+            int(i) for i in self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these tokens; special tokens have none."""
+        return str(
+            self.hf_tokenizer.decode(
+                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer."""
+        if not self.has_chat_template:
+            raise TokenizerError("the model has no chat template: give the prompt as one string")
+        try:
+            text = self.hf_tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # templates are programs of the checkpoint
+            raise TokenizerError(f"the model's chat template failed: {error}") from error
+        # the template writes the special tokens itself
+        return self.encode(str(text), add_special_tokens=False)
+
+
+class IncrementalDetokenizer:
+    """Text of a growing token sequence, in pieces that never have to be taken back.
+
+    A token's text depends on its neighbours: sentencepiece drops the leading space of the first
+    token of a text, and a character may be spread over several byte tokens. So a window of the last
+    finished tokens and the new ones is decoded each time, and what goes beyond the finished ones'
+    text is new. A trailing replacement character is kept back: the next token may complete it.
+    The pieces of `push` and `flush` together are the text that the tokens add after the prompt.
+    """
+
+    def __init__(self, tokenizer: TokenDecoder, prompt_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._window = self._end_of(prompt_ids)
+        self._n_finished = len(self._window)  # tokens of the window whose text is complete
+        self._emitted = tokenizer.decode(self._window) if self._window else ""
+        self._text = self._emitted
+
+    def _end_of(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The prompt's last tokens, more of them where the cut would divide a character."""
+        window: list[int] = []
+        for n in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_EXTRA_CONTEXT_TOKENS):
+            window = list(prompt_ids[-n:])
+            if len(window) < n or UNFINISHED not in self._tokenizer.decode(window):
+                break
+        return window
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; often all of its own, sometimes nothing."""
+        self._window.append(int(token_id))
+        self._text = self._tokenizer.decode(self._window)
+        stable = self._text.rstrip(UNFINISHED)
+        piece = stable[len(self._emitted) :]
+        if not piece:
+            return ""  # a special token, or bytes of a character: the finished ones stay in view
+        if len(stable) == len(self._text):
+            # All text is out: the newest tokens become the finished ones of the next window, which
+            # therefore always begins between two characters.
+            self._window = self._window[self._n_finished :]
+            self._n_finished = len(self._window)
+            self._emitted = self._tokenizer.decode(self._window)
+        else:
+            self._emitted = stable
+        return piece
+
+    def flush(self) -> str:
+        """What is still kept back, unfinished characters as replacement characters."""
+        piece = self._text[len(self._emitted) :] if len(self._window) > self._n_finished else ""
+        if piece:
+            self._emitted = self._text
+        return piece
+
+
+@dataclass(frozen=True)
+class StopMatch:
+    """Result of one `StopStrings.push`."""
+
+    text: str  # safe to show: neither part of a stop string nor possibly the start of one
+    stop: str | None  # the stop string that appeared; everything after `text` is dropped
+
+
+class StopStrings:
+    """Looks for the first stop string in a stream of text pieces.
+
+    "First" is the one that is complete first (of several, the longest): so the result does not
+    depend on how the text is cut into pieces. The stop string itself is not part of the text.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = tuple(dict.fromkeys(stops))
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, piece: str) -> StopMatch:
+        """Take the next piece; after a stop everything is dropped."""
+        if self.found is not None:
+            return StopMatch("", self.found)
+        text = self._held + piece
+        match = self._first_match(text)
+        if match is not None:
+            start, self.found = match
+            self._held = ""
+            return StopMatch(text[:start], self.found)
+        n_held = self._n_possible_start(text)
+        self._held = text[len(text) - n_held :]
+        return StopMatch(text[: len(text) - n_held], None)
+
+    def flush(self) -> str:
+        """The text kept back, when no more will come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        found = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop)) >= 0
+        ]
+        if not found:
+            return None
+        _, start, stop = min(found)
+        return start, stop
+
+    def _n_possible_start(self, text: str) -> int:
+        """Length of the longest end of the text with which a stop string begins."""
+        longest = max((len(stop) for stop in self._stops), default=0)
+        for n in range(min(longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-n:]) for stop in self._stops):
+                return n
+        return 0
+
+
+@dataclass(frozen=True)
+class TextUpdate:
+    """What one round of tokens adds to the text.
+
+    n_tokens: how many of the pushed tokens count: all, or up to and including the one that
+        completed a stop string.
+    """
+
+    text: str
+    n_tokens: int
+    stop: str | None = None
+
+
+class TextStream:
+    """Detokenizer and stop strings together: emitted tokens in, text for the caller out."""
+
+    def __init__(
+        self, tokenizer: TokenDecoder, *, prompt_ids: Sequence[int] = (), stop: Iterable[str] = ()
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+        self._stops = StopStrings(stop)
+
+    def push(self, token_ids: Iterable[int]) -> TextUpdate:
+        """Add a round's tokens; those after a completed stop string are not looked at."""
+        pieces = []
+        n_tokens = 0
+        for token_id in token_ids:
+            match = self._stops.push(self._detokenizer.push(token_id))
+            pieces.append(match.text)
+            n_tokens += 1
+            if match.stop is not None:
+                return TextUpdate("".join(pieces), n_tokens, match.stop)
+        return TextUpdate("".join(pieces), n_tokens)
+
+    def flush(self) -> TextUpdate:
+        """The rest of the text at the end of a generation; nothing after a stop string."""
+        match = self._stops.push(self._detokenizer.flush())
+        rest = "" if match.stop is not None else self._stops.flush()
+        return TextUpdate(match.text + rest, 0, match.stop)

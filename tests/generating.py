@@ -1,0 +1,103 @@
+"""Running the controller on tiny models, without tokenizer or plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from backends.base import Backend
+from specdec.acceptance import Acceptance
+from specdec.config import SamplingParams, SpecConfig
+from specdec.controller import Controller, NoDrafter
+from specdec.drafters.base import Drafter, TreeLimits
+from specdec.policy import DraftPolicy, PassCost
+from specdec.sampling import Sampler
+from specdec.stats import StatsRecorder
+from specdec.tree import ROOT, DraftTree
+
+FREE = PassCost(read_seconds=1.0, row_free_seconds=0.0, seconds_per_row=0.01)
+
+
+class RandomDrafter(Drafter):
+    """A random tree of random tokens, a new one every round."""
+
+    def __init__(self, vocab: int, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._vocab = vocab
+
+    def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+        tree = DraftTree(context_ids[-1])
+        for _ in range(int(self._rng.integers(0, limits.max_nodes + 1))):
+            parent = int(self._rng.integers(0, len(tree)))
+            if tree.depth(parent) < limits.max_depth:
+                tree.add(parent, int(self._rng.integers(0, self._vocab)), -1.0)
+        return tree
+
+
+class ScriptedDrafter(Drafter):
+    """Proposes the known continuation, wrong from the `wrong_at`-th token of each round on."""
+
+    def __init__(self, script: Sequence[int], vocab: int, wrong_at: int | None = None) -> None:
+        self._script, self._vocab, self._wrong_at = list(script), vocab, wrong_at
+        self.accepted: list[int] = []
+
+    def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+        tree, node = DraftTree(context_ids[-1]), ROOT
+        ahead = self._script[len(context_ids) :]
+        for i, token in enumerate(ahead[: min(limits.max_depth, limits.max_nodes)]):
+            wrong = self._wrong_at is not None and i >= self._wrong_at
+            node = tree.add(node, (token + 1) % self._vocab if wrong else token, -0.1)
+        return tree
+
+    def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
+        self.accepted.append(acceptance.n_accepted)
+
+
+def make_controller(
+    target: Backend,
+    drafter: Drafter | None = None,
+    params: SamplingParams | None = None,
+    *,
+    spec: SpecConfig | None = None,
+    prompt_length: int = 0,
+    eos: Sequence[int] = (),
+    **options: object,
+) -> Controller:
+    spec = spec or SpecConfig(num_draft_tokens=12, draft_depth=6)
+    sampler = Sampler(
+        params or SamplingParams(),
+        n_tokens=target.vocab_size,
+        eos_token_ids=eos,
+        prompt_length=prompt_length,
+    )
+    return Controller(
+        target,
+        drafter or NoDrafter(),
+        sampler,
+        DraftPolicy(spec, FREE, target.max_context),
+        recorder=StatsRecorder(),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def run(
+    target: Backend,
+    prompt: Sequence[int],
+    n: int,
+    drafter: Drafter | None = None,
+    params: SamplingParams | None = None,
+    **options: object,
+) -> list[int]:
+    """`n` new tokens after the prompt, fewer when a stop token comes."""
+    target.rollback(0)
+    if drafter is not None:
+        drafter.reset()
+    controller = make_controller(target, drafter, params, prompt_length=len(prompt), **options)
+    stops = controller._sampler.stop_tokens
+    tokens = [controller.start(prompt)]
+    while len(tokens) < n and tokens[-1] not in stops:
+        tokens += controller.step(n - len(tokens)).tokens
+        assert len(tokens) <= n
+        assert target.n_committed == len(prompt) + len(tokens) - 1
+    return tokens

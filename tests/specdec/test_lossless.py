@@ -1,0 +1,202 @@
+"""The promise: with any draft, exactly the target's own output."""
+
+import numpy as np
+import pytest
+from generating import RandomDrafter, ScriptedDrafter, make_controller, run
+
+from backends.base import PREFIX
+from backends.torch_cpu import TorchBackend
+from specdec.config import SamplingParams, SpecConfig
+from specdec.drafters.merged import MergedDrafter
+from specdec.drafters.model import ModelDrafter
+from specdec.drafters.ngram import NgramDrafter
+from specdec.sampling import Sampler
+
+N_PROMPTS, N_TOKENS = 50, 24
+DRIFT = 1e-4  # of logits between passes of different sizes, fp32
+
+
+@pytest.fixture(scope="module")
+def target(checkpoint_factory):
+    with TorchBackend.resident(checkpoint_factory("llama")) as backend:
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def other(checkpoint_factory):
+    with TorchBackend.resident(checkpoint_factory("llama", seed=1)) as backend:
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def twin(checkpoint_factory):
+    with TorchBackend.resident(checkpoint_factory("llama")) as backend:
+        yield backend
+
+
+def prompts(n=N_PROMPTS):
+    rng = np.random.default_rng(7)
+    return [rng.integers(3, 96, size=int(rng.integers(2, 20))).tolist() for _ in range(n)]
+
+
+def top2_gap(target, tokens):
+    """Distance of the two best logits after `tokens`."""
+    target.rollback(0)
+    best = np.sort(target.prefill(tokens))[-2:]
+    return float(best[1] - best[0])
+
+
+def assert_equal_or_near_tie(target, prompt, plain, speculative):
+    """Returns whether a near tie made a difference (DESIGN of the tests: docs/sampling.md)."""
+    if plain == speculative:
+        return False
+    first = next(i for i, (a, b) in enumerate(zip(plain, speculative, strict=True)) if a != b)
+    gap = top2_gap(target, prompt + plain[:first])
+    assert gap <= DRIFT, f"token {first} differs although the best two are {gap} apart"
+    return True
+
+
+@pytest.mark.parametrize("kind", ["self", "other model", "random", "always wrong", "merged"])
+def test_greedy_equals_plain_decoding(kind, target, twin, other):
+    make = {
+        "self": lambda plain: ModelDrafter(twin, 96),
+        "other model": lambda plain: ModelDrafter(other, 96),
+        "random": lambda plain: RandomDrafter(96),
+        "always wrong": lambda plain: ScriptedDrafter(plain, 96, wrong_at=0),
+        "merged": lambda plain: MergedDrafter([ModelDrafter(other, 96), NgramDrafter()]),
+    }[kind]
+    mismatches = 0
+    for prompt in prompts():
+        plain = run(target, prompt, N_TOKENS)
+        speculative = run(target, prompt, N_TOKENS, make(prompt + plain))
+        mismatches += assert_equal_or_near_tie(target, prompt, plain, speculative)
+    print(f"{kind}: {mismatches} of {N_PROMPTS} prompts differ by a near tie")
+    assert mismatches <= 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sampled_tokens_do_not_depend_on_the_draft(seed, target, twin, other):
+    params = SamplingParams(
+        temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.1, seed=seed
+    )
+    for prompt in prompts(6):
+        plain = run(target, prompt, N_TOKENS, params=params)
+        for drafter, spec in (
+            (ModelDrafter(twin, 96), SpecConfig(num_draft_tokens=20)),
+            (ModelDrafter(other, 96), SpecConfig(num_draft_tokens=5, tree_width=2)),
+            (RandomDrafter(96, seed), SpecConfig(num_draft_tokens=9)),
+            (NgramDrafter(), SpecConfig(num_draft_tokens=3)),
+        ):
+            assert run(target, prompt, N_TOKENS, drafter, params, spec=spec) == plain
+
+
+def test_a_perfect_draft_is_accepted_whole(target, twin):
+    """The draft's own KV is right, too: with itself as draft every round is accepted to the end."""
+    spec = SpecConfig(num_draft_tokens=4, tree_width=1, draft_depth=4)
+    for prompt in prompts(10):
+        target.rollback(0)
+        drafter = ModelDrafter(twin, 96)
+        drafter.reset()
+        controller = make_controller(target, drafter, spec=spec)
+        controller.start(prompt)
+        for _ in range(5):
+            assert controller.step(100).acceptance.n_accepted == 4
+
+
+@pytest.mark.parametrize("wrong_at", [0, 1, 2, 3, None])
+def test_rounds_end_where_the_draft_goes_wrong(wrong_at, target):
+    prompt = prompts(1)[0]
+    plain = run(target, prompt, N_TOKENS)
+    drafter = ScriptedDrafter(prompt + plain, 96, wrong_at)
+    assert run(target, prompt, N_TOKENS, drafter) == plain
+    assert set(drafter.accepted[:-1]) == {6 if wrong_at is None else wrong_at}
+
+
+@pytest.mark.parametrize("offset", range(8))
+def test_end_of_sequence_at_every_offset_of_an_accepted_run(offset, target):
+    """Whatever token ends the text, none after it is emitted."""
+    prompt = prompts(3)[2]
+    plain = run(target, prompt, N_TOKENS)
+    eos = plain[1 + offset]
+    expected = plain[: plain.index(eos) + 1]
+    drafter = ScriptedDrafter(prompt + plain, 96)
+    assert run(target, prompt, N_TOKENS, drafter, eos=[eos]) == expected
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_token_limit_at_every_offset(n, target):
+    prompt = prompts(2)[1]
+    plain = run(target, prompt, N_TOKENS)
+    assert run(target, prompt, n, ScriptedDrafter(prompt + plain, 96)) == plain[:n]
+
+
+@pytest.mark.parametrize("left", range(1, 8))
+def test_context_is_never_exceeded(left, checkpoint_factory):
+    with TorchBackend.resident(checkpoint_factory("llama"), max_context=20) as small:
+        prompt = prompts(5)[4][:4] * 10
+        prompt = prompt[: 20 - left]
+        tokens = run(small, prompt, left, RandomDrafter(96, left))
+        assert len(prompt) + len(tokens) == 20
+
+
+def test_draft_with_a_shorter_context_stops_proposing(target, checkpoint_factory):
+    prompt = prompts(1)[0]
+    plain = run(target, prompt, N_TOKENS)
+    with TorchBackend.resident(checkpoint_factory("llama"), max_context=len(prompt) + 8) as short:
+        assert run(target, prompt, N_TOKENS, ModelDrafter(short, 96)) == plain
+
+
+def test_draft_vocabulary_larger_than_the_targets(target, checkpoint_factory):
+    prompt = prompts(1)[0]
+    plain = run(target, prompt, N_TOKENS)
+    directory = checkpoint_factory("llama", vocab_size=128)
+    with TorchBackend.resident(directory) as wide:
+        assert run(target, prompt, N_TOKENS, ModelDrafter(wide, 96)) == plain
+
+
+def test_padding_rows_of_the_vocabulary_are_never_chosen(target):
+    """Ids from the tokenizer's length on are masked, greedy and sampled."""
+    logits = np.zeros(96, dtype=np.float32)
+    logits[90] = 50.0
+    for temperature in (0.0, 1.0):
+        sampler = Sampler(SamplingParams(temperature=temperature, seed=1), n_tokens=80)
+        assert sampler.choose([1], logits, 1) < 80
+
+
+def test_rejection_rule_accepts_itself_and_stays_in_range(target, twin):
+    params = SamplingParams(temperature=1.0, seed=5)
+    sampler = Sampler(params, n_tokens=96)
+    rng = np.random.default_rng(3)
+    drafter = ModelDrafter(twin, 96, chain=(sampler, rng))
+    spec = SpecConfig(num_draft_tokens=4, acceptance="rejection")
+    target.rollback(0)
+    drafter.reset()
+    controller = make_controller(
+        target, drafter, params, spec=spec, acceptance="rejection", rng=rng
+    )
+    controller.start([5, 6, 7])
+    accepted = [controller.step(50).acceptance.n_accepted for _ in range(8)]
+    # p and q differ by the drift between passes of different sizes only.
+    assert np.mean(accepted) > 3.9
+
+
+def test_a_cancel_inside_a_pass_leaves_the_prefix(target, monkeypatch):
+    prompt = prompts(1)[0]
+    plain = run(target, prompt, N_TOKENS)
+    target.rollback(0)
+    controller = make_controller(target, RandomDrafter(96))
+    controller.start(prompt)
+    runner = target._runners[1]
+    forward = runner._forward
+
+    def interrupted(*args, **kwargs):
+        runner._forward = forward
+        raise KeyboardInterrupt
+
+    runner._forward = interrupted
+    n_committed = target.n_committed
+    with pytest.raises(KeyboardInterrupt):
+        controller.step(10)
+    assert target.n_committed == n_committed
+    _, logits = target.extend([plain[0]], [PREFIX])
+    assert int(logits[0].argmax()) == plain[1]
