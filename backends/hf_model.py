@@ -117,7 +117,8 @@ def _refuse_config(config: PreTrainedConfig) -> None:
 
 def context_limit(config: PreTrainedConfig) -> int:
     """Most positions the model was made for, and whose logits do not depend on the batch."""
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "seq_length", 2048)
+    limit: Any = getattr(config, "max_position_embeddings", None)
+    limit = limit or getattr(config, "seq_length", 2048)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
         limit = rope.get("original_max_position_embeddings") or limit
@@ -187,11 +188,11 @@ def _parameters_on_meta() -> Iterator[None]:
         if param is not None:
             self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.register_parameter = register
 
 
 def match_checkpoint(
@@ -220,9 +221,7 @@ def match_checkpoint(
             f"{directory} lacks {len(missing)} tensors of {type(model).__name__}, "
             f"first {missing[0]}: the download is incomplete or the config is another model's"
         )
-    return HfModel(
-        model, model.config, dtype, layers, tuple(map(tuple, per_layer)), tuple(outer)
-    )
+    return HfModel(model, model.config, dtype, layers, tuple(map(tuple, per_layer)), tuple(outer))
 
 
 def _decoder_layers(model: PreTrainedModel, base: Any) -> tuple[str, tuple[nn.Module, ...]]:
@@ -247,9 +246,7 @@ def _tied_names(model: PreTrainedModel) -> dict[str, str]:
     return dict(tied)
 
 
-def _renamed(
-    index: Mapping[str, TensorRecord], model: PreTrainedModel
-) -> dict[str, TensorRecord]:
+def _renamed(index: Mapping[str, TensorRecord], model: PreTrainedModel) -> dict[str, TensorRecord]:
     """The checkpoint's tensors under the names that this transformers gives its parameters.
 
     Tensors that transformers would merge or split while loading keep their old names, and are

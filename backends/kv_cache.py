@@ -142,12 +142,17 @@ class TreeCache(Cache):
         return max((layer.capacity for layer in self.layers), default=0)
 
     def _select(self, prefix: int, order: list[int]) -> None:
+        """Let every layer keep its prefix and these live rows, in this order."""
         if order == list(range(len(order))):  # rows already lie where they belong
             self._truncate()
             return
-        for layer in self.layers:
-            index = torch.tensor(order, dtype=torch.long, device=layer.device)
-            layer.select(prefix, index)
+        try:
+            for layer in self.layers:
+                index = torch.tensor(order, dtype=torch.long, device=layer.device)
+                layer.select(prefix, index)
+        except BaseException:  # Ctrl-C between two layers: what lies below `prefix` is untouched
+            self.rollback(prefix)
+            raise
 
     def _truncate(self) -> None:
         for layer in self.layers:

@@ -72,7 +72,7 @@ class LayerRunner:
         self._window = window
         self._dtype = dtype
         self.state: PassState | None = None
-        module.forward = self  # type: ignore[assignment]
+        module.forward = self
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with self._open_layer(self._index) as tensors:
@@ -110,7 +110,7 @@ class LayerRunner:
 def bind(bound: Sequence[BoundTensor], tensors: Tensors, dtype: torch.dtype) -> None:
     """Let the modules' parameters be views of `tensors` (raw bytes by tensor name)."""
     for item in bound:
-        item.module._parameters[item.attribute] = as_tensor(  # type: ignore[assignment]
+        item.module._parameters[item.attribute] = as_tensor(
             tensors[item.record.name], item.record, dtype
         )
 
@@ -118,9 +118,7 @@ def bind(bound: Sequence[BoundTensor], tensors: Tensors, dtype: torch.dtype) -> 
 def unbind(bound: Sequence[BoundTensor]) -> None:
     """Leave meta tensors behind, so that a use outside the layer's time fails loudly."""
     for item in bound:
-        item.module._parameters[item.attribute] = torch.empty(  # type: ignore[assignment]
-            item.record.shape, device="meta"
-        )
+        item.module._parameters[item.attribute] = torch.empty(item.record.shape, device="meta")
 
 
 def as_tensor(view: memoryview, record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:

@@ -20,6 +20,7 @@ from backends.kv_cache import TreeCache
 from backends.layer_runner import LayerRunner, PassState, bind
 from backends.masks import CausalLayout, PassLayout
 from offload.plan import LayerWeights
+from offload.reading import DEFAULT_N_READERS
 from offload.streamer import WeightStreamer, load_resident
 
 CHUNK_ROWS = 256
@@ -47,8 +48,9 @@ class TorchBackend(Backend):
         self._cache = TreeCache(len(model.layers))
         self._outer = load_resident(model.outer_records)
         bind(model.outer_tensors, self._outer, model.dtype)
-        readers = {} if n_readers is None else {"n_readers": n_readers}
-        self._streamer = WeightStreamer(layers, n_slots, progress=progress, **readers)
+        self._streamer = WeightStreamer(
+            layers, n_slots, n_readers=n_readers or DEFAULT_N_READERS, progress=progress
+        )
         self._slopes = _alibi_slopes(model)
         self._runners = [
             LayerRunner(i, module, tensors, self._streamer.layer, model.window(i), model.dtype)

@@ -1,14 +1,17 @@
-"""Bytes, files and memory; no models.
+"""Bytes, files and memory; no models. In the order in which a run uses them:
 
 errors     SpecdecError, the base of every error a user may see
 units      parse_bytes, format_bytes
-budget     MemoryBudget.reserve() -> Reservation; BudgetExceeded
 memory     memory_limit (cgroup before machine), process_memory
+budget     MemoryBudget.reserve() -> Reservation; BudgetExceeded
 cgroup     MemoryCgroup, run_in_cgroup: a budget that the kernel enforces
-index      WeightIndex: where each tensor of a safetensors checkpoint lies
+header     read_header: one safetensors header, read with distrust
+index      WeightIndex: where each tensor of a checkpoint lies
 direct_io  AlignedBuffer, DirectFile: O_DIRECT reads that are checked
-slots      SlotRing: the reusable buffers of the ring
-streamer   WeightStreamer: layers in order, read ahead, wrapping around
+layout     make_layout: tensors coalesced into aligned reads
 plan       plan_residency: which tensors stay in memory, how many slots
-profile    measure_storage: bandwidth of this machine, cached
+reading    load_resident, ReaderThreads: pieces of files into buffers
+slots      SlotRing: the reusable buffers of the ring, and who may touch them
+streamer   WeightStreamer: layers in order, read ahead, wrapping around
+profile    measure_storage: bandwidth of this machine, remembered
 """

@@ -83,7 +83,7 @@ class ResidencyPlan:
     resident_bytes: int
     ring_bytes: int
     streamed_bytes: int  # read per pass
-    smallest_bytes: int  # the least that any plan for these layers needs
+    smallest_bytes: int  # enough for a plan: all streamed, two slots (or all resident if less)
 
     @property
     def total_bytes(self) -> int:
@@ -96,14 +96,20 @@ class ResidencyPlan:
 
 
 def plan_residency(
-    layers: Sequence[LayerWeights], available_bytes: int, *, n_slots: int | None = None
+    layers: Sequence[LayerWeights],
+    available_bytes: int,
+    *,
+    n_slots: int | None = None,
+    other_bytes: int = 0,
 ) -> ResidencyPlan:
     """Choose the resident set that leaves the fewest bytes to read per pass.
 
     Args:
         layers: in the order of use; their present resident sets are ignored.
         available_bytes: memory for resident tensors and ring together.
-        n_slots: depth of the ring; None chooses 3, or 2 where 3 do not fit.
+        n_slots: depth of the ring; None chooses 3, or 2 where that saves a tenth of the reads.
+        other_bytes: what the rest of the process takes of the budget; only for the error, which
+            names the smallest budget for all of it.
 
     Raises:
         BudgetExceeded: not even the smallest plan fits (all streamed, two slots).
@@ -123,7 +129,8 @@ def plan_residency(
         if plan and (not chosen or plan.streamed_bytes < _WORTH_A_SLOT * chosen.streamed_bytes):
             chosen = plan
     if chosen is None:
-        raise BudgetExceeded("streaming the weights", smallest, available_bytes, smallest)
+        least = other_bytes + smallest
+        raise BudgetExceeded("streaming the weights", smallest, available_bytes, least)
     return chosen
 
 

@@ -21,6 +21,7 @@ from offload.units import MIB
 
 logger = logging.getLogger(__name__)
 
+_CHUNK_BYTES = 64 * MIB  # two of these are held in memory while measuring
 _LEAST_BYTES = 64 * MIB  # a shorter measurement is not worth remembering
 
 
@@ -78,7 +79,7 @@ def _stream_once(path: Path, n_bytes: int, read_bytes: int, n_readers: int) -> S
     """Walk the file as if it were layers of a few reads each, doing nothing with them."""
     if n_bytes <= 0:
         raise StorageError(f"{path} is empty; measure with a weight file")
-    chunk = read_bytes * n_readers
+    chunk = min(read_bytes * n_readers, _CHUNK_BYTES)
     layers = []
     for start in range(0, n_bytes, chunk):
         size = min(chunk, n_bytes - start)

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from offload.direct_io import AlignedBuffer, DirectFile, OpenStorage, StorageError, buffer_bytes
+from offload.direct_io import (
+    AlignedBuffer,
+    DirectFile,
+    OpenStorage,
+    StorageError,
+    align_up,
+    buffer_bytes,
+)
 from offload.index import TensorRecord
 from offload.layout import Layout, Piece, make_layout
 from offload.slots import SlotRing
 from offload.units import MIB
 
-DEFAULT_READ_BYTES = 8 * MIB
+# Reads of 8 MiB already reach the full bandwidth of an NVMe-class drive. Four times as long means a
+# quarter as many times that a reader must get the interpreter lock back: beside a drafting thread
+# that lifted 1.3 to 2.1 GB/s.
+DEFAULT_READ_BYTES = 32 * MIB
 DEFAULT_N_READERS = 4
+_LEAST_READ_BYTES = MIB  # below, requests cost more than sharing them among the readers gains
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in total)"""
+
+
+def shared_read_bytes(n_bytes: int, n_readers: int, most_bytes: int) -> int:
+    """The read size that gives every reader a part of a layer of `n_bytes`, within limits."""
+    return min(most_bytes, max(_LEAST_READ_BYTES, align_up(-(-n_bytes // n_readers))))
 
 
 class OpenFiles:
@@ -149,9 +166,10 @@ class ReaderThreads:
             thread.start()
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait for the threads, each up to the timeout; True when all have ended."""
+        """Wait for all threads together up to the timeout; True when all have ended."""
+        deadline = time.monotonic() + timeout_seconds
         for thread in self._threads:
-            thread.join(timeout_seconds)
+            thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
 

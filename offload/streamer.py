@@ -29,6 +29,7 @@ from offload.reading import (
     ResidentWeights,
     load_resident,
     resident_footprint,
+    shared_read_bytes,
 )
 from offload.slots import Slot, SlotRing, StreamerClosed
 
@@ -77,7 +78,7 @@ class WeightStreamer:
     Args:
         layers: in the order of use; some may be wholly resident.
         n_slots: depth of the ring, 1 (no overlap) or more; more than streamed layers are not made.
-        read_bytes: size of one read, a multiple of 4096.
+        read_bytes: size of one read at most, a multiple of 4096; small layers get smaller ones.
         n_readers: threads that read.
         storage: opens a file for reading; tests pass one that injects faults.
         progress: (bytes done, bytes in total) while the resident tensors are read.
@@ -102,7 +103,11 @@ class WeightStreamer:
         self._streamed = [i for i, layer in enumerate(self._layers) if layer.layout.extents]
         if n_readers < 1 or (self._streamed and n_slots < 1):
             raise ValueError(f"streaming needs a slot and a reader, not {n_slots} and {n_readers}")
-        self._pieces = [self._layers[i].layout.pieces(read_bytes) for i in self._streamed]
+        self._pieces = []
+        for layout in (self._layers[i].layout for i in self._streamed):
+            self._pieces.append(
+                layout.pieces(shared_read_bytes(layout.n_bytes, n_readers, read_bytes))
+            )
         self._expected: int | None = 0  # the layer that continues the walk; None after an error
         self._ticket = 0  # of the next streamed layer in the walk
         self._leases: list[_Lease] = []

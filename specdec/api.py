@@ -1,8 +1,8 @@
 """The Python API: load a target and a draft into a memory budget, generate, stream.
 
-    with specdec.load("TARGET", "DRAFT", memory_budget="3.5GiB") as llm:
-        for chunk in llm.stream("def fibonacci(n):", max_tokens=64):
-            print(chunk.text, end="", flush=True)
+with specdec.load("TARGET", "DRAFT", memory_budget="3.5GiB") as llm:
+    for chunk in llm.stream("def fibonacci(n):", max_tokens=64):
+        print(chunk.text, end="", flush=True)
 """
 
 from __future__ import annotations

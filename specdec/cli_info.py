@@ -90,4 +90,3 @@ def demo(arguments: DemoArguments = None) -> None:
     except OSError as error:
         say(f"cannot start {command[0]}: {error.strerror}")
         raise typer.Exit(2) from None
-

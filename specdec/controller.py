@@ -115,9 +115,7 @@ class Controller:
         def target_probs(node: int) -> NDArray[np.float64]:
             return self._sampler.probs(self._prefix(tree, node), logits[node])
 
-        return rejection_walk(
-            tree, target_probs, self._rng, max_tokens, self._sampler.stop_tokens
-        )
+        return rejection_walk(tree, target_probs, self._rng, max_tokens, self._sampler.stop_tokens)
 
     def _prefix(self, tree: DraftTree, node: int) -> list[int]:
         """All tokens up to and including `node`: what the target's row `node` continues."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +105,7 @@ class GenerationStream:
             stats=self._stats or self._measure(),
         )
 
-    def _run(self) -> Iterator[StreamChunk]:
+    def _run(self) -> Generator[StreamChunk, None, None]:
         try:
             self._llm.target.rollback(0)
             yield self._take((self._controller.start(self._prompt_ids),))

@@ -1,8 +1,8 @@
 """From what a user types for a model to a directory on disk.
 
-    pair:target              the embedded pair
-    path/to/checkpoint       a local directory
-    user/repo[@revision]     a Hugging Face hub id, downloaded or taken from the local cache
+pair:target              the embedded pair
+path/to/checkpoint       a local directory
+user/repo[@revision]     a Hugging Face hub id, downloaded or taken from the local cache
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def _from_hub(name: str) -> Path:
 
     repo_id, _, revision = name.partition("@")
     try:
-        folder = snapshot_download(
-            repo_id, revision=revision or None, allow_patterns=list(_WANTED)
-        )
+        folder = snapshot_download(repo_id, revision=revision or None, allow_patterns=list(_WANTED))
     except Exception as error:  # the hub client raises many kinds; each is one line here
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelNotFound(

@@ -12,7 +12,7 @@ VOCAB = len(SPECIAL) + 256
 
 
 def save_tokenizer(directory: Path, first: int = 0, special: tuple[str, ...] = SPECIAL) -> None:
-    """Bytes as tokens, after the special ones; `first` rotates the bytes, for a wrong vocabulary."""
+    """Bytes as tokens, after the special ones; `first` rotates them, for a wrong vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -112,7 +112,8 @@ def test_vocabulary_of_the_logits(checkpoint_factory):
     with TorchBackend.resident(checkpoint_factory("llama")) as backend:
         assert backend.vocab_size == VOCAB
         _, logits = backend.extend([5, 6, 7], [PREFIX] * 3, rows=[2])
-        assert logits.shape == (1, VOCAB) and logits.dtype == np.float32
+        assert logits.shape == (1, VOCAB)
+        assert logits.dtype == np.float32
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,19 @@
 """Any history of extends, commits, prunes and rollbacks equals a fresh prefill of the same text."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from backends.base import PREFIX, ContextFull
 from backends.torch_cpu import TorchBackend
@@ -13,110 +22,108 @@ TOLERANCE = 2e-5
 CONTEXT = 60
 
 
-def make_machine(directory, reference_directory):
-    fresh = TorchBackend.resident(reference_directory)
+class KvMachine(RuleBasedStateMachine):
+    """A backend beside the plain lists of tokens that it should stand for."""
 
-    class KvMachine(RuleBasedStateMachine):
-        """A backend beside the plain lists of tokens that it should stand for."""
+    directory: Path
+    fresh: TorchBackend  # computes every expected row from scratch
 
-        @initialize(prompt=st.lists(st.integers(3, 95), min_size=1, max_size=8))
-        def begin(self, prompt):
-            self.backend = TorchBackend.resident(directory, max_context=CONTEXT)
-            self.text = list(prompt)
-            self.live = {}  # node id -> tokens from the prefix down
-            self.check(self.backend.prefill(prompt), self.text)
+    @initialize(prompt=st.lists(st.integers(3, 95), min_size=1, max_size=8))
+    def begin(self, prompt):
+        self.backend = TorchBackend.resident(self.directory, max_context=CONTEXT)
+        self.text = list(prompt)
+        self.live = {}  # node id -> tokens from the prefix down
+        self.check(self.backend.prefill(prompt), self.text)
 
-        def check(self, logits, tokens):
-            fresh.rollback(0)
-            expected = fresh.prefill(tokens)
-            scale = max(1.0, float(np.abs(expected).max()))
-            assert np.abs(logits - expected).max() <= TOLERANCE * scale
+    def check(self, logits, tokens):
+        self.fresh.rollback(0)
+        expected = self.fresh.prefill(tokens)
+        scale = max(1.0, float(np.abs(expected).max()))
+        assert np.abs(logits - expected).max() <= TOLERANCE * scale
 
-        @rule(data=st.data(), n=st.integers(1, 6))
-        def extend(self, data, n):
-            first, parents, tokens, paths = self.backend.next_node_id, [], [], {}
-            for i in range(n):
-                parent = data.draw(st.sampled_from([PREFIX, *self.live, *paths]))
-                token = data.draw(st.integers(3, 95))
-                parents.append(parent)
-                tokens.append(token)
-                above = {**self.live, **paths}.get(parent, ())
-                paths[first + i] = (*above, token)
-            if len(self.text) + max(map(len, paths.values())) > CONTEXT:
-                with pytest.raises(ContextFull):
-                    self.backend.extend(tokens, parents)
-                self.live = {}
-                return
-            ids, logits = self.backend.extend(tokens, parents)
-            assert ids == list(paths)
-            self.live.update(paths)
-            row = data.draw(st.integers(0, n - 1))
-            self.check(logits[row], self.text + list(paths[ids[row]]))
-
-        @precondition(lambda self: self.live)
-        @rule(data=st.data())
-        def commit(self, data):
-            end = data.draw(st.sampled_from(list(self.live)))
-            tokens = self.live[end]
-            path = self.ids_on_path(end)
-            children = [n for n in self.live if self.ids_on_path(n)[:-1] == path]
-            keep = [n for n in children if data.draw(st.booleans())]
-            kept = [n for n in self.live if set(keep) & set(self.ids_on_path(n))]
-            self.backend.commit(path, keep)
-            self.text += tokens
-            self.live = {n: self.live[n][len(tokens) :] for n in kept}
-
-        @precondition(lambda self: self.live)
-        @rule(data=st.data())
-        def prune(self, data):
-            doomed = data.draw(st.sampled_from(list(self.live)))
-            gone = [n for n in self.live if doomed in self.ids_on_path(n)]
-            self.backend.prune([doomed])
-            self.live = {n: t for n, t in self.live.items() if n not in gone}
-
-        @rule(data=st.data())
-        def rollback(self, data):
-            length = data.draw(st.integers(0, len(self.text)))
-            self.backend.rollback(length)
-            self.text, self.live = self.text[:length], {}
-
-        @rule(tokens=st.lists(st.integers(3, 95), min_size=1, max_size=5))
-        def prefill(self, tokens):
+    @rule(data=st.data(), n=st.integers(1, 6))
+    def extend(self, data, n):
+        first, parents, tokens, paths = self.backend.next_node_id, [], [], {}
+        for i in range(n):
+            parent = data.draw(st.sampled_from([PREFIX, *self.live, *paths]))
+            token = data.draw(st.integers(3, 95))
+            parents.append(parent)
+            tokens.append(token)
+            above = {**self.live, **paths}.get(parent, ())
+            paths[first + i] = (*above, token)
+        if len(self.text) + max(map(len, paths.values())) > CONTEXT:
+            with pytest.raises(ContextFull):
+                self.backend.extend(tokens, parents)
             self.live = {}
-            if len(self.text) + len(tokens) > CONTEXT:
-                with pytest.raises(ContextFull):
-                    self.backend.prefill(tokens)
-                return
-            self.text += tokens
-            self.check(self.backend.prefill(tokens), self.text)
+            return
+        ids, logits = self.backend.extend(tokens, parents)
+        assert ids == list(paths)
+        self.live.update(paths)
+        row = data.draw(st.integers(0, n - 1))
+        self.check(logits[row], self.text + list(paths[ids[row]]))
 
-        def ids_on_path(self, node):
-            return self.backend._cache.table.path(node)
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def commit(self, data):
+        end = data.draw(st.sampled_from(list(self.live)))
+        tokens = self.live[end]
+        path = self.ids_on_path(end)
+        children = [n for n in self.live if self.ids_on_path(n)[:-1] == path]
+        keep = [n for n in children if data.draw(st.booleans())]
+        kept = [n for n in self.live if set(keep) & set(self.ids_on_path(n))]
+        self.backend.commit(path, keep)
+        self.text += tokens
+        self.live = {n: self.live[n][len(tokens) :] for n in kept}
 
-        @invariant()
-        def lengths_are_exact(self):
-            if hasattr(self, "backend"):
-                assert self.backend.n_committed == len(self.text)
-                self.backend._cache.check_integrity()
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def prune(self, data):
+        doomed = data.draw(st.sampled_from(list(self.live)))
+        gone = [n for n in self.live if doomed in self.ids_on_path(n)]
+        self.backend.prune([doomed])
+        self.live = {n: t for n, t in self.live.items() if n not in gone}
 
-        def teardown(self):
-            if hasattr(self, "backend"):
-                self.backend.close()
+    @rule(data=st.data())
+    def rollback(self, data):
+        length = data.draw(st.integers(0, len(self.text)))
+        self.backend.rollback(length)
+        self.text, self.live = self.text[:length], {}
 
-    return KvMachine
+    @rule(tokens=st.lists(st.integers(3, 95), min_size=1, max_size=5))
+    def prefill(self, tokens):
+        self.live = {}
+        if len(self.text) + len(tokens) > CONTEXT:
+            with pytest.raises(ContextFull):
+                self.backend.prefill(tokens)
+            return
+        self.text += tokens
+        self.check(self.backend.prefill(tokens), self.text)
+
+    def ids_on_path(self, node):
+        return self.backend._cache.table.path(node)
+
+    @invariant()
+    def lengths_are_exact(self):
+        if hasattr(self, "backend"):
+            assert self.backend.n_committed == len(self.text)
+            self.backend._cache.check_integrity()
+
+    def teardown(self):
+        if hasattr(self, "backend"):
+            self.backend.close()
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "minicpm3", "mistral"])
 def test_any_history_equals_a_fresh_prefill(family, checkpoint_factory):
-    from hypothesis.stateful import run_state_machine_as_test
-
     directory = checkpoint_factory(family)
-    run_state_machine_as_test(
-        make_machine(directory, directory),
-        settings=settings(
-            max_examples=25,
-            stateful_step_count=12,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    with TorchBackend.resident(directory) as fresh:
+        machine = type("Machine", (KvMachine,), {"directory": directory, "fresh": fresh})
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=25,
+                stateful_step_count=12,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )

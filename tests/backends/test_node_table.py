@@ -46,7 +46,8 @@ def test_commit_refuses_what_is_no_chain(path):
     table.add([PREFIX, 0, 0, 2])
     with pytest.raises(BackendError):
         table.commit(path)
-    assert table.n_committed == 0 and len(table) == 4
+    assert table.n_committed == 0
+    assert len(table) == 4
 
 
 def test_keep_must_lie_below_the_path():
@@ -60,7 +61,8 @@ def test_unknown_parent_adds_nothing():
     table = NodeTable()
     with pytest.raises(BackendError, match="node 1 has parent 9"):
         table.add([PREFIX, 9])
-    assert len(table) == 0 and table.next_id == 0
+    assert len(table) == 0
+    assert table.next_id == 0
 
 
 def test_rollback_is_absolute():

@@ -220,7 +220,9 @@ def test_chat_answers_until_the_end_of_input(
 ) -> None:
     chatty = tmp_path / "chatty"
     shutil.copytree(models.target, chatty)
-    (chatty / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (chatty / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     (tmp_path / "lines").write_text("hello\n\nmore\n/exit\nnever\n")
     with (tmp_path / "lines").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)

@@ -1,0 +1,41 @@
+# make demo    install, then run a grown target in less than half its size
+# make test    install the test extras, then lint, types and all tests
+# make bench   the figures of docs/benchmarks.md (grows a 6 GB target first)
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet -c constraints.txt
+
+MODEL   ?= build/grown-6gb
+PROMPTS ?= bench/prompts.jsonl
+BUDGET  ?= 3.5GiB
+
+.PHONY: demo test bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/specdec demo
+
+test: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.installed-dev
+	test -d $(MODEL) || $(BIN)/specdec-bench synth --from pair:target --size 6GB --vocab-size 32000 -o $(MODEL)
+	$(BIN)/specdec-bench speedup -m $(MODEL) -md pair:draft --memory-budget $(BUDGET) \
+	    --prompts $(PROMPTS) -n 64 --enforce --peer accelerate -o table
+
+clean:
+	rm -rf $(VENV) build
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Stamp files: what is installed is not installed again until the requirements change.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e ".[dev]"
+	touch $@ $(VENV)/.installed

@@ -1,0 +1,194 @@
+"""The `specdec-bench` command."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench.workloads import BUILT_IN, read_prompts
+from offload.errors import SpecdecError
+from specdec import cli_options as options
+from specdec.cli_errors import run_app
+
+app = typer.Typer(
+    name="specdec-bench",
+    help="Measure specdec, and grow models to measure with.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Prompts = Annotated[
+    Path,
+    typer.Option(
+        "--prompts",
+        help="JSON lines with `prompt`, or `turns` of which the first is used.",
+        show_default="16 built-in ones",
+    ),
+]
+NPrompts = Annotated[int, typer.Option("--n-prompts", min=1, help="Use the first so many.")]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")
+]
+Peer = Annotated[
+    str | None,
+    typer.Option("--peer", metavar="accelerate", help="Compare with this program too."),
+]
+PeerPrompts = Annotated[int, typer.Option("--peer-prompts", min=1, help="Prompts for the peer.")]
+PeerTokens = Annotated[int, typer.Option("--peer-tokens", min=2, help="Tokens per prompt.")]
+PeerMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--peer-cpu-memory",
+        help="Weights that the peer keeps in memory, e.g. 2GiB.",
+        show_default="the largest that survives",
+    ),
+]
+Output = Annotated[
+    str, typer.Option("-o", "--output", metavar="table|json", help="What goes to stdout.")
+]
+OutputFile = Annotated[
+    Path | None, typer.Option("--output-file", help="Also write the JSON report here.")
+]
+Log = Annotated[
+    Path | None,
+    typer.Option("--log", help="Append each prompt's records here at once, as JSON lines."),
+]
+
+
+class UsageMistake(SpecdecError):
+    """Options that do not go together."""
+
+
+@app.command()
+@options.with_options
+def speedup(
+    context: typer.Context,
+    load: options.LoadOptions,
+    sampling: options.SamplingOptions,
+    prompts: Prompts = BUILT_IN,
+    n_prompts: NPrompts = 16,
+    max_tokens: options.MaxTokens = 64,
+    enforce: options.Enforce = False,
+    ignore_eos: IgnoreEos = False,
+    peer: Peer = None,
+    peer_prompts: PeerPrompts = 4,
+    peer_tokens: PeerTokens = 8,
+    peer_cpu_memory: PeerMemory = None,
+    output: Output = "table",
+    output_file: OutputFile = None,
+    log: Log = None,
+    debug: options.Debug = False,
+) -> None:
+    """Plain streamed decoding against speculative decoding of the same target."""
+    from bench.speedup import SpeedupRun, run_speedup, write_report
+    from bench.table import format_report
+    from offload.units import parse_bytes
+    from specdec.models import resolve_model
+
+    _check_choices(output, peer, load, enforce, output_file)
+    run = SpeedupRun(
+        load={**load.as_keywords(), "model": str(resolve_model(load.model))},
+        prompts=read_prompts(prompts, n_prompts),
+        sampling=_sampling(max_tokens, ignore_eos, sampling),
+        enforce=enforce,
+        log=log,
+        peer=peer,
+        peer_prompts=peer_prompts,
+        peer_tokens=peer_tokens,
+        peer_cpu_memory=parse_bytes(peer_cpu_memory) if peer_cpu_memory else None,
+    )
+    result = run_speedup(run, ["specdec-bench", *context.obj.argv])
+    if output_file is not None:
+        write_report(result, output_file)
+    if output == "json":
+        write_report(result, None)
+    else:
+        typer.echo(format_report(result))
+
+
+@app.command()
+def demo(
+    size: Annotated[str, typer.Option("--size", help="Size of the grown target.")] = "auto",
+    memory_budget: Annotated[
+        str, typer.Option("--memory-budget", help="At most half the target.")
+    ] = "auto",
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Where to put the target.", show_default="the cache folder"),
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the grown target.")] = False,
+    debug: options.Debug = False,
+) -> None:
+    """A grown target of at least twice its budget, plain against speculative; about two minutes."""
+    from bench.demo import run_demo
+
+    run_demo(size=size, memory_budget=memory_budget, directory=directory, keep=keep)
+
+
+_PASSED_ON = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "help_option_names": [],
+}
+
+
+@app.command(context_settings=_PASSED_ON)
+def synth(context: typer.Context) -> None:
+    """Grow a small model to any size; its text stays the same."""
+    _pass_on("synth", "bench.synth_cli", "synth_command", context.args)
+
+
+@app.command("train-pair", context_settings=_PASSED_ON)
+def train_pair(context: typer.Context) -> None:
+    """Train the embedded pair from Python source found on this machine."""
+    _pass_on("train-pair", "bench.train_pair", "main", context.args)
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _pass_on(name: str, module: str, function: str, argv: Sequence[str]) -> None:
+    """Run a command that lives in a module of its own, imported only now (it needs torch)."""
+    one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    one.command()(getattr(importlib.import_module(module), function))
+    raise typer.Exit(run_app(one, f"specdec-bench {name}", argv))
+
+
+def _check_choices(
+    output: str, peer: str | None, load: options.LoadOptions, enforce: bool, file: Path | None
+) -> None:
+    if output not in ("table", "json"):
+        raise UsageMistake(f"-o {output!r} is not known; choose table or json")
+    if peer not in (None, "accelerate"):
+        raise UsageMistake(f"--peer {peer!r} is not known; choose accelerate")
+    if peer is not None and importlib.util.find_spec("accelerate") is None:
+        raise UsageMistake("--peer accelerate needs the bench extra: pip install 'specdec[bench]'")
+    if load.memory_budget == "auto" and (peer is not None or enforce):
+        raise UsageMistake("--peer and --enforce need a --memory-budget with a size, e.g. 3.5GiB")
+    if file is not None and not file.resolve().parent.is_dir():
+        raise UsageMistake(f"--output-file {file}: there is no such folder")
+
+
+def _sampling(max_tokens: int, ignore_eos: bool, given: options.SamplingOptions) -> dict[str, Any]:
+    """Both decodings get the same seed, so that their tokens can be compared."""
+    return {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "seed": 0, **given.as_keywords()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    return run_app(app, "specdec-bench", sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

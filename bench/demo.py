@@ -1,0 +1,145 @@
+"""The demonstration: a target of at least twice its budget, plain against speculative.
+
+Grows the embedded target on this machine's own disk, runs it, shows both speeds, removes it.
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.child import check_child, run_child
+from bench.speedup import SpeedupRun, run_speedup
+from bench.table import format_report
+from bench.workloads import BUILT_IN, read_prompts
+from offload.errors import SpecdecError
+from offload.units import format_bytes, parse_bytes
+from specdec.models import resolve_model
+from specdec.storage import largest_weight_file
+
+DEFAULT_SIZE = "3GB"
+N_PROMPTS = 2
+MOST_TOKENS = 48
+LEAST_TOKENS = 8
+# Plain decoding reads the model once per token: on slow storage fewer tokens are shown.
+PLAIN_SECONDS = 60.0
+
+
+class DemoError(SpecdecError):
+    """The demonstration cannot run with these options or on this machine."""
+
+
+def run_demo(
+    *,
+    size: str = "auto",
+    memory_budget: str = "auto",
+    directory: Path | None = None,
+    keep: bool = False,
+    source: str = "pair:target",
+    draft: str = "pair:draft",
+) -> None:
+    """Grow `source`, run it with `draft`, report on stdout, clean up; steps go to stderr."""
+    started = time.monotonic()
+    n_bytes = parse_bytes(DEFAULT_SIZE if size == "auto" else size)
+    budget_bytes = n_bytes * 9 // 20 if memory_budget == "auto" else parse_bytes(memory_budget)
+    if 2 * budget_bytes > n_bytes:
+        raise DemoError(
+            f"a budget of {format_bytes(budget_bytes)} is more than half of "
+            f"{format_bytes(n_bytes)}: give a larger --size or a smaller --memory-budget"
+        )
+    parent = directory if directory is not None else _cache_directory()
+    _check_room(parent, n_bytes)
+    enforce = _can_enforce(budget_bytes)
+    folder = Path(tempfile.mkdtemp(prefix="demo-", dir=parent))
+    try:
+        target = folder / "target"
+        _say(f"growing {source} to {format_bytes(n_bytes)} in {target}")
+        argv = ["synth", "--from", source, "--size", str(n_bytes), "-o", str(target)]
+        argv += ["--vocab-size", str(_vocab_size(source))]
+        check_child(run_child("bench", argv, None), "synth")
+        os.sync()  # what is still being written would slow the reads
+        result = _run(target, draft, budget_bytes, enforce)
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    print(_show_text(result))
+    print(format_report(result))
+    print(f"demo              {time.monotonic() - started:.0f} s in all")
+
+
+def _run(target: Path, draft: str, budget_bytes: int, enforce: bool) -> dict[str, Any]:
+    n_tokens = _choose_n_tokens(target)
+    _say(f"decoding {N_PROMPTS} prompts x {n_tokens} tokens, plain and speculative")
+    load = {
+        "model": str(target),
+        "draft_model": draft,
+        "memory_budget": str(budget_bytes),
+    }
+    sampling = {"max_tokens": n_tokens, "seed": 0}
+    run = SpeedupRun(load, read_prompts(BUILT_IN, N_PROMPTS), sampling, enforce=enforce)
+    return run_speedup(run, ["specdec", "demo"])
+
+
+def _vocab_size(source: str) -> int:
+    """The source's own: a large model's embedding and head alone would fill a small budget."""
+    config = json.loads((resolve_model(source) / "config.json").read_text(encoding="utf-8"))
+    return int(config["vocab_size"])
+
+
+def _choose_n_tokens(target: Path) -> int:
+    """As many tokens as plain decoding gives in about a minute."""
+    from offload.profile import measure_storage
+
+    files = list(target.glob("*.safetensors"))
+    speed = measure_storage(largest_weight_file(target), refresh=True).storage_bytes_per_second
+    seconds_per_token = sum(file.stat().st_size for file in files) / speed
+    n_tokens = int(PLAIN_SECONDS / seconds_per_token / N_PROMPTS)
+    return max(LEAST_TOKENS, min(MOST_TOKENS, n_tokens))
+
+
+def _can_enforce(budget_bytes: int) -> bool:
+    """Whether a memory cgroup can be made; says so either way."""
+    from offload.cgroup import CgroupUnavailable, MemoryCgroup
+
+    try:
+        with MemoryCgroup.create(budget_bytes):
+            pass
+    except CgroupUnavailable as error:
+        _say(f"the budget is kept but not enforced: {error}")
+        return False
+    _say(f"the kernel enforces the budget of {format_bytes(budget_bytes)} (memory cgroup)")
+    return True
+
+
+def _check_room(parent: Path, n_bytes: int) -> None:
+    parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(parent).free
+    needed = n_bytes + n_bytes // 10
+    if free < needed:
+        raise DemoError(
+            f"the demo needs {format_bytes(needed)} in {parent}, which has {format_bytes(free)}: "
+            "free some, name another place with --dir, or give a smaller --size"
+        )
+
+
+def _cache_directory() -> Path:
+    """Not the temporary folder: that one is often in memory, and storage is what is shown."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "specdec"
+
+
+def _show_text(result: dict[str, Any]) -> str:
+    record = next(one for one in result["records"] if one["mode"] == "speculative")
+    prompt = read_prompts(BUILT_IN, 1)[0].text
+    return f"--- the first prompt and its continuation\n{prompt}{record['text']}\n---\n"
+
+
+def _say(line: str) -> None:
+    print(f"demo: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,229 @@
+"""The maths of function-preserving expansion: which weight goes where.
+
+The hidden state of the grown model holds the small model's in its first d of D dimensions and
+zeros in the others, after every layer. That needs exact zeros in two places only:
+
+- outputs: the rows of `o_proj` and `down_proj` and the columns of the embedding that write to
+  the new dimensions are zero;
+- additions: the columns of `o_proj` (and `down_proj`) that read added heads (neurons) are zero
+  in the old rows too. In an added layer all of them are, so it adds nothing.
+
+Everything else that is new multiplies a zero, or is multiplied by one, and is random. An RMS norm
+over D dimensions of which D - d are zero sees a mean square smaller by d / D, so its weight is
+scaled by sqrt(d / D) and its epsilon by d / D.
+
+Query head i of the small model belongs to its key/value head i // g. It goes to a slot of the
+grown model whose group reads a copy of that key/value head; if the grown groups are smaller, the
+key/value head is copied into several groups.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from bench.shapes import LlamaShape, SynthError
+
+
+class Fill(Enum):
+    """What a new tensor holds where nothing is written into it."""
+
+    ZERO = "zero"
+    RANDOM = "random"  # like a trained matrix: normal, small
+    GAIN = "gain"  # like a norm weight: near `TensorPlan.gain`
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A rectangle copied from a tensor of the source, times `scale`.
+
+    Rows and columns are half-open; a norm weight counts as one row. `source` None writes random
+    values instead.
+    """
+
+    row: int
+    column: int
+    n_rows: int
+    n_columns: int
+    source: str | None = None
+    source_row: int = 0
+    source_column: int = 0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How to make one tensor of the grown model."""
+
+    name: str
+    shape: tuple[int, ...]
+    fill: Fill
+    patches: tuple[Patch, ...] = ()
+    gain: float = 1.0
+
+    @property
+    def n_weights(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def rows_and_columns(self) -> tuple[int, int]:
+        """The shape with two dimensions: a vector is one row."""
+        return (1, *self.shape)[-2:]  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """Where the heads of the source go.
+
+    query_slots[i] is the slot of the source's query head i; kv_sources[s] is the source's
+    key/value head of which slot s holds a copy, or None.
+    """
+
+    query_slots: tuple[int, ...]
+    kv_sources: tuple[int | None, ...]
+
+
+def map_heads(source: LlamaShape, grown: LlamaShape) -> HeadMap:
+    """Places the source's heads into the grown model, group by group.
+
+    Raises:
+        SynthError: the grown model has too few key/value heads to hold the copies.
+    """
+    group, grown_group = source.n_heads // source.n_kv_heads, grown.n_heads // grown.n_kv_heads
+    copies = math.ceil(group / grown_group)
+    if source.n_kv_heads * copies > grown.n_kv_heads:
+        raise SynthError(
+            f"{source.n_heads} heads in groups of {group} need at least "
+            f"{source.n_kv_heads * copies} key/value heads when groups have {grown_group}; the "
+            f"shape has {grown.n_kv_heads}: choose a shape with more"
+        )
+    slots = []
+    for head in range(source.n_heads):
+        kv_head, place = divmod(head, group)
+        copy, offset = divmod(place, grown_group)
+        slots.append((kv_head * copies + copy) * grown_group + offset)
+    used = source.n_kv_heads * copies
+    kv_sources = [slot // copies if slot < used else None for slot in range(grown.n_kv_heads)]
+    return HeadMap(tuple(slots), tuple(kv_sources))
+
+
+def layer_places(n_source: int, n_grown: int) -> dict[int, int]:
+    """Maps layers of the grown model to those of the source, spread evenly.
+
+    Spread, so that a resident and a streamed share of the layers both do real work.
+    """
+    return {(i * n_grown) // n_source: i for i in range(n_source)}
+
+
+def check_growable(source: LlamaShape, grown: LlamaShape) -> None:
+    """Raises a SynthError naming the first size in which the source does not fit."""
+    for what, small, large in (
+        ("hidden size", source.hidden_size, grown.hidden_size),
+        ("intermediate size", source.intermediate_size, grown.intermediate_size),
+        ("number of layers", source.n_layers, grown.n_layers),
+        ("vocabulary", source.vocab_size, grown.vocab_size),
+    ):
+        if small > large:
+            raise SynthError(
+                f"a model cannot be grown to less than it has: {what} {small} > {large}"
+            )
+    if source.head_dim != grown.head_dim:
+        raise SynthError(f"head dimensions differ: {source.head_dim} and {grown.head_dim}")
+    if grown.n_heads % grown.n_kv_heads:
+        raise SynthError(
+            f"{grown.n_heads} query heads are no multiple of {grown.n_kv_heads} key/value heads"
+        )
+    if grown.hidden_size % grown.n_heads:  # which transformers refuses to load
+        raise SynthError(
+            f"hidden size {grown.hidden_size} is no multiple of {grown.n_heads} query heads"
+        )
+    map_heads(source, grown)
+
+
+class GrowthPlanner:
+    """Plans every tensor of a grown model, in the order in which it is written."""
+
+    def __init__(self, source: LlamaShape, grown: LlamaShape) -> None:
+        check_growable(source, grown)
+        self.source, self.grown = source, grown
+        self.heads = map_heads(source, grown)
+        self.norm_scale = math.sqrt(source.hidden_size / grown.hidden_size)
+
+    def tensors(self) -> list[TensorPlan]:
+        """All tensors: embedding, layers, final norm, and the head unless it is tied."""
+        places = layer_places(self.source.n_layers, self.grown.n_layers)
+        plans = [self._table("model.embed_tokens.weight", "model.embed_tokens.weight", Fill.ZERO)]
+        for index in range(self.grown.n_layers):
+            plans += self._layer(index, places.get(index))
+        plans.append(self._norm("model.norm.weight", "model.norm.weight"))
+        if not self.grown.tied:
+            head = "model.embed_tokens.weight" if self.source.tied else "lm_head.weight"
+            plans.append(self._table("lm_head.weight", head, Fill.RANDOM))
+        return plans
+
+    def _table(self, name: str, source: str, new_columns: Fill) -> TensorPlan:
+        """An embedding or head [V, D]; rows of padding ids are random in the old columns."""
+        d, v = self.source.hidden_size, self.source.vocab_size
+        patches = [Patch(0, 0, v, d, source)]
+        if self.grown.vocab_size > v and new_columns is Fill.ZERO:
+            patches.append(Patch(v, 0, self.grown.vocab_size - v, d))
+        shape = (self.grown.vocab_size, self.grown.hidden_size)
+        return TensorPlan(name, shape, new_columns, tuple(patches))
+
+    def _norm(self, name: str, source: str | None) -> TensorPlan:
+        d = self.source.hidden_size
+        patches = (Patch(0, 0, 1, d, source, scale=self.norm_scale),) if source else ()
+        return TensorPlan(name, (self.grown.hidden_size,), Fill.GAIN, patches, self.norm_scale)
+
+    def _layer(self, index: int, source_index: int | None) -> list[TensorPlan]:
+        """One decoder layer; without a source layer it is an exact no-op."""
+        prefix = f"model.layers.{index}."
+        origin = None if source_index is None else f"model.layers.{source_index}."
+        d, f = self.source.hidden_size, self.source.intermediate_size
+        big_d, big_f = self.grown.hidden_size, self.grown.intermediate_size
+
+        def plan(name: str, shape: tuple[int, int], fill: Fill, patches: list[Patch]) -> TensorPlan:
+            return TensorPlan(prefix + name, shape, fill, tuple(patches) if origin else ())
+
+        def norm(name: str) -> TensorPlan:
+            return self._norm(prefix + name, origin and origin + name)
+
+        q_rows = self.grown.n_heads * self.grown.head_dim
+        kv_rows = self.grown.n_kv_heads * self.grown.head_dim
+        q, k, v, o = (f"self_attn.{x}_proj.weight" for x in "qkvo")
+        gate, up, down = (f"mlp.{x}_proj.weight" for x in ("gate", "up", "down"))
+        source = origin or ""
+        return [
+            norm("input_layernorm.weight"),
+            plan(q, (q_rows, big_d), Fill.RANDOM, self._query_patches(source + q)),
+            plan(k, (kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + k)),
+            plan(v, (kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + v)),
+            plan(o, (big_d, q_rows), Fill.ZERO, self._output_patches(source + o)),
+            norm("post_attention_layernorm.weight"),
+            plan(gate, (big_f, big_d), Fill.RANDOM, [Patch(0, 0, f, d, source + gate)]),
+            plan(up, (big_f, big_d), Fill.RANDOM, [Patch(0, 0, f, d, source + up)]),
+            plan(down, (big_d, big_f), Fill.ZERO, [Patch(0, 0, d, f, source + down)]),
+        ]
+
+    def _query_patches(self, source: str) -> list[Patch]:
+        e, d = self.source.head_dim, self.source.hidden_size
+        return [
+            Patch(slot * e, 0, e, d, source, source_row=head * e)
+            for head, slot in enumerate(self.heads.query_slots)
+        ]
+
+    def _kv_patches(self, source: str) -> list[Patch]:
+        e, d = self.source.head_dim, self.source.hidden_size
+        return [
+            Patch(slot * e, 0, e, d, source, source_row=head * e)
+            for slot, head in enumerate(self.heads.kv_sources)
+            if head is not None
+        ]
+
+    def _output_patches(self, source: str) -> list[Patch]:
+        e, d = self.source.head_dim, self.source.hidden_size
+        return [
+            Patch(0, slot * e, d, e, source, source_column=head * e)
+            for head, slot in enumerate(self.heads.query_slots)
+        ]

@@ -1,0 +1,182 @@
+"""One loaded model, prompt by prompt: plain and speculative decoding side by side.
+
+Runs as a process of its own, so that memory figures and limits mean this measurement and nothing
+else:
+
+    python -m bench.measure SPEC.json RESULT.json
+
+For every prompt: probe the storage, decode plainly, decode speculatively, the two in turns first.
+Each record also goes to a log at once, so that an interrupted measurement keeps what it has.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from bench.workloads import Prompt
+from offload.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
+from offload.units import parse_bytes
+from specdec.storage import largest_weight_file
+
+if TYPE_CHECKING:
+    from specdec.api import LLM
+
+MODES = ("plain", "speculative")
+WARM_UP_TOKENS = 3  # the first pass pays for threads, caches and scratch memory
+# Read-ahead goes on for a moment after a generation; a probe must have the storage to itself.
+SETTLE_SECONDS = 0.5
+PROBE_BYTES = DEFAULT_N_READERS * DEFAULT_READ_BYTES
+
+
+@dataclass(frozen=True)
+class MeasureSpec:
+    """What to measure; written as JSON for the process that does it."""
+
+    load: dict[str, Any]
+    """Keywords of `specdec.load`."""
+    prompts: list[Prompt]
+    sampling: dict[str, Any]
+    """Keywords of `LLM.generate`."""
+    log: str | None = None
+    """JSON lines, appended to as records are made."""
+    settle_seconds: float = SETTLE_SECONDS
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> MeasureSpec:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        values["prompts"] = [Prompt(**prompt) for prompt in values["prompts"]]
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One prompt, decoded once."""
+
+    prompt: str
+    mode: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: dict[str, Any]
+    storage_bytes_per_second: float
+    """Mean of the probes just before and just after."""
+    text: str = field(default="")
+
+
+def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
+    """Run the whole specification; progress goes to `out`."""
+    from specdec.api import load
+    from specdec.cli_output import loading_progress
+
+    with loading_progress(f"loading {spec.load['model']}") as progress:
+        llm = load(**_without_probe(spec.load), progress=progress)
+    with llm:
+        records = _measure_all(llm, spec, out)
+        plan = llm.plan.to_dict()
+    return {"records": [asdict(record) for record in records], "plan": plan}
+
+
+def _without_probe(load: dict[str, Any]) -> dict[str, Any]:
+    """The probe's buffers live in this process too: they come out of the budget."""
+    if load["memory_budget"] == "auto":
+        return load
+    return {**load, "memory_budget": parse_bytes(load["memory_budget"]) - PROBE_BYTES}
+
+
+def _measure_all(llm: LLM, spec: MeasureSpec, out: TextIO) -> list[Record]:
+    for mode in MODES:
+        few = {**spec.sampling, "max_tokens": WARM_UP_TOKENS}
+        llm.generate(spec.prompts[0].text, speculative=mode == "speculative", **few)
+    probe = Probe(Path(spec.load["model"]), spec.settle_seconds)
+    records: list[Record] = []
+    started = time.monotonic()
+    for index, prompt in enumerate(spec.prompts):
+        order = MODES if index % 2 == 0 else MODES[::-1]
+        pair = [_measure_one(llm, prompt, mode, spec.sampling, probe) for mode in order]
+        _append_to_log(spec.log, pair)
+        records += pair
+        _report(out, pair, index + 1, len(spec.prompts), time.monotonic() - started)
+    return records
+
+
+def _measure_one(
+    llm: LLM, prompt: Prompt, mode: str, sampling: dict[str, Any], probe: Probe
+) -> Record:
+    before = probe.latest()
+    result = llm.generate(prompt.text, speculative=mode == "speculative", **sampling)
+    after = probe.measure()
+    return Record(
+        prompt=prompt.name,
+        mode=mode,
+        token_ids=[int(token_id) for token_id in result.token_ids],
+        finish_reason=result.finish_reason,
+        stats=result.stats.to_dict(),
+        storage_bytes_per_second=(before + after) / 2,
+        text=result.text,
+    )
+
+
+class Probe:
+    """Raw bandwidth of the model's own file, read the way the streamer reads it."""
+
+    def __init__(self, model: Path, settle_seconds: float) -> None:
+        self._path = largest_weight_file(model)
+        self._settle_seconds = settle_seconds
+        self._latest: float | None = None
+
+    def measure(self) -> float:
+        from offload.profile import measure_storage
+
+        time.sleep(self._settle_seconds)
+        # A throwaway cache: what plans are made from is not to change with every probe.
+        with tempfile.TemporaryDirectory(prefix="specdec-probe-") as cache:
+            profile = measure_storage(self._path, refresh=True, cache_dir=Path(cache))
+        self._latest = profile.storage_bytes_per_second
+        return self._latest
+
+    def latest(self) -> float:
+        """The probe that ended the run before, or a first one."""
+        return self.measure() if self._latest is None else self._latest
+
+
+def _append_to_log(log: str | None, records: Sequence[Record]) -> None:
+    if log is None:
+        return
+    with open(log, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+
+
+def _report(out: TextIO, pair: Sequence[Record], n_done: int, n_total: int, seconds: float) -> None:
+    speed = {record.mode: record.stats["tokens_per_second"] for record in pair}
+    ratio = speed["speculative"] / speed["plain"] if speed["plain"] else 0.0
+    left = seconds / n_done * (n_total - n_done)
+    print(
+        f"prompt {n_done}/{n_total} ({pair[0].prompt}): plain {speed['plain']:.2f} tok/s, "
+        f"speculative {speed['speculative']:.2f} tok/s, {ratio:.2f}x | {left:.0f} s left",
+        file=out,
+        flush=True,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    from specdec.cli_errors import guard
+
+    def work() -> None:
+        spec_path, result_path = map(Path, argv)
+        result = measure(MeasureSpec.read(spec_path), sys.stderr)
+        result_path.write_text(json.dumps(result), encoding="utf-8")
+
+    return guard("specdec-bench", work)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""Distilling the draft: its loss, its first embedding, and text of the target's own."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache, LlamaForCausalLM
+
+from bench.pair_model import forward_logits
+
+PROMPT_TOKENS = 48
+CONTINUATION_TOKENS = 208  # with its prompt, one training window
+GENERATE_ROWS = 128
+SAMPLE_TEMPERATURE = 0.7
+
+
+def distillation_loss(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, ids: torch.Tensor, argmax_weight: float
+) -> torch.Tensor:
+    """Cross-entropy of the draft to the target's distribution, plus to its likeliest token.
+
+    The first term is KL(target || draft) up to the target's entropy, which is constant. The
+    second favours top-1 agreement, which is what greedy acceptance counts.
+    """
+    with torch.no_grad():
+        wanted = forward_logits(target, ids[:, :-1]).float().flatten(0, 1)
+        best = wanted.argmax(-1)
+        probs = wanted.softmax(-1)
+    log_q = forward_logits(draft, ids[:, :-1]).float().flatten(0, 1).log_softmax(-1)
+    return -(probs * log_q).sum(-1).mean() + argmax_weight * F.nll_loss(log_q, best)
+
+
+@torch.no_grad()
+def project_embedding(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
+    """Starts the draft's (tied) embedding as the target's best approximation of its width.
+
+    Products of rows, so also the logits that tied heads give, are kept as well as they can be.
+    """
+    table = target.get_input_embeddings().weight
+    _, _, directions = torch.linalg.svd(table, full_matrices=False)
+    width = draft.config.hidden_size
+    draft.get_input_embeddings().weight.copy_(table @ directions[:width].T)
+
+
+def opening_prompts(
+    stream: np.ndarray, separator: int, n_prompts: int, seed: int, n_tokens: int = PROMPT_TOKENS
+) -> torch.Tensor:
+    """The first tokens [n_prompts, n_tokens] of documents, the separator included."""
+    starts = np.flatnonzero(stream[: -n_tokens - 1] == separator)
+    # A document shorter than its prompt would let the next one begin inside.
+    following = np.append(starts[1:], len(stream))
+    starts = starts[following - starts > n_tokens]
+    rng = np.random.default_rng(seed)
+    chosen = rng.choice(starts, size=min(n_prompts, len(starts)), replace=False)
+    return torch.from_numpy(np.stack([stream[s : s + n_tokens] for s in chosen]).astype(np.int64))
+
+
+@torch.no_grad()
+def continue_prompts(
+    model: LlamaForCausalLM,
+    prompts: torch.Tensor,
+    n_new: int,
+    temperature: float,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """Continues prompts [n, n_prompt] to ids [n, n_prompt + n_new]; temperature 0 is greedy."""
+    cache = DynamicCache(config=model.config)
+    ids, step = prompts, prompts
+    for _ in range(n_new):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = output.logits[:, -1].float()
+        if temperature:
+            probs = (logits / temperature).softmax(-1)
+            step = torch.multinomial(probs, 1, generator=generator)
+        else:
+            step = logits.argmax(-1, keepdim=True)
+        ids = torch.cat([ids, step], dim=1)
+    return ids
+
+
+def generate_stream(
+    target: LlamaForCausalLM, stream: np.ndarray, separator: int, minutes: float, seed: int
+) -> np.ndarray:
+    """Text that the target writes itself, half greedy and half sampled, as one token stream.
+
+    Acceptance happens on such text, which differs from the corpus.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    deadline = time.monotonic() + 60 * minutes
+    parts: list[np.ndarray] = []
+    while time.monotonic() < deadline or len(parts) < 2:
+        prompts = opening_prompts(stream, separator, GENERATE_ROWS, seed + len(parts))
+        temperature = SAMPLE_TEMPERATURE if len(parts) % 2 else 0.0
+        ids = continue_prompts(target, prompts, CONTINUATION_TOKENS, temperature, generator)
+        parts.append(ids.numpy().astype(np.uint16).ravel())
+    return np.concatenate(parts)

@@ -1,0 +1,90 @@
+"""Shapes of the embedded pair, and writing its checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from bench.pair_data import END_OF_TEXT, MAX_POSITIONS, save_tokenizer
+
+HEAD_DIM = 128  # as in large Llamas, so that a grown target keeps its rotary embedding
+
+
+def _config(tokenizer: Tokenizer, hidden: int, ffn: int, n_layers: int) -> LlamaConfig:
+    separator = tokenizer.token_to_id(END_OF_TEXT)
+    return LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=n_layers,
+        num_attention_heads=hidden // HEAD_DIM,
+        num_key_value_heads=hidden // HEAD_DIM,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=MAX_POSITIONS,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=separator,
+        eos_token_id=separator,
+        pad_token_id=None,  # padding_idx would freeze the separator's embedding
+    )
+
+
+def target_config(tokenizer: Tokenizer) -> LlamaConfig:
+    return _config(tokenizer, hidden=384, ffn=1024, n_layers=6)
+
+
+def draft_config(tokenizer: Tokenizer) -> LlamaConfig:
+    return _config(tokenizer, hidden=256, ffn=704, n_layers=2)
+
+
+def build_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
+    """Builds a fresh model whose layers begin as no-ops (zero output projections)."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return model
+
+
+def forward_logits(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [n_rows, length, vocab_size] of a full window, in bf16."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        return model.lm_head(hidden)
+
+
+def next_token_loss(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats per token of ids [n_rows, length + 1]."""
+    logits = forward_logits(model, ids[:, :-1]).float()
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def save_checkpoint(model: nn.Module, tokenizer: Tokenizer, folder: Path, card: str) -> None:
+    """Writes a bf16 checkpoint that transformers loads, and its model card."""
+    config = model.config
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    exported = LlamaForCausalLM(config)
+    exported.load_state_dict(model.state_dict())
+    exported.to(torch.bfloat16)
+    exported.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.eos_token_id,
+    )
+    exported.save_pretrained(partial)
+    save_tokenizer(tokenizer, partial)
+    (partial / "README.md").write_text(card, encoding="utf-8")
+    for path in partial.iterdir():
+        path.chmod(0o644)  # safetensors are written for their owner only
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)

@@ -1,0 +1,125 @@
+"""From records to figures. Pure functions: the tests feed them by hand.
+
+Totals, not means of rates: tokens per second is all decode tokens over all decode seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Record = Mapping[str, Any]
+"""A `bench.measure.Record` as a dictionary."""
+
+_SUMS = (
+    "prompt_tokens",
+    "generated_tokens",
+    "passes",
+    "drafted_tokens",
+    "accepted_tokens",
+    "ngram_hits",
+    "bonus_tokens",
+    "bytes_streamed",
+    "stall_seconds",
+    "pass_seconds",
+    "draft_seconds",
+    "decode_seconds",
+)
+_LARGEST = ("peak_memory_bytes", "memory_budget_bytes", "kv_bytes")
+_MEANS = ("time_to_first_token", "kv_used_fraction")
+
+
+def of_mode(records: Sequence[Record], mode: str) -> list[Record]:
+    return [record for record in records if record["mode"] == mode]
+
+
+def aggregate_stats(records: Sequence[Record]) -> dict[str, Any]:
+    """The stats of several generations as one, with the keys of a single one."""
+    stats = [record["stats"] for record in records]
+    total: dict[str, Any] = {key: sum(one[key] for one in stats) for key in _SUMS}
+    total |= {key: max((one[key] for one in stats), default=0) for key in _LARGEST}
+    total |= {key: _ratio(sum(one[key] for one in stats), len(stats)) for key in _MEANS}
+    n_decoded = sum(max(one["generated_tokens"] - 1, 0) for one in stats)
+    n_scored = total["drafted_tokens"] + total["passes"]
+    n_rejected = total["drafted_tokens"] - total["accepted_tokens"]
+    return {
+        "tokens_per_second": _ratio(n_decoded, total["decode_seconds"]),
+        "time_per_output_token": _ratio(total["decode_seconds"], n_decoded),
+        # The slowest of the generations' own p90: an upper bound of the p90 of all tokens.
+        "time_per_output_token_p90": max(
+            (one["time_per_output_token_p90"] for one in stats), default=0.0
+        ),
+        "mean_acceptance_length": 1.0 + _ratio(total["accepted_tokens"], total["passes"]),
+        "acceptance_rate": _ratio(total["accepted_tokens"], total["drafted_tokens"]),
+        "flops_rejected_fraction": _ratio(n_rejected, n_scored),
+        "ngram_share": _ratio(total["ngram_hits"], total["accepted_tokens"]),
+        **total,
+    }
+
+
+def roofline_fraction(records: Sequence[Record], bytes_per_pass: int) -> float | None:
+    """Shortest time that the storage allows / decode time taken, over all records.
+
+    The shortest time is the bytes that the decode passes stream, at the raw bandwidth that was
+    probed around each record. None where nothing is streamed.
+    """
+    if bytes_per_pass <= 0:
+        return None
+    shortest = sum(
+        record["stats"]["passes"] * bytes_per_pass / record["storage_bytes_per_second"]
+        for record in records
+        if record["stats"]["passes"]
+    )
+    return _ratio(shortest, sum(record["stats"]["decode_seconds"] for record in records))
+
+
+def first_mismatch(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Index of the first token that differs, a missing one included; None when equal."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def compare_tokens(plain: Sequence[Record], speculative: Sequence[Record]) -> dict[str, Any]:
+    """How far the two decodings agree, prompt by prompt.
+
+    `token_match` is the share of plain's tokens that come before a first mismatch: 1.0 means that
+    every token of every prompt is equal.
+    """
+    others = {record["prompt"]: record["token_ids"] for record in speculative}
+    mismatches: dict[str, int] = {}
+    n_equal = n_tokens = 0
+    for record in plain:
+        tokens = record["token_ids"]
+        at = first_mismatch(tokens, others[record["prompt"]])
+        n_tokens += len(tokens)
+        n_equal += len(tokens) if at is None else at
+        if at is not None:
+            mismatches[record["prompt"]] = at
+    return {
+        "token_match": n_equal / n_tokens if n_tokens else 1.0,
+        "prompts_equal": len(plain) - len(mismatches),
+        "first_mismatches": mismatches,
+    }
+
+
+def compare_peer(records: Sequence[Record], peer: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How far a peer's greedy tokens are those of our plain decoding; a check of the set-up."""
+    ours = {record["prompt"]: record["token_ids"] for record in of_mode(records, "plain")}
+    n_tokens = n_equal = 0
+    for record in peer:
+        tokens = record["token_ids"]
+        at = first_mismatch(tokens, ours[record["prompt"]][: len(tokens)])
+        n_tokens += len(tokens)
+        n_equal += len(tokens) if at is None else at
+    return {"token_match": n_equal / n_tokens if n_tokens else 1.0}
+
+
+def mean_bandwidth(records: Sequence[Record]) -> float:
+    values = [record["storage_bytes_per_second"] for record in records]
+    return _ratio(sum(values), len(values))
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else 0.0

@@ -1,0 +1,142 @@
+"""Shapes of well-known Llama models, and shapes of a wished size.
+
+Only shapes: no weight of these models is used. Notation: D hidden size, F intermediate size,
+N layers, H query heads, K key/value heads, E head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from offload.errors import SpecdecError
+from offload.units import format_bytes
+
+
+class SynthError(SpecdecError, ValueError):
+    """A checkpoint cannot be grown as asked; the message says why and what would work."""
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """The sizes of one Llama-architecture model."""
+
+    hidden_size: int
+    intermediate_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool  # the output head is the embedding
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one decoder layer."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.n_heads + self.n_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return attention + mlp + 2 * self.hidden_size  # 2 norms
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model; a tied head is counted once."""
+        tables = 1 if self.tied else 2
+        return (
+            self.n_layers * self.layer_parameters
+            + tables * self.vocab_size * self.hidden_size
+            + self.hidden_size  # the final norm
+        )
+
+    def n_bytes(self, bytes_per_weight: int = 2) -> int:
+        """Bytes of all weights on disk."""
+        return self.parameters * bytes_per_weight
+
+    def with_head_dim(self, head_dim: int) -> LlamaShape:
+        """The same matrices cut into heads of another size.
+
+        Heads of 64 become half as many of 128: parameters, FLOPs and KV bytes per token stay.
+        """
+        if head_dim == self.head_dim:
+            return self
+        if self.n_heads * self.head_dim % head_dim or self.n_kv_heads * self.head_dim % head_dim:
+            raise SynthError(
+                f"{self.n_kv_heads} key/value heads of {self.head_dim} cannot be cut into heads "
+                f"of {head_dim}, the source's head dimension; choose another shape"
+            )
+        return replace(
+            self,
+            n_heads=self.n_heads * self.head_dim // head_dim,
+            n_kv_heads=self.n_kv_heads * self.head_dim // head_dim,
+            head_dim=head_dim,
+        )
+
+
+#                            D      F     N   H   K    E       V  tied
+SHAPES: dict[str, LlamaShape] = {
+    "llama-3.2-1b": LlamaShape(2048, 8192, 16, 32, 8, 64, 128_256, True),
+    "llama-3.2-3b": LlamaShape(3072, 8192, 28, 24, 8, 128, 128_256, True),
+    "llama-3-8b": LlamaShape(4096, 14_336, 32, 32, 8, 128, 128_256, False),
+    "llama-3-70b": LlamaShape(8192, 28_672, 80, 64, 8, 128, 128_256, False),
+    "llama-2-7b": LlamaShape(4096, 11_008, 32, 32, 32, 128, 32_000, False),
+    "llama-2-13b": LlamaShape(5120, 13_824, 40, 40, 40, 128, 32_000, False),
+    "llama-2-70b": LlamaShape(8192, 28_672, 80, 64, 8, 128, 32_000, False),
+}
+_FFN_STEP = 64  # keeps rows aligned for every matmul kernel
+
+
+def named_shape(name: str) -> LlamaShape:
+    """Returns a well-known shape.
+
+    Raises:
+        SynthError: the name is not in `SHAPES`.
+    """
+    try:
+        return SHAPES[name.lower()]
+    except KeyError:
+        raise SynthError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}") from None
+
+
+def shape_of_size(
+    n_bytes: int,
+    bytes_per_weight: int = 2,
+    candidates: list[LlamaShape] | None = None,
+    vocab_size: int | None = None,
+    min_layers: int = 1,
+    min_intermediate_size: int = 1,
+) -> LlamaShape:
+    """Adjusts a shape's layers, then its MLP width, so that all weights take about `n_bytes`.
+
+    Args:
+        n_bytes: the wished size of the weights.
+        bytes_per_weight: 2 for bf16, 4 for fp32.
+        candidates: the one whose size is nearest is adjusted; by default all known shapes.
+        vocab_size: replaces the vocabulary before anything is counted.
+        min_layers: what the source model needs at least.
+        min_intermediate_size: what the source model needs at least.
+    """
+    known = candidates or list(SHAPES.values())
+    if vocab_size is not None:
+        known = [replace(shape, vocab_size=vocab_size) for shape in known]
+    nearest = min(known, key=lambda s: abs(math.log(s.n_bytes(bytes_per_weight) / max(1, n_bytes))))
+    n_weights = n_bytes // bytes_per_weight
+    if not n_weights:
+        raise SynthError(f"a model of {format_bytes(n_bytes)} has no weights")
+    around_layers = nearest.parameters - nearest.n_layers * nearest.layer_parameters
+    room = n_weights - around_layers
+    n_layers = max(min_layers, round(room / nearest.layer_parameters))
+    # What is left over or missing is spread over the MLPs of all layers.
+    per_column = 3 * nearest.hidden_size * n_layers
+    rest = room - n_layers * nearest.layer_parameters
+    step = max(1, min(_FFN_STEP, nearest.intermediate_size // 4))
+    width = nearest.intermediate_size + round(rest / per_column / step) * step
+    shape = replace(nearest, n_layers=n_layers, intermediate_size=width)
+    if width < max(step, min_intermediate_size) or not 0.9 < shape.parameters / n_weights < 1.1:
+        smallest = replace(
+            nearest, n_layers=min_layers, intermediate_size=max(step, min_intermediate_size)
+        )
+        raise SynthError(
+            f"cannot reach {format_bytes(n_bytes)}; the smallest model of this width takes "
+            f"{format_bytes(smallest.n_bytes(bytes_per_weight))}: ask for more, or for a smaller "
+            "vocabulary"
+        )
+    return shape

@@ -1,0 +1,135 @@
+"""Plain streamed decoding against speculative decoding of the same target, and a peer.
+
+This process only directs: every measurement is a fresh process, inside the same memory limit. The
+peer runs half of its prompts before ours and half after, so that a drift of the storage's speed
+falls on both.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.child import check_child, quiet_libraries, run_child
+from bench.measure import MeasureSpec
+from bench.peers import AcceleratePeer, summarise
+from bench.provenance import collect
+from bench.workloads import Prompt
+from offload.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class SpeedupRun:
+    """What to compare."""
+
+    load: dict[str, Any]
+    """Keywords of `specdec.load`; "model" is a local directory."""
+    prompts: list[Prompt]
+    sampling: dict[str, Any]
+    """Keywords of `LLM.generate`."""
+    enforce: bool = False
+    log: Path | None = None
+    peer: str | None = None
+    peer_prompts: int = 4
+    peer_tokens: int = 8
+    peer_cpu_memory: int | None = None
+
+
+def run_speedup(run: SpeedupRun, argv: Sequence[str]) -> dict[str, Any]:
+    """Measure and report; see `build_report` for the keys."""
+    quiet_libraries()
+    provenance = collect(argv, Path(run.load["model"]))
+    peer = _make_peer(run)
+    prompts = run.prompts[: run.peer_prompts]
+    half = (len(prompts) + 1) // 2
+    peer_runs = [peer.run(prompts[:half])] if peer is not None else []
+    measured = _measure(run)
+    if peer is not None and prompts[half:]:
+        peer_runs.append(peer.run(prompts[half:]))
+    result = build_report(run, measured)
+    if peer is not None:
+        result["peer"] = {"name": run.peer, **summarise(peer_runs), "trials": peer.trials}
+        speed = result["peer"]["tokens_per_second"]
+        result["plain_versus_peer"] = _ratio(result["plain"]["tokens_per_second"], speed)
+        result["peer"].update(report.compare_peer(measured["records"], result["peer"]["prompts"]))
+    result["provenance"] = provenance
+    return result
+
+
+def build_report(run: SpeedupRun, measured: dict[str, Any]) -> dict[str, Any]:
+    """The figures of our own runs."""
+    records = measured["records"]
+    plain, speculative = (report.of_mode(records, mode) for mode in ("plain", "speculative"))
+    stats = {"plain": report.aggregate_stats(plain)}
+    stats["speculative"] = report.aggregate_stats(speculative)
+    speeds = [stats[mode]["tokens_per_second"] for mode in ("speculative", "plain")]
+    bytes_per_pass = int(measured["plan"]["streamed_bytes_per_pass"])
+    return {
+        **stats,
+        "speedup": _ratio(*speeds),
+        "storage_roofline_fraction": report.roofline_fraction(plain, bytes_per_pass),
+        **report.compare_tokens(plain, speculative),
+        "storage_bytes_per_second": report.mean_bandwidth(records),
+        "bytes_per_pass": bytes_per_pass,
+        "model": run.load["model"],
+        "draft_model": run.load.get("draft_model"),
+        "memory_budget_bytes": _budget_bytes(run, measured),
+        "enforced": run.enforce,
+        "n_prompts": len(run.prompts),
+        "sampling": run.sampling,
+        "peer": None,
+        "plan": measured["plan"],
+        "records": records,
+    }
+
+
+def _budget_bytes(run: SpeedupRun, measured: dict[str, Any]) -> int:
+    asked = run.load["memory_budget"]
+    return int(measured["plan"]["memory_budget_bytes"] if asked == "auto" else parse_bytes(asked))
+
+
+def _make_peer(run: SpeedupRun) -> AcceleratePeer | None:
+    if run.peer is None:
+        return None
+    return AcceleratePeer(
+        model=Path(run.load["model"]),
+        budget_bytes=parse_bytes(run.load["memory_budget"]),
+        n_tokens=run.peer_tokens,
+        enforced=run.enforce,
+        ignore_eos=bool(run.sampling.get("ignore_eos")),
+        cpu_memory_bytes=run.peer_cpu_memory,
+    )
+
+
+def _measure(run: SpeedupRun) -> dict[str, Any]:
+    """Run `bench.measure` in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
+        spec_path, result_path = Path(folder) / "spec.json", Path(folder) / "result.json"
+        log = str(run.log.resolve()) if run.log else None
+        MeasureSpec(run.load, run.prompts, run.sampling, log).write(spec_path)
+        limit = run.load["memory_budget"] if run.enforce else None
+        code = run_child("bench.measure", [str(spec_path), str(result_path)], limit)
+        check_child(code, "the measurement")
+        result: dict[str, Any] = json.loads(result_path.read_text(encoding="utf-8"))
+        return result
+
+
+def write_report(result: dict[str, Any], path: Path | None) -> None:
+    """JSON to a file, by way of a neighbour, so that no half report is left; or to stdout."""
+    text = json.dumps(result, indent=1) + "\n"
+    if path is None:
+        sys.stdout.write(text)
+        return
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0

@@ -1,0 +1,234 @@
+"""Grows a small Llama-architecture checkpoint to the bytes, FLOPs and shapes of a large one.
+
+The grown model computes the same function as the small one (see `bench.growth` for the maths),
+so text and acceptance are the small model's while the cost of a pass is the large model's. That
+is what makes honest measurements possible where no large model can be downloaded.
+
+Nothing is held in memory but one chunk of one tensor. The checkpoint is written to a hidden
+folder beside its destination and renamed at the end, so that an error, a full disk or Ctrl-C
+leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.growth import GrowthPlanner, TensorPlan
+from bench.random_weights import BYTES_PER_WEIGHT, TensorMaker
+from bench.shapes import LlamaShape, SynthError
+from bench.source_model import SourceModel
+from bench.synth_files import write_json, write_side_files
+from offload.units import MIB, format_bytes
+
+DEFAULT_SHARD_BYTES = 1_500_000_000
+_HEADER_ALIGNMENT = 8  # safetensors pads its header to this many bytes
+_DISK_MARGIN_BYTES = 16 * MIB  # config, tokenizer, index, file-system blocks
+_SAFETENSORS_DTYPES = {"bf16": "BF16", "fp32": "F32"}
+
+# Called with (bytes written so far, bytes in total).
+ProgressFunction = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class GrowReport:
+    """What was written."""
+
+    folder: Path
+    shape: LlamaShape
+    n_parameters: int
+    n_bytes: int  # of weights
+    n_shards: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file of the grown checkpoint."""
+
+    name: str
+    plans: tuple[TensorPlan, ...]
+
+
+def grow(
+    source_dir: Path,
+    out_dir: Path,
+    shape: LlamaShape,
+    *,
+    vocab_size: int | None = None,
+    dtype: str = "bf16",
+    seed: int = 0,
+    force: bool = False,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    source_name: str | None = None,
+    progress: ProgressFunction | None = None,
+) -> GrowReport:
+    """Writes a checkpoint of `shape` that computes the same function as the one in `source_dir`.
+
+    Args:
+        source_dir: a Hugging Face checkpoint of the Llama architecture, in safetensors.
+        out_dir: where the grown checkpoint goes; must be empty or absent unless `force`.
+        shape: the wanted sizes. Heads are re-cut to the source's head dimension. A tied shape
+            stays untied if the source's head differs from its embedding.
+        vocab_size: replaces the shape's vocabulary; ids beyond the source's are padding.
+        dtype: "bf16", or "fp32" where logits are to be compared exactly.
+        seed: of the random weights.
+        force: replaces an existing checkpoint in `out_dir`.
+        shard_bytes: a new file begins where the present one would exceed this.
+        source_name: how the model card calls the source; by default its folder.
+        progress: called after each chunk.
+
+    Raises:
+        SynthError: the source is no plain Llama, does not fit the shape, the disk lacks room, or
+            `out_dir` is not empty.
+    """
+    if dtype not in BYTES_PER_WEIGHT:
+        raise SynthError(f"unknown dtype {dtype!r}; known: {', '.join(BYTES_PER_WEIGHT)}")
+    out_dir = Path(out_dir).expanduser().absolute()
+    with SourceModel(Path(source_dir)) as source:
+        grown = fit_shape(source, shape, vocab_size)
+        shards = split_shards(
+            GrowthPlanner(source.shape, grown).tensors(), BYTES_PER_WEIGHT[dtype], shard_bytes
+        )
+        n_bytes = grown.n_bytes(BYTES_PER_WEIGHT[dtype])
+        check_destination(out_dir, source.folder, n_bytes, force)
+        partial = out_dir.with_name(f".{out_dir.name}.partial-{os.getpid()}")
+        try:
+            partial.mkdir(parents=True)
+            maker = TensorMaker(source.read, dtype, seed)
+            write_shards(partial, shards, maker, dtype, n_bytes, progress)
+            write_side_files(partial, source, grown, dtype, seed, source_name)
+            _replace_folder(partial, out_dir)
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise SynthError(f"cannot write {out_dir}: {error.strerror or error}") from error
+            raise
+    return GrowReport(out_dir, grown, grown.parameters, n_bytes, len(shards))
+
+
+def fit_shape(source: SourceModel, shape: LlamaShape, vocab_size: int | None) -> LlamaShape:
+    """The shape that will be written: head size, vocabulary and tying adapted to the source."""
+    shape = shape.with_head_dim(source.shape.head_dim)
+    return replace(
+        shape,
+        vocab_size=shape.vocab_size if vocab_size is None else vocab_size,
+        tied=shape.tied and source.shape.tied,
+    )
+
+
+def split_shards(plans: list[TensorPlan], bytes_per_weight: int, shard_bytes: int) -> list[Shard]:
+    """Splits tensors, in their order, into files of at most `shard_bytes` (or one tensor)."""
+    groups: list[list[TensorPlan]] = [[]]
+    size = 0
+    for plan in plans:
+        n_bytes = plan.n_weights * bytes_per_weight
+        if groups[-1] and size + n_bytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(plan)
+        size += n_bytes
+    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    if len(groups) == 1:
+        names = ["model.safetensors"]
+    return [Shard(name, tuple(group)) for name, group in zip(names, groups, strict=True)]
+
+
+def check_destination(out_dir: Path, source_dir: Path, n_bytes: int, force: bool) -> None:
+    """Raises a SynthError if `out_dir` may not be written or its disk lacks room."""
+    destination, source = out_dir.resolve(), source_dir.resolve()
+    if destination == source or destination in source.parents:
+        raise SynthError(f"{out_dir} holds the source model; choose another folder")
+    if out_dir.exists() and not out_dir.is_dir():
+        raise SynthError(f"{out_dir} is a file; choose a folder")
+    if out_dir.is_dir() and any(out_dir.iterdir()):
+        if not force:
+            raise SynthError(f"{out_dir} is not empty; choose another folder, or pass --force")
+        if not (out_dir / "config.json").is_file():
+            raise SynthError(f"{out_dir} is no checkpoint (no config.json): --force spares it")
+    existing = next(p for p in (out_dir, *out_dir.parents) if p.exists())
+    free, needed = shutil.disk_usage(existing).free, n_bytes + _DISK_MARGIN_BYTES
+    if free < needed:
+        raise SynthError(
+            f"not enough room at {existing}: {format_bytes(needed)} needed, "
+            f"{format_bytes(free)} free"
+        )
+
+
+def write_shards(
+    folder: Path,
+    shards: list[Shard],
+    maker: TensorMaker,
+    dtype: str,
+    n_bytes: int,
+    progress: ProgressFunction | None = None,
+) -> None:
+    """Writes all shards and, if there are several, their index."""
+    n_written = 0
+    for shard in shards:
+        header = shard_header(shard, dtype)
+        with open(folder / shard.name, "wb") as file:
+            _allocate(file.fileno(), len(header) + _shard_bytes(shard, dtype))
+            file.write(header)
+            for plan in shard.plans:
+                for chunk in maker.chunks(plan):
+                    file.write(chunk)
+                    n_written += chunk.nbytes
+                    if progress is not None:
+                        progress(n_written, n_bytes)
+            file.flush()
+            os.fsync(file.fileno())  # a full disk must be noticed here, not when reading
+    if len(shards) > 1:
+        names = {plan.name: shard.name for shard in shards for plan in shard.plans}
+        index = {"metadata": {"total_size": n_bytes}, "weight_map": names}
+        write_json(folder / "model.safetensors.index.json", index)
+
+
+def shard_header(shard: Shard, dtype: str) -> bytes:
+    """The safetensors header: its length (8 bytes, little-endian), then JSON, padded."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for plan in shard.plans:
+        end = offset + plan.n_weights * BYTES_PER_WEIGHT[dtype]
+        entries[plan.name] = {
+            "dtype": _SAFETENSORS_DTYPES[dtype],
+            "shape": list(plan.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _shard_bytes(shard: Shard, dtype: str) -> int:
+    return sum(plan.n_weights for plan in shard.plans) * BYTES_PER_WEIGHT[dtype]
+
+
+def _allocate(descriptor: int, n_bytes: int) -> None:
+    """Reserves the file's blocks at once: contiguous, and a full disk is noticed early."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, n_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+
+
+def _replace_folder(partial: Path, out_dir: Path) -> None:
+    """Moves a finished checkpoint to its place; an old one goes only when the new one is there."""
+    old = out_dir.with_name(f".{out_dir.name}.old-{os.getpid()}")
+    if out_dir.exists():
+        out_dir.rename(old)
+    try:
+        partial.rename(out_dir)
+    except BaseException:
+        if old.exists():
+            old.rename(out_dir)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

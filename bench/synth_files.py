@@ -1,0 +1,92 @@
+"""The small files of a grown checkpoint: config.json, tokenizer, model card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from bench.random_weights import BYTES_PER_WEIGHT
+from bench.shapes import LlamaShape
+from bench.source_model import SourceModel
+from offload.units import format_bytes
+
+_CONFIG_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_WRITTEN_HERE = {"config.json", "README.md"}
+_WEIGHT_FILES = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".gguf",
+)
+
+
+def write_side_files(
+    folder: Path,
+    source: SourceModel,
+    shape: LlamaShape,
+    dtype: str,
+    seed: int,
+    source_name: str | None,
+) -> None:
+    """Writes config.json and the model card, and copies tokenizer and generation settings."""
+    for path in source.folder.iterdir():
+        unwanted = path.name in _WRITTEN_HERE or path.name.endswith(_WEIGHT_FILES)
+        if path.is_file() and not unwanted and not path.name.startswith("."):
+            shutil.copyfile(path, folder / path.name)
+    write_json(folder / "config.json", grown_config(source, shape, dtype))
+    card = model_card(source, shape, dtype, seed, source_name)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def grown_config(source: SourceModel, shape: LlamaShape, dtype: str) -> dict[str, Any]:
+    """The source's config with the sizes of `shape`; rotary parameters stay the source's."""
+    config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
+    epsilon = float(config.get("rms_norm_eps", 1e-6))
+    return config | {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.n_layers,
+        "num_attention_heads": shape.n_heads,
+        "num_key_value_heads": shape.n_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tied,
+        "rms_norm_eps": epsilon * source.shape.hidden_size / shape.hidden_size,
+        "dtype": _CONFIG_DTYPES[dtype],
+    }
+
+
+def model_card(
+    source: SourceModel, shape: LlamaShape, dtype: str, seed: int, source_name: str | None
+) -> str:
+    """Says what this checkpoint is, so that nobody takes it for the large model."""
+    name, small = source_name or source.folder.name, source.shape
+    size = f"{format_bytes(shape.n_bytes(BYTES_PER_WEIGHT[dtype]))} in {dtype}"
+    return f"""# Grown from {name}: for benchmarks only
+
+This is **not** a trained large model. It was grown by function-preserving expansion
+(`specdec-bench synth`): it has the bytes, FLOPs and tensor shapes below, and computes the same
+function as the small model `{name}`, so its text is the small model's. Most of its weights are
+random numbers (seed {seed}) that are multiplied by zero.
+
+| | grown | source |
+|---|---|---|
+| weights | {shape.parameters:,} ({size}) | {small.parameters:,} |
+| layers | {shape.n_layers} | {small.n_layers}, spread evenly |
+| hidden size | {shape.hidden_size} | {small.hidden_size} |
+| intermediate size | {shape.intermediate_size} | {small.intermediate_size} |
+| query / key-value heads | {shape.n_heads} / {shape.n_kv_heads} | {small.n_heads} / \
+{small.n_kv_heads} |
+| head dimension | {shape.head_dim} | {small.head_dim} |
+| vocabulary | {shape.vocab_size}, ids from {small.vocab_size} on are padding | {small.vocab_size} |
+| output head | {"tied" if shape.tied else "untied"} | {"tied" if small.tied else "untied"} |
+"""
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes indented JSON with a final newline."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,200 @@
+"""Trains the embedded pair: a small target, and a smaller draft distilled from it.
+
+    python -m bench.train_pair -o specdec/pair --corpus .venv/lib/python3.11/site-packages
+
+Runs on two CPU cores in about an hour; an interrupted run goes on from `--scratch`, where
+`early/target` and `early/draft` are checkpoints to develop against while training runs. Needs
+torch 2.9 or newer, for its Muon optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM
+
+from bench.corpus import Corpus, collect
+from bench.pair_card import measure_pair, pair_card, sample_texts
+from bench.pair_data import (
+    END_OF_TEXT,
+    WindowSampler,
+    encode,
+    mixed_documents,
+    train_tokenizer,
+)
+from bench.pair_distil import distillation_loss, generate_stream, project_embedding
+from bench.pair_model import (
+    build_model,
+    draft_config,
+    next_token_loss,
+    save_checkpoint,
+    target_config,
+)
+from bench.pair_trainer import Phase, Trainer, TrainOptions, TrainState
+
+log = logging.getLogger(__name__)
+
+EARLY_CARD = "An early checkpoint, written while training runs. For development only.\n"
+# Short self-contained functions, the kind of text that the benchmarks ask for.
+FAVOURED = frozenset({"algorithms", "more-itertools"})
+TARGET_PHASES = (Phase(0.85, 16, 256), Phase(1.0, 4, 1024))
+DRAFT_PHASES = (Phase(0.55, 8, 256), Phase(0.88, 8, 256, generated_rows=3), Phase(1.0, 2, 1024))
+GENERATION_SHARE = 0.12  # of the draft's time goes into text that the target writes
+ARGMAX_WEIGHT = 0.3
+
+
+@dataclass(frozen=True)
+class PairData:
+    """Tokenizer and token streams."""
+
+    tokenizer: Tokenizer
+    train: np.ndarray  # [n_tokens], uint16
+    valid: np.ndarray  # [n_tokens], uint16
+    corpus: dict[str, Any]  # the summary for the model card
+
+    @property
+    def separator(self) -> int:
+        return self.tokenizer.encode(END_OF_TEXT).ids[0]
+
+
+def prepare_data(
+    scratch: Path, roots: list[Path], cap_bytes: int, vocab_size: int, seed: int
+) -> PairData:
+    """Collects and tokenises the corpus, or takes it from `scratch`."""
+    summary = scratch / "corpus.json"
+    if not summary.exists():
+        corpus = collect(roots, cap_bytes, FAVOURED)
+        documents = mixed_documents(corpus.train_files, corpus.train_functions, seed)
+        log.info("corpus: %d files, %d documents", len(corpus.train_files), len(documents))
+        tokenizer = train_tokenizer(documents, vocab_size)
+        tokenizer.save(str(scratch / "tokenizer.json"))
+        np.save(scratch / "train.npy", encode(tokenizer, documents))
+        np.save(scratch / "valid.npy", encode(tokenizer, corpus.valid_files))
+        summary.write_text(json.dumps(summarise(corpus), indent=1), encoding="utf-8")
+    return PairData(
+        Tokenizer.from_file(str(scratch / "tokenizer.json")),
+        np.load(scratch / "train.npy"),
+        np.load(scratch / "valid.npy"),
+        json.loads(summary.read_text(encoding="utf-8")),
+    )
+
+
+def summarise(corpus: Corpus) -> dict[str, Any]:
+    """What the model card says of the corpus."""
+    return {
+        "sources": [vars(source) for source in corpus.sources],
+        "refused": corpus.refused,
+        "valid_bytes": sum(len(text.encode()) for text in corpus.valid_files),
+        "valid_files": len(corpus.valid_files),
+        "train_files": len(corpus.train_files),
+        "train_functions": len(corpus.train_functions),
+    }
+
+
+def train_target(
+    target: LlamaForCausalLM, data: PairData, minutes: float, scratch: Path, seed: int
+) -> TrainState:
+    """Trains the target on the corpus."""
+    loss = torch.compile(lambda ids: next_token_loss(target, ids), dynamic=False)
+
+    def save_early(state: TrainState) -> None:
+        save_checkpoint(target, data.tokenizer, scratch / "early" / "target", EARLY_CARD)
+
+    options = TrainOptions(minutes, TARGET_PHASES)
+    sampler = WindowSampler(data.train, seed)
+    return Trainer("target", target, loss, sampler, options, scratch, save_early).run()
+
+
+def train_draft(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    data: PairData,
+    minutes: float,
+    scratch: Path,
+    seed: int,
+) -> TrainState:
+    """Distils the draft on the corpus, later also on text that the target wrote."""
+    target.requires_grad_(False)
+    project_embedding(target, draft)
+    generated = scratch / "generated.npy"
+    if not generated.exists():
+        stream = generate_stream(
+            target, data.train, data.separator, minutes * GENERATION_SHARE, seed
+        )
+        log.info("the target wrote %d tokens", len(stream))
+        np.save(generated, stream)
+    loss = torch.compile(
+        lambda ids: distillation_loss(target, draft, ids, ARGMAX_WEIGHT), dynamic=False
+    )
+
+    def save_early(state: TrainState) -> None:
+        save_checkpoint(draft, data.tokenizer, scratch / "early" / "draft", EARLY_CARD)
+
+    trainer = Trainer(
+        "draft",
+        draft,
+        loss,
+        WindowSampler(data.train, seed + 1),
+        TrainOptions(minutes * (1 - GENERATION_SHARE), DRAFT_PHASES),
+        scratch,
+        save_early,
+        generated=WindowSampler(np.load(generated), seed + 2),
+    )
+    return trainer.run()
+
+
+def main(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Gets the folders target and draft.")],
+    corpus: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder of installed packages; may be repeated."),
+    ] = None,
+    target_minutes: Annotated[float, typer.Option(help="Training time of the target.")] = 45,
+    draft_minutes: Annotated[float, typer.Option(help="Distillation time; 0: no draft.")] = 20,
+    vocab_size: Annotated[int, typer.Option(min=512, max=65_535)] = 4096,
+    cap_mb: Annotated[float, typer.Option(help="Most text from one package, MB.")] = 1.5,
+    seed: int = 1,
+    threads: int = 2,
+    scratch: Annotated[Path, typer.Option(help="Checkpoints and caches.")] = Path("pair-scratch"),
+) -> None:
+    """Train the embedded target, distil its draft, and write both with their model cards."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(threads)
+    scratch.mkdir(parents=True, exist_ok=True)
+    data = prepare_data(scratch, corpus or [], int(cap_mb * 1e6), vocab_size, seed)
+    log.info("%d training tokens, %d held out", len(data.train), len(data.valid))
+    target = build_model(target_config(data.tokenizer), seed)
+    draft = build_model(draft_config(data.tokenizer), seed + 1)
+    states = {"target": train_target(target, data, target_minutes, scratch, seed)}
+    if not draft_minutes:
+        return
+    states["draft"] = train_draft(target, draft, data, draft_minutes, scratch, seed)
+    quality = measure_pair(
+        target, draft, data.valid, data.corpus["valid_bytes"], data.separator, seed
+    )
+    log.info("%s", quality)
+    samples = sample_texts(target, data.tokenizer)
+    recipe = {
+        "target_minutes": target_minutes,
+        "draft_minutes": draft_minutes,
+        "vocab_size": vocab_size,
+        "cap_mb": cap_mb,
+        "seed": seed,
+        "threads": threads,
+    }
+    for role, model in (("target", target), ("draft", draft)):
+        card = pair_card(role, model, quality, states, data.corpus, samples, recipe)
+        save_checkpoint(model, data.tokenizer, out / role, card)
+        log.info("wrote %s", out / role)
+
+
+if __name__ == "__main__":
+    typer.run(main)

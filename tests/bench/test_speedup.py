@@ -1,0 +1,200 @@
+"""`specdec-bench speedup` on a tiny pair: the report's keys, the log, the mistakes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_pair import save_model
+
+from bench import peers
+from bench.__main__ import main
+from bench.child import KILLED, ChildFailed, check_child, run_child
+from bench.measure import MeasureSpec
+from bench.peers import AcceleratePeer, PeerError, candidates, summarise
+from bench.provenance import git_revision
+from bench.workloads import Prompt
+from offload.units import GIB, MIB
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("speedup") / "target", seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_json_report(
+    capfd: pytest.CaptureFixture[str], target: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("bench.measure.SETTLE_SECONDS", 0.0)
+    log, report_file = tmp_path / "log.jsonl", tmp_path / "report.json"
+    argv = f"speedup -m {target} -md {target} --threads 1 --n-prompts 2 -n 4 --ignore-eos -o json"
+    assert main([*argv.split(), "--log", str(log), "--output-file", str(report_file)]) == 0
+    out, err = capfd.readouterr()
+    report = json.loads(out)
+    assert json.loads(report_file.read_text()) == report
+    assert err.count("\n") == 2, err  # one line of progress per prompt
+    assert {"plain", "speculative", "speedup", "storage_roofline_fraction", "token_match"} <= set(
+        report
+    )
+    assert {"git_revision", "versions", "argv", "machine"} <= set(report["provenance"])
+    assert report["token_match"] == 1.0
+    assert report["storage_roofline_fraction"] is None  # it fits in memory
+    for mode in ("plain", "speculative"):
+        assert report[mode]["generated_tokens"] == 8
+        assert report[mode]["tokens_per_second"] > 0
+    assert report["plain"]["mean_acceptance_length"] == 1.0
+    assert report["speculative"]["passes"] < report["plain"]["passes"]  # it is its own draft
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [record["mode"] for record in records] == [
+        "plain",
+        "speculative",
+        "speculative",
+        "plain",
+    ]
+    assert records == report["records"]
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        ("-o xml", "'xml' is not known"),
+        ("--peer ollama", "'ollama' is not known"),
+        ("--peer accelerate", "--memory-budget with a size"),
+        ("--enforce", "--memory-budget with a size"),
+        ("--output-file /nonexistent/report.json", "no such folder"),
+        ("--prompts /nonexistent.jsonl", "No such file"),
+        ("--peer-cpu-memory lots --memory-budget 1GiB", "'lots' is not a byte count"),
+        ("--n-prompts 0", "--n-prompts"),
+        ("--spec-type magic", "magic"),
+    ],
+)
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], target: Path, more: str, part: str
+) -> None:
+    assert main(["speedup", "-m", str(target), *more.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("specdec-bench: error: ")
+    assert err.count("\n") == 1
+    assert part in err
+
+
+def test_a_failure_of_the_measurement_is_told_once(
+    capfd: pytest.CaptureFixture[str], target: Path, tmp_path: Path
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(target, damaged)
+    (damaged / "config.json").unlink()
+    assert main(["speedup", "-m", str(damaged), "-n", "2", "--n-prompts", "1"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "config.json" in err
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["synth", "--help"], ["demo", "--help"]])
+def test_help(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    assert main(argv) == 0
+    assert "specdec-bench" in capsys.readouterr().out
+
+
+def test_demo_refuses_a_budget_above_half(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--size", "2GB", "--memory-budget", "1.5GB"]) == 2
+    assert "more than half" in capsys.readouterr().err
+
+
+def test_demo_checks_the_disk_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["demo", "--size", "1000TB", "--dir", str(tmp_path)]) == 2
+    assert "--dir" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_specification_survives_the_way_to_its_process(tmp_path: Path) -> None:
+    spec = MeasureSpec({"model": "m"}, [Prompt("a", "text\u20ac")], {"max_tokens": 3}, "log")
+    spec.write(tmp_path / "spec.json")
+    assert MeasureSpec.read(tmp_path / "spec.json") == spec
+
+
+# --- children and peers ---------------------------------------------------------------------
+
+
+def test_exit_codes_of_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "child_module.py").write_text("import os, sys; exec(sys.argv[1])\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_child("child_module", ["sys.exit(3)"], None) == 3
+    assert run_child("child_module", ["os.kill(os.getpid(), 9)"], None) == KILLED
+    with pytest.raises(KeyboardInterrupt):
+        check_child(130, "it")
+    with pytest.raises(ChildFailed, match="it failed with exit code 1"):
+        check_child(1, "it")
+    check_child(0, "it")
+
+
+@pytest.mark.parametrize("budget", [GIB, 2 * GIB, 7 * GIB])
+def test_peer_amounts_go_down_and_stay_within_the_budget(budget: int) -> None:
+    amounts = list(candidates(budget))
+    assert amounts == sorted(set(amounts), reverse=True)
+    assert 64 * MIB <= amounts[-1] < amounts[0] < budget
+
+
+def test_peer_takes_the_largest_amount_that_survives(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    amounts = list(candidates(GIB))
+    calls: list[int] = []
+
+    def fake(module: str, argv: list[str], limit: int | None) -> int:
+        amount = int(argv[argv.index("--cpu-memory") + 1])
+        calls.append(amount)
+        if amount > amounts[2]:
+            return KILLED
+        Path(argv[argv.index("--output") + 1]).write_text('{"prompts": []}')
+        return 0
+
+    monkeypatch.setattr(peers, "run_child", fake)
+    peer = AcceleratePeer(target, GIB, n_tokens=2, enforced=True)
+    peer.run([Prompt("a", "x")])
+    peer.run([Prompt("b", "y")])
+    assert calls == [*amounts[:3], amounts[2]]
+    assert [trial["exit_code"] for trial in peer.trials] == [KILLED, KILLED, 0, 0]
+
+    monkeypatch.setattr(peers, "run_child", lambda *_: KILLED)
+    with pytest.raises(PeerError, match="killed at every setting"):
+        AcceleratePeer(target, GIB, n_tokens=2, enforced=True).run([Prompt("a", "x")])
+
+
+def test_accelerate_runs_from_disk(target: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    peer = AcceleratePeer(target, GIB, n_tokens=3, enforced=False, cpu_memory_bytes=40_000)
+    result = peer.run([Prompt("a", "def f")])
+    assert result["disk_modules"] > 0
+    [record] = result["prompts"]
+    assert 1 <= len(record["token_ids"]) <= 3
+    assert summarise([result, result])["tokens_per_second"] >= 0
+
+
+def test_git_revision_only_of_our_own_repository(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=False)
+    assert git_revision(tmp_path) is None
+
+
+def test_measuring_process_tells_a_mistake_in_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.measure", str(tmp_path / "none"), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,266 @@
+"""Aligned memory and checked reads."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import random
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from weight_files import FaultyReads
+
+from offload.direct_io import (
+    ALIGNMENT,
+    HUGE_PAGE_BYTES,
+    AlignedBuffer,
+    DirectFile,
+    StorageError,
+    align_down,
+    align_up,
+    buffer_bytes,
+)
+
+SIZES = [1, 511, 512, 4095, 4096, 4097, 8191, 8192, 3 * 4096 + 17, 100_003]
+
+
+def make_file(folder: Path, n_bytes: int) -> tuple[Path, bytes]:
+    content = np.random.default_rng(n_bytes).bytes(n_bytes)
+    path = folder / f"{n_bytes}.bin"
+    path.write_bytes(content)
+    return path, content
+
+
+def read_all(file: DirectFile, n_bytes: int) -> bytes:
+    buffer = AlignedBuffer(align_up(n_bytes))
+    buffer.view[:] = b"\xaa" * len(buffer.view)
+    n_read = file.read_into(buffer.view[: align_up(n_bytes)], 0)
+    return bytes(buffer.view[:n_read])
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, 4096, 4097, 2**21 - 1, 2**21, 2**21 + 1, 5 * 2**20])
+def test_buffers_are_aligned_and_writable(n_bytes: int) -> None:
+    buffer = AlignedBuffer(n_bytes)
+    array = np.frombuffer(buffer.view, dtype=np.uint8)
+    assert array.ctypes.data == buffer.address
+    assert buffer.address % HUGE_PAGE_BYTES == 0
+    assert len(buffer.view) == buffer_bytes(max(n_bytes, 1)) >= n_bytes
+    assert not array.any()
+    array[-1] = 7
+    assert buffer.view[len(buffer.view) - 1] == 7
+
+
+def test_rounding() -> None:
+    assert [align_up(n) for n in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
+    assert [align_down(n) for n in (0, 4095, 4096, 8191)] == [0, 0, 4096, 4096]
+    assert buffer_bytes(0) == 0
+    assert buffer_bytes(5000) == 8192
+    assert buffer_bytes(2**21 + 1) == 2**21 + 4096
+
+
+def test_closing_leaves_the_memory_to_a_living_view() -> None:
+    buffer = AlignedBuffer(8192)
+    array = np.frombuffer(buffer.view[:100], dtype=np.uint8)
+    buffer.close()
+    buffer.close()
+    array[:] = 3
+    assert array.sum() == 300
+
+
+def test_impossible_sizes() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        AlignedBuffer(-1)
+    with pytest.raises((MemoryError, OSError)):
+        AlignedBuffer(2**46)
+
+
+# --- reads -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_bytes", SIZES)
+@pytest.mark.parametrize("direct", [True, False])
+def test_content_at_every_aligned_offset(tmp_path: Path, n_bytes: int, direct: bool) -> None:
+    path, content = make_file(tmp_path, n_bytes)
+    file = DirectFile(path, direct=direct)
+    buffer = AlignedBuffer(3 * ALIGNMENT)
+    for offset in range(0, n_bytes, ALIGNMENT):
+        for length in (ALIGNMENT, 3 * ALIGNMENT):
+            n_read = file.read_into(buffer.view[:length], offset)
+            assert n_read == min(length, n_bytes - offset)
+            assert bytes(buffer.view[:n_read]) == content[offset : offset + n_read]
+    file.close()
+    file.close()
+
+
+@pytest.mark.parametrize("limit", [512, 4096, 5000, 12_288, 50_000])
+def test_short_reads_are_completed(tmp_path: Path, limit: int) -> None:
+    path, content = make_file(tmp_path, 100_003)
+    faulty = FaultyReads(lambda call, length: limit if call % 2 == 0 else max(limit, 4096) + 1024)
+    assert read_all(DirectFile(path, read_at=faulty), 100_003) == content
+    assert faulty.n_calls >= 2
+
+
+def test_random_short_reads_and_interruptions(tmp_path: Path) -> None:
+    path, content = make_file(tmp_path, 100_003)
+    for seed in range(50):
+        rng = random.Random(seed)
+
+        def fault(call: int, length: int, rng: random.Random = rng) -> int | None:
+            if rng.random() < 0.3:
+                raise InterruptedError(errno.EINTR, "interrupted")
+            return rng.choice([None, rng.randint(1, length), 4096, 8192])
+
+        assert read_all(DirectFile(path, read_at=FaultyReads(fault)), 100_003) == content
+
+
+def test_a_read_error_names_file_offset_and_counts(tmp_path: Path) -> None:
+    path, _ = make_file(tmp_path, 100_003)
+
+    def fault(call: int, length: int) -> int | None:
+        if call == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return 8192
+
+    file = DirectFile(path, read_at=FaultyReads(fault))
+    buffer = AlignedBuffer(40_960)
+    with pytest.raises(StorageError) as caught:
+        file.read_into(buffer.view[:40_960], 4096)
+    text = str(caught.value)
+    for part in (str(path), "Input/output error", "offset 4096", "wanted 40960", "got 8192"):
+        assert part in text
+    assert "\n" not in text
+    assert file.read_into(buffer.view[:4096], 0) == 4096  # the file can be read again
+
+
+def test_no_progress_ends(tmp_path: Path) -> None:
+    path, _ = make_file(tmp_path, 100_003)
+    with pytest.raises(StorageError, match="no progress"):
+        read_all(DirectFile(path, read_at=FaultyReads(lambda call, length: 100)), 100_003)
+
+    def interrupt(call: int, length: int) -> int | None:
+        raise InterruptedError(errno.EINTR, "interrupted")
+
+    with pytest.raises(StorageError, match="interrupted"):
+        read_all(DirectFile(path, read_at=FaultyReads(interrupt)), 100_003)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4096, 50_000, 100_002])
+def test_a_file_cut_after_opening(tmp_path: Path, cut: int) -> None:
+    path, _ = make_file(tmp_path, 100_003)
+    file = DirectFile(path)
+    os.truncate(path, cut)
+    with pytest.raises(StorageError, match="ended early.*wanted 100003"):
+        read_all(file, 100_003)
+
+
+def test_reading_past_the_end_and_opening_nothing(tmp_path: Path) -> None:
+    path, _ = make_file(tmp_path, 4096)
+    buffer = AlignedBuffer(4096)
+    with pytest.raises(StorageError, match="too short"):
+        DirectFile(path).read_into(buffer.view, 4096)
+    with pytest.raises(StorageError, match="cannot open .*No such file"):
+        DirectFile(tmp_path / "none")
+
+
+def test_changes_are_noticed(tmp_path: Path) -> None:
+    path, _ = make_file(tmp_path, 8192)
+    file = DirectFile(path)
+    file.check_unchanged()
+    with path.open("r+b") as writer:
+        writer.write(b"new")
+    os.utime(path, ns=(1, 1))  # a clock tick later, whatever the clock's resolution
+    with pytest.raises(StorageError, match="changed while in use"):
+        file.check_unchanged()
+
+
+def test_a_replaced_file_is_still_the_old_one(tmp_path: Path) -> None:
+    path, content = make_file(tmp_path, 8192)
+    file = DirectFile(path)
+    other, _ = make_file(tmp_path, 4096)
+    other.rename(path)
+    file.check_unchanged()
+    assert read_all(file, 8192) == content
+
+
+def test_threads_share_a_file(tmp_path: Path) -> None:
+    path, content = make_file(tmp_path, 100_003)
+    file = DirectFile(path)
+    wrong = []
+
+    def run() -> None:
+        for _ in range(20):
+            if read_all(file, 100_003) != content:
+                wrong.append(1)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_forgotten_file_is_closed(tmp_path: Path) -> None:
+    path, _ = make_file(tmp_path, 4096)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        DirectFile(path)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- without O_DIRECT --------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
+@pytest.mark.parametrize("where", ["open", "read"])
+def test_fallback_is_said_once_and_drops_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    path, content = make_file(tmp_path, 100_003)
+    real_open, real_preadv = os.open, os.preadv
+    dropped: list[int] = []
+
+    def refuse_open(name: object, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real_open(name, flags, *rest)  # type: ignore[call-overload]
+
+    def refuse_probe(descriptor: int, views: list[memoryview], offset: int) -> int:
+        if len(views[0]) == ALIGNMENT:
+            raise OSError(errno.EINVAL, "larger blocks")
+        return real_preadv(descriptor, views, offset)
+
+    if where == "open":
+        monkeypatch.setattr(os, "open", refuse_open)
+    else:
+        monkeypatch.setattr(os, "preadv", refuse_probe)
+    monkeypatch.setattr(DirectFile, "_warned", False)
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, size, how: dropped.append(size))
+    with caplog.at_level(logging.WARNING):
+        files = [DirectFile(path), DirectFile(path)]
+    assert not any(file.direct for file in files)
+    assert sum("without O_DIRECT" in record.message for record in caplog.records) == 1
+    assert read_all(files[0], 100_003) == content
+    assert dropped == [align_up(100_003)]
+
+
+def test_other_errors_of_the_probe_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = make_file(tmp_path, 4096)
+
+    def fail(descriptor: int, views: list[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(StorageError, match="Input/output error"):
+        DirectFile(path)

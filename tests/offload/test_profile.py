@@ -1,0 +1,145 @@
+"""The storage is measured once; a broken cache costs a measurement, not a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offload import profile
+from offload.direct_io import StorageError
+from offload.profile import DeviceProfile, measure_storage
+from offload.streamer import StreamStats
+from offload.units import MIB
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(np.random.default_rng(0).bytes(3 * MIB + 17))
+    return path
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Measurements are counted, take no time and count as long enough."""
+    made: list[int] = []
+
+    def stream_once(path: Path, n_bytes: int, read_bytes: int, n_readers: int) -> StreamStats:
+        made.append(n_bytes)
+        return StreamStats(bytes_read=1000, read_seconds=0.5)
+
+    monkeypatch.setattr(profile, "_stream_once", stream_once)
+    monkeypatch.setattr(profile, "_LEAST_BYTES", 1000)
+    return made
+
+
+def test_a_real_measurement(weights: Path, tmp_path: Path) -> None:
+    found = measure_storage(
+        weights, MIB, read_bytes=64 * 1024, n_readers=2, cache_dir=tmp_path / "cache"
+    )
+    assert found.storage_bytes_per_second > 0
+    assert (found.read_bytes, found.n_readers) == (64 * 1024, 2)
+    assert found.device == weights.stat().st_dev
+    assert not (tmp_path / "cache").exists()  # too short a measurement to remember
+
+
+def test_a_file_smaller_than_one_read(tmp_path: Path) -> None:
+    path = tmp_path / "small"
+    path.write_bytes(b"x" * 10)
+    assert measure_storage(path, cache_dir=tmp_path).storage_bytes_per_second > 0
+
+
+def test_measured_once(weights: Path, tmp_path: Path, measurements: list[int]) -> None:
+    first = measure_storage(weights, cache_dir=tmp_path / "cache")
+    assert first.storage_bytes_per_second == 2000
+    assert measure_storage(weights, cache_dir=tmp_path / "cache") == first
+    assert measurements == [3 * MIB + 17]
+    again = measure_storage(weights, cache_dir=tmp_path / "cache", refresh=True)
+    assert again.measured_at >= first.measured_at
+    measure_storage(weights, cache_dir=tmp_path / "cache", n_readers=1)
+    assert len(measurements) == 3
+    assert len(list((tmp_path / "cache").iterdir())) == 2  # and no temporary file
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "{}", '{"storage_bytes_per_second": 1}', "[" * 100_000, b"\xff\xff"],
+)
+def test_a_corrupt_cache_is_ignored(
+    weights: Path, tmp_path: Path, measurements: list[int], text: str | bytes
+) -> None:
+    measure_storage(weights, cache_dir=tmp_path / "cache")
+    (cache,) = (tmp_path / "cache").iterdir()
+    cache.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert measure_storage(weights, cache_dir=tmp_path / "cache").storage_bytes_per_second == 2000
+    assert len(measurements) == 2
+    assert DeviceProfile(**json.loads(cache.read_text()))  # it was mended
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"storage_bytes_per_second": 0},
+        {"storage_bytes_per_second": -5.0},
+        {"storage_bytes_per_second": float("inf")},
+        {"storage_bytes_per_second": float("nan")},
+        {"storage_bytes_per_second": "fast"},
+        {"direct": 1},
+        {"n_readers": True},
+        {"measured_at": None},
+        {"extra": 1},
+    ],
+)
+def test_nonsense_in_the_cache_is_ignored(
+    weights: Path, tmp_path: Path, measurements: list[int], change: dict[str, object]
+) -> None:
+    measure_storage(weights, cache_dir=tmp_path / "cache")
+    (cache,) = (tmp_path / "cache").iterdir()
+    cache.write_text(json.dumps({**json.loads(cache.read_text()), **change}))
+    measure_storage(weights, cache_dir=tmp_path / "cache")
+    assert len(measurements) == 2
+
+
+def test_the_cache_follows_the_environment(
+    weights: Path, tmp_path: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    measure_storage(weights)
+    assert list((tmp_path / "xdg" / "specdec").iterdir())
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored, says the specification
+    measure_storage(weights)
+    assert list((tmp_path / "home" / ".cache" / "specdec").iterdir())
+
+
+def test_a_cache_that_cannot_be_written(
+    weights: Path, tmp_path: Path, measurements: list[int]
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    for _ in range(2):
+        measure_storage(weights, cache_dir=blocked)
+    assert len(measurements) == 2
+
+
+def test_files_that_cannot_be_measured(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot open"):
+        measure_storage(tmp_path / "none", cache_dir=tmp_path)
+    (tmp_path / "empty").touch()
+    with pytest.raises(StorageError, match="is empty"):
+        measure_storage(tmp_path / "empty", cache_dir=tmp_path)
+
+
+def test_a_failing_rename_leaves_no_temporary_file(
+    weights: Path, tmp_path: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    measure_storage(weights, cache_dir=tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []

@@ -1,0 +1,211 @@
+"""The ring's states, driven step by step in one thread, in thousands of random orders."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offload.layout import Piece
+from offload.slots import SlotRing, SlotState, StreamerClosed, Work
+
+BLOCK = 64  # the ring does not care for alignment: small pieces keep the simulation fast
+
+
+def piece(number: int) -> Piece:
+    return Piece(Path("x"), 0, number * BLOCK, BLOCK, BLOCK)
+
+
+class Simulation:
+    """Readers and a consumer that take turns at random; contents name their ticket and piece."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.n_layers = rng.randint(1, 16)
+        self.n_pieces = [rng.randint(1, 4) for _ in range(self.n_layers)]
+        n_slots = rng.randint(1, min(16, self.n_layers))
+        self.ring = SlotRing(
+            n_slots,
+            4 * BLOCK,
+            lambda ticket: [piece(i) for i in range(self.n_pieces[ticket % self.n_layers])],
+            poison=True,
+        )
+        self.running: list[Work] = []
+        self.ticket = 0
+        self.n_consumed = 0
+        self.failed: set[int] = set()  # tickets, since the last restart
+
+    def content(self, ticket: int, number: int) -> bytes:
+        return (f"{ticket}/{number};" * BLOCK).encode()[:BLOCK]
+
+    def begin_read(self) -> None:
+        if len(self.running) < 5:
+            work = self.ring.acquire_for_read(wait=False)
+            if work is not None:
+                self.running.append(work)
+
+    def end_read(self, *, fail: bool = False) -> None:
+        if not self.running:
+            return
+        work = self.running.pop(self.rng.randrange(len(self.running)))
+        if fail:
+            if work.ticket >= self.ticket:
+                self.failed.add(work.ticket)
+            self.ring.publish(work, error=OSError(f"read of {work.ticket}"))
+            return
+        number = work.piece.buffer_offset // BLOCK
+        view = work.slot.buffer.view[work.piece.buffer_offset :][:BLOCK]
+        view[:] = self.content(work.ticket, number)
+        self.ring.publish(work, BLOCK)
+
+    def consume(self) -> None:
+        slot = self.ring.slots[self.ticket % len(self.ring.slots)]
+        is_ready = slot.state is SlotState.READY and slot.ticket == self.ticket
+        if not is_ready and self.ticket not in self.failed:
+            return  # it would wait
+        if not is_ready:
+            with pytest.raises(OSError, match=f"read of {self.ticket}"):
+                self.ring.wait_ready(self.ticket)
+            self.restart()
+            return
+        taken = self.ring.wait_ready(self.ticket)
+        for _ in range(self.rng.randint(0, 6)):  # the readers go on while the layer is used
+            self.rng.choice([self.begin_read, self.end_read])()
+        for number in range(self.n_pieces[self.ticket % self.n_layers]):
+            found = bytes(taken.buffer.view[number * BLOCK :][:BLOCK])
+            assert found == self.content(self.ticket, number)
+        self.ring.release(taken, self.ticket)
+        assert set(bytes(taken.buffer.view)) == {0xFF}
+        self.ticket += 1
+        self.n_consumed += 1
+
+    def restart(self) -> None:
+        self.ticket += 3 * self.n_layers + self.rng.randrange(self.n_layers)
+        self.failed.clear()
+        self.ring.restart(self.ticket)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(800), pytest.param(range(800, 10_000), marks=pytest.mark.slow)], ids=len
+)
+def test_no_order_of_events_shows_stale_content(seeds: range) -> None:
+    n_consumed = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        simulation = Simulation(rng)
+        for _ in range(80):
+            event = rng.random()
+            if event < 0.35:
+                simulation.begin_read()
+            elif event < 0.7:
+                simulation.end_read()
+            elif event < 0.97:
+                simulation.consume()
+            elif event < 0.985:
+                simulation.end_read(fail=True)
+            else:
+                simulation.restart()
+        n_consumed += simulation.n_consumed
+        simulation.ring.free_buffers()
+    assert n_consumed > 3 * len(seeds)
+
+
+@pytest.fixture
+def ring() -> Iterator[SlotRing]:
+    ring = SlotRing(2, 2 * BLOCK, lambda ticket: [piece(0), piece(1)])
+    yield ring
+    ring.free_buffers()
+
+
+def take(ring: SlotRing) -> Work:
+    work = ring.acquire_for_read(wait=False)
+    assert work is not None
+    return work
+
+
+def fill(ring: SlotRing) -> None:
+    ring.publish(take(ring), BLOCK)
+    ring.publish(take(ring), BLOCK)
+
+
+def test_readers_go_on_to_the_next_layer_without_a_barrier(ring: SlotRing) -> None:
+    works = [take(ring) for _ in range(4)]
+    assert [(w.ticket, w.slot.index) for w in works] == [(0, 0), (0, 0), (1, 1), (1, 1)]
+    assert ring.acquire_for_read(wait=False) is None  # all slots are taken
+    for work in works[2:]:
+        ring.publish(work, BLOCK)  # layer 1 arrives first
+    ring.publish(works[0], BLOCK)
+    assert ring.slots[0].state is SlotState.READING
+    ring.publish(works[1], BLOCK)
+    for ticket in (0, 1):
+        ring.release(ring.wait_ready(ticket), ticket)
+    assert take(ring).ticket == 2
+
+
+def test_a_restart_waits_for_old_reads_into_the_slot(ring: SlotRing) -> None:
+    old = take(ring)
+    ring.restart(10)  # ticket 10 needs the slot that `old` still writes to
+    assert ring.acquire_for_read(wait=False) is None
+    ring.publish(old, BLOCK)
+    assert ring.slots[0].state is SlotState.FREE  # the old piece does not count
+    fill(ring)
+    assert ring.wait_ready(10).ticket == 10
+
+
+def test_an_error_of_an_old_read_is_forgotten(ring: SlotRing) -> None:
+    old = take(ring)
+    ring.restart(10)
+    ring.publish(old, error=OSError("old"))
+    fill(ring)
+    assert ring.wait_ready(10).ticket == 10
+
+
+def test_the_earliest_error_comes_in_its_turn(ring: SlotRing) -> None:
+    works = [take(ring) for _ in range(4)]
+    ring.publish(works[2], error=OSError("of layer 1"))
+    assert ring.acquire_for_read(wait=False) is None  # the ring stands still
+    ring.publish(works[0], BLOCK)
+    ring.publish(works[1], BLOCK)
+    ring.release(ring.wait_ready(0), 0)  # layer 0 is all right
+    with pytest.raises(OSError, match="of layer 1"):
+        ring.wait_ready(1)
+    ring.restart(21)
+    ring.publish(works[3], BLOCK)
+    fill(ring)
+    assert ring.wait_ready(21).ticket == 21
+
+
+def test_a_late_release_touches_nothing(ring: SlotRing) -> None:
+    fill(ring)
+    slot = ring.wait_ready(0)
+    ring.restart(2)
+    fill(ring)
+    assert ring.wait_ready(2) is slot
+    ring.release(slot, 0)
+    assert slot.state is SlotState.IN_USE
+
+
+def test_closed(ring: SlotRing) -> None:
+    fill(ring)
+    slot = ring.wait_ready(0)
+    ring.close()
+    assert ring.acquire_for_read() is None
+    with pytest.raises(StreamerClosed):
+        ring.wait_ready(1)
+    ring.release(slot, 0)
+    ring.restart(5)
+
+
+def test_busy_time_is_counted_once(ring: SlotRing, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    first, second = take(ring), take(ring)
+    now[0] += 3
+    ring.publish(first, 10)
+    now[0] += 2
+    assert ring.reading_figures() == (10, 5.0)  # the second is still running
+    ring.publish(second, 20)
+    now[0] += 50
+    assert ring.reading_figures() == (30, 5.0)

@@ -1,0 +1,47 @@
+"""Names of the embedded pair."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec.pair import PAIR_NAMES, pair_path, resolve_model_dir
+
+
+@pytest.mark.parametrize("name", PAIR_NAMES)
+def test_the_pair_is_there_and_complete(name: str) -> None:
+    files = {path.name for path in pair_path(name).iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files
+
+
+def test_the_pair_is_small() -> None:
+    sizes = [(pair_path(name) / "model.safetensors").stat().st_size for name in PAIR_NAMES]
+    assert sum(sizes) < 36_000_000
+
+
+def test_both_share_one_tokenizer() -> None:
+    target, draft = ((pair_path(name) / "tokenizer.json").read_bytes() for name in PAIR_NAMES)
+    assert target == draft
+
+
+@pytest.mark.parametrize("name", ["pair:", "pair:oracle", "target"])
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="known: pair:target, pair:draft"):
+        pair_path(name)
+
+
+def test_folders_pass_through(tmp_path: Path) -> None:
+    assert resolve_model_dir(tmp_path) == tmp_path
+    assert resolve_model_dir("pair:target") == pair_path("pair:target")
+    with pytest.raises(FileNotFoundError, match="no such model folder"):
+        resolve_model_dir(tmp_path / "none")
+
+
+def test_the_module_imports_no_heavy_library() -> None:
+    code = (
+        "import specdec.pair, sys; sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
