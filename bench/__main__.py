@@ -48,7 +48,7 @@ PeerMemory = Annotated[
     typer.Option(
         "--peer-cpu-memory",
         help="Weights that the peer keeps in memory, e.g. 2GiB.",
-        show_default="the largest that survives",
+        show_default="the fastest of several",
     ),
 ]
 Output = Annotated[

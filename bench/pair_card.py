@@ -24,9 +24,9 @@ EVALUATED_PROMPTS = 32
 EVALUATED_TOKENS = 128
 # Written for the card: no benchmark's problem is among them.
 SAMPLE_PROMPTS = (
-    'def count_words(text: str) -> dict:\n    """Count how often each word occurs in text."""\n',
-    'def read_lines(path):\n    """\n    Return the lines of a file.\n\n    Parameters\n',
-    "import os\n\n\nclass Cache:\n    def __init__(self, size):\n        self.size = size\n",
+    'def read_lines(path: str) -> list[str]:\n    """Return all lines of a file."""\n    with',
+    "import os\n\n\nclass Cache:\n    def __init__(self, size, name=None):\n        self.size =",
+    "def is_valid(value):\n    if not isinstance(value, str):\n        raise",
 )
 
 

@@ -46,7 +46,7 @@ EARLY_CARD = "An early checkpoint, written while training runs. For development 
 # Short self-contained functions, the kind of text that the benchmarks ask for.
 FAVOURED = frozenset({"algorithms", "more-itertools"})
 TARGET_PHASES = (Phase(0.85, 16, 256), Phase(1.0, 4, 1024))
-DRAFT_PHASES = (Phase(0.55, 8, 256), Phase(0.88, 8, 256, generated_rows=3), Phase(1.0, 2, 1024))
+DRAFT_PHASES = (Phase(0.5, 8, 256), Phase(0.95, 8, 256, generated_rows=4), Phase(1.0, 2, 1024))
 GENERATION_SHARE = 0.12  # of the draft's time goes into text that the target writes
 ARGMAX_WEIGHT = 0.3
 

@@ -147,29 +147,32 @@ def test_peer_amounts_go_down_and_stay_within_the_budget(budget: int) -> None:
     assert 64 * MIB <= amounts[-1] < amounts[0] < budget
 
 
-def test_peer_takes_the_largest_amount_that_survives(
+def test_peer_takes_the_fastest_amount_that_survives(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     amounts = list(candidates(GIB))
+    seconds = dict(zip(amounts, [0.0, 3.0, 1.0, 2.0], strict=True))
     calls: list[int] = []
 
     def fake(module: str, argv: list[str], limit: int | None) -> int:
         amount = int(argv[argv.index("--cpu-memory") + 1])
         calls.append(amount)
-        if amount > amounts[2]:
+        if amount == amounts[0]:
             return KILLED
-        Path(argv[argv.index("--output") + 1]).write_text('{"prompts": []}')
+        record = {"decode_seconds": seconds[amount], "decode_tokens": 3, "time_to_first_token": 1}
+        result = {"prompts": [record], "load_seconds": 1, "peak_rss_bytes": 1}
+        Path(argv[argv.index("--output") + 1]).write_text(json.dumps(result))
         return 0
 
     monkeypatch.setattr(peers, "run_child", fake)
     peer = AcceleratePeer(target, GIB, n_tokens=2, enforced=True)
     peer.run([Prompt("a", "x")])
     peer.run([Prompt("b", "y")])
-    assert calls == [*amounts[:3], amounts[2]]
-    assert [trial["exit_code"] for trial in peer.trials] == [KILLED, KILLED, 0, 0]
+    assert calls == [*amounts, amounts[2], amounts[2]]
+    assert [trial["tokens_per_second"] for trial in peer.trials] == [None, 1.0, 3.0, 1.5]
 
     monkeypatch.setattr(peers, "run_child", lambda *_: KILLED)
-    with pytest.raises(PeerError, match="killed at every setting"):
+    with pytest.raises(PeerError, match="killed at the limit"):
         AcceleratePeer(target, GIB, n_tokens=2, enforced=True).run([Prompt("a", "x")])
 
 
