@@ -144,14 +144,14 @@ class PlannedModels:
     draft_directory: Path | None
 
 
-def plan_run(**keywords: Any) -> RunPlan:
-    """The plan of `specdec.load` with the same keywords; loads no weights.
+def plan_run(model: str | Path, draft_model: str | Path | None = None, **options: Any) -> RunPlan:
+    """The plan of `specdec.load` with the same arguments; loads no weights.
 
     Raises BudgetExceeded, ModelNotFound, CheckpointError, UnsupportedModel.
     """
     from specdec.api import run_options
 
-    return plan_models(run_options(**keywords)).plan
+    return plan_models(run_options(model, draft_model, **options)).plan
 
 
 def plan_models(options: RunOptions) -> PlannedModels:

@@ -31,7 +31,8 @@ class PassCost:
 
     def free_rows(self) -> int:
         """Most rows whose arithmetic hides behind the reads (or within the slack)."""
-        allowed = max(self.read_seconds, _RESIDENT_SLACK * self.seconds(1))
+        one_row = self.row_free_seconds + self.seconds_per_row
+        allowed = max(self.read_seconds, _RESIDENT_SLACK * one_row)
         return max(1, int((allowed - self.row_free_seconds) / self.seconds_per_row))
 
 

@@ -1,0 +1,175 @@
+"""The Python API end to end: load, generate, stream, at budgets that force streaming."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_pair import save_model
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+import specdec
+from offload.budget import BudgetExceeded
+from offload.errors import SpecdecError
+from offload.units import MIB
+
+PROMPT = "def add(a, b):"
+WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}  # 50 MB in fp32
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("target"), seed=0, max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("draft"), seed=1, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def llm(target, draft):
+    with specdec.load(target, draft, ctx_size=256) as loaded:
+        yield loaded
+
+
+def test_stream_gives_the_text_of_generate(llm):
+    stream = llm.stream(PROMPT, max_tokens=20)
+    chunks = list(stream)
+    result = llm.generate(PROMPT, max_tokens=20)
+    assert "".join(chunk.text for chunk in chunks) == stream.result.text == result.text
+    assert sum((chunk.token_ids for chunk in chunks), ()) == result.token_ids
+    assert len(result.token_ids) == result.stats.generated_tokens == 20
+    assert result.finish_reason == "length"
+
+
+def test_greedy_is_what_transformers_generates(llm, target):
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    ids = llm.tokenizer.encode(PROMPT)
+    config = GenerationConfig(
+        max_new_tokens=24, do_sample=False, repetition_penalty=1.2, no_repeat_ngram_size=3
+    )
+    expected = model.generate(torch.tensor([ids]), generation_config=config, pad_token_id=0)
+    result = llm.generate(PROMPT, generation_config=config)
+    assert list(result.token_ids) == expected[0, len(ids) :].tolist()
+
+
+def test_every_stop_position_cuts_the_text_there(llm):
+    text = llm.generate(PROMPT, max_tokens=24).text
+    for start in range(1, 16):
+        stop = text[start : start + 2]
+        if len(stop) < 2 or "\ufffd" in text[: start + 2]:
+            continue
+        result = llm.generate(PROMPT, max_tokens=24, stop=[stop])
+        assert result.text == text[: text.index(stop)]
+        assert result.finish_reason == "stop"
+        assert result.stats.generated_tokens == len(result.token_ids)
+
+
+def test_logprobs_are_the_models_own(llm, target):
+    result = llm.generate(PROMPT, max_tokens=12, temperature=0.8, seed=1, logprobs=True)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    ids = llm.tokenizer.encode(PROMPT) + list(result.token_ids)
+    with torch.no_grad():
+        log_p = model(torch.tensor([ids])).logits[0].log_softmax(-1).numpy()
+    start = len(ids) - len(result.token_ids)
+    expected = [log_p[i - 1, ids[i]] for i in range(start, len(ids))]
+    assert np.abs(np.array(result.logprobs) - expected).max() < 1e-4
+
+
+def test_a_seed_gives_the_same_tokens_with_and_without_draft(llm):
+    for seed in range(5):
+        options = {"max_tokens": 24, "temperature": 1.0, "top_p": 0.9, "seed": seed}
+        plain = llm.generate(PROMPT, speculative=False, **options)
+        speculative = llm.generate(PROMPT, **options)
+        assert plain.token_ids == speculative.token_ids
+        assert plain.stats.drafted_tokens == 0 < speculative.stats.drafted_tokens
+
+
+def test_no_seed_means_another_one_each_time(llm):
+    texts = {llm.generate(PROMPT, max_tokens=16, temperature=1.5).token_ids for _ in range(4)}
+    assert len(texts) > 1
+
+
+def test_cancel_keeps_what_was_generated(llm):
+    stream = llm.stream(PROMPT, max_tokens=100)
+    first = next(stream)
+    stream.cancel()
+    assert stream.result.finish_reason == "cancelled"
+    assert stream.result.token_ids == first.token_ids
+    assert list(stream) == []
+    assert llm.generate(PROMPT, max_tokens=5).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [("", "empty"), ("x" * 300, "leaves no room"), ([5, 10_000], "outside the vocabulary")],
+)
+def test_bad_prompts(llm, prompt, problem):
+    with pytest.raises(SpecdecError, match=problem):
+        llm.generate(prompt)
+
+
+def test_unknown_option_is_named(llm):
+    with pytest.raises(SpecdecError, match="temprature"):
+        llm.generate(PROMPT, temprature=1.0)
+
+
+def test_a_full_context_ends_the_text(llm):
+    result = llm.generate("x" * 250, max_tokens=100)
+    assert result.finish_reason == "length"
+    assert len(result.token_ids) == 256 - 250
+
+
+def test_rejection_rule_end_to_end(target, draft):
+    with specdec.load(target, draft, ctx_size=256, acceptance="rejection") as llm:
+        options = {"max_tokens": 30, "temperature": 1.0, "seed": 3}
+        first, again = (llm.generate(PROMPT, **options) for _ in range(2))
+        assert first.token_ids == again.token_ids
+        greedy = llm.generate(PROMPT, max_tokens=30)
+        assert greedy.token_ids == llm.generate(PROMPT, max_tokens=30, speculative=False).token_ids
+
+
+def test_the_same_output_at_every_budget(tmp_path, draft):
+    """Streamed almost wholly, in part, and not at all: bit for bit the same plain logits."""
+    wide = save_model(tmp_path, seed=2, **WIDE)
+    options = {"ctx_size": 128, "num_draft_tokens": 8}
+    smallest = specdec.plan_run(wide, draft, memory_budget="8GiB", **options).smallest_budget_bytes
+    outputs, streamed = set(), []
+    for budget in (smallest + 12 * MIB, smallest + 32 * MIB, 8 << 30):
+        with specdec.load(wide, draft, memory_budget=budget, **options) as llm:
+            plain = llm.generate(PROMPT, max_tokens=16, speculative=False)
+            sampled = llm.generate(PROMPT, max_tokens=16, temperature=1.0, seed=4)
+            outputs.add((plain.token_ids, sampled.token_ids))
+            streamed.append(plain.stats.bytes_streamed)
+    assert len(outputs) == 1
+    assert streamed[0] > streamed[1] > streamed[2] == 0
+
+
+def test_a_budget_too_small_names_the_smallest(target, draft):
+    with pytest.raises(BudgetExceeded, match="smallest budget that works is") as caught:
+        specdec.load(target, draft, memory_budget="300MiB")
+    assert caught.value.smallest_budget_bytes > 300 * MIB
+
+
+def test_a_budget_above_the_machine_is_refused(target):
+    with pytest.raises(BudgetExceeded):
+        specdec.load(target, memory_budget="900TiB")
+
+
+def test_hub_ids_come_from_the_local_cache(target, tmp_path, monkeypatch):
+    """Laid out as huggingface_hub does: blobs, and a snapshot of links to them."""
+    repo = tmp_path / "models--someone--tiny"
+    snapshot = repo / "snapshots" / "abc123"
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("abc123")
+    for number, file in enumerate(sorted(target.iterdir())):
+        blob = repo / "blobs" / f"{number:040x}"
+        blob.write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{blob.name}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with specdec.load("someone/tiny", ctx_size=128) as llm:
+        assert len(llm.generate(PROMPT, max_tokens=3).token_ids) == 3
+    with pytest.raises(SpecdecError, match="someone/other is neither a directory nor"):
+        specdec.load("someone/other")

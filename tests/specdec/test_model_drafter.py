@@ -1,0 +1,93 @@
+"""The tree that a draft model grows, against its own probabilities worked out one by one."""
+
+import math
+
+import numpy as np
+import pytest
+
+from backends.torch_cpu import TorchBackend
+from specdec.acceptance import Acceptance
+from specdec.drafters.base import TreeLimits
+from specdec.drafters.model import ModelDrafter
+
+CONTEXT = [5, 17, 60, 33, 8]
+
+
+@pytest.fixture(scope="module")
+def backend(checkpoint_factory):
+    with TorchBackend.resident(checkpoint_factory("llama", seed=1)) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def drafter(backend):
+    made = ModelDrafter(backend, 96)
+    made.reset()
+    return made
+
+
+def log_probs(backend, tokens):
+    """log q of the next token after `tokens`, from a fresh prefill."""
+    committed = backend.n_committed
+    assert committed == 0
+    row = backend.prefill(tokens).astype(np.float64)
+    backend.rollback(0)
+    return row - np.logaddexp.reduce(row)
+
+
+def test_log_probs_are_the_drafts_own(backend, drafter):
+    tree = drafter.propose(CONTEXT, TreeLimits(24, 5, 4))
+    assert tree.n_drafted == 24
+    drafter.reset()
+    for node in range(1, len(tree)):
+        above = CONTEXT + list(tree.tokens_on_path(tree.parents[node]))
+        expected = log_probs(backend, above)[tree.token_ids[node]]
+        assert math.isclose(tree.log_probs[node], expected, abs_tol=1e-4)
+
+
+def test_it_is_the_best_tree_of_its_size(backend, drafter):
+    """With room for all beams, the nodes kept are the most probable of the full tree."""
+    tree = drafter.propose(CONTEXT, TreeLimits(10, 2, 96))
+    drafter.reset()
+    first = log_probs(backend, CONTEXT)
+    paths = {(t,): first[t] for t in range(96)}
+    for t in np.argsort(-first)[:12]:
+        second = log_probs(backend, [*CONTEXT, int(t)])
+        paths |= {(int(t), u): first[t] + second[u] for u in range(96)}
+    best = sorted(paths, key=lambda p: -paths[p])[:10]
+    assert {tree.tokens_on_path(i) for i in range(1, 11)} == set(best)
+
+
+def test_bounds(drafter):
+    tree = drafter.propose(CONTEXT, TreeLimits(30, 3, 2))
+    assert max(tree.depths) <= 3
+    assert all(len(tree.children(i)) <= 2 for i in range(len(tree)))
+    drafter.reset()
+    assert drafter.propose(CONTEXT, TreeLimits(0, 3, 2)).n_drafted == 0
+    assert drafter.propose(CONTEXT, TreeLimits(5, 0, 2)).n_drafted == 0
+
+
+def test_accepted_nodes_keep_their_kv(backend, drafter):
+    """After a round only what the draft never ran is computed, and the next tree is the same."""
+    tree = drafter.propose(CONTEXT, TreeLimits(24, 6, 2))
+    deepest = max(range(len(tree)), key=lambda i: tree.depths[i])
+    path = tree.path(deepest)
+    drafter.observe(Acceptance(path, 50, is_bonus=True), tree)
+    # The prompt, the pending token and the accepted nodes; the last may never have been run.
+    assert len(CONTEXT) + len(path) - 2 <= backend.n_committed <= len(CONTEXT) + len(path) - 1
+    context = [*CONTEXT, *tree.tokens_on_path(deepest), 50]
+    continued = drafter.propose(context, TreeLimits(24, 6, 2))
+    assert backend.n_committed == len(context)
+    drafter.reset()
+    fresh = drafter.propose(context, TreeLimits(24, 6, 2))
+    assert continued.token_ids == fresh.token_ids
+    assert np.allclose(continued.log_probs, fresh.log_probs, atol=1e-4)
+
+
+def test_accepted_tokens_of_another_drafter(backend, drafter):
+    """Where another drafter's branch was accepted, only the common part is kept."""
+    tree = drafter.propose(CONTEXT, TreeLimits(24, 6, 2))
+    missing = next(t for t in range(96) if t not in tree.children(0))
+    foreign = tree.add(0, missing, -0.5, "ngram")
+    drafter.observe(Acceptance((0, foreign), 7, is_bonus=True), tree)
+    assert backend.n_committed == len(CONTEXT)
