@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import tempfile
 import time
@@ -42,6 +43,7 @@ def load_offloaded(model_dir: Path, cpu_memory_bytes: int, offload_dir: str) -> 
     """The model with as many layers in memory as `cpu_memory_bytes` allows, the rest on disk."""
     from transformers import AutoModelForCausalLM
 
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # says that weights are on disk
     return AutoModelForCausalLM.from_pretrained(
         model_dir,
         dtype="auto",

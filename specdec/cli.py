@@ -25,7 +25,10 @@ app.command("chat")(cli_run.chat)
 app.command("plan")(cli_info.plan)
 app.command("check")(cli_info.check)
 app.command("profile")(cli_info.profile)
-app.command("demo", context_settings={"ignore_unknown_options": True})(cli_info.demo)
+# Its options are those of `specdec-bench demo`, the help included.
+app.command("demo", context_settings={"ignore_unknown_options": True, "help_option_names": []})(
+    cli_info.demo
+)
 
 
 def _print_version(wanted: bool) -> None:

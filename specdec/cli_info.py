@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from dataclasses import asdict
 from datetime import datetime
@@ -12,7 +12,7 @@ import typer
 
 from offload.units import format_bytes
 from specdec import cli_options as options
-from specdec.cli_output import say, write_json, write_text
+from specdec.cli_output import write_json, write_text
 from specdec.enforce import child_environment
 
 RequiredDraft = Annotated[
@@ -83,10 +83,8 @@ def profile(
 
 def demo(arguments: DemoArguments = None) -> None:
     """Grow a target to twice its budget and run it, plain against speculative."""
-    # The demo belongs to the benchmark, which uses this package and not the other way round.
+    # The demo belongs to the benchmark, which uses this package and not the other way round. It
+    # takes this process over, so that Ctrl-C reaches it and it alone cleans up.
     command = [sys.executable, "-m", "bench", "demo", *(arguments or ())]
-    try:
-        raise typer.Exit(subprocess.call(command, env=child_environment()))
-    except OSError as error:
-        say(f"cannot start {command[0]}: {error.strerror}")
-        raise typer.Exit(2) from None
+    sys.stdout.flush()
+    os.execve(sys.executable, command, child_environment())
