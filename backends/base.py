@@ -97,8 +97,8 @@ class Backend(ABC):
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
         """Make the KV of `path` (a chain of live nodes from the prefix down) part of the prefix.
 
-        The subtrees rooted at the nodes in `keep`, which must lie below the path's end, stay
-        live; every other node is dropped. Nothing is recomputed.
+        The subtrees rooted at the nodes in `keep`, children of the path's end, stay live; every
+        other node is dropped. Nothing is recomputed.
         """
 
     @abstractmethod

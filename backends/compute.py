@@ -23,15 +23,6 @@ class ComputeProfile:
     seconds_per_byte: float
     seconds_per_byte_row: float
 
-    def seconds(self, n_bytes: int, n_rows: int) -> float:
-        """Time to multiply `n_rows` rows with `n_bytes` of weights."""
-        return n_bytes * (self.seconds_per_byte + self.seconds_per_byte_row * n_rows)
-
-    def free_rows(self, n_bytes: int, seconds: float) -> int:
-        """Most rows whose multiplication with `n_bytes` of weights takes at most `seconds`."""
-        spare = seconds / n_bytes - self.seconds_per_byte
-        return max(1, int(spare / self.seconds_per_byte_row))
-
 
 def measure_compute(dtype: torch.dtype) -> ComputeProfile:
     """Time a linear layer with 1 and 64 rows, over weights larger than the caches."""

@@ -7,8 +7,9 @@ run is refused by name, before anything is allocated.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ from offload.plan import LayerWeights
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+# Their attention masks or biases go by the row in the cache, which for the nodes of a tree is not
+# their position.
+POSITION_BY_ROW = {"gpt_neo", "mpt"}
 _MIXTURE = re.compile(r"Experts|MoE$|Moe$|MoeBlock|Router")
 # Their factors change with the longest position of a pass, so a token's logits would depend on
 # what else is verified with it; below the original length they do not.
@@ -72,6 +76,15 @@ class HfModel:
     def max_context(self) -> int:
         return context_limit(self.config)
 
+    @property
+    def converted_bytes(self) -> int:
+        """Memory of tensors that cannot be used where they lie: of another dtype or misaligned.
+
+        Those outside the layers are copied once, a layer's for the time of its forward.
+        """
+        layers = (converted_bytes((b.record for b in x), self.dtype) for x in self.layer_tensors)
+        return converted_bytes(self.outer_records, self.dtype) + max(layers, default=0)
+
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full attention."""
         types = getattr(self.config, "layer_types", None)
@@ -82,6 +95,17 @@ class HfModel:
     @property
     def kv_bytes_per_token(self) -> int:
         return kv_values_per_token(self.config) * self.dtype.itemsize
+
+
+def is_view(record: TensorRecord, dtype: torch.dtype) -> bool:
+    """Whether a tensor of `dtype` can be a view of the record's bytes as they lie in the file."""
+    stored = TORCH_DTYPES.get(record.dtype)
+    return stored == dtype and record.offset % dtype.itemsize == 0
+
+
+def converted_bytes(records: Iterable[TensorRecord], dtype: torch.dtype) -> int:
+    """Bytes of the copies that these tensors need."""
+    return sum(math.prod(r.shape) * dtype.itemsize for r in records if not is_view(r, dtype))
 
 
 def load_config(directory: Path) -> PreTrainedConfig:
@@ -106,8 +130,12 @@ def _refuse_config(config: PreTrainedConfig) -> None:
     if getattr(config, "quantization_config", None):
         raise UnsupportedModel(
             f"{kind} checkpoint is quantised by a library that cannot stream: "
-            "use a bf16, fp16 or fp32 checkpoint, or a GGUF file"
+            "use its bf16, fp16 or fp32 checkpoint"
         )
+    if not getattr(config, "num_hidden_layers", 0):
+        raise CheckpointError(f"the {kind} config has no layers")
+    if kind in POSITION_BY_ROW:
+        raise UnsupportedModel(f"{kind} is not supported: it takes a row's place for its position")
     other = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
     if other:
         raise UnsupportedModel(f"{kind} has {', '.join(sorted(other))} layers: no KV rollback")
@@ -165,10 +193,16 @@ def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     softcap = getattr(config, "attn_logit_softcapping", None)
     attention = "sdpa" if architecture._supports_sdpa and not softcap else "eager"
-    with _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention
-        ).eval()
+    try:
+        with _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention
+            ).eval()
+    except Exception as error:  # sizes that contradict each other fail anywhere in the model
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"no {config.model_type} model can be built from the config: {reason}"
+        ) from error
     for name, module in model.named_modules():
         if _MIXTURE.search(type(module).__name__):
             raise UnsupportedModel(

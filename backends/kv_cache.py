@@ -7,11 +7,13 @@ length as well: the mask applies the window, so a rollback never needs what was 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from backends.base import BackendError
 from backends.node_table import NodeTable
 
 BLOCK_ROWS = 256
@@ -25,6 +27,8 @@ class TreeCacheLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.n_rows = 0
+        self.n_expected = 0
+        """Rows to make room for at the next growth, so that a long prompt grows it once."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take the head counts, widths and dtype from the first states; hold no rows yet."""
@@ -79,7 +83,7 @@ class TreeCacheLayer(CacheLayerMixin):
             return
         assert self.keys is not None
         assert self.values is not None
-        capacity = -(-n_rows // BLOCK_ROWS) * BLOCK_ROWS
+        capacity = -(-max(n_rows, self.n_expected) // BLOCK_ROWS) * BLOCK_ROWS
         self.keys = self._regrown(self.keys, capacity)
         self.values = self._regrown(self.values, capacity)
 
@@ -104,17 +108,26 @@ class TreeCache(Cache):
         """Register nodes below `parents`, whose rows the next forward appends; return ids."""
         return self.table.add(parents)
 
+    def expect(self, n_rows: int) -> None:
+        """The next forward will bring the cache to `n_rows` rows."""
+        for layer in self.layers:
+            layer.n_expected = n_rows
+
     def commit_prefill(self, n_tokens: int) -> None:
         """Count the n_tokens rows that a forward appended to the bare prefix as committed."""
         self.table.n_committed += n_tokens
         self.check_integrity()
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
+        """Raises BackendError, and changes nothing, when `path` is no chain from the prefix."""
         prefix = self.table.n_committed
-        self._select(prefix, self.table.commit(path, keep))
+        with self._falling_back_to(prefix):
+            self._select(prefix, self.table.commit(path, keep))
 
     def prune(self, nodes: Collection[int]) -> None:
-        self._select(self.table.n_committed, self.table.prune(nodes))
+        prefix = self.table.n_committed
+        with self._falling_back_to(prefix):
+            self._select(prefix, self.table.prune(nodes))
 
     def rollback(self, length: int) -> None:
         self.table.rollback(length)
@@ -124,6 +137,13 @@ class TreeCache(Cache):
         """Drop every live node, and rows that a broken forward left in some layers only."""
         self.table.drop_live()
         self._truncate()
+
+    def free(self) -> None:
+        """Give the memory back; the cache is empty afterwards."""
+        self.table = NodeTable()
+        for layer in self.layers:
+            layer.keys = layer.values = None
+            layer.is_initialized, layer.n_rows = False, 0
 
     def check_integrity(self) -> None:
         """Every layer holds exactly the rows that the table knows."""
@@ -146,12 +166,20 @@ class TreeCache(Cache):
         if order == list(range(len(order))):  # rows already lie where they belong
             self._truncate()
             return
+        for layer in self.layers:
+            index = torch.tensor(order, dtype=torch.long, device=layer.device)
+            layer.select(prefix, index)
+
+    @contextmanager
+    def _falling_back_to(self, prefix: int) -> Iterator[None]:
+        """After Ctrl-C between two layers: the rows below `prefix` were never touched."""
         try:
-            for layer in self.layers:
-                index = torch.tensor(order, dtype=torch.long, device=layer.device)
-                layer.select(prefix, index)
-        except BaseException:  # Ctrl-C between two layers: what lies below `prefix` is untouched
-            self.rollback(prefix)
+            yield
+        except BackendError:
+            raise  # a refusal, before anything moved
+        except BaseException:
+            self.table.n_committed = prefix
+            self.abort()
             raise
 
     def _truncate(self) -> None:

@@ -17,8 +17,10 @@ from torch import nn
 from backends.hf_model import TORCH_DTYPES, BoundTensor
 from backends.masks import PassLayout, additive_mask, alibi_bias
 from offload.index import TensorRecord
+from offload.units import MIB
 
 Tensors = Any  # Mapping[str, memoryview]
+MAX_MASK_BYTES = 16 * MIB
 OpenLayer = Callable[[int], AbstractContextManager[Tensors]]
 
 
@@ -42,10 +44,13 @@ class PassState:
         """Additive mask [1, 1, end - start, keys]; kept while all layers use the same one."""
         key = (start, end, window)
         if key not in self._masks:
-            if self.layout.n_new > self.chunk_rows:
-                self._masks.clear()  # one chunk's mask at a time
+            if self._n_kept_bytes() > MAX_MASK_BYTES:
+                self._masks.clear()  # a long prompt: made anew for every layer
             self._masks[key] = additive_mask(self.layout, start, end, window, self._dtype)
         return self._masks[key]
+
+    def _n_kept_bytes(self) -> int:
+        return sum(mask.nbytes for mask in self._masks.values())
 
     def alibi(self, end: int) -> torch.Tensor | None:
         if self._slopes is None:
@@ -64,6 +69,7 @@ class LayerRunner:
         open_layer: OpenLayer,
         window: int | None,
         dtype: torch.dtype,
+        is_resident: bool,
     ) -> None:
         self._index = index
         self._forward = module.forward
@@ -71,16 +77,31 @@ class LayerRunner:
         self._open_layer = open_layer
         self._window = window
         self._dtype = dtype
+        self._module = module
+        self._is_resident = is_resident
+        self._is_bound = False
         self.state: PassState | None = None
         module.forward = self
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with self._open_layer(self._index) as tensors:
-            bind(self._tensors, tensors, self._dtype)
+            if not self._is_bound:
+                bind(self._tensors, tensors, self._dtype)
+                self._is_bound = True
             try:
                 return self._in_chunks(hidden_states, args, kwargs)
             finally:
-                unbind(self._tensors)
+                if not self._is_resident:  # the slot will hold another layer
+                    self._unbind()
+
+    def detach(self) -> None:
+        """Give the module its own forward back and let go of the weights."""
+        self._unbind()
+        del self._module.forward
+
+    def _unbind(self) -> None:
+        unbind(self._tensors)
+        self._is_bound = False
 
     def _in_chunks(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: Any) -> Any:
         assert self.state is not None, "the backend sets the state before a forward"
@@ -109,10 +130,12 @@ class LayerRunner:
 
 def bind(bound: Sequence[BoundTensor], tensors: Tensors, dtype: torch.dtype) -> None:
     """Let the modules' parameters be views of `tensors` (raw bytes by tensor name)."""
+    made: dict[str, torch.Tensor] = {}  # a tied tensor serves in several places
     for item in bound:
-        item.module._parameters[item.attribute] = as_tensor(
-            tensors[item.record.name], item.record, dtype
-        )
+        name = item.record.name
+        if name not in made:
+            made[name] = as_tensor(tensors[name], item.record, dtype)
+        item.module._parameters[item.attribute] = made[name]  # type: ignore[assignment]
 
 
 def unbind(bound: Sequence[BoundTensor]) -> None:

@@ -65,8 +65,11 @@ class CausalLayout(PassLayout):
         super().__init__(prefix, positions, np.empty((n_new, 0), dtype=bool))
 
     def allowed(self, start: int, end: int, window: int | None) -> np.ndarray:
-        distance = self.new_positions[start:end, None] - self.key_positions(end)[None, :]
-        return (distance >= 0) & (distance < (window or distance.max() + 1))
+        shape, diagonal = (end - start, self.prefix + end), self.prefix + start
+        allowed = np.tri(*shape, k=diagonal, dtype=bool)
+        if window is not None:
+            allowed &= ~np.tri(*shape, k=diagonal - window, dtype=bool)
+        return allowed
 
 
 def additive_mask(

@@ -128,8 +128,7 @@ class NodeTable:
             above = node
 
     def _subtrees(self, roots: Collection[int], rows: dict[int, int], below: int) -> list[int]:
-        """Rows of the subtrees at `roots`, in row order; each root must be a child of `below`'s
-        subtree, and everything between must be kept as well."""
+        """Rows of the subtrees at `roots`, which must be children of `below`, in row order."""
         for node in roots:
             self._require(node, rows)
             if self._parents[rows[node]] != below:

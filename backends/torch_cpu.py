@@ -17,7 +17,7 @@ import torch
 from backends.base import Backend, ContextFull, StreamUse
 from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import TreeCache
-from backends.layer_runner import LayerRunner, PassState, bind
+from backends.layer_runner import MAX_MASK_BYTES, LayerRunner, PassState, bind, unbind
 from backends.masks import CausalLayout, PassLayout
 from offload.plan import LayerWeights
 from offload.reading import DEFAULT_N_READERS
@@ -51,11 +51,20 @@ class TorchBackend(Backend):
         self._streamer = WeightStreamer(
             layers, n_slots, n_readers=n_readers or DEFAULT_N_READERS, progress=progress
         )
+        self._is_closed = False
         self._slopes = _alibi_slopes(model)
         self._runners = [
-            LayerRunner(i, module, tensors, self._streamer.layer, model.window(i), model.dtype)
-            for i, (module, tensors) in enumerate(
-                zip(model.layers, model.layer_tensors, strict=True)
+            LayerRunner(
+                i,
+                module,
+                tensors,
+                self._streamer.layer,
+                model.window(i),
+                model.dtype,
+                is_resident=not weights.layout.extents,
+            )
+            for i, (module, tensors, weights) in enumerate(
+                zip(model.layers, model.layer_tensors, layers, strict=True)
             )
         ]
 
@@ -100,6 +109,7 @@ class TorchBackend(Backend):
         self._cache.abort()
         self._check_room(len(token_ids), len(token_ids))
         layout = CausalLayout(self.n_committed, len(token_ids))
+        self._cache.expect(self.n_committed + len(token_ids))
         with self._repaired_on_error():
             logits = self._forward(token_ids, layout, [len(token_ids) - 1])
             self._cache.commit_prefill(len(token_ids))
@@ -131,6 +141,12 @@ class TorchBackend(Backend):
 
     def close(self) -> None:
         self._streamer.close()
+        if not self._is_closed:
+            self._is_closed = True
+            for runner in self._runners:
+                runner.detach()
+            unbind(self._model.outer_tensors)
+            self._cache.free()
         self._outer.close()
 
     def _forward(
@@ -195,6 +211,7 @@ def activation_bytes(model: HfModel, ctx_size: int, max_rows: int) -> int:
     prompt = 3 * ctx_size * config.hidden_size * itemsize
     chunk = rows * (8 * config.hidden_size + 3 * feed_forward) * itemsize
     attention = 2 * ctx_size * heads * head_dim * itemsize + 2 * rows * ctx_size * itemsize
+    attention += min(MAX_MASK_BYTES, ctx_size * ctx_size * itemsize)  # masks kept for all layers
     if config._attn_implementation == "eager":
         attention += 3 * heads * rows * ctx_size * 4  # scores, float32 softmax, probabilities
     logits = max_rows * model.vocab_size * (itemsize + 2 * 4)

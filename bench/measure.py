@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from bench.near_ties import examine
 from bench.workloads import Prompt
 from offload.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
 from offload.units import parse_bytes
@@ -81,8 +82,13 @@ def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
         llm = load(**_without_probe(spec.load), progress=progress)
     with llm:
         records = _measure_all(llm, spec, out)
+        near_ties = [] if spec.sampling.get("temperature") else _near_ties(llm, spec, records)
         plan = llm.plan.to_dict()
-    return {"records": [asdict(record) for record in records], "plan": plan}
+    return {
+        "records": [asdict(record) for record in records],
+        "near_ties": near_ties,
+        "plan": plan,
+    }
 
 
 def _without_probe(load: dict[str, Any]) -> dict[str, Any]:
@@ -106,6 +112,23 @@ def _measure_all(llm: LLM, spec: MeasureSpec, out: TextIO) -> list[Record]:
         records += pair
         _report(out, pair, index + 1, len(spec.prompts), time.monotonic() - started)
     return records
+
+
+def _near_ties(
+    llm: LLM, spec: MeasureSpec, records: Sequence[Record]
+) -> list[dict[str, Any]]:
+    """For every prompt whose two greedy decodings differ: was it a near tie?"""
+    found = []
+    for prompt in spec.prompts:
+        plain, speculative = (
+            next(r.token_ids for r in records if (r.prompt, r.mode) == (prompt.name, mode))
+            for mode in MODES
+        )
+        tie = examine(llm.target, llm.tokenizer.encode(prompt.text), plain, speculative)
+        if tie is not None:
+            values = {**asdict(tie), "explained": tie.is_explained}
+            found.append({"prompt": prompt.name, **values})
+    return found
 
 
 def _measure_one(

@@ -75,6 +75,7 @@ def build_report(run: SpeedupRun, measured: dict[str, Any]) -> dict[str, Any]:
         "speedup": _ratio(*speeds),
         "storage_roofline_fraction": report.roofline_fraction(plain, bytes_per_pass),
         **report.compare_tokens(plain, speculative),
+        "near_ties": measured["near_ties"],
         "storage_bytes_per_second": report.mean_bandwidth(records),
         "bytes_per_pass": bytes_per_pass,
         "model": run.load["model"],

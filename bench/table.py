@@ -78,6 +78,14 @@ def _verdict(report: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"tokens equal      {report['token_match']:.1%} ({equal} of {n_prompts} prompts wholly)"
     )
+    ties = {tie["prompt"]: tie for tie in report["near_ties"]}
     for prompt, position in report["first_mismatches"].items():
-        lines.append(f"  first difference of {prompt} at token {position}")
+        lines.append(f"  {prompt} differs from token {position} on{_explain(ties.get(prompt))}")
     return lines
+
+
+def _explain(tie: Mapping[str, Any] | None) -> str:
+    if tie is None:
+        return ""
+    verdict = "a near tie" if tie["explained"] else "NOT a near tie"
+    return f": {verdict}, logits {tie['gap']:.3g} apart, drift between passes {tie['drift']:.3g}"

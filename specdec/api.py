@@ -17,14 +17,13 @@ from typing_extensions import Self
 
 from backends.base import Backend
 from offload.errors import SpecdecError
-from specdec.compat import Vocabulary, compare_vocabularies
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.drafters.base import Drafter
 from specdec.drafters.ngram import NgramDrafter
 from specdec.generation import GenerationResult, GenerationStream, StreamChunk
-from specdec.planning import PlannedModels, RunOptions, RunPlan, plan_models
+from specdec.options import RunOptions, run_options
+from specdec.planning import ModelFiles, PlannedModels, RunPlan, plan_models
 from specdec.policy import DraftPolicy
-from specdec.text import Tokenizer
 
 __all__ = ["LLM", "GenerationResult", "StreamChunk", "load"]
 
@@ -34,42 +33,6 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 class PromptError(SpecdecError):
     """A prompt cannot be run."""
-
-
-def run_options(
-    model: str | Path,
-    draft_model: str | Path | None = None,
-    *,
-    memory_budget: str | int = "auto",
-    ctx_size: int | None = None,
-    spec_type: str | Sequence[str] | None = None,
-    num_draft_tokens: int | None = None,
-    tree_width: int | None = None,
-    draft_depth: int | None = None,
-    acceptance: str = "match",
-    threads: int | None = None,
-    prefetch_depth: int | None = None,
-    io_threads: int | None = None,
-) -> RunOptions:
-    """Validate the keywords of `load` together."""
-    if spec_type is None:
-        spec_type = ("draft", "ngram") if draft_model is not None else ("ngram",)
-    spec = SpecConfig(spec_type, num_draft_tokens, tree_width, draft_depth, acceptance)  # type: ignore[arg-type]
-    if "draft" in spec.spec_type and draft_model is None:
-        raise SpecdecError("spec_type has 'draft' but no draft model was named: use -md")
-    for name, value in (
-        ("ctx_size", ctx_size),
-        ("threads", threads),
-        ("prefetch_depth", prefetch_depth),
-        ("io_threads", io_threads),
-    ):
-        if value is not None and value < 1:
-            raise SpecdecError(f"{name} is {value}, must be at least 1")
-    if "draft" not in spec.spec_type:
-        draft_model = None  # not loaded where it would not be used
-    return RunOptions(
-        model, draft_model, memory_budget, ctx_size, threads, prefetch_depth, io_threads, spec
-    )
 
 
 def load(
@@ -101,20 +64,19 @@ def load(
 
 
 class LLM:
-    """A loaded target with its draft. One generation at a time; not thread-safe."""
+    """A loaded target with its draft. Not thread-safe.
+
+    One generation runs at a time: starting another one cancels a stream that was left half read.
+    """
 
     def __init__(self, options: RunOptions, progress: Any = None) -> None:
-        import torch
-
-        if options.threads is not None:
-            torch.set_num_threads(options.threads)
         self._options = options
+        self._running: GenerationStream | None = None
         with ExitStack() as stack:  # whatever was opened is closed when a later part fails
             planned = plan_models(options)
             self.plan: RunPlan = planned.plan
-            self.tokenizer = Tokenizer.from_pretrained(planned.target_directory)
-            self.eos_token_ids = _eos_token_ids(planned, self.tokenizer)
-            self._require_same_vocabulary(planned)
+            self.tokenizer = planned.target.tokenizer
+            self.eos_token_ids = _eos_token_ids(planned.target)
             self.target: Backend = stack.enter_context(self._load_target(planned, progress))
             self.draft: Backend | None = None
             if planned.draft is not None:
@@ -186,6 +148,12 @@ class LLM:
 
     # --- parts -----------------------------------------------------------------------------
 
+    def begin(self, stream: GenerationStream) -> None:
+        """`stream` starts to use the models; whatever else used them is over."""
+        if self._running is not None and self._running is not stream:
+            self._running.cancel()
+        self._running = stream
+
     def policy(self, spec: SpecConfig) -> DraftPolicy:
         return DraftPolicy(spec, self.plan.pass_cost, self.max_context)
 
@@ -215,21 +183,12 @@ class LLM:
                 raise PromptError(f"token id {token} is outside the vocabulary")
         return [int(token) for token in ids]
 
-    def _require_same_vocabulary(self, planned: PlannedModels) -> None:
-        if planned.draft is None or planned.draft_directory is None:
-            return
-        draft_tokenizer = Tokenizer.from_pretrained(planned.draft_directory)
-        compare_vocabularies(
-            Vocabulary.from_tokenizer(self.tokenizer.hf_tokenizer, planned.target.vocab_size),
-            Vocabulary.from_tokenizer(draft_tokenizer.hf_tokenizer, planned.draft.vocab_size),
-        ).require_compatible()
-
     def _load_target(self, planned: PlannedModels, progress: Any) -> Backend:
         from backends.torch_cpu import TorchBackend
 
         residency = planned.plan.residency
         return TorchBackend(
-            planned.target,
+            planned.target.skeleton,
             residency.layers,
             residency.n_slots,
             max_context=planned.plan.ctx_size,
@@ -241,28 +200,30 @@ class LLM:
         from backends.torch_cpu import TorchBackend
 
         assert planned.draft is not None
-        return TorchBackend.held_in_memory(planned.draft, max_context=planned.plan.ctx_size)
+        return TorchBackend.held_in_memory(
+            planned.draft.skeleton, max_context=planned.plan.ctx_size
+        )
 
 
 def _sampling_params(
     sampling: SamplingParams | None, generation_config: Any, overrides: Mapping[str, Any]
 ) -> SamplingParams:
     if sampling is not None and generation_config is not None:
-        raise SpecdecError("give either sampling or generation_config, not both")
+        raise ConfigError("give either sampling or generation_config, not both")
     if generation_config is not None:
         sampling = SamplingParams.from_generation_config(generation_config)
     return (sampling or SamplingParams()).replace(**overrides)
 
 
-def _eos_token_ids(planned: PlannedModels, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _eos_token_ids(model: ModelFiles) -> tuple[int, ...]:
     """End-of-sequence ids: generation_config.json's, else the model's, else the tokenizer's."""
     from transformers import GenerationConfig
 
     eos: Any = None
-    if (planned.target_directory / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(planned.target_directory).eos_token_id
+    if (model.directory / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(model.directory).eos_token_id
     if eos is None:
-        eos = planned.target.config.eos_token_id
+        eos = model.skeleton.config.eos_token_id
     if eos is None:
-        return tokenizer.eos_token_ids
+        return model.tokenizer.eos_token_ids
     return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)

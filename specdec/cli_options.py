@@ -62,7 +62,7 @@ CtxSize = Annotated[
         min=1,
         help="Longest sequence in tokens, prompt included.",
         rich_help_panel=_MEMORY,
-        show_default="the model's, as far as it fits",
+        show_default="2048, or less where the model has less",
     ),
 ]
 Enforce = Annotated[

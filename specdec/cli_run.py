@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from offload.errors import SpecdecError
 from specdec import cli_options as options
 from specdec.cli_output import loading_progress, perf_line, say, write_json, write_text
 from specdec.enforce import enforced_bytes, run_enforced
@@ -75,6 +76,9 @@ def chat(
                 messages.pop()
                 write_text("\n")
                 say("stopped; Ctrl-D ends")
+            except SpecdecError as error:  # such as a full context: the conversation goes on
+                messages.pop()
+                say(f"error: {error}")
             else:
                 messages.append({"role": "assistant", "content": answer})
 

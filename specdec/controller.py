@@ -125,4 +125,5 @@ class Controller:
         if self._wants_logprobs:
             for row, token in zip(rows, tokens, strict=True):
                 real = row[: self._sampler.n_tokens].astype(np.float64)
-                self.logprobs.append(float(real[token] - np.logaddexp.reduce(real)))
+                peak = real.max()
+                self.logprobs.append(float(real[token] - peak - np.log(np.exp(real - peak).sum())))

@@ -73,15 +73,16 @@ class GenerationStream:
             prompt_length=len(prompt_ids),
             logits_processors=processors,
         )
+        self._spec = llm.spec if speculative else _PLAIN
         self._recorder = StatsRecorder(prompt_tokens=len(prompt_ids))
-        self._controller = self._make_controller(llm.spec if speculative else _PLAIN)
+        self._logprobs: list[float] = []
         self._text = TextStream(llm.tokenizer, prompt_ids=prompt_ids, stop=params.stop)
         room = llm.max_context - len(prompt_ids)
         self._limit = max(1, min(params.token_limit(len(prompt_ids)), room))
         self._token_ids: list[int] = []
         self._pieces: list[str] = []
         self._finish_reason = "cancelled"
-        self._use_before = llm.target.stream_use
+        self._use_before = llm.target.stream_use  # of bytes and stalls
         self._stats: GenerationStats | None = None
         self._chunks = self._run()
 
@@ -99,7 +100,7 @@ class GenerationStream:
     @property
     def result(self) -> GenerationResult:
         """The text so far; complete once the iterator is exhausted."""
-        logprobs = tuple(self._controller.logprobs[: len(self._token_ids)])
+        logprobs = tuple(self._logprobs[: len(self._token_ids)])
         return GenerationResult(
             text="".join(self._pieces),
             token_ids=tuple(self._token_ids),
@@ -110,10 +111,15 @@ class GenerationStream:
 
     def _run(self) -> Generator[StreamChunk, None, None]:
         try:
+            self._llm.begin(self)
             self._llm.target.rollback(0)
-            yield self._take((self._controller.start(self._prompt_ids),))
+            # The request begins with the first chunk asked for, not when the stream was made.
+            self._recorder = StatsRecorder(prompt_tokens=len(self._prompt_ids))
+            controller = self._make_controller(self._spec)
+            self._logprobs = controller.logprobs
+            yield self._take((controller.start(self._prompt_ids),))
             while self._finish_reason == "cancelled":
-                tree, acceptance, tokens = self._controller.step(self._limit - len(self._token_ids))
+                tree, acceptance, tokens = controller.step(self._limit - len(self._token_ids))
                 chunk = self._take(tokens)
                 self._recorder.record_round(tree, acceptance, n_emitted=len(chunk.token_ids))
                 yield chunk

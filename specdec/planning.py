@@ -3,17 +3,20 @@
 The budget is the whole process's. From it come off, in this order: what the process takes already
 (measured), headroom for what libraries allocate, the draft, the target's embeddings and head, the
 KV caches and the activations. What is left holds decoder layers: a ring of slots through which they
-stream, and as many pinned ones as fit.
+stream, and as many pinned tensors as fit.
 """
 
 from __future__ import annotations
 
 import gc
+import mmap
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from backends.compute import ComputeProfile, measure_compute
+import psutil
+
+from backends.compute import measure_compute
 from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import BLOCK_ROWS
 from backends.torch_cpu import activation_bytes
@@ -23,40 +26,40 @@ from offload.plan import ResidencyPlan, plan_residency
 from offload.profile import measure_storage
 from offload.reading import resident_footprint
 from offload.units import MIB, format_bytes, parse_bytes
-from specdec.config import SpecConfig
+from specdec.compat import Vocabulary, compare_vocabularies
+from specdec.config import ConfigError
+from specdec.drafters.model import MAX_BEAMS
 from specdec.models import resolve_model
-from specdec.policy import MAX_AUTO_NODES, DraftPolicy, PassCost
-
-if TYPE_CHECKING:
-    from offload.profile import DeviceProfile
+from specdec.options import RunOptions, run_options
+from specdec.policy import DraftPolicy, PassCost
+from specdec.text import Tokenizer
 
 DEFAULT_CTX_SIZE = 2048
 HEADROOM_BYTES = 192 * MIB
-"""Scratch of matrix products, tokenizer, thread stacks, allocator slack: docs/memory.md."""
+"""Scratch of matrix products, thread stacks, allocator slack: docs/memory.md."""
 ASSUMED_TOKENS_PER_PASS = 3.5
 """For predictions only: what a decent draft reaches before anything is measured."""
+_SMALLEST_STEP_BYTES = 16 * MIB
+"""The smallest budget is rounded up to this, since the base differs a little between processes."""
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """What a run is loaded with; the keywords of `specdec.load`."""
+class ModelFiles:
+    """A model before its weights: where it lies, its modules, its tokenizer."""
 
-    model: str | Path
-    draft_model: str | Path | None = None
-    memory_budget: str | int = "auto"
-    ctx_size: int | None = None
-    threads: int | None = None
-    prefetch_depth: int | None = None
-    io_threads: int | None = None
-    spec: SpecConfig = SpecConfig()
+    directory: Path
+    skeleton: HfModel
+    tokenizer: Tokenizer
+
+    @classmethod
+    def open(cls, name: str | Path) -> ModelFiles:
+        directory = resolve_model(name)
+        skeleton = load_hf_model(directory)
+        return cls(directory, skeleton, Tokenizer.from_pretrained(directory))
 
     @property
-    def max_nodes(self) -> int:
-        """Most rows that a pass may have."""
-        if not self.spec.spec_type:
-            return 1
-        n_drafted = self.spec.num_draft_tokens
-        return 1 + (MAX_AUTO_NODES if n_drafted is None else n_drafted)
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary.from_tokenizer(self.tokenizer.hf_tokenizer, self.skeleton.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -138,109 +141,126 @@ class PlannedModels:
     """A plan, and the models (without weights) that it was made for."""
 
     plan: RunPlan
-    target: HfModel
-    target_directory: Path
-    draft: HfModel | None
-    draft_directory: Path | None
+    target: ModelFiles
+    draft: ModelFiles | None
 
 
-def plan_run(model: str | Path, draft_model: str | Path | None = None, **options: Any) -> RunPlan:
+def plan_run(
+    model: str | Path, draft_model: str | Path | None = None, **options: Any
+) -> RunPlan:
     """The plan of `specdec.load` with the same arguments; loads no weights.
 
-    Raises BudgetExceeded, ModelNotFound, CheckpointError, UnsupportedModel.
+    Raises BudgetExceeded, ModelNotFound, CheckpointError, UnsupportedModel, VocabularyMismatch.
     """
-    from specdec.api import run_options
-
     return plan_models(run_options(model, draft_model, **options)).plan
 
 
 def plan_models(options: RunOptions) -> PlannedModels:
     """Read the models' headers, measure the machine, and divide the budget."""
-    directory = resolve_model(options.model)
-    draft_directory = None if options.draft_model is None else resolve_model(options.draft_model)
-    target = load_hf_model(directory)
-    draft = None if draft_directory is None else load_hf_model(draft_directory)
-    compute = measure_compute(target.dtype)
-    storage = measure_storage(target.layer_tensors[0][0].record.path)
-    gc.collect()  # what building the models left behind is not the process's base
-    ctx_size = min(options.ctx_size or DEFAULT_CTX_SIZE, target.max_context)
-    total_bytes, source = _budget(options.memory_budget)
-    budget = MemoryBudget(total_bytes, process_memory().rss_bytes, HEADROOM_BYTES)
-    residency, smallest = _divide(budget, target, draft, ctx_size, options)
-    plan = _assemble(options, budget, source, residency, smallest, target, compute, storage, draft)
-    return PlannedModels(plan, target, directory, draft, draft_directory)
+    import torch
 
-
-def _budget(memory_budget: str | int) -> tuple[int, str]:
-    limit = memory_limit()
-    if memory_budget == "auto":
-        return limit.n_bytes, limit.source
-    wanted = parse_bytes(memory_budget)
-    if wanted > limit.n_bytes:
-        raise BudgetExceeded("the memory budget itself", wanted, limit.n_bytes, wanted)
-    return wanted, "as asked"
-
-
-def _divide(
-    budget: MemoryBudget,
-    target: HfModel,
-    draft: HfModel | None,
-    ctx_size: int,
-    options: RunOptions,
-) -> tuple[ResidencyPlan, int]:
-    """Reserve every part by name; the layers get what is left. Also the smallest budget."""
-    n_rows = -(-(ctx_size + options.max_nodes) // BLOCK_ROWS) * BLOCK_ROWS
-    parts = {
-        "target embeddings and head": resident_footprint(target.outer_records),
-        "target KV cache": n_rows * target.kv_bytes_per_token,
-        "activations": activation_bytes(target, ctx_size, options.max_nodes),
-    }
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    target = ModelFiles.open(options.model)
+    draft = None if options.draft_model is None else ModelFiles.open(options.draft_model)
     if draft is not None:
-        records = (*draft.outer_records, *(r for x in draft.layer_weights for r in x.tensors))
-        parts["draft weights"] = resident_footprint(records)
-        parts["draft KV cache"] = n_rows * draft.kv_bytes_per_token
-    fixed = budget.base_bytes + budget.headroom_bytes + sum(parts.values())
-    layers, n_slots = target.layer_weights, options.prefetch_depth
-    smallest = fixed + plan_residency(layers, 1 << 62, n_slots=n_slots).smallest_bytes
-    if smallest > budget.total_bytes:
-        raise BudgetExceeded("this run", smallest, budget.total_bytes, smallest)
-    for name, n_bytes in parts.items():
-        budget.reserve(name, n_bytes)
-    residency = plan_residency(layers, budget.available_bytes, n_slots=n_slots)
-    budget.reserve("pinned layers", residency.resident_bytes)
-    budget.reserve("ring", residency.ring_bytes)
-    return residency, smallest
-
-
-def _assemble(
-    options: RunOptions,
-    budget: MemoryBudget,
-    source: str,
-    residency: ResidencyPlan,
-    smallest: int,
-    target: HfModel,
-    compute: ComputeProfile,
-    storage: DeviceProfile,
-    draft: HfModel | None,
-) -> RunPlan:
-    layer_bytes = sum(r.n_bytes for layer in residency.layers for r in layer.tensors)
-    head_bytes = target.vocab_size * target.config.hidden_size * target.dtype.itemsize
-    cost = PassCost(
-        read_seconds=residency.streamed_bytes / storage.storage_bytes_per_second,
-        row_free_seconds=compute.seconds_per_byte * (layer_bytes + head_bytes),
-        seconds_per_row=compute.seconds_per_byte_row * (layer_bytes + head_bytes),
-    )
-    ctx_size = min(options.ctx_size or DEFAULT_CTX_SIZE, target.max_context)
+        compare_vocabularies(target.vocabulary, draft.vocabulary).require_compatible()
+    ctx_size = min(options.ctx_size or DEFAULT_CTX_SIZE, target.skeleton.max_context)
+    cost_of, bandwidth = _measure(target.skeleton)
+    gc.collect()  # what building the models left behind is not the process's base
+    total_bytes, source = _budget(options.memory_budget)
+    parts = _parts(target.skeleton, draft and draft.skeleton, ctx_size, options)
+    budget, residency, smallest = _divide(total_bytes, parts, target.skeleton, options)
+    cost = cost_of(residency)
     policy = DraftPolicy(options.spec, cost, ctx_size)
-    return RunPlan(
-        budget_bytes=budget.total_bytes,
+    plan = RunPlan(
+        budget_bytes=total_bytes,
         budget_source=source,
         parts=tuple(budget.table()),
         residency=residency,
         ctx_size=ctx_size,
         n_draft_tokens=policy.n_nodes if options.spec.spec_type else 0,
         pass_cost=cost,
-        storage_bytes_per_second=storage.storage_bytes_per_second,
+        storage_bytes_per_second=bandwidth,
         smallest_budget_bytes=smallest,
-        has_draft=draft is not None and "draft" in options.spec.spec_type,
+        has_draft=draft is not None,
     )
+    return PlannedModels(plan, target, draft)
+
+
+def _measure(target: HfModel) -> tuple[Any, float]:
+    """(residency plan -> PassCost, storage bytes per second) of this machine and model."""
+    compute = measure_compute(target.dtype)
+    storage = measure_storage(target.layer_tensors[0][0].record.path)
+    bandwidth = storage.storage_bytes_per_second
+    layer_bytes = sum(r.n_bytes for layer in target.layer_weights for r in layer.tensors)
+    head_bytes = target.vocab_size * target.config.hidden_size * target.dtype.itemsize
+    multiplied_bytes = layer_bytes + head_bytes
+
+    def cost_of(residency: ResidencyPlan) -> PassCost:
+        return PassCost(
+            read_seconds=residency.streamed_bytes / bandwidth,
+            row_free_seconds=compute.seconds_per_byte * multiplied_bytes,
+            seconds_per_row=compute.seconds_per_byte_row * multiplied_bytes,
+        )
+
+    return cost_of, bandwidth
+
+
+def _budget(memory_budget: str | int) -> tuple[int, str]:
+    limit = memory_limit()
+    if memory_budget == "auto":
+        free_bytes = psutil.virtual_memory().available + process_memory().rss_bytes
+        if free_bytes < limit.n_bytes:
+            return free_bytes, "what other processes leave free"
+        return limit.n_bytes, limit.source
+    wanted = parse_bytes(memory_budget)
+    if wanted - limit.n_bytes >= mmap.PAGESIZE:  # the kernel rounds limits down to whole pages
+        raise ConfigError(
+            f"the memory budget of {format_bytes(wanted)} is above the limit of this process, "
+            f"{format_bytes(limit.n_bytes)} ({limit.source}): give at most that"
+        )
+    return min(wanted, limit.n_bytes), "as asked"
+
+
+def _parts(
+    target: HfModel, draft: HfModel | None, ctx_size: int, options: RunOptions
+) -> dict[str, int]:
+    """Bytes of everything but the target's layers, by name."""
+    parts = {
+        "target embeddings and head": resident_footprint(target.outer_records),
+        "target KV cache": _kv_bytes(target, ctx_size + options.max_nodes),
+        "activations": activation_bytes(target, ctx_size, options.max_nodes),
+        "converted tensors": target.converted_bytes,
+    }
+    if draft is not None:
+        records = (*draft.outer_records, *(r for x in draft.layer_weights for r in x.tensors))
+        n_nodes = MAX_BEAMS * options.spec.depth  # the draft keeps every node that it expanded
+        parts["draft weights"] = resident_footprint(records) + draft.converted_bytes
+        parts["draft KV cache"] = _kv_bytes(draft, ctx_size + n_nodes)
+        parts["draft activations"] = activation_bytes(draft, ctx_size, MAX_BEAMS)
+    return parts
+
+
+def _kv_bytes(model: HfModel, n_rows: int) -> int:
+    return -(-n_rows // BLOCK_ROWS) * BLOCK_ROWS * model.kv_bytes_per_token
+
+
+def _divide(
+    total_bytes: int, parts: dict[str, int], target: HfModel, options: RunOptions
+) -> tuple[MemoryBudget, ResidencyPlan, int]:
+    """Reserve every part by name; the layers get what is left. Also the smallest budget."""
+    layers, n_slots = target.layer_weights, options.prefetch_depth
+    base_bytes = process_memory().rss_bytes
+    needed = base_bytes + HEADROOM_BYTES + sum(parts.values())
+    needed += plan_residency(layers, 1 << 62, n_slots=n_slots).smallest_bytes
+    smallest = -(-needed // _SMALLEST_STEP_BYTES) * _SMALLEST_STEP_BYTES
+    if needed > total_bytes:
+        raise BudgetExceeded("this run", needed, total_bytes, smallest)
+    budget = MemoryBudget(total_bytes, base_bytes, HEADROOM_BYTES)
+    for name, n_bytes in parts.items():
+        budget.reserve(name, n_bytes)
+    residency = plan_residency(layers, budget.available_bytes, n_slots=n_slots)
+    budget.reserve("pinned layers", residency.resident_bytes)
+    budget.reserve("ring", residency.ring_bytes)
+    return budget, residency, smallest

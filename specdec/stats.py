@@ -148,10 +148,6 @@ class StatsRecorder:
         finally:
             self._pass_seconds += self.clock() - began
 
-    def add_draft_seconds(self, seconds: float) -> None:
-        """Drafting that was measured elsewhere, for example in another thread."""
-        self._draft_seconds += seconds
-
     def record_round(
         self, tree: DraftTree, acceptance: Acceptance, n_emitted: int | None = None
     ) -> None:
@@ -161,12 +157,13 @@ class StatsRecorder:
         """
         now = self.clock()
         n_tokens = acceptance.n_accepted + 1 if n_emitted is None else n_emitted
-        accepted = acceptance.path[1:]
+        accepted = acceptance.path[1 : n_tokens + 1]  # those that reached the caller
         self._passes += 1
         self._drafted += tree.n_drafted
         self._accepted += len(accepted)
         self._ngram_hits += sum(tree.sources[i] == "ngram" for i in accepted)
-        self._bonus += int(acceptance.is_bonus and tree.n_drafted > 0)
+        is_whole = n_tokens > acceptance.n_accepted
+        self._bonus += int(acceptance.is_bonus and tree.n_drafted > 0 and is_whole)
         self._generated += n_tokens
         # Tokens of a round arrive together: each is charged an equal share of the round.
         self._token_seconds.extend([(now - self._last) / max(n_tokens, 1)] * n_tokens)

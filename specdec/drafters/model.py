@@ -104,10 +104,11 @@ class ModelDrafter(Drafter):
         self, tree: DraftTree, level: list[int], rows: NDArray[np.float32], limits: TreeLimits
     ) -> list[int]:
         """Add each node's likeliest children that could still be among the best nodes."""
-        scores = rows[:, : self._n_tokens].astype(np.float64) / self._temperature
+        scores = rows[:, : self._n_tokens] / np.float32(self._temperature)
         width = min(limits.width, scores.shape[1])
-        top = np.argpartition(-scores, width - 1, axis=1)[:, :width]
-        log_z = np.logaddexp.reduce(scores, axis=1)
+        top = np.argpartition(scores, -width, axis=1)[:, -width:]
+        peak = scores.max(axis=1, keepdims=True)
+        log_z = peak[:, 0] + np.log(np.exp(scores - peak).sum(axis=1, dtype=np.float64))
         worst = _nth_best(tree, limits.max_nodes)
         newest = []
         for node, tokens, row, norm in zip(level, top, scores, log_z, strict=True):

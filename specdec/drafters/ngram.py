@@ -30,6 +30,7 @@ _CHECKED_TAIL = 64  # tokens compared to see that a context extends the indexed 
 _PRIOR_MEANS = (0.25, 0.45, 0.6, 0.7, 0.78, 0.84, 0.88, 0.9)
 _PRIOR_STRENGTH = 8.0
 _MEMORY = 64.0  # tries after which older ones begin to count half: texts change their nature
+_LEAST_DOUBT = 1e-6
 
 
 class NgramIndex:
@@ -120,7 +121,9 @@ class NgramDrafter(Drafter):
     def confidence(self, match_length: int) -> float:
         """Estimated chance that a match of so many tokens contains the target's next token."""
         bucket = _bucket(match_length)
-        return self._n_hits[bucket] / self._n_tries[bucket]
+        share = self._n_hits[bucket] / self._n_tries[bucket]
+        # Thousands of hits in a row round to 1; nothing is ever certain, nor its logarithm finite.
+        return min(max(share, _LEAST_DOUBT), 1.0 - _LEAST_DOUBT)
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
         if not self._index.is_extended_by(context_ids):

@@ -122,6 +122,8 @@ def test_vocabulary_of_the_logits(checkpoint_factory):
         ({"model_type": "mixtral", "num_hidden_layers": 2}, "mixture of experts"),
         ({"model_type": "t5"}, "encoder-decoder"),
         ({"model_type": "mamba", "num_hidden_layers": 2}, "mamba"),
+        ({"model_type": "gpt_neo"}, "gpt_neo is not supported"),
+        ({"model_type": "mpt"}, "mpt is not supported"),
         ({"model_type": "vit"}, "vit has no causal language model"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised"),
     ],

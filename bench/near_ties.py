@@ -1,0 +1,70 @@
+"""Is a difference between two greedy decodings only a near tie?
+
+A product of one row and of many rows with the same matrix sums in different orders, so a token's
+logits depend a little on what else was in its pass (docs/sampling.md). Where the best two tokens
+are closer than that drift, either may win, with or without a draft. This measures both figures at
+the first difference of a pair of decodings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.base import PREFIX, Backend
+
+BATCH_ROWS = (1, 8, 64)
+
+
+@dataclass(frozen=True)
+class NearTie:
+    """Two decodings part at token `position` of the output."""
+
+    position: int
+    tokens: tuple[int, int]
+    gap: float
+    """Distance of the two tokens' logits in a pass of one row."""
+    drift: float
+    """Largest difference of any logit between passes that differ in their other rows only."""
+
+    @property
+    def is_explained(self) -> bool:
+        return self.gap <= self.drift
+
+
+def examine(
+    target: Backend, prompt_ids: Sequence[int], left: Sequence[int], right: Sequence[int]
+) -> NearTie | None:
+    """Look at the first difference of two continuations; None when there is none.
+
+    Runs the text up to the difference in passes of 1, 8 and 64 rows and once as a prompt.
+    """
+    position = next(
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), None
+    )
+    if position is None:
+        return None
+    prefix = [*prompt_ids, *left[:position]]
+    rows = _rows(target, prefix)
+    tokens = (left[position], right[position])
+    gap = abs(float(rows[0][tokens[0]] - rows[0][tokens[1]]))
+    drift = max(float(np.abs(a - b).max()) for a, b in combinations(rows, 2))
+    return NearTie(position, tokens, gap, drift)
+
+
+def _rows(target: Backend, prefix: Sequence[int]) -> list[NDArray[np.float32]]:
+    """Logits after `prefix` from passes of different sizes, that of one row first."""
+    target.rollback(0)
+    as_prompt = target.prefill(prefix)
+    target.rollback(len(prefix) - 1)
+    rows = []
+    for n_rows in BATCH_ROWS:
+        fillers = [prefix[i % len(prefix)] for i in range(n_rows - 1)]
+        ids, logits = target.extend([prefix[-1], *fillers], [PREFIX] * n_rows, rows=[0])
+        target.prune(ids)
+        rows.append(logits[0])
+    return [*rows, as_prompt]
