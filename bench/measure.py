@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from bench.near_ties import examine
 from bench.workloads import Prompt
-from offload.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
-from offload.units import parse_bytes
+from offload.reading import DEFAULT_N_READERS
+from offload.units import MIB, parse_bytes
 from specdec.storage import largest_weight_file
 
 if TYPE_CHECKING:
@@ -33,7 +33,10 @@ MODES = ("plain", "speculative")
 WARM_UP_TOKENS = 3  # the first pass pays for threads, caches and scratch memory
 # Read-ahead goes on for a moment after a generation; a probe must have the storage to itself.
 SETTLE_SECONDS = 0.5
-PROBE_BYTES = DEFAULT_N_READERS * DEFAULT_READ_BYTES
+# Reads of this size reach the full bandwidth with as many threads as the streamer has; its own,
+# larger ones would only take memory away from the run.
+PROBE_READ_BYTES = 8 * MIB
+PROBE_BYTES = DEFAULT_N_READERS * PROBE_READ_BYTES
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def _measure_one(
 
 
 class Probe:
-    """Raw bandwidth of the model's own file, read the way the streamer reads it."""
+    """Raw O_DIRECT bandwidth of the model's own file."""
 
     def __init__(self, model: Path, settle_seconds: float) -> None:
         self._path = largest_weight_file(model)
@@ -162,7 +165,13 @@ class Probe:
         time.sleep(self._settle_seconds)
         # A throwaway cache: what plans are made from is not to change with every probe.
         with tempfile.TemporaryDirectory(prefix="specdec-probe-") as cache:
-            profile = measure_storage(self._path, refresh=True, cache_dir=Path(cache))
+            profile = measure_storage(
+                self._path,
+                read_bytes=PROBE_READ_BYTES,
+                n_readers=DEFAULT_N_READERS,
+                refresh=True,
+                cache_dir=Path(cache),
+            )
         self._latest = profile.storage_bytes_per_second
         return self._latest
 
