@@ -135,7 +135,7 @@ def bind(bound: Sequence[BoundTensor], tensors: Tensors, dtype: torch.dtype) -> 
         name = item.record.name
         if name not in made:
             made[name] = as_tensor(tensors[name], item.record, dtype)
-        item.module._parameters[item.attribute] = made[name]  # type: ignore[assignment]
+        item.module._parameters[item.attribute] = made[name]
 
 
 def unbind(bound: Sequence[BoundTensor]) -> None:

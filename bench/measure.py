@@ -117,9 +117,7 @@ def _measure_all(llm: LLM, spec: MeasureSpec, out: TextIO) -> list[Record]:
     return records
 
 
-def _near_ties(
-    llm: LLM, spec: MeasureSpec, records: Sequence[Record]
-) -> list[dict[str, Any]]:
+def _near_ties(llm: LLM, spec: MeasureSpec, records: Sequence[Record]) -> list[dict[str, Any]]:
     """For every prompt whose two greedy decodings differ: was it a near tie?"""
     found = []
     for prompt in spec.prompts:

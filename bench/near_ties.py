@@ -43,9 +43,7 @@ def examine(
 
     Runs the text up to the difference in passes of 1, 8 and 64 rows and once as a prompt.
     """
-    position = next(
-        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), None
-    )
+    position = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), None)
     if position is None:
         return None
     prefix = [*prompt_ids, *left[:position]]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.child import KILLED, check_child, run_child
+from bench.child import KILLED, check_child, forget_cached, run_child
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from offload.units import MIB, format_bytes
@@ -86,6 +86,7 @@ class AcceleratePeer:
             argv += ["--cpu-memory", str(cpu_memory_bytes), "--n-tokens", str(n_tokens)]
             argv += ["--output", str(output), *(["--ignore-eos"] if self.ignore_eos else [])]
             limit = self.budget_bytes if self.enforced else None
+            forget_cached(self.model)
             code = run_child("bench.peer_accelerate", argv, limit)
             if code == KILLED:
                 return None

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.errors import SpecdecError
 from specdec import cli_options as options
 from specdec.cli_output import loading_progress, perf_line, say, write_json, write_text
 from specdec.enforce import enforced_bytes, run_enforced
@@ -65,6 +64,8 @@ def chat(
     """Talk to a model. Ctrl-C stops an answer; Ctrl-D or /exit ends the conversation."""
     if enforce:
         run_again_enforced(context, load.memory_budget)
+    from specdec.api import PromptError
+
     keywords = {"max_tokens": max_tokens, **sampling.as_keywords()}
     messages: list[dict[str, str]] = []
     with open_model(load) as llm:
@@ -76,7 +77,7 @@ def chat(
                 messages.pop()
                 write_text("\n")
                 say("stopped; Ctrl-D ends")
-            except SpecdecError as error:  # such as a full context: the conversation goes on
+            except PromptError as error:  # a full context: the conversation is not lost
                 messages.pop()
                 say(f"error: {error}")
             else:

@@ -145,9 +145,7 @@ class PlannedModels:
     draft: ModelFiles | None
 
 
-def plan_run(
-    model: str | Path, draft_model: str | Path | None = None, **options: Any
-) -> RunPlan:
+def plan_run(model: str | Path, draft_model: str | Path | None = None, **options: Any) -> RunPlan:
     """The plan of `specdec.load` with the same arguments; loads no weights.
 
     Raises BudgetExceeded, ModelNotFound, CheckpointError, UnsupportedModel, VocabularyMismatch.
@@ -169,7 +167,7 @@ def plan_models(options: RunOptions) -> PlannedModels:
     cost_of, bandwidth = _measure(target.skeleton)
     gc.collect()  # what building the models left behind is not the process's base
     total_bytes, source = _budget(options.memory_budget)
-    parts = _parts(target.skeleton, draft and draft.skeleton, ctx_size, options)
+    parts = _parts(target.skeleton, draft.skeleton if draft else None, ctx_size, options)
     budget, residency, smallest = _divide(total_bytes, parts, target.skeleton, options)
     cost = cost_of(residency)
     policy = DraftPolicy(options.spec, cost, ctx_size)

@@ -126,7 +126,7 @@ def transformers_processors(
 
 
 class Sampler:
-    """Chooses the target's tokens for one generation; also gives a draft the same noise.
+    """Chooses the target's tokens for one generation.
 
     Args:
         params: what the caller asked for.

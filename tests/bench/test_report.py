@@ -121,6 +121,9 @@ def test_the_table_shows_every_column() -> None:
             "token_match": 0.99,
             "prompts_equal": 3,
             "first_mismatches": {"HumanEval/2": 17},
+            "near_ties": [
+                {"prompt": "HumanEval/2", "explained": True, "gap": 0.0625, "drift": 0.125}
+            ],
             "model": "grown",
             "draft_model": "pair:draft",
             "memory_budget_bytes": 2**30,
@@ -129,6 +132,12 @@ def test_the_table_shows_every_column() -> None:
             "sampling": {"max_tokens": 64},
         }
     )
-    for part in ("accelerate", "4.00x", "0.93 of 2.20 GB/s", "HumanEval/2 at token 17", "1.00 GiB"):
+    for part in (
+        "accelerate",
+        "4.00x",
+        "0.93 of 2.20 GB/s",
+        "from token 17 on: a near tie",
+        "1.00 GiB",
+    ):
         assert part in text
     assert "None" not in text

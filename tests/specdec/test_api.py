@@ -12,7 +12,7 @@ from offload.errors import SpecdecError
 from offload.units import MIB
 
 PROMPT = "def add(a, b):"
-WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}  # 50 MB in fp32
+WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 24}  # 100 MB in fp32
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +52,24 @@ def test_greedy_is_what_transformers_generates(llm, target):
     assert list(result.token_ids) == expected[0, len(ids) :].tolist()
 
 
-def test_every_stop_position_cuts_the_text_there(llm):
-    text = llm.generate(PROMPT, max_tokens=24).text
-    for start in range(1, 16):
-        stop = text[start : start + 2]
-        if len(stop) < 2 or "\ufffd" in text[: start + 2]:
-            continue
-        result = llm.generate(PROMPT, max_tokens=24, stop=[stop])
-        assert result.text == text[: text.index(stop)]
-        assert result.finish_reason == "stop"
-        assert result.stats.generated_tokens == len(result.token_ids)
+def test_every_stop_position_cuts_the_text_there(target):
+    """The target is its own draft, so that stops fall inside accepted runs, at every offset."""
+    size = {"num_draft_tokens": 200, "tree_width": 64}
+    with specdec.load(target, target, ctx_size=256, **size) as llm:
+        letters = {t: llm.tokenizer.decode([t]) for t in range(llm.tokenizer.n_tokens)}
+        other = [t for t, text in letters.items() if not (text.isprintable() and text.isascii())]
+        other += [t for t, text in letters.items() if not text]
+        options = {"max_tokens": 24, "suppress_tokens": other, "repetition_penalty": 1.5}
+        whole = llm.generate(PROMPT, **options)
+        assert whole.stats.accepted_tokens >= 8
+        assert len(whole.text) == 24
+        for start in range(1, 22):
+            stop = whole.text[start : start + 2]
+            result = llm.generate(PROMPT, stop=[stop], **options)
+            assert result.text == whole.text[: whole.text.index(stop)]
+            assert result.finish_reason == "stop"
+            assert result.stats.generated_tokens == len(result.token_ids)
+            assert result.stats.accepted_tokens <= len(result.token_ids)
 
 
 def test_logprobs_are_the_models_own(llm, target):
@@ -129,12 +137,13 @@ def test_rejection_rule_end_to_end(target, draft):
 
 
 def test_the_same_output_at_every_budget(tmp_path, draft):
-    """Streamed almost wholly, in part, and not at all: bit for bit the same plain logits."""
+    """Streamed almost wholly, in part, and not at all."""
     wide = save_model(tmp_path, seed=2, **WIDE)
     options = {"ctx_size": 128, "num_draft_tokens": 8}
-    smallest = specdec.plan_run(wide, draft, memory_budget="8GiB", **options).smallest_budget_bytes
     outputs, streamed = set(), []
-    for budget in (smallest + 12 * MIB, smallest + 32 * MIB, 8 << 30):
+    for more_bytes in (12 * MIB, 48 * MIB, 1 << 30):
+        plan = specdec.plan_run(wide, draft, memory_budget="8GiB", **options)
+        budget = plan.smallest_budget_bytes + more_bytes
         with specdec.load(wide, draft, memory_budget=budget, **options) as llm:
             plain = llm.generate(PROMPT, max_tokens=16, speculative=False)
             sampled = llm.generate(PROMPT, max_tokens=16, temperature=1.0, seed=4)
@@ -144,15 +153,38 @@ def test_the_same_output_at_every_budget(tmp_path, draft):
     assert streamed[0] > streamed[1] > streamed[2] == 0
 
 
-def test_a_budget_too_small_names_the_smallest(target, draft):
+def test_a_budget_too_small_names_one_that_works(target, draft):
     with pytest.raises(BudgetExceeded, match="smallest budget that works is") as caught:
         specdec.load(target, draft, memory_budget="300MiB")
-    assert caught.value.smallest_budget_bytes > 300 * MIB
+    enough = caught.value.smallest_budget_bytes
+    with specdec.load(target, draft, memory_budget=enough) as llm:
+        assert len(llm.generate(PROMPT, max_tokens=3).token_ids) == 3
 
 
 def test_a_budget_above_the_machine_is_refused(target):
-    with pytest.raises(BudgetExceeded):
+    with pytest.raises(SpecdecError, match=r"above the limit of this process.*give at most"):
         specdec.load(target, memory_budget="900TiB")
+
+
+def test_a_new_stream_ends_the_one_that_was_left(llm):
+    """Two streams share one cache: the older one must not go on with the newer one's text."""
+    expected = llm.generate(PROMPT, max_tokens=12).token_ids
+    older = llm.stream("import os", max_tokens=50)
+    next(older)
+    newer = llm.stream(PROMPT, max_tokens=12)
+    next(newer)
+    assert list(older) == []
+    assert older.result.finish_reason == "cancelled"
+    list(newer)
+    assert newer.result.token_ids == expected
+
+
+def test_closing_frees_the_model(target):
+    llm = specdec.load(target, ctx_size=64)
+    llm.generate(PROMPT, max_tokens=2)
+    llm.close()
+    llm.close()
+    assert llm.target.kv_bytes == 0
 
 
 def test_hub_ids_come_from_the_local_cache(target, tmp_path, monkeypatch):

@@ -242,3 +242,15 @@ def test_misuse_is_an_error() -> None:
         NgramDrafter(0)
     with pytest.raises(ValueError, match="limits"):
         TreeLimits(1, 1, 0)
+
+
+def test_a_long_run_of_hits_leaves_some_doubt() -> None:
+    """Thousands of hits round the estimate to 1, whose doubt has no finite logarithm."""
+    drafter = NgramDrafter()
+    context = [1, 2, 3, 4] * 20
+    for _ in range(3000):
+        tree = drafter.propose(context, TreeLimits(8, 8, 4))
+        path = tree.path(tree.best_indices(tree.n_drafted)[-1])
+        drafter.observe(Acceptance(path, 9, is_bonus=True), tree)
+    assert 0.9 < drafter.confidence(8) < 1.0
+    assert drafter.propose(context, TreeLimits(8, 8, 4)).n_drafted > 0
