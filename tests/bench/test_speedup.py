@@ -15,8 +15,9 @@ from tiny_pair import save_model
 from bench import peers
 from bench.__main__ import main
 from bench.child import KILLED, ChildFailed, check_child, run_child
-from bench.measure import MeasureSpec
+from bench.measure import MeasureSpec, _without_probe
 from bench.peers import AcceleratePeer, PeerError, candidates, summarise
+from bench.probe import BUFFER_BYTES, BUFFERED, DIRECT
 from bench.provenance import git_revision
 from bench.workloads import Prompt
 from offload.units import GIB, MIB
@@ -49,6 +50,8 @@ def test_json_report(
     assert {"git_revision", "versions", "argv", "machine"} <= set(report["provenance"])
     assert report["token_match"] == 1.0
     assert report["storage_roofline_fraction"] is None  # it fits in memory
+    assert report["storage_probe"] in (DIRECT, BUFFERED)
+    assert report["storage_bytes_per_second"] > 0
     for mode in ("plain", "speculative"):
         assert report[mode]["generated_tokens"] == 8
         assert report[mode]["tokens_per_second"] > 0
@@ -117,6 +120,12 @@ def test_demo_checks_the_disk_first(capsys: pytest.CaptureFixture[str], tmp_path
     assert main(["demo", "--size", "1000TB", "--dir", str(tmp_path)]) == 2
     assert "--dir" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_probes_buffers_come_out_of_the_budget() -> None:
+    load = {"model": "m", "memory_budget": "1GiB"}
+    assert _without_probe(load)["memory_budget"] == GIB - BUFFER_BYTES
+    assert _without_probe({**load, "memory_budget": "auto"})["memory_budget"] == "auto"
 
 
 def test_a_specification_survives_the_way_to_its_process(tmp_path: Path) -> None:
