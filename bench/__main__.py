@@ -15,6 +15,7 @@ from bench.workloads import BUILT_IN, read_prompts
 from offload.errors import SpecdecError
 from specdec import cli_options as options
 from specdec.cli_errors import run_app
+from specdec.cli_signature import with_options
 
 app = typer.Typer(
     name="specdec-bench",
@@ -68,7 +69,7 @@ class UsageMistake(SpecdecError):
 
 
 @app.command()
-@options.with_options
+@with_options
 def speedup(
     context: typer.Context,
     load: options.LoadOptions,
