@@ -41,7 +41,7 @@ def resolve_model(name: str | Path) -> Path:
     if path.exists():
         raise ModelNotFound(f"{path} is a file: name a GGUF file or the checkpoint's directory")
     hub_id = _HUB_ID.fullmatch(text)
-    if hub_id is None or text.endswith(".gguf"):
+    if hub_id is None or (text.endswith(".gguf") and not hub_id["file"]):
         raise ModelNotFound(f"no such model: {path}")
     return _from_hub(text, hub_id["repo"], hub_id["file"], hub_id["revision"])
 
@@ -79,7 +79,10 @@ def _is_later_split(path: Path) -> bool:
 def _from_hub(name: str, repo_id: str, part: str | None, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    wanted = list(_WANTED) if part is None else [f"*{part}*"]
+    # Quantisations are written in either case, and the hub's patterns are exact.
+    stem = (part or "").removesuffix(".gguf")
+    spellings = {stem, stem.upper(), stem.lower()} if part else ()
+    wanted = [f"*{one}*.gguf" for one in spellings] or list(_WANTED)
     try:
         folder = snapshot_download(repo_id, revision=revision, allow_patterns=wanted)
     except Exception as error:  # the hub client raises many kinds; each is one line here
