@@ -93,7 +93,9 @@ class GgufSource(ModelSource):
 
     def measure_compute(self) -> PassCompute:
         profile = measure_ggml_compute(_TYPE_IDS[self._main_type], self._n_threads)
-        matrices = [r for layer in self.layers for r in layer.tensors if math.prod(r.shape) > 1 << 16]
+        matrices = [
+            r for layer in self.layers for r in layer.tensors if math.prod(r.shape) > 1 << 16
+        ]
         head = [r for r in self.model.outer_records if r.name == "output.weight"]
         head = head or [r for r in self.model.outer_records if r.name == _EMBEDDING]
         multiplied_bytes = sum(r.n_bytes for r in (*matrices, *head))

@@ -65,10 +65,11 @@ class CausalLayout(PassLayout):
         super().__init__(prefix, positions, np.empty((n_new, 0), dtype=bool))
 
     def allowed(self, start: int, end: int, window: int | None) -> np.ndarray:
-        shape, diagonal = (end - start, self.prefix + end), self.prefix + start
-        allowed = np.tri(*shape, k=diagonal, dtype=bool)
+        first = self.prefix + start
+        allowed = np.ones((end - start, self.prefix + end), dtype=bool)
+        allowed[:, first:] = np.tri(end - start, dtype=bool)  # all before them is in view
         if window is not None:
-            allowed &= ~np.tri(*shape, k=diagonal - window, dtype=bool)
+            allowed &= ~np.tri(*allowed.shape, k=first - window, dtype=bool)
         return allowed
 
 

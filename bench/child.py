@@ -55,12 +55,10 @@ def check_child(code: int, what: str) -> None:
     """Raise for a child that failed; one that has told why ends us with the same exit code.
 
     Raises:
-        KeyboardInterrupt, typer.Exit: nothing more is to be said.
+        typer.Exit: nothing more is to be said.
         ChildFailed: it ended without a word.
     """
-    if code == EXIT_INTERRUPTED:
-        raise KeyboardInterrupt
-    if code in (EXIT_ERROR, KILLED):
+    if code in (EXIT_INTERRUPTED, EXIT_ERROR, KILLED):
         raise typer.Exit(code)
     if code != 0:
         raise ChildFailed(f"{what} failed with exit code {code}")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from bench.near_ties import examine
+from bench.probe import BUFFER_BYTES, probe_bandwidth
 from bench.workloads import Prompt
-from offload.reading import DEFAULT_N_READERS
-from offload.units import MIB, parse_bytes
+from offload.units import parse_bytes
+from specdec.stats import ratio
 from specdec.storage import largest_weight_file
 
 if TYPE_CHECKING:
@@ -33,10 +33,6 @@ MODES = ("plain", "speculative")
 WARM_UP_TOKENS = 3  # the first pass pays for threads, caches and scratch memory
 # Read-ahead goes on for a moment after a generation; a probe must have the storage to itself.
 SETTLE_SECONDS = 0.5
-# Reads of this size reach the full bandwidth with as many threads as the streamer has; its own,
-# larger ones would only take memory away from the run.
-PROBE_READ_BYTES = 8 * MIB
-PROBE_BYTES = DEFAULT_N_READERS * PROBE_READ_BYTES
 
 
 @dataclass(frozen=True)
@@ -84,13 +80,15 @@ def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
     with loading_progress(f"loading {spec.load['model']}") as progress:
         llm = load(**_without_probe(spec.load), progress=progress)
     with llm:
-        records = _measure_all(llm, spec, out)
+        probe = Probe(Path(spec.load["model"]), spec.settle_seconds)
+        records = _measure_all(llm, spec, probe, out)
         near_ties = [] if spec.sampling.get("temperature") else _near_ties(llm, spec, records)
         plan = llm.plan.to_dict()
     return {
         "records": [asdict(record) for record in records],
         "near_ties": near_ties,
         "plan": plan,
+        "storage_probe": probe.method,
     }
 
 
@@ -98,14 +96,13 @@ def _without_probe(load: dict[str, Any]) -> dict[str, Any]:
     """The probe's buffers live in this process too: they come out of the budget."""
     if load["memory_budget"] == "auto":
         return load
-    return {**load, "memory_budget": parse_bytes(load["memory_budget"]) - PROBE_BYTES}
+    return {**load, "memory_budget": parse_bytes(load["memory_budget"]) - BUFFER_BYTES}
 
 
-def _measure_all(llm: LLM, spec: MeasureSpec, out: TextIO) -> list[Record]:
+def _measure_all(llm: LLM, spec: MeasureSpec, probe: Probe, out: TextIO) -> list[Record]:
     for mode in MODES:
         few = {**spec.sampling, "max_tokens": WARM_UP_TOKENS}
         llm.generate(spec.prompts[0].text, speculative=mode == "speculative", **few)
-    probe = Probe(Path(spec.load["model"]), spec.settle_seconds)
     records: list[Record] = []
     started = time.monotonic()
     for index, prompt in enumerate(spec.prompts):
@@ -150,27 +147,18 @@ def _measure_one(
 
 
 class Probe:
-    """Raw O_DIRECT bandwidth of the model's own file."""
+    """Raw bandwidth of the model's own file; how it was read is `method`."""
 
     def __init__(self, model: Path, settle_seconds: float) -> None:
         self._path = largest_weight_file(model)
         self._settle_seconds = settle_seconds
         self._latest: float | None = None
+        self.method = ""
 
     def measure(self) -> float:
-        from offload.profile import measure_storage
-
         time.sleep(self._settle_seconds)
-        # A throwaway cache: what plans are made from is not to change with every probe.
-        with tempfile.TemporaryDirectory(prefix="specdec-probe-") as cache:
-            profile = measure_storage(
-                self._path,
-                read_bytes=PROBE_READ_BYTES,
-                n_readers=DEFAULT_N_READERS,
-                refresh=True,
-                cache_dir=Path(cache),
-            )
-        self._latest = profile.storage_bytes_per_second
+        bandwidth = probe_bandwidth(self._path)
+        self._latest, self.method = bandwidth.bytes_per_second, bandwidth.method
         return self._latest
 
     def latest(self) -> float:
@@ -187,11 +175,11 @@ def _append_to_log(log: str | None, records: Sequence[Record]) -> None:
 
 def _report(out: TextIO, pair: Sequence[Record], n_done: int, n_total: int, seconds: float) -> None:
     speed = {record.mode: record.stats["tokens_per_second"] for record in pair}
-    ratio = speed["speculative"] / speed["plain"] if speed["plain"] else 0.0
+    speedup = ratio(speed["speculative"], speed["plain"])
     left = seconds / n_done * (n_total - n_done)
     print(
         f"prompt {n_done}/{n_total} ({pair[0].prompt}): plain {speed['plain']:.2f} tok/s, "
-        f"speculative {speed['speculative']:.2f} tok/s, {ratio:.2f}x | {left:.0f} s left",
+        f"speculative {speed['speculative']:.2f} tok/s, {speedup:.2f}x | {left:.0f} s left",
         file=out,
         flush=True,
     )

@@ -18,6 +18,7 @@ from bench.child import KILLED, check_child, forget_cached, run_child
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from offload.units import MIB, format_bytes
+from specdec.stats import ratio
 
 # What an interpreter with torch and transformers takes before any weight is loaded.
 _LEAST_OVERHEAD_BYTES = 512 * MIB
@@ -189,9 +190,9 @@ def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     n_tokens = sum(record["decode_tokens"] for record in records)
     first = [record["time_to_first_token"] for record in records]
     return {
-        "tokens_per_second": n_tokens / seconds if seconds else 0.0,
-        "time_per_output_token": seconds / n_tokens if n_tokens else 0.0,
-        "time_to_first_token": sum(first) / len(first) if first else 0.0,
+        "tokens_per_second": ratio(n_tokens, seconds),
+        "time_per_output_token": ratio(seconds, n_tokens),
+        "time_to_first_token": ratio(sum(first), len(first)),
         "load_seconds": max((run["load_seconds"] for run in runs), default=0.0),
         "peak_memory_bytes": max((run["peak_rss_bytes"] for run in runs), default=0),
         "prompts": records,

@@ -8,25 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specdec.stats import AVERAGED, LARGEST, SUMMED, ratio
+
 Record = Mapping[str, Any]
 """A `bench.measure.Record` as a dictionary."""
-
-_SUMS = (
-    "prompt_tokens",
-    "generated_tokens",
-    "passes",
-    "drafted_tokens",
-    "accepted_tokens",
-    "ngram_hits",
-    "bonus_tokens",
-    "bytes_streamed",
-    "stall_seconds",
-    "pass_seconds",
-    "draft_seconds",
-    "decode_seconds",
-)
-_LARGEST = ("peak_memory_bytes", "memory_budget_bytes", "kv_bytes")
-_MEANS = ("time_to_first_token", "kv_used_fraction")
 
 
 def of_mode(records: Sequence[Record], mode: str) -> list[Record]:
@@ -36,23 +21,19 @@ def of_mode(records: Sequence[Record], mode: str) -> list[Record]:
 def aggregate_stats(records: Sequence[Record]) -> dict[str, Any]:
     """The stats of several generations as one, with the keys of a single one."""
     stats = [record["stats"] for record in records]
-    total: dict[str, Any] = {key: sum(one[key] for one in stats) for key in _SUMS}
-    total |= {key: max((one[key] for one in stats), default=0) for key in _LARGEST}
-    total |= {key: _ratio(sum(one[key] for one in stats), len(stats)) for key in _MEANS}
+    total: dict[str, Any] = {key: sum(one[key] for one in stats) for key in SUMMED}
+    total |= {key: max((one[key] for one in stats), default=0) for key in LARGEST}
+    total |= {key: ratio(sum(one[key] for one in stats), len(stats)) for key in AVERAGED}
     n_decoded = sum(max(one["generated_tokens"] - 1, 0) for one in stats)
     n_scored = total["drafted_tokens"] + total["passes"]
     n_rejected = total["drafted_tokens"] - total["accepted_tokens"]
     return {
-        "tokens_per_second": _ratio(n_decoded, total["decode_seconds"]),
-        "time_per_output_token": _ratio(total["decode_seconds"], n_decoded),
-        # The slowest of the generations' own p90: an upper bound of the p90 of all tokens.
-        "time_per_output_token_p90": max(
-            (one["time_per_output_token_p90"] for one in stats), default=0.0
-        ),
-        "mean_acceptance_length": 1.0 + _ratio(total["accepted_tokens"], total["passes"]),
-        "acceptance_rate": _ratio(total["accepted_tokens"], total["drafted_tokens"]),
-        "flops_rejected_fraction": _ratio(n_rejected, n_scored),
-        "ngram_share": _ratio(total["ngram_hits"], total["accepted_tokens"]),
+        "tokens_per_second": ratio(n_decoded, total["decode_seconds"]),
+        "time_per_output_token": ratio(total["decode_seconds"], n_decoded),
+        "mean_acceptance_length": 1.0 + ratio(total["accepted_tokens"], total["passes"]),
+        "acceptance_rate": ratio(total["accepted_tokens"], total["drafted_tokens"]),
+        "flops_rejected_fraction": ratio(n_rejected, n_scored),
+        "ngram_share": ratio(total["ngram_hits"], total["accepted_tokens"]),
         **total,
     }
 
@@ -70,7 +51,7 @@ def roofline_fraction(records: Sequence[Record], bytes_per_pass: int) -> float |
         for record in records
         if record["stats"]["passes"]
     )
-    return _ratio(shortest, sum(record["stats"]["decode_seconds"] for record in records))
+    return ratio(shortest, sum(record["stats"]["decode_seconds"] for record in records))
 
 
 def first_mismatch(left: Sequence[int], right: Sequence[int]) -> int | None:
@@ -98,7 +79,7 @@ def compare_tokens(plain: Sequence[Record], speculative: Sequence[Record]) -> di
         if at is not None:
             mismatches[record["prompt"]] = at
     return {
-        "token_match": n_equal / n_tokens if n_tokens else 1.0,
+        "token_match": _share(n_equal, n_tokens),
         "prompts_equal": len(plain) - len(mismatches),
         "first_mismatches": mismatches,
     }
@@ -113,13 +94,14 @@ def compare_peer(records: Sequence[Record], peer: Sequence[Mapping[str, Any]]) -
         at = first_mismatch(tokens, ours[record["prompt"]][: len(tokens)])
         n_tokens += len(tokens)
         n_equal += len(tokens) if at is None else at
-    return {"token_match": n_equal / n_tokens if n_tokens else 1.0}
+    return {"token_match": _share(n_equal, n_tokens)}
 
 
 def mean_bandwidth(records: Sequence[Record]) -> float:
     values = [record["storage_bytes_per_second"] for record in records]
-    return _ratio(sum(values), len(values))
+    return ratio(sum(values), len(values))
 
 
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator > 0 else 0.0
+def _share(n_equal: int, n_tokens: int) -> float:
+    """Of no tokens at all, all are equal."""
+    return ratio(n_equal, n_tokens) if n_tokens else 1.0

@@ -24,6 +24,7 @@ from bench.workloads import Prompt
 from offload.units import parse_bytes
 from specdec.division import DEFAULT_CTX_SIZE
 from specdec.models import resolve_model
+from specdec.stats import ratio
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def run_speedup(run: SpeedupRun, argv: Sequence[str]) -> dict[str, Any]:
     if peer is not None:
         result["peer"] = {"name": run.peer, **summarise(peer_runs), "trials": peer.trials}
         speed = result["peer"]["tokens_per_second"]
-        result["plain_versus_peer"] = _ratio(result["plain"]["tokens_per_second"], speed)
+        result["plain_versus_peer"] = ratio(result["plain"]["tokens_per_second"], speed)
         result["peer"].update(report.compare_peer(measured["records"], result["peer"]["prompts"]))
     result["provenance"] = provenance
     return result
@@ -74,11 +75,12 @@ def build_report(run: SpeedupRun, measured: dict[str, Any]) -> dict[str, Any]:
     bytes_per_pass = int(measured["plan"]["streamed_bytes_per_pass"])
     return {
         **stats,
-        "speedup": _ratio(*speeds),
+        "speedup": ratio(*speeds),
         "storage_roofline_fraction": report.roofline_fraction(plain, bytes_per_pass),
         **report.compare_tokens(plain, speculative),
         "near_ties": measured["near_ties"],
         "storage_bytes_per_second": report.mean_bandwidth(records),
+        "storage_probe": measured["storage_probe"],
         "bytes_per_pass": bytes_per_pass,
         "model": run.load["model"],
         "draft_model": run.load.get("draft_model"),
@@ -137,7 +139,3 @@ def write_report(result: dict[str, Any], path: Path | None) -> None:
     partial = path.with_name(path.name + ".part")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else 0.0

@@ -72,7 +72,8 @@ def _verdict(report: Mapping[str, Any]) -> list[str]:
         lines.append("storage           nothing is streamed: the model fits in the budget")
     else:
         lines.append(
-            f"storage roofline  {fraction:.2f} of {bandwidth:.2f} GB/s (plain decode passes)"
+            f"storage roofline  {fraction:.2f} of {bandwidth:.2f} GB/s (plain decode passes; "
+            f"probed with {report['storage_probe']})"
         )
     equal, n_prompts = report["prompts_equal"], report["n_prompts"]
     lines.append(

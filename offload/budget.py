@@ -83,11 +83,6 @@ class MemoryBudget:
             raise BudgetExceeded("the process itself", needed, total_bytes, needed)
 
     @property
-    def reserved_bytes(self) -> int:
-        with self._lock:
-            return self._sum()
-
-    @property
     def available_bytes(self) -> int:
         """What can still be reserved."""
         with self._lock:
@@ -125,8 +120,6 @@ class MemoryBudget:
             # By identity: two reservations of the same name and size are different ones.
             self._reservations = [r for r in self._reservations if r is not reservation]
 
-    def _sum(self) -> int:
-        return sum(reservation.n_bytes for reservation in self._reservations)
-
     def _left(self) -> int:
-        return self.total_bytes - self.base_bytes - self.headroom_bytes - self._sum()
+        reserved = sum(reservation.n_bytes for reservation in self._reservations)
+        return self.total_bytes - self.base_bytes - self.headroom_bytes - reserved

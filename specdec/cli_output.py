@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TextIO
 
 from offload.units import GIB
@@ -30,19 +30,37 @@ def say(line: str, stream: TextIO | None = None) -> None:
 
 
 @contextmanager
-def loading_progress(title: str) -> Iterator[Progress]:
-    """A progress bar on a terminal; silent elsewhere, so that logs hold only what matters."""
+def byte_progress(title: str, *, stays: bool = False) -> Iterator[Progress]:
+    """A bar of bytes and their speed on stderr, from the first call of what it yields.
+
+    Shown on a terminal only, so that logs hold only what matters. An error raised before the first
+    call is not printed below an empty bar. With `stays` the bar is left when it is done.
+    """
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Bar(*columns, TransferSpeedColumn(), console=Console(stderr=True), transient=not stays)
+    task = bar.add_task(title, total=None)
+
+    def update(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        bar.start()
+
+    try:
+        yield update
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def loading_progress(title: str) -> AbstractContextManager[Progress]:
+    """The bar of a model being loaded; it gives way to the text."""
+    return byte_progress(title)
 
 
 def perf_line(stats: Mapping[str, Any]) -> str:

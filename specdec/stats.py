@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from specdec.acceptance import Acceptance
@@ -45,23 +45,23 @@ class GenerationStats:
     @property
     def tokens_per_second(self) -> float:
         """Decode only: tokens after the first, divided by the time after the first."""
-        return _ratio(self.generated_tokens - 1, self.decode_seconds)
+        return ratio(self.generated_tokens - 1, self.decode_seconds)
 
     @property
     def time_per_output_token(self) -> float:
         """Seconds per token after the first (mean); the inverse of tokens_per_second."""
-        return _ratio(self.decode_seconds, self.generated_tokens - 1)
+        return ratio(self.decode_seconds, self.generated_tokens - 1)
 
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens per decode pass: 1 + accepted / passes (the recovered or bonus token counts)."""
-        return 1.0 + _ratio(self.accepted_tokens, self.passes)
+        return 1.0 + ratio(self.accepted_tokens, self.passes)
 
     @property
     def acceptance_rate(self) -> float:
         """Accepted / drafted. In a tree at most one branch can be accepted, so wide trees score
         low here and high in mean_acceptance_length."""
-        return _ratio(self.accepted_tokens, self.drafted_tokens)
+        return ratio(self.accepted_tokens, self.drafted_tokens)
 
     @property
     def flops_rejected_fraction(self) -> float:
@@ -71,38 +71,32 @@ class GenerationStats:
         and one root, and every node costs about the same.
         """
         n_scored = self.drafted_tokens + self.passes
-        return _ratio(self.drafted_tokens - self.accepted_tokens, n_scored)
+        return ratio(self.drafted_tokens - self.accepted_tokens, n_scored)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain figures for JSON: seconds, bytes, tokens and fractions."""
-        return {name: getattr(self, name) for name in _REPORTED}
+        return {name: getattr(self, name) for name in (*RATES, *_FIELDS)}
 
 
-_REPORTED = (
+RATES = (
     "tokens_per_second",
-    "time_to_first_token",
     "time_per_output_token",
-    "time_per_output_token_p90",
-    "prompt_tokens",
-    "generated_tokens",
-    "passes",
     "mean_acceptance_length",
     "acceptance_rate",
-    "drafted_tokens",
-    "accepted_tokens",
-    "ngram_hits",
-    "bonus_tokens",
-    "bytes_streamed",
-    "stall_seconds",
-    "pass_seconds",
-    "draft_seconds",
-    "decode_seconds",
+    "flops_rejected_fraction",
+)
+"""The properties that `to_dict` reports beside all fields."""
+_FIELDS = tuple(field.name for field in fields(GenerationStats))
+
+# How the fields of several generations make those of all of them; the rates follow from these.
+LARGEST = (
+    "time_per_output_token_p90",  # an upper bound of the p90 of all tokens
     "peak_memory_bytes",
     "memory_budget_bytes",
     "kv_bytes",
-    "kv_used_fraction",
-    "flops_rejected_fraction",
 )
+AVERAGED = ("time_to_first_token", "kv_used_fraction")
+SUMMED = tuple(name for name in _FIELDS if name not in LARGEST + AVERAGED)
 
 
 class StatsRecorder:
@@ -211,6 +205,6 @@ def percentile(values: list[float], fraction: float) -> float:
     return sorted(values)[min(max(rank, 1), len(values)) - 1]
 
 
-def _ratio(numerator: float, denominator: float) -> float:
+def ratio(numerator: float, denominator: float) -> float:
     """numerator / denominator, 0 where there is nothing to divide by yet."""
     return numerator / denominator if denominator > 0 and numerator > 0 else 0.0

@@ -118,9 +118,6 @@ class DraftTree:
         """{token id: node index} of a node's children, in the order they were added."""
         return self._children[index]
 
-    def depth(self, index: int) -> int:
-        return self.depths[index]
-
     def path(self, index: int) -> tuple[int, ...]:
         """Node indices from the root to `index`, both included."""
         nodes = []

@@ -30,7 +30,7 @@ class RandomDrafter(Drafter):
         tree = DraftTree(context_ids[-1])
         for _ in range(int(self._rng.integers(0, limits.max_nodes + 1))):
             parent = int(self._rng.integers(0, len(tree)))
-            if tree.depth(parent) < limits.max_depth:
+            if tree.depths[parent] < limits.max_depth:
                 tree.add(parent, int(self._rng.integers(0, self._vocab)), -1.0)
         return tree
 

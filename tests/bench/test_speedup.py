@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from tiny_pair import save_model
 
 from bench import peers
 from bench.__main__ import main
 from bench.child import KILLED, ChildFailed, check_child, run_child
-from bench.measure import MeasureSpec
+from bench.measure import MeasureSpec, _without_probe
 from bench.peers import AcceleratePeer, PeerError, candidates, summarise
+from bench.probe import BUFFER_BYTES, BUFFERED, DIRECT
 from bench.provenance import git_revision
 from bench.workloads import Prompt
 from offload.units import GIB, MIB
@@ -49,6 +51,8 @@ def test_json_report(
     assert {"git_revision", "versions", "argv", "machine"} <= set(report["provenance"])
     assert report["token_match"] == 1.0
     assert report["storage_roofline_fraction"] is None  # it fits in memory
+    assert report["storage_probe"] in (DIRECT, BUFFERED)
+    assert report["storage_bytes_per_second"] > 0
     for mode in ("plain", "speculative"):
         assert report[mode]["generated_tokens"] == 8
         assert report[mode]["tokens_per_second"] > 0
@@ -119,6 +123,12 @@ def test_demo_checks_the_disk_first(capsys: pytest.CaptureFixture[str], tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_probes_buffers_come_out_of_the_budget() -> None:
+    load = {"model": "m", "memory_budget": "1GiB"}
+    assert _without_probe(load)["memory_budget"] == GIB - BUFFER_BYTES
+    assert _without_probe({**load, "memory_budget": "auto"})["memory_budget"] == "auto"
+
+
 def test_a_specification_survives_the_way_to_its_process(tmp_path: Path) -> None:
     spec = MeasureSpec({"model": "m"}, [Prompt("a", "text\u20ac")], {"max_tokens": 3}, "log")
     spec.write(tmp_path / "spec.json")
@@ -133,7 +143,7 @@ def test_exit_codes_of_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert run_child("child_module", ["sys.exit(3)"], None) == 3
     assert run_child("child_module", ["os.kill(os.getpid(), 9)"], None) == KILLED
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(typer.Exit, match="130"):
         check_child(130, "it")
     with pytest.raises(ChildFailed, match="it failed with exit code 1"):
         check_child(1, "it")

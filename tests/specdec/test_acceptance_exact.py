@@ -95,7 +95,7 @@ def random_tree(vocab: int, depth: int, n_nodes: int, seed: int) -> DraftTree:
     tree = DraftTree(0)
     for _ in range(n_nodes):
         parent = int(rng.integers(len(tree)))
-        if tree.depth(parent) < depth:
+        if tree.depths[parent] < depth:
             tree.add(parent, int(rng.integers(vocab)), -float(rng.random()))
     return tree
 
@@ -148,7 +148,7 @@ def test_stop_token_at_every_offset_of_a_full_match(stop_offset: int) -> None:
     node = 0
     for token in tokens[:3]:
         node = tree.add(node, token, -0.1)
-    outcome = match_walk(tree, lambda u: tokens[tree.depth(u)], None, {tokens[stop_offset]})
+    outcome = match_walk(tree, lambda u: tokens[tree.depths[u]], None, {tokens[stop_offset]})
     assert outcome.emitted(tree) == tuple(tokens[: stop_offset + 1])
     assert outcome.n_accepted == stop_offset
     assert outcome.is_bonus == (stop_offset == 3)

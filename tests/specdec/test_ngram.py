@@ -24,7 +24,7 @@ def branches(tree: DraftTree) -> set[tuple[int, ...]]:
 
 def true_continuation(tree: DraftTree, tokens: list[int]) -> Acceptance:
     """The outcome of a round in which the target says `tokens`."""
-    return match_walk(tree, lambda node: tokens[tree.depth(node)])
+    return match_walk(tree, lambda node: tokens[tree.depths[node]])
 
 
 contexts = st.lists(st.integers(0, 3), min_size=1, max_size=60)

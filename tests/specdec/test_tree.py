@@ -41,7 +41,7 @@ def test_shape_of_a_small_tree() -> None:
     assert tree.path(3) == (0, 1, 3)
     assert tree.tokens_on_path(3) == (1, 3)
     assert tree.tokens_on_path(0) == ()
-    assert tree.depth(3) == 2
+    assert tree.depths[3] == 2
     assert tree.path_log_probs[3] == pytest.approx(math.log(0.24))
     assert not tree.is_chain
     assert tree.follow((1, 3, 7)) == (0, 1, 3)
@@ -90,7 +90,7 @@ def test_structure_holds(tree: DraftTree) -> None:
     for i in range(1, len(tree)):
         assert 0 <= tree.parents[i] < i
         assert tree.children(tree.parents[i])[tree.token_ids[i]] == i
-        assert tree.depth(i) == len(tree.path(i)) - 1
+        assert tree.depths[i] == len(tree.path(i)) - 1
         assert tree.follow(tree.tokens_on_path(i)) == tree.path(i)
         expected = math.fsum(tree.log_probs[j] for j in tree.path(i))
         assert tree.path_log_probs[i] == pytest.approx(expected, abs=1e-9)

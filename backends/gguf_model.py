@@ -1,0 +1,228 @@
+"""A GGUF model as its header describes it: layers, sizes, and what it needs per token.
+
+Nothing of llama.cpp is loaded here. What specdec cannot run is refused by name; an architecture
+that is not known to be refused is left to llama.cpp, which names those that it does not know.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from backends.base import UnsupportedModel
+from backends.gguf_hparams import (
+    MAX_CONTEXT,
+    MAX_EXPERTS,
+    MAX_HIDDEN_SIZE,
+    MAX_LAYERS,
+    Keys,
+    KvShape,
+    read_kv_shape,
+)
+from offload.gguf_index import GgufError, GgufIndex
+from offload.header import TensorRecord
+from offload.plan import LayerWeights
+
+_ENCODER = "an encoder, which gives embeddings and no next token"
+_DIFFUSION = "a diffusion model, which does not decode from left to right"
+_DRAFT_HEAD = "a draft head, which runs only inside its target's context"
+_SPEECH = "a part of a speech model"
+_REFUSED = {
+    **dict.fromkeys(("bert", "modern-bert", "neo-bert", "eurobert", "llama-embed"), _ENCODER),
+    **dict.fromkeys(("nomic-bert", "nomic-bert-moe", "gemma-embedding"), _ENCODER),
+    **dict.fromkeys(("jina-bert-v2", "jina-bert-v3", "t5encoder"), _ENCODER),
+    **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), _DIFFUSION),
+    **dict.fromkeys(("eagle3", "dflash", "gemma4-assistant"), _DRAFT_HEAD),
+    **dict.fromkeys(("wavtokenizer-dec", "qwen3tts", "pockettts"), _SPEECH),
+    "t5": "an encoder-decoder model, and specdec runs decoders only",
+    "clip": "a projector for images or sound (mmproj); pass the language model's own file",
+    "hrm_text": "a model that runs its layers several times per token",
+}
+_FILE_KINDS = {
+    "adapter": "an adapter (LoRA); merge it into its model first",
+    "mmproj": _REFUSED["clip"],
+    "imatrix": "an importance matrix, not a model",
+}
+# llm_arch_is_recurrent and llm_arch_is_hybrid of llama.cpp; later ones are found by what they hold.
+_RECURRENT = frozenset("mamba mamba2 rwkv6 rwkv6qwen2 rwkv7 arwkv7".split())
+_HYBRID = frozenset(
+    "jamba falcon-h1 plamo2 granitehybrid lfm2 lfm2moe nemotron_h nemotron_h_moe qwen3next "
+    "kimi-linear qwen35 qwen35moe deepseek4".split()
+)
+_RECURRENT_KEYS = ("ssm.", "wkv.", "shortconv.", "kda.", "attention.recurrent_layers")
+_RECURRENT_TENSOR = re.compile(r"blk\.\d+\.(ssm_|shortconv\.|time_mix_)")
+_KEY_TENSOR = re.compile(r"blk\.\d+\.attn_(k|v|kv|kv_[ab](_mqa)?|k_b|v_b)\.")
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.")
+_ARCHITECTURE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, eq=False)
+class GgufModel:
+    """One model on disk, unloaded."""
+
+    path: Path
+    """The (first) file, which is the one for llama.cpp to load."""
+    index: GgufIndex
+    architecture: str
+    n_layers: int
+    """Layers that a pass runs; those for multi-token prediction are not among them."""
+    vocab_size: int
+    """Rows of the embedding, which are the columns of the logits."""
+    max_context: int
+    """Tokens that the model was trained for."""
+    hidden_size: int
+    layers: tuple[LayerWeights, ...]
+    outer_records: tuple[TensorRecord, ...]
+    """Embeddings, final norm, head, rope factors: all tensors that belong to no layer."""
+    unused_records: tuple[TensorRecord, ...]
+    """Of multi-token-prediction layers, which no pass runs: they need no memory."""
+    is_tied: bool
+    """The embedding is the head, too."""
+    n_experts: int
+    """0 for a dense model; a pass reads all of them."""
+    is_recurrent: bool
+    """Some layers keep a state that cannot be cut back (Mamba, RWKV, hybrids): no trees."""
+    sliding_window: int | None
+    """In tokens, as stored; which layers have it, and whether they do, the architecture says."""
+    kv_shape: KvShape
+
+    @property
+    def attention_only(self) -> bool:
+        """Every layer's memory of the text is a KV cache."""
+        return not self.is_recurrent
+
+    def kv_bytes_per_token(
+        self, type_k: str = "f16", type_v: str = "f16", *, flash_attention: bool = False
+    ) -> int:
+        """Bytes of KV cache per token, all layers in full length; see KvShape.bytes_per_token.
+
+        Exact for models with attention in every layer; for hybrids an upper bound, to which a
+        state of constant size per sequence comes.
+        """
+        return self.kv_shape.bytes_per_token(type_k, type_v, flash_attention=flash_attention)
+
+
+def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
+    """Read and check the header of a GGUF model (all splits, where `path` is one of them).
+
+    Raises:
+        GgufError: a file is missing, malformed or incomplete, or a figure is out of range.
+        UnsupportedModel: the file is well but not a causal language model.
+    """
+    index = GgufIndex.from_path(path)
+    keys = _identify(index)
+    n_counted = keys.integer("block_count", 1, MAX_LAYERS)
+    n_layers = n_counted - keys.integer("nextn_predict_layers", 0, n_counted - 1, 0)
+    hidden_size = keys.integer("embedding_length", 1, MAX_HIDDEN_SIZE)
+    layers, outer, unused = _group(index, keys, n_counted, n_layers)
+    is_recurrent = _is_recurrent(keys, index)
+    if keys.architecture in _RECURRENT:
+        kv_shape = KvShape()
+    else:
+        keeps_kv = [_keeps_kv(records) for records in layers]
+        kv_shape = read_kv_shape(keys, n_counted, hidden_size, keeps_kv)
+    return GgufModel(
+        path=index.paths[0],
+        index=index,
+        architecture=keys.architecture,
+        n_layers=n_layers,
+        vocab_size=_vocab_size(index, hidden_size),
+        max_context=keys.integer("context_length", 1, MAX_CONTEXT),
+        hidden_size=hidden_size,
+        layers=tuple(LayerWeights(tuple(records)) for records in layers),
+        outer_records=tuple(outer),
+        unused_records=tuple(unused),
+        is_tied="output.weight" not in index,
+        n_experts=keys.integer("expert_count", 0, MAX_EXPERTS, 0),
+        is_recurrent=is_recurrent,
+        sliding_window=keys.integer("attention.sliding_window", 0, MAX_CONTEXT, 0) or None,
+        kv_shape=kv_shape,
+    )
+
+
+def _identify(index: GgufIndex) -> Keys:
+    """Which architecture it is, if it is one that decodes text from left to right."""
+    path, metadata = index.paths[0], index.metadata
+    kind = metadata.get("general.type")
+    if isinstance(kind, str) and kind in _FILE_KINDS:
+        raise UnsupportedModel(f"{path} is {_FILE_KINDS[kind]}")
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or not _ARCHITECTURE.fullmatch(architecture):
+        raise GgufError(f"{path} names no general.architecture: it is no model, or split 1 of one")
+    if architecture in _REFUSED:
+        raise UnsupportedModel(f"{path} ({architecture}) is {_REFUSED[architecture]}")
+    keys = Keys(path, metadata, architecture)
+    if metadata.get(keys.full("attention.causal")) is False:
+        raise UnsupportedModel(f"{path} ({architecture}) is {_ENCODER}")
+    if keys.integer("num_loops", 0, MAX_LAYERS, 1) > 1:
+        raise UnsupportedModel(f"{path} ({architecture}) is {_REFUSED['hrm_text']}")
+    return keys
+
+
+def _group(
+    index: GgufIndex, keys: Keys, n_counted: int, n_layers: int
+) -> tuple[list[list[TensorRecord]], list[TensorRecord], list[TensorRecord]]:
+    """The tensors of each layer, those outside of the layers, and those that no pass uses."""
+    layers: list[list[TensorRecord]] = [[] for _ in range(n_layers)]
+    outer, unused = [], []
+    for record in index.values():
+        match = _LAYER_TENSOR.match(record.name)
+        number = int(match.group(1)) if match else -1
+        if number < 0:
+            outer.append(record)
+        elif number < n_layers:
+            layers[number].append(record)
+        elif number < n_counted:
+            unused.append(record)
+        else:
+            raise GgufError(
+                f"{record.path} holds {record.name!r}, but {keys.full('block_count')} is "
+                f"{n_counted}: the file is damaged"
+            )
+    missing = [number for number, records in enumerate(layers) if not records]
+    if missing:
+        raise GgufError(
+            f"{keys.path} holds no tensors of {len(missing)} of its {n_layers} layers (blk."
+            f"{missing[0]} is the first): it is incomplete, get it again"
+        )
+    return layers, outer, unused
+
+
+def _vocab_size(index: GgufIndex, hidden_size: int) -> int:
+    """Rows of the embedding, which head and token list must agree with."""
+    path = index.paths[0]
+    embedding = index.get("token_embd.weight")
+    if embedding is None:
+        raise GgufError(f"{path} has no token_embd.weight: it is no complete language model")
+    if len(embedding.shape) != 2 or embedding.shape[1] != hidden_size:
+        raise GgufError(
+            f"{path} has token_embd.weight of shape {embedding.shape} for a hidden size of "
+            f"{hidden_size}: the file is damaged"
+        )
+    n_rows = embedding.shape[0]
+    head = index.get("output.weight", embedding)
+    if head.shape[:1] != (n_rows,):
+        raise GgufError(f"{path} has a head of shape {head.shape} for {n_rows} embeddings")
+    n_tokens = index.metadata.array_length("tokenizer.ggml.tokens")
+    if n_tokens is not None and n_tokens != n_rows:
+        raise GgufError(f"{path} lists {n_tokens} tokens but has {n_rows} embeddings")
+    return n_rows
+
+
+def _is_recurrent(keys: Keys, names: Iterable[str]) -> bool:
+    if keys.architecture in _RECURRENT or keys.architecture in _HYBRID:
+        return True
+    return keys.any_below(*_RECURRENT_KEYS) or any(_RECURRENT_TENSOR.match(name) for name in names)
+
+
+def _keeps_kv(records: list[TensorRecord]) -> bool:
+    """Whether a layer has attention: not where it has a recurrent part but no keys."""
+    names = [record.name for record in records]
+    if not any(map(_RECURRENT_TENSOR.match, names)) or any(map(_KEY_TENSOR.match, names)):
+        return True
+    # Linear attention (Qwen3-Next) has a fused projection with a gate, which keeps no keys.
+    roles = {name.split(".")[2] for name in names}
+    return "attn_qkv" in roles and "attn_gate" not in roles

@@ -1,0 +1,324 @@
+"""What a GGUF header says about a model: layers, sizes, memory per token, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf_bytes as gb
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from backends import gguf_model
+from backends.base import UnsupportedModel
+from backends.gguf_model import GgufModel, load_gguf_model
+from offload.gguf_index import GgufError
+
+
+def load(folder: Path, metadata: dict | None = None, tensors: dict | None = None) -> GgufModel:
+    return load_gguf_model(gb.write_model(folder / "m.gguf", metadata, tensors))
+
+
+def refused(
+    folder: Path,
+    match: str,
+    metadata: dict | None = None,
+    tensors: dict | None = None,
+    error: type[Exception] = GgufError,
+) -> None:
+    with pytest.raises(error, match=match) as caught:
+        load(folder, metadata, tensors)
+    assert "\n" not in str(caught.value)
+
+
+def hybrid_tensors(*kinds: str) -> dict:
+    """A layer for each of "attention", "ssm", "both", "linear", "conv"."""
+    tensors = {"token_embd.weight": ("F32", (gb.VOCAB, gb.HIDDEN))}
+    for i, kind in enumerate(kinds):
+        if kind in ("attention", "both"):
+            tensors |= gb.layer_tensors(i)
+        if kind in ("ssm", "both", "linear"):
+            tensors[f"blk.{i}.ssm_out.weight"] = ("F32", (4, 4))
+        if kind == "linear":
+            tensors[f"blk.{i}.attn_qkv.weight"] = ("F32", (4, 4))
+            tensors[f"blk.{i}.attn_gate.weight"] = ("F32", (4, 4))
+        if kind == "conv":
+            tensors[f"blk.{i}.shortconv.conv.weight"] = ("F32", (4, 4))
+    return tensors
+
+
+# --- models that load ----------------------------------------------------------------------------
+
+
+def test_a_dense_model(tmp_path: Path) -> None:
+    model = load(tmp_path)
+    assert model.path == tmp_path / "m.gguf"
+    assert (model.architecture, model.n_layers, model.hidden_size) == ("llama", 2, gb.HIDDEN)
+    assert (model.vocab_size, model.max_context, model.n_experts) == (gb.VOCAB, 512, 0)
+    assert not model.is_tied
+    assert not model.is_recurrent
+    assert model.attention_only
+    assert model.sliding_window is None
+    for i, layer in enumerate(model.layers):
+        assert [r.name for r in layer.tensors] == list(gb.layer_tensors(i))
+        assert layer.resident == frozenset()
+    names = {r.name for r in model.outer_records}
+    assert names == {"token_embd.weight", "output_norm.weight", "output.weight"}
+    assert model.unused_records == ()
+    # Every tensor has exactly one place.
+    n_placed = sum(len(layer.tensors) for layer in model.layers) + len(model.outer_records)
+    assert n_placed == len(model.index)
+    # 2 layers x (key + value) x 2 heads of 16 x 2 bytes
+    assert model.kv_bytes_per_token("f16", "f16") == 2 * 2 * 2 * 16 * 2
+
+
+def test_tied_split_and_out_of_order(tmp_path: Path) -> None:
+    tensors = gb.model_tensors(12, tied=True)
+    tensors["rope_freqs.weight"] = ("F32", (8,))
+    names = sorted(tensors)  # blk.10 before blk.2
+    thirds = [{name: tensors[name] for name in names[i::3]} for i in range(3)]
+    metadata = gb.model_metadata(block_count=("u32", 12))
+    paths = gb.write_splits(tmp_path, metadata, thirds)
+    model = load_gguf_model(paths[1])
+    assert model.path == paths[0]
+    assert model.is_tied
+    assert model.n_layers == 12
+    for i, layer in enumerate(model.layers):
+        assert {r.name for r in layer.tensors} == set(gb.layer_tensors(i))
+        assert {r.path for r in layer.tensors} == set(paths)
+    assert "rope_freqs.weight" in {r.name for r in model.outer_records}
+
+
+def test_layers_for_multi_token_prediction_are_set_aside(tmp_path: Path) -> None:
+    tensors = gb.model_tensors(3)
+    tensors["blk.2.nextn.eh_proj.weight"] = ("F32", (4, 4))
+    metadata = gb.model_metadata(
+        "glm4", block_count=("u32", 3), nextn_predict_layers=("u32", 1),
+        attention__head_count_kv=("[i32]", [4, 2, 1]),
+    )  # fmt: skip
+    model = load(tmp_path, metadata, tensors)
+    assert model.n_layers == len(model.layers) == 2
+    assert {r.name for r in model.unused_records} == {
+        *gb.layer_tensors(2),
+        "blk.2.nextn.eh_proj.weight",
+    }
+    assert model.kv_bytes_per_token(flash_attention=True) == (4 + 2) * 16 * 2 * 2
+    # A file without them, converted with the same figures.
+    assert load(tmp_path, metadata, gb.model_tensors(2)).unused_records == ()
+    metadata["glm4.nextn_predict_layers"] = ("u32", 3)
+    refused(tmp_path, "nextn_predict_layers of 3; 0 to 2 are accepted", metadata, tensors)
+
+
+def test_experts_and_window(tmp_path: Path) -> None:
+    metadata = gb.model_metadata(expert_count=("u32", 8), attention__sliding_window=("u32", 128))
+    model = load(tmp_path, metadata)
+    assert (model.n_experts, model.sliding_window) == (8, 128)
+    metadata = gb.model_metadata(attention__sliding_window=("u32", 0))
+    assert load(tmp_path, metadata).sliding_window is None
+
+
+def test_vocabulary_without_tokens(tmp_path: Path) -> None:
+    metadata = gb.model_metadata()
+    del metadata["tokenizer.ggml.tokens"]
+    assert load(tmp_path, metadata).vocab_size == gb.VOCAB
+
+
+# --- recurrent layers ----------------------------------------------------------------------------
+
+
+def test_recurrent_and_hybrid_models(tmp_path: Path) -> None:
+    mamba = gb.model_metadata(
+        "mamba2", attention__head_count=("u32", 0), attention__head_count_kv=None
+    )
+    model = load(tmp_path, mamba, hybrid_tensors("ssm", "ssm"))
+    assert model.is_recurrent
+    assert not model.attention_only
+    assert model.kv_bytes_per_token() == 0
+
+    four = {"block_count": ("u32", 4)}
+    per_layer = 2 * 2 * 16 * 2
+    for architecture in ("jamba", "somethingnew"):  # known by name, found by its tensors
+        metadata = gb.model_metadata(architecture, **four)
+        tensors = hybrid_tensors("attention", "ssm", "both", "conv")
+        model = load(tmp_path, metadata, tensors)
+        assert model.is_recurrent
+        assert model.kv_bytes_per_token() == 2 * per_layer
+    tensors = hybrid_tensors("linear", "linear", "linear", "attention")
+    model = load(tmp_path, gb.model_metadata("qwen3next", **four), tensors)
+    assert model.is_recurrent
+    assert model.kv_bytes_per_token() == per_layer
+
+    assert load(tmp_path, gb.model_metadata("lfm2")).is_recurrent  # by name alone
+
+    for key in ("ssm.state_size", "wkv.head_size", "kda.head_dim"):
+        metadata = gb.model_metadata("new", **{key.replace(".", "__"): ("u32", 16)})
+        assert load(tmp_path, metadata).is_recurrent
+        metadata = gb.model_metadata("new", **{key.replace(".", "__"): ("u32", 0)})
+        assert not load(tmp_path, metadata).is_recurrent
+    for flags in ([False, False], [False, True]):
+        metadata = gb.model_metadata("new", attention__recurrent_layers=("[bool]", flags))
+        assert load(tmp_path, metadata).is_recurrent == any(flags)
+
+
+ANY_VALUE = st.one_of(
+    st.tuples(st.just("u64"), st.integers(0, 2**64 - 1) | st.integers(0, 300)),
+    st.tuples(st.just("i32"), st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 300)),
+    st.tuples(st.just("f32"), st.floats(width=32)),
+    st.tuples(st.just("str"), st.text(max_size=9)),
+    st.tuples(st.just("bool"), st.booleans()),
+    st.tuples(st.just("[i64]"), st.lists(st.integers(-9, 99) | st.just(2**62), max_size=3)),
+    st.tuples(st.just("[str]"), st.lists(st.text(max_size=3), max_size=3)),
+)
+SOME_KEYS = st.sampled_from([
+    "llama.block_count", "llama.context_length", "llama.embedding_length",
+    "llama.attention.head_count", "llama.attention.head_count_kv", "llama.attention.key_length",
+    "llama.attention.key_length_swa", "llama.attention.sliding_window",
+    "llama.attention.sliding_window_pattern", "llama.attention.shared_kv_layers",
+    "llama.nextn_predict_layers", "llama.expert_count", "llama.ssm.state_size",
+    "llama.attention.causal", "llama.num_loops", "general.architecture", "general.type",
+    "tokenizer.ggml.tokens", "split.count",
+])  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(SOME_KEYS, ANY_VALUE, min_size=1, max_size=3))
+def test_any_figures_load_or_are_refused(
+    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, tuple[str, Any]]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.gguf"
+    path.unlink(missing_ok=True)
+    gb.write_model(path, gb.model_metadata() | changes)
+    try:
+        model = load_gguf_model(path)
+    except (GgufError, UnsupportedModel) as error:
+        message = str(error)
+    else:
+        # Whatever was accepted is consistent.
+        message = ""
+        assert len(model.layers) == model.n_layers
+        assert 0 <= model.kv_bytes_per_token() < 2**40
+        assert 1 <= model.max_context < 2**31
+    assert "\n" not in message
+    assert len(message) < 600 + len(str(path))
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", sorted(gguf_model._REFUSED))
+def test_architectures_refused_by_name(tmp_path: Path, architecture: str) -> None:
+    refused(
+        tmp_path,
+        rf"\({architecture}\) is a",
+        gb.model_metadata(architecture),
+        error=UnsupportedModel,
+    )
+
+
+def test_other_kinds_of_files(tmp_path: Path) -> None:
+    for kind, match in (("adapter", "LoRA"), ("mmproj", "projector"), ("imatrix", "importance")):
+        metadata = {"general.type": ("str", kind)} | gb.model_metadata()
+        refused(tmp_path, match, metadata, error=UnsupportedModel)
+    load(tmp_path, {"general.type": ("str", "model")} | gb.model_metadata())
+    causal = gb.model_metadata("qwen3", attention__causal=("bool", False))
+    refused(tmp_path, "encoder", causal, error=UnsupportedModel)
+    causal = gb.model_metadata("qwen3", attention__causal=("bool", True))
+    assert load(tmp_path, causal).architecture == "qwen3"
+    loops = gb.model_metadata("new", num_loops=("u32", 2))
+    refused(tmp_path, "several times per token", loops, error=UnsupportedModel)
+    refused(tmp_path, "names no general.architecture", {"a": ("u8", 1)})
+    for item in (("u32", 5), ("str", ""), ("str", "x" * 65), ("str", "a\nb"), ("[str]", ["llama"])):
+        metadata = gb.model_metadata() | {"general.architecture": item}
+        refused(tmp_path, "names no general.architecture", metadata)
+
+
+RANGES = {
+    "block_count": [0, 1025, 10**9, 2**64 - 1],
+    "context_length": [0, 2**31, 2**64 - 1],
+    "embedding_length": [0, 2**20 + 1, 2**64 - 1],
+    "attention__head_count": [2**14 + 1, 2**64 - 1],
+    "attention__head_count_kv": [2**14 + 1, 2**64 - 1],
+    "attention__key_length": [0, 2**14 + 1],
+    "attention__value_length": [0, 2**14 + 1],
+    "expert_count": [2**14 + 1],
+    "attention__sliding_window": [2**31],
+    "nextn_predict_layers": [2, 2**64 - 1],
+    "attention__shared_kv_layers": [2],
+    "attention__indexer__key_length": [2**14 + 1],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(k, v) for k, vs in RANGES.items() for v in vs])
+def test_figures_out_of_range(tmp_path: Path, key: str, value: int) -> None:
+    metadata = gb.model_metadata(**{key: ("u64", value)})
+    name = f"llama.{key.replace('__', '.')}"
+    refused(tmp_path, rf"{name} of {value}; \d+ to \d+ are accepted", metadata)
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_figures_of_a_wrong_type(tmp_path: Path, key: str) -> None:
+    for item in (("str", "2"), ("f32", 2.0), ("i32", -1)):
+        refused(tmp_path, "are accepted", gb.model_metadata(**{key: item}))
+    by_layer = key.startswith("attention__head_count")
+    match = "3 values in .* for 2 layers" if by_layer else "a list in"
+    refused(tmp_path, match, gb.model_metadata(**{key: ("[u32]", [1, 1, 1])}))
+    if by_layer:
+        refused(tmp_path, "accepted", gb.model_metadata(**{key: ("[i32]", [4, -1])}))
+        refused(tmp_path, "accepted", gb.model_metadata(**{key: ("[str]", ["4", "4"])}))
+
+
+@pytest.mark.parametrize(
+    "key", ["block_count", "context_length", "embedding_length", "attention__head_count"]
+)
+def test_figures_that_are_missing(tmp_path: Path, key: str) -> None:
+    name = f"llama.{key.replace('__', '.')}"
+    refused(tmp_path, f"has no {name}: it is no complete model", gb.model_metadata(**{key: None}))
+
+
+def test_head_counts_that_make_no_sense(tmp_path: Path) -> None:
+    zero = ("u32", 0)
+    refused(tmp_path, "head_count of 0", gb.model_metadata(attention__head_count=zero))
+    zeros = gb.model_metadata(attention__head_count=("[u32]", [0, 0]))
+    refused(tmp_path, "head_count of 0", zeros)
+    for n_kv in (3, 8):
+        metadata = gb.model_metadata(attention__head_count_kv=("u32", n_kv))
+        refused(tmp_path, f"4 attention heads for {n_kv} .* layer 0, not a multiple", metadata)
+    metadata = gb.model_metadata(attention__head_count=("u32", 128))
+    refused(tmp_path, "more attention heads than the hidden size", metadata)
+
+
+def test_tensors_and_figures_that_disagree(tmp_path: Path) -> None:
+    def changed(**shapes: tuple[int, ...] | None) -> dict:
+        tensors = gb.model_tensors()
+        for name, shape in shapes.items():
+            tensors.pop(f"{name}.weight")
+            if shape is not None:
+                tensors[f"{name}.weight"] = ("F32", shape)
+        return tensors
+
+    refused(tmp_path, "has no token_embd.weight", tensors=changed(token_embd=None))
+    wrong = changed(token_embd=(gb.VOCAB, 32))
+    refused(tmp_path, r"token_embd.weight of shape \(96, 32\) for a hidden size of 64", None, wrong)
+    refused(tmp_path, "token_embd.weight of shape", None, changed(token_embd=(gb.VOCAB,)))
+    refused(tmp_path, "head of shape", None, changed(output=(gb.VOCAB - 1, gb.HIDDEN)))
+    metadata = gb.model_metadata()
+    metadata["tokenizer.ggml.tokens"] = ("[str]", ["a"] * 95)
+    refused(tmp_path, "lists 95 tokens but has 96 embeddings", metadata)
+
+    refused(tmp_path, r"holds 'blk\.2\..*block_count is 2", None, gb.model_tensors(3))
+    four = gb.model_metadata(block_count=("u32", 4))
+    refused(tmp_path, r"no tensors of 2 of its 4 layers \(blk\.2 is the first", four)
+    only_one = {k: v for k, v in gb.model_tensors().items() if not k.startswith("blk.0.")}
+    refused(tmp_path, r"no tensors of 1 of its 2 layers \(blk\.0", None, only_one)
+
+
+@pytest.mark.gguf
+def test_the_names_are_those_of_llama_cpp() -> None:
+    package = pytest.importorskip("llama_cpp")
+    library = Path(package.__file__).parent / "lib" / "libllama.so"
+    if not library.exists():
+        pytest.skip(f"no {library}")
+    content = library.read_bytes()
+    names = {*gguf_model._REFUSED, *gguf_model._RECURRENT, *gguf_model._HYBRID}
+    assert [name for name in sorted(names) if name.encode() + b"\0" not in content] == []

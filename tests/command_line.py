@@ -1,0 +1,63 @@
+"""The command line in tests: tiny models to name, runs in this process and in one of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from tiny_pair import save_model
+
+from specdec.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Models(NamedTuple):
+    target: Path
+    draft: Path
+    other_words: Path
+    """A draft with another vocabulary."""
+
+    def run_argv(self, *more: str) -> list[str]:
+        return ["run", "-m", str(self.target), "-md", str(self.draft), "--threads", "1", *more]
+
+
+def save_models(root: Path) -> Models:
+    return Models(
+        save_model(root / "target", seed=1),
+        save_model(root / "draft", seed=1),
+        save_model(root / "other", seed=1, first=7),
+    )
+
+
+def expect_error(
+    capsys: pytest.CaptureFixture[str], argv: list[str], *parts: str, code: int = 2
+) -> None:
+    """One line on stderr that names what is wrong, nothing on stdout."""
+    assert main(argv) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("specdec: error: "), err
+    assert err.count("\n") == 1, err
+    assert err.endswith("\n")
+    for part in parts:
+        assert part in err
+
+
+def start(argv: list[str]) -> subprocess.Popen[bytes]:
+    """`specdec` in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "specdec", *argv],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def wait_for_text(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.read(1), process.stderr.read() if process.stderr else b""

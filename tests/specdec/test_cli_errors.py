@@ -1,0 +1,175 @@
+"""Bad input on the command line: one clear line and exit code 2, whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import Models, expect_error, save_models
+
+from specdec.cli import main
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        ([], "no prompt was given"),
+        (["-p", "a", "-f", "b"], "both -p and -f"),
+        (["-f", "/nonexistent/prompt"], "/nonexistent/prompt: No such file"),
+        (["-f", "/"], "Is a directory"),
+        (["-p"], "requires an argument"),
+        (["-p", "a", "--bogus"], "--bogus"),
+        (["-p", "a", "extra"], "extra"),
+        (["-p", "a", "-n", "0"], "-n"),
+        (["-p", "a", "-n", "x"], "-n"),
+        (["-p", "a", "-c", "-1"], "-c"),
+        (["-p", "a", "--memory-budget", "lots"], "'lots' is not a byte count"),
+        (["-p", "a", "--memory-budget", "20MiB"], "smallest budget"),
+        (["-p", "a", "--memory-budget", "1000TiB"], "memory budget"),
+        (["-p", "a", "--enforce"], "--enforce needs a size"),
+        (["-p", "a", "--enforce", "--memory-budget", "1MiB"], "too little"),
+        (["-p", "a", "--spec-type", "magic"], "magic"),
+        (["-p", "a", "--num-draft-tokens", "many"], "many"),
+        (["-p", "a", "--num-draft-tokens", "99999"], "99999"),
+        (["-p", "a", "--temperature", "-1"], "temperature"),
+        (["-p", "a", "--temperature", "nan"], "temperature"),
+        (["-p", "a", "--top-p", "1.5"], "top_p"),
+        (["-p", "a", "--seed", "-1"], "seed"),
+        (["-p", "a", "--stop", ""], "stop"),
+        (["-p", ""], "prompt is empty"),
+        (["-p", "a" * 200, "-c", "100"], "200 tokens"),
+    ],
+)
+def test_bad_options(
+    capsys: pytest.CaptureFixture[str], models: Models, more: list[str], part: str
+) -> None:
+    expect_error(capsys, models.run_argv(*more), part)
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["bogus"], "bogus"),
+        (["run", "-p", "a"], "--model"),
+        (["check", "-m", "x"], "--draft-model"),
+        (["run", "-m", "/nonexistent/model", "-p", "a"], "/nonexistent/model"),
+        (["run", "-m", "nobody/nothing", "-p", "a"], "nobody/nothing"),
+        (["run", "-m", "pair:other", "-p", "a"], "pair:other"),
+        (["plan", "-m", "/"], "config.json"),
+        (["profile", "-m", "/nonexistent/model"], "/nonexistent/model"),
+    ],
+)
+def test_bad_commands_and_models(
+    capsys: pytest.CaptureFixture[str], argv: list[str], part: str
+) -> None:
+    expect_error(capsys, argv, part)
+
+
+def test_prompt_that_is_not_utf8(
+    capsys: pytest.CaptureFixture[str], models: Models, tmp_path: Path
+) -> None:
+    (tmp_path / "binary").write_bytes(b"ab\xff")
+    expect_error(capsys, models.run_argv("-f", str(tmp_path / "binary")), "byte 2 is not UTF-8")
+
+
+def test_a_draft_with_another_vocabulary(
+    capsys: pytest.CaptureFixture[str], models: Models
+) -> None:
+    argv = ["run", "-m", str(models.target), "-md", str(models.other_words), "-p", "a"]
+    expect_error(capsys, argv, "token 3 is '!' in the target and '(' in the draft")
+
+
+def _first_shard(directory: Path) -> Path:
+    return sorted(directory.glob("*.safetensors"))[0]
+
+
+def _truncate(directory: Path) -> None:
+    shard = _first_shard(directory)
+    os.truncate(shard, shard.stat().st_size - 100)
+
+
+def _garble_header(directory: Path) -> None:
+    with _first_shard(directory).open("r+b") as file:
+        file.write(b"\xff" * 8)
+
+
+def _remove_shard(directory: Path) -> None:
+    _first_shard(directory).unlink()
+
+
+def _point_outside(directory: Path) -> None:
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    name = next(iter(index["weight_map"]))
+    index["weight_map"][name] = "../../etc/passwd"
+    path.write_text(json.dumps(index))
+
+
+def _leave_only_pickle(directory: Path) -> None:
+    for path in directory.glob("*.safetensors*"):
+        path.unlink()
+    (directory / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+def _unknown_model_type(directory: Path) -> None:
+    (directory / "config.json").write_text('{"model_type": "no-such-type"}')
+
+
+def _no_causal_model(directory: Path) -> None:
+    (directory / "config.json").write_text('{"model_type": "t5"}')
+
+
+def _config_not_json(directory: Path) -> None:
+    (directory / "config.json").write_text("{")
+
+
+def _no_tokenizer(directory: Path) -> None:
+    for path in directory.glob("tokenizer*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _truncate,
+        _garble_header,
+        _remove_shard,
+        _point_outside,
+        _leave_only_pickle,
+        _unknown_model_type,
+        _no_causal_model,
+        _config_not_json,
+        _no_tokenizer,
+    ],
+)
+def test_damaged_checkpoints(
+    capsys: pytest.CaptureFixture[str],
+    models: Models,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(models.target, damaged)
+    before = sorted(path.name for path in damaged.iterdir())
+    damage(damaged)
+    expect_error(capsys, ["run", "-m", str(damaged), "-p", "a", "-n", "2"])
+    assert {path.name for path in damaged.iterdir()} <= {*before, "pytorch_model.bin"}
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-m", "/nonexistent/model", "-p", "a", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err

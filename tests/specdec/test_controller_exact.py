@@ -1,0 +1,279 @@
+"""Whole rounds of the controller and the model drafter on tables: equal, exact, and sensitive.
+
+The same checks then run on copies of both with one mistake in their source each. Every mistake must
+be caught: a check that none of them fails proves nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import generating
+import numpy as np
+import pytest
+from exact_rules import (
+    Case,
+    ScriptedDecisions,
+    completed_joint,
+    enumerate_outcomes,
+    table_rows,
+    target_joint,
+)
+from generating import FREE, make_controller, run
+from table_backend import TableBackend
+
+from backends.base import BackendError
+from specdec.config import SamplingParams, SpecConfig
+from specdec.controller import Controller, NoDrafter
+from specdec.drafters.model import ModelDrafter
+from specdec.policy import DraftPolicy
+from specdec.sampling import Sampler
+from specdec.stats import StatsRecorder
+
+EXACT, CAUGHT = 1e-12, 1e-6
+VOCAB, DEPTH, N_TOKENS = 8, 2, 40
+PROMPT = [1, 2]
+TARGET, OTHER = table_rows(VOCAB, seed=3), table_rows(VOCAB, seed=4)
+# The penalty makes a row depend on the prefix that the processors are given.
+PARAMS = SamplingParams(temperature=0.8, top_k=2, repetition_penalty=1.4, seed=6)
+
+
+class Recording(ScriptedDecisions):
+    """Scripted decisions that also stand for the generator which the drafter draws with."""
+
+    def random(self) -> Recording:
+        return self
+
+
+def chain_controller(
+    controller: type[Controller], drafter: type[ModelDrafter], draft_rows: Any, rng: Any, depth: int
+) -> Controller:
+    spec = SpecConfig(num_draft_tokens=depth, draft_depth=depth, acceptance="rejection")
+    sampler = Sampler(PARAMS, n_tokens=VOCAB, prompt_length=len(PROMPT))
+    return controller(
+        TableBackend(TARGET, VOCAB),
+        drafter(TableBackend(draft_rows, VOCAB), VOCAB, chain=(sampler, rng)),
+        sampler,
+        DraftPolicy(spec, FREE, 256),
+        recorder=StatsRecorder(),
+        acceptance="rejection",
+        rng=rng,
+    )
+
+
+# --- the checks -----------------------------------------------------------------------------
+
+
+def rounds_error(controller: type[Controller], drafter: type[ModelDrafter]) -> float:
+    """Largest error of the distribution that two rounds of the rejection rule emit.
+
+    All decisions are enumerated: what the drafter draws and what the rule decides.
+    """
+
+    def two_rounds(decisions: ScriptedDecisions) -> tuple[int, ...]:
+        recording = Recording(decisions._script)
+        made = chain_controller(controller, drafter, OTHER, recording, DEPTH)
+        made.start(PROMPT)
+        tokens = [token for _ in range(2) for token in made.step(99).tokens]
+        vars(decisions).update(vars(recording))
+        return tuple(tokens)
+
+    names = drafter.propose.__globals__
+    original = names["sample_index"]
+    names["sample_index"] = lambda probs, decisions: decisions.categorical(probs)
+    try:
+        emitted: dict[tuple[int, ...], float] = {}
+        for tokens, weight in enumerate_outcomes(two_rounds):
+            emitted[tokens] = emitted.get(tokens, 0.0) + weight
+    finally:
+        names["sample_index"] = original
+    case = Case(VOCAB, 2 * (DEPTH + 1) - 1, target_after_start(), OTHER, TARGET)
+    expected = target_joint(case.target, VOCAB, case.depth + 1)
+    return float(np.abs(completed_joint(emitted, case) - expected).max())
+
+
+def rounds_are_exact(controller: type[Controller], drafter: type[ModelDrafter]) -> bool:
+    return rounds_error(controller, drafter) <= CAUGHT
+
+
+def target_after_start() -> Callable[[tuple[int, ...]], np.ndarray]:
+    """p after the prompt, its first token (the seed's) and some more, by the sampler itself."""
+    sampler = Sampler(PARAMS, n_tokens=VOCAB, prompt_length=len(PROMPT))
+    backend = TableBackend(TARGET, VOCAB)
+    first = sampler.choose(PROMPT, backend.logits(PROMPT), position=len(PROMPT))
+
+    @cache
+    def rows(tokens: tuple[int, ...]) -> np.ndarray:
+        prefix = [*PROMPT, first, *tokens]
+        return sampler.probs(prefix, backend.logits(prefix))
+
+    return rows
+
+
+def equals_plain_decoding(controller: type[Controller], drafter: type[ModelDrafter]) -> bool:
+    """Greedy and sampled tokens are those of plain decoding, with a good and with a bad draft."""
+
+    def make(target: Any, drafter: Any, *rest: Any, **options: Any) -> Controller:
+        # Plain decoding is the reference: it stays whole.
+        kind = Controller if isinstance(drafter, NoDrafter) else controller
+        return kind(target, drafter, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generating, "Controller", make)
+        for params in (SamplingParams(), PARAMS):
+            plain = run(TableBackend(TARGET, VOCAB), PROMPT, N_TOKENS, params=params)
+            for rows in (TARGET, OTHER):
+                guess = drafter(TableBackend(rows, VOCAB), VOCAB)
+                spec = SpecConfig(num_draft_tokens=6, draft_depth=4)
+                target = TableBackend(TARGET, VOCAB)
+                if run(target, PROMPT, N_TOKENS, guess, params, spec=spec) != plain:
+                    return False
+    return True
+
+
+def accepts_itself(controller: type[Controller], drafter: type[ModelDrafter]) -> bool:
+    """A target that drafts for itself has every chain accepted whole, by either rule."""
+    depth, rng = 4, np.random.default_rng(2)
+    spec = SpecConfig(num_draft_tokens=depth, tree_width=1, draft_depth=depth)
+    for last in range(VOCAB):
+        sampled = chain_controller(controller, drafter, TARGET, rng, depth)
+        target, draft = TableBackend(TARGET, VOCAB), TableBackend(TARGET, VOCAB)
+        greedy = make_controller(target, drafter(draft, VOCAB), spec=spec)
+        for made in (sampled, greedy):
+            made.start([*PROMPT, last])
+            if any(made.step(99).acceptance.n_accepted < depth for _ in range(4)):
+                return False
+    return True
+
+
+CHECKS = (equals_plain_decoding, accepts_itself, rounds_are_exact)
+
+
+def test_two_rounds_of_the_rejection_rule_are_exact() -> None:
+    assert rounds_error(Controller, ModelDrafter) <= EXACT
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_without_a_mistake(check: Callable[..., bool]) -> None:
+    assert check(Controller, ModelDrafter)
+
+
+# --- the mistakes ---------------------------------------------------------------------------
+
+
+def mutant(kind: type, old: str, new: str) -> type:
+    """The class made anew from its module's source, with one place changed."""
+    source = inspect.getsource(sys.modules[kind.__module__])
+    assert source.count(old) == 1, f"{old!r} is no longer one place of {kind.__module__}"
+    module = ModuleType("mutant")
+    exec(compile(source.replace(old, new), "mutant", "exec"), vars(module))
+    changed: type = getattr(module, kind.__name__)
+    return changed
+
+
+IN_CONTROLLER = {
+    "commit: the last accepted token left out": (
+        "node_ids[i] for i in acceptance.path]",
+        "node_ids[i] for i in acceptance.path[:-1]]",
+    ),
+    "commit: the pending token left out": (
+        "node_ids[i] for i in acceptance.path]",
+        "node_ids[i] for i in acceptance.path[1:]]",
+    ),
+    "commit: the first nodes of the tree, not those of the path": (
+        "node_ids[i] for i in acceptance.path]",
+        "node_ids[i] for i in range(len(acceptance.path))]",
+    ),
+    "context: not extended by the bonus": (
+        "self.context.extend(tokens)",
+        "self.context.extend(tokens[:-1])",
+    ),
+    "context: only the bonus": ("self.context.extend(tokens)", "self.context.append(tokens[-1])"),
+    "a bonus after a rejection, too": (
+        "tokens = acceptance.emitted(tree)",
+        "tokens = acceptance.emitted(tree) + ((), (int(logits[-1].argmax()),))"
+        "[not acceptance.is_bonus]",
+    ),
+    "tree: every node hangs on the root": ("else first + parent", "else first"),
+    "tree: parents off by one": ("else first + parent", "else first + max(parent - 1, 0)"),
+    "prefix: without the pending token": ("[*self.context, *tree", "[*self.context[:-1], *tree"),
+    "prefix: without the path": (
+        "[*self.context, *tree.tokens_on_path(node)]",
+        "list(self.context)",
+    ),
+    "match: the row of the parent": (
+        "logits.__getitem__)",
+        "lambda node: logits[max(tree.parents[node], 0)])",
+    ),
+    "match: the row of the next node": (
+        "logits.__getitem__)",
+        "lambda node: logits[min(node + 1, len(tree) - 1)])",
+    ),
+    "rejection: the row of the parent": (
+        "node), logits[node])",
+        "node), logits[max(tree.parents[node], 0)])",
+    ),
+    "rejection: always the last row": ("node), logits[node])", "node), logits[-1])"),
+    "rejection: p before its processors": (
+        "self._sampler.probs(self._prefix(tree, node), logits[node])",
+        "np.exp(logits[node].astype(np.float64))",
+    ),
+}
+IN_DRAFTER = {
+    "KV: the last accepted token is missing": (
+        "missing = list(context_ids[self._backend.n_committed :])",
+        "missing = list(context_ids[-1:] if self._backend.n_committed else context_ids)",
+    ),
+    "KV: the first token is missing": (
+        "context_ids[self._backend.n_committed :]",
+        "context_ids[self._backend.n_committed or 1 :]",
+    ),
+    "KV: accepted nodes are committed twice": (
+        "missing = list(context_ids[self._backend.n_committed :])",
+        "missing = list(context_ids[max(self._backend.n_committed - 1, 0) :])",
+    ),
+    "chain: q before its processors": (
+        "draft_probs=q)",
+        "draft_probs=np.exp(row.astype(np.float64)))",
+    ),
+    "chain: q of the row before": (
+        "draft_probs=q)",
+        "draft_probs=tree.draft_probs[node] if node else q)",
+    ),
+    "chain: q is not handed on": ("draft_probs=q)", "draft_probs=None)"),
+    "chain: the likeliest token, with q as if drawn": (
+        "sample_index(q, rng.random())",
+        "int(q.argmax())",
+    ),
+    "chain: every node below the prefix": (
+        "(parent,), rows = self._run(tree, [node], [parent])",
+        "_, rows = self._run(tree, [node], [parent])",
+    ),
+    "chain: the processors do not see the drafted tokens": ("prefix.append(token)", "pass"),
+}
+
+
+def is_caught(controller: type[Controller], drafter: type[ModelDrafter]) -> bool:
+    """By a wrong result, by the caches' own checks, or by `run`'s on the committed length."""
+    for check in CHECKS:
+        try:
+            if not check(controller, drafter):
+                return True
+        except (BackendError, AssertionError, ValueError):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", IN_CONTROLLER)
+def test_mutant_of_the_controller_is_caught(name: str) -> None:
+    assert is_caught(mutant(Controller, *IN_CONTROLLER[name]), ModelDrafter)
+
+
+@pytest.mark.parametrize("name", IN_DRAFTER)
+def test_mutant_of_the_drafter_is_caught(name: str) -> None:
+    assert is_caught(Controller, mutant(ModelDrafter, *IN_DRAFTER[name]))

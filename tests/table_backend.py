@@ -1,0 +1,73 @@
+"""A backend whose logits are a table of its whole prefix: a token too few or too many shows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from exact_rules import Rows
+
+from backends.base import Backend
+from backends.node_table import NodeTable
+
+
+class TableBackend(Backend):
+    """Logits log rows(prefix), where the prefix is what was committed and the node's path."""
+
+    def __init__(self, rows: Rows, vocab: int, max_context: int = 256) -> None:
+        self.vocab_size = vocab
+        self.max_context = max_context
+        self._rows = rows
+        self._table = NodeTable()
+        self._committed: list[int] = []
+        self._tokens: dict[int, int] = {}
+
+    @property
+    def n_committed(self) -> int:
+        return len(self._committed)
+
+    @property
+    def next_node_id(self) -> int:
+        return self._table.next_id
+
+    def logits(self, prefix: Sequence[int]) -> np.ndarray:
+        return np.log(self._rows(tuple(prefix))).astype(np.float32)
+
+    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
+        if not token_ids:
+            raise ValueError("prefill needs at least one token")
+        self._table.drop_live()
+        self._committed += token_ids
+        self._table.n_committed = len(self._committed)
+        return self.logits(self._committed)
+
+    def extend(
+        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
+    ) -> tuple[list[int], np.ndarray]:
+        assert rows is None
+        ids = self._table.add(parents)
+        self._tokens.update(zip(ids, token_ids, strict=True))
+        paths = ([self._tokens[n] for n in self._table.path(node)] for node in ids)
+        return ids, np.stack([self.logits([*self._committed, *path]) for path in paths])
+
+    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
+        self._table.commit(path, keep)
+        self._committed += [self._tokens[node] for node in path]
+
+    def prune(self, nodes: Collection[int]) -> None:
+        self._table.prune(nodes)
+
+    def rollback(self, length: int) -> None:
+        self._table.rollback(length)
+        del self._committed[length:]
+
+    @property
+    def kv_bytes(self) -> int:
+        return 0
+
+    @property
+    def n_kv_allocated(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
