@@ -1,5 +1,5 @@
 # make demo    install, then run a grown target in less than half its size
-# make test    install the test extras, then lint, types and all tests
+# make test    install the test extras (llama.cpp is compiled once), then lint, types and all tests
 # make bench   the figures of docs/benchmarks.md (grows a 6 GB target first)
 PYTHON ?= python3
 VENV   := .venv
@@ -37,5 +37,5 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) -e ".[dev]"
+	$(PIP) -e ".[dev,gguf]"
 	touch $@ $(VENV)/.installed

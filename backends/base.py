@@ -63,6 +63,8 @@ class Backend(ABC):
     """Columns of the logits; may exceed the tokenizer's length by padding rows."""
     max_context: int
     """Most tokens (committed and live depth) that a sequence may have."""
+    max_nodes: int | None = None
+    """Most live nodes at a time; None where memory alone is the limit."""
 
     @property
     @abstractmethod

@@ -7,21 +7,14 @@ weights from memory, b the arithmetic. Measured on one matrix of the model's own
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
+
+from backends.compute_profile import ComputeProfile
 
 _OUT, _IN = 4096, 4096
 _ROWS = (1, 64)
 _REPEATS = 5
-
-
-@dataclass(frozen=True)
-class ComputeProfile:
-    """Seconds that a pass spends on each byte of weights."""
-
-    seconds_per_byte: float
-    seconds_per_byte_row: float
 
 
 def measure_compute(dtype: torch.dtype) -> ComputeProfile:

@@ -15,6 +15,7 @@ from bench.workloads import BUILT_IN, read_prompts
 from offload.errors import SpecdecError
 from specdec import cli_options as options
 from specdec.cli_errors import run_app
+from specdec.cli_signature import with_options
 
 app = typer.Typer(
     name="specdec-bench",
@@ -39,7 +40,11 @@ IgnoreEos = Annotated[
 ]
 Peer = Annotated[
     str | None,
-    typer.Option("--peer", metavar="accelerate", help="Compare with this program too."),
+    typer.Option(
+        "--peer",
+        metavar="accelerate|llama.cpp|llama.cpp-draft",
+        help="Compare with this program too.",
+    ),
 ]
 PeerPrompts = Annotated[int, typer.Option("--peer-prompts", min=1, help="Prompts for the peer.")]
 PeerTokens = Annotated[int, typer.Option("--peer-tokens", min=2, help="Tokens per prompt.")]
@@ -68,7 +73,7 @@ class UsageMistake(SpecdecError):
 
 
 @app.command()
-@options.with_options
+@with_options
 def speedup(
     context: typer.Context,
     load: options.LoadOptions,
@@ -170,14 +175,24 @@ def _check_choices(
 ) -> None:
     if output not in ("table", "json"):
         raise UsageMistake(f"-o {output!r} is not known; choose table or json")
-    if peer not in (None, "accelerate"):
-        raise UsageMistake(f"--peer {peer!r} is not known; choose accelerate")
-    if peer is not None and importlib.util.find_spec("accelerate") is None:
-        raise UsageMistake("--peer accelerate needs the bench extra: pip install 'specdec[bench]'")
+    if peer is not None:
+        _check_peer(peer, load)
     if load.memory_budget == "auto" and (peer is not None or enforce):
         raise UsageMistake("--peer and --enforce need a --memory-budget with a size, e.g. 3.5GiB")
     if file is not None and not file.resolve().parent.is_dir():
         raise UsageMistake(f"--output-file {file}: there is no such folder")
+
+
+def _check_peer(peer: str, load: options.LoadOptions) -> None:
+    from bench.peers import PEERS, why_not
+    from specdec.models import resolve_model
+
+    if peer not in PEERS:
+        raise UsageMistake(f"--peer {peer!r} is not known; choose one of {', '.join(PEERS)}")
+    draft = None if load.draft_model is None else resolve_model(load.draft_model)
+    problem = why_not(peer, resolve_model(load.model), draft)
+    if problem is not None:
+        raise UsageMistake(f"--peer {peer} cannot run: {problem}")
 
 
 def _sampling(max_tokens: int, ignore_eos: bool, given: options.SamplingOptions) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import typer
 from offload.errors import SpecdecError
 from specdec.cli_errors import EXIT_ERROR, EXIT_INTERRUPTED
 from specdec.enforce import child_environment, run_enforced
+from specdec.storage import weight_files
 
 KILLED = 137  # 128 + SIGKILL: what the kernel does at the limit
 
@@ -36,13 +37,13 @@ def run_child(module: str, argv: Sequence[str], memory_limit: str | int | None) 
             process.kill()
 
 
-def forget_cached(folder: Path) -> None:
-    """Drop the page cache of a checkpoint, so that every process begins with cold storage.
+def forget_cached(model: Path) -> None:
+    """Drop the page cache of a model's files, so that every process begins with cold storage.
 
     Pages that another process read stay in memory and are charged to its cgroup: a peer that
     reads through the page cache would be served from outside its limit.
     """
-    for path in folder.glob("*.safetensors"):
+    for path in weight_files(model):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -54,12 +55,10 @@ def check_child(code: int, what: str) -> None:
     """Raise for a child that failed; one that has told why ends us with the same exit code.
 
     Raises:
-        KeyboardInterrupt, typer.Exit: nothing more is to be said.
+        typer.Exit: nothing more is to be said.
         ChildFailed: it ended without a word.
     """
-    if code == EXIT_INTERRUPTED:
-        raise KeyboardInterrupt
-    if code in (EXIT_ERROR, KILLED):
+    if code in (EXIT_INTERRUPTED, EXIT_ERROR, KILLED):
         raise typer.Exit(code)
     if code != 0:
         raise ChildFailed(f"{what} failed with exit code {code}")

@@ -18,10 +18,12 @@ from typing import Any
 from bench import report
 from bench.child import check_child, quiet_libraries, run_child
 from bench.measure import MeasureSpec
-from bench.peers import AcceleratePeer, summarise
+from bench.peers import Peer, PeerSettings, make_peer, summarise
 from bench.provenance import collect
 from bench.workloads import Prompt
 from offload.units import parse_bytes
+from specdec.division import DEFAULT_CTX_SIZE
+from specdec.models import resolve_model
 from specdec.stats import ratio
 
 
@@ -97,17 +99,22 @@ def _budget_bytes(run: SpeedupRun, measured: dict[str, Any]) -> int:
     return int(measured["plan"]["memory_budget_bytes"] if asked == "auto" else parse_bytes(asked))
 
 
-def _make_peer(run: SpeedupRun) -> AcceleratePeer | None:
+def _make_peer(run: SpeedupRun) -> Peer | None:
     if run.peer is None:
         return None
-    return AcceleratePeer(
+    draft = run.load.get("draft_model") if run.peer == "llama.cpp-draft" else None
+    settings = PeerSettings(
         model=Path(run.load["model"]),
         budget_bytes=parse_bytes(run.load["memory_budget"]),
         n_tokens=run.peer_tokens,
         enforced=run.enforce,
         ignore_eos=bool(run.sampling.get("ignore_eos")),
+        draft=None if draft is None else resolve_model(draft),
         cpu_memory_bytes=run.peer_cpu_memory,
+        n_threads=run.load.get("threads"),
+        n_ctx=run.load.get("ctx_size") or DEFAULT_CTX_SIZE,
     )
+    return make_peer(run.peer, settings)
 
 
 def _measure(run: SpeedupRun) -> dict[str, Any]:

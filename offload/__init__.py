@@ -7,11 +7,15 @@ budget     MemoryBudget.reserve() -> Reservation; BudgetExceeded
 cgroup     MemoryCgroup, run_in_cgroup: a budget that the kernel enforces
 header     read_header: one safetensors header, read with distrust
 index      WeightIndex: where each tensor of a checkpoint lies
+gguf_header, gguf_metadata, gguf_index
+           GgufFile, GgufIndex: the same for GGUF files and split ones
 direct_io  AlignedBuffer, DirectFile: O_DIRECT reads that are checked
 layout     make_layout: tensors coalesced into aligned reads
 plan       plan_residency: which tensors stay in memory, how many slots
 reading    load_resident, ReaderThreads: pieces of files into buffers
 slots      SlotRing: the reusable buffers of the ring, and who may touch them
 streamer   WeightStreamer: layers in order, read ahead, wrapping around
+address_space, spans, paging_plan, paged_memory, pager
+           Pager: the same for a file that somebody else has mapped, by moving pages
 profile    measure_storage: bandwidth of this machine, remembered
 """

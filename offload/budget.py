@@ -18,7 +18,12 @@ class BudgetExceeded(SpecdecError):
     """Something does not fit; names what asked, how much, what is left, and what would do."""
 
     def __init__(
-        self, name: str, wanted_bytes: int, left_bytes: int, smallest_budget_bytes: int
+        self,
+        name: str,
+        wanted_bytes: int,
+        left_bytes: int,
+        smallest_budget_bytes: int,
+        advice: str = "",
     ) -> None:
         self.name = name
         self.wanted_bytes = wanted_bytes
@@ -27,7 +32,7 @@ class BudgetExceeded(SpecdecError):
         super().__init__(
             f"{name} needs {format_bytes(wanted_bytes)} but {format_bytes(left_bytes)} of the "
             f"memory budget is left; the smallest budget that works is "
-            f"{format_up(smallest_budget_bytes)}"
+            f"{format_up(smallest_budget_bytes)}{advice}"
         )
 
 

@@ -102,7 +102,7 @@ def _explain_no_weights(root: Path, names: list[str], single: list[str]) -> str:
         )
     gguf = [name for name in names if name.endswith(".gguf")]
     if gguf:
-        return f"{root} holds GGUF ({gguf[0]}), which is not supported yet: use safetensors"
+        return f"{root} holds GGUF ({gguf[0]}), name that file instead of the folder"
     return f"{root} holds no model.safetensors and no *.safetensors.index.json"
 
 

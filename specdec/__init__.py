@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from specdec.api import load as load
     from specdec.config import SamplingParams as SamplingParams
     from specdec.config import SpecConfig as SpecConfig
-    from specdec.planning import RunPlan as RunPlan
     from specdec.planning import plan_run as plan_run
+    from specdec.run_plan import RunPlan as RunPlan
     from specdec.stats import GenerationStats as GenerationStats
 
 # Public name -> the module that defines it.
@@ -35,7 +35,7 @@ _PUBLIC = {
     "GenerationResult": "specdec.api",
     "GenerationStats": "specdec.stats",
     "LLM": "specdec.api",
-    "RunPlan": "specdec.planning",
+    "RunPlan": "specdec.run_plan",
     "SamplingParams": "specdec.config",
     "SpecConfig": "specdec.config",
     "SpecdecError": "offload.errors",

@@ -16,14 +16,18 @@ from typing import Any
 from typing_extensions import Self
 
 from backends.base import Backend
+from backends.source import Loading
 from offload.errors import SpecdecError
+from offload.plan import ResidencyPlan
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.drafters.base import Drafter
 from specdec.drafters.ngram import NgramDrafter
+from specdec.formats import OpenedModel
 from specdec.generation import GenerationResult, GenerationStream, StreamChunk
 from specdec.options import RunOptions, run_options
-from specdec.planning import ModelFiles, PlannedModels, RunPlan, plan_models
+from specdec.planning import PlannedModels, plan_models
 from specdec.policy import DraftPolicy
+from specdec.run_plan import RunPlan
 
 __all__ = ["LLM", "GenerationResult", "StreamChunk", "load"]
 
@@ -76,11 +80,12 @@ class LLM:
             planned = plan_models(options)
             self.plan: RunPlan = planned.plan
             self.tokenizer = planned.target.tokenizer
-            self.eos_token_ids = _eos_token_ids(planned.target)
+            self.eos_token_ids = planned.target.eos_token_ids
             self.target: Backend = stack.enter_context(self._load_target(planned, progress))
             self.draft: Backend | None = None
-            if planned.draft is not None:
-                self.draft = stack.enter_context(self._load_draft(planned))
+            if planned.draft is not None and self.plan.draft_residency is not None:
+                draft = self._load_draft(planned.draft, self.plan.draft_residency)
+                self.draft = stack.enter_context(draft)
             self._ngram = NgramDrafter()
             self._stack = stack.pop_all()
 
@@ -155,7 +160,8 @@ class LLM:
         self._running = stream
 
     def policy(self, spec: SpecConfig) -> DraftPolicy:
-        return DraftPolicy(spec, self.plan.pass_cost, self.max_context)
+        plan = self.plan
+        return DraftPolicy(spec, plan.pass_cost, self.max_context, plan.draft_cost)
 
     def ngram_drafter(self) -> Drafter:
         """The n-gram drafter; what it learned about its own hit rate lives as long as the model."""
@@ -183,26 +189,23 @@ class LLM:
                 raise PromptError(f"token id {token} is outside the vocabulary")
         return [int(token) for token in ids]
 
+    def _loading(self, residency: ResidencyPlan, **more: Any) -> Loading:
+        return Loading(residency, max_context=self.plan.ctx_size, **more)
+
     def _load_target(self, planned: PlannedModels, progress: Any) -> Backend:
-        from backends.torch_cpu import TorchBackend
-
-        residency = planned.plan.residency
-        return TorchBackend(
-            planned.target.skeleton,
-            residency.layers,
-            residency.n_slots,
-            max_context=planned.plan.ctx_size,
-            n_readers=self._options.io_threads,
-            progress=progress,
+        options = self._options
+        return planned.target.source.load(
+            self._loading(
+                planned.plan.residency,
+                max_rows=options.max_nodes,
+                use_mmap=planned.plan.uses_mmap,
+                n_readers=options.io_threads,
+                progress=progress,
+            )
         )
 
-    def _load_draft(self, planned: PlannedModels) -> Backend:
-        from backends.torch_cpu import TorchBackend
-
-        assert planned.draft is not None
-        return TorchBackend.held_in_memory(
-            planned.draft.skeleton, max_context=planned.plan.ctx_size
-        )
+    def _load_draft(self, draft: OpenedModel, residency: ResidencyPlan) -> Backend:
+        return draft.source.load(self._loading(residency, max_rows=self._options.max_draft_nodes))
 
 
 def _sampling_params(
@@ -213,17 +216,3 @@ def _sampling_params(
     if generation_config is not None:
         sampling = SamplingParams.from_generation_config(generation_config)
     return (sampling or SamplingParams()).replace(**overrides)
-
-
-def _eos_token_ids(model: ModelFiles) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json's, else the model's, else the tokenizer's."""
-    from transformers import GenerationConfig
-
-    eos: Any = None
-    if (model.directory / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(model.directory).eos_token_id
-    if eos is None:
-        eos = model.skeleton.config.eos_token_id
-    if eos is None:
-        return model.tokenizer.eos_token_ids
-    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)

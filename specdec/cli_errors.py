@@ -66,6 +66,7 @@ def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except (KeyboardInterrupt, typer.Abort):
+        print(f"{name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return _forget_stdout()

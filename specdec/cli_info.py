@@ -13,6 +13,7 @@ import typer
 from offload.units import format_bytes
 from specdec import cli_options as options
 from specdec.cli_output import write_json, write_text
+from specdec.cli_signature import with_options
 from specdec.enforce import child_environment
 
 RequiredDraft = Annotated[
@@ -26,7 +27,7 @@ DemoArguments = Annotated[
 ]
 
 
-@options.with_options
+@with_options
 def plan(
     load: options.LoadOptions, json: options.Json = False, debug: options.Debug = False
 ) -> None:
@@ -47,7 +48,7 @@ def check(
     debug: options.Debug = False,
 ) -> None:
     """Do these two go together? Compares their vocabularies token by token."""
-    from specdec.compat import compare_models
+    from specdec.formats import compare_models
 
     result = compare_models(model, draft_model)
     if json:

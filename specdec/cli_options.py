@@ -2,15 +2,13 @@
 
 The names are an interface: a test pins them. The Python keyword of an option is its long name
 with underscores. A command takes `LoadOptions` and `SamplingOptions` as parameters, and
-`with_options` turns their fields into the options that typer sees.
+`specdec.cli_signature.with_options` turns their fields into the options that typer sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
-from inspect import Parameter, Signature, signature
-from typing import Annotated, Any, get_type_hints
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
 import typer
 
@@ -30,7 +28,7 @@ Model = Annotated[
     typer.Option(
         "-m",
         "--model",
-        help="Target model: a directory, a hub id (user/repo) or pair:target.",
+        help="Target model: a directory, a .gguf file, a hub id (user/repo) or pair:target.",
         rich_help_panel=_MODEL,
         show_default=False,
     ),
@@ -40,7 +38,7 @@ DraftModel = Annotated[
     typer.Option(
         "-md",
         "--draft-model",
-        help="Draft model with the same vocabulary: a directory, a hub id or pair:draft.",
+        help="Draft model with the same vocabulary, named in the same ways; pair:draft.",
         rich_help_panel=_MODEL,
         show_default=False,
     ),
@@ -101,6 +99,37 @@ IoThreads = Annotated[
         help="Threads that read from storage.",
         rich_help_panel=_MEMORY,
         show_default="measured",
+    ),
+]
+LoadMode = Annotated[
+    str,
+    typer.Option(
+        "--load-mode",
+        metavar="auto|stream|ram|mmap",
+        help="auto streams what does not fit; mmap (GGUF only) leaves it to the page cache.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+CacheTypeK = Annotated[
+    str | None,
+    typer.Option(
+        "-ctk",
+        "--cache-type-k",
+        metavar="f16|q8_0|q4_0",
+        help="Number format of the keys in the KV cache (GGUF targets).",
+        rich_help_panel=_MEMORY,
+        show_default="f16",
+    ),
+]
+CacheTypeV = Annotated[
+    str | None,
+    typer.Option(
+        "-ctv",
+        "--cache-type-v",
+        metavar="f16|q8_0|q4_0",
+        help="Number format of the values in the KV cache (GGUF targets).",
+        rich_help_panel=_MEMORY,
+        show_default="f16",
     ),
 ]
 SpecType = Annotated[
@@ -215,6 +244,9 @@ class LoadOptions:
     threads: Threads = None
     prefetch_depth: PrefetchDepth = None
     io_threads: IoThreads = None
+    load_mode: LoadMode = "auto"
+    cache_type_k: CacheTypeK = None
+    cache_type_v: CacheTypeV = None
     spec_type: SpecType = None
     num_draft_tokens: NumDraftTokens = "auto"
     tree_width: TreeWidth = None
@@ -256,38 +288,3 @@ class SamplingOptions:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["stop"] = tuple(self.stop or ()) or None
         return {name: value for name, value in values.items() if value is not None}
-
-
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take option dataclasses: their fields become its options."""
-    declared = signature(command, eval_str=True).parameters
-    groups: dict[str, Any] = {
-        name: one.annotation for name, one in declared.items() if is_dataclass(one.annotation)
-    }
-
-    def flat(**values: Any) -> None:
-        built = {
-            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
-        }
-        command(**built, **values)
-
-    parameters: list[Parameter] = []
-    for name, one in declared.items():
-        if name in groups:
-            parameters += _fields_as_options(groups[name])
-        else:
-            parameters.append(one.replace(kind=Parameter.KEYWORD_ONLY))
-    flat.__doc__ = command.__doc__
-    flat.__name__ = command.__name__
-    flat.__annotations__ = {one.name: one.annotation for one in parameters}
-    flat.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    return flat
-
-
-def _fields_as_options(group: Any) -> list[Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        one.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])
-        for name, one in signature(group).parameters.items()
-    ]

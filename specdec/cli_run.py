@@ -12,6 +12,7 @@ import typer
 
 from specdec import cli_options as options
 from specdec.cli_output import loading_progress, perf_line, say, write_json, write_text
+from specdec.cli_signature import with_options
 from specdec.enforce import enforced_bytes, run_enforced
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ PromptFile = Annotated[
 ]
 
 
-@options.with_options
+@with_options
 def run(
     context: typer.Context,
     load: options.LoadOptions,
@@ -52,7 +53,7 @@ def run(
             stream_text(llm, text, keywords)
 
 
-@options.with_options
+@with_options
 def chat(
     context: typer.Context,
     load: options.LoadOptions,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from offload.errors import SpecdecError
@@ -85,23 +84,6 @@ class Compatibility:
                 f"the draft does not fit the target: {self.problem}; "
                 "use a draft with the target's tokenizer, or --spec-type ngram"
             )
-
-
-def read_vocabulary(directory: Path) -> Vocabulary:
-    """The vocabulary of a checkpoint; raises SpecdecError when its files cannot be used."""
-    from backends.hf_model import load_config
-    from specdec.text import Tokenizer
-
-    n_rows = load_config(directory).get_text_config().vocab_size
-    return Vocabulary.from_tokenizer(Tokenizer.from_pretrained(directory).hf_tokenizer, n_rows)
-
-
-def compare_models(target: str | Path, draft: str | Path) -> Compatibility:
-    """Compare two models by name, as `specdec check` does."""
-    from specdec.models import resolve_model
-
-    directories = [resolve_model(name) for name in (target, draft)]
-    return compare_vocabularies(*(read_vocabulary(directory) for directory in directories))
 
 
 def compare_vocabularies(target: Vocabulary, draft: Vocabulary) -> Compatibility:

@@ -1,8 +1,10 @@
-"""From what a user types for a model to a directory on disk.
+"""From what a user types for a model to a directory or a GGUF file on disk.
 
-pair:target              the embedded pair
-path/to/checkpoint       a local directory
-user/repo[@revision]     a Hugging Face hub id, downloaded or taken from the local cache
+pair:target                   the embedded pair; pair:target.gguf exports it as GGUF
+path/to/checkpoint            a local directory with safetensors, or with one GGUF model
+path/to/model.gguf            a GGUF file, or the first one of a split model
+user/repo[@revision]          a Hugging Face hub id, downloaded or taken from the local cache
+user/repo:Q4_K_M[@revision]   the GGUF model of that repository whose file name has this in it
 """
 
 from __future__ import annotations
@@ -15,41 +17,78 @@ from specdec.pair import PAIR_PREFIX, pair_path
 
 # Safetensors and what describes them: pickles and code of the repository are never fetched.
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.txt", "*.jinja")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(:(?P<file>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
+_SPLIT = re.compile(r"-(?P<number>\d{5})-of-\d{5}\.gguf$")
 
 
 class ModelNotFound(SpecdecError):
-    """A model name leads to no checkpoint."""
+    """A model name leads to no model."""
 
 
 def resolve_model(name: str | Path) -> Path:
-    """The directory of a model. Raises ModelNotFound with what was tried."""
+    """The directory of a checkpoint or the (first) file of a GGUF model.
+
+    Raises ModelNotFound with what was tried.
+    """
     text = str(name)
     if text.startswith(PAIR_PREFIX):
-        try:
-            return pair_path(text)
-        except (ValueError, FileNotFoundError) as error:
-            raise ModelNotFound(str(error)) from error
+        return _embedded(text)
     path = Path(name).expanduser()
     if path.is_dir():
+        return _in_directory(path)
+    if path.is_file() and path.suffix == ".gguf":
         return path
     if path.exists():
-        raise ModelNotFound(f"{path} is a file: name the directory that holds the checkpoint")
-    if _HUB_ID.fullmatch(text):
-        return _from_hub(text)
-    raise ModelNotFound(f"no such model directory: {path}")
+        raise ModelNotFound(f"{path} is a file: name a GGUF file or the checkpoint's directory")
+    hub_id = _HUB_ID.fullmatch(text)
+    if hub_id is None or (text.endswith(".gguf") and not hub_id["file"]):
+        raise ModelNotFound(f"no such model: {path}")
+    return _from_hub(text, hub_id["repo"], hub_id["file"], hub_id["revision"])
 
 
-def _from_hub(name: str) -> Path:
+def _embedded(name: str) -> Path:
+    try:
+        if name.endswith(".gguf"):
+            from specdec.pair.gguf_export import pair_gguf_path
+
+            return pair_gguf_path(name)
+        return pair_path(name)
+    except (ValueError, FileNotFoundError) as error:
+        raise ModelNotFound(str(error)) from error
+
+
+def _in_directory(directory: Path, part: str = "") -> Path:
+    """The directory itself, or its GGUF model where that is what it holds."""
+    if not part and ((directory / "config.json").exists() or any(directory.glob("*.safetensors"))):
+        return directory
+    files = sorted(path for path in directory.glob("*.gguf") if part.lower() in path.name.lower())
+    models = [path for path in files if not _is_later_split(path)]
+    if len(models) > 1:
+        names = ", ".join(path.name for path in models[:5])
+        raise ModelNotFound(f"{directory} holds {len(models)} GGUF models: name one of {names}")
+    if part and not models:
+        raise ModelNotFound(f"{directory} has no GGUF file with {part!r} in its name")
+    return models[0] if models else directory
+
+
+def _is_later_split(path: Path) -> bool:
+    split = _SPLIT.search(path.name)
+    return split is not None and int(split["number"]) > 1
+
+
+def _from_hub(name: str, repo_id: str, part: str | None, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    repo_id, _, revision = name.partition("@")
+    # Quantisations are written in either case, and the hub's patterns are exact.
+    stem = (part or "").removesuffix(".gguf")
+    spellings = {stem, stem.upper(), stem.lower()} if part else ()
+    wanted = [f"*{one}*.gguf" for one in spellings] or list(_WANTED)
     try:
-        folder = snapshot_download(repo_id, revision=revision or None, allow_patterns=list(_WANTED))
+        folder = snapshot_download(repo_id, revision=revision, allow_patterns=wanted)
     except Exception as error:  # the hub client raises many kinds; each is one line here
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelNotFound(
-            f"{name} is neither a directory nor in the local hub cache, "
+            f"{name} is neither a model on this disk nor in the local hub cache, "
             f"and it cannot be downloaded: {reason}"
         ) from error
-    return Path(folder)
+    return _in_directory(Path(folder), part or "")

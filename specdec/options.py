@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from backends.source import CACHE_TYPES, LOAD_MODES, BackendOptions
 from specdec.config import ConfigError, SpecConfig
+from specdec.drafters.model import MAX_BEAMS
 from specdec.policy import MAX_AUTO_NODES
 
 
@@ -18,9 +20,10 @@ class RunOptions:
     draft_model: str | Path | None = None
     memory_budget: str | int = "auto"
     ctx_size: int | None = None
-    threads: int | None = None
     prefetch_depth: int | None = None
     io_threads: int | None = None
+    load_mode: str = "auto"
+    backend: BackendOptions = BackendOptions()
     spec: SpecConfig = SpecConfig()
 
     @property
@@ -30,6 +33,11 @@ class RunOptions:
             return 1
         n_drafted = self.spec.num_draft_tokens
         return 1 + (MAX_AUTO_NODES if n_drafted is None else n_drafted)
+
+    @property
+    def max_draft_nodes(self) -> int:
+        """Most nodes that the draft model runs for one tree: it keeps all that it expanded."""
+        return MAX_BEAMS * self.spec.depth
 
 
 def run_options(
@@ -46,6 +54,9 @@ def run_options(
     threads: int | None = None,
     prefetch_depth: int | None = None,
     io_threads: int | None = None,
+    load_mode: str = "auto",
+    cache_type_k: str | None = None,
+    cache_type_v: str | None = None,
 ) -> RunOptions:
     """The options that these keywords mean. Raises ConfigError for contradictions."""
     if spec_type is None:
@@ -67,8 +78,25 @@ def run_options(
     ):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}, must be at least 1")
+    _check_choice("load_mode", load_mode, LOAD_MODES)
+    _check_choice("cache_type_k", cache_type_k, (None, *CACHE_TYPES))
+    _check_choice("cache_type_v", cache_type_v, (None, *CACHE_TYPES))
     if "draft" not in spec.spec_type:
         draft_model = None  # not loaded where it would not be used
     return RunOptions(
-        model, draft_model, memory_budget, ctx_size, threads, prefetch_depth, io_threads, spec
+        model=model,
+        draft_model=draft_model,
+        memory_budget=memory_budget,
+        ctx_size=ctx_size,
+        prefetch_depth=prefetch_depth,
+        io_threads=io_threads,
+        load_mode=load_mode,
+        backend=BackendOptions(threads, cache_type_k, cache_type_v),
+        spec=spec,
     )
+
+
+def _check_choice(name: str, value: str | None, allowed: Sequence[str | None]) -> None:
+    if value not in allowed:
+        names = ", ".join(one for one in allowed if one is not None)
+        raise ConfigError(f"{name} is {value!r}, must be one of {names}")

@@ -16,6 +16,9 @@ MAX_AUTO_NODES = 128
 _RESIDENT_SLACK = 1.5
 """How much longer than one row's a pass may take where no reads hide the arithmetic."""
 
+ASSUMED_LEVEL_ACCEPTANCE = 0.85
+"""Chance that a tree holds the target's next token, before anything is observed."""
+
 
 @dataclass(frozen=True)
 class PassCost:
@@ -37,20 +40,41 @@ class PassCost:
 
 
 class DraftPolicy:
-    """Limits of the next tree."""
+    """Limits of the next tree.
 
-    def __init__(self, config: SpecConfig, cost: PassCost, max_context: int) -> None:
+    Args:
+        config: what the user fixed; the rest is chosen here.
+        cost: of a pass of the target.
+        max_context: tokens that a sequence may have.
+        draft_cost: of running one level of a tree through the draft model, if there is one.
+        max_nodes: most nodes that the target can verify at a time.
+    """
+
+    def __init__(
+        self,
+        config: SpecConfig,
+        cost: PassCost,
+        max_context: int,
+        draft_cost: PassCost | None = None,
+        max_nodes: int | None = None,
+    ) -> None:
         self._config = config
         self._max_context = max_context
         if config.num_draft_tokens is not None:
             self._n_nodes = config.num_draft_tokens
         else:
-            self._n_nodes = min(cost.free_rows() - 1, MAX_AUTO_NODES)
+            self._n_nodes = min(cost.free_rows() - 1, MAX_AUTO_NODES, max_nodes or MAX_AUTO_NODES)
+        self._depth = self._choose_depth(cost, draft_cost)
 
     @property
     def n_nodes(self) -> int:
         """Draft tokens of a tree when nothing else bounds it."""
         return self._n_nodes
+
+    @property
+    def depth(self) -> int:
+        """Levels of a tree when nothing else bounds it."""
+        return self._depth
 
     def limits(self, context_length: int, max_tokens: int) -> TreeLimits:
         """For a context of that many tokens, pending one included, and the tokens still wanted.
@@ -58,5 +82,22 @@ class DraftPolicy:
         The last token wanted is never drafted: the target emits it itself.
         """
         room = self._max_context - context_length
-        depth = max(0, min(self._config.depth, room, max_tokens - 1))
+        depth = max(0, min(self._depth, room, max_tokens - 1))
         return TreeLimits(self._n_nodes, depth, self._config.width)
+
+    def _choose_depth(self, cost: PassCost, draft_cost: PassCost | None) -> int:
+        """The depth with the best expected tokens per second, drafting before each pass.
+
+        A level that is reached with probability a^d costs one run of the draft (Leviathan et al.
+        2023, theorem 3.8, with a tree's acceptance for a).
+        """
+        if self._config.draft_depth is not None or draft_cost is None:
+            return self._config.depth
+        pass_seconds = cost.seconds(1 + self._n_nodes)
+        level_seconds = draft_cost.seconds(1)
+
+        def rate(depth: int) -> float:
+            tokens = sum(ASSUMED_LEVEL_ACCEPTANCE**level for level in range(depth + 1))
+            return tokens / (pass_seconds + depth * level_seconds)
+
+        return max(range(1, self._config.depth + 1), key=rate)

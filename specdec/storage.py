@@ -1,4 +1,4 @@
-"""Which file of a checkpoint to measure the storage with."""
+"""Which file of a model to measure the storage with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from pathlib import Path
 from offload.index import WeightIndex
 
 
-def largest_weight_file(directory: Path) -> Path:
-    """The largest weight file of a checkpoint: the longest, steadiest reads are possible there."""
-    paths = {record.path for record in WeightIndex.from_directory(directory).values()}
-    return max(paths, key=lambda path: path.stat().st_size)
+def weight_files(model: Path) -> list[Path]:
+    """The files that hold a model's weights: of a checkpoint directory or a GGUF file."""
+    if model.is_file():
+        from offload.gguf_index import GgufIndex
+
+        return list(GgufIndex.from_path(model).paths)
+    return sorted({record.path for record in WeightIndex.from_directory(model).values()})
+
+
+def largest_weight_file(model: Path) -> Path:
+    """The largest one: the longest, steadiest reads are possible there."""
+    return max(weight_files(model), key=lambda path: path.stat().st_size)

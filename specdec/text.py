@@ -35,6 +35,18 @@ class TokenDecoder(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
+class ChatTokenizer(TokenDecoder, Protocol):
+    """What a generation needs of a tokenizer, whatever the model's format."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
+
+
 class Tokenizer:
     """A transformers tokenizer with the few operations that generation needs."""
 

@@ -94,7 +94,7 @@ class ModelDrafter(Drafter):
         ids = {ROOT: PREFIX}
         for depth in range(1, limits.max_depth + 1):
             newest = self._branch(tree, level, rows, limits)
-            level = self._worth_expanding(tree, newest, limits)
+            level = self._worth_expanding(tree, newest, limits)[: self._n_runnable()]
             if not level or depth == limits.max_depth:
                 return
             node_ids, rows = self._run(tree, level, [ids[tree.parents[i]] for i in level])
@@ -123,6 +123,11 @@ class ModelDrafter(Drafter):
         worst = _nth_best(tree, limits.max_nodes)
         ranked = sorted(newest, key=lambda i: -tree.path_log_probs[i])[:MAX_BEAMS]
         return [i for i in ranked if tree.path_log_probs[i] > worst]
+
+    def _n_runnable(self) -> int:
+        """Nodes that the backend can take beside those that this tree has run."""
+        most = self._backend.max_nodes
+        return MAX_BEAMS if most is None else max(0, most - len(self._node_ids))
 
     def _run(
         self, tree: DraftTree, nodes: list[int], parents: list[int]

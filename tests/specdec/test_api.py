@@ -203,5 +203,5 @@ def test_hub_ids_come_from_the_local_cache(target, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with specdec.load("someone/tiny", ctx_size=128) as llm:
         assert len(llm.generate(PROMPT, max_tokens=3).token_ids) == 3
-    with pytest.raises(SpecdecError, match="someone/other is neither a directory nor"):
+    with pytest.raises(SpecdecError, match="someone/other is neither a model on this disk nor"):
         specdec.load("someone/other")

@@ -32,7 +32,7 @@ def test_ctrl_c_in_the_middle_of_a_generation(models: Models) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert b"Traceback" not in err
+    assert err == b"specdec: interrupted\n"
 
 
 def test_ctrl_c_in_the_middle_of_a_streamed_pass(
@@ -55,8 +55,7 @@ def test_ctrl_c_in_the_middle_of_a_streamed_pass(
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.count(b"\n") <= 1
-    assert b"Traceback" not in err
+    assert err == b"specdec: interrupted\n"
     assert {path: path.stat().st_mtime_ns for path in target.iterdir()} == before
     assert list(temporary.iterdir()) == []
 
@@ -96,4 +95,4 @@ def test_ctrl_c_in_an_enforced_run(models: Models) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert b"Traceback" not in err
+    assert err == b"specdec: interrupted\n"

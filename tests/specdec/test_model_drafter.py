@@ -91,3 +91,20 @@ def test_accepted_tokens_of_another_drafter(backend, drafter):
     foreign = tree.add(0, missing, -0.5, "ngram")
     drafter.observe(Acceptance((0, foreign), 7, is_bonus=True), tree)
     assert backend.n_committed == len(CONTEXT)
+
+
+def test_it_runs_no_more_nodes_than_the_backend_can_hold(backend, monkeypatch):
+    monkeypatch.setattr(backend, "max_nodes", 5)
+    drafter = ModelDrafter(backend, 96)
+    drafter.reset()
+    n_run = []
+    extend = backend.extend
+    monkeypatch.setattr(
+        backend,
+        "extend",
+        lambda tokens, parents: n_run.append(len(tokens)) or extend(tokens, parents),
+    )
+    tree = drafter.propose(CONTEXT, TreeLimits(40, 8, 4))
+    drafter.reset()
+    assert sum(n_run) == 5
+    assert tree.n_drafted > 5  # children of the nodes that were run

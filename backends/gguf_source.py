@@ -1,0 +1,125 @@
+"""GGUF models for the planner, run by llama.cpp."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from pathlib import Path
+
+from backends.base import Backend, UnsupportedModel
+from backends.ggml_compute import measure_ggml_compute
+from backends.gguf_model import GgufModel, load_gguf_model
+from backends.llama_cpp import LlamaBackend, scratch_bytes
+from backends.llama_lib import MAX_SEQUENCES, default_threads
+from backends.source import CACHE_TYPES, BackendOptions, Loading, ModelSource, PassCompute
+from offload.gguf_header import GGML_TYPES
+from offload.header import TensorRecord
+from offload.paging_plan import paging_overhead_bytes
+from offload.plan import LayerWeights
+from offload.reading import resident_footprint
+
+DEFAULT_CACHE_TYPE = CACHE_TYPES[0]
+_TYPE_IDS = {kind.name: number for number, kind in GGML_TYPES.items()}
+_EMBEDDING = "token_embd.weight"
+
+
+class GgufSource(ModelSource):
+    """A GGUF file, or the first one of a split model."""
+
+    can_mmap = True
+    max_tree_leaves = MAX_SEQUENCES - 1
+
+    def __init__(self, path: Path, options: BackendOptions) -> None:
+        self.path = path
+        self.model: GgufModel = load_gguf_model(path)
+        if self.model.is_recurrent:
+            raise UnsupportedModel(
+                f"{path} ({self.model.architecture}) keeps a state that cannot be rolled back: "
+                "specdec runs models whose layers are all attention"
+            )
+        self.vocab_size = self.model.vocab_size
+        self.max_context = self.model.max_context
+        self.layers = self.model.layers
+        self._n_threads = options.n_threads or default_threads()
+        self._type_k = options.cache_type_k or DEFAULT_CACHE_TYPE
+        self._type_v = options.cache_type_v or DEFAULT_CACHE_TYPE
+        if self.model.n_experts:
+            self.warnings = (
+                f"a mixture of {self.model.n_experts} experts: every pass reads all of them, "
+                "although a token uses few",
+            )
+
+    @property
+    def weight_file(self) -> Path:
+        return max(self.model.index.paths, key=lambda path: path.stat().st_size)
+
+    @property
+    def resident_records(self) -> tuple[TensorRecord, ...]:
+        """What is outside the layers and read whole in every pass.
+
+        Of an embedding that is not the head as well, a pass reads single rows: it is left to the
+        page cache.
+        """
+        outer = self.model.outer_records
+        return tuple(r for r in outer if self.model.is_tied or r.name != _EMBEDDING)
+
+    @property
+    def outer_bytes(self) -> int:
+        return resident_footprint(self.resident_records)
+
+    @property
+    def smaller_cache_types(self) -> tuple[str, ...]:  # type: ignore[override]
+        present = max(CACHE_TYPES.index(t) for t in (self._type_k, self._type_v))
+        return CACHE_TYPES[present + 1 :]
+
+    def streaming_overhead_bytes(self, n_slots: int) -> int:
+        return paging_overhead_bytes(self.layers, n_slots, self.model.outer_records)
+
+    def kv_bytes(self, n_rows: int, cache_type: str | None = None) -> int:
+        types = (cache_type or self._type_k, cache_type or self._type_v)
+        n_cells = -(-n_rows // 256) * 256  # llama.cpp pads a cache to that
+        return n_cells * self.model.kv_bytes_per_token(*types)
+
+    def scratch_bytes(self, ctx_size: int, max_rows: int) -> int:
+        return scratch_bytes(self.model, ctx_size, max_rows, self._type_k, self._type_v)
+
+    @cached_property
+    def _main_type(self) -> str:
+        n_bytes: dict[str, int] = {}
+        for layer in self.layers:
+            for record in layer.tensors:
+                n_bytes[record.dtype] = n_bytes.get(record.dtype, 0) + record.n_bytes
+        return max(n_bytes, key=lambda name: n_bytes[name])
+
+    def measure_compute(self) -> PassCompute:
+        profile = measure_ggml_compute(_TYPE_IDS[self._main_type], self._n_threads)
+        matrices = [
+            r for layer in self.layers for r in layer.tensors if math.prod(r.shape) > 1 << 16
+        ]
+        head = [r for r in self.model.outer_records if r.name == "output.weight"]
+        head = head or [r for r in self.model.outer_records if r.name == _EMBEDDING]
+        multiplied_bytes = sum(r.n_bytes for r in (*matrices, *head))
+        return PassCompute(
+            profile.seconds_per_byte * multiplied_bytes,
+            profile.seconds_per_byte_row * multiplied_bytes,
+        )
+
+    def load(self, loading: Loading) -> Backend:
+        return LlamaBackend(
+            self.model,
+            max_context=loading.max_context,
+            max_nodes=loading.max_rows,
+            n_threads=self._n_threads,
+            cache_type_k=self._type_k,
+            cache_type_v=self._type_v,
+            residency=loading.residency,
+            load_mode=self._load_mode(loading),
+            n_readers=loading.n_readers,
+            progress=loading.progress,
+        )
+
+    @staticmethod
+    def _load_mode(loading: Loading) -> str:
+        if loading.use_mmap:
+            return "mmap"
+        return "stream" if loading.residency.n_slots else "ram"

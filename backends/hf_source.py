@@ -1,0 +1,73 @@
+"""Hugging Face checkpoints for the planner, run by the torch CPU backend."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from backends.base import Backend, UnsupportedModel
+from backends.compute import measure_compute
+from backends.hf_model import HfModel, load_hf_model
+from backends.kv_cache import BLOCK_ROWS
+from backends.source import BackendOptions, Loading, ModelSource, PassCompute
+from backends.torch_cpu import TorchBackend, activation_bytes
+from offload.plan import LayerWeights
+from offload.reading import resident_footprint
+
+
+class HfSource(ModelSource):
+    """A directory with safetensors and a config.json."""
+
+    def __init__(self, directory: Path, options: BackendOptions) -> None:
+        if options.cache_type_k or options.cache_type_v:
+            raise UnsupportedModel(
+                f"{directory} is a Hugging Face checkpoint: its KV cache has the dtype of its "
+                "weights, and cache types are for GGUF models"
+            )
+        if options.n_threads is not None:
+            torch.set_num_threads(options.n_threads)
+        self.path = directory
+        self.model: HfModel = load_hf_model(directory)
+        self.vocab_size = self.model.vocab_size
+        self.max_context = self.model.max_context
+
+    @cached_property
+    def layers(self) -> tuple[LayerWeights, ...]:  # type: ignore[override]
+        return self.model.layer_weights
+
+    @property
+    def weight_file(self) -> Path:
+        paths = {record.path for layer in self.layers for record in layer.tensors}
+        return max(paths, key=lambda path: path.stat().st_size)
+
+    @property
+    def outer_bytes(self) -> int:
+        return resident_footprint(self.model.outer_records) + self.model.converted_bytes
+
+    def kv_bytes(self, n_rows: int, cache_type: str | None = None) -> int:
+        return -(-n_rows // BLOCK_ROWS) * BLOCK_ROWS * self.model.kv_bytes_per_token
+
+    def scratch_bytes(self, ctx_size: int, max_rows: int) -> int:
+        return activation_bytes(self.model, ctx_size, max_rows)
+
+    def measure_compute(self) -> PassCompute:
+        model, profile = self.model, measure_compute(self.model.dtype)
+        layer_bytes = sum(r.n_bytes for layer in self.layers for r in layer.tensors)
+        head_bytes = model.vocab_size * model.config.hidden_size * model.dtype.itemsize
+        multiplied_bytes = layer_bytes + head_bytes
+        return PassCompute(
+            profile.seconds_per_byte * multiplied_bytes,
+            profile.seconds_per_byte_row * multiplied_bytes,
+        )
+
+    def load(self, loading: Loading) -> Backend:
+        return TorchBackend(
+            self.model,
+            loading.residency.layers,
+            loading.residency.n_slots,
+            max_context=loading.max_context,
+            n_readers=loading.n_readers,
+            progress=loading.progress,
+        )

@@ -1,0 +1,102 @@
+"""A model before its weights: what planning must know of it, and how to load it.
+
+One implementation for each format; each lives in a module of its own, so that a format's libraries
+are imported only for its models.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from backends.base import Backend
+from offload.plan import LayerWeights, ResidencyPlan
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in total)"""
+
+LOAD_MODES = ("auto", "stream", "ram", "mmap")
+CACHE_TYPES = ("f16", "q8_0", "q4_0")
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """How the models of a run are to be run, whatever their format."""
+
+    n_threads: int | None = None
+    """Of the computation; the library's own choice when None."""
+    cache_type_k: str | None = None
+    """Number format of the keys in the KV cache, from CACHE_TYPES; the model's own when None."""
+    cache_type_v: str | None = None
+
+
+@dataclass(frozen=True)
+class PassCompute:
+    """Arithmetic of a pass over all layers and the head: fixed + per_row * rows, in seconds."""
+
+    fixed_seconds: float
+    seconds_per_row: float
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What `ModelSource.load` is told by the plan."""
+
+    residency: ResidencyPlan
+    max_context: int
+    max_rows: int
+    """Most live nodes at a time."""
+    use_mmap: bool = False
+    """Leave the weights to the page cache instead of streaming them."""
+    n_readers: int | None = None
+    progress: Progress | None = None
+
+
+class ModelSource(ABC):
+    """The headers of one model. All sizes are bytes of real memory."""
+
+    path: Path
+    """Directory or file."""
+    vocab_size: int
+    """Columns of the logits."""
+    max_context: int
+    layers: tuple[LayerWeights, ...]
+    warnings: tuple[str, ...] = ()
+    """What the user of a plan should know."""
+    can_mmap: bool = False
+    smaller_cache_types: tuple[str, ...] = ()
+    """Formats of the KV cache that would take less than the present one."""
+    max_tree_leaves: int | None = None
+    """Most leaves that a tree of this backend may have."""
+
+    @property
+    @abstractmethod
+    def weight_file(self) -> Path:
+        """A file to measure the storage with: the longest, steadiest reads are possible there."""
+
+    @property
+    @abstractmethod
+    def outer_bytes(self) -> int:
+        """Embeddings, norms and head, and copies of tensors that cannot be used as they lie."""
+
+    def streaming_overhead_bytes(self, n_slots: int) -> int:
+        """What a ring of that depth takes beside its slots, at most."""
+        return 0
+
+    @abstractmethod
+    def kv_bytes(self, n_rows: int, cache_type: str | None = None) -> int:
+        """The KV cache of that many tokens, in another format than the present one if given."""
+
+    @abstractmethod
+    def scratch_bytes(self, ctx_size: int, max_rows: int) -> int:
+        """Activations and logits of a prompt of `ctx_size` or a pass of `max_rows`, at most."""
+
+    @abstractmethod
+    def measure_compute(self) -> PassCompute:
+        """Time this machine's arithmetic on the model's own number format."""
+
+    @abstractmethod
+    def load(self, loading: Loading) -> Backend:
+        """Read the weights as planned."""

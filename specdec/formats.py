@@ -1,0 +1,94 @@
+"""The one place that tells model formats apart: headers, tokenizer and vocabulary of a model.
+
+Only the libraries of the formats in use are imported: a GGUF pair runs without torch and
+transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backends.source import BackendOptions, ModelSource
+from specdec.compat import Compatibility, Vocabulary, compare_vocabularies
+from specdec.models import resolve_model
+from specdec.text import ChatTokenizer, Tokenizer
+
+GGUF_SUFFIX = ".gguf"
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model before its weights, with its tokenizer."""
+
+    source: ModelSource
+    tokenizer: ChatTokenizer
+    vocabulary: Vocabulary
+    eos_token_ids: tuple[int, ...]
+
+
+def is_gguf(path: Path) -> bool:
+    """`resolve_model` gives a file for a GGUF model and a directory for a checkpoint."""
+    return path.suffix == GGUF_SUFFIX
+
+
+def open_model(name: str | Path, options: BackendOptions) -> OpenedModel:
+    """Read the headers and the tokenizer of a model; see `resolve_model` for names.
+
+    Raises:
+        SpecdecError: the model cannot be found, read or run; one line.
+    """
+    path = resolve_model(name)
+    return _open_gguf(path, options) if is_gguf(path) else _open_checkpoint(path, options)
+
+
+def read_vocabulary(name: str | Path) -> Vocabulary:
+    """What a model's token ids mean; its weights need not be there."""
+    path = resolve_model(name)
+    if is_gguf(path):
+        from specdec.gguf_text import GgufTokenizer
+
+        return GgufTokenizer.from_file(path).vocabulary()
+    from backends.hf_model import load_config
+
+    n_rows = load_config(path).get_text_config().vocab_size
+    return Vocabulary.from_tokenizer(Tokenizer.from_pretrained(path).hf_tokenizer, n_rows)
+
+
+def compare_models(target: str | Path, draft: str | Path) -> Compatibility:
+    """Compare two models by name, as `specdec check` does."""
+    return compare_vocabularies(read_vocabulary(target), read_vocabulary(draft))
+
+
+def _open_checkpoint(directory: Path, options: BackendOptions) -> OpenedModel:
+    from backends.hf_source import HfSource
+
+    source = HfSource(directory, options)
+    tokenizer = Tokenizer.from_pretrained(directory)
+    vocabulary = Vocabulary.from_tokenizer(tokenizer.hf_tokenizer, source.vocab_size)
+    eos = _eos_token_ids(directory, source.model.config, tokenizer)
+    return OpenedModel(source, tokenizer, vocabulary, eos)
+
+
+def _open_gguf(path: Path, options: BackendOptions) -> OpenedModel:
+    from backends.gguf_source import GgufSource
+    from specdec.gguf_text import GgufTokenizer
+
+    source = GgufSource(path, options)
+    tokenizer = GgufTokenizer.from_file(path)
+    return OpenedModel(source, tokenizer, tokenizer.vocabulary(), tokenizer.eos_token_ids)
+
+
+def _eos_token_ids(directory: Path, config: Any, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config.json's, else the model's, else the tokenizer's."""
+    from transformers import GenerationConfig
+
+    eos: Any = None
+    if (directory / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(directory).eos_token_id
+    if eos is None:
+        eos = config.eos_token_id
+    if eos is None:
+        return tokenizer.eos_token_ids
+    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)

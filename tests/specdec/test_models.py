@@ -1,0 +1,85 @@
+"""From a name to a directory or a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specdec.models import ModelNotFound, resolve_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "models"
+    made.mkdir()
+    return made
+
+
+def test_a_checkpoint_directory_is_itself(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    (folder / "exported.gguf").write_bytes(b"GGUF")
+    assert resolve_model(folder) == folder
+
+
+def test_a_gguf_file_is_itself(folder: Path) -> None:
+    path = folder / "model.gguf"
+    path.write_bytes(b"GGUF")
+    assert resolve_model(str(path)) == path
+
+
+def test_a_directory_with_one_gguf_model_means_that_model(folder: Path) -> None:
+    for number in (1, 2, 3):
+        (folder / f"big-{number:05d}-of-00003.gguf").write_bytes(b"GGUF")
+    assert resolve_model(folder) == folder / "big-00001-of-00003.gguf"
+
+
+def test_of_several_gguf_models_one_must_be_named(folder: Path) -> None:
+    for name in ("a-Q4_0.gguf", "a-Q8_0.gguf"):
+        (folder / name).write_bytes(b"GGUF")
+    with pytest.raises(ModelNotFound, match="holds 2 GGUF models: name one of a-Q4_0.gguf, a-Q8_0"):
+        resolve_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("weights.bin", "is a file: name a GGUF file or the checkpoint's directory"),
+        ("missing.gguf", "no such model"),
+        ("none/at/all", "no such model"),
+    ],
+)
+def test_what_is_no_model_is_said(folder: Path, name: str, reason: str) -> None:
+    (folder / "weights.bin").write_bytes(b"x")
+    with pytest.raises(ModelNotFound, match=reason):
+        resolve_model(folder / name)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An offline hub cache with one repository of GGUF files."""
+    commit = "0" * 40
+    repository = tmp_path / "models--someone--tiny-GGUF"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    for name in ("tiny-Q4_0.gguf", "tiny-Q8_0.gguf", "README.md"):
+        (snapshot / name).write_bytes(b"GGUF")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_hub_id_with_a_part_of_the_file_name(tmp_path: Path) -> None:
+    assert resolve_model("someone/tiny-GGUF:Q8_0").name == "tiny-Q8_0.gguf"
+    assert resolve_model("someone/tiny-GGUF:q4_0@main").name == "tiny-Q4_0.gguf"
+    assert resolve_model("someone/tiny-GGUF:tiny-Q4_0.gguf").name == "tiny-Q4_0.gguf"
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_hub_id_of_several_gguf_files_wants_a_choice() -> None:
+    with pytest.raises(ModelNotFound, match="name one of"):
+        resolve_model("someone/tiny-GGUF")
+    with pytest.raises(ModelNotFound, match="no GGUF file with 'Q2_K' in its name"):
+        resolve_model("someone/tiny-GGUF:Q2_K")
