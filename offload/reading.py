@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -123,26 +123,42 @@ def load_resident(
     """
     layout = make_layout(records, merge_gap=0)
     pieces = layout.pieces(read_bytes)
-    n_total = sum(piece.n_needed for piece in pieces)
     weights = ResidentWeights(layout)
+    try:
+        read_pieces(pieces, weights.memory, progress, n_readers=n_readers, storage=storage)
+    except BaseException:
+        weights.close()
+        raise
+    return weights
+
+
+def read_pieces(
+    pieces: Sequence[Piece],
+    memory: memoryview,
+    progress: Progress | None = None,
+    *,
+    n_readers: int = DEFAULT_N_READERS,
+    storage: OpenStorage = DirectFile,
+) -> None:
+    """Read `pieces` into `memory`, and end: no read is running when this returns or raises.
+
+    Raises:
+        StorageError: the first read that failed; the others are given up.
+    """
+    n_total = sum(piece.n_needed for piece in pieces)
     files = OpenFiles((piece.path for piece in pieces), storage)
     pool = ThreadPoolExecutor(max_workers=n_readers, thread_name_prefix="specdec-load")
     try:
-        jobs = {pool.submit(files.read, piece, weights.memory): piece for piece in pieces}
+        jobs = {pool.submit(files.read, piece, memory): piece for piece in pieces}
         n_done = 0
         for job in as_completed(jobs):
             job.result()
             n_done += jobs[job].n_needed
             if progress is not None:
                 progress(n_done, n_total)
-    except BaseException:
-        pool.shutdown(cancel_futures=True)  # waits for the running reads: they use the buffer
-        weights.close()
-        raise
     finally:
-        pool.shutdown()
+        pool.shutdown(cancel_futures=True)  # waits for the running reads: they use the memory
         files.close()
-    return weights
 
 
 class ReaderThreads:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -42,12 +43,23 @@ class SlotState(enum.Enum):
     IN_USE = enum.auto()
 
 
+class SlotMemory(Protocol):
+    """What a slot reads into: an AlignedBuffer, or memory of the same members."""
+
+    address: int
+
+    @property
+    def view(self) -> memoryview: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass
 class Slot:
     """One buffer of the ring and what is in it."""
 
     index: int
-    buffer: AlignedBuffer
+    buffer: SlotMemory
     state: SlotState = SlotState.FREE
     ticket: int = -1  # the layer read that the content belongs to
     n_missing: int = 0  # pieces of the ticket that have not arrived yet
@@ -69,6 +81,7 @@ class SlotRing:
 
     Args:
         pieces_of: the reads of a ticket, at least one.
+        allocate: makes the memory of one slot from its size in bytes; None: an AlignedBuffer.
         poison: overwrite a slot with 0xFF (NaN in every float format) when it is released, so that
             a test sees a stale view at once.
     """
@@ -79,9 +92,11 @@ class SlotRing:
         slot_bytes: int,
         pieces_of: Callable[[int], Sequence[Piece]],
         *,
+        allocate: Callable[[int], SlotMemory] | None = None,
         poison: bool = False,
     ) -> None:
-        self.slots = tuple(Slot(index, AlignedBuffer(slot_bytes)) for index in range(n_slots))
+        allocate = allocate or AlignedBuffer
+        self.slots = tuple(Slot(index, allocate(slot_bytes)) for index in range(n_slots))
         self.n_bytes = n_slots * buffer_bytes(slot_bytes)  # memory of all buffers
         self._pieces_of = pieces_of
         self._poison = poison

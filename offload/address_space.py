@@ -1,0 +1,293 @@
+"""Address space by hand: where files are mapped, and pages that move without being copied.
+
+All through libc by ctypes. The library is loaded so that calls keep the interpreter lock: each
+takes microseconds, and getting the lock back from a busy thread would take milliseconds.
+
+`mremap` with MREMAP_DONTUNMAP moves the pages of a range elsewhere and leaves the range reserved
+and empty. Huge pages stay huge where both addresses are multiples of their size. Source:
+mremap(2); Linux 5.7 and newer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import itertools
+import mmap
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from offload.direct_io import ALIGNMENT, HUGE_PAGE_BYTES
+from offload.errors import SpecdecError
+
+PAGE_BYTES = max(mmap.PAGESIZE, ALIGNMENT)  # pages change hands whole, and reads must be aligned
+
+PROT_NONE = 0
+PROT_READ = 1
+PROT_READ_WRITE = 3
+
+_MAP_PRIVATE_ANONYMOUS = 0x22
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MREMAP_MOVE = 1 | 2 | 4  # MAYMOVE, FIXED, DONTUNMAP
+_MADV_HUGEPAGE = 14
+_MADV_NOHUGEPAGE = 15
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_FAILED = -1
+_MAPS = Path("/proc/self/maps")
+
+
+class AddressSpaceError(SpecdecError):
+    """The system refused to map, protect or move memory."""
+
+    def __init__(self, message: str, number: int = 0) -> None:
+        super().__init__(message)
+        self.errno = number
+
+
+@dataclass(frozen=True)
+class MappedRange:
+    """`n_bytes` (whole pages) of a file from `file_offset` on are mapped at `address`."""
+
+    address: int
+    n_bytes: int
+    file_offset: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """Pages of [source, source + n_bytes) that are to lie at `target`."""
+
+    source: int
+    target: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class _Vma:
+    """One line of /proc/self/maps."""
+
+    start: int
+    end: int
+    permissions: str  # "rw-p"
+    file_offset: int
+    file: tuple[str, int]  # device and inode, as this kernel writes them; inode 0: no file
+
+
+def check_supported() -> None:
+    """Raise AddressSpaceError where pages cannot be moved, before anything is touched."""
+    if not sys.platform.startswith("linux"):
+        raise AddressSpaceError(
+            "streaming a mapped file needs Linux 5.7 or newer; load the model into memory"
+        )
+    source, target = reserve(PAGE_BYTES), reserve(PAGE_BYTES)
+    try:
+        protect(source, PAGE_BYTES, PROT_READ_WRITE)
+        view(source, 1)[0] = 1
+        move_pages([Move(source, target, PAGE_BYTES)], [])
+        if view(target, 1)[0] != 1:
+            raise AddressSpaceError("mremap moved no page; load the model into memory")
+    finally:
+        unmap(source, PAGE_BYTES)
+        unmap(target, PAGE_BYTES)
+
+
+def find_mapping(path: Path) -> list[MappedRange]:
+    """Where `path` is mapped in this process, by ascending address; neighbours are joined.
+
+    Raises:
+        AddressSpaceError: the file cannot be opened or mapped.
+    """
+    # What maps calls device and inode is not what stat says on btrfs and overlayfs. A page that we
+    # map ourselves shows the name this file goes by. PROT_NONE keeps it from merging with others.
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 1, prot=PROT_NONE) as own:
+            address = np.frombuffer(own, np.uint8).ctypes.data
+            vmas = list(_read_maps())
+    except (OSError, ValueError) as error:  # ValueError: an empty file
+        raise AddressSpaceError(f"cannot map {path}: {error}") from error
+    key = next(vma.file for vma in vmas if vma.start <= address < vma.end)
+    found: list[MappedRange] = []
+    for vma in vmas:
+        if vma.file == key and not vma.start <= address < vma.end:
+            _append_joined(found, MappedRange(vma.start, vma.end - vma.start, vma.file_offset))
+    return found
+
+
+def reserve(n_bytes: int, address: int | None = None) -> int:
+    """Address space without memory that faults on every access; at `address` in place of what is
+    there. Returns the address."""
+    flags = _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE | (_MAP_FIXED if address is not None else 0)
+    result = _libc().mmap(address or 0, n_bytes, PROT_NONE, flags, -1, 0)
+    if result == _FAILED:
+        raise _error("mmap", n_bytes)
+    return int(result)
+
+
+def unmap(address: int, n_bytes: int) -> None:
+    """Give address space and memory back."""
+    if _libc().munmap(address, n_bytes) == _FAILED:
+        raise _error("munmap", n_bytes)
+
+
+def protect(address: int, n_bytes: int, protection: int) -> None:
+    if _libc().mprotect(address, n_bytes, protection) == _FAILED:
+        raise _error("mprotect", n_bytes)
+
+
+def commit(address: int, n_bytes: int, *, huge: bool = True) -> None:
+    """Back a reserved range with memory of its own, zeros, on huge pages as far as they fit.
+
+    Raises:
+        MemoryError: the memory cannot be had.
+    """
+    libc = _libc()
+    protect(address, n_bytes, PROT_READ_WRITE)
+    libc.madvise(address, n_bytes, _MADV_NOHUGEPAGE)  # not over the range's ends; may fail
+    start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    end = (address + n_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if huge and start < end:
+        libc.madvise(start, end - start, _MADV_HUGEPAGE)
+    if libc.madvise(address, n_bytes, _MADV_POPULATE_WRITE) == _FAILED:
+        if ctypes.get_errno() != errno.EINVAL:
+            raise MemoryError(f"cannot commit {n_bytes} bytes")
+        np.frombuffer(view(address, n_bytes), np.uint8)[::ALIGNMENT] = 0  # an older kernel
+    # Huge pages stay. What ends here is khugepaged's interest: it would fill ranges that are partly
+    # moved out with pages that nobody counted.
+    libc.madvise(address, n_bytes, _MADV_NOHUGEPAGE)
+
+
+def view(address: int, n_bytes: int) -> memoryview:
+    """The bytes at an address; nothing keeps them there."""
+    return memoryview((ctypes.c_ubyte * n_bytes).from_address(address)).cast("B")
+
+
+def move_pages(moves: Iterable[Move], done: list[Move]) -> None:
+    """Move pages; each source stays reserved and empty. The targets must be reserved.
+
+    Args:
+        done: what has been moved, in order, perhaps in more parts than `moves` has. It is true also
+            when this raises, or when a signal handler does in the midst of it (KeyboardInterrupt):
+            another call with the same lists then makes the rest of the moves.
+
+    Raises:
+        AddressSpaceError: a move was refused.
+    """
+    n_done = sum(move.n_bytes for move in done)
+    for move in moves:
+        n_skipped = min(n_done, move.n_bytes)
+        n_done -= n_skipped
+        if n_skipped < move.n_bytes:
+            _move(_from(move, n_skipped, move.n_bytes), done)
+
+
+def _move(move: Move, done: list[Move]) -> None:
+    # A signal handler may run between any two bytecodes, but not inside `extend`: that makes the
+    # call and notes it in one go.
+    n_before = len(done)
+    done.extend(_attempt(move))
+    if len(done) > n_before:
+        return
+    number = ctypes.get_errno()
+    parts = _by_vma(move) if number == errno.EFAULT else [move]
+    if len(parts) == 1:
+        raise _error("mremap", move.n_bytes, number)
+    for part in parts:
+        _move(part, done)
+
+
+def _from(move: Move, start: int, end: int) -> Move:
+    """Bytes [start, end) of a move."""
+    return Move(move.source + start, move.target + start, end - start)
+
+
+def _attempt(move: Move) -> Iterator[Move]:
+    """`move` if it succeeds, else nothing; made of C parts only, see `move_pages`."""
+    results = map(
+        _libc().mremap,
+        (move.source,),
+        (move.n_bytes,),
+        (move.n_bytes,),
+        (_MREMAP_MOVE,),
+        (move.target,),
+    )
+    return itertools.compress((move,), map(_FAILED.__ne__, results))
+
+
+def _by_vma(move: Move) -> list[Move]:
+    """Split a move at the borders of VMAs: the kernel moves one at a time.
+
+    Ranges are laid out such that their VMAs merge again, so this is rare.
+    """
+    end, target_end = move.source + move.n_bytes, move.target + move.n_bytes
+    parts = []
+    for vma in _read_maps():
+        start, stop = max(vma.start, move.source), min(vma.end, end)
+        if start < stop:
+            parts.append(_from(move, start - move.source, stop - move.source))
+        # Before 6.17 the failed call has unmapped the target; somebody may have taken the place.
+        is_target = vma.start < target_end and vma.end > move.target
+        if is_target and (vma.permissions != "---p" or vma.file[1]):
+            raise AddressSpaceError(f"address {move.target:#x} was taken; load the model again")
+    if sum(part.n_bytes for part in parts) != move.n_bytes:
+        raise AddressSpaceError(f"nothing is mapped at {move.source:#x}; load the model again")
+    return parts
+
+
+def _append_joined(found: list[MappedRange], added: MappedRange) -> None:
+    last = found[-1] if found else None
+    if (
+        last is not None
+        and last.address + last.n_bytes == added.address
+        and last.file_offset + last.n_bytes == added.file_offset
+    ):
+        found[-1] = MappedRange(last.address, last.n_bytes + added.n_bytes, last.file_offset)
+    else:
+        found.append(added)
+
+
+def _read_maps() -> Iterator[_Vma]:
+    pattern = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) (\S+) ([0-9a-f]+) (\S+) (\d+)")
+    for line in _MAPS.read_bytes().splitlines():
+        if match := pattern.match(line):
+            start, end, permissions, offset, device, inode = match.groups()
+            yield _Vma(
+                int(start, 16),
+                int(end, 16),
+                permissions.decode(),
+                int(offset, 16),
+                (device.decode(), int(inode)),
+            )
+
+
+@functools.cache
+def _libc() -> ctypes.PyDLL:
+    libc = ctypes.PyDLL(None, use_errno=True)
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    # Results are addresses or -1; addresses of user space have no sign bit.
+    for name, arguments, result in (
+        ("mmap", (address, size, number, number, number, ctypes.c_long), ctypes.c_ssize_t),
+        ("munmap", (address, size), number),
+        ("mprotect", (address, size, number), number),
+        ("madvise", (address, size, number), number),
+        ("mremap", (address, size, size, number, address), ctypes.c_ssize_t),
+    ):
+        function = getattr(libc, name)
+        function.argtypes, function.restype = arguments, result
+    return libc
+
+
+def _error(call: str, n_bytes: int, number: int | None = None) -> AddressSpaceError:
+    number = ctypes.get_errno() if number is None else number
+    return AddressSpaceError(
+        f"{call} of {n_bytes} bytes failed: {os.strerror(number)} (errno {number}); "
+        "load the model into memory, or without streaming",
+        number,
+    )

@@ -1,0 +1,129 @@
+"""The memory side of the pager: slots whose pages can be lent, and the mapping they are lent to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from offload.address_space import (
+    PROT_NONE,
+    PROT_READ,
+    PROT_READ_WRITE,
+    Move,
+    commit,
+    move_pages,
+    protect,
+    reserve,
+    unmap,
+    view,
+)
+from offload.direct_io import HUGE_PAGE_BYTES, OpenStorage
+from offload.layout import Layout, Piece
+from offload.paging_plan import PagingPlan, Part
+from offload.reading import Progress, read_pieces
+
+
+class PageMemory:
+    """The memory of one slot: `body_bytes` on huge pages, then `edge_bytes` on small ones."""
+
+    def __init__(self, body_bytes: int, edge_bytes: int) -> None:
+        self._n_reserved = 0
+        self._n_bytes = body_bytes + edge_bytes
+        n_reserved = self._n_bytes + HUGE_PAGE_BYTES
+        self._reserved = reserve(n_reserved)
+        self._n_reserved = n_reserved
+        self.address = -(-self._reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        if body_bytes:
+            commit(self.address, body_bytes)
+        if edge_bytes:
+            commit(self.address + body_bytes, edge_bytes, huge=False)
+
+    @property
+    def view(self) -> memoryview:
+        """The memory, to be used while it is lent to nobody."""
+        return view(self.address, self._n_bytes)
+
+    def close(self) -> None:
+        """Give the memory back, except for pages that are lent."""
+        if self._n_reserved:
+            unmap(self._reserved, self._n_reserved)
+            self._n_reserved = 0
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@dataclass
+class Loan:
+    """Pages of a slot for the addresses of a layer, and which of them have been moved.
+
+    Both calls go on where an earlier one was interrupted.
+    """
+
+    moves: tuple[Move, ...]  # from the slot to the layer
+    _lent: list[Move] = field(default_factory=list)
+    _taken_back: list[Move] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, parts: Iterable[Part], slot_address: int) -> Loan:
+        return cls(tuple(Move(slot_address + p.slot_offset, p.address, p.n_bytes) for p in parts))
+
+    def lend(self) -> None:
+        """Bring the pages to the layer, for reading. Raises AddressSpaceError."""
+        for move in self.moves:
+            protect(move.source, move.n_bytes, PROT_NONE)
+        move_pages(self.moves, self._lent)
+        for move in self.moves:
+            protect(move.target, move.n_bytes, PROT_READ)
+
+    def take_back(self) -> None:
+        """Bring those that were lent to the slot, for writing. Raises AddressSpaceError."""
+        for move in self.moves:
+            protect(move.target, move.n_bytes, PROT_NONE)
+        move_pages([Move(m.target, m.source, m.n_bytes) for m in self._lent], self._taken_back)
+        for move in self.moves:
+            protect(move.source, move.n_bytes, PROT_READ_WRITE)
+
+
+def load_resident(
+    plan: PagingPlan,
+    progress: Progress | None,
+    *,
+    read_bytes: int,
+    n_readers: int,
+    storage: OpenStorage,
+) -> None:
+    """Put memory with the file's bytes in the place of the mapping. Errors: see Pager."""
+    if not plan.resident:
+        return
+    base = min(r.address for r in plan.resident)
+    end = max(r.address + r.n_bytes for r in plan.resident)
+    extents = tuple(
+        Piece(r.path, r.file_offset, r.address - base, r.n_bytes, r.n_needed) for r in plan.resident
+    )
+    for part in plan.resident:
+        reserve(part.n_bytes, part.address)
+        commit(part.address, part.n_bytes)
+    read_pieces(
+        Layout(extents, {}, end - base).pieces(read_bytes),
+        view(base, end - base),
+        progress,
+        n_readers=n_readers,
+        storage=storage,
+    )
+    for part in plan.resident:
+        protect(part.address, part.n_bytes, PROT_READ)
+
+
+def reserve_streamed(plan: PagingPlan) -> None:
+    """Put reserved address space in the place of the layers."""
+    for layer in plan.layers:
+        for part in layer.parts if layer else ():
+            reserve(part.n_bytes, part.address)
+
+
+def reserve_all(plan: PagingPlan) -> None:
+    """Free all memory at the plan's addresses; they remain reserved."""
+    for part in plan.resident:
+        reserve(part.n_bytes, part.address)
+    reserve_streamed(plan)

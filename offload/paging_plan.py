@@ -1,0 +1,218 @@
+"""Which pages of a mapped file are streamed, which stay, and where streamed ones wait in a slot.
+
+Pages are moved, not copied, and a huge page moves as one only between addresses that are multiples
+of 2 MiB. So the inner range of a span is cut at such addresses into a head, a body of whole huge
+pages, and a tail. Bodies share one part of a slot and are on huge pages for good; heads and tails
+share another, on small pages. Nothing is ever split, whatever the remainders of the addresses. It
+costs at most 2 MiB per span and slot, because either part is as large as any layer needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.address_space import AddressSpaceError, MappedRange
+from offload.direct_io import HUGE_PAGE_BYTES, buffer_bytes
+from offload.index import TensorRecord
+from offload.layout import Layout, Piece
+from offload.plan import LayerWeights
+from offload.reading import resident_footprint
+from offload.spans import Span, resident_spans, streamed_spans
+
+Mappings = Mapping[Path, Sequence[MappedRange]]
+"""Where each file is mapped."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A streamed range of one file: `n_bytes` that lie at `address`, or in a slot."""
+
+    address: int
+    slot_offset: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class PagedLayer:
+    """What is read for a layer (into the slot, by `Piece.buffer_offset`), and moved."""
+
+    reads: Layout
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class ResidentRange:
+    """Whole pages of a file that stay in memory at their own address."""
+
+    path: Path
+    file_offset: int
+    n_bytes: int
+    address: int
+    n_needed: int  # up to the last byte of a tensor; the rest may lie past the file's end
+
+
+@dataclass(frozen=True)
+class PagingPlan:
+    """Addresses of everything that the pager touches."""
+
+    layers: tuple[PagedLayer | None, ...]  # None: nothing of it is streamed
+    resident: tuple[ResidentRange, ...]
+    body_bytes: int  # of a slot, on huge pages
+    edge_bytes: int  # of a slot, on small pages
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.body_bytes + self.edge_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(part.n_bytes for part in self.resident)
+
+
+def plan_paging(
+    layers: Sequence[LayerWeights],
+    resident: Iterable[TensorRecord],
+    mappings: Mappings,
+    untouched: Iterable[TensorRecord] = (),
+) -> PagingPlan:
+    """Decide about every page.
+
+    Args:
+        resident: tensors outside of the layers that stay in memory.
+        untouched: further tensors in the files, whose pages remain as they are mapped.
+
+    Raises:
+        ValueError: tensors overlap, or a layer streams one that is also somebody else's.
+        AddressSpaceError: a tensor's pages are not mapped, or mapped twice.
+    """
+    resident = tuple(resident)
+    spans = streamed_spans(layers, (*resident, *untouched))
+    cut = [
+        [_cut(_locate(span.inner, mappings), span.inner) for span in layer_spans]
+        for layer_spans in _with_pages(spans)
+    ]
+    body_bytes = max((sum(_body_bytes(c) for c in cuts) for cuts in cut), default=0)
+    edge_bytes = max((sum(_edge_bytes(c) for c in cuts) for cuts in cut), default=0)
+    return PagingPlan(
+        layers=tuple(_lay_out(cuts, body_bytes) if cuts else None for cuts in cut),
+        resident=tuple(
+            ResidentRange(
+                span.path,
+                span.outer.start,
+                span.outer.end - span.outer.start,
+                _locate(span.outer, mappings),
+                span.end - span.outer.start,
+            )
+            for span in resident_spans(layers, resident, spans)
+        ),
+        body_bytes=body_bytes,
+        edge_bytes=edge_bytes,
+    )
+
+
+def paging_overhead_bytes(
+    layers: Sequence[LayerWeights], n_slots: int, others: Iterable[TensorRecord] = ()
+) -> int:
+    """Memory that a Pager takes at most beyond what `plan_residency` counts for `layers`.
+
+    An upper bound, because the addresses are not known yet: 2 MiB per span and slot, page edges,
+    gaps that are read along.
+
+    Args:
+        others: the further tensors in the files, resident or not. They count for nothing, but no
+            gap that holds one is read along.
+    """
+    spans = streamed_spans(layers, others)
+    lengths = [[s.inner.end - s.inner.start for s in group] for group in _with_pages(spans)]
+    body_bytes = max((sum(_huge_down(n) for n in ns) for ns in lengths), default=0)
+    edge_bytes = max((sum(_most_edge_bytes(n) for n in ns) for ns in lengths), default=0)
+    n_paged = sum(1 for ns in lengths if ns)
+    resident = resident_spans(layers, (), spans)
+    n_bytes = min(n_slots, n_paged) * (body_bytes + edge_bytes)
+    n_bytes += sum(span.outer.end - span.outer.start for span in resident)
+    records = {r.name: r for layer in layers for r in layer.resident_records}
+    n_streamed = sum(1 for layer in layers if layer.layout.extents)
+    slot_bytes = max((layer.slot_bytes for layer in layers), default=0)
+    planned = resident_footprint(records.values())
+    planned += min(n_slots, n_streamed) * buffer_bytes(slot_bytes)
+    return max(0, n_bytes - planned)
+
+
+def _locate(span: Span, mappings: Mappings) -> int:
+    """The address of the span's first byte."""
+    found = [
+        mapped.address + span.start - mapped.file_offset
+        for mapped in mappings.get(span.path, ())
+        if mapped.file_offset <= span.start and span.end <= mapped.file_offset + mapped.n_bytes
+    ]
+    if len(found) != 1:
+        raise AddressSpaceError(
+            f"{span.path}: bytes {span.start} to {span.end} are mapped {len(found)} times instead "
+            "of once; load the model with mmap"
+        )
+    return found[0]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Consecutive ranges of a file, (address, file offset, bytes, whether on huge pages)."""
+
+    path: Path
+    ranges: tuple[tuple[int, int, int, bool], ...]
+
+
+def _cut(address: int, span: Span) -> _Cut:
+    """Head, body and tail of a span at `address`; those that are empty are left out."""
+    end = address + span.end - span.start
+    borders = [address, _huge_up(address), _huge_down(end), end]
+    if borders[1] >= borders[2]:
+        borders = [address, end]
+    return _Cut(
+        span.path,
+        tuple(
+            (start, span.start + start - address, stop - start, len(borders) == 4 and number == 1)
+            for number, (start, stop) in enumerate(zip(borders, borders[1:], strict=False))
+            if start < stop
+        ),
+    )
+
+
+def _body_bytes(cut: _Cut) -> int:
+    return sum(n_bytes for _, _, n_bytes, is_huge in cut.ranges if is_huge)
+
+
+def _edge_bytes(cut: _Cut) -> int:
+    return sum(n_bytes for _, _, n_bytes, is_huge in cut.ranges if not is_huge)
+
+
+def _lay_out(cuts: Sequence[_Cut], body_bytes: int) -> PagedLayer:
+    """Bodies from the slot's beginning on, heads and tails after `body_bytes`."""
+    reads: list[Piece] = []
+    parts: list[Part] = []
+    ends = {True: 0, False: body_bytes}
+    for cut in cuts:
+        for address, file_offset, n_bytes, is_huge in cut.ranges:
+            parts.append(Part(address, ends[is_huge], n_bytes))
+            reads.append(Piece(cut.path, file_offset, ends[is_huge], n_bytes, n_bytes))
+            ends[is_huge] += n_bytes
+    return PagedLayer(Layout(tuple(reads), {}, sum(read.n_bytes for read in reads)), tuple(parts))
+
+
+def _most_edge_bytes(n_bytes: int) -> int:
+    """Head and tail of a range of `n_bytes` at the worst address."""
+    return n_bytes - max(0, _huge_down(n_bytes) - HUGE_PAGE_BYTES)
+
+
+def _huge_down(address: int) -> int:
+    return address - address % HUGE_PAGE_BYTES
+
+
+def _huge_up(address: int) -> int:
+    return _huge_down(address + HUGE_PAGE_BYTES - 1)
+
+
+def _with_pages(spans: Iterable[Iterable[Span]]) -> list[list[Span]]:
+    """Only the spans that have whole pages."""
+    return [[span for span in group if span.inner.start < span.inner.end] for group in spans]

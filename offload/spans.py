@@ -1,0 +1,156 @@
+"""Ranges of files that are streamed or stay, in bytes and in whole pages.
+
+A *span* is a range of a file that one layer streams: its tensors and the small gaps between them.
+The pages wholly inside a span come and go; a page at its edge that is shared with a neighbour (or
+with the file's header, or its end) stays resident.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload import address_space
+from offload.index import TensorRecord
+from offload.plan import LayerWeights
+from offload.units import MIB
+
+MAX_GAP_BYTES = MIB  # reading one along costs less than two more edges and reads
+
+_NO_LAYER = -1
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes [start, end) of a file."""
+
+    path: Path
+    start: int
+    end: int
+
+    @property
+    def outer(self) -> Span:
+        """All pages that the bytes touch."""
+        return Span(self.path, _page_down(self.start), _page_up(self.end))
+
+    @property
+    def inner(self) -> Span:
+        """The pages wholly inside; may be empty."""
+        start = _page_up(self.start)
+        return Span(self.path, start, max(start, _page_down(self.end)))
+
+    @property
+    def edges(self) -> tuple[Span, ...]:
+        """What `outer` has and `inner` has not."""
+        inner, outer = self.inner, self.outer
+        if inner.start == inner.end:
+            return (outer,)
+        edges = (Span(self.path, outer.start, inner.start), Span(self.path, inner.end, outer.end))
+        return tuple(edge for edge in edges if edge.start < edge.end)
+
+
+def streamed_spans(
+    layers: Sequence[LayerWeights], others: Iterable[TensorRecord]
+) -> tuple[tuple[Span, ...], ...]:
+    """The spans of each layer. A gap is bridged where nobody else's tensor lies in it."""
+    owners = _Owners(layers, others)
+    return tuple(_merge(number, layer.streamed, owners) for number, layer in enumerate(layers))
+
+
+class _Owners:
+    """Whose each byte of the files is: a layer's number or _NO_LAYER."""
+
+    def __init__(self, layers: Sequence[LayerWeights], others: Iterable[TensorRecord]) -> None:
+        owner_of: dict[tuple[Path, int, int], int] = {}
+        claims = [(r, number) for number, layer in enumerate(layers) for r in layer.tensors]
+        for record, owner in [*claims, *((record, _NO_LAYER) for record in others)]:
+            key = (record.path, record.offset, record.offset + record.n_bytes)
+            # A tensor of two is nobody's: it may stay in memory, but not come and go.
+            if record.n_bytes and owner_of.setdefault(key, owner) != owner:
+                owner_of[key] = _NO_LAYER
+        self._sorted: dict[Path, list[tuple[int, int, int]]] = {}
+        for (path, start, end), owner in sorted(owner_of.items(), key=_by_file):
+            ranges = self._sorted.setdefault(path, [])
+            if ranges and start < ranges[-1][1]:
+                raise ValueError(f"tensors overlap at offset {start} of {path}")
+            ranges.append((start, end, owner))
+
+    def are_all(self, owner: int, path: Path, start: int, end: int) -> bool:
+        """Whether all tensors that begin in [start, end) belong to `owner`."""
+        ranges = self._sorted[path]
+        first = bisect_left(ranges, (start,))
+        last = bisect_left(ranges, (end,))
+        return all(ranges[i][2] == owner for i in range(first, last))
+
+
+def _by_file(item: tuple[tuple[Path, int, int], int]) -> tuple[str, int, int]:
+    (path, start, end), _ = item
+    return str(path), start, end
+
+
+def _merge(number: int, streamed: Iterable[TensorRecord], owners: _Owners) -> tuple[Span, ...]:
+    spans: list[Span] = []
+    records = (record for record in streamed if record.n_bytes)
+    for record in sorted(records, key=lambda r: (str(r.path), r.offset)):
+        end = record.offset + record.n_bytes
+        if not owners.are_all(number, record.path, record.offset, end):
+            raise ValueError(f"{record.name} is streamed, but is also another layer's or resident")
+        last = spans[-1] if spans else None
+        if (
+            last is not None
+            and last.path == record.path
+            and record.offset - last.end <= MAX_GAP_BYTES
+            and owners.are_all(number, record.path, last.end, record.offset)
+        ):
+            spans[-1] = Span(last.path, last.start, end)
+        else:
+            spans.append(Span(record.path, record.offset, end))
+    return tuple(spans)
+
+
+def resident_spans(
+    layers: Sequence[LayerWeights],
+    resident: Iterable[TensorRecord],
+    spans: Sequence[Sequence[Span]],
+) -> list[Span]:
+    """What stays in memory, in order; spans whose pages touch are joined."""
+    wanted = [edge for group in spans for span in group for edge in _needed_edges(span)]
+    wanted += [_span_of(record) for record in resident if record.n_bytes]
+    for group, layer in zip(spans, layers, strict=True):
+        for record in layer.resident_records:
+            tensor = _span_of(record)
+            if record.n_bytes and not any(_contains(span, tensor) for span in group):
+                wanted.append(tensor)
+    joined: list[Span] = []
+    for span in sorted(wanted, key=lambda s: (str(s.path), s.start)):
+        last = joined[-1] if joined else None
+        if last is not None and last.path == span.path and span.outer.start <= last.outer.end:
+            joined[-1] = Span(last.path, last.start, max(last.end, span.end))
+        else:
+            joined.append(span)
+    return joined
+
+
+def _needed_edges(span: Span) -> list[Span]:
+    """The edges of `span`, cut to its own bytes."""
+    return [
+        Span(span.path, max(edge.start, span.start), min(edge.end, span.end)) for edge in span.edges
+    ]
+
+
+def _span_of(record: TensorRecord) -> Span:
+    return Span(record.path, record.offset, record.offset + record.n_bytes)
+
+
+def _contains(span: Span, other: Span) -> bool:
+    return span.path == other.path and span.start <= other.start and other.end <= span.end
+
+
+def _page_down(offset: int) -> int:
+    return offset - offset % address_space.PAGE_BYTES
+
+
+def _page_up(offset: int) -> int:
+    return _page_down(offset + address_space.PAGE_BYTES - 1)

@@ -1,0 +1,128 @@
+"""Files of known bytes, mapped as an inference library would, and a look at their memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weight_files import Weights
+
+from offload.address_space import MappedRange, find_mapping
+from offload.index import TensorRecord
+from offload.pager import Pager
+
+HUGE = 2 << 20
+MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS = 1, 2, 0x10, 0x20
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def map_file(path: Path, remainder: int = 0, flags: int = MAP_SHARED) -> tuple[int, int]:
+    """(address, bytes) of a mapping of the whole file; address % 2 MiB is `remainder`."""
+    size = -(-path.stat().st_size // 4096) * 4096
+    room = libc.mmap(None, size + 2 * HUGE, 0, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+    address = -(-room // HUGE) * HUGE + remainder
+    descriptor = os.open(path, os.O_RDONLY)
+    assert libc.mmap(address, size, 1, flags | MAP_FIXED, descriptor, 0) == address
+    os.close(descriptor)
+    libc.munmap(room, address - room)
+    libc.munmap(address + size, room + size + 2 * HUGE - address - size)
+    return address, size
+
+
+def is_readable(address: int, n_bytes: int = 1) -> bool:
+    """Whether reading there works, found out without a crash."""
+    view = memoryview((ctypes.c_ubyte * n_bytes).from_address(address))
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, view)
+    except OSError as error:
+        if error.errno != errno.EFAULT:
+            raise
+        return False
+    finally:
+        os.close(reading)
+        os.close(writing)
+    return True
+
+
+class MappedWeights:
+    """`weights` with all of their files mapped."""
+
+    def __init__(self, weights: Weights, remainder: int = 0, flags: int = MAP_SHARED) -> None:
+        self.weights = weights
+        self.layers = weights.layers
+        paths = dict.fromkeys(r.path for layer in weights.layers for r in layer.tensors)
+        self.ranges = {path: map_file(path, remainder, flags) for path in paths}
+        self.mappings: dict[Path, list[MappedRange]] = {path: find_mapping(path) for path in paths}
+
+    def address(self, record: TensorRecord) -> int:
+        return self.ranges[record.path][0] + record.offset
+
+    def check(self, index: int) -> None:
+        """Assert that all bytes of a layer are at their addresses."""
+        for record in self.layers[index].tensors:
+            found = ctypes.string_at(self.address(record), record.n_bytes)
+            assert found == self.weights.contents[record.name], f"wrong bytes in {record.name}"
+
+    def check_absent(self, index: int) -> None:
+        """Assert that the pages wholly inside of streamed tensors cannot be read."""
+        for record in self.layers[index].streamed:
+            start = -(-self.address(record) // 4096) * 4096
+            for page in range(start, self.address(record) + record.n_bytes - 4095, 4096):
+                assert not is_readable(page), f"a page of {record.name} is there"
+
+    def check_resident(self) -> None:
+        for layer in self.layers:
+            for record in layer.resident_records:
+                found = ctypes.string_at(self.address(record), record.n_bytes)
+                assert found == self.weights.contents[record.name]
+
+    def walk(self, pager: Pager, n_passes: int = 1, stop_before: int = -1) -> None:
+        """Check all layers of some passes; leave the last pass before layer `stop_before`."""
+        for number in range(n_passes):
+            for index in range(len(self.layers)):
+                if index == stop_before and number == n_passes - 1:
+                    return
+                with pager.layer(index):
+                    self.check(index)
+
+    def close(self) -> None:
+        for address, size in self.ranges.values():
+            libc.munmap(address, size)
+
+
+@contextmanager
+def mapped(
+    weights: Weights, remainder: int = 0, flags: int = MAP_SHARED
+) -> Iterator[MappedWeights]:
+    """The files are mapped inside the block. A pager must be closed before its end."""
+    files = MappedWeights(weights, remainder, flags)
+    try:
+        yield files
+    finally:
+        files.close()
+
+
+def memory_in(ranges: Iterable[tuple[int, int]], key: str = "Anonymous") -> int:
+    """Bytes that smaps counts under `key` in VMAs that begin in one of (address, bytes)."""
+    wanted = [(start, start + size) for start, size in ranges]
+    total = 0
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            address = int(match.group(1), 16)
+            inside = any(start <= address < end for start, end in wanted)
+        elif inside and line.startswith(key + ":"):
+            total += int(line.split()[1]) * 1024
+    return total

@@ -1,0 +1,298 @@
+"""Pages move without a loss, and mappings are found whatever else is mapped."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from mapped_weights import MAP_PRIVATE, MAP_SHARED, is_readable, libc, map_file, memory_in
+
+from offload import address_space
+from offload.address_space import (
+    PAGE_BYTES,
+    PROT_NONE,
+    PROT_READ_WRITE,
+    AddressSpaceError,
+    MappedRange,
+    Move,
+    _attempt,
+    check_supported,
+    commit,
+    find_mapping,
+    move_pages,
+    protect,
+    reserve,
+    unmap,
+    view,
+)
+
+MIB = 1 << 20
+HUGE = 2 * MIB
+MADV_DONTFORK = 10
+
+
+@pytest.fixture
+def room() -> object:
+    """64 MiB of reserved address space, aligned to 2 MiB."""
+    base = reserve(64 * MIB + HUGE)
+    yield -(-base // HUGE) * HUGE
+    unmap(base, 64 * MIB + HUGE)
+
+
+# --- mappings ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [MAP_SHARED, MAP_PRIVATE])
+def test_find_mapping(tmp_path: Path, flags: int) -> None:
+    path, other = tmp_path / "a b.bin", tmp_path / "other"
+    path.write_bytes(bytes(50_000))
+    other.write_bytes(bytes(50_000))
+    assert find_mapping(path) == []
+    third = map_file(other)
+    address, size = map_file(path, 8 * PAGE_BYTES, flags)
+    assert size == 53_248
+    try:
+        assert find_mapping(path) == [MappedRange(address, size, 0)]
+        link = tmp_path / "link"
+        link.symlink_to(path)
+        assert find_mapping(link) == [MappedRange(address, size, 0)]
+        second, _ = map_file(path, 0, flags)
+        expected = sorted([MappedRange(address, size, 0), MappedRange(second, size, 0)],
+                          key=lambda mapped: mapped.address)  # fmt: skip
+        assert find_mapping(path) == expected
+        libc.munmap(second, size)
+    finally:
+        libc.munmap(address, size)
+        libc.munmap(*third)
+
+
+def test_a_mapping_without_its_first_page_and_in_several_parts(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(20 * PAGE_BYTES))
+    address, size = map_file(path)
+    try:
+        libc.munmap(address, PAGE_BYTES)  # the hole is where the kernel would put a new page
+        rest = MappedRange(address + PAGE_BYTES, size - PAGE_BYTES, PAGE_BYTES)
+        assert find_mapping(path) == [rest]
+        libc.madvise(address + 4 * PAGE_BYTES, PAGE_BYTES, MADV_DONTFORK)  # another VMA
+        assert find_mapping(path) == [rest]
+        libc.munmap(address + 8 * PAGE_BYTES, PAGE_BYTES)
+        assert find_mapping(path) == [
+            MappedRange(address + PAGE_BYTES, 7 * PAGE_BYTES, PAGE_BYTES),
+            MappedRange(address + 9 * PAGE_BYTES, 11 * PAGE_BYTES, 9 * PAGE_BYTES),
+        ]
+    finally:
+        libc.munmap(address, size)
+
+
+def test_a_file_of_the_same_name_is_another_one(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(9000))
+    address, size = map_file(path)
+    path.unlink()
+    path.write_bytes(bytes(9000))
+    assert find_mapping(path) == []
+    libc.munmap(address, size)
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.write_bytes(b"")])
+def test_files_that_cannot_be_mapped(tmp_path: Path, make) -> None:
+    make(tmp_path / "file")
+    with pytest.raises(AddressSpaceError, match="cannot map"):
+        find_mapping(tmp_path / "file")
+
+
+# --- moving --------------------------------------------------------------------------------
+
+
+def test_this_system_can_move_pages() -> None:
+    before = len(Path("/proc/self/maps").read_bytes().splitlines())
+    check_supported()
+    assert len(Path("/proc/self/maps").read_bytes().splitlines()) <= before + 1
+
+
+def test_a_system_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address_space, "_MREMAP_MOVE", 1 | 2 | 4 | 64)  # an unknown flag
+    with pytest.raises(AddressSpaceError, match="Invalid argument") as caught:
+        check_supported()
+    assert caught.value.errno == errno.EINVAL
+    monkeypatch.setattr(address_space.sys, "platform", "darwin")
+    with pytest.raises(AddressSpaceError, match=r"Linux 5\.7"):
+        check_supported()
+
+
+def test_huge_pages_stay_huge(room: int) -> None:
+    source, target, size = room, room + 32 * MIB, 8 * HUGE
+    commit(source, size)
+    if memory_in([(source, size)], "AnonHugePages") < size:
+        pytest.skip("no huge pages to be had")
+    view(source, size)[:] = os.urandom(HUGE) * 8
+    content = bytes(view(source, size))
+    for _ in range(1000):
+        for start, stop in ((source, target), (target, source)):
+            protect(start, size, PROT_NONE)
+            move_pages([Move(start, stop, size)], [])
+            protect(stop, size, PROT_READ_WRITE)
+            assert not is_readable(start)
+    assert bytes(view(source, size)) == content
+    assert memory_in([(source, size)]) == size
+    assert memory_in([(source, size)], "AnonHugePages") == size
+    assert memory_in([(target, size)]) == 0
+
+
+def test_committed_memory_is_small_pages_where_asked(room: int) -> None:
+    commit(room, 3 * HUGE, huge=False)
+    assert memory_in([(room, 3 * HUGE)]) == 3 * HUGE
+    assert memory_in([(room, 3 * HUGE)], "AnonHugePages") == 0
+    commit(room + 16 * MIB + PAGE_BYTES, 2 * HUGE)  # one of them is whole
+    assert memory_in([(room + 16 * MIB, 8 * MIB)]) == 2 * HUGE
+
+
+def attempt_as_before_6_17(move: Move) -> tuple[Move, ...]:
+    """One VMA at a time, and a failed call may have unmapped the target."""
+    vmas = address_space._read_maps()
+    borders = {vma.start for vma in vmas if move.source < vma.start < move.source + move.n_bytes}
+    if borders:
+        libc.munmap(move.target, move.n_bytes)
+        ctypes.set_errno(errno.EFAULT)
+        return ()
+    return tuple(_attempt(move))
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+@pytest.mark.parametrize("n_borders", [0, 1, 3])
+def test_a_range_of_several_vmas_moves_as_a_whole(
+    room: int, n_borders: int, old_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if old_kernel:
+        monkeypatch.setattr(address_space, "_attempt", attempt_as_before_6_17)
+    n_pages = 16
+    size = n_pages * PAGE_BYTES
+    source, target = room, room + 32 * MIB
+    commit(source, size)
+    content = os.urandom(size)
+    view(source, size)[:] = content
+    for border in range(n_borders):
+        libc.madvise(source + (4 * border + 2) * PAGE_BYTES, PAGE_BYTES, MADV_DONTFORK)
+    there: list[Move] = []
+    move_pages([Move(source, target, size)], there)
+    assert sum(move.n_bytes for move in there) == size
+    assert not old_kernel or len(there) == 2 * n_borders + 1
+    assert ctypes.string_at(target, size) == content
+    assert memory_in([(target, size)]) == size
+    back: list[Move] = []
+    move_pages([Move(m.target, m.source, m.n_bytes) for m in there], back)
+    assert ctypes.string_at(source, size) == content
+
+
+def test_only_the_rest_is_moved_again(room: int) -> None:
+    size = 8 * PAGE_BYTES
+    source, target = room, room + 32 * MIB
+    commit(source, size)
+    content = os.urandom(size)
+    view(source, size)[:] = content
+    moves = [
+        Move(source, target, 3 * PAGE_BYTES),
+        Move(source + 3 * PAGE_BYTES, target + MIB, 5 * PAGE_BYTES),
+    ]
+    for n_done in range(9):
+        done: list[Move] = []
+        if n_done:
+            first = min(n_done, 3) * PAGE_BYTES
+            move_pages([Move(source, target, first)], done)
+        if n_done > 3:
+            second = (n_done - 3) * PAGE_BYTES
+            move_pages([*done, Move(source + 3 * PAGE_BYTES, target + MIB, second)], done)
+        move_pages(moves, done)
+        found = ctypes.string_at(target, 3 * PAGE_BYTES)
+        assert found + ctypes.string_at(target + MIB, 5 * PAGE_BYTES) == content
+        n_moved = len(done)
+        move_pages(moves, done)  # nothing is left to do
+        assert len(done) == n_moved
+        move_pages([Move(m.target, m.source, m.n_bytes) for m in done], [])
+        assert ctypes.string_at(source, size) == content
+
+
+def test_moves_that_are_refused(room: int) -> None:
+    commit(room, PAGE_BYTES)
+    for source, target in ((room, room + 1), (room + 1, room + MIB)):
+        with pytest.raises(AddressSpaceError, match="errno 22"):
+            move_pages([Move(source, target, PAGE_BYTES)], [])
+    hole = reserve(4 * PAGE_BYTES)
+    unmap(hole, 4 * PAGE_BYTES)
+    done: list[Move] = []
+    good = Move(room, room + MIB, PAGE_BYTES)
+    with pytest.raises(AddressSpaceError, match="mapped at|errno 14"):
+        move_pages([good, Move(hole, room + 2 * MIB, 4 * PAGE_BYTES)], done)
+    assert done == [good]
+    with pytest.raises(AddressSpaceError, match="mmap of .* Cannot allocate memory") as caught:
+        reserve(1 << 60)
+    assert caught.value.errno == errno.ENOMEM
+
+
+def test_what_took_the_targets_place_is_not_overwritten(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel refuses, and before the second attempt the target belongs to somebody else."""
+    commit(room, 2 * PAGE_BYTES)
+    libc.madvise(room, PAGE_BYTES, MADV_DONTFORK)
+    commit(room + MIB, 2 * PAGE_BYTES)
+    view(room + MIB, 1)[0] = 7
+
+    def refuse(move: Move) -> tuple[()]:
+        ctypes.set_errno(errno.EFAULT)
+        return ()
+
+    monkeypatch.setattr(address_space, "_attempt", refuse)
+    with pytest.raises(AddressSpaceError, match="was taken"):
+        move_pages([Move(room, room + MIB, 2 * PAGE_BYTES)], [])
+    assert view(room + MIB, 1)[0] == 7
+
+
+class Alarm(BaseException):
+    pass
+
+
+def test_interrupts_lose_no_page(room: int) -> None:
+    """A signal handler raises at every moment: what `done` says is what has been moved."""
+
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    n_pages, n_rung = 6, 0
+    source, target = room, room + 32 * MIB
+    commit(source, n_pages * PAGE_BYTES)
+    content = os.urandom(n_pages * PAGE_BYTES)
+    view(source, len(content))[:] = content
+    moves = [
+        Move(source + n * PAGE_BYTES, target + n * PAGE_BYTES, PAGE_BYTES) for n in range(n_pages)
+    ]
+    previous = signal.signal(signal.SIGALRM, ring)
+    try:
+        for attempt in range(3000):
+            done: list[Move] = []
+            try:
+                signal.setitimer(signal.ITIMER_REAL, (attempt % 100 + 1) * 1e-6)
+                move_pages(moves, done)
+            except Alarm:
+                n_rung += 1
+            while True:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    break
+                except Alarm:
+                    continue
+            assert done == moves[: len(done)]
+            for number, move in enumerate(moves):
+                here = move.target if number < len(done) else move.source
+                expected = content[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]
+                assert ctypes.string_at(here, PAGE_BYTES) == expected
+            move_pages([Move(m.target, m.source, m.n_bytes) for m in done], [])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert n_rung > 0
