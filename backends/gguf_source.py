@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from backends.base import Backend, UnsupportedModel
 from backends.ggml_compute import measure_ggml_compute
 from backends.gguf_model import GgufModel, load_gguf_model
-from backends.llama_cpp import LlamaBackend, scratch_bytes
+from backends.llama_cpp import LlamaBackend
 from backends.llama_lib import MAX_SEQUENCES, default_threads
+from backends.llama_memory import context_memory
+from backends.llama_stream import resident_outer_records
 from backends.source import CACHE_TYPES, BackendOptions, Loading, ModelSource, PassCompute
 from offload.gguf_header import GGML_TYPES
-from offload.header import TensorRecord
 from offload.paging_plan import paging_overhead_bytes
-from offload.plan import LayerWeights
 from offload.reading import resident_footprint
 
 DEFAULT_CACHE_TYPE = CACHE_TYPES[0]
 _TYPE_IDS = {kind.name: number for number, kind in GGML_TYPES.items()}
-_EMBEDDING = "token_embd.weight"
 
 
 class GgufSource(ModelSource):
@@ -54,18 +52,8 @@ class GgufSource(ModelSource):
         return max(self.model.index.paths, key=lambda path: path.stat().st_size)
 
     @property
-    def resident_records(self) -> tuple[TensorRecord, ...]:
-        """What is outside the layers and read whole in every pass.
-
-        Of an embedding that is not the head as well, a pass reads single rows: it is left to the
-        page cache.
-        """
-        outer = self.model.outer_records
-        return tuple(r for r in outer if self.model.is_tied or r.name != _EMBEDDING)
-
-    @property
     def outer_bytes(self) -> int:
-        return resident_footprint(self.resident_records)
+        return resident_footprint(resident_outer_records(self.model))
 
     @property
     def smaller_cache_types(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -78,10 +66,19 @@ class GgufSource(ModelSource):
     def kv_bytes(self, n_rows: int, cache_type: str | None = None) -> int:
         types = (cache_type or self._type_k, cache_type or self._type_v)
         n_cells = -(-n_rows // 256) * 256  # llama.cpp pads a cache to that
-        return n_cells * self.model.kv_bytes_per_token(*types)
+        return n_cells * self.model.kv_bytes_per_token(*types, flash_attention=True)
 
+    @cache  # noqa: B019 (a source lives as long as its plan)
     def scratch_bytes(self, ctx_size: int, max_rows: int) -> int:
-        return scratch_bytes(self.model, ctx_size, max_rows, self._type_k, self._type_v)
+        memory = context_memory(
+            self.model,
+            ctx_size,
+            max_rows,
+            n_threads=self._n_threads,
+            cache_type_k=self._type_k,
+            cache_type_v=self._type_v,
+        )
+        return memory.scratch_bytes
 
     @cached_property
     def _main_type(self) -> str:
@@ -93,12 +90,9 @@ class GgufSource(ModelSource):
 
     def measure_compute(self) -> PassCompute:
         profile = measure_ggml_compute(_TYPE_IDS[self._main_type], self._n_threads)
-        matrices = [
-            r for layer in self.layers for r in layer.tensors if math.prod(r.shape) > 1 << 16
-        ]
-        head = [r for r in self.model.outer_records if r.name == "output.weight"]
-        head = head or [r for r in self.model.outer_records if r.name == _EMBEDDING]
-        multiplied_bytes = sum(r.n_bytes for r in (*matrices, *head))
+        layer_bytes = sum(record.n_bytes for layer in self.layers for record in layer.tensors)
+        outer_bytes = sum(record.n_bytes for record in resident_outer_records(self.model))
+        multiplied_bytes = layer_bytes + outer_bytes
         return PassCompute(
             profile.seconds_per_byte * multiplied_bytes,
             profile.seconds_per_byte_row * multiplied_bytes,
@@ -108,7 +102,7 @@ class GgufSource(ModelSource):
         return LlamaBackend(
             self.model,
             max_context=loading.max_context,
-            max_nodes=loading.max_rows,
+            max_nodes=loading.max_nodes,
             n_threads=self._n_threads,
             cache_type_k=self._type_k,
             cache_type_v=self._type_v,

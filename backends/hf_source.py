@@ -63,7 +63,7 @@ class HfSource(ModelSource):
         )
 
     def load(self, loading: Loading) -> Backend:
-        return TorchBackend(
+        backend = TorchBackend(
             self.model,
             loading.residency.layers,
             loading.residency.n_slots,
@@ -71,3 +71,5 @@ class HfSource(ModelSource):
             n_readers=loading.n_readers,
             progress=loading.progress,
         )
+        backend.max_nodes = loading.max_nodes
+        return backend

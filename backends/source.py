@@ -46,7 +46,7 @@ class Loading:
 
     residency: ResidencyPlan
     max_context: int
-    max_rows: int
+    max_nodes: int
     """Most live nodes at a time."""
     use_mmap: bool = False
     """Leave the weights to the page cache instead of streaming them."""

@@ -47,9 +47,9 @@ class LlamaShape:
             + self.hidden_size  # the final norm
         )
 
-    def n_bytes(self, bytes_per_weight: int = 2) -> int:
-        """Bytes of all weights on disk."""
-        return self.parameters * bytes_per_weight
+    def n_bytes(self, bytes_per_weight: float = 2) -> int:
+        """Bytes of all weights on disk, all stored alike."""
+        return round(self.parameters * bytes_per_weight)
 
     def with_head_dim(self, head_dim: int) -> LlamaShape:
         """The same matrices cut into heads of another size.
@@ -98,7 +98,7 @@ def named_shape(name: str) -> LlamaShape:
 
 def shape_of_size(
     n_bytes: int,
-    bytes_per_weight: int = 2,
+    bytes_per_weight: float = 2,
     candidates: list[LlamaShape] | None = None,
     vocab_size: int | None = None,
     min_layers: int = 1,
@@ -108,7 +108,7 @@ def shape_of_size(
 
     Args:
         n_bytes: the wished size of the weights.
-        bytes_per_weight: 2 for bf16, 4 for fp32.
+        bytes_per_weight: 2 for bf16, 4 for fp32, 18 / 32 for Q4_0.
         candidates: the one whose size is nearest is adjusted; by default all known shapes.
         vocab_size: replaces the vocabulary before anything is counted.
         min_layers: what the source model needs at least.
@@ -118,7 +118,7 @@ def shape_of_size(
     if vocab_size is not None:
         known = [replace(shape, vocab_size=vocab_size) for shape in known]
     nearest = min(known, key=lambda s: abs(math.log(s.n_bytes(bytes_per_weight) / max(1, n_bytes))))
-    n_weights = n_bytes // bytes_per_weight
+    n_weights = int(n_bytes / bytes_per_weight)
     if not n_weights:
         raise SynthError(f"a model of {format_bytes(n_bytes)} has no weights")
     around_layers = nearest.parameters - nearest.n_layers * nearest.layer_parameters

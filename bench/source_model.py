@@ -4,69 +4,34 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from bench.shapes import LlamaShape, SynthError
-
-if TYPE_CHECKING:
-    import torch
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+from offload.index import WeightIndex
+from specdec.pair.float_weights import read_float32
 
 
 class SourceModel:
     """A Llama-architecture checkpoint in safetensors; tensors are read when asked for."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises a SynthError if `folder` holds no checkpoint that can be grown."""
+        """Raises a SynthError or CheckpointError if `folder` holds nothing that can be grown."""
         self.folder = folder.expanduser()
         self.config = _read_json(self.folder / "config.json")
         self.shape = source_shape(self.config)
-        self._files = self._locate()
-        self._open: dict[str, Any] = {}
+        self._records = WeightIndex.from_directory(self.folder)
         # Old checkpoints may tie without storing it, or store a head that config.json ties.
-        if not self.shape.tied and "lm_head.weight" not in self._files:
+        if not self.shape.tied and "lm_head.weight" not in self._records:
             raise SynthError(f"{self.folder} has no lm_head.weight although its head is untied")
 
-    def _locate(self) -> dict[str, Path]:
-        """Maps each tensor's name to its file."""
-        from safetensors import safe_open
-
-        if (self.folder / _INDEX).is_file():
-            names = _read_json(self.folder / _INDEX)["weight_map"]
-            return {tensor: self.folder / name for tensor, name in names.items()}
-        path = self.folder / _SINGLE
-        if not path.is_file():
-            raise SynthError(f"no {_SINGLE} or {_INDEX} in {self.folder}")
-        with safe_open(path, framework="pt") as file:
-            return dict.fromkeys(file.keys(), path)
-
-    def read(self, name: str) -> torch.Tensor:
-        """Returns one tensor as stored."""
-        from safetensors import safe_open
-
+    def read(self, name: str) -> np.ndarray:
+        """Returns one tensor as float32."""
         try:
-            path = str(self._files[name])
+            return read_float32(self._records[name])
         except KeyError:
             raise SynthError(f"{self.folder} has no tensor {name!r}") from None
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt").__enter__()
-        return self._open[path].get_tensor(name)
-
-    def __enter__(self) -> SourceModel:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for file in self._open.values():
-            file.__exit__(None, None, None)
-        self._open.clear()
 
 
 def source_shape(config: dict[str, Any]) -> LlamaShape:

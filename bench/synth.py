@@ -11,40 +11,36 @@ leaves nothing behind.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.growth import GrowthPlanner, TensorPlan
-from bench.random_weights import BYTES_PER_WEIGHT, TensorMaker
+from bench.random_weights import TensorMaker
 from bench.shapes import LlamaShape, SynthError
 from bench.source_model import SourceModel
-from bench.synth_files import write_json, write_side_files
-from offload.units import MIB, format_bytes
+from bench.synth_disk import check_folder
+from bench.synth_files import grown_config, model_card, write_json, write_side_files
+from bench.weight_formats import BF16, F32, WeightFormat
+from specdec.pair.gguf_file import ProgressFunction, reserve_blocks
 
 DEFAULT_SHARD_BYTES = 1_500_000_000
 _HEADER_ALIGNMENT = 8  # safetensors pads its header to this many bytes
-_DISK_MARGIN_BYTES = 16 * MIB  # config, tokenizer, index, file-system blocks
-_SAFETENSORS_DTYPES = {"bf16": "BF16", "fp32": "F32"}
-
-# Called with (bytes written so far, bytes in total).
-ProgressFunction = Callable[[int, int], None]
+FORMATS = {"bf16": BF16, "fp32": F32}
 
 
 @dataclass(frozen=True)
 class GrowReport:
     """What was written."""
 
-    folder: Path
+    path: Path  # the folder, or the GGUF file
     shape: LlamaShape
     n_parameters: int
     n_bytes: int  # of weights
-    n_shards: int
+    n_files: int
 
 
 @dataclass(frozen=True)
@@ -87,28 +83,30 @@ def grow(
         SynthError: the source is no plain Llama, does not fit the shape, the disk lacks room, or
             `out_dir` is not empty.
     """
-    if dtype not in BYTES_PER_WEIGHT:
-        raise SynthError(f"unknown dtype {dtype!r}; known: {', '.join(BYTES_PER_WEIGHT)}")
+    if dtype not in FORMATS:
+        raise SynthError(f"unknown dtype {dtype!r}; known: {', '.join(FORMATS)}")
+    form = FORMATS[dtype]
     out_dir = Path(out_dir).expanduser().absolute()
-    with SourceModel(Path(source_dir)) as source:
-        grown = fit_shape(source, shape, vocab_size)
-        shards = split_shards(
-            GrowthPlanner(source.shape, grown).tensors(), BYTES_PER_WEIGHT[dtype], shard_bytes
-        )
-        n_bytes = grown.n_bytes(BYTES_PER_WEIGHT[dtype])
-        check_destination(out_dir, source.folder, n_bytes, force)
-        partial = out_dir.with_name(f".{out_dir.name}.partial-{os.getpid()}")
-        try:
-            partial.mkdir(parents=True)
-            maker = TensorMaker(source.read, dtype, seed)
-            write_shards(partial, shards, maker, dtype, n_bytes, progress)
-            write_side_files(partial, source, grown, dtype, seed, source_name)
-            _replace_folder(partial, out_dir)
-        except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise SynthError(f"cannot write {out_dir}: {error.strerror or error}") from error
-            raise
+    source = SourceModel(Path(source_dir))
+    grown = fit_shape(source, shape, vocab_size)
+    shards = split_shards(
+        GrowthPlanner(source.shape, grown).tensors(), form.block_bytes, shard_bytes
+    )
+    n_bytes = form.n_bytes(grown.parameters)
+    check_folder(out_dir, source.folder, n_bytes, force)
+    partial = out_dir.with_name(f".{out_dir.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        maker = TensorMaker(source.read, lambda plan: form, seed)
+        write_shards(partial, shards, maker, form, n_bytes, progress)
+        card = model_card(source, grown, dtype, n_bytes, seed, source_name)
+        write_side_files(partial, source, grown_config(source, grown, dtype), card)
+        _replace_folder(partial, out_dir)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise SynthError(f"cannot write {out_dir}: {error.strerror or error}") from error
+        raise
     return GrowReport(out_dir, grown, grown.parameters, n_bytes, len(shards))
 
 
@@ -139,41 +137,20 @@ def split_shards(plans: list[TensorPlan], bytes_per_weight: int, shard_bytes: in
     return [Shard(name, tuple(group)) for name, group in zip(names, groups, strict=True)]
 
 
-def check_destination(out_dir: Path, source_dir: Path, n_bytes: int, force: bool) -> None:
-    """Raises a SynthError if `out_dir` may not be written or its disk lacks room."""
-    destination, source = out_dir.resolve(), source_dir.resolve()
-    if destination == source or destination in source.parents:
-        raise SynthError(f"{out_dir} holds the source model; choose another folder")
-    if out_dir.exists() and not out_dir.is_dir():
-        raise SynthError(f"{out_dir} is a file; choose a folder")
-    if out_dir.is_dir() and any(out_dir.iterdir()):
-        if not force:
-            raise SynthError(f"{out_dir} is not empty; choose another folder, or pass --force")
-        if not (out_dir / "config.json").is_file():
-            raise SynthError(f"{out_dir} is no checkpoint (no config.json): --force spares it")
-    existing = next(p for p in (out_dir, *out_dir.parents) if p.exists())
-    free, needed = shutil.disk_usage(existing).free, n_bytes + _DISK_MARGIN_BYTES
-    if free < needed:
-        raise SynthError(
-            f"not enough room at {existing}: {format_bytes(needed)} needed, "
-            f"{format_bytes(free)} free"
-        )
-
-
 def write_shards(
     folder: Path,
     shards: list[Shard],
     maker: TensorMaker,
-    dtype: str,
+    form: WeightFormat,
     n_bytes: int,
     progress: ProgressFunction | None = None,
 ) -> None:
     """Writes all shards and, if there are several, their index."""
     n_written = 0
     for shard in shards:
-        header = shard_header(shard, dtype)
+        header = shard_header(shard, form)
         with open(folder / shard.name, "wb") as file:
-            _allocate(file.fileno(), len(header) + _shard_bytes(shard, dtype))
+            reserve_blocks(file.fileno(), len(header) + _shard_bytes(shard, form))
             file.write(header)
             for plan in shard.plans:
                 for chunk in maker.chunks(plan):
@@ -189,14 +166,14 @@ def write_shards(
         write_json(folder / "model.safetensors.index.json", index)
 
 
-def shard_header(shard: Shard, dtype: str) -> bytes:
+def shard_header(shard: Shard, form: WeightFormat) -> bytes:
     """The safetensors header: its length (8 bytes, little-endian), then JSON, padded."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for plan in shard.plans:
-        end = offset + plan.n_weights * BYTES_PER_WEIGHT[dtype]
+        end = offset + form.n_bytes(plan.n_weights)
         entries[plan.name] = {
-            "dtype": _SAFETENSORS_DTYPES[dtype],
+            "dtype": form.name,
             "shape": list(plan.shape),
             "data_offsets": [offset, end],
         }
@@ -206,18 +183,8 @@ def shard_header(shard: Shard, dtype: str) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _shard_bytes(shard: Shard, dtype: str) -> int:
-    return sum(plan.n_weights for plan in shard.plans) * BYTES_PER_WEIGHT[dtype]
-
-
-def _allocate(descriptor: int, n_bytes: int) -> None:
-    """Reserves the file's blocks at once: contiguous, and a full disk is noticed early."""
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(descriptor, 0, n_bytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
+def _shard_bytes(shard: Shard, form: WeightFormat) -> int:
+    return sum(form.n_bytes(plan.n_weights) for plan in shard.plans)
 
 
 def _replace_folder(partial: Path, out_dir: Path) -> None:

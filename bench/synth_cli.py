@@ -9,19 +9,26 @@ from typing import Annotated
 import typer
 
 from bench.shapes import SHAPES, LlamaShape, SynthError, named_shape, shape_of_size
-from offload.errors import SpecdecError
 from offload.units import format_bytes, parse_bytes
 
 DEFAULT_SIZE = "6GB"
+# The first is the default.
+_DTYPES = {"hf": ("bf16", "fp32"), "gguf": ("q4_0", "q8_0", "f16", "bf16", "fp32")}
+_ALIASES = {"f32": "fp32", "fp16": "f16"}
 
 
 def synth_command(
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the grown checkpoint.")
+        Path,
+        typer.Option(
+            "--out", "-o", metavar="PATH", help="Folder of the grown checkpoint, or FILE.gguf."
+        ),
     ],
     source: Annotated[
         str,
-        typer.Option("--from", metavar="DIR", help="Small Llama checkpoint, or pair:target."),
+        typer.Option(
+            "--from", metavar="MODEL", help="Small Llama: a folder, hub id, or pair:target."
+        ),
     ] = "pair:target",
     like: Annotated[
         str | None,
@@ -39,45 +46,45 @@ def synth_command(
         int | None,
         typer.Option(metavar="N", min=1, help="Vocabulary; by default the shape's own."),
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="bf16|fp32", help="Type of the weights.")] = "bf16",
+    format: Annotated[
+        str,
+        typer.Option(
+            "--format", metavar="hf|gguf", help="A Hugging Face folder, or one file for llama.cpp."
+        ),
+    ] = "hf",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help=f"Of the weights. hf: {', '.join(_DTYPES['hf'])}; "
+            f"gguf: {', '.join(_DTYPES['gguf'])}.",
+            show_default="bf16 for hf, q4_0 for gguf",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint in DIR.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the checkpoint or GGUF file at PATH.")
+    ] = False,
 ) -> None:
     """Grow a small model to a large one's bytes, FLOPs and shapes; its text stays the same."""
-    try:
-        _synth(out, source, like, size, vocab_size, dtype, seed, force)
-    except (SpecdecError, FileNotFoundError, ValueError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-
-
-def _synth(
-    out: Path,
-    source: str,
-    like: str | None,
-    size: str | None,
-    vocab_size: int | None,
-    dtype: str,
-    seed: int,
-    force: bool,
-) -> None:
-    if dtype not in ("bf16", "fp32"):
-        raise SynthError(f"unknown dtype {dtype!r}; known: bf16, fp32")
+    dtype = _check_dtype(format, dtype)
     if like is None and size is None:
         size = DEFAULT_SIZE
     base = named_shape(like) if like else None
     n_bytes = parse_bytes(size) if size else None
 
-    # Imports torch, which takes seconds: a mistyped option should not have to wait for it.
+    # Takes its time: a mistyped option should not have to wait for it.
     from bench.source_model import SourceModel
-    from bench.synth import grow
-    from specdec.pair import resolve_model_dir
+    from bench.synth import FORMATS, grow
+    from bench.synth_gguf import GGUF_FORMATS, grow_gguf
+    from specdec.models import resolve_model
 
-    folder = resolve_model_dir(source)
-    with SourceModel(folder) as model:
-        shape = _choose_shape(model.shape, base, n_bytes, vocab_size, 2 if dtype == "bf16" else 4)
+    folder = resolve_model(source)
+    form = (GGUF_FORMATS if format == "gguf" else FORMATS)[dtype]
+    small = SourceModel(folder).shape
+    shape = _choose_shape(small, base, n_bytes, vocab_size, form.bytes_per_weight)
     with _ProgressBar(out.name) as bar:
-        report = grow(
+        report = (grow_gguf if format == "gguf" else grow)(
             folder,
             out,
             shape,
@@ -89,10 +96,21 @@ def _synth(
             progress=bar.update,
         )
     typer.echo(
-        f"{report.folder}: {report.shape.n_layers} layers, "
+        f"{report.path}: {report.shape.n_layers} layers, "
         f"{report.n_parameters / 1e9:.2f} G weights, {format_bytes(report.n_bytes)} in "
-        f"{report.n_shards} file(s), grown from {source}"
+        f"{report.n_files} file(s), grown from {source}"
     )
+
+
+def _check_dtype(format: str, dtype: str | None) -> str:
+    """The type of the weights under its first name; the format's own by default."""
+    if format not in _DTYPES:
+        raise SynthError(f"unknown format {format!r}; known: {', '.join(_DTYPES)}")
+    known = _DTYPES[format]
+    dtype = known[0] if dtype is None else _ALIASES.get(dtype.lower(), dtype.lower())
+    if dtype not in known:
+        raise SynthError(f"unknown dtype {dtype!r} for {format}; known: {', '.join(known)}")
+    return dtype
 
 
 def _choose_shape(
@@ -100,7 +118,7 @@ def _choose_shape(
     base: LlamaShape | None,
     n_bytes: int | None,
     vocab_size: int | None,
-    bytes_per_weight: int,
+    bytes_per_weight: float,
 ) -> LlamaShape:
     """The shape named, or adjusted to a size; tied only if the source is, so sizes are right."""
     if n_bytes is None:
@@ -143,4 +161,5 @@ class _ProgressBar:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        if self._progress.live.is_started:  # else it would print an empty line
+            self._progress.stop()

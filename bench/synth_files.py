@@ -7,12 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bench.random_weights import BYTES_PER_WEIGHT
 from bench.shapes import LlamaShape
 from bench.source_model import SourceModel
 from offload.units import format_bytes
 
-_CONFIG_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_CONFIG_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of a folder; GGUF has its own key
 _WRITTEN_HERE = {"config.json", "README.md"}
 _WEIGHT_FILES = (
     ".safetensors",
@@ -27,18 +26,15 @@ _WEIGHT_FILES = (
 def write_side_files(
     folder: Path,
     source: SourceModel,
-    shape: LlamaShape,
-    dtype: str,
-    seed: int,
-    source_name: str | None,
+    config: dict[str, Any],
+    card: str,
 ) -> None:
     """Writes config.json and the model card, and copies tokenizer and generation settings."""
     for path in source.folder.iterdir():
         unwanted = path.name in _WRITTEN_HERE or path.name.endswith(_WEIGHT_FILES)
         if path.is_file() and not unwanted and not path.name.startswith("."):
             shutil.copyfile(path, folder / path.name)
-    write_json(folder / "config.json", grown_config(source, shape, dtype))
-    card = model_card(source, shape, dtype, seed, source_name)
+    write_json(folder / "config.json", config)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -56,16 +52,21 @@ def grown_config(source: SourceModel, shape: LlamaShape, dtype: str) -> dict[str
         "vocab_size": shape.vocab_size,
         "tie_word_embeddings": shape.tied,
         "rms_norm_eps": epsilon * source.shape.hidden_size / shape.hidden_size,
-        "dtype": _CONFIG_DTYPES[dtype],
+        "dtype": _CONFIG_DTYPES.get(dtype),
     }
 
 
 def model_card(
-    source: SourceModel, shape: LlamaShape, dtype: str, seed: int, source_name: str | None
+    source: SourceModel,
+    shape: LlamaShape,
+    dtype: str,
+    n_bytes: int,
+    seed: int,
+    source_name: str | None,
 ) -> str:
     """Says what this checkpoint is, so that nobody takes it for the large model."""
     name, small = source_name or source.folder.name, source.shape
-    size = f"{format_bytes(shape.n_bytes(BYTES_PER_WEIGHT[dtype]))} in {dtype}"
+    size = f"{format_bytes(n_bytes)} in {dtype}"
     return f"""# Grown from {name}: for benchmarks only
 
 This is **not** a trained large model. It was grown by function-preserving expansion

@@ -20,6 +20,7 @@ from backends.source import Loading
 from offload.errors import SpecdecError
 from offload.plan import ResidencyPlan
 from specdec.config import ConfigError, SamplingParams, SpecConfig
+from specdec.division import most_draft_nodes
 from specdec.drafters.base import Drafter
 from specdec.drafters.ngram import NgramDrafter
 from specdec.formats import OpenedModel
@@ -161,7 +162,9 @@ class LLM:
 
     def policy(self, spec: SpecConfig) -> DraftPolicy:
         plan = self.plan
-        return DraftPolicy(spec, plan.pass_cost, self.max_context, plan.draft_cost)
+        return DraftPolicy(
+            spec, plan.pass_cost, self.max_context, plan.draft_cost, plan.n_draft_tokens
+        )
 
     def ngram_drafter(self) -> Drafter:
         """The n-gram drafter; what it learned about its own hit rate lives as long as the model."""
@@ -197,7 +200,7 @@ class LLM:
         return planned.target.source.load(
             self._loading(
                 planned.plan.residency,
-                max_rows=options.max_nodes,
+                max_nodes=1 + planned.plan.n_draft_tokens,
                 use_mmap=planned.plan.uses_mmap,
                 n_readers=options.io_threads,
                 progress=progress,
@@ -205,7 +208,8 @@ class LLM:
         )
 
     def _load_draft(self, draft: OpenedModel, residency: ResidencyPlan) -> Backend:
-        return draft.source.load(self._loading(residency, max_rows=self._options.max_draft_nodes))
+        n_nodes = most_draft_nodes(self.plan.n_draft_tokens)
+        return draft.source.load(self._loading(residency, max_nodes=n_nodes))
 
 
 def _sampling_params(

@@ -36,6 +36,8 @@ class Division:
     target: ResidencyPlan
     draft: ResidencyPlan | None
     ctx_size: int
+    n_drafted: int
+    """Draft tokens of the largest tree that there is room for."""
     smallest_bytes: int
     """The smallest budget that works."""
 
@@ -80,6 +82,11 @@ class _Tenant:
             budget.reserve(f"{prefix}paging", self.overhead_bytes)
 
 
+def most_draft_nodes(n_drafted: int) -> int:
+    """Most nodes that the draft runs for one tree of the target, of which it keeps the KV."""
+    return max(MAX_BEAMS, 1 + n_drafted)
+
+
 class Divider:
     """Divides budgets for one pair of models and one set of options."""
 
@@ -88,10 +95,15 @@ class Divider:
         self._target = _Tenant(target, options.load_mode, options.prefetch_depth)
         self._draft = None if draft is None else _Tenant(draft, "auto", None)
         self._ctx_size = min(options.ctx_size or DEFAULT_CTX_SIZE, target.max_context)
+        self._n_drafted = 0
         self._base_bytes = process_memory().rss_bytes
 
-    def divide(self, total_bytes: int) -> Division:
-        """Reserve every part by name. Raises BudgetExceeded with the smallest budget that works."""
+    def divide(self, total_bytes: int, n_drafted: int) -> Division:
+        """Reserve every part by name, for trees of `n_drafted` tokens.
+
+        Raises BudgetExceeded with the smallest budget that works.
+        """
+        self._n_drafted = n_drafted
         parts = self._parts(self._ctx_size)
         needed = self._needed(parts)
         smallest = (-(-needed // _SMALLEST_STEP_BYTES) + 1) * _SMALLEST_STEP_BYTES
@@ -107,7 +119,7 @@ class Divider:
             self._draft.reserve(budget, draft, "draft ")
         target = self._target.place(budget.available_bytes)
         self._target.reserve(budget, target, "")
-        return Division(budget, target, draft, self._ctx_size, smallest)
+        return Division(budget, target, draft, self._ctx_size, n_drafted, smallest)
 
     def _needed(self, parts: dict[str, int]) -> int:
         least = self._target.least_bytes + (self._draft.least_bytes if self._draft else 0)
@@ -115,16 +127,16 @@ class Divider:
 
     def _parts(self, ctx_size: int, cache_type: str | None = None) -> dict[str, int]:
         """Bytes of everything but the layers, by name."""
-        options, target = self._options, self._target.source
+        target, n_nodes = self._target.source, 1 + self._n_drafted
         parts = {
             "target embeddings and head": target.outer_bytes,
-            "target KV cache": target.kv_bytes(ctx_size + options.max_nodes, cache_type),
-            "target activations": target.scratch_bytes(ctx_size, options.max_nodes),
+            "target KV cache": target.kv_bytes(ctx_size + n_nodes, cache_type),
+            "target activations": target.scratch_bytes(ctx_size, n_nodes),
         }
         if self._draft is not None:
             draft = self._draft.source
             parts["draft embeddings and head"] = draft.outer_bytes
-            parts["draft KV cache"] = draft.kv_bytes(ctx_size + options.max_draft_nodes)
+            parts["draft KV cache"] = draft.kv_bytes(ctx_size + most_draft_nodes(self._n_drafted))
             parts["draft activations"] = draft.scratch_bytes(ctx_size, MAX_BEAMS)
         return parts
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from backends.source import CACHE_TYPES, LOAD_MODES, BackendOptions
 from specdec.config import ConfigError, SpecConfig
-from specdec.drafters.model import MAX_BEAMS
-from specdec.policy import MAX_AUTO_NODES
 
 
 @dataclass(frozen=True)
@@ -25,19 +23,6 @@ class RunOptions:
     load_mode: str = "auto"
     backend: BackendOptions = BackendOptions()
     spec: SpecConfig = SpecConfig()
-
-    @property
-    def max_nodes(self) -> int:
-        """Most rows that a pass of the target may have."""
-        if not self.spec.spec_type:
-            return 1
-        n_drafted = self.spec.num_draft_tokens
-        return 1 + (MAX_AUTO_NODES if n_drafted is None else n_drafted)
-
-    @property
-    def max_draft_nodes(self) -> int:
-        """Most nodes that the draft model runs for one tree: it keeps all that it expanded."""
-        return MAX_BEAMS * self.spec.depth
 
 
 def run_options(

@@ -11,16 +11,20 @@ from typing import Any
 import psutil
 
 from backends.source import BackendOptions, ModelSource
+from offload.budget import BudgetExceeded
 from offload.memory import memory_limit, process_memory
 from offload.profile import measure_storage
 from offload.units import parse_bytes
 from specdec.compat import compare_vocabularies
-from specdec.config import ConfigError
+from specdec.config import ConfigError, SpecConfig
 from specdec.division import Divider, Division
 from specdec.formats import OpenedModel, open_model
 from specdec.options import RunOptions, run_options
 from specdec.policy import DraftPolicy, PassCost
 from specdec.run_plan import RunPlan
+
+_SMALL_TREE = 8
+"""Draft tokens that every automatic plan has room for."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +58,38 @@ def plan_models(options: RunOptions) -> PlannedModels:
     costs = _Costs(target.source, draft_source, bandwidth)
     gc.collect()  # what building the models left behind is not the process's base
     total_bytes, source = _budget(options.memory_budget)
-    division = Divider(target.source, draft_source, options).divide(total_bytes)
+    divider = Divider(target.source, draft_source, options)
+    division = _divide(divider, total_bytes, options.spec, costs, target.source.max_tree_leaves)
     plan = _make_plan(options, division, costs, target.source, source)
     return PlannedModels(plan, target, draft)
+
+
+def _divide(
+    divider: Divider, total_bytes: int, spec: SpecConfig, costs: _Costs, most: int | None
+) -> Division:
+    """Divide for trees as large as a pass verifies for free, or smaller ones where memory is short.
+
+    How much a pass reads decides how many tokens are free, and their rows of the KV cache and of
+    logits take memory from the layers: so first with small trees, and then with those.
+    """
+    if not spec.spec_type or spec.num_draft_tokens is not None:
+        return divider.divide(total_bytes, (spec.num_draft_tokens or 0) if spec.spec_type else 0)
+    division = divider.divide(total_bytes, _SMALL_TREE)
+    policy = DraftPolicy(spec, costs.target(division), division.ctx_size, max_nodes=most)
+    n_drafted = policy.n_nodes
+    while n_drafted > _SMALL_TREE:
+        try:
+            return divider.divide(total_bytes, n_drafted)
+        except BudgetExceeded:
+            n_drafted //= 2
+    return division
 
 
 def _make_plan(
     options: RunOptions, division: Division, costs: _Costs, target: ModelSource, source: str
 ) -> RunPlan:
     cost, draft_cost = costs.target(division), costs.draft(division)
-    policy = DraftPolicy(options.spec, cost, division.ctx_size, draft_cost, target.max_tree_leaves)
+    policy = DraftPolicy(options.spec, cost, division.ctx_size, draft_cost, division.n_drafted)
     return RunPlan(
         budget_bytes=division.budget.total_bytes,
         budget_source=source,

@@ -47,7 +47,7 @@ class DraftPolicy:
         cost: of a pass of the target.
         max_context: tokens that a sequence may have.
         draft_cost: of running one level of a tree through the draft model, if there is one.
-        max_nodes: most nodes that the target can verify at a time.
+        max_nodes: most draft tokens that memory was set aside for.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class DraftPolicy:
         if config.num_draft_tokens is not None:
             self._n_nodes = config.num_draft_tokens
         else:
-            self._n_nodes = min(cost.free_rows() - 1, MAX_AUTO_NODES, max_nodes or MAX_AUTO_NODES)
+            most = MAX_AUTO_NODES if max_nodes is None else max_nodes
+            self._n_nodes = min(cost.free_rows() - 1, MAX_AUTO_NODES, most)
         self._depth = self._choose_depth(cost, draft_cost)
 
     @property

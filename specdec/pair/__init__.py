@@ -31,18 +31,3 @@ def pair_path(name: str) -> Path:
             "or train it with `python -m bench.train_pair`"
         )
     return folder
-
-
-def resolve_model_dir(name: str | Path) -> Path:
-    """Turns `pair:target`, `pair:draft` or the path of a checkpoint folder into a folder.
-
-    Raises:
-        ValueError: an unknown embedded model.
-        FileNotFoundError: no such folder.
-    """
-    if str(name).startswith(PAIR_PREFIX):
-        return pair_path(str(name))
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no such model folder: {folder}")
-    return folder

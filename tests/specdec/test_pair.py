@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from specdec.pair import PAIR_NAMES, pair_path, resolve_model_dir
+from specdec.pair import PAIR_NAMES, pair_path
 
 
 @pytest.mark.parametrize("name", PAIR_NAMES)
@@ -31,13 +30,6 @@ def test_both_share_one_tokenizer() -> None:
 def test_unknown_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="known: pair:target, pair:draft"):
         pair_path(name)
-
-
-def test_folders_pass_through(tmp_path: Path) -> None:
-    assert resolve_model_dir(tmp_path) == tmp_path
-    assert resolve_model_dir("pair:target") == pair_path("pair:target")
-    with pytest.raises(FileNotFoundError, match="no such model folder"):
-        resolve_model_dir(tmp_path / "none")
 
 
 def test_the_module_imports_no_heavy_library() -> None:

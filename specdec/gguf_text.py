@@ -1,0 +1,190 @@
+"""Text and token ids of a GGUF model: llama.cpp's own tokenizer, without its weights.
+
+The same members as `specdec.text.Tokenizer`, so that everything there works with it unchanged.
+Neither torch nor transformers is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from backends.llama_lib import LOG, load_library
+from specdec.chat_template import ChatTemplateError, render_chat
+from specdec.compat import Vocabulary
+from specdec.text import TokenizerError
+
+
+class GgufTokenizer:
+    """The vocabulary in a GGUF file's metadata; only the header of the file is read."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises TokenizerError if llama.cpp cannot use the file's tokenizer."""
+        self.path = Path(path)
+        self._library = library = load_library()
+        params = library.llama_model_default_params()
+        params.vocab_only = True
+        params.n_gpu_layers = 0
+        LOG.clear()
+        self._model = library.llama_model_load_from_file(os.fsencode(self.path), params)
+        if not self._model:
+            raise TokenizerError(f"cannot load a tokenizer from {path}: {LOG.reason()}")
+        self._free = weakref.finalize(self, library.llama_model_free, self._model)
+        self._vocab = library.llama_model_get_vocab(self._model)
+        if library.llama_vocab_type(self._vocab) == library.LLAMA_VOCAB_TYPE_NONE:
+            self.close()
+            raise TokenizerError(f"{path} has no tokenizer: use a GGUF file that contains one")
+        self._n_rows: int = library.llama_vocab_n_tokens(self._vocab)
+        self._attributes = [
+            int(library.llama_vocab_get_attr(self._vocab, i)) for i in range(self._n_rows)
+        ]
+        self._n_tokens = self._n_rows
+        while self._n_tokens and self._is(self._n_tokens - 1, library.LLAMA_TOKEN_ATTR_UNUSED):
+            self._n_tokens -= 1
+        self._drops_first_space = self._find_first_space_rule()
+        self._chat_template = self._read_chat_template()
+        self._pieces: dict[int, bytes] = {}
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> GgufTokenizer:
+        """The same as the constructor, by the name that goes with `Tokenizer.from_pretrained`."""
+        return cls(path)
+
+    @property
+    def n_tokens(self) -> int:
+        """Ids from here on are padding rows of the vocabulary: they have no text."""
+        return self._n_tokens
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All tokens that end a generation: of a text, of a turn, of a message."""
+        is_end = self._library.llama_vocab_is_eog
+        return tuple(i for i in range(self._n_tokens) if is_end(self._vocab, i))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; special tokens written out in it are recognised, as in HF's."""
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                f"the text is not valid Unicode (a lone surrogate at {error.start})"
+            ) from None
+        # One token per byte at most, and what is added at the ends.
+        buffer = (self._library.llama_token * (len(data) + 8))()
+        n_tokens = self._library.llama_tokenize(
+            self._vocab, data, len(data), buffer, len(buffer), add_special_tokens, True
+        )
+        if n_tokens < 0:
+            raise TokenizerError(f"llama.cpp cannot tokenize a text of {len(data)} bytes")
+        return list(buffer[:n_tokens])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these tokens; special tokens have none, half characters give U+FFFD."""
+        pieces = [self._piece(int(i)) for i in token_ids if not self._is_special(int(i))]
+        if pieces and self._drops_first_space:
+            pieces[0] = pieces[0].removeprefix(b" ")
+        return b"".join(pieces).decode("utf-8", errors="replace")
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer."""
+        if self._chat_template is None:
+            raise TokenizerError("the model has no chat template: give the prompt as one string")
+        ids = self._special_ids().items()
+        special = {f"{role}_token": self._text(i) for role, i in ids if i is not None}
+        try:
+            text = render_chat(self._chat_template, messages, special)
+        except ChatTemplateError as error:
+            raise TokenizerError(f"the model's chat template failed: {error}") from error
+        # the template writes the special tokens itself
+        return self.encode(text, add_special_tokens=False)
+
+    def vocabulary(self) -> Vocabulary:
+        """What the ids mean, comparable with a transformers tokenizer's."""
+        library = self._library
+        unused, added = (
+            library.LLAMA_TOKEN_ATTR_UNUSED,
+            library.LLAMA_TOKEN_ATTR_CONTROL | library.LLAMA_TOKEN_ATTR_USER_DEFINED,
+        )
+        ids = range(self._n_tokens)
+        return Vocabulary(
+            tokens=tuple(None if self._is(i, unused) else self._text(i) for i in ids),
+            n_rows=self._n_rows,
+            special=self._special_ids(),
+            added=frozenset(i for i in ids if self._is(i, added)),
+        )
+
+    def close(self) -> None:
+        """Free the vocabulary now; the tokenizer cannot be used afterwards."""
+        self._free()
+        self._model = self._vocab = None
+
+    def __enter__(self) -> GgufTokenizer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _is(self, token_id: int, attributes: int) -> bool:
+        return bool(self._attributes[token_id] & attributes)
+
+    def _is_special(self, token_id: int) -> bool:
+        """Without text: control tokens, and ids that no token has."""
+        library = self._library
+        silent = library.LLAMA_TOKEN_ATTR_CONTROL | library.LLAMA_TOKEN_ATTR_UNUSED
+        return not 0 <= token_id < self._n_tokens or self._is(token_id, silent)
+
+    def _piece(self, token_id: int) -> bytes:
+        """The bytes of one token."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._read_piece(token_id)
+        return piece
+
+    def _read_piece(self, token_id: int, n_bytes: int = 64) -> bytes:
+        buffer = ctypes.create_string_buffer(n_bytes)
+        to_piece = self._library.llama_token_to_piece
+        n_used = to_piece(self._vocab, token_id, buffer, n_bytes, 0, False)
+        if n_used < 0:  # the size that is needed
+            return self._read_piece(token_id, -n_used)
+        return buffer.raw[:n_used]
+
+    def _text(self, token_id: int) -> str:
+        """The token as stored: byte-level BPE writes a space as \u0120."""
+        raw = self._library.llama_vocab_get_text(self._vocab, token_id)
+        return bytes(raw or b"").decode("utf-8", errors="replace")
+
+    def _special_ids(self) -> dict[str, int | None]:
+        library = self._library
+        ids = {
+            "bos": library.llama_vocab_bos(self._vocab),
+            "eos": library.llama_vocab_eos(self._vocab),
+            "pad": library.llama_vocab_pad(self._vocab),
+        }
+        return {role: i if 0 <= i < self._n_tokens else None for role, i in ids.items()}
+
+    def _find_first_space_rule(self) -> bool:
+        """Sentencepiece puts a space before a text, and decoding takes it away again."""
+        kind = self._library.llama_vocab_type(self._vocab)
+        if kind != self._library.LLAMA_VOCAB_TYPE_SPM:
+            return False
+        return self._metadata("tokenizer.ggml.add_space_prefix") != "false"
+
+    def _metadata(self, key: str) -> str | None:
+        buffer: Any = ctypes.create_string_buffer(64)
+        n_used = self._library.llama_model_meta_val_str(
+            self._model, key.encode(), buffer, len(buffer)
+        )
+        return None if n_used < 0 else buffer.value.decode("utf-8", errors="replace")
+
+    def _read_chat_template(self) -> str | None:
+        raw = self._library.llama_model_chat_template(self._model, None)
+        return None if raw is None else bytes(raw).decode("utf-8", errors="replace")

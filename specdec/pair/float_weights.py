@@ -1,0 +1,27 @@
+"""Weights of a safetensors checkpoint as float32 arrays, without torch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from offload.header import CheckpointError, TensorRecord
+
+
+def read_float32(record: TensorRecord) -> np.ndarray:
+    """One tensor, float32 in its own shape; BF16 and F16 are widened exactly.
+
+    Raises:
+        CheckpointError: another type, or the file has become shorter.
+    """
+    kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}.get(record.dtype)
+    if kind is None:
+        raise CheckpointError(
+            f"{record.path} stores {record.name} as {record.dtype}; BF16, F16 and F32 are read"
+        )
+    n_weights = record.n_bytes // np.dtype(kind).itemsize
+    raw = np.fromfile(record.path, dtype=kind, count=n_weights, offset=record.offset)
+    if raw.size != n_weights:
+        raise CheckpointError(f"{record.path} ends within {record.name}; download it again")
+    if record.dtype == "BF16":  # the upper half of a float32
+        return (raw.astype(np.uint32) << 16).view(np.float32).reshape(record.shape)
+    return raw.astype(np.float32, copy=False).reshape(record.shape)

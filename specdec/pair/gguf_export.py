@@ -1,0 +1,125 @@
+"""The embedded pair as GGUF files, written from its safetensors when they are first asked for.
+
+They lie in the cache folder under a name that contains a digest of what they were made from, so a
+retrained pair is exported anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from offload.header import TensorRecord
+from offload.index import WeightIndex
+from specdec.pair import PAIR_NAMES, PAIR_PREFIX, pair_path
+from specdec.pair.float_weights import read_float32
+from specdec.pair.gguf_file import (
+    GgufExportError,
+    GgufTensor,
+    gguf_name,
+    interleave_rotary,
+    write_gguf,
+)
+from specdec.pair.gguf_metadata import add_model, add_tokenizer
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+GGUF_SUFFIX = ".gguf"
+PAIR_GGUF_NAMES = tuple(name + GGUF_SUFFIX for name in PAIR_NAMES)
+_FORMAT = b"1"  # raise it when the exported bytes change
+_SOURCES = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+
+
+def pair_gguf_path(name: str) -> Path:
+    """Returns the file of an embedded model as GGUF in F16, writing it if it is not there.
+
+    Args:
+        name: `pair:target.gguf` or `pair:draft.gguf`.
+
+    Raises:
+        ValueError: the name is not one of `PAIR_GGUF_NAMES`.
+        FileNotFoundError: the package was installed without its model files.
+        GgufExportError: the gguf package is missing, or the cache folder cannot be written.
+    """
+    if name not in PAIR_GGUF_NAMES:
+        raise ValueError(f"unknown embedded model {name!r}; known: {', '.join(PAIR_GGUF_NAMES)}")
+    model = name.removesuffix(GGUF_SUFFIX)
+    folder = pair_path(model)
+    path = _cache_folder() / f"{model.removeprefix(PAIR_PREFIX)}-{_digest(folder)}{GGUF_SUFFIX}"
+    if not path.is_file():
+        try:
+            _export_atomically(folder, path, model)
+        except OSError as error:
+            raise GgufExportError(
+                f"cannot write {path}: {error.strerror or error}; "
+                "set XDG_CACHE_HOME to a folder that can be written"
+            ) from error
+    return path
+
+
+def export_f16(folder: Path, path: Path, name: str) -> None:
+    """Writes a Llama checkpoint as GGUF: matrices in F16, norms in F32."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    heads = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
+
+    def add_metadata(writer: GGUFWriter) -> None:
+        add_model(writer, config, name=name, file_type="MOSTLY_F16")
+        add_tokenizer(writer, folder, config["vocab_size"])
+
+    tensors = []
+    for record in WeightIndex.from_directory(folder).values():
+        new_name = gguf_name(record.name)
+        if new_name is None or (config.get("tie_word_embeddings") and new_name == "output.weight"):
+            continue
+        tensors.append(_tensor(record, new_name, *heads))
+    write_gguf(path, add_metadata, tensors)
+
+
+def _tensor(record: TensorRecord, new_name: str, n_heads: int, n_kv_heads: int) -> GgufTensor:
+    is_matrix = len(record.shape) == 2
+    dtype = np.dtype(np.float16 if is_matrix else np.float32)
+
+    def chunks() -> Iterator[memoryview]:
+        weights = interleave_rotary(record.name, read_float32(record), n_heads, n_kv_heads)
+        with np.errstate(over="ignore"):
+            values = np.ascontiguousarray(weights, dtype=dtype)
+        if not np.isfinite(values).all():
+            raise GgufExportError(f"{record.name} has weights that F16 cannot hold")
+        yield values.data.cast("B")
+
+    n_bytes = int(np.prod(record.shape)) * dtype.itemsize
+    return GgufTensor(new_name, record.shape, "F16" if is_matrix else "F32", n_bytes, chunks)
+
+
+def _export_atomically(folder: Path, path: Path, name: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        export_f16(folder, partial, name)
+        partial.replace(path)
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root).expanduser() / "specdec"
+
+
+def _digest(folder: Path) -> str:
+    """Of everything that the exported file depends on."""
+    digest = hashlib.sha256(_FORMAT)
+    for name in _SOURCES:
+        data = (folder / name).read_bytes()
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,165 @@
+"""Writing a GGUF file of the llama architecture: names, layout, header, data.
+
+The header is the `gguf` package's work; the data is written in chunks, so that a file of any size
+takes no memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from offload.errors import SpecdecError
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+ALIGNMENT = 32
+_OUTER_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+# What other checkpoints carry and llama.cpp computes itself.
+_DERIVED = "rotary_emb.inv_freq"
+
+# Called with (bytes written so far, bytes in total).
+ProgressFunction = Callable[[int, int], None]
+
+
+class GgufExportError(SpecdecError):
+    """A model cannot be written as GGUF."""
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor to be written: `chunks()` yields its bytes in order."""
+
+    name: str
+    shape: tuple[int, ...]  # row-major, as in the checkpoint
+    ggml_type: str  # "F16", "Q4_0", ...
+    n_bytes: int
+    chunks: Callable[[], Iterable[memoryview]]
+
+
+def gguf_name(name: str) -> str | None:
+    """llama.cpp's name of a tensor of a Hugging Face Llama; None for derived ones.
+
+    Raises:
+        GgufExportError: no Llama has such a tensor.
+    """
+    if name in _OUTER_NAMES:
+        return _OUTER_NAMES[name]
+    if name.endswith(_DERIVED):
+        return None
+    words = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
+    if name.startswith("model.layers.") and len(words) == 2 and words[1] in _LAYER_NAMES:
+        return f"blk.{words[0]}.{_LAYER_NAMES[words[1]]}.weight"
+    raise GgufExportError(f"tensor {name!r} is no part of a plain Llama")
+
+
+def interleave_rotary(name: str, tensor: np.ndarray, n_heads: int, n_kv_heads: int) -> np.ndarray:
+    """Reorders the rows of Q and K: llama.cpp rotates neighbours (2i, 2i+1) within a head.
+
+    Hugging Face rotates (i, i + E/2), so row i of each half becomes rows 2i and 2i + 1; other
+    tensors are returned as they are.
+    """
+    heads = {"q_proj.weight": n_heads, "k_proj.weight": n_kv_heads}.get(
+        name.rpartition("self_attn.")[2]
+    )
+    if heads is None:
+        return tensor
+    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, tensor.shape[1])
+    return halves.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def write_gguf(
+    path: Path,
+    add_metadata: Callable[[GGUFWriter], None],
+    tensors: Iterable[GgufTensor],
+    progress: ProgressFunction | None = None,
+) -> None:
+    """Writes one GGUF file; the caller removes it when an error leaves it unfinished.
+
+    Args:
+        path: replaced if it exists.
+        add_metadata: adds everything but `general.architecture`.
+        tensors: in the order in which they shall lie in the file.
+        progress: called after each chunk.
+    """
+    gguf = import_gguf()
+    writer = gguf.GGUFWriter(None, "llama")
+    add_metadata(writer)
+    tensors = list(tensors)
+    for tensor in tensors:
+        ggml_type = gguf.GGMLQuantizationType[tensor.ggml_type]
+        writer.add_tensor_info(
+            tensor.name, tensor.shape, np.dtype(np.float32), tensor.n_bytes, raw_dtype=ggml_type
+        )
+    try:
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        assert writer.fout is not None
+        _write_data(writer.fout[0], tensors, progress)
+    finally:
+        writer.close()
+
+
+def _write_data(file: Any, tensors: list[GgufTensor], progress: ProgressFunction | None) -> None:
+    file.write(bytes(-file.tell() % ALIGNMENT))
+    total = sum(tensor.n_bytes for tensor in tensors)
+    padded = sum(tensor.n_bytes + -tensor.n_bytes % ALIGNMENT for tensor in tensors)
+    file.flush()
+    reserve_blocks(file.fileno(), file.tell() + padded)
+    n_written = 0
+    for tensor in tensors:
+        begin = n_written
+        for chunk in tensor.chunks():
+            file.write(chunk)
+            n_written += chunk.nbytes
+            if progress is not None:
+                progress(n_written, total)
+        if n_written - begin != tensor.n_bytes:
+            raise AssertionError(f"{tensor.name}: {n_written - begin} of {tensor.n_bytes} bytes")
+        file.write(bytes(-tensor.n_bytes % ALIGNMENT))
+    file.flush()
+    os.fsync(file.fileno())  # a full disk must be noticed here, not when reading
+
+
+def reserve_blocks(descriptor: int, n_bytes: int) -> None:
+    """Reserves the file's blocks at once: contiguous, and a full disk is noticed early."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, n_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+
+
+def import_gguf() -> Any:
+    """The `gguf` package. Raises GgufExportError where it is missing."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise GgufExportError(
+            "writing GGUF needs the gguf package: pip install 'specdec[gguf]'"
+        ) from error
+    return gguf

@@ -1,0 +1,140 @@
+"""The key-value block of a GGUF file, from the JSON files of a Hugging Face checkpoint.
+
+Only plain Llamas with GPT-2's byte-level BPE: what llama.cpp splits and merges exactly as the
+checkpoint's own tokenizer does. Anything else is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec.pair.gguf_file import GgufExportError, import_gguf
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+_SPECIAL_ROLES = ("bos", "eos", "pad", "unk")
+
+
+def add_model(writer: GGUFWriter, config: Mapping[str, Any], *, name: str, file_type: str) -> None:
+    """Adds sizes and constants of a Llama.
+
+    Args:
+        config: as in config.json.
+        name: of the model, for people.
+        file_type: a name of `gguf.LlamaFileType`, for example "MOSTLY_F16".
+
+    Raises:
+        GgufExportError: a kind of rotary embedding that is not written here.
+    """
+    n_heads = int(config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or config["hidden_size"] // n_heads)
+    writer.add_name(name)
+    writer.add_file_type(import_gguf().LlamaFileType[file_type])
+    writer.add_quantization_version(import_gguf().GGML_QUANT_VERSION)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(n_heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or n_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(_rope_theta(config))
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    """The base of plain rotary embeddings; transformers 5 nests it."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "default":
+        raise GgufExportError(f"rotary embeddings of type {kind!r} cannot be written as GGUF here")
+    return float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+
+
+def add_tokenizer(writer: GGUFWriter, folder: Path, n_rows: int) -> None:
+    """Adds the tokenizer in `folder`, padded with unused tokens to `n_rows` rows of the embedding.
+
+    Raises:
+        GgufExportError: it is no GPT-2-style byte-level BPE, or has more than `n_rows` tokens.
+    """
+    tokenizer = _read_json(folder / "tokenizer.json")
+    _check_is_gpt2_like(tokenizer, folder)
+    types = import_gguf().TokenType
+    tokens = {int(i): (text, types.NORMAL) for text, i in tokenizer["model"]["vocab"].items()}
+    for added in tokenizer.get("added_tokens", ()):
+        kind = types.CONTROL if added.get("special") else types.USER_DEFINED
+        tokens[int(added["id"])] = (added["content"], kind)
+    if max(tokens) >= n_rows:
+        raise GgufExportError(
+            f"{folder} has tokens up to id {max(tokens)}, but its embedding has {n_rows} rows"
+        )
+    # llama.cpp wants a token for every row. No text ever becomes one of type UNUSED, and it has
+    # no text; the name is convert_hf_to_gguf.py's.
+    table = [tokens.get(i, (f"[PAD{i}]", types.UNUSED)) for i in range(n_rows)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([text for text, _ in table])
+    writer.add_token_types([int(kind) for _, kind in table])
+    merges = tokenizer["model"]["merges"]
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    writer.add_add_bos_token(False)
+    _add_special_tokens(writer, folder, {text: i for i, (text, _) in enumerate(table)})
+
+
+def _add_special_tokens(writer: GGUFWriter, folder: Path, ids: Mapping[str, int]) -> None:
+    settings = _read_json(folder / "tokenizer_config.json", optional=True)
+    for role in _SPECIAL_ROLES:
+        token = settings.get(f"{role}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text in ids:
+            getattr(writer, f"add_{role}_token_id")(ids[text])
+    template = folder / "chat_template.jinja"
+    text = settings.get("chat_template")
+    if template.is_file():
+        text = template.read_text(encoding="utf-8")
+    if isinstance(text, str):
+        writer.add_chat_template(text)
+
+
+def _check_is_gpt2_like(tokenizer: Mapping[str, Any], folder: Path) -> None:
+    """llama.cpp's `gpt-2` splits as ByteLevel with its own pattern, and adds nothing."""
+    model, split = tokenizer.get("model") or {}, tokenizer.get("pre_tokenizer") or {}
+    after = tokenizer.get("post_processor") or {}
+    fine = {
+        "the model is BPE": model.get("type") == "BPE",
+        "pieces are not looked up whole": not model.get("ignore_merges"),
+        "merges have no dropout": not model.get("dropout"),
+        "there is no normalizer": tokenizer.get("normalizer") is None,
+        "text is split by ByteLevel's pattern": split.get("type") == "ByteLevel"
+        and split.get("use_regex", True),
+        "no space is put before a text": not split.get("add_prefix_space"),
+        "no special tokens are added": not after.get("special_tokens")
+        and after.get("type") in (None, "ByteLevel", "TemplateProcessing"),
+    }
+    wrong = [rule for rule, holds in fine.items() if not holds]
+    if wrong:
+        raise GgufExportError(
+            f"{folder}/tokenizer.json is not GPT-2's byte-level BPE, which alone is written here: "
+            f"it must hold that {wrong[0]}"
+        )
+
+
+def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise GgufExportError(f"no {path.name} in {path.parent}") from None
+    except ValueError as error:
+        raise GgufExportError(f"{path} is no valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise GgufExportError(f"{path} is not a JSON object")
+    return value

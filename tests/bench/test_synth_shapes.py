@@ -1,0 +1,36 @@
+"""Shapes of known models, and of a wished size."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.growth import GrowthPlanner
+from bench.shapes import SHAPES, LlamaShape, SynthError, shape_of_size
+
+
+@pytest.mark.parametrize("text", [1_000_000_000, 6_000_000_000, 13_000_000_000, 60_000_000_000])
+@pytest.mark.parametrize("vocab_size", [None, 32_000])
+def test_sizes_are_met_closely(text: int, vocab_size: int | None) -> None:
+    shape = shape_of_size(text, vocab_size=vocab_size, min_layers=6, min_intermediate_size=1024)
+    assert shape.n_bytes() == pytest.approx(text, rel=0.02)
+
+
+def test_impossible_sizes_name_the_smallest_possible() -> None:
+    with pytest.raises(SynthError, match="the smallest model of this width takes"):
+        shape_of_size(10_000_000, min_layers=6, min_intermediate_size=1024)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_known_shapes_can_hold_the_embedded_target(name: str) -> None:
+    target = LlamaShape(384, 1024, 6, 3, 3, 128, 4096, tied=True)
+    grown = SHAPES[name].with_head_dim(128)
+    plans = GrowthPlanner(target, grown).tensors()
+    assert sum(plan.n_weights for plan in plans) == grown.parameters
+
+
+def test_known_shapes_have_the_published_number_of_parameters() -> None:
+    assert SHAPES["llama-3.2-1b"].parameters == 1_235_814_400
+    assert SHAPES["llama-3.2-3b"].parameters == 3_212_749_824
+    assert SHAPES["llama-3-8b"].parameters == 8_030_261_248
+    assert SHAPES["llama-2-7b"].parameters == 6_738_415_616
+    assert SHAPES["llama-2-13b"].parameters == 13_015_864_320

@@ -1,0 +1,66 @@
+"""Small random Llamas to grow, and shapes to grow them to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bench.shapes import LlamaShape
+
+HEAD_DIM = 8
+SMALL = LlamaShape(32, 48, 2, 4, 2, HEAD_DIM, 96, tied=False)
+LARGE = LlamaShape(240, 112, 5, 6, 3, HEAD_DIM, 96, tied=False)
+
+
+def save_source(folder: Path, shape: LlamaShape, seed: int = 0, **options: object) -> Path:
+    """Write a random fp32 Llama with weights large enough to tell layers apart."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.n_layers,
+        num_attention_heads=shape.n_heads,
+        num_key_value_heads=shape.n_kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tied,
+        rms_norm_eps=1e-3,  # large, so that a wrong epsilon shows
+        max_position_embeddings=128,
+        **options,
+    )
+    model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2, generator=generator)
+    model.save_pretrained(folder)
+    return folder
+
+
+def altered(shape: LlamaShape, **changes: object) -> LlamaShape:
+    return replace(shape, **changes)
+
+
+def save_source_with_tokenizer(folder: Path, shape: LlamaShape, seed: int = 0) -> Path:
+    """`save_source` and a byte-level BPE of at most the shape's vocabulary, as GGUF needs one."""
+    import tokenizers
+
+    save_source(folder, shape, seed)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=shape.vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["def main(): return value", "for x in range(10): y"], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
