@@ -14,6 +14,7 @@ from backends.llama_memory import context_memory
 from backends.llama_stream import resident_outer_records
 from backends.source import CACHE_TYPES, BackendOptions, Loading, ModelSource, PassCompute
 from offload.gguf_header import GGML_TYPES
+from offload.memory import reset_peak_rss
 from offload.paging_plan import paging_overhead_bytes
 from offload.reading import resident_footprint
 
@@ -99,7 +100,8 @@ class GgufSource(ModelSource):
         )
 
     def load(self, loading: Loading) -> Backend:
-        return LlamaBackend(
+        load_mode = self._load_mode(loading)
+        backend = LlamaBackend(
             self.model,
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
@@ -107,10 +109,13 @@ class GgufSource(ModelSource):
             cache_type_k=self._type_k,
             cache_type_v=self._type_v,
             residency=loading.residency,
-            load_mode=self._load_mode(loading),
+            load_mode=load_mode,
             n_readers=loading.n_readers,
             progress=loading.progress,
         )
+        if load_mode == "stream":
+            reset_peak_rss()  # llama.cpp mapped the whole file for a moment
+        return backend
 
     @staticmethod
     def _load_mode(loading: Loading) -> str:

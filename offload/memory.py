@@ -100,6 +100,19 @@ def process_memory(proc: Path = _PROC) -> ProcessMemory:
     return ProcessMemory(int(info.rss), int(info.rss), 0, peak_bytes)
 
 
+def reset_peak_rss() -> bool:
+    """Let the peak start anew from what is in memory now; False where the system cannot.
+
+    For what was mapped for a while without being anyone's memory: pages of a file that the page
+    cache holds count in a peak as long as they are mapped. Source: proc_pid_clear_refs(5).
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
 def _machine_bytes(proc: Path) -> int:
     for line in _lines(proc / "meminfo"):
         if match := re.match(r"MemTotal:\s*(\d+) kB", line):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from offload.memory import memory_cgroups, memory_limit, process_memory
+from offload.memory import memory_cgroups, memory_limit, process_memory, reset_peak_rss
 from offload.units import GIB, MIB
 
 NO_LIMIT_V1 = "9223372036854771712"
@@ -155,3 +156,13 @@ def test_process_memory_parses_status(tmp_path: Path) -> None:
     assert memory.anonymous_bytes == 5 * 1024
     assert memory.swap_bytes == 3 * 1024
     assert memory.peak_rss_bytes == 9 * 1024
+
+
+def test_the_peak_can_start_anew() -> None:
+    mapped = mmap.mmap(-1, 64 * MIB)
+    mapped.write(b"x" * (64 * MIB))
+    high = process_memory().peak_rss_bytes
+    mapped.close()
+    if not reset_peak_rss():
+        pytest.skip("this system cannot reset the peak")
+    assert process_memory().peak_rss_bytes < high - 32 * MIB

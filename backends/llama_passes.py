@@ -1,0 +1,59 @@
+"""Passes that can be cancelled, by Ctrl-C or by another thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from backends.base import BackendError
+from backends.interruptible import CallThread
+from backends.llama_lib import LlamaContext
+
+
+class PassCancelled(BackendError):
+    """Another thread ended the pass."""
+
+    def __init__(self) -> None:
+        super().__init__("the pass was cancelled")
+
+
+class PassThread:
+    """Runs the passes of one context, one at a time."""
+
+    def __init__(self, context: LlamaContext) -> None:
+        self._context = context
+        self._thread = CallThread("specdec-pass")
+        self._lock = threading.Lock()
+        self._is_running = False
+
+    def run(self, decode: Callable[[], int], *, is_quick: bool) -> None:
+        """Run `decode`, which returns 0 or, where it was stopped, 2.
+
+        Raises:
+            PassCancelled: `cancel` was called meanwhile.
+            whatever `decode` raises, or a signal handler in this thread (KeyboardInterrupt). The
+            pass has ended then.
+        """
+        with self._lock:
+            self._is_running = True
+        try:
+            if is_quick:
+                code = decode()
+            else:
+                code = self._thread.run(decode, self._context.request_stop)
+        finally:
+            with self._lock:
+                self._is_running = False
+                self._context.request_stop(False)
+        if code != 0:
+            raise PassCancelled
+
+    def cancel(self) -> None:
+        """End the pass that is running, if there is one."""
+        with self._lock:
+            if self._is_running:
+                self._context.request_stop()
+
+    def close(self) -> None:
+        self.cancel()
+        self._thread.close()

@@ -1,0 +1,243 @@
+"""A llama.cpp model whose layers come from storage in every pass.
+
+llama.cpp has mapped the file; a `Pager` brings each layer to its addresses for as long as the graph
+reads it. ggml calls back before each node of the graph and, where it was told so, after one. Which
+nodes end a layer is found by looking at a graph beforehand: a pass that is stopped at its first
+node is enough, because ggml asks about all nodes first.
+
+    ask 0, 1, ... k    k is the last node that reads a tensor of layer i: "call me after it"
+    compute 0 .. k     layer i is in memory
+    called after k     give layer i back, wait for layer i + 1
+    ask k + 1 ...
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from backends.base import StreamUse
+from backends.gguf_model import GgufModel
+from backends.llama_batch import Batch
+from backends.llama_graph import GraphReader, Node, PassSchedule, make_schedule
+from backends.llama_lib import LlamaContext, LlamaError, LlamaModel, Progress
+from backends.llama_tree import check_lengths
+from offload.address_space import MappedRange, find_mapping
+from offload.header import TensorRecord
+from offload.pager import Pager
+from offload.plan import LayerWeights
+from offload.reading import DEFAULT_N_READERS
+
+_EMBEDDING = "token_embd.weight"
+_SWITCH_SECONDS = 0.0005
+
+
+def resident_outer_records(model: GgufModel) -> list[TensorRecord]:
+    """Tensors outside of the layers that a streamed model holds in memory.
+
+    An embedding that is not the head stays in the page cache: a pass reads a few of its rows.
+    """
+    return [r for r in model.outer_records if model.is_tied or r.name != _EMBEDDING]
+
+
+class StreamedLayers:
+    """Walks the layers of one loaded model with its passes.
+
+    `callback` goes to the context; `start` then takes the layers out of memory. `mapped_before` are
+    the `mapped_ranges` before the model was loaded: the same file may be open more than once.
+    """
+
+    def __init__(
+        self,
+        loaded: LlamaModel,
+        model: GgufModel,
+        layers: Sequence[LayerWeights],
+        mapped_before: Collection[tuple[Path, MappedRange]],
+    ) -> None:
+        self._library = loaded.library
+        self._model, self._layers = model, tuple(layers)
+        self._streamed = [i for i, layer in enumerate(self._layers) if layer.streamed]
+        added = mapped_ranges(model) - set(mapped_before)
+        self._mappings = {
+            path: [mapped for its_path, mapped in added if its_path == path]
+            for path in model.index.paths
+        }
+        ranges = (
+            (start, start + record.n_bytes, i)
+            for i, layer in enumerate(self._layers)
+            for record in layer.tensors
+            for start in (_address(self._mappings, record),)
+        )
+        self._graph = GraphReader(self._library, ranges)
+        self._schedules: dict[tuple[int, int], PassSchedule] = {}
+        self._pager: Pager | None = None
+        self._recording: list[Node] | None = None
+        self._ends: Mapping[int, int] = {}
+        self._n_asked = 0
+        self._error: BaseException | None = None
+        self.callback = self._library.ggml_backend_sched_eval_callback(self._on_node)
+
+    def start(
+        self, context: LlamaContext, n_slots: int, n_readers: int | None, progress: Progress | None
+    ) -> None:
+        """Look at a graph, then page the layers.
+
+        Raises UnsupportedModel or LlamaError where this model or library cannot be streamed.
+        """
+        _check_one_split(context.log)
+        self._context = context
+        self._scratch = self._library.llama_n_seq_max(context.handle) - 1
+        self._schedule(1, 1)
+        outer = resident_outer_records(self._model)
+        kept = {record.name for record in outer}
+        untouched = [r for r in self._model.outer_records if r.name not in kept]
+        self._pager = Pager(
+            self._layers,
+            outer,
+            self._mappings,
+            n_slots,
+            untouched=[*untouched, *self._model.unused_records],
+            n_readers=n_readers or DEFAULT_N_READERS,
+            progress=progress,
+        )
+
+    @property
+    def use(self) -> StreamUse:
+        if self._pager is None:
+            return StreamUse()
+        return StreamUse(self._pager.stats.bytes_read, self._pager.stats.stall_seconds)
+
+    def decode(self, batch: Batch) -> int:
+        """One pass; 0, or 2 where it was stopped. What went wrong in it is raised here."""
+        schedule = self._schedule(batch.n_tokens, batch.n_outputs)
+        self._ends, self._n_asked, self._error = schedule.ends, 0, None
+        self._walk(0, self._streamed[0])
+        with _quick_handover():
+            code = self._context.decode(batch)
+        if self._error is not None:
+            raise self._error
+        if code == 0 and self._context.is_stopping:
+            return 2
+        if code == 0 and self._n_asked != schedule.n_nodes:
+            raise RuntimeError(
+                f"llama.cpp ran a graph of {self._n_asked} nodes instead of {schedule.n_nodes}"
+            )
+        return code
+
+    def restart(self) -> None:
+        """After a pass that did not end well: no layer is in, layer 0 is read next."""
+        if self._pager is not None:
+            self._pager.restart()
+
+    def close(self) -> None:
+        """Stop the readers. The model may be freed afterwards, and not before."""
+        if self._pager is not None:
+            self._pager.close()
+
+    # --- inside a pass ---------------------------------------------------------------------
+
+    def _on_node(self, tensor: int, ask: bool, _: object) -> bool:
+        """ggml's callback. An exception that left it would be lost, and the graph would go on."""
+        if ask:
+            number = self._n_asked
+            self._n_asked = number + 1
+            if self._recording is None:
+                return number in self._ends
+        try:
+            if ask:
+                self._record(tensor)
+                return False
+            layer = self._ends[self._n_asked - 1]
+            assert self._pager is not None
+            self._pager.leave(layer)
+            if self._context.is_stopping:
+                return False
+            position = self._streamed.index(layer) + 1
+            is_last = position == len(self._streamed)
+            self._walk(layer + 1, None if is_last else self._streamed[position])
+        except BaseException as error:
+            self._error = error
+            return False
+        return True
+
+    def _walk(self, layer: int, to: int | None) -> None:
+        """Bring layer `to` in (None: end the pass), past resident ones from `layer` on."""
+        assert self._pager is not None
+        for resident in range(layer, len(self._layers) if to is None else to):
+            self._pager.enter(resident)
+            self._pager.leave(resident)
+        if to is not None:
+            self._pager.enter(to)
+
+    # --- before a pass ---------------------------------------------------------------------
+
+    def _schedule(self, n_tokens: int, n_outputs: int) -> PassSchedule:
+        """The schedule of the graph for such a batch; looks at one where it is the first."""
+        key = (n_tokens, n_outputs)
+        if key not in self._schedules:
+            self._schedules[key] = make_schedule(self._look(n_tokens, n_outputs), self._layers)
+        return self._schedules[key]
+
+    def _look(self, n_tokens: int, n_outputs: int) -> list[Node]:
+        """The nodes of a graph, from a pass on a spare sequence that is stopped at once."""
+        rows = range(n_tokens - n_outputs, n_tokens)
+        batch = Batch([0] * n_tokens, range(n_tokens), [[self._scratch]] * n_tokens, rows)
+        self._recording, self._n_asked, self._error = [], 0, None
+        try:
+            with self._context.stopping_at_once():
+                code = self._context.decode(batch)
+            if self._error is not None:
+                raise self._error
+            nodes = self._recording
+        finally:
+            self._recording = None
+        if code != 2:
+            raise LlamaError("llama.cpp ran a pass that it was told to stop: use --load-mode mmap")
+        check_lengths(self._library, self._context.memory, {self._scratch: 0})
+        return nodes
+
+    def _record(self, tensor: int) -> None:
+        if self._recording is not None and self._error is None:
+            self._recording.append(self._graph.layers_read(tensor))
+
+
+@contextmanager
+def _quick_handover() -> Iterator[None]:
+    """Let the callbacks have Python's lock soon, where another thread (a drafter) keeps it busy.
+
+    Each of a thousand callbacks may wait for one interval: at the default of 5 ms a pass of 0.45 s
+    took 1.1 s beside a busy thread, at 0.5 ms as long as alone.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _SWITCH_SECONDS))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _check_one_split(log: Iterable[str]) -> None:
+    found = [match for line in log if (match := re.search(r"splits = (\d+)", line))]
+    if not found or int(found[-1].group(1)) != 1:
+        n_splits = found[-1].group(1) if found else "an unknown number of"
+        raise LlamaError(
+            f"llama.cpp divides the graph into {n_splits} parts (a GPU or BLAS build): "
+            "streaming needs a plain CPU build, or use --load-mode mmap"
+        )
+
+
+def mapped_ranges(model: GgufModel) -> set[tuple[Path, MappedRange]]:
+    """Where the model's files are mapped now, be it by another backend."""
+    return {(path, mapped) for path in model.index.paths for mapped in find_mapping(path)}
+
+
+def _address(mappings: Mapping[Path, Sequence[MappedRange]], record: TensorRecord) -> int:
+    """Where a tensor lies in memory. Raises LlamaError where its file is not mapped there."""
+    for mapped in mappings[record.path]:
+        offset = record.offset - mapped.file_offset
+        if offset >= 0 and offset + record.n_bytes <= mapped.n_bytes:
+            return mapped.address + offset
+    raise LlamaError(f"llama.cpp has not mapped {record.name} of {record.path}: it cannot be paged")

@@ -1,0 +1,223 @@
+"""Trees of tentative nodes as sequences of a llama.cpp KV cache.
+
+A cell of the cache belongs to any number of sequences, and a row of a batch attends to the cells of
+its (first) sequence. So every leaf of the tree has a sequence of its own: the committed prefix and
+the path down to it.
+
+    prefix   a b c      cells of sequences 0 1 2 (all those in use, always)
+    live     d          0 1
+             e          0            (d, e) ends sequence 0
+             f            1          (d, f) ends sequence 1; sequence 2 is idle
+
+Sequences that are in use keep the prefix when they are idle, so that a new leaf costs the copy of
+its live path only: each copied cell is an insertion into an ordered set, and each of llama.cpp's
+calls looks at all cells. These calls report nothing; what they did is checked by the lengths of the
+sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from backends.base import PREFIX, BackendError
+from backends.llama_lib import LlamaContext, LlamaModel
+from backends.node_table import NodeTable
+
+_MIN_IN_USE = 2
+"""A sliding-window cache reuses cells of a single sequence once they are out of its window; with
+two sequences on every committed cell a rollback finds all of them."""
+
+
+class TreeSequences:
+    """Which sequence holds which live node, kept in step with a `NodeTable`.
+
+    Args:
+        n_sequences: for leaves, 2 or more.
+    """
+
+    def __init__(self, model: LlamaModel, context: LlamaContext, n_sequences: int) -> None:
+        self.table = NodeTable()
+        self.n_sequences = n_sequences
+        self._library, self._memory = model.library, context.memory
+        self._window = model.sliding_window
+        self._idle = list(range(_MIN_IN_USE))
+        self._ends: dict[int, int] = {}  # busy sequence -> the leaf that it ends at
+        self._parents: dict[int, int] = {}  # live node -> its parent
+        self._through: dict[int, int] = {}  # live node -> a sequence that holds it
+
+    @property
+    def in_use(self) -> list[int]:
+        """Sequences that hold the prefix: a committed token belongs to all of them."""
+        return sorted([*self._idle, *self._ends])
+
+    # --- growing ---------------------------------------------------------------------------
+
+    def extend(self, parents: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+        """Register nodes; return their ids and the sequences that each is to be decoded with.
+
+        Raises BackendError where a parent is not live, or there are more leaves than sequences.
+        """
+        ids = self.table.add(parents)
+        self._parents.update(zip(ids, parents, strict=True))
+        self._check_window()
+        new = dict(zip(ids, range(len(ids)), strict=True))
+        sequences: list[list[int]] = [[] for _ in ids]
+        inner = set(parents)
+        for leaf in (node for node in ids if node not in inner):
+            path = self._path(leaf)
+            above = [node for node in path if node not in new]
+            sequence = self._sequence_below(above[-1] if above else PREFIX)
+            self._ends[sequence] = leaf
+            for node in path[len(above) :]:
+                sequences[new[node]].append(sequence)
+        for node, row in new.items():
+            self._through[node] = sequences[row][0]
+        return ids, sequences
+
+    def _sequence_below(self, node: int) -> int:
+        """A sequence for a new leaf below a live node: the one that ends there, or a fresh one."""
+        if node != PREFIX and self._ends.get(self._through[node]) == node:
+            return self._through[node]
+        sequence = self._fresh()
+        if node != PREFIX:
+            source = self._through[node]
+            self._copy(source, sequence, self.table.n_committed, self._end_of(node))
+        return sequence
+
+    def _fresh(self) -> int:
+        if self._idle:
+            return self._idle.pop(0)
+        sequence = len(self._ends)  # 0 .. here are all busy
+        if sequence >= self.n_sequences:
+            raise BackendError(
+                f"a tree of more than {self.n_sequences} leaves: give the backend more max_nodes"
+            )
+        self._copy(0, sequence, 0, self.table.n_committed)
+        return sequence
+
+    def _check_window(self) -> None:
+        if 0 < self._window <= self.table.max_depth:
+            raise BackendError(
+                f"a draft of {self.table.max_depth} tokens in a row is longer than the model's "
+                f"sliding window of {self._window}: draft fewer tokens"
+            )
+
+    # --- shrinking -------------------------------------------------------------------------
+
+    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
+        """See Backend.commit. Raises BackendError, and changes nothing, for an invalid path."""
+        start = self.table.n_committed
+        self.table.commit(path, keep)
+        end = self.table.n_committed
+        alive = set(self.table.ids)
+        source = self._through[path[-1]] if path else 0
+        gone = [s for s, leaf in self._ends.items() if leaf not in alive]
+        survivors = [s for s in self._ends if s not in set(gone)]
+        others = [s for s in self.in_use if s not in survivors and s != source]
+        for sequence in gone:
+            self._remove(sequence, end if path and sequence == source else start)
+            del self._ends[sequence]
+        if path:
+            for sequence in others:
+                self._copy(source, sequence, start, end)
+        self._idle = sorted({*self._idle, *gone})
+        self._forget(alive, root=path[-1] if path else PREFIX)
+        self.check_integrity()
+
+    def prune(self, nodes: Collection[int]) -> None:
+        """See Backend.prune."""
+        self.table.prune(nodes)
+        alive = set(self.table.ids)
+        gone = {s: self._last_alive(leaf, alive) for s, leaf in self._ends.items()}
+        gone = {s: node for s, node in gone.items() if node != self._ends[s]}
+        held = {n for s, leaf in self._ends.items() if s not in gone for n in self._path(leaf)}
+        # The deepest first: where it stays, it holds the nodes that others would end at.
+        for sequence in sorted(gone, key=lambda s: -self._end_of(gone[s])):
+            node = gone[sequence]
+            if node == PREFIX or node in held:
+                self._remove(sequence, self.table.n_committed)
+                del self._ends[sequence]
+                self._idle.append(sequence)
+            else:
+                self._remove(sequence, self._end_of(node))
+                self._ends[sequence] = node
+                held.update(self._path(node))
+        self._idle.sort()
+        self._forget(alive, root=PREFIX)
+        self.check_integrity()
+
+    def rollback(self, length: int) -> None:
+        """See Backend.rollback."""
+        self.table.rollback(length)
+        self._drop_from(length)
+
+    def abort(self) -> None:
+        """Drop every live node, and cells that a broken pass left behind the prefix."""
+        self.table.drop_live()
+        self._drop_from(self.table.n_committed)
+
+    def _drop_from(self, length: int) -> None:
+        self._remove(-1, length)
+        self._idle = self.in_use if length else list(range(_MIN_IN_USE))
+        self._ends, self._parents, self._through = {}, {}, {}
+        self.check_integrity()
+
+    def _last_alive(self, node: int, alive: set[int]) -> int:
+        while node != PREFIX and node not in alive:
+            node = self._parents[node]
+        return node
+
+    def _forget(self, alive: set[int], root: int) -> None:
+        """Keep what is alive; nodes whose parent was `root` now follow the prefix."""
+        self._parents = {
+            node: PREFIX if parent == root else parent
+            for node, parent in self._parents.items()
+            if node in alive
+        }
+        self._through = {n: s for s, leaf in self._ends.items() for n in self._path(leaf)}
+
+    # --- cells -----------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Every sequence starts at 0 and ends where it should, as llama.cpp sees it."""
+        lengths = dict.fromkeys(self._idle, self.table.n_committed)
+        lengths.update({s: self._end_of(leaf) for s, leaf in self._ends.items()})
+        check_lengths(self._library, self._memory, lengths)
+
+    def _path(self, node: int) -> list[int]:
+        path = []
+        while node != PREFIX:
+            path.append(node)
+            node = self._parents[node]
+        return path[::-1]
+
+    def _end_of(self, node: int) -> int:
+        """The position behind a live node."""
+        n_committed = self.table.n_committed
+        while node != PREFIX:
+            n_committed += 1
+            node = self._parents[node]
+        return n_committed
+
+    def _copy(self, source: int, destination: int, start: int, end: int) -> None:
+        if end > start:
+            self._library.llama_memory_seq_cp(self._memory, source, destination, start, end)
+
+    def _remove(self, sequence: int, start: int) -> None:
+        if not self._library.llama_memory_seq_rm(self._memory, sequence, start, -1):
+            raise RuntimeError(f"llama.cpp did not remove sequence {sequence} from {start} on")
+
+
+def check_lengths(library: ModuleType, memory: Any, lengths: Mapping[int, int]) -> None:
+    """Raise RuntimeError where a sequence does not hold exactly positions 0 .. length - 1."""
+    first, last = library.llama_memory_seq_pos_min, library.llama_memory_seq_pos_max
+    for sequence, length in lengths.items():
+        wanted = (0, length - 1) if length else (-1, -1)
+        found = (first(memory, sequence), last(memory, sequence))
+        if found != wanted:
+            raise RuntimeError(
+                f"KV cache sequence {sequence} holds positions {found[0]} to {found[1]}, "
+                f"expected {wanted[0]} to {wanted[1]}"
+            )

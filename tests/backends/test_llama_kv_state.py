@@ -1,0 +1,192 @@
+"""Any history of extends, commits, prunes and rollbacks on llama.cpp equals a fresh prefill."""
+
+import numpy as np
+import pytest
+from gguf_models import save_tiny_gguf
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+pytest.importorskip("llama_cpp")
+pytest.importorskip("gguf")
+
+from backends.base import PREFIX, BackendError, ContextFull
+from backends.gguf_model import load_gguf_model
+from backends.llama_cpp import LlamaBackend
+
+pytestmark = pytest.mark.gguf
+
+TOLERANCE = 2e-5
+CONTEXT, MAX_NODES = 60, 20
+
+
+def make_backend(model, **options):
+    """Float32 cache and plain attention: their rounding does not depend on the rows of a pass."""
+    options = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": False, **options}
+    return LlamaBackend(
+        model, max_context=CONTEXT, max_nodes=MAX_NODES, n_threads=1, load_mode="mmap", **options
+    )
+
+
+class KvMachine(RuleBasedStateMachine):
+    """A backend beside the plain lists of tokens that it should stand for."""
+
+    backend: LlamaBackend  # one for all examples: it begins with what the last one left behind
+    fresh: LlamaBackend  # computes every expected row from scratch
+    window: int
+
+    @initialize(prompt=st.lists(st.integers(3, 95), min_size=1, max_size=8))
+    def begin(self, prompt):
+        self.backend.rollback(0)
+        self.text = list(prompt)
+        self.live = {}  # node id -> tokens from the prefix down
+        self.check(self.backend.prefill(prompt), self.text)
+
+    def check(self, logits, tokens):
+        self.fresh.rollback(0)
+        expected = self.fresh.prefill(tokens)
+        scale = max(1.0, float(np.abs(expected).max()))
+        assert np.abs(logits - expected).max() <= TOLERANCE * scale
+
+    def refusal(self, paths):
+        """The error that adding these nodes must raise, if any."""
+        depth = max(len(tokens) for tokens in [*paths.values(), *self.live.values()])
+        if len(self.live) + len(paths) > MAX_NODES or 0 < self.window <= depth:
+            return BackendError
+        return ContextFull if len(self.text) + depth > CONTEXT else None
+
+    @rule(data=st.data(), n=st.integers(1, 8))
+    def extend(self, data, n):
+        first, parents, tokens, paths = self.backend.next_node_id, [], [], {}
+        for i in range(n):
+            parent = data.draw(st.sampled_from([PREFIX, *self.live, *paths]))
+            token = data.draw(st.integers(3, 95))
+            parents.append(parent)
+            tokens.append(token)
+            above = {**self.live, **paths}.get(parent, ())
+            paths[first + i] = (*above, token)
+        error = self.refusal(paths)
+        if error:
+            with pytest.raises(error):
+                self.backend.extend(tokens, parents)
+            self.live = {}
+            return
+        rows = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n))
+        ids, logits = self.backend.extend(tokens, parents, rows)
+        assert ids == list(paths)
+        assert logits.shape == (len(rows), self.backend.vocab_size)
+        self.live.update(paths)
+        at = data.draw(st.integers(0, len(rows) - 1))
+        self.check(logits[at], self.text + list(paths[ids[rows[at]]]))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def commit(self, data):
+        end = data.draw(st.sampled_from(list(self.live)))
+        tokens = self.live[end]
+        path = self.ids_on_path(end)
+        children = [n for n in self.live if self.ids_on_path(n)[:-1] == path]
+        keep = [n for n in children if data.draw(st.booleans())]
+        kept = [n for n in self.live if set(keep) & set(self.ids_on_path(n))]
+        self.backend.commit(path, keep)
+        self.text += tokens
+        self.live = {n: self.live[n][len(tokens) :] for n in kept}
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def keep_some_without_committing(self, data):
+        roots = [n for n in self.live if len(self.live[n]) == 1]
+        keep = [n for n in roots if data.draw(st.booleans())]
+        kept = [n for n in self.live if set(keep) & set(self.ids_on_path(n))]
+        self.backend.commit([], keep)
+        self.live = {n: self.live[n] for n in kept}
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def prune(self, data):
+        doomed = data.draw(st.lists(st.sampled_from(list(self.live)), min_size=1, max_size=3))
+        gone = [n for n in self.live if set(doomed) & set(self.ids_on_path(n))]
+        self.backend.prune(doomed)
+        self.live = {n: t for n, t in self.live.items() if n not in gone}
+
+    @rule(data=st.data())
+    def rollback(self, data):
+        length = data.draw(st.integers(0, len(self.text)))
+        self.backend.rollback(length)
+        self.text, self.live = self.text[:length], {}
+
+    @rule(tokens=st.lists(st.integers(3, 95), min_size=1, max_size=5))
+    def prefill(self, tokens):
+        self.live = {}
+        if len(self.text) + len(tokens) > CONTEXT:
+            with pytest.raises(ContextFull):
+                self.backend.prefill(tokens)
+            return
+        self.text += tokens
+        self.check(self.backend.prefill(tokens), self.text)
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def commit_of_no_chain_drops_the_live_nodes(self):
+        with pytest.raises(BackendError, match="not a live node"):
+            self.backend.commit([self.backend.next_node_id])
+        self.live = {}
+
+    def ids_on_path(self, node):
+        return self.backend._tree.table.path(node)
+
+    @invariant()
+    def lengths_are_exact(self):
+        if hasattr(self, "text"):
+            assert self.backend.n_committed == len(self.text)
+            assert set(self.backend._tree.table.ids) == set(self.live)
+            inner = {node for n in self.live for node in self.ids_on_path(n)[:-1]}
+            ends = self.backend._tree._ends.values()
+            assert sorted(ends) == sorted(set(self.live) - inner)  # a sequence per leaf, no more
+            self.backend._tree.check_integrity()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3moe"])
+def test_any_history_equals_a_fresh_prefill(family, tmp_path):
+    model = load_gguf_model(save_tiny_gguf(family, tmp_path / "m.gguf", n_layers=2))
+    with make_backend(model) as backend, make_backend(model) as fresh:
+        window = backend._model.sliding_window
+        members = {"backend": backend, "fresh": fresh, "window": window}
+        run_state_machine_as_test(
+            type("Machine", (KvMachine,), members),
+            settings=settings(
+                max_examples=25,
+                stateful_step_count=15,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+
+
+@pytest.mark.parametrize(
+    ("cache_type_k", "cache_type_v"), [("q8_0", "q8_0"), ("q8_0", "f16"), ("f16", "q4_0")]
+)
+def test_quantized_cache(cache_type_k, cache_type_v, tmp_path):
+    """Commit, prune and rollback move no cell: the values of a row stay, bit for bit."""
+    model = load_gguf_model(save_tiny_gguf("llama", tmp_path / "m.gguf"))
+    options = {"cache_type_k": cache_type_k, "cache_type_v": cache_type_v, "flash_attention": None}
+    with make_backend(model, **options) as backend:
+        backend.prefill([3, 17, 5, 60, 41])
+        ids, _ = backend.extend([7, 8, 9, 10], [PREFIX] * 4)
+        _, before = backend.extend([20, 21], [ids[1], ids[3]])
+        backend.prune([ids[0], ids[2]])
+        backend.commit([ids[3]])
+        _, after = backend.extend([21], [PREFIX])
+        scale = max(1.0, float(np.abs(before).max()))
+        assert np.abs(before[1] - after[0]).max() <= 2e-3 * scale
+        backend.rollback(5)
+        ids, _ = backend.extend([10], [PREFIX])
+        _, again = backend.extend([21], ids)
+        assert np.abs(before[1] - again[0]).max() <= 2e-3 * scale

@@ -1,0 +1,268 @@
+"""llama.cpp's library, log and errors; what a backend refuses; what its memory is."""
+
+import builtins
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf_models import FAMILIES, VOCAB, save_tiny_gguf
+
+pytest.importorskip("llama_cpp")
+pytest.importorskip("gguf")
+
+from backends.base import PREFIX, BackendError, UnsupportedModel
+from backends.gguf_model import load_gguf_model
+from backends.llama_batch import Batch
+from backends.llama_cpp import LlamaBackend, context_options
+from backends.llama_lib import ContextOptions, LlamaError, LlamaModel, load_library
+from backends.llama_log import LlamaLog
+from backends.llama_memory import context_memory, logged_sizes
+from backends.llama_passes import PassCancelled
+from offload.plan import ResidencyPlan
+
+pytestmark = pytest.mark.gguf
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save_tiny_gguf("llama", tmp_path_factory.mktemp("gguf") / "m.gguf")
+
+
+def test_without_llama_cpp_the_error_says_what_to_install(monkeypatch):
+    genuine = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name.startswith("llama_cpp"):
+            raise ImportError(name)
+        return genuine(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(LlamaError, match=re.escape("pip install 'specdec[gguf]'")):
+        load_library.__wrapped__()
+
+
+def test_an_older_library_is_refused_by_the_field_it_lacks(monkeypatch):
+    monkeypatch.setattr("backends.llama_lib._MODEL_FIELDS", "load_mode beam_width")
+    with pytest.raises(LlamaError, match="no llama_model_params.beam_width"):
+        load_library.__wrapped__()
+
+
+def test_a_refused_file_gives_the_reason_in_one_line(path, tmp_path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(LlamaError, match="cannot load .*cut.gguf: .*not within the file") as caught:
+        LlamaModel(cut, "mmap")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_refused_context_gives_the_reason(tmp_path):
+    # Heads of 16 do not hold a block of 32.
+    model = load_gguf_model(save_tiny_gguf("qwen2", tmp_path / "m.gguf"))
+    with pytest.raises(LlamaError, match="q8_0/f16 cache: .*does not divide"):
+        LlamaBackend(model, max_context=60, cache_type_k="q8_0", load_mode="mmap")
+
+
+def test_the_log_joins_continued_lines_and_keeps_errors_apart():
+    log = LlamaLog()
+    log.write(2, b"one ")
+    log.write(5, b"line\ntwo\n")
+    log.write(1, b"debug\n")
+    log.write(4, b"cause\n")
+    log.write(4, b"consequence\n")
+    assert log.lines() == ["one line", "two", "cause", "consequence"]
+    assert log.reason() == "cause; consequence"
+    log.clear()
+    assert log.reason() == "no reason was logged"
+
+
+def test_ctrl_c_in_the_progress_ends_the_loading(path):
+    def progress(n_done, n_total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        LlamaModel(path, "ram", progress)
+
+
+def test_progress_ends_at_the_whole(path):
+    seen = []
+    LlamaModel(path, "ram", lambda *done: seen.append(done)).close()
+    assert seen[-1] == (path.stat().st_size, path.stat().st_size)
+
+
+def test_batch_points_into_its_arrays():
+    library = load_library()
+    batch = Batch([5, 6, 7], [0, 1, 1], [[0, 2], [0], [2]], rows=[2, 0, 2])
+    struct = batch.as_struct(library)
+    assert batch.n_outputs == 2
+    assert [struct.token[i] for i in range(3)] == [5, 6, 7]
+    assert [struct.pos[i] for i in range(3)] == [0, 1, 1]
+    assert [struct.logits[i] for i in range(3)] == [1, 0, 1]
+    sequences = [[struct.seq_id[i][j] for j in range(struct.n_seq_id[i])] for i in range(3)]
+    assert sequences == [[0, 2], [0], [2]]
+
+
+@pytest.mark.parametrize("load_mode", ["ram", "mmap"])
+def test_contract_in_memory(load_mode, path):
+    with LlamaBackend(load_gguf_model(path), max_context=60, load_mode=load_mode) as backend:
+        assert backend.vocab_size == VOCAB
+        assert backend.max_context == 60
+        logits = backend.prefill([3, 4, 5])
+        assert logits.shape == (VOCAB,)
+        assert logits.dtype == np.float32
+        _, rows = backend.extend([5, 6, 7], [PREFIX] * 3, rows=[2, 0])
+        _, again = backend.extend([7, 5], [PREFIX] * 2)
+        assert np.abs(rows - again).max() < 1e-2
+        assert backend.extend([8], [PREFIX], rows=[])[1].shape == (0, VOCAB)
+        assert backend.stream_use == (0, 0.0)
+    backend.close()
+    with pytest.raises(BackendError, match="closed"):
+        backend.prefill([3])
+
+
+def test_logits_are_copies(path):
+    with LlamaBackend(load_gguf_model(path), max_context=60, load_mode="mmap") as backend:
+        first = backend.prefill([3, 4, 5])
+        kept = first.copy()
+        backend.prefill([50, 60])
+        assert np.array_equal(first, kept)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "named"),
+    [
+        ([96], [PREFIX], "invalid token"),
+        ([-1], [PREFIX], "neither token ids"),
+        ([5], [17], "not a live node"),
+        ([5] * 9, [PREFIX] * 9, "11 live nodes are more than the 8"),
+    ],
+)
+def test_a_refused_extend_leaves_the_prefix(tokens, parents, named, path):
+    model = load_gguf_model(path)
+    with LlamaBackend(model, max_context=60, max_nodes=8, load_mode="mmap") as backend:
+        expected = backend.prefill([3, 4, 5])
+        backend.extend([5, 6], [PREFIX] * 2)
+        with pytest.raises(BackendError, match=named):
+            backend.extend(tokens, parents)
+        assert backend.n_committed == 3
+        backend.rollback(2)
+        assert np.abs(backend.prefill([5]) - expected).max() < 1e-2
+
+
+def test_more_leaves_than_sequences(path, monkeypatch):
+    monkeypatch.setattr("backends.llama_cpp.MAX_LEAVES", 4)
+    with LlamaBackend(load_gguf_model(path), max_context=60, load_mode="mmap") as backend:
+        expected = backend.prefill([3, 4, 5])
+        ids, logits = backend.extend([5, 6, 7, 8], [PREFIX] * 4)
+        backend.extend([5, 6, 7, 8], ids)
+        backend.rollback(3)
+        with pytest.raises(BackendError, match="more than 4 leaves"):
+            backend.extend([5, 6, 7, 8, 9], [PREFIX] * 5)
+        assert np.array_equal(backend.extend([5, 6, 7, 8], [PREFIX] * 4)[1], logits)
+        backend.rollback(2)
+        assert np.abs(backend.prefill([5]) - expected).max() < 1e-2
+
+
+def test_a_draft_longer_than_the_window_is_refused(tmp_path):
+    model = load_gguf_model(save_tiny_gguf("gemma2", tmp_path / "m.gguf"))
+    with LlamaBackend(model, max_context=60, load_mode="mmap") as backend:
+        backend.prefill([3, 4])
+        with pytest.raises(BackendError, match="sliding window of 8"):
+            backend.extend([5] * 8, [PREFIX, *range(7)])
+
+
+def test_a_long_pass_in_memory_can_be_cancelled(path, monkeypatch):
+    monkeypatch.setattr("backends.llama_cpp._QUICK_BYTES", 0)  # every pass is a long one
+    model = load_gguf_model(path)
+    with LlamaBackend(model, max_context=500, max_nodes=8, load_mode="mmap") as backend:
+        expected = backend.prefill([3, 4, 5])
+        was_cancelled = threading.Event()
+
+        def cancel():
+            while not was_cancelled.wait(0.0005):
+                backend.request_cancel()
+
+        def keep_reading():
+            for _ in range(1000):
+                backend.rollback(3)
+                backend.prefill([7] * 490)
+
+        thread = threading.Thread(target=cancel)
+        thread.start()
+        with pytest.raises(PassCancelled):
+            keep_reading()
+        was_cancelled.set()
+        thread.join()
+        assert backend.n_committed == 3
+        backend.rollback(0)
+        assert np.array_equal(backend.prefill([3, 4, 5]), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"load_mode": "disk"}, "load_mode 'disk' is not one of"),
+        ({"max_nodes": 0}, "max_nodes must be 1 or more"),
+        ({"cache_type_k": "q2"}, "cache type 'q2' is not one of"),
+        (
+            {"load_mode": "ram", "residency": ResidencyPlan((), 2, 0, 0, 0, 0, 0)},
+            "takes no residency",
+        ),
+    ],
+)
+def test_wrong_options(options, named, path):
+    with pytest.raises(ValueError, match=named):
+        LlamaBackend(load_gguf_model(path), **options)
+
+
+def test_a_recurrent_model_is_refused_by_name(path):
+    from dataclasses import replace
+
+    model = replace(load_gguf_model(path), is_recurrent=True, architecture="mamba")
+    with pytest.raises(UnsupportedModel, match=r"\(mamba\) keeps a recurrent state"):
+        LlamaBackend(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_memory_is_what_llama_cpp_takes(family, tmp_path):
+    model = load_gguf_model(save_tiny_gguf(family, tmp_path / "m.gguf"))
+    for options in ({}, {"max_nodes": 100}, {"flash_attention": False, "cache_type_k": "f32"}):
+        options = {"max_context": 300, "max_nodes": 8, **options}
+        expected = context_memory(model, **options)
+        with LlamaBackend(model, load_mode="mmap", **options) as backend:
+            sizes = logged_sizes(backend._context.log)
+            assert expected.compute_bytes == sizes["compute"]
+            assert expected.kv_bytes == sizes["cache"]
+            assert expected.output_bytes >= sizes["output"] + 8 * VOCAB * 4
+            assert backend.kv_bytes <= expected.kv_bytes <= backend.kv_bytes + 22000  # rounding
+
+
+def test_options_bound_the_outputs():
+    options = context_options(4096, 64)
+    assert (options.max_rows, options.max_outputs, options.n_sequences) == (512, 64, 65)
+    assert context_options(100, 64).max_rows == 100
+    assert context_options(4096, 1000).n_sequences == 256
+    assert isinstance(options, ContextOptions)
+
+
+def test_neither_torch_nor_transformers_is_imported(path):
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+from backends.gguf_model import load_gguf_model
+from backends.llama_cpp import LlamaBackend
+from backends.llama_memory import context_memory
+model = load_gguf_model({str(path)!r})
+context_memory(model, 60, 4)
+with LlamaBackend(model, max_context=60, load_mode="mmap") as backend:
+    backend.prefill([3, 4, 5])
+print([name for name in ("torch", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+    assert done.stderr == ""
