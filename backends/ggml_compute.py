@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from backends.compute_profile import ComputeProfile
+from backends.llama_lib import load_library
 from offload.units import MIB
 
 _OUT, _IN = 4096, 4096
@@ -38,9 +39,7 @@ class _Ggml:
     """The few functions of ggml that a matrix product needs."""
 
     def __init__(self) -> None:
-        import llama_cpp
-
-        folder = Path(llama_cpp.__file__).parent / "lib"
+        folder = Path(str(load_library().__file__)).parent / "lib"
         base = ctypes.CDLL(str(folder / "libggml-base.so"))
         cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"))
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int

@@ -100,7 +100,6 @@ class GgufSource(ModelSource):
         )
 
     def load(self, loading: Loading) -> Backend:
-        load_mode = self._load_mode(loading)
         backend = LlamaBackend(
             self.model,
             max_context=loading.max_context,
@@ -109,16 +108,10 @@ class GgufSource(ModelSource):
             cache_type_k=self._type_k,
             cache_type_v=self._type_v,
             residency=loading.residency,
-            load_mode=load_mode,
+            load_mode=loading.load_mode,
             n_readers=loading.n_readers,
             progress=loading.progress,
         )
-        if load_mode == "stream":
+        if loading.load_mode == "stream":
             reset_peak_rss()  # llama.cpp mapped the whole file for a moment
         return backend
-
-    @staticmethod
-    def _load_mode(loading: Loading) -> str:
-        if loading.use_mmap:
-            return "mmap"
-        return "stream" if loading.residency.n_slots else "ram"

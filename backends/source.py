@@ -48,8 +48,8 @@ class Loading:
     max_context: int
     max_nodes: int
     """Most live nodes at a time."""
-    use_mmap: bool = False
-    """Leave the weights to the page cache instead of streaming them."""
+    load_mode: str = "stream"
+    """From LOAD_MODES, decided: not "auto"."""
     n_readers: int | None = None
     progress: Progress | None = None
 

@@ -201,7 +201,7 @@ class LLM:
             self._loading(
                 planned.plan.residency,
                 max_nodes=1 + planned.plan.n_draft_tokens,
-                use_mmap=planned.plan.uses_mmap,
+                load_mode=_target_load_mode(options.load_mode, planned.plan.residency),
                 n_readers=options.io_threads,
                 progress=progress,
             )
@@ -209,7 +209,15 @@ class LLM:
 
     def _load_draft(self, draft: OpenedModel, residency: ResidencyPlan) -> Backend:
         n_nodes = most_draft_nodes(self.plan.n_draft_tokens)
-        return draft.source.load(self._loading(residency, max_nodes=n_nodes))
+        load_mode = "stream" if residency.n_slots else "ram"
+        return draft.source.load(self._loading(residency, max_nodes=n_nodes, load_mode=load_mode))
+
+
+def _target_load_mode(wanted: str, residency: ResidencyPlan) -> str:
+    """A target that fits is held in the layout of its file, whose logits are a streamed one's."""
+    if wanted in ("ram", "mmap"):
+        return wanted
+    return "stream" if residency.n_slots else "mmap"
 
 
 def _sampling_params(

@@ -25,6 +25,10 @@ TORCH_FREE = (
     "specdec.sampling",
     "specdec.stats",
     "specdec.controller",
+    "specdec.api",
+    "specdec.planning",
+    "specdec.gguf_text",
+    "backends.gguf_source",
     "specdec.drafters.ngram",
 )
 
