@@ -47,8 +47,24 @@ EARLY_CARD = "An early checkpoint, written while training runs. For development 
 FAVOURED = frozenset({"algorithms", "more-itertools"})
 TARGET_PHASES = (Phase(0.85, 16, 256), Phase(1.0, 4, 1024))
 DRAFT_PHASES = (Phase(0.5, 8, 256), Phase(0.95, 8, 256, generated_rows=4), Phase(1.0, 2, 1024))
+RESTART_PHASES = (Phase(1.0, 12, 256, generated_rows=3),)
 GENERATION_SHARE = 0.12  # of the draft's time goes into text that the target writes
 ARGMAX_WEIGHT = 0.3
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A further round of distillation from where the last one ended, with its own rates."""
+
+    share: float  # of the first round's minutes
+    muon_lr: float
+    adam_lr: float
+    cooldown_share: float
+
+
+# Each round lowers the draft's loss by as much as the first one had left: it has seen too few
+# tokens to be near its limit.
+RESTARTS = (Restart(1.8, 0.012, 0.002, 0.6), Restart(1.05, 0.008, 0.0015, 0.8))
 
 
 @dataclass(frozen=True)
@@ -138,17 +154,28 @@ def train_draft(
     def save_early(state: TrainState) -> None:
         save_checkpoint(draft, data.tokenizer, scratch / "early" / "draft", EARLY_CARD)
 
-    trainer = Trainer(
-        "draft",
-        draft,
-        loss,
-        WindowSampler(data.train, seed + 1),
-        TrainOptions(minutes * (1 - GENERATION_SHARE), DRAFT_PHASES),
-        scratch,
-        save_early,
-        generated=WindowSampler(np.load(generated), seed + 2),
+    def train(name: str, options: TrainOptions, round_seed: int) -> TrainState:
+        sampler = WindowSampler(data.train, round_seed)
+        own_text = WindowSampler(np.load(generated), round_seed + 1)
+        trainer = Trainer(name, draft, loss, sampler, options, scratch, save_early, own_text)
+        return trainer.run()
+
+    first = TrainOptions(minutes * (1 - GENERATION_SHARE), DRAFT_PHASES)
+    states = [train("draft", first, seed + 1)]
+    for number, restart in enumerate(RESTARTS, start=2):
+        options = TrainOptions(
+            minutes * restart.share,
+            RESTART_PHASES,
+            muon_lr=restart.muon_lr,
+            adam_lr=restart.adam_lr,
+            cooldown_share=restart.cooldown_share,
+        )
+        states.append(train(f"draft-{number}", options, seed + 10 * number))
+    return TrainState(
+        step=sum(state.step for state in states),
+        tokens=sum(state.tokens for state in states),
+        elapsed_s=sum(state.elapsed_s for state in states),
     )
-    return trainer.run()
 
 
 def main(
@@ -158,7 +185,9 @@ def main(
         typer.Option(help="Folder of installed packages; may be repeated."),
     ] = None,
     target_minutes: Annotated[float, typer.Option(help="Training time of the target.")] = 45,
-    draft_minutes: Annotated[float, typer.Option(help="Distillation time; 0: no draft.")] = 20,
+    draft_minutes: Annotated[
+        float, typer.Option(help="First round of distillation; the others follow. 0: no draft.")
+    ] = 20,
     vocab_size: Annotated[int, typer.Option(min=512, max=65_535)] = 4096,
     cap_mb: Annotated[float, typer.Option(help="Most text from one package, MB.")] = 1.5,
     seed: int = 1,
