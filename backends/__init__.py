@@ -15,6 +15,7 @@ gguf_hparams, gguf_model   a GGUF model as its header describes it
 llama_lib, llama_batch     llama.cpp's C interface
 llama_tree, llama_memory   trees as sequences of one KV cache
 llama_graph, llama_stream  the layers of a graph, and the pager that brings them
+llama_context              what a backend asks of llama.cpp
 llama_passes, llama_cpp    the llama.cpp backend
 ggml_compute  how fast llama.cpp multiplies
 gguf_source   GGUF models as a ModelSource

@@ -76,6 +76,11 @@ class Backend(ABC):
     def next_node_id(self) -> int:
         """The id that the first node of the next `extend` will get."""
 
+    @property
+    def node_room(self) -> int:
+        """Most live nodes that a tree on the present prefix may have."""
+        return self.max_context if self.max_nodes is None else self.max_nodes
+
     @abstractmethod
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
         """Append `token_ids` to the committed prefix; return the last one's logits [vocab].

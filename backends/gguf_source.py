@@ -8,6 +8,7 @@ from pathlib import Path
 from backends.base import Backend, UnsupportedModel
 from backends.ggml_compute import measure_ggml_compute
 from backends.gguf_model import GgufModel, load_gguf_model
+from backends.llama_context import context_options
 from backends.llama_cpp import LlamaBackend
 from backends.llama_lib import MAX_SEQUENCES, default_threads
 from backends.llama_memory import context_memory
@@ -64,17 +65,18 @@ class GgufSource(ModelSource):
     def streaming_overhead_bytes(self, n_slots: int) -> int:
         return paging_overhead_bytes(self.layers, n_slots, self.model.outer_records)
 
-    def kv_bytes(self, n_rows: int, cache_type: str | None = None) -> int:
-        types = (cache_type or self._type_k, cache_type or self._type_v)
-        n_cells = -(-n_rows // 256) * 256  # llama.cpp pads a cache to that
-        return n_cells * self.model.kv_bytes_per_token(*types, flash_attention=True)
+    def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
+        type_k, type_v = cache_type or self._type_k, cache_type or self._type_v
+        n_cells = context_options(ctx_size, max_nodes).n_cells
+        return n_cells * self.model.kv_bytes_per_token(type_k, type_v, flash_attention=True)
 
     @cache  # noqa: B019 (a source lives as long as its plan)
-    def scratch_bytes(self, ctx_size: int, max_rows: int) -> int:
+    def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         memory = context_memory(
             self.model,
             ctx_size,
-            max_rows,
+            max_nodes,
+            max_outputs=max_rows,
             n_threads=self._n_threads,
             cache_type_k=self._type_k,
             cache_type_v=self._type_v,
@@ -104,6 +106,7 @@ class GgufSource(ModelSource):
             self.model,
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
+            max_outputs=loading.max_rows,
             n_threads=self._n_threads,
             cache_type_k=self._type_k,
             cache_type_v=self._type_v,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,25 +18,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from backends.base import UnsupportedModel
+from backends.hf_config import context_limit, declared, kv_values_per_token
+from backends.hf_config import load_config as load_config
+from backends.layer_count import check_layers_used, refuse_absurd_count
+from backends.library_errors import one_line
+from backends.raw_config import refuse_nonsense
 from offload.index import CheckpointError, TensorRecord, WeightIndex
 from offload.plan import LayerWeights
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-# Their attention masks or biases go by the row in the cache, which for the nodes of a tree is not
-# their position.
-POSITION_BY_ROW = {"gpt_neo", "mpt"}
+_SLIDING_MASK = "create_sliding_window_causal_mask"
+"""What the code of a family with sliding windows takes from transformers."""
 _MIXTURE = re.compile(r"Experts|MoE$|Moe$|MoeBlock|Router")
-# Their factors change with the longest position of a pass, so a token's logits would depend on
-# what else is verified with it; below the original length they do not.
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True)
@@ -86,15 +87,21 @@ class HfModel:
         return converted_bytes(self.outer_records, self.dtype) + max(layers, default=0)
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of a layer in tokens, or None for full attention."""
-        types = getattr(self.config, "layer_types", None)
+        """Sliding window of a layer in tokens, or None for full attention.
+
+        A config may carry options that its family ignores: the family's code tells.
+        """
+        if not hasattr(sys.modules[type(self.model).__module__], _SLIDING_MASK):
+            return None
+        types = declared(self.config, "layer_types")
         if types is not None and types[layer] != "sliding_attention":
             return None
         return getattr(self.config, "sliding_window", None)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return kv_values_per_token(self.config) * self.dtype.itemsize
+        width = sum(kv_values_per_token(self.config, layer) for layer in self.layers)
+        return width * self.dtype.itemsize
 
 
 def is_view(record: TensorRecord, dtype: torch.dtype) -> bool:
@@ -108,69 +115,10 @@ def converted_bytes(records: Iterable[TensorRecord], dtype: torch.dtype) -> int:
     return sum(math.prod(r.shape) * dtype.itemsize for r in records if not is_view(r, dtype))
 
 
-def load_config(directory: Path) -> PreTrainedConfig:
-    """Read config.json without running the checkpoint's own code; refuse what cannot run."""
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(f"{directory} has no config.json: not a model directory")
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds for a bad config
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise CheckpointError(f"{directory}/config.json cannot be read: {reason}") from error
-    _refuse_config(config)
-    return config
-
-
-def _refuse_config(config: PreTrainedConfig) -> None:
-    kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{kind} is an encoder-decoder: specdec runs causal decoders only")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModel(f"{kind} has no causal language model in this transformers")
-    if getattr(config, "quantization_config", None):
-        raise UnsupportedModel(
-            f"{kind} checkpoint is quantised by a library that cannot stream: "
-            "use its bf16, fp16 or fp32 checkpoint"
-        )
-    if not getattr(config, "num_hidden_layers", 0):
-        raise CheckpointError(f"the {kind} config has no layers")
-    if kind in POSITION_BY_ROW:
-        raise UnsupportedModel(f"{kind} is not supported: it takes a row's place for its position")
-    other = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
-    if other:
-        raise UnsupportedModel(f"{kind} has {', '.join(sorted(other))} layers: no KV rollback")
-    if getattr(config, "alibi", False) and kind != "bloom":
-        raise UnsupportedModel(f"{kind} with ALiBi positions is not supported")
-
-
-def context_limit(config: PreTrainedConfig) -> int:
-    """Most positions the model was made for, and whose logits do not depend on the batch."""
-    limit: Any = getattr(config, "max_position_embeddings", None)
-    limit = limit or getattr(config, "seq_length", 2048)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
-        limit = rope.get("original_max_position_embeddings") or limit
-    return int(limit)
-
-
-def kv_values_per_token(config: PreTrainedConfig) -> int:
-    """Numbers that the KV cache holds for one token, all layers.
-
-    Multi-head latent attention caches its compressed latent and the shared rotary key
-    (DeepSeek-V2, section 2.1); the others a key and a value for every KV head.
-    """
-    if getattr(config, "kv_lora_rank", None):
-        width = config.kv_lora_rank + config.qk_rope_head_dim
-    else:
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        width = 2 * kv_heads * head_dim  # key + value
-    return int(config.num_hidden_layers * width)
-
-
 def load_hf_model(directory: Path) -> HfModel:
     """Build the model of `directory` on the meta device and match its tensors."""
+    refuse_nonsense(directory)
+    refuse_absurd_count(directory)
     config = load_config(directory)
     index = WeightIndex.from_directory(directory)
     dtype = _main_dtype(index, directory)
@@ -199,9 +147,9 @@ def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
                 config, dtype=dtype, attn_implementation=attention
             ).eval()
     except Exception as error:  # sizes that contradict each other fail anywhere in the model
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"no {config.model_type} model can be built from the config: {reason}"
+            f"no {config.model_type} model can be built from the config: {one_line(error)}: "
+            "mend the config.json, or download the checkpoint again"
         ) from error
     for name, module in model.named_modules():
         if _MIXTURE.search(type(module).__name__):
@@ -237,6 +185,7 @@ def match_checkpoint(
     layers_name, layers = _decoder_layers(model, base)
     tied = _tied_names(model)
     index = _renamed(index, model)
+    check_layers_used(model, layers_name, len(layers), index, directory)
     per_layer: list[list[BoundTensor]] = [[] for _ in layers]
     outer: list[BoundTensor] = []
     missing = []

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
+from backends.activations import activation_bytes
 from backends.base import Backend, UnsupportedModel
 from backends.compute import measure_compute
 from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import BLOCK_ROWS
 from backends.source import BackendOptions, Loading, ModelSource, PassCompute
-from backends.torch_cpu import TorchBackend, activation_bytes
+from backends.torch_cpu import TorchBackend
 from offload.plan import LayerWeights
 from offload.reading import resident_footprint
 
@@ -46,10 +47,11 @@ class HfSource(ModelSource):
     def outer_bytes(self) -> int:
         return resident_footprint(self.model.outer_records) + self.model.converted_bytes
 
-    def kv_bytes(self, n_rows: int, cache_type: str | None = None) -> int:
+    def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
+        n_rows = ctx_size + max_nodes
         return -(-n_rows // BLOCK_ROWS) * BLOCK_ROWS * self.model.kv_bytes_per_token
 
-    def scratch_bytes(self, ctx_size: int, max_rows: int) -> int:
+    def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         return activation_bytes(self.model, ctx_size, max_rows)
 
     def measure_compute(self) -> PassCompute:

@@ -7,13 +7,11 @@ length as well: the mask applies the window, so a rollback never needs what was 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from backends.base import BackendError
 from backends.node_table import NodeTable
 
 BLOCK_ROWS = 256
@@ -76,7 +74,9 @@ class TreeCacheLayer(CacheLayerMixin):
 
     @property
     def capacity(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[-2]
+        if self.keys is None or self.values is None:
+            return 0
+        return min(self.keys.shape[-2], self.values.shape[-2])  # Ctrl-C may leave one longer
 
     def _ensure_capacity(self, n_rows: int) -> None:
         if n_rows <= self.capacity:
@@ -121,20 +121,23 @@ class TreeCache(Cache):
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
         """Raises BackendError, and changes nothing, when `path` is no chain from the prefix."""
         prefix = self.table.n_committed
-        with self._falling_back_to(prefix):
-            self._select(prefix, self.table.commit(path, keep))
+        self._select(prefix, self.table.commit(path, keep))
 
     def prune(self, nodes: Collection[int]) -> None:
-        prefix = self.table.n_committed
-        with self._falling_back_to(prefix):
-            self._select(prefix, self.table.prune(nodes))
+        self._select(self.table.n_committed, self.table.prune(nodes))
 
     def rollback(self, length: int) -> None:
         self.table.rollback(length)
         self._truncate()
 
-    def abort(self) -> None:
-        """Drop every live node, and rows that a broken forward left in some layers only."""
+    def abort(self, n_intact: int | None = None) -> None:
+        """Drop every live node, and rows that a broken forward left in some layers only.
+
+        Args:
+            n_intact: rows that an interrupted operation did not touch; no more stay committed.
+        """
+        if n_intact is not None:
+            self.table.n_committed = min(self.table.n_committed, n_intact)
         self.table.drop_live()
         self._truncate()
 
@@ -169,18 +172,6 @@ class TreeCache(Cache):
         for layer in self.layers:
             index = torch.tensor(order, dtype=torch.long, device=layer.device)
             layer.select(prefix, index)
-
-    @contextmanager
-    def _falling_back_to(self, prefix: int) -> Iterator[None]:
-        """After Ctrl-C between two layers: the rows below `prefix` were never touched."""
-        try:
-            yield
-        except BackendError:
-            raise  # a refusal, before anything moved
-        except BaseException:
-            self.table.n_committed = prefix
-            self.abort()
-            raise
 
     def _truncate(self) -> None:
         for layer in self.layers:

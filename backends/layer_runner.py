@@ -7,6 +7,7 @@ forward it binds the layer's tensors, and runs long inputs in chunks of rows *in
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -73,13 +74,14 @@ class LayerRunner:
     ) -> None:
         self._index = index
         self._forward = module.forward
+        self._signature = inspect.signature(module.forward)
         self._tensors = tensors
         self._open_layer = open_layer
         self._window = window
         self._dtype = dtype
         self._module = module
         self._is_resident = is_resident
-        self._is_bound = False
+        self._is_bound = False  # ever true of a resident layer only: its weights never move
         self.state: PassState | None = None
         module.forward = self
 
@@ -87,33 +89,36 @@ class LayerRunner:
         with self._open_layer(self._index) as tensors:
             if not self._is_bound:
                 bind(self._tensors, tensors, self._dtype)
-                self._is_bound = True
+                self._is_bound = self._is_resident
             try:
-                return self._in_chunks(hidden_states, args, kwargs)
+                return self._in_chunks(hidden_states, self._by_name(args, kwargs))
             finally:
                 if not self._is_resident:  # the slot will hold another layer
-                    self._unbind()
+                    unbind(self._tensors)
 
     def detach(self) -> None:
-        """Give the module its own forward back and let go of the weights."""
-        self._unbind()
-        del self._module.forward
-
-    def _unbind(self) -> None:
-        unbind(self._tensors)
+        """Give the module its own forward back and let go of the weights; may be repeated."""
         self._is_bound = False
+        unbind(self._tensors)
+        self._module.__dict__.pop("forward", None)
 
-    def _in_chunks(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments after the hidden states by name: some families give the mask by position."""
+        if not args:
+            return kwargs
+        positional = self._signature.bind_partial(None, *args).arguments
+        return {**dict(list(positional.items())[1:]), **kwargs}
+
+    def _in_chunks(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         assert self.state is not None, "the backend sets the state before a forward"
         n_rows, step = hidden.shape[1], self.state.chunk_rows
         if n_rows <= step:
-            return self._forward(hidden, *args, **self._adapt(kwargs, 0, n_rows))
+            return self._forward(hidden, **self._adapt(kwargs, 0, n_rows))
         outputs = []
         for start in range(0, n_rows, step):
             end = min(start + step, n_rows)
-            rest = [slice_rows(arg, start, end, n_rows) for arg in args]
             rows = {key: slice_rows(arg, start, end, n_rows) for key, arg in kwargs.items()}
-            output = self._forward(hidden[:, start:end], *rest, **self._adapt(rows, start, end))
+            output = self._forward(hidden[:, start:end], **self._adapt(rows, start, end))
             outputs.append(output[0] if isinstance(output, tuple) else output)
         joined = torch.cat(outputs, dim=1)
         return (joined, None) if isinstance(output, tuple) else joined

@@ -7,31 +7,22 @@ Python meanwhile and ends it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from backends.base import Backend, BackendError, ContextFull, StreamUse, UnsupportedModel
 from backends.gguf_model import GgufModel
 from backends.llama_batch import Batch
-from backends.llama_lib import (
-    MAX_SEQUENCES,
-    ContextOptions,
-    LlamaContext,
-    LlamaModel,
-    Progress,
-    default_threads,
-)
+from backends.llama_context import context_options
+from backends.llama_lib import ContextOptions, LlamaContext, LlamaModel, Progress
 from backends.llama_passes import PassThread
 from backends.llama_stream import StreamedLayers, mapped_ranges
 from backends.llama_tree import TreeSequences
 from offload.plan import ResidencyPlan
 
-PREFILL_ROWS = 512
-"""Tokens of a prompt that go through the layers together. A streamed model is read once for so
-many; llama.cpp's compute buffers grow with it."""
-MAX_LEAVES = MAX_SEQUENCES - 1  # one sequence is for looking at a graph
+_T = TypeVar("_T")
 _LOAD_MODES = ("stream", "mmap", "ram")
 _QUICK_BYTES = 4e9  # weights times rows that take less than about a second: no thread for those
 
@@ -42,6 +33,7 @@ class LlamaBackend(Backend):
     Args:
         max_context: most tokens of a sequence; None takes what the model was trained for.
         max_nodes: most live nodes at a time; a tree may have min(max_nodes, MAX_LEAVES) leaves.
+        max_outputs: most rows of logits of one call; max_nodes when None.
         cache_type_k, cache_type_v: f16, f32, bf16, q8_0 or q4_0.
         flash_attention: None takes llama.cpp's default, which is on: it needs little memory for a
             long context, and rounds differently for one row and for several (about 3e-4).
@@ -63,6 +55,7 @@ class LlamaBackend(Backend):
         *,
         max_context: int | None = None,
         max_nodes: int = 64,
+        max_outputs: int | None = None,
         n_threads: int | None = None,
         cache_type_k: str = "f16",
         cache_type_v: str = "f16",
@@ -76,9 +69,19 @@ class LlamaBackend(Backend):
         self.max_context = min(max_context or model.max_context, model.max_context)
         self.max_nodes = max_nodes
         options = context_options(
-            self.max_context, max_nodes, n_threads, cache_type_k, cache_type_v, flash_attention
+            self.max_context,
+            max_nodes,
+            n_threads,
+            cache_type_k,
+            cache_type_v,
+            flash_attention,
+            max_outputs,
         )
+        self._max_outputs = options.max_outputs
         self._closing: list[Callable[[], None]] = []
+        self._is_closed = False
+        # While an operation runs, or was cut short: the committed tokens that it leaves alone.
+        self._n_intact: int | None = None
         try:
             self._open(model, options, residency, load_mode, n_readers, progress)
         except BaseException:
@@ -127,6 +130,10 @@ class LlamaBackend(Backend):
         return self._tree.table.n_committed
 
     @property
+    def node_room(self) -> int:
+        return min(self.max_nodes, self._context.n_cells - self.n_committed)
+
+    @property
     def next_node_id(self) -> int:
         return self._tree.table.next_id
 
@@ -140,80 +147,47 @@ class LlamaBackend(Backend):
 
     @property
     def n_kv_allocated(self) -> int:
-        return self._context.n_cells if self._closing else 0
+        return 0 if self._is_closed else self._context.n_cells
 
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
         """See Backend.prefill; the model is read once for every PREFILL_ROWS tokens."""
         if not token_ids:
             raise ValueError("prefill needs at least one token")
-        self._check_open()
-        table, n_tokens = self._tree.table, len(token_ids)
-        with self._repaired_on_error():
-            self._tree.abort()
-            if self.n_committed + n_tokens > self.max_context:
-                raise ContextFull(n_tokens, self.n_committed, self.max_context)
-            sequences = self._tree.in_use
-            logits = np.zeros((0, self.vocab_size), dtype=np.float32)
-            for start in range(0, n_tokens, self.max_rows):
-                chunk = token_ids[start : start + self.max_rows]
-                first, is_last = table.n_committed + start, start + len(chunk) == n_tokens
-                positions = np.arange(first, first + len(chunk))
-                rows = [len(chunk) - 1] if is_last else []
-                logits = self._run(Batch(chunk, positions, [sequences] * len(chunk), rows))
-            table.n_committed += n_tokens
-            self._tree.check_integrity()
-        return logits[0]
+        return self._mending(lambda: self._prefill(token_ids))
 
     def extend(
         self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
     ) -> tuple[list[int], np.ndarray]:
-        self._check_open()
-        table, n_tokens = self._tree.table, len(token_ids)
-        if n_tokens != len(parents):
-            raise ValueError(f"{n_tokens} tokens have {len(parents)} parents")
-        wanted = list(range(n_tokens) if rows is None else rows)
-        if n_tokens == 0:
+        if len(token_ids) != len(parents):
+            raise ValueError(f"{len(token_ids)} tokens have {len(parents)} parents")
+        wanted = list(range(len(token_ids)) if rows is None else rows)
+        if not token_ids:
             return [], np.zeros((0, self.vocab_size), dtype=np.float32)
-        with self._repaired_on_error():
-            n_live = len(table)
-            if n_live + n_tokens > self.max_nodes:
-                raise BackendError(
-                    f"{n_live + n_tokens} live nodes are more than the {self.max_nodes} that this "
-                    "backend was made for: draft fewer tokens or raise max_nodes"
-                )
-            node_ids, sequences = self._tree.extend(parents)
-            if self.n_committed + table.max_depth > self.max_context:
-                raise ContextFull(n_tokens, self.n_committed, self.max_context)
-            batch = Batch(token_ids, table.positions(n_live), sequences, wanted)
-            logits = self._run(batch)
-            self._tree.check_integrity()
+        node_ids, logits = self._mending(lambda: self._extend(token_ids, parents, wanted))
         order = {row: i for i, row in enumerate(sorted(set(wanted)))}
         if wanted != list(order):
             logits = logits[[order[row] for row in wanted]]
         return node_ids, logits
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
-        self._check_open()
-        with self._repaired_on_error():
-            self._tree.commit(path, keep)
+        self._mending(lambda: self._tree.commit(path, keep))
 
     def prune(self, nodes: Collection[int]) -> None:
-        self._check_open()
-        with self._repaired_on_error():
-            self._tree.prune(nodes)
+        self._mending(lambda: self._tree.prune(nodes))
 
     def rollback(self, length: int) -> None:
-        self._check_open()
-        with self._repaired_on_error():
-            self._tree.rollback(length)
+        n_intact = length if 0 <= length <= self.n_committed else None
+        self._mending(lambda: self._tree.rollback(length), n_intact)
 
     def request_cancel(self) -> None:
         """End a running pass soon with PassCancelled; any thread may call this."""
         self._thread.cancel()
 
     def close(self) -> None:
+        self._is_closed = True
         while self._closing:
-            self._closing.pop()()
+            self._closing[-1]()
+            self._closing.pop()
 
     # --- parts -----------------------------------------------------------------------------
 
@@ -228,22 +202,77 @@ class LlamaBackend(Backend):
         assert self._stream is not None
         return self._stream.decode(batch)
 
-    def _check_open(self) -> None:
-        if not self._closing:
-            raise BackendError("the backend is closed; load the model again")
+    def _prefill(self, token_ids: Sequence[int]) -> np.ndarray:
+        table, n_tokens = self._tree.table, len(token_ids)
+        self._tree.abort()
+        if self.n_committed + n_tokens > self.max_context:
+            raise ContextFull(n_tokens, self.n_committed, self.max_context)
+        sequences = self._tree.in_use
+        logits = np.zeros((0, self.vocab_size), dtype=np.float32)
+        for start in range(0, n_tokens, self.max_rows):
+            chunk = token_ids[start : start + self.max_rows]
+            first, is_last = table.n_committed + start, start + len(chunk) == n_tokens
+            positions = np.arange(first, first + len(chunk))
+            rows = [len(chunk) - 1] if is_last else []
+            logits = self._run(Batch(chunk, positions, [sequences] * len(chunk), rows))
+        table.n_committed += n_tokens
+        self._tree.check_integrity()
+        return logits[0]
 
-    @contextmanager
-    def _repaired_on_error(self) -> Iterator[None]:
-        """Leave the committed prefix, and a ring that starts at layer 0, after any failure."""
-        n_committed = self.n_committed
+    def _extend(
+        self, token_ids: Sequence[int], parents: Sequence[int], wanted: list[int]
+    ) -> tuple[list[int], np.ndarray]:
+        table, n_tokens = self._tree.table, len(token_ids)
+        n_live = len(table)
+        self._check_room(n_live + n_tokens, n_tokens, len(wanted))
+        node_ids, sequences = self._tree.extend(parents)
+        if self.n_committed + table.max_depth > self.max_context:
+            raise ContextFull(n_tokens, self.n_committed, self.max_context)
+        logits = self._run(Batch(token_ids, table.positions(n_live), sequences, wanted))
+        self._tree.check_integrity()
+        return node_ids, logits
+
+    def _check_room(self, n_nodes: int, n_new: int, n_outputs: int) -> None:
+        if n_nodes > self.max_nodes:
+            raise BackendError(
+                f"{n_nodes} live nodes are more than the {self.max_nodes} that this "
+                "backend was made for: draft fewer tokens or raise max_nodes"
+            )
+        if n_nodes > self.node_room:
+            raise ContextFull(n_new, self.n_committed, self.max_context)
+        if n_outputs > self._max_outputs:
+            raise BackendError(
+                f"{n_outputs} rows of logits are more than the {self._max_outputs} that this "
+                "backend was made for: ask for fewer rows or raise max_outputs"
+            )
+
+    def _mending(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
+        """Call `operation`; after any failure, leave what the contract says.
+
+        A repair that is cut short itself is done again before the next operation.
+
+        Args:
+            n_intact: committed tokens that the operation leaves alone; None: all.
+        """
+        if self._is_closed:
+            raise BackendError("the backend is closed; load the model again")
+        self._mend()
+        self._n_intact = self.n_committed if n_intact is None else n_intact
         try:
-            yield
+            result = operation()
         except BaseException:
-            self._tree.table.n_committed = min(n_committed, self.n_committed)
-            self._tree.abort()
+            self._mend()
+            raise
+        self._n_intact = None
+        return result
+
+    def _mend(self) -> None:
+        """The committed prefix, and a ring that starts at layer 0, after a break."""
+        if self._n_intact is not None:
+            self._tree.abort(self._n_intact)
             if self._stream is not None:
                 self._stream.restart()
-            raise
+            self._n_intact = None
 
 
 _RECURRENT = (
@@ -263,25 +292,3 @@ def _check(
         raise ValueError(f"max_nodes must be 1 or more, not {max_nodes}")
     if model.is_recurrent:
         raise UnsupportedModel(_RECURRENT.format(model.path, model.architecture))
-
-
-def context_options(
-    max_context: int,
-    max_nodes: int,
-    n_threads: int | None = None,
-    cache_type_k: str = "f16",
-    cache_type_v: str = "f16",
-    flash_attention: bool | None = None,
-) -> ContextOptions:
-    """The llama.cpp context of a backend: a cell per token of the context and per live node."""
-    n_rows = max(max_nodes, min(max_context, PREFILL_ROWS))
-    return ContextOptions(
-        n_cells=max_context + max_nodes,
-        max_rows=n_rows,
-        max_outputs=max_nodes,
-        n_sequences=min(max(max_nodes, 2), MAX_LEAVES) + 1,
-        n_threads=n_threads or default_threads(),
-        cache_type_k=cache_type_k,
-        cache_type_v=cache_type_v,
-        flash_attention=flash_attention,
-    )

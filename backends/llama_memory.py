@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from backends.gguf_model import GgufModel
-from backends.llama_cpp import context_options
+from backends.llama_context import context_options
 from backends.llama_lib import ContextOptions, LlamaContext, LlamaError, LlamaModel
 from offload.units import MIB
 
@@ -45,6 +45,7 @@ def context_memory(
     max_context: int,
     max_nodes: int,
     *,
+    max_outputs: int | None = None,
     n_threads: int | None = None,
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
@@ -58,7 +59,13 @@ def context_memory(
         LlamaError: llama.cpp is missing, refuses the model or does not say the sizes.
     """
     options = context_options(
-        max_context, max_nodes, n_threads, cache_type_k, cache_type_v, flash_attention
+        max_context,
+        max_nodes,
+        n_threads,
+        cache_type_k,
+        cache_type_v,
+        flash_attention,
+        max_outputs,
     )
     loaded = LlamaModel(model.path, "none")
     try:

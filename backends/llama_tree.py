@@ -153,14 +153,21 @@ class TreeSequences:
         self.table.rollback(length)
         self._drop_from(length)
 
-    def abort(self) -> None:
-        """Drop every live node, and cells that a broken pass left behind the prefix."""
+    def abort(self, n_intact: int | None = None) -> None:
+        """Drop every live node, and cells that a broken pass left behind the prefix.
+
+        n_intact: committed tokens that an operation left alone that broke off; None: all.
+        """
+        if n_intact is not None:
+            self.table.n_committed = min(n_intact, self.table.n_committed)
         self.table.drop_live()
         self._drop_from(self.table.n_committed)
 
     def _drop_from(self, length: int) -> None:
         self._remove(-1, length)
-        self._idle = self.in_use if length else list(range(_MIN_IN_USE))
+        # Without a gap, also where an interrupt lost a sequence between idle and busy.
+        n_used = 1 + max(self.in_use)
+        self._idle = list(range(n_used if length else _MIN_IN_USE))
         self._ends, self._parents, self._through = {}, {}, {}
         self.check_integrity()
 

@@ -48,6 +48,8 @@ class Loading:
     max_context: int
     max_nodes: int
     """Most live nodes at a time."""
+    max_rows: int
+    """Most nodes of one call of `extend`."""
     load_mode: str = "stream"
     """From LOAD_MODES, decided: not "auto"."""
     n_readers: int | None = None
@@ -86,11 +88,14 @@ class ModelSource(ABC):
         return 0
 
     @abstractmethod
-    def kv_bytes(self, n_rows: int, cache_type: str | None = None) -> int:
-        """The KV cache of that many tokens, in another format than the present one if given."""
+    def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
+        """The KV cache of so many tokens and live nodes.
+
+        cache_type: another number format than the present one.
+        """
 
     @abstractmethod
-    def scratch_bytes(self, ctx_size: int, max_rows: int) -> int:
+    def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         """Activations and logits of a prompt of `ctx_size` or a pass of `max_rows`, at most."""
 
     @abstractmethod

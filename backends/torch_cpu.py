@@ -7,17 +7,18 @@ Embeddings, final norm and head stay in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from backends.base import Backend, ContextFull, StreamUse
+from backends.base import Backend, BackendError, ContextFull, StreamUse
 from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import TreeCache
-from backends.layer_runner import MAX_MASK_BYTES, LayerRunner, PassState, bind, unbind
+from backends.layer_runner import LayerRunner, PassState, bind, unbind
 from backends.masks import CausalLayout, PassLayout
 from offload.plan import LayerWeights
 from offload.reading import DEFAULT_N_READERS
@@ -27,6 +28,7 @@ CHUNK_ROWS = 256
 """Rows that go through a layer at once: bounds the activations of a long prompt."""
 
 Progress = Callable[[int, int], None]
+_T = TypeVar("_T")
 
 
 class TorchBackend(Backend):
@@ -51,14 +53,16 @@ class TorchBackend(Backend):
         self._streamer = WeightStreamer(
             layers, n_slots, n_readers=n_readers or DEFAULT_N_READERS, progress=progress
         )
-        self._is_closed = False
+        self._is_closed = self._is_cancelled = False
+        # While an operation runs, or was cut short: the committed rows that it leaves alone.
+        self._n_intact: int | None = None
         self._slopes = _alibi_slopes(model)
         self._runners = [
             LayerRunner(
                 i,
                 module,
                 tensors,
-                self._streamer.layer,
+                self._open_layer,
                 model.window(i),
                 model.dtype,
                 is_resident=not weights.layout.extents,
@@ -106,53 +110,69 @@ class TorchBackend(Backend):
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
         if not token_ids:
             raise ValueError("prefill needs at least one token")
-        self._cache.abort()
-        self._check_room(len(token_ids), len(token_ids))
-        layout = CausalLayout(self.n_committed, len(token_ids))
-        self._cache.expect(self.n_committed + len(token_ids))
-        with self._repaired_on_error():
-            logits = self._forward(token_ids, layout, [len(token_ids) - 1])
-            self._cache.commit_prefill(len(token_ids))
-        return logits[0]
+        return self._mending(lambda: self._prefill(token_ids))
 
     def extend(
         self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
     ) -> tuple[list[int], np.ndarray]:
-        table = self._cache.table
-        with self._repaired_on_error():
-            n_live = len(table)
-            node_ids = self._cache.begin(parents)
-            self._check_room(table.max_depth, len(token_ids))
-            layout = PassLayout(self.n_committed, table.positions(), table.visible(n_live))
-            logits = self._forward(token_ids, layout, rows)
-            self._cache.check_integrity()
-        return node_ids, logits
+        return self._mending(lambda: self._extend(token_ids, parents, rows))
 
+    @torch.inference_mode()
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
-        with torch.inference_mode():
-            self._cache.commit(path, keep)
+        self._mending(lambda: self._cache.commit(path, keep))
 
+    @torch.inference_mode()
     def prune(self, nodes: Collection[int]) -> None:
-        with torch.inference_mode():
-            self._cache.prune(nodes)
+        self._mending(lambda: self._cache.prune(nodes))
 
     def rollback(self, length: int) -> None:
-        self._cache.rollback(length)
+        n_intact = length if 0 <= length <= self.n_committed else None
+        self._mending(lambda: self._cache.rollback(length), n_intact)
+
+    def request_cancel(self) -> None:
+        """End a running pass at its next layer with a BackendError; any thread may call this."""
+        self._is_cancelled = True
 
     def close(self) -> None:
+        self._is_closed = True
         self._streamer.close()
-        if not self._is_closed:
-            self._is_closed = True
-            for runner in self._runners:
-                runner.detach()
-            unbind(self._model.outer_tensors)
-            self._cache.free()
+        for runner in self._runners:
+            runner.detach()
+        unbind(self._model.outer_tensors)
+        self._cache.free()
         self._outer.close()
+
+    def _prefill(self, token_ids: Sequence[int]) -> np.ndarray:
+        self._cache.abort()
+        self._check_room(len(token_ids), len(token_ids))
+        layout = CausalLayout(self.n_committed, len(token_ids))
+        self._cache.expect(self.n_committed + len(token_ids))
+        logits = self._forward(token_ids, layout, [len(token_ids) - 1])
+        self._cache.commit_prefill(len(token_ids))
+        return logits[0]
+
+    def _extend(
+        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None
+    ) -> tuple[list[int], np.ndarray]:
+        table = self._cache.table
+        n_live = len(table)
+        node_ids = self._cache.begin(parents)
+        self._check_room(table.max_depth, len(token_ids))
+        layout = PassLayout(self.n_committed, table.positions(), table.visible(n_live))
+        logits = self._forward(token_ids, layout, rows)
+        self._cache.check_integrity()
+        return node_ids, logits
+
+    def _open_layer(self, index: int) -> AbstractContextManager[Mapping[str, memoryview]]:
+        if self._is_cancelled:
+            raise BackendError("the pass was cancelled")
+        return self._streamer.layer(index)
 
     def _forward(
         self, token_ids: Sequence[int], layout: PassLayout, rows: Sequence[int] | None
     ) -> np.ndarray:
         """Run the model over new rows; float32 logits [len(rows) or n, vocab]."""
+        self._is_cancelled = False
         state = PassState(layout, self._model.dtype, CHUNK_ROWS, self._slopes)
         for runner in self._runners:
             runner.state = state
@@ -174,15 +194,35 @@ class TorchBackend(Backend):
         if self.n_committed + depth > self.max_context:
             raise ContextFull(n_tokens, self.n_committed, self.max_context)
 
-    @contextmanager
-    def _repaired_on_error(self) -> Iterator[None]:
-        """Leave the committed prefix, and a ring that starts at layer 0, after any failure."""
+    def _mending(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
+        """Call `operation`; after any failure, leave what the contract says.
+
+        No context manager: Ctrl-C could come between its code and the with-block's.
+
+        Args:
+            n_intact: committed rows that the operation leaves alone; None: all.
+        """
+        if self._is_closed:
+            raise BackendError("the backend is closed; load the model again")
+        self._mend()
+        self._n_intact = self.n_committed if n_intact is None else n_intact
         try:
-            yield
+            result = operation()
         except BaseException:
-            self._cache.abort()
-            self._streamer.restart()
+            self._mend()
             raise
+        self._n_intact = None
+        return result
+
+    def _mend(self) -> None:
+        """The committed prefix, and a ring that starts at layer 0, after an operation broke off.
+
+        It says last that it is done: cut short itself, it is done again before anything else.
+        """
+        if self._n_intact is not None:
+            self._cache.abort(self._n_intact)
+            self._streamer.restart()
+            self._n_intact = None
 
 
 def _alibi_slopes(model: HfModel) -> torch.Tensor | None:
@@ -194,25 +234,3 @@ def _alibi_slopes(model: HfModel) -> torch.Tensor | None:
     bias = base.build_alibi_tensor(ones, model.config.num_attention_heads, torch.float32)
     base.build_alibi_tensor = lambda *args, **kwargs: torch.zeros(1)
     return bias[:, 0, 1] - bias[:, 0, 0]  # the bias grows by the slope with each position
-
-
-def activation_bytes(model: HfModel, ctx_size: int, max_rows: int) -> int:
-    """Most memory of a forward of the prompt or of `max_rows` nodes, beside weights and KV.
-
-    Counted from the tensors that are alive together: the hidden states of a whole prompt (in, out,
-    and the rotary tables), one chunk's feed-forward, attention with its mask, keys and values
-    repeated for every query head, and the logits as the model makes them and in float32.
-    """
-    config, itemsize = model.config, model.dtype.itemsize
-    rows = max(CHUNK_ROWS, max_rows)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    feed_forward = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    prompt = 3 * ctx_size * config.hidden_size * itemsize
-    chunk = rows * (8 * config.hidden_size + 3 * feed_forward) * itemsize
-    attention = 2 * ctx_size * heads * head_dim * itemsize + 2 * rows * ctx_size * itemsize
-    attention += min(MAX_MASK_BYTES, ctx_size * ctx_size * itemsize)  # masks kept for all layers
-    if config._attn_implementation == "eager":
-        attention += 3 * heads * rows * ctx_size * 4  # scores, float32 softmax, probabilities
-    logits = max_rows * model.vocab_size * (itemsize + 2 * 4)
-    return prompt + chunk + attention + logits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from bench.workloads import BUILT_IN, read_prompts
 from offload.errors import SpecdecError
 from specdec import cli_options as options
 from specdec.cli_errors import run_app
-from specdec.cli_signature import with_options
+from specdec.cli_info import COMMAND_NAME
+from specdec.cli_signature import with_debug, with_options
 
 app = typer.Typer(
     name="specdec-bench",
@@ -98,7 +100,7 @@ def speedup(
     from offload.units import parse_bytes
     from specdec.models import resolve_model
 
-    _check_choices(output, peer, load, enforce, output_file)
+    _check_choices(output, peer, load, enforce, output_file, log)
     run = SpeedupRun(
         load={**load.as_keywords(), "model": str(resolve_model(load.model))},
         prompts=read_prompts(prompts, n_prompts),
@@ -165,13 +167,22 @@ def root(context: typer.Context) -> None:
 
 def _pass_on(name: str, module: str, function: str, argv: Sequence[str]) -> None:
     """Run a command that lives in a module of its own, imported only now (it needs torch)."""
-    one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    one.command()(getattr(importlib.import_module(module), function))
+    one = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    one.command()(with_debug(getattr(importlib.import_module(module), function)))
     raise typer.Exit(run_app(one, f"specdec-bench {name}", argv))
 
 
 def _check_choices(
-    output: str, peer: str | None, load: options.LoadOptions, enforce: bool, file: Path | None
+    output: str,
+    peer: str | None,
+    load: options.LoadOptions,
+    enforce: bool,
+    file: Path | None,
+    log: Path | None,
 ) -> None:
     if output not in ("table", "json"):
         raise UsageMistake(f"-o {output!r} is not known; choose table or json")
@@ -179,8 +190,24 @@ def _check_choices(
         _check_peer(peer, load)
     if load.memory_budget == "auto" and (peer is not None or enforce):
         raise UsageMistake("--peer and --enforce need a --memory-budget with a size, e.g. 3.5GiB")
-    if file is not None and not file.resolve().parent.is_dir():
-        raise UsageMistake(f"--output-file {file}: there is no such folder")
+    for option, path in (("--output-file", file), ("--log", log)):
+        if path is not None:
+            _check_writable(option, path)
+
+
+def _check_writable(option: str, path: Path) -> None:
+    """Now, and not after a run of an hour. Leaves nothing behind."""
+    if not path.resolve().parent.is_dir():
+        raise UsageMistake(f"{option} {path}: there is no such folder; make it, or name another")
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UsageMistake(
+            f"{option} {path}: {error.strerror or error}; name a file that can be written"
+        ) from None
+    if is_new:
+        path.unlink()
 
 
 def _check_peer(peer: str, load: options.LoadOptions) -> None:
@@ -202,7 +229,10 @@ def _sampling(max_tokens: int, ignore_eos: bool, given: options.SamplingOptions)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    return run_app(app, "specdec-bench", sys.argv[1:] if argv is None else argv)
+    # `specdec demo` becomes this program, and keeps its name.
+    return run_app(
+        app, os.environ.pop(COMMAND_NAME, "specdec-bench"), sys.argv[1:] if argv is None else argv
+    )
 
 
 if __name__ == "__main__":

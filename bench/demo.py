@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +57,22 @@ def run_demo(
         )
     parent = directory if directory is not None else _cache_directory()
     _check_room(parent, n_bytes)
-    enforce = _can_enforce(budget_bytes)
-    folder = Path(tempfile.mkdtemp(prefix="demo-", dir=parent))
+    made = _make_folders(parent)
+    folder = None
     try:
+        enforce = _can_enforce(budget_bytes)
+        folder = Path(tempfile.mkdtemp(prefix="demo-", dir=parent))
         target = folder / "target"
-        _say(f"growing {source} to {format_bytes(n_bytes)} in {target}")
+        _say(f"growing {source} to {n_bytes / 1e9:.2f} GB ({format_bytes(n_bytes)}) in {target}")
         argv = ["synth", "--from", source, "--size", str(n_bytes), "-o", str(target)]
         argv += ["--vocab-size", str(_vocab_size(source))]
         check_child(run_child("bench", argv, None), "synth")
         os.sync()  # what is still being written would slow the reads
         result = _run(target, draft, budget_bytes, enforce)
     finally:
-        if not keep:
+        if folder is not None and not keep:
             shutil.rmtree(folder, ignore_errors=True)
+        _remove_empty(made)
     print(_show_text(result))
     print(format_report(result))
     print(f"demo              {time.monotonic() - started:.0f} s in all")
@@ -119,14 +123,27 @@ def _can_enforce(budget_bytes: int) -> bool:
 
 
 def _check_room(parent: Path, n_bytes: int) -> None:
-    parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(parent).free
+    existing = next(path for path in (parent, *parent.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     needed = n_bytes + n_bytes // 10
     if free < needed:
         raise DemoError(
             f"the demo needs {format_bytes(needed)} in {parent}, which has {format_bytes(free)}: "
             "free some, name another place with --dir, or give a smaller --size"
         )
+
+
+def _make_folders(parent: Path) -> list[Path]:
+    """Make `parent` with what is missing above it; what was made, the deepest first."""
+    missing = [path for path in (parent, *parent.absolute().parents) if not path.exists()]
+    parent.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    with suppress(OSError):  # somebody put something there
+        for folder in folders:
+            folder.rmdir()
 
 
 def _cache_directory() -> Path:

@@ -79,6 +79,11 @@ def _verdict(report: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"tokens equal      {report['token_match']:.1%} ({equal} of {n_prompts} prompts wholly)"
     )
+    if report.get("draft_model") and "acceptance_rate" in report["speculative"]:
+        lines.append(
+            "acceptance rate   of all drafted tokens; a tree drafts several for each position, "
+            "of which one at most is right"
+        )
     ties = {tie["prompt"]: tie for tie in report["near_ties"]}
     for prompt, position in report["first_mismatches"].items():
         lines.append(f"  {prompt} differs from token {position} on{_explain(ties.get(prompt))}")

@@ -67,7 +67,9 @@ def _text_of(value: dict[str, Any], place: str) -> str:
         text = value["prompt"]
     elif "turns" in value:
         turns = value["turns"]
-        text = turns[0] if isinstance(turns, list) and turns else None
+        if not isinstance(turns, list) or not turns:
+            raise WorkloadError(f"{place}: `turns` must be a list with at least one text")
+        text = turns[0]
     else:
         raise WorkloadError(f"{place}: neither `prompt` nor `turns` (keys: {', '.join(value)})")
     if not isinstance(text, str):

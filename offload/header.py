@@ -155,7 +155,9 @@ def _check_coverage(
     for record in sorted(records, key=lambda record: (record.offset, record.n_bytes)):
         if record.offset != position:
             fault = "overlaps another one" if record.offset < position else "follows a hole"
-            raise CheckpointError(f"{path}: tensor {record.name[:200]!r} {fault}")
+            raise CheckpointError(
+                f"{path}: tensor {record.name[:200]!r} {fault}; download the file again"
+            )
         position += record.n_bytes
     if position != file_bytes:
         raise CheckpointError(

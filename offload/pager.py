@@ -104,8 +104,8 @@ class Pager:
         self._leases: list[_Lease] = []
         self._stall_seconds = 0.0
         self._passes, self._last_is_in = 0, False  # a pass is complete when the last is left
-        self._closed = False
-        self._moving = threading.Lock()  # pages are moved, or given back for good
+        self._closed = self._is_freed = False
+        self._moving = threading.RLock()  # pages are moved, or given back for good
         self._ring: SlotRing | None = None
         try:
             load_resident(
@@ -171,9 +171,10 @@ class Pager:
     def restart(self) -> None:
         """Begin again at layer 0, as after a pass that was given up; no layer is in afterwards.
 
-        Nothing is read anew where layer 0 is the next one anyway.
+        Nothing is read anew where layer 0 is the next one anyway. Where interrupted, call it again.
         """
-        if self._expected != 0 or self._leases:
+        if self._expected != 0 or self._leases or (self._ring and self._ring.is_lending):
+            self._expected = None
             self._end_leases(self._leases)
             self._resume_at(0)
 
@@ -201,15 +202,13 @@ class Pager:
 
         The addresses stay reserved without access: what the file's owner unmaps is still there.
         """
-        with self._moving:
-            if self._closed:
-                return
-            self._closed = True
-        has_ended = True
+        self._closed = has_ended = True
         if self._ring is not None:
             self._ring.close()
             has_ended = self._readers.join(_JOIN_SECONDS)
         with self._moving:
+            if self._is_freed:
+                return
             self._leases.clear()
             reserve_all(self._plan)
             if not has_ended:
@@ -218,6 +217,7 @@ class Pager:
             elif self._ring is not None:
                 self._ring.free_buffers()
                 self._files.close()
+            self._is_freed = True
 
     def __enter__(self) -> Pager:
         return self
@@ -289,8 +289,7 @@ class Pager:
 
     def _resume_at(self, index: int) -> None:
         """Let the readers begin at the first streamed layer from `index` on; nothing is lent."""
-        self._expected = index
-        self._last_is_in = False
+        self._expected, self._last_is_in = None, False
         n_streamed = len(self._streamed)
         position = sum(1 for i in self._streamed if i < index)
         # A ticket is never used twice, so that a late release cannot touch a later layer's slot.
@@ -298,3 +297,4 @@ class Pager:
         if self._ring is not None:
             self._ticket = (self._ticket // n_streamed + 3) * n_streamed + position
             self._ring.restart(self._ticket)
+        self._expected = index

@@ -129,4 +129,9 @@ def _save(cache: Path, profile: DeviceProfile) -> None:
             os.unlink(file.name)
             raise
     except OSError as error:
-        logger.debug("the storage profile is not remembered: %s", error)
+        logger.warning(
+            "the measured storage speed is not kept: %s: %s; "
+            "set XDG_CACHE_HOME to a folder that can be written",
+            cache.parent,
+            error.strerror or error,
+        )

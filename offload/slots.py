@@ -10,6 +10,11 @@ is nothing special. A slot goes FREE -> READING -> READY -> IN_USE -> FREE:
 `restart(ticket)` drops all that was read ahead. Reads that are still running then belong to an old
 *generation*: their result is ignored, and their slot is not filled again before they have ended.
 One lock guards everything; it is held for microseconds and never during a read.
+
+Ctrl-C may cut the consumer's calls anywhere, which has three consequences here. Nothing of Python's
+own `threading.Condition` is used: cut while it takes its lock back, it loses track of the lock. A
+consumer that waits wakes the readers up itself, should an earlier call have been cut before it did.
+And whatever a cut call leaves, `restart` mends, itself cut or not, when it is called once more.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +40,25 @@ _WAKE_SECONDS = 0.1
 
 class StreamerClosed(SpecdecError):
     """The streamer was closed while, or before, a layer was asked for."""
+
+
+class _Bell:
+    """Wakes one waiting thread up; rung while nobody waits, it is kept for the next one.
+
+    It holds no lock of Python code, so that an interrupt may come at any moment of a call.
+    """
+
+    def __init__(self) -> None:
+        self._silent = threading.Lock()
+        self._silent.acquire()
+
+    def ring(self) -> None:
+        with suppress(RuntimeError):  # it has been rung already
+            self._silent.release()
+
+    def wait(self, timeout_seconds: float = -1) -> None:
+        """Return when it was rung, or after the timeout (-1: never)."""
+        self._silent.acquire(timeout=timeout_seconds)
 
 
 class SlotState(enum.Enum):
@@ -100,10 +125,10 @@ class SlotRing:
         self.n_bytes = n_slots * buffer_bytes(slot_bytes)  # memory of all buffers
         self._pieces_of = pieces_of
         self._poison = poison
-        lock = threading.Lock()
-        self._lock = lock
-        self._may_read = threading.Condition(lock)  # a slot became free, or a restart, or the end
-        self._may_use = threading.Condition(lock)  # a layer arrived, or an error, or the end
+        # Reentrant: a forgotten lease may be collected, and released, while the lock is held.
+        self._lock = threading.RLock()
+        self._may_read = _Bell()  # a slot became free, or a restart, or the end
+        self._may_use = _Bell()  # a layer arrived, or an error, or the end
         self._generation = 0
         self._ticket = 0  # the ticket that is being read
         self._n_taken = 0  # how many of its pieces were handed out
@@ -121,13 +146,14 @@ class SlotRing:
 
         With `wait` false also None where there is nothing to read at the moment.
         """
-        with self._lock:
-            while not self._closed:
-                work = self._next_work()
-                if work is not None or not wait:
+        while True:
+            with self._lock:
+                work = self._next_work() if self._has_work() else None
+                if self._closed or self._has_work():
+                    self._may_read.ring()  # one reader wakes the next
+                if work is not None or self._closed or not wait:
                     return work
-                self._may_read.wait()
-            return None
+            self._may_read.wait()
 
     def publish(self, work: Work, n_bytes: int = 0, error: BaseException | None = None) -> None:
         """Report that a piece arrived (`n_bytes` read), or that reading it raised `error`."""
@@ -139,15 +165,15 @@ class SlotRing:
             if self._n_busy == 0:
                 self._busy_seconds += time.perf_counter() - self._busy_since
             if work.generation != self._generation:
-                self._may_read.notify_all()
+                self._may_read.ring()
             elif error is None:
                 slot.n_missing -= 1
                 if slot.n_missing == 0:
                     slot.state = SlotState.READY
-                    self._may_use.notify_all()
+                    self._may_use.ring()
             elif self._error is None or work.ticket < self._error[0]:
                 self._error = (work.ticket, error)
-                self._may_use.notify_all()
+                self._may_use.ring()
 
     # --- consumer --------------------------------------------------------------------------
 
@@ -158,32 +184,32 @@ class SlotRing:
             whatever reading it raised; the ring then stands still until `restart`.
             StreamerClosed: the ring was closed meanwhile.
         """
-        with self._lock:
-            slot = self.slots[ticket % len(self.slots)]
-            while True:
-                if self._closed:
-                    raise StreamerClosed("the weight streamer is closed; load the model again")
-                if self._error is not None and self._error[0] <= ticket:
-                    raise self._error[1]
-                if slot.ticket == ticket and slot.state is SlotState.READY:
-                    slot.state = SlotState.IN_USE
-                    return slot
-                if slot.state is SlotState.IN_USE:
-                    raise RuntimeError(
-                        f"slot {slot.index} is still held by an earlier layer; "
-                        f"a ring of {len(self.slots)} slots lends out that many layers at a time"
-                    )
-                self._may_use.wait(_WAKE_SECONDS)
+        while True:
+            with self._lock:
+                slot = self._take_ready(ticket)
+            if slot is not None:
+                return slot
+            self._may_read.ring()
+            self._may_use.wait(_WAKE_SECONDS)
 
     def release(self, slot: Slot, ticket: int) -> None:
         """Give the slot of `ticket` back; nothing happens where a restart already took it."""
         with self._lock:
             if not self._closed and slot.ticket == ticket and slot.state is SlotState.IN_USE:
                 self._free(slot)
-                self._may_read.notify_all()
+                self._may_read.ring()
+
+    @property
+    def is_lending(self) -> bool:
+        """Whether a slot is in use, be it that its release or its taking was interrupted."""
+        return any(slot.state is SlotState.IN_USE for slot in self.slots)
 
     def restart(self, ticket: int) -> None:
-        """Forget everything that was read or lent, and an error; read on from `ticket`."""
+        """Forget everything that was read or lent, and an error; read on from `ticket`.
+
+        Args:
+            ticket: one that was not used before, nor given to a restart that was interrupted.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -192,15 +218,15 @@ class SlotRing:
             self._error = None
             for slot in self.slots:
                 self._free(slot)
-            self._may_read.notify_all()
+            self._may_read.ring()
 
     def close(self) -> None:
         """Wake everybody up to leave; `free_buffers` comes after the readers have ended."""
         with self._lock:
             self._closed = True
             self._generation += 1
-            self._may_read.notify_all()
-            self._may_use.notify_all()
+            self._may_read.ring()
+            self._may_use.ring()
 
     def free_buffers(self) -> None:
         """Give the memory back. No reader may be running."""
@@ -215,14 +241,34 @@ class SlotRing:
 
     # --- with the lock held ----------------------------------------------------------------
 
-    def _next_work(self) -> Work | None:
-        if self._error is not None:
-            return None
+    def _take_ready(self, ticket: int) -> Slot | None:
+        if self._closed:
+            raise StreamerClosed("the weight streamer is closed; load the model again")
+        if self._error is not None and self._error[0] <= ticket:
+            raise self._error[1]
+        slot = self.slots[ticket % len(self.slots)]
+        if slot.ticket == ticket and slot.state is SlotState.READY:
+            slot.state = SlotState.IN_USE
+            return slot
+        if slot.state is SlotState.IN_USE:
+            raise RuntimeError(
+                f"slot {slot.index} is still held by an earlier layer; "
+                f"a ring of {len(self.slots)} slots lends out that many layers at a time"
+            )
+        return None
+
+    def _has_work(self) -> bool:
+        if self._closed or self._error is not None:
+            return False
+        slot = self.slots[self._ticket % len(self.slots)]
+        if slot.state is SlotState.READING:
+            return slot.ticket == self._ticket
+        return slot.state is SlotState.FREE and slot.n_in_flight == 0
+
+    def _next_work(self) -> Work:
         slot = self.slots[self._ticket % len(self.slots)]
         pieces = self._pieces_of(self._ticket)
-        if slot.ticket != self._ticket or slot.state is not SlotState.READING:
-            if slot.state is not SlotState.FREE or slot.n_in_flight:
-                return None
+        if slot.state is SlotState.FREE:
             slot.state, slot.ticket, slot.n_missing = SlotState.READING, self._ticket, len(pieces)
         work = Work(slot, pieces[self._n_taken], self._ticket, self._generation)
         self._n_taken += 1
@@ -235,6 +281,6 @@ class SlotRing:
         return work
 
     def _free(self, slot: Slot) -> None:
-        slot.state, slot.ticket = SlotState.FREE, -1
+        slot.ticket, slot.state = -1, SlotState.FREE
         if self._poison:
             np.frombuffer(slot.buffer.view, dtype=np.uint8)[:] = 0xFF

@@ -108,12 +108,14 @@ class WeightStreamer:
             self._pieces.append(
                 layout.pieces(shared_read_bytes(layout.n_bytes, n_readers, read_bytes))
             )
-        self._expected: int | None = 0  # the layer that continues the walk; None after an error
+        # The layer that continues the walk; None after an error or an interrupt, and all the while
+        # that one of these may leave things half done.
+        self._expected: int | None = 0
         self._ticket = 0  # of the next streamed layer in the walk
         self._leases: list[_Lease] = []
         self._stall_seconds = 0.0
         self._passes = 0
-        self._closed = False
+        self._closed = self._is_freed = False
         records = {r.name: r for layer in self._layers for r in layer.resident_records}
         self._resident = load_resident(
             records.values(), progress, read_bytes=read_bytes, n_readers=n_readers, storage=storage
@@ -146,12 +148,15 @@ class WeightStreamer:
     def restart(self) -> None:
         """Begin again at layer 0, as after a pass that was given up.
 
-        Slots still lent are taken back. Nothing is read anew where layer 0 is the next one anyway.
+        Slots still lent are taken back, by what the ring says: an interrupt may have come between
+        its doing and ours. Nothing is read anew where layer 0 is the next one anyway. When this is
+        interrupted itself, call it again.
         """
-        if self._expected == 0 and not self._leases:
-            return
-        self._leases.clear()
-        self._resume_at(0)
+        is_lending = self._ring is not None and self._ring.is_lending
+        if self._expected != 0 or self._leases or is_lending:
+            self._expected = None
+            self._leases.clear()
+            self._resume_at(0)
 
     @property
     def stats(self) -> StreamStats:
@@ -174,18 +179,20 @@ class WeightStreamer:
 
     def close(self) -> None:
         """Stop the readers and give the memory back; a caller that waits gets StreamerClosed."""
-        if self._closed:
-            return
         self._closed = True
+        if self._is_freed:
+            return
         if self._ring is not None:
             self._ring.close()
             if not self._readers.join(_JOIN_SECONDS):
                 # Their files and buffers are in use: leaking them is the lesser evil.
                 logger.warning("a read from storage does not return; its memory is not given back")
+                self._is_freed = True
                 return
             self._ring.free_buffers()
             self._files.close()
         self._resident.close()
+        self._is_freed = True
 
     def __enter__(self) -> WeightStreamer:
         return self
@@ -219,7 +226,7 @@ class WeightStreamer:
             if self._leases:
                 raise RuntimeError(f"layer {index} was asked for out of order inside another layer")
             self._resume_at(index)
-        self._expected = None  # what follows may fail, or be interrupted
+        self._expected = None
         lease = self._wait_for(index)
         self._expected = (index + 1) % len(self._layers)
         return lease
@@ -261,12 +268,13 @@ class WeightStreamer:
 
     def _resume_at(self, index: int) -> None:
         """Let the readers begin at the first streamed layer from `index` on."""
+        self._expected = None
+        if self._ring is not None:
+            n_streamed = len(self._streamed)
+            position = sum(1 for i in self._streamed if i < index)
+            # A ticket is never used twice, so that a late release cannot touch a later layer's
+            # slot. The readers are at most n_slots (<= n_streamed) tickets ahead: two passes on is
+            # unused.
+            self._ticket = (self._ticket // n_streamed + 3) * n_streamed + position
+            self._ring.restart(self._ticket)
         self._expected = index
-        if self._ring is None:
-            return
-        n_streamed = len(self._streamed)
-        position = sum(1 for i in self._streamed if i < index)
-        # A ticket is never used twice, so that a late release cannot touch a later layer's slot.
-        # The readers are at most n_slots (<= n_streamed) tickets ahead: two passes on is unused.
-        self._ticket = (self._ticket // n_streamed + 3) * n_streamed + position
-        self._ring.restart(self._ticket)

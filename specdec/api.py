@@ -7,6 +7,8 @@ with specdec.load("TARGET", "DRAFT", memory_budget="3.5GiB") as llm:
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,27 +19,38 @@ from typing_extensions import Self
 
 from backends.base import Backend
 from backends.source import Loading
-from offload.errors import SpecdecError
 from offload.plan import ResidencyPlan
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.division import most_draft_nodes
 from specdec.drafters.base import Drafter
+from specdec.drafters.model import MAX_BEAMS
 from specdec.drafters.ngram import NgramDrafter
 from specdec.formats import OpenedModel
-from specdec.generation import GenerationResult, GenerationStream, StreamChunk
+from specdec.generation import (
+    GenerationResult,
+    GenerationStream,
+    ModelBusy,
+    ModelClosed,
+    StreamChunk,
+)
 from specdec.options import RunOptions, run_options
 from specdec.planning import PlannedModels, plan_models
 from specdec.policy import DraftPolicy
+from specdec.prompts import Prompt, PromptError, check_room, encode_prompt
 from specdec.run_plan import RunPlan
 
-__all__ = ["LLM", "GenerationResult", "StreamChunk", "load"]
+__all__ = [
+    "LLM",
+    "GenerationResult",
+    "ModelBusy",
+    "ModelClosed",
+    "Prompt",
+    "PromptError",
+    "StreamChunk",
+    "load",
+]
 
-Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
-"""A text, a conversation (messages with role and content), or token ids."""
-
-
-class PromptError(SpecdecError):
-    """A prompt cannot be run."""
+_POLL_SECONDS = 0.01
 
 
 def load(
@@ -69,26 +82,30 @@ def load(
 
 
 class LLM:
-    """A loaded target with its draft. Not thread-safe.
+    """A loaded target with its draft.
 
-    One generation runs at a time: starting another one cancels a stream that was left half read.
+    One generation runs at a time: starting another one cancels a stream that was left half read,
+    and is refused (ModelBusy) while one computes. `close` may be called by any thread.
     """
 
     def __init__(self, options: RunOptions, progress: Any = None) -> None:
         self._options = options
         self._running: GenerationStream | None = None
+        self._starting = threading.Lock()
+        self._is_closed = False
         with ExitStack() as stack:  # whatever was opened is closed when a later part fails
             planned = plan_models(options)
             self.plan: RunPlan = planned.plan
             self.tokenizer = planned.target.tokenizer
             self.eos_token_ids = planned.target.eos_token_ids
+            self._model_context = planned.target.source.max_context
             self.target: Backend = stack.enter_context(self._load_target(planned, progress))
             self.draft: Backend | None = None
             if planned.draft is not None and self.plan.draft_residency is not None:
                 draft = self._load_draft(planned.draft, self.plan.draft_residency)
                 self.draft = stack.enter_context(draft)
             self._ngram = NgramDrafter()
-            self._stack = stack.pop_all()
+            stack.pop_all()  # from here on `close` does it
 
     @property
     def spec(self) -> SpecConfig:
@@ -129,17 +146,31 @@ class LLM:
             overrides: single options of SamplingParams, such as max_tokens=128.
 
         Raises:
-            PromptError: empty, or longer than the context; ConfigError: contradictory options.
+            PromptError: empty, or longer than the context; ConfigError: contradictory options;
+            ModelClosed, ModelBusy (from the iterator, too).
         """
         params = _sampling_params(sampling, generation_config, overrides)
-        prompt_ids = self._encode(prompt)
+        self.check_open()
+        prompt_ids = encode_prompt(prompt, self.tokenizer)
+        check_room(len(prompt_ids), self.max_context, self._model_context)
         return GenerationStream(
             self, prompt_ids, params, speculative=speculative, processors=logits_processors
         )
 
     def close(self) -> None:
-        """Free the models. Idempotent."""
-        self._stack.close()
+        """Free the models. Idempotent.
+
+        Another thread's generation ends with ModelClosed; this waits for it.
+        """
+        self._is_closed = True
+        backends = [self.target] if self.draft is None else [self.draft, self.target]
+        while self._running is not None and self._running.is_computing_elsewhere:
+            for backend in backends:
+                getattr(backend, "request_cancel", int)()  # where passes can be cancelled
+            time.sleep(_POLL_SECONDS)
+        with ExitStack() as stack:
+            for backend in backends:
+                stack.callback(backend.close)
 
     def __enter__(self) -> Self:
         return self
@@ -155,10 +186,23 @@ class LLM:
     # --- parts -----------------------------------------------------------------------------
 
     def begin(self, stream: GenerationStream) -> None:
-        """`stream` starts to use the models; whatever else used them is over."""
-        if self._running is not None and self._running is not stream:
-            self._running.cancel()
-        self._running = stream
+        """`stream` starts to use the models; whatever else used them is over.
+
+        Raises ModelBusy where another one computes at this moment.
+        """
+        with self._starting:
+            if self._running is not None and self._running is not stream:
+                self._running.cancel()
+            self._running = stream
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def check_open(self) -> None:
+        """Raise ModelClosed after `close`."""
+        if self._is_closed:
+            raise ModelClosed
 
     def policy(self, spec: SpecConfig) -> DraftPolicy:
         plan = self.plan
@@ -170,28 +214,6 @@ class LLM:
         """The n-gram drafter; what it learned about its own hit rate lives as long as the model."""
         return self._ngram
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
-        elif all(isinstance(item, Mapping) for item in prompt):
-            ids = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
-        else:
-            ids = self._checked_ids(prompt)  # type: ignore[arg-type]
-        if not ids:
-            raise PromptError("the prompt is empty: it needs at least one token")
-        if len(ids) >= self.max_context:
-            raise PromptError(
-                f"the prompt has {len(ids)} tokens, which leaves no room in the context of "
-                f"{self.max_context}: shorten it or raise --ctx-size"
-            )
-        return ids
-
-    def _checked_ids(self, ids: Sequence[int]) -> list[int]:
-        for token in ids:
-            if not 0 <= int(token) < self.tokenizer.n_tokens:
-                raise PromptError(f"token id {token} is outside the vocabulary")
-        return [int(token) for token in ids]
-
     def _loading(self, residency: ResidencyPlan, **more: Any) -> Loading:
         return Loading(residency, max_context=self.plan.ctx_size, **more)
 
@@ -201,6 +223,7 @@ class LLM:
             self._loading(
                 planned.plan.residency,
                 max_nodes=1 + planned.plan.n_draft_tokens,
+                max_rows=1 + planned.plan.n_draft_tokens,
                 load_mode=_target_load_mode(options.load_mode, planned.plan.residency),
                 n_readers=options.io_threads,
                 progress=progress,
@@ -208,9 +231,14 @@ class LLM:
         )
 
     def _load_draft(self, draft: OpenedModel, residency: ResidencyPlan) -> Backend:
-        n_nodes = most_draft_nodes(self.plan.n_draft_tokens)
-        load_mode = "stream" if residency.n_slots else "ram"
-        return draft.source.load(self._loading(residency, max_nodes=n_nodes, load_mode=load_mode))
+        return draft.source.load(
+            self._loading(
+                residency,
+                max_nodes=most_draft_nodes(self.plan.n_draft_tokens, draft.source.max_tree_leaves),
+                max_rows=MAX_BEAMS,
+                load_mode="stream" if residency.n_slots else "ram",
+            )
+        )
 
 
 def _target_load_mode(wanted: str, residency: ResidencyPlan) -> str:

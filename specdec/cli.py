@@ -11,6 +11,7 @@ import typer
 from specdec import __version__, cli_info, cli_run
 from specdec.cli_errors import run_app
 from specdec.cli_output import write_text
+from specdec.quiet import quiet_libraries
 
 app = typer.Typer(
     name="specdec",
@@ -42,7 +43,12 @@ def root(
     context: typer.Context,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Show the version.",
+        ),
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
@@ -51,4 +57,5 @@ def root(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    quiet_libraries()
     return run_app(app, "specdec", sys.argv[1:] if argv is None else argv)

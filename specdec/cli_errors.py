@@ -13,11 +13,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import typer
 from typer.exceptions import TyperException
 
 from offload.errors import SpecdecError
+from specdec.cli_output import OutputError, write_text
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -46,6 +48,7 @@ class Invocation:
 def run_app(app: typer.Typer, name: str, argv: Sequence[str]) -> int:
     """Run a typer app and return the exit code; never raises for a user's mistake."""
     command = typer.main.get_command(app)
+    _hide_flag_types(command)
 
     def work() -> None:
         arguments = expand_aliases(argv)
@@ -55,13 +58,35 @@ def run_app(app: typer.Typer, name: str, argv: Sequence[str]) -> int:
     return guard(name, work, debug="--debug" in argv)
 
 
+def _hide_flag_types(command: Any) -> None:
+    """Flags take no value: without this typer's help shows each one as `--json <bool>`."""
+
+    def hide(one: Any) -> None:
+        make_help_option = one.get_help_option
+
+        def help_option(context: Any) -> Any:
+            option = make_help_option(context)
+            if option is not None:
+                option.metavar = ""
+            return option
+
+        one.get_help_option = help_option
+        for option in one.params:
+            if getattr(option, "is_flag", False):
+                option.metavar = ""
+
+    hide(command)
+    for one in getattr(command, "commands", {}).values():
+        hide(one)
+
+
 def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
     """Call `work`; turn the ways in which it may end into exit codes and at most one line."""
     debug = debug or os.environ.get("SPECDEC_DEBUG", "") not in ("", "0")
     _make_output_robust()
     try:
         work()
-        sys.stdout.flush()
+        write_text("")  # what is still buffered
         return 0
     except typer.Exit as stop:
         return stop.exit_code
@@ -72,6 +97,9 @@ def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
         return _forget_stdout()
     except TyperException as error:
         return _fail(name, f"{error.format_message()} (see {_command_path(name, error)} --help)")
+    except OutputError as error:
+        _forget_stdout()
+        return _fail(name, str(error), debug)
     except SpecdecError as error:
         return _fail(name, str(error), debug)
     except MemoryError:

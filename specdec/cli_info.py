@@ -12,9 +12,13 @@ import typer
 
 from offload.units import format_bytes
 from specdec import cli_options as options
+from specdec.cli_checks import check_models, note_context
 from specdec.cli_output import write_json, write_text
 from specdec.cli_signature import with_options
 from specdec.enforce import child_environment
+
+COMMAND_NAME = "SPECDEC_COMMAND_NAME"
+"""Environment variable: what the benchmark's program calls itself."""
 
 RequiredDraft = Annotated[
     str,
@@ -32,9 +36,11 @@ def plan(
     load: options.LoadOptions, json: options.Json = False, debug: options.Debug = False
 ) -> None:
     """Show what goes where in memory, the predicted speed and the smallest budget that works."""
+    check_models(load)
     from specdec.planning import plan_run
 
     run_plan = plan_run(**load.as_keywords())
+    note_context(load, run_plan.ctx_size)
     if json:
         write_json(run_plan.to_dict())
     else:
@@ -88,4 +94,4 @@ def demo(arguments: DemoArguments = None) -> None:
     # takes this process over, so that Ctrl-C reaches it and it alone cleans up.
     command = [sys.executable, "-m", "bench", "demo", *(arguments or ())]
     sys.stdout.flush()
-    os.execve(sys.executable, command, child_environment())
+    os.execve(sys.executable, command, child_environment({COMMAND_NAME: "specdec"}))

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from offload.errors import SpecdecError
-from offload.units import parse_bytes
-from specdec.config import SamplingParams, SpecConfig, parse_spec_type
+from specdec.config import SamplingParams, parse_spec_type
+from specdec.options import run_options
 
 _MODEL, _MEMORY, _SPECULATION, _SAMPLING = "Models", "Memory", "Speculation", "Sampling"
 
@@ -48,7 +48,7 @@ MemoryBudget = Annotated[
     typer.Option(
         "--memory-budget",
         help="Memory of the whole process, e.g. 3.5GiB or 6GB; auto takes the cgroup's limit, "
-        "else the machine's memory.",
+        "or what other processes leave free, if that is less.",
         rich_help_panel=_MEMORY,
     ),
 ]
@@ -98,7 +98,7 @@ IoThreads = Annotated[
         min=1,
         help="Threads that read from storage.",
         rich_help_panel=_MEMORY,
-        show_default="measured",
+        show_default="4",
     ),
 ]
 LoadMode = Annotated[
@@ -158,7 +158,7 @@ TreeWidth = Annotated[
         min=1,
         help="Most branches below one draft token.",
         rich_help_panel=_SPECULATION,
-        show_default="planned",
+        show_default="8",
     ),
 ]
 MaxTokens = Annotated[
@@ -220,7 +220,8 @@ Stop = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Debug = Annotated[
-    bool, typer.Option("--debug", help="Show the traceback of an error (also SPECDEC_DEBUG=1).")
+    bool,
+    typer.Option("--debug", help="Show the traceback of an error (also SPECDEC_DEBUG=1)."),
 ]
 
 
@@ -253,10 +254,7 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         """Raise SpecdecError for a mistake before anything is started."""
-        if self.memory_budget != "auto":
-            parse_bytes(self.memory_budget)
-        values = self.as_keywords()
-        SpecConfig(values["spec_type"] or (), values["num_draft_tokens"], values["tree_width"])
+        run_options(**self.as_keywords())
 
     def as_keywords(self) -> dict[str, Any]:
         """The keywords of `specdec.load`; spec_type None means its default, () plain decoding."""

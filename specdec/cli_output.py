@@ -8,16 +8,28 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TextIO
 
+from offload.errors import SpecdecError
 from offload.units import GIB
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) while a model is loaded."""
 
 
+class OutputError(SpecdecError):
+    """stdout takes no more text."""
+
+
 def write_text(text: str) -> None:
     """Write generated text at once, so that it appears token by token."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(
+            f"cannot write to stdout: {error.strerror or error}; send it where there is room"
+        ) from error
 
 
 def write_json(value: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specdec import cli_options as options
+from specdec.cli_checks import check_chat_template, check_models, check_prompt, note_context
 from specdec.cli_output import loading_progress, perf_line, say, write_json, write_text
 from specdec.cli_signature import with_options
 from specdec.enforce import enforced_bytes, run_enforced
@@ -45,6 +46,7 @@ def run(
     if enforce:
         run_again_enforced(context, load.memory_budget)
     text = read_prompt(prompt, file)
+    check_prompt(text)
     keywords = {"max_tokens": max_tokens, **sampling.as_keywords()}
     with open_model(load) as llm:
         if json:
@@ -70,6 +72,7 @@ def chat(
     keywords = {"max_tokens": max_tokens, **sampling.as_keywords()}
     messages: list[dict[str, str]] = []
     with open_model(load) as llm:
+        check_chat_template(llm, load.model)
         while (line := read_line()) is not None:
             messages.append({"role": "user", "content": line})
             try:
@@ -93,11 +96,13 @@ def run_again_enforced(context: typer.Context, memory_budget: str) -> None:
 
 @contextmanager
 def open_model(load_options: options.LoadOptions) -> Iterator[LLM]:
+    check_models(load_options)
     from specdec.api import load
 
     with loading_progress(f"loading {load_options.model}") as progress:
         llm = load(**load_options.as_keywords(), progress=progress)
     with llm:
+        note_context(load_options, llm.plan.ctx_size)
         yield llm
 
 

@@ -7,6 +7,8 @@ from dataclasses import fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from typing import Any, get_type_hints
 
+from specdec.cli_options import Debug
+
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Let a command take option dataclasses: their fields become its options."""
@@ -33,6 +35,21 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     flat.__annotations__ = {one.name: one.annotation for one in parameters}
     flat.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return flat
+
+
+def with_debug(command: Callable[..., None]) -> Callable[..., None]:
+    """Add --debug, which `run_app` reads from the words themselves, to a command's options."""
+    declared = signature(command, eval_str=True).parameters.values()
+    parameters = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in declared]
+    parameters.append(Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Debug))
+
+    def accepting(debug: bool, **values: Any) -> None:
+        command(**values)
+
+    accepting.__doc__ = command.__doc__
+    accepting.__annotations__ = {one.name: one.annotation for one in parameters}
+    accepting.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return accepting
 
 
 def _fields_as_options(group: Any) -> list[Parameter]:

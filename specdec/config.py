@@ -23,7 +23,7 @@ LOWEST_TEMPERATURE = 1e-4  # below this, logits / temperature may overflow float
 SPEC_TYPES = ("draft", "ngram")
 ACCEPTANCE_RULES = ("match", "rejection")
 DEFAULT_TREE_WIDTH = 8
-DEFAULT_DRAFT_DEPTH = 16
+DEFAULT_DRAFT_DEPTH = 32
 MAX_DRAFT_TOKENS = 1024
 
 SequenceBias = tuple[tuple[tuple[int, ...], float], ...]
@@ -215,31 +215,41 @@ def _as_float(name: str, value: Any) -> float:
 
 
 def _check(
-    name: str, value: Any, kind: type, low: float, high: float = math.inf, *, open_low: bool = False
+    name: str,
+    value: Any,
+    kind: type,
+    low: float,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
 ) -> None:
-    """Raise ConfigError unless value is None or a `kind` within [low, high] (or (low, high])."""
+    """Raise ConfigError unless value is None or a `kind` from low to high, both included or not."""
     if value is None:
         return
     wanted = (int, float) if kind is float else (kind,)
     bounds = f"above {low}" if open_low else f"at least {low}"
-    bounds += "" if high == math.inf else f" and at most {high}"
+    bounds += "" if high == math.inf else f" and {'below' if open_high else 'at most'} {high}"
     is_right_kind = isinstance(value, wanted) and not isinstance(value, bool)
-    if not is_right_kind or not low <= value <= high or (open_low and value == low):
+    is_at_open_end = (open_low and value == low) or (open_high and value == high)
+    if not is_right_kind or not low <= value <= high or is_at_open_end:
         noun = "an integer" if kind is int else "a number"
         raise ConfigError(f"{name} is {value!r}, must be {noun} {bounds}")
 
 
 def _validate_ranges(params: SamplingParams) -> None:
-    if params.temperature != 0.0:
-        _check("temperature (0 means greedy)", params.temperature, float, LOWEST_TEMPERATURE, 1e4)
+    if params.temperature != 0.0 and not LOWEST_TEMPERATURE <= params.temperature <= 1e4:
+        bounds = f"0 (greedy) or from {LOWEST_TEMPERATURE} to 10000"
+        raise ConfigError(f"temperature is {params.temperature}, must be {bounds}")
     for name in ("top_k", "no_repeat_ngram_size", "min_tokens", "min_length"):
         if getattr(params, name) is None:
             raise ConfigError(f"{name} is None, must be an integer (0 switches it off)")
         _check(name, getattr(params, name), int, 0)
     for name in ("top_p", "typical_p", "top_h"):
         _check(name, getattr(params, name), float, 0.0, 1.0, open_low=True)
-    for name in ("min_p", "epsilon_cutoff", "eta_cutoff"):
-        _check(name, getattr(params, name), float, 0.0, 1.0)
+    _check("min_p", params.min_p, float, 0.0, 1.0)
+    for name in ("epsilon_cutoff", "eta_cutoff"):
+        _check(name, getattr(params, name), float, 0.0, 1.0, open_high=True)
     _check("repetition_penalty", params.repetition_penalty, float, 0.0, 1e4, open_low=True)
     _check("seed", params.seed, int, 0, SEED_LIMIT - 1)
     _check("max_tokens", params.max_tokens, int, 1)

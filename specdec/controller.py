@@ -87,7 +87,8 @@ class Controller:
     def step(self, max_tokens: int) -> Round:
         """One round: between 1 and `max_tokens` new tokens."""
         with self._recorder.drafting():
-            limits = self._policy.limits(len(self.context), max_tokens)
+            room = self._target.node_room
+            limits = self._policy.limits(len(self.context), max_tokens, room)
             tree = self._drafter.propose(self.context, limits)
         with self._recorder.verifying():
             node_ids, logits = self._target.extend(tree.token_ids, self._target_parents(tree))

@@ -25,6 +25,9 @@ HEADROOM_BYTES = 192 * MIB
 _SMALLEST_STEP_BYTES = 16 * MIB
 """The smallest budget leaves as much over, and is rounded up to it: the base varies a little."""
 _LEAST_ADVISED_CTX = 256
+_RUNS_PER_NODE = 4
+_PROBABILITY_BYTES = 8  # float64
+_RANKED_LOGIT_BYTES = 4 + 8  # float32 and int64
 _PLENTY_BYTES = 1 << 62
 
 
@@ -82,9 +85,13 @@ class _Tenant:
             budget.reserve(f"{prefix}paging", self.overhead_bytes)
 
 
-def most_draft_nodes(n_drafted: int) -> int:
-    """Most nodes that the draft runs for one tree of the target, of which it keeps the KV."""
-    return max(MAX_BEAMS, 1 + n_drafted)
+def most_draft_nodes(n_drafted: int, most_leaves: int | None) -> int:
+    """Most nodes that the draft runs for one tree of the target, of which it keeps the KV.
+
+    A tree of the best n nodes takes about 2n runs to find, 5n at most of those observed.
+    """
+    n_nodes = _RUNS_PER_NODE * max(MAX_BEAMS, 1 + n_drafted)
+    return n_nodes if most_leaves is None else min(n_nodes, most_leaves)
 
 
 class Divider:
@@ -130,15 +137,28 @@ class Divider:
         target, n_nodes = self._target.source, 1 + self._n_drafted
         parts = {
             "target embeddings and head": target.outer_bytes,
-            "target KV cache": target.kv_bytes(ctx_size + n_nodes, cache_type),
-            "target activations": target.scratch_bytes(ctx_size, n_nodes),
+            "target KV cache": target.kv_bytes(ctx_size, n_nodes, cache_type),
+            "target activations": target.scratch_bytes(ctx_size, n_nodes, n_nodes),
         }
         if self._draft is not None:
             draft = self._draft.source
             parts["draft embeddings and head"] = draft.outer_bytes
-            parts["draft KV cache"] = draft.kv_bytes(ctx_size + most_draft_nodes(self._n_drafted))
-            parts["draft activations"] = draft.scratch_bytes(ctx_size, MAX_BEAMS)
+            n_run = most_draft_nodes(self._n_drafted, draft.max_tree_leaves)
+            parts["draft KV cache"] = draft.kv_bytes(ctx_size, n_run)
+            parts["draft activations"] = draft.scratch_bytes(ctx_size, MAX_BEAMS, n_run)
+            parts["draft probabilities"] = self._probability_bytes(draft)
         return parts
+
+    def _probability_bytes(self, draft: ModelSource) -> int:
+        """What drafting keeps beside the draft's logits.
+
+        The rejection rule keeps the row that each token of its chain was drawn from. A tree's
+        level is ranked on a copy of its logits, whose order is one int64 for each.
+        """
+        spec, n_tokens = self._options.spec, min(draft.vocab_size, self._target.source.vocab_size)
+        if spec.acceptance == "rejection":
+            return min(self._n_drafted, spec.depth) * n_tokens * _PROBABILITY_BYTES
+        return MAX_BEAMS * n_tokens * _RANKED_LOGIT_BYTES
 
     def _advice(self, needed: int) -> str:
         """Which smaller context or KV format would help, and by how much."""

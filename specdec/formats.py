@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from backends.library_errors import one_line
 from backends.source import BackendOptions, ModelSource
+from offload.index import CheckpointError
 from specdec.compat import Compatibility, Vocabulary, compare_vocabularies
 from specdec.models import resolve_model
 from specdec.text import ChatTokenizer, Tokenizer
@@ -51,7 +53,11 @@ def read_vocabulary(name: str | Path) -> Vocabulary:
 
         return GgufTokenizer.from_file(path).vocabulary()
     from backends.hf_model import load_config
+    from backends.layer_count import refuse_absurd_count
+    from backends.raw_config import refuse_nonsense
 
+    refuse_nonsense(path)
+    refuse_absurd_count(path)
     n_rows = load_config(path).get_text_config().vocab_size
     return Vocabulary.from_tokenizer(Tokenizer.from_pretrained(path).hf_tokenizer, n_rows)
 
@@ -85,10 +91,22 @@ def _eos_token_ids(directory: Path, config: Any, tokenizer: Tokenizer) -> tuple[
     from transformers import GenerationConfig
 
     eos: Any = None
-    if (directory / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(directory).eos_token_id
+    path = directory / "generation_config.json"
+    if path.is_file():
+        try:
+            eos = GenerationConfig.from_pretrained(directory).eos_token_id
+        except Exception as error:  # whatever a broken file makes the library raise
+            raise CheckpointError(
+                f"{path} cannot be read: {one_line(error)}: mend it or remove it"
+            ) from error
     if eos is None:
         eos = config.eos_token_id
     if eos is None:
         return tokenizer.eos_token_ids
-    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+    ids = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    if not all(type(one) is int and one >= 0 for one in ids):
+        raise CheckpointError(
+            f"{directory}: eos_token_id is {eos!r}, must be a token id or a list of them: "
+            "mend generation_config.json or config.json"
+        )
+    return ids

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from backends.base import StreamUse
+from offload.errors import SpecdecError
 from offload.memory import process_memory
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.controller import Controller, NoDrafter
 from specdec.drafters.base import Drafter
 from specdec.drafters.merged import MergedDrafter
@@ -27,6 +31,23 @@ GREEDY_DRAFT_TEMPERATURE = 0.5
 than its draft probability."""
 _REJECTION_STREAM = 2**64 - 1
 """Key word of the rejection rule's random numbers; positions, the match rule's, never get there."""
+
+
+class ModelClosed(SpecdecError):
+    """A model was asked for something after its end."""
+
+    def __init__(self) -> None:
+        super().__init__("the model is closed; load it again")
+
+
+class ModelBusy(SpecdecError):
+    """A generation was asked for while another one computes."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "an LLM runs one generation at a time: wait for the one that is running, "
+            "or load the model once more"
+        )
 
 
 @dataclass(frozen=True)
@@ -77,25 +98,53 @@ class GenerationStream:
         self._recorder = StatsRecorder(prompt_tokens=len(prompt_ids))
         self._logprobs: list[float] = []
         self._text = TextStream(llm.tokenizer, prompt_ids=prompt_ids, stop=params.stop)
-        room = llm.max_context - len(prompt_ids)
-        self._limit = max(1, min(params.token_limit(len(prompt_ids)), room))
+        self._limit = _token_limit(params, len(prompt_ids), llm.max_context)
         self._token_ids: list[int] = []
         self._pieces: list[str] = []
         self._finish_reason = "cancelled"
-        self._use_before = llm.target.stream_use  # of bytes and stalls
+        self._use_before: StreamUse | None = None  # of bytes and stalls, when this one began
         self._stats: GenerationStats | None = None
+        self._thread_id = 0  # of the thread that computes
         self._chunks = self._run()
 
     def __iter__(self) -> Iterator[StreamChunk]:
         return self
 
     def __next__(self) -> StreamChunk:
-        return next(self._chunks)
+        if self._is_computing:
+            raise ModelBusy
+        self._thread_id = threading.get_ident()
+        try:
+            return next(self._chunks)
+        except Exception as error:
+            if self._is_executing(error):
+                raise ModelBusy from error
+            if self._llm.is_closed and not isinstance(error, (StopIteration, ModelClosed)):
+                raise ModelClosed from error
+            raise
 
     def cancel(self) -> None:
         """End here; what was generated so far is the result."""
-        self._chunks.close()
+        try:
+            self._chunks.close()
+        except ValueError as error:
+            if self._is_executing(error):
+                raise ModelBusy from error
+            raise
         self._finish()
+
+    @property
+    def is_computing_elsewhere(self) -> bool:
+        """Whether another thread is inside of `next`."""
+        return self._is_computing and self._thread_id != threading.get_ident()
+
+    @property
+    def _is_computing(self) -> bool:
+        return inspect.getgeneratorstate(self._chunks) == inspect.GEN_RUNNING
+
+    def _is_executing(self, error: Exception) -> bool:
+        """Whether the error is Python's own, of entering a generator twice."""
+        return isinstance(error, ValueError) and self._is_computing
 
     @property
     def result(self) -> GenerationResult:
@@ -112,13 +161,16 @@ class GenerationStream:
     def _run(self) -> Generator[StreamChunk, None, None]:
         try:
             self._llm.begin(self)
+            self._llm.check_open()
             self._llm.target.rollback(0)
+            self._use_before = self._llm.target.stream_use
             # The request begins with the first chunk asked for, not when the stream was made.
             self._recorder = StatsRecorder(prompt_tokens=len(self._prompt_ids))
             controller = self._make_controller(self._spec)
             self._logprobs = controller.logprobs
             yield self._take((controller.start(self._prompt_ids),))
             while self._finish_reason == "cancelled":
+                self._llm.check_open()
                 tree, acceptance, tokens = controller.step(self._limit - len(self._token_ids))
                 chunk = self._take(tokens)
                 self._recorder.record_round(tree, acceptance, n_emitted=len(chunk.token_ids))
@@ -149,7 +201,8 @@ class GenerationStream:
 
     def _measure(self) -> GenerationStats:
         llm = self._llm
-        use, before = llm.target.stream_use, self._use_before
+        use = llm.target.stream_use
+        before = self._use_before or use
         backends = [llm.target] if llm.draft is None else [llm.target, llm.draft]
         kv_bytes = sum(backend.kv_bytes for backend in backends)
         used = sum(b.kv_bytes * b.n_committed / max(1, b.n_kv_allocated) for b in backends)
@@ -194,3 +247,14 @@ class GenerationStream:
         if not drafters:
             return NoDrafter()
         return drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)
+
+
+def _token_limit(params: SamplingParams, n_prompt: int, max_context: int) -> int:
+    """New tokens at most; like transformers, no limit that the prompt alone reaches."""
+    limit = params.token_limit(n_prompt)
+    if limit < 1:
+        raise ConfigError(
+            f"max_length is {params.max_length}, but the prompt alone has {n_prompt} tokens: "
+            "raise it, or set max_tokens"
+        )
+    return min(limit, max_context - n_prompt)

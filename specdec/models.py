@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from backends.library_errors import one_line
 from offload.errors import SpecdecError
 from specdec.pair import PAIR_PREFIX, pair_path
 
@@ -19,6 +20,10 @@ from specdec.pair import PAIR_PREFIX, pair_path
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.txt", "*.jinja")
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(:(?P<file>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 _SPLIT = re.compile(r"-(?P<number>\d{5})-of-\d{5}\.gguf$")
+
+
+# No hub id begins like this.
+_PATH_STARTS = (".", "/", "~")
 
 
 class ModelNotFound(SpecdecError):
@@ -40,10 +45,18 @@ def resolve_model(name: str | Path) -> Path:
         return path
     if path.exists():
         raise ModelNotFound(f"{path} is a file: name a GGUF file or the checkpoint's directory")
+    if text.startswith(_PATH_STARTS):
+        raise ModelNotFound(f"no such model directory: {path}")
     hub_id = _HUB_ID.fullmatch(text)
     if hub_id is None or (text.endswith(".gguf") and not hub_id["file"]):
         raise ModelNotFound(f"no such model: {path}")
     return _from_hub(text, hub_id["repo"], hub_id["file"], hub_id["revision"])
+
+
+def check_local_name(name: str | Path) -> None:
+    """Raise ModelNotFound for a name that can be no model, without asking the hub."""
+    if Path(name).expanduser().exists() or _HUB_ID.fullmatch(str(name)) is None:
+        resolve_model(name)
 
 
 def _embedded(name: str) -> Path:
@@ -86,9 +99,8 @@ def _from_hub(name: str, repo_id: str, part: str | None, revision: str | None) -
     try:
         folder = snapshot_download(repo_id, revision=revision, allow_patterns=wanted)
     except Exception as error:  # the hub client raises many kinds; each is one line here
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelNotFound(
             f"{name} is neither a model on this disk nor in the local hub cache, "
-            f"and it cannot be downloaded: {reason}"
+            f"and it cannot be downloaded: {one_line(error)}"
         ) from error
     return _in_directory(Path(folder), part or "")

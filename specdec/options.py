@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from backends.source import CACHE_TYPES, LOAD_MODES, BackendOptions
+from offload.units import parse_bytes
 from specdec.config import ConfigError, SpecConfig
+
+MAX_THREADS = 256
+MAX_IO_THREADS = 64
+MAX_PREFETCH_DEPTH = 64
 
 
 @dataclass(frozen=True)
@@ -55,14 +61,15 @@ def run_options(
     )
     if "draft" in spec.spec_type and draft_model is None:
         raise ConfigError("spec_type has 'draft' but no draft model was named: use -md")
-    for name, value in (
-        ("ctx_size", ctx_size),
-        ("threads", threads),
-        ("prefetch_depth", prefetch_depth),
-        ("io_threads", io_threads),
+    for name, value, most in (
+        ("ctx_size", ctx_size, None),
+        ("threads", threads, _most_threads()),
+        ("prefetch_depth", prefetch_depth, MAX_PREFETCH_DEPTH),
+        ("io_threads", io_threads, MAX_IO_THREADS),
     ):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}, must be at least 1")
+        _check_count(name, value, most)
+    if memory_budget != "auto" and parse_bytes(memory_budget) == 0:
+        raise ConfigError(f"memory_budget is {memory_budget}, must be positive: try 2GiB, or auto")
     _check_choice("load_mode", load_mode, LOAD_MODES)
     _check_choice("cache_type_k", cache_type_k, (None, *CACHE_TYPES))
     _check_choice("cache_type_v", cache_type_v, (None, *CACHE_TYPES))
@@ -79,6 +86,20 @@ def run_options(
         backend=BackendOptions(threads, cache_type_k, cache_type_v),
         spec=spec,
     )
+
+
+def _most_threads() -> int:
+    """More are never faster, and thousands take the machine down."""
+    return max(MAX_THREADS, 4 * (os.cpu_count() or 1))
+
+
+def _check_count(name: str, value: int | None, most: int | None) -> None:
+    if value is None:
+        return
+    if value < 1:
+        raise ConfigError(f"{name} is {value}, must be at least 1")
+    if most is not None and value > most:
+        raise ConfigError(f"{name} is {value}, must be at most {most}")
 
 
 def _check_choice(name: str, value: str | None, allowed: Sequence[str | None]) -> None:

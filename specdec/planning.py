@@ -15,6 +15,7 @@ from offload.budget import BudgetExceeded
 from offload.memory import memory_limit, process_memory
 from offload.profile import measure_storage
 from offload.units import parse_bytes
+from specdec.allocator import free_large_blocks_at_once, give_back_freed
 from specdec.compat import compare_vocabularies
 from specdec.config import ConfigError, SpecConfig
 from specdec.division import Divider, Division
@@ -46,6 +47,7 @@ def plan_run(model: str | Path, draft_model: str | Path | None = None, **options
 
 def plan_models(options: RunOptions) -> PlannedModels:
     """Read the models' headers, measure the machine, and divide the budget."""
+    free_large_blocks_at_once()
     target = open_model(options.model, options.backend)
     draft = None
     if options.draft_model is not None:
@@ -57,6 +59,7 @@ def plan_models(options: RunOptions) -> PlannedModels:
     bandwidth = measure_storage(target.source.weight_file).storage_bytes_per_second
     costs = _Costs(target.source, draft_source, bandwidth)
     gc.collect()  # what building the models left behind is not the process's base
+    give_back_freed()
     total_bytes, source = _budget(options.memory_budget)
     divider = Divider(target.source, draft_source, options)
     division = _divide(divider, total_bytes, options.spec, costs, target.source.max_tree_leaves)

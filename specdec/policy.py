@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
+from specdec.drafters.model import MAX_BEAMS
 
 MAX_AUTO_NODES = 128
 """Beyond this the next node of a tree is hardly ever accepted, and its logits take memory."""
@@ -77,14 +78,16 @@ class DraftPolicy:
         """Levels of a tree when nothing else bounds it."""
         return self._depth
 
-    def limits(self, context_length: int, max_tokens: int) -> TreeLimits:
+    def limits(self, context_length: int, max_tokens: int, node_room: int) -> TreeLimits:
         """For a context of that many tokens, pending one included, and the tokens still wanted.
+
+        node_room: nodes that the target can take now, the pending token's among them.
 
         The last token wanted is never drafted: the target emits it itself.
         """
         room = self._max_context - context_length
         depth = max(0, min(self._depth, room, max_tokens - 1))
-        return TreeLimits(self._n_nodes, depth, self._config.width)
+        return TreeLimits(min(self._n_nodes, node_room - 1), depth, self._config.width)
 
     def _choose_depth(self, cost: PassCost, draft_cost: PassCost | None) -> int:
         """The depth with the best expected tokens per second, drafting before each pass.
@@ -95,7 +98,7 @@ class DraftPolicy:
         if self._config.draft_depth is not None or draft_cost is None:
             return self._config.depth
         pass_seconds = cost.seconds(1 + self._n_nodes)
-        level_seconds = draft_cost.seconds(1)
+        level_seconds = draft_cost.seconds(min(self._n_nodes, MAX_BEAMS))
 
         def rate(depth: int) -> float:
             tokens = sum(ASSUMED_LEVEL_ACCEPTANCE**level for level in range(depth + 1))

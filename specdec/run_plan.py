@@ -7,7 +7,7 @@ from typing import Any
 
 from offload.budget import format_up
 from offload.plan import ResidencyPlan
-from offload.units import format_bytes
+from offload.units import GIB, format_bytes
 from specdec.policy import PassCost
 
 ASSUMED_TOKENS_PER_PASS = 3.5
@@ -87,23 +87,33 @@ class RunPlan:
             lines.append(_residency_line(self.residency))
         if self.draft_residency is not None and self.draft_residency.n_streamed_layers:
             lines.append("draft: " + _residency_line(self.draft_residency))
-        lines.append(
-            f"storage {self.storage_bytes_per_second / 1e9:.2f} GB/s; a pass of 1 token takes "
-            f"{self.pass_cost.seconds(1):.2f} s, of {1 + self.n_draft_tokens} tokens "
-            f"{self.pass_cost.seconds(1 + self.n_draft_tokens):.2f} s"
-        )
-        lines.append(self._speed_line())
-        lines.append(f"smallest budget that works {format_up(self.smallest_budget_bytes)}")
+        if self.residency.n_streamed_layers:
+            lines += self._speed_lines()
+        lines.append(f"smallest budget that works {_exact(self.smallest_budget_bytes)}")
         return lines + [f"warning: {warning}" for warning in self.warnings]
 
-    def _speed_line(self) -> str:
+    def _speed_lines(self) -> list[str]:
+        """Of a target that streams: what computing alone costs is known less well."""
+        n_rows = 1 + self.n_draft_tokens
+        passes = (
+            f"storage {self.storage_bytes_per_second / 1e9:.2f} GB/s; a pass of 1 token takes "
+            f"{self.pass_cost.seconds(1):.2f} s, of {n_rows} tokens "
+            f"{self.pass_cost.seconds(n_rows):.2f} s"
+        )
         speed = f"predicted {self.plain_tokens_per_second:.2f} tokens/s plain"
         if self.draft_cost is None:
-            return speed
-        return (
-            f"{speed}, {self.predicted_tokens_per_second:.2f} tokens/s with the draft "
+            return [passes, speed]
+        speed += (
+            f", {self.predicted_tokens_per_second:.2f} tokens/s with the draft "
             f"(assuming {ASSUMED_TOKENS_PER_PASS} tokens per pass)"
         )
+        return [passes, speed]
+
+
+def _exact(n_bytes: int) -> str:
+    """Enough when typed in; beside it what is easier to read."""
+    readable = f" ({format_bytes(n_bytes)})" if n_bytes >= GIB else ""
+    return format_up(n_bytes) + readable
 
 
 def _residency_line(residency: ResidencyPlan) -> str:

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from offload.errors import SpecdecError
 from specdec import processors as np_forms
-from specdec.config import SamplingParams
+from specdec.config import ConfigError, SamplingParams
 from specdec.pipeline_order import ORDER, PipelineContext, active_steps, numpy_form, torch_form
 from specdec.processors import Ids, Processor, Scores
 
@@ -147,6 +147,7 @@ class Sampler:
         logits_processors: Sequence[Any] = (),
     ) -> None:
         eos = tuple(eos_token_ids)
+        _check_biased_ids(params, n_tokens)
         self.params = params
         self.n_tokens = n_tokens
         self.seed = fresh_seed() if params.seed is None else params.seed
@@ -220,6 +221,21 @@ class Sampler:
             return self.choose(prefix, logits_of(node), position=len(prefix))
 
         return choose_after
+
+
+def _check_biased_ids(params: SamplingParams, n_tokens: int) -> None:
+    """Raise ConfigError for ids that no row of logits has."""
+    biased = {
+        "bad_words_ids": params.bad_words_ids,
+        "sequence_bias": tuple(ids for ids, _ in params.sequence_bias),
+    }
+    for name, sequences in biased.items():
+        highest = max((max(ids) for ids in sequences), default=0)
+        if highest >= n_tokens:
+            raise ConfigError(
+                f"{name} holds token id {highest}, but the vocabulary has {n_tokens} tokens: "
+                "give ids of this model's tokenizer"
+            )
 
 
 def _describe_bad_row(row: Scores, position: int) -> str:

@@ -11,17 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from offload.errors import SpecdecError
+from specdec.tokenizer_files import TokenizerError as TokenizerError
+from specdec.tokenizer_files import load_hf_tokenizer
 
 UNFINISHED = "\ufffd"  # what decoders give for bytes that are no complete character (yet)
 CONTEXT_TOKENS = 6  # of the prompt: enough for decoders that look at the neighbours of a token
 MAX_EXTRA_CONTEXT_TOKENS = 16
 MAX_PENDING_TOKENS = 16  # of unfinished text in a window before its middle is given up
 _CHARACTER_BYTES = 4  # the longest in UTF-8; every token with text has at least one byte
-
-
-class TokenizerError(SpecdecError):
-    """A tokenizer cannot be loaded, or lacks what was asked of it."""
 
 
 class TokenDecoder(Protocol):
@@ -58,13 +55,7 @@ class Tokenizer:
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
         """Load from a checkpoint directory; code that the checkpoint may carry is never run."""
-        from transformers import AutoTokenizer
-
-        try:
-            return cls(AutoTokenizer.from_pretrained(str(path), trust_remote_code=False))
-        except Exception as error:  # whatever a broken file makes the libraries raise
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise TokenizerError(f"cannot load a tokenizer from {path}: {reason[0]}") from error
+        return cls(load_hf_tokenizer(Path(path)))
 
     @property
     def n_tokens(self) -> int:
@@ -82,9 +73,8 @@ class Tokenizer:
         return bool(getattr(self.hf_tokenizer, "chat_template", None))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [
-            int(i) for i in self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        ]
+        ids = self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return [int(i) for i in ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens; special tokens have none."""
@@ -104,8 +94,7 @@ class Tokenizer:
             )
         except Exception as error:  # templates are programs of the checkpoint
             raise TokenizerError(f"the model's chat template failed: {error}") from error
-        # the template writes the special tokens itself
-        return self.encode(str(text), add_special_tokens=False)
+        return self.encode(str(text), add_special_tokens=False)  # the template writes them
 
 
 class IncrementalDetokenizer:

@@ -37,6 +37,30 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         "BloomConfig",
         {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4, "pad_token_id": 0},
     ),
+    "gpt2": (  # the attention mask comes by position
+        "GPT2Config",
+        {
+            "vocab_size": VOCAB,
+            "n_embd": 32,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 256,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "xglm": (  # the same
+        "XGLMConfig",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 32,
+            "num_layers": 3,
+            "attention_heads": 4,
+            "ffn_dim": 48,
+            "max_position_embeddings": 256,
+            "pad_token_id": 0,
+        },
+    ),
     "minicpm3": (  # dense multi-head latent attention
         "MiniCPM3Config",
         {

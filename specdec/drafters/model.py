@@ -126,8 +126,7 @@ class ModelDrafter(Drafter):
 
     def _n_runnable(self) -> int:
         """Nodes that the backend can take beside those that this tree has run."""
-        most = self._backend.max_nodes
-        return MAX_BEAMS if most is None else max(0, most - len(self._node_ids))
+        return max(0, self._backend.node_room - len(self._node_ids))
 
     def _run(
         self, tree: DraftTree, nodes: list[int], parents: list[int]

@@ -125,6 +125,10 @@ def test_vocabulary_of_the_logits(checkpoint_factory):
         ({"model_type": "gpt_neo"}, "gpt_neo is not supported"),
         ({"model_type": "mpt"}, "mpt is not supported"),
         ({"model_type": "vit"}, "vit has no causal language model"),
+        ({"model_type": "rwkv"}, "rwkv keeps no keys and values"),
+        ({"model_type": "openai-gpt"}, "openai-gpt keeps no keys and values"),
+        ({"model_type": "xlm", "causal": True}, "xlm keeps no keys and values"),
+        ({"model_type": "gemma4_unified_text"}, "head_dim differs among its layers"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised"),
     ],
 )

@@ -17,7 +17,8 @@ pytest.importorskip("gguf")
 from backends.base import PREFIX, BackendError, UnsupportedModel
 from backends.gguf_model import load_gguf_model
 from backends.llama_batch import Batch
-from backends.llama_cpp import LlamaBackend, context_options
+from backends.llama_context import context_options
+from backends.llama_cpp import LlamaBackend
 from backends.llama_lib import ContextOptions, LlamaError, LlamaModel, load_library
 from backends.llama_log import LlamaLog
 from backends.llama_memory import context_memory, logged_sizes
@@ -155,7 +156,7 @@ def test_a_refused_extend_leaves_the_prefix(tokens, parents, named, path):
 
 
 def test_more_leaves_than_sequences(path, monkeypatch):
-    monkeypatch.setattr("backends.llama_cpp.MAX_LEAVES", 4)
+    monkeypatch.setattr("backends.llama_context.MAX_LEAVES", 4)
     with LlamaBackend(load_gguf_model(path), max_context=60, load_mode="mmap") as backend:
         expected = backend.prefill([3, 4, 5])
         ids, logits = backend.extend([5, 6, 7, 8], [PREFIX] * 4)

@@ -139,6 +139,7 @@ def test_the_table_shows_every_column() -> None:
         "0.93 of 2.20 GB/s (plain decode passes; probed with O_DIRECT)",
         "from token 17 on: a near tie",
         "1.00 GiB",
+        "a tree drafts several for each position",
     ):
         assert part in text
     assert "None" not in text

@@ -17,7 +17,7 @@ from bench import peers
 from bench.__main__ import main
 from bench.child import KILLED, ChildFailed, check_child, run_child
 from bench.measure import MeasureSpec, _without_probe
-from bench.peers import AcceleratePeer, PeerError, candidates, summarise
+from bench.peers import AcceleratePeer, PeerError, PeerSettings, candidates, summarise
 from bench.probe import BUFFER_BYTES, BUFFERED, DIRECT
 from bench.provenance import git_revision
 from bench.workloads import Prompt
@@ -175,7 +175,7 @@ def test_peer_takes_the_fastest_amount_that_survives(
         return 0
 
     monkeypatch.setattr(peers, "run_child", fake)
-    peer = AcceleratePeer(target, GIB, n_tokens=2, enforced=True)
+    peer = AcceleratePeer(PeerSettings(target, GIB, n_tokens=2, enforced=True))
     peer.run([Prompt("a", "x")])
     peer.run([Prompt("b", "y")])
     assert calls == [*amounts, amounts[2], amounts[2]]
@@ -183,12 +183,14 @@ def test_peer_takes_the_fastest_amount_that_survives(
 
     monkeypatch.setattr(peers, "run_child", lambda *_: KILLED)
     with pytest.raises(PeerError, match="killed at the limit"):
-        AcceleratePeer(target, GIB, n_tokens=2, enforced=True).run([Prompt("a", "x")])
+        AcceleratePeer(PeerSettings(target, GIB, n_tokens=2, enforced=True)).run([Prompt("a", "x")])
 
 
 def test_accelerate_runs_from_disk(target: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    peer = AcceleratePeer(target, GIB, n_tokens=3, enforced=False, cpu_memory_bytes=40_000)
+    peer = AcceleratePeer(
+        PeerSettings(target, GIB, n_tokens=3, enforced=False, cpu_memory_bytes=40_000)
+    )
     result = peer.run([Prompt("a", "def f")])
     assert result["disk_modules"] > 0
     [record] = result["prompts"]

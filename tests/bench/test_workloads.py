@@ -39,8 +39,8 @@ def test_prompt_and_turns(tmp_path: Path) -> None:
         ("3", "found int, not an object"),
         ('{"text": "x"}', "neither `prompt` nor `turns` \\(keys: text\\)"),
         ('{"prompt": 3}', "must be a text, found int"),
-        ('{"turns": []}', "must be a text, found NoneType"),
-        ('{"turns": "abc"}', "must be a text"),
+        ('{"turns": []}', "must be a list with at least one text"),
+        ('{"turns": "abc"}', "must be a list"),
         ('{"prompt": "  "}', "the prompt is empty"),
     ],
 )

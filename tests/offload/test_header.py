@@ -53,11 +53,11 @@ def _entry(**changes: object) -> dict[str, Any]:
         (_entry(data_offsets=[-4, 0]), b"1234", "ascending"),
         (_entry(data_offsets=[0, None]), b"1234", "ascending"),
         (_entry(data_offsets=[0, 2**63]), b"1234", "ascending"),
-        (_entry(data_offsets=[1, 5]), b"12345", "hole"),
+        (_entry(data_offsets=[1, 5]), b"12345", "hole; download"),
         (_entry(), b"123", "describes"),  # beyond the end
         (_entry(), b"12345", "describes"),  # unused bytes at the end
         ({"x": GOOD, "y": GOOD}, b"1234", "overlaps"),
-        ({"x": GOOD, "y": {**GOOD, "data_offsets": [2, 6]}}, b"123456", "overlaps"),
+        ({"x": GOOD, "y": {**GOOD, "data_offsets": [2, 6]}}, b"123456", "another one; download"),
         ({"x": GOOD, "y": {**GOOD, "data_offsets": [5, 9]}}, b"123456789", "hole"),
     ],
 )

@@ -117,7 +117,7 @@ def test_pickled_weights_are_refused_by_name(tmp_path: Path, name: str) -> None:
 
 def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
-    refused(tmp_path, "model-q4.gguf.*not supported yet")
+    refused(tmp_path, "model-q4.gguf.*name that file")
 
 
 def test_shards_without_an_index(tmp_path: Path) -> None:

@@ -117,12 +117,17 @@ def test_the_cache_follows_the_environment(
 
 
 def test_a_cache_that_cannot_be_written(
-    weights: Path, tmp_path: Path, measurements: list[int]
+    weights: Path, tmp_path: Path, measurements: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     for _ in range(2):
+        caplog.clear()
         measure_storage(weights, cache_dir=blocked)
+        assert caplog.messages == [
+            f"the measured storage speed is not kept: {blocked}: File exists; "
+            "set XDG_CACHE_HOME to a folder that can be written"
+        ]
     assert len(measurements) == 2
 
 

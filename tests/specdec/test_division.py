@@ -25,6 +25,7 @@ class PaperModel(ModelSource):
 
     smaller_cache_types = ("q8_0",)
     max_context = 4096
+    vocab_size = 32000
     path = weight_file = Path("model.gguf")
 
     def __init__(self, name: str, n_layers: int, tensor_bytes: int, overhead_bytes: int = 0):
@@ -46,10 +47,10 @@ class PaperModel(ModelSource):
     def streaming_overhead_bytes(self, n_slots: int) -> int:
         return n_slots * self._overhead_bytes
 
-    def kv_bytes(self, n_rows: int, cache_type: str | None = None) -> int:
-        return n_rows * MIB // (8 if cache_type else 4)
+    def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
+        return (ctx_size + max_nodes) * MIB // (8 if cache_type else 4)
 
-    def scratch_bytes(self, ctx_size: int, max_rows: int) -> int:
+    def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         return 20 * MIB
 
     def measure_compute(self) -> PassCompute:
@@ -132,3 +133,10 @@ def test_ram_takes_no_less_than_the_whole_model_and_mmap_counts_none_of_it():
     assert ram - mmap == pytest.approx(40 * 80 * MIB, abs=32 * MIB)
     assert mmap < streamed < ram
     assert divider(target, load_mode="ram").divide(8 * GIB, 8).target.n_slots == 0
+
+
+def test_rejection_sets_memory_aside_for_the_rows_its_chain_was_drawn_from() -> None:
+    """Whole rows of float64: at a large vocabulary more than the draft's KV cache."""
+    models = PaperModel("target", 6, 8 * MIB), PaperModel("draft", 3, 2 * MIB)
+    division = divider(*models, acceptance="rejection", draft_depth=256).divide(2 * GIB, 200)
+    assert dict(division.budget.table())["draft probabilities"] == 200 * 32000 * 8

@@ -1,0 +1,103 @@
+"""What a transformers config says: whether the model can run here, its context, its KV cache."""
+
+from __future__ import annotations
+
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from backends.base import UnsupportedModel
+from backends.library_errors import one_line
+from offload.index import CheckpointError
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+# Their attention masks or biases go by the row in the cache, which for the nodes of a tree is not
+# their position.
+POSITION_BY_ROW = {"gpt_neo", "mpt"}
+# Their factors change with the longest position of a pass, so a token's logits would depend on
+# what else is verified with it; below the original length they do not.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+def load_config(directory: Path) -> PreTrainedConfig:
+    """Read config.json without running the checkpoint's own code; refuse what cannot run."""
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} has no config.json: not a model directory")
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a bad config
+        raise CheckpointError(
+            f"{directory}/config.json cannot be read: {one_line(error)}: "
+            "mend it, or download the checkpoint again"
+        ) from error
+    _refuse_config(config)
+    return config
+
+
+def _refuse_config(config: PreTrainedConfig) -> None:
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{kind} is an encoder-decoder: specdec runs causal decoders only")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(f"{kind} has no causal language model in this transformers")
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModel(
+            f"{kind} checkpoint is quantised by a library that cannot stream: "
+            "use its bf16, fp16 or fp32 checkpoint"
+        )
+    if not getattr(config, "num_hidden_layers", 0):
+        raise CheckpointError(f"the {kind} config has no layers")
+    if kind in POSITION_BY_ROW:
+        raise UnsupportedModel(f"{kind} is not supported: it takes a row's place for its position")
+    other = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    if other:
+        raise UnsupportedModel(f"{kind} has {', '.join(sorted(other))} layers: no KV rollback")
+    if getattr(config, "alibi", False) and kind != "bloom":
+        raise UnsupportedModel(f"{kind} with ALiBi positions is not supported")
+    forward = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].forward
+    if "past_key_values" not in signature(forward).parameters:
+        raise UnsupportedModel(f"{kind} keeps no keys and values: its passes cannot be rolled back")
+    if getattr(config, "per_layer_attributes", None):
+        unequal = ", ".join(sorted(config.per_layer_attributes))
+        raise UnsupportedModel(f"{kind} is not supported: {unequal} differs among its layers")
+
+
+def context_limit(config: PreTrainedConfig) -> int:
+    """Most positions the model was made for, and whose logits do not depend on the batch."""
+    limit: Any = getattr(config, "max_position_embeddings", None)
+    limit = limit or getattr(config, "seq_length", 2048)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+        limit = rope.get("original_max_position_embeddings") or limit
+    return int(limit)
+
+
+def kv_values_per_token(config: PreTrainedConfig, layer: nn.Module) -> int:
+    """Numbers that the KV cache of a decoder layer holds for one token.
+
+    Multi-head latent attention caches its compressed latent and the shared rotary key
+    (DeepSeek-V2, section 2.1); the others a key and a value for every KV head.
+    """
+    latent = declared(config, "kv_lora_rank")
+    if latent:
+        return int(latent + config.qk_rope_head_dim)
+    modules = {name.rpartition(".")[2]: module for name, module in layer.named_modules()}
+    found = (modules.get(name) for name in ("k_proj", "v_proj"))
+    projections = [module for module in found if isinstance(module, nn.Linear)]
+    if len(projections) == 2:
+        return sum(int(projection.out_features) for projection in projections)
+    head_dims = (getattr(module, "head_dim", None) for module in modules.values())
+    heads = config.num_attention_heads
+    head_dim = next(filter(None, head_dims), None) or declared(config, "head_dim")
+    kv_heads = declared(config, "num_key_value_heads") or heads
+    return int(2 * kv_heads * (head_dim or config.hidden_size // heads))
+
+
+def declared(config: PreTrainedConfig, name: str) -> Any:
+    """An option of the config's own family; None for one that config.json holds on top."""
+    return getattr(config, name, None) if hasattr(type(config), name) else None

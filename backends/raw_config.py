@@ -1,0 +1,95 @@
+"""The figures of a config.json, read with distrust before transformers builds anything from them.
+
+transformers reports a wrong figure in several lines, late or not at all; an absurd one costs
+minutes or more memory than there is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from backends.base import UnsupportedModel
+from offload.index import CheckpointError
+
+_REQUIRED = {"hidden_size": 2**20, "vocab_size": 2**24, "num_attention_heads": 2**14}
+_OPTIONAL = {
+    "head_dim": 2**16,
+    "intermediate_size": 2**24,
+    "num_key_value_heads": 2**14,
+    "max_position_embeddings": 2**40,
+}
+"""May be null; the bounds are far above any model."""
+_REMEDY = "mend the config.json, or download the checkpoint again"
+# Names of kinds that other versions wrote, beside those that can be computed.
+_ROPE_TYPES = {*ROPE_INIT_FUNCTIONS, "default", "su", "mrope"}
+_ENCODERS = set(
+    "albert bert bert-generation big_bird camembert data2vec-text deberta deberta-v2 distilbert "
+    "electra ernie megatron-bert mobilebert modernbert mpnet rembert roberta "
+    "roberta-prelayernorm roformer roc_bert xlm-roberta xlm-roberta-xl xmod".split()
+)
+
+
+def refuse_nonsense(directory: Path) -> None:
+    """Raise CheckpointError or UnsupportedModel for what no model can be built from.
+
+    A file that is missing or no JSON object is left to who reads it in earnest.
+    """
+    config = read_raw(directory)
+    path = directory / "config.json"
+    kind = config.get("model_type")
+    if kind in _ENCODERS:
+        raise UnsupportedModel(
+            f"{path}: {kind} is an encoder: specdec runs causal decoders only, "
+            "name a model that generates text"
+        )
+    for part in _parts(config):
+        _check_figures(part, path)
+        _check_rope(part, path)
+
+
+def read_raw(directory: Path) -> dict[str, Any]:
+    """The JSON object of config.json; empty where there is none."""
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield config
+    if isinstance(config.get("text_config"), dict):
+        yield config["text_config"]
+
+
+def _check_figures(config: Mapping[str, Any], path: Path) -> None:
+    for name, most in {**_REQUIRED, **_OPTIONAL, "num_hidden_layers": 2**62}.items():
+        value = config.get(name, 1)
+        # Some families list one figure for each layer.
+        if isinstance(value, list) or (value is None and name in _OPTIONAL):
+            continue
+        if type(value) is not int or not 1 <= value <= most:
+            bounds = "of at least 1" if most == 2**62 else f"from 1 to {most}"
+            raise CheckpointError(
+                f"{path}: {name} is {json.dumps(value)[:60]}, must be a whole number {bounds}: "
+                f"{_REMEDY}"
+            )
+
+
+def _check_rope(config: Mapping[str, Any], path: Path) -> None:
+    for key in ("rope_parameters", "rope_scaling"):
+        table = config.get(key)
+        if not isinstance(table, dict):
+            continue
+        for one in (table, *table.values()):  # some families have one for each type of layer
+            kind = one.get("rope_type", one.get("type")) if isinstance(one, dict) else None
+            if kind is not None and kind not in _ROPE_TYPES:
+                raise UnsupportedModel(
+                    f"{path}: rope_type {json.dumps(kind)[:60]} is not known, only "
+                    f"{', '.join(sorted(_ROPE_TYPES))}: {_REMEDY}"
+                )

@@ -1,0 +1,32 @@
+"""Where the `specdec` command begins: Ctrl-C is one line, also while modules are being imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_LINE = b"specdec: interrupted\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    # A KeyboardInterrupt inside of an import ends in a traceback, or in a library's own error.
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default:
+        signal.signal(signal.SIGINT, _leave)
+    from specdec.cli import main as run
+
+    try:
+        if is_default:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return run(argv)
+    except KeyboardInterrupt:  # before or after the command itself, which tells its own
+        os.write(2, _LINE)
+        return _INTERRUPTED
+
+
+def _leave(*_: object) -> None:
+    os.write(2, _LINE)
+    os._exit(_INTERRUPTED)

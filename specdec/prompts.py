@@ -1,0 +1,82 @@
+"""From what a caller gives as a prompt to token ids that fit."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from offload.errors import SpecdecError
+from specdec.text import ChatTokenizer
+
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+"""A text, a conversation (messages with role and content), or token ids."""
+
+
+class PromptError(SpecdecError):
+    """A prompt cannot be run."""
+
+
+def encode_prompt(prompt: Any, tokenizer: ChatTokenizer) -> list[int]:
+    """Token ids of a prompt, at least one. Raises PromptError, TokenizerError."""
+    if isinstance(prompt, str):
+        _check_text(prompt)
+        ids = tokenizer.encode(prompt)
+    elif not isinstance(prompt, Iterable) or isinstance(prompt, (bytes, bytearray, Mapping)):
+        raise PromptError(
+            f"the prompt is of type {type(prompt).__name__}: "
+            "give a text, a list of messages or a list of token ids"
+        )
+    else:
+        items = list(prompt)
+        if items and all(isinstance(item, Mapping) for item in items):
+            ids = _encode_chat(items, tokenizer)
+        else:
+            ids = [_token_id(item, tokenizer.n_tokens) for item in items]
+    if not ids:
+        raise PromptError("the prompt is empty: it needs at least one token")
+    return ids
+
+
+def check_room(n_tokens: int, max_context: int, model_context: int) -> None:
+    """Raise PromptError, with the limit that binds, where a prompt leaves no room for a token."""
+    if n_tokens < max_context:
+        return
+    if max_context >= model_context:
+        limit, remedy = "the most that the model was made for", "shorten it"
+    else:
+        limit, remedy = f"--ctx-size; the model has {model_context}", "shorten it or raise that"
+    raise PromptError(
+        f"the prompt has {n_tokens} tokens, which leaves no room in the context of "
+        f"{max_context} ({limit}): {remedy}"
+    )
+
+
+def _encode_chat(messages: Sequence[Mapping[str, str]], tokenizer: ChatTokenizer) -> list[int]:
+    for message in messages:
+        for value in message.values():
+            if isinstance(value, str):
+                _check_text(value)
+    return tokenizer.encode_chat(messages)
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # surrogates, of bytes that were no UTF-8
+        raise PromptError(
+            f"the prompt holds {text[error.start]!a} at position {error.start}, which is no "
+            "character: read its file as UTF-8"
+        ) from error
+
+
+def _token_id(item: Any, n_tokens: int) -> int:
+    try:
+        token = operator.index(item)
+    except TypeError:
+        token = None
+    if token is None or isinstance(item, bool):
+        raise PromptError(f"the prompt holds {item!r} for a token id: it must be an integer")
+    if not 0 <= token < n_tokens:
+        raise PromptError(f"token id {token} is outside the vocabulary of {n_tokens} tokens")
+    return token

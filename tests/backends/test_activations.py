@@ -1,0 +1,61 @@
+"""The activations that are planned for, against those that torch allocates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from checkpoints import FAMILIES
+from torch.profiler import ProfilerActivity, profile
+
+from backends.activations import activation_bytes
+from backends.hf_model import load_hf_model
+from backends.torch_cpu import TorchBackend
+
+N_TOKENS = 1030  # several chunks, the last one short
+MOST_OVER = 1.4
+_WIDE: dict[str, object] = {
+    "max_position_embeddings": 4096,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+}
+SHAPES: dict[str, dict[str, object]] = {
+    "llama": {**_WIDE, "num_key_value_heads": 2, "head_dim": 32},
+    "gemma2": {**_WIDE, "num_key_value_heads": 2, "head_dim": 32},  # eager attention
+    "bloom": {"hidden_size": 256, "n_head": 8},  # attention code of its own
+    "minicpm3": {**_WIDE, "qk_nope_head_dim": 16, "v_head_dim": 16},  # keys wider than values
+    "gpt-neox": _WIDE,
+    "qwen2": {**_WIDE, "num_key_value_heads": 2},
+    "phi3": {**_WIDE, "num_key_value_heads": 2},
+}
+
+
+def peak_bytes(backend: TorchBackend, token_ids: list[int]) -> int:
+    """Most bytes that torch holds at a time during a prefill, less those of the KV cache."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        backend.prefill(token_ids)
+    held = most = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most - backend.kv_bytes
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_planned_bytes_cover_what_a_prompt_takes(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    name, values = FAMILIES[family]
+    config = getattr(transformers, name)(**{**values, **SHAPES[family]})
+    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(tmp_path)
+    model = load_hf_model(tmp_path)
+    planned = activation_bytes(model, N_TOKENS, 1)
+    with TorchBackend.held_in_memory(model, max_context=4096) as backend:
+        needed = peak_bytes(backend, [5 + i % 80 for i in range(N_TOKENS)])
+    print(family, dtype, "RATIO", planned / needed, planned, needed)
+    assert needed <= planned
+    assert planned <= MOST_OVER * needed

@@ -1,0 +1,53 @@
+"""Figures of a config.json that no model can have: one line, the figure, and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import save_tiny_checkpoint
+
+from backends.hf_model import load_hf_model
+from offload.errors import SpecdecError
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_size": "big"}, 'hidden_size is "big"'),
+    ({"num_attention_heads": None}, "num_attention_heads is null"),
+    ({"num_attention_heads": 7, "head_dim": None}, "not a multiple of .* heads .7."),
+    ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+    ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+    ({"rope_parameters": {"rope_type": "magic"}}, 'rope_type "magic" is not known'),
+]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = save_tiny_checkpoint("llama", tmp_path_factory.mktemp("bad"))
+    return directory / "config.json"
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG, ids=[text for _, text in WRONG])
+def test_a_wrong_figure_is_named_with_the_remedy(
+    config: Path, values: dict[str, Any], message: str
+) -> None:
+    good = config.read_text()
+    config.write_text(json.dumps({**json.loads(good), **values}))
+    try:
+        with pytest.raises(SpecdecError, match=f"{message}.*: mend .*download") as caught:
+            load_hf_model(config.parent)
+    finally:
+        config.write_text(good)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_encoder_is_no_recurrent_model(config: Path) -> None:
+    good = config.read_text()
+    config.write_text(json.dumps({**json.loads(good), "model_type": "bert"}))
+    try:
+        with pytest.raises(SpecdecError, match="bert is an encoder"):
+            load_hf_model(config.parent)
+    finally:
+        config.write_text(good)

@@ -1,0 +1,52 @@
+"""The checks that run for long or on large models: what they conclude from what they saw."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from bench import identity, soak
+from offload.units import MIB
+
+RUN = CliRunner()
+
+
+def sample(seconds: float, mib: int) -> dict[str, float]:
+    return {"seconds": seconds, "generations": 1, "tokens": 9, "anonymous_bytes": mib * MIB}
+
+
+def test_growth_counts_from_the_first_minute_on() -> None:
+    result = soak.summarise([sample(5, 90), sample(61, 100), sample(80, 140), sample(99, 103)], 7)
+    assert result["settled_anonymous_bytes"] == 100 * MIB
+    assert result["largest_anonymous_bytes"] == 140 * MIB
+    assert result["grown_bytes"] == 3 * MIB
+    assert result["written_bytes"] == 7
+
+
+@pytest.mark.gguf
+def test_a_short_soak(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("llama_cpp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load = {"model": "pair:target.gguf", "draft_model": "pair:draft.gguf", "ctx_size": 512}
+    result = soak.soak(load, minutes=0)
+    assert result["generations"] == 1
+    assert 0 < result["tokens"] <= soak.SAMPLE_TOKENS
+    assert result["settled_anonymous_bytes"] > 10 * MIB
+
+
+@pytest.mark.parametrize(("change", "code"), [(0.0, 0), (1e-7, 1)])
+def test_one_bit_makes_the_difference(monkeypatch, change, code) -> None:
+    def record(load, *, streamed):
+        logits = np.ones(4, dtype=np.float32)
+        return [("prompt", logits + np.float32(change) if streamed else logits)]
+
+    monkeypatch.setattr(identity, "record", record)
+    result = RUN.invoke(identity.app, ["model", "--memory-budget", "1GiB"])
+    assert result.exit_code == code
+    assert ("DIFFERENT" in result.output) == bool(code)
+
+
+def test_a_model_that_fits_is_not_compared_with_itself() -> None:
+    with pytest.raises(identity.NotStreamed):
+        identity.record({"model": "pair:target", "ctx_size": 128}, streamed=True)

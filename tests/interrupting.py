@@ -1,0 +1,66 @@
+"""KeyboardInterrupt at chosen moments: where Python looks for signals, each time a function begins.
+
+CPython handles a signal between two bytecodes, mostly at calls; a trace function that raises when
+a function is entered comes from the same places, and at the same one every time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Interrupts:
+    """Raises in this thread at the given calls into `folders`; `places` tells where.
+
+    Python drops a trace function that raised, so the second interrupt is a profile function's.
+    """
+
+    def __init__(self, first: int, then: int | None, folders: tuple[str, ...]) -> None:
+        self.places: list[str] = []
+        self._n_until = [first, then]
+        self._roots = tuple(f"{ROOT / folder}/" for folder in folders)
+
+    def trace(self, frame: FrameType, event: str, argument: Any) -> None:
+        self._count(0, frame, event)
+
+    def profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        if self.places:
+            self._count(1, frame, event)
+
+    def _count(self, number: int, frame: FrameType, event: str) -> None:
+        n_until = self._n_until[number]
+        if n_until is None or event != "call":
+            return
+        if frame.f_code.co_filename.startswith(self._roots):
+            self._n_until[number] = n_until - 1
+            if n_until == 1:
+                self.places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
+                raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupted(
+    first: int, then: int | None = None, folders: tuple[str, ...] = ("offload",)
+) -> Iterator[Interrupts]:
+    """Within the block, Ctrl-C at the first-th call, and again at the then-th call after it.
+
+    The block ends with the interrupt, and the program goes on.
+    """
+    interrupts = Interrupts(first, then, folders)
+    before = sys.gettrace(), sys.getprofile()
+    sys.settrace(interrupts.trace)
+    sys.setprofile(interrupts.profile)
+    try:
+        yield interrupts
+    except KeyboardInterrupt:
+        assert interrupts.places, "nobody interrupted this"
+    finally:
+        sys.settrace(before[0])
+        sys.setprofile(before[1])

@@ -1,0 +1,54 @@
+"""Tokenizer and generation files that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import expect_error
+from tiny_pair import save_model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("files") / "model", seed=1)
+
+
+@pytest.fixture
+def model(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "model")
+
+
+def test_no_tokenizer_files(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+    expect_error(
+        capsys, ["run", "-m", str(model), "-p", "x"], "has no tokenizer.json", "copy the tokenizer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "remedy"),
+    [
+        ("tokenizer_config.json", "[]", "take the file of the original model"),
+        ("generation_config.json", '{"eos_token_id": ', "mend it or remove it"),
+        ("generation_config.json", "[]", "mend it or remove it"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x'"),
+    ],
+)
+def test_a_broken_file_is_named(
+    model: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, remedy: str
+) -> None:
+    (model / name).write_text(text)
+    expect_error(capsys, ["run", "-m", str(model), "-p", "x"], name, remedy)
+
+
+def test_an_absurd_number_of_layers_is_refused_where_only_words_are_compared(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = model / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": 10**9}))
+    argv = ["check", "-m", str(model), "-md", str(model)]
+    expect_error(capsys, argv, "says 1000000000 layers, the checkpoint holds 3")

@@ -1,0 +1,149 @@
+"""Mistakes that are told before anything heavy is imported, and options without effect."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import ROOT, Models, expect_error, save_models
+
+from specdec.cli import main
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+WITHOUT_TORCH = """
+import sys
+from importlib.abc import MetaPathFinder
+class Refusing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        assert name not in ("torch", "transformers"), name
+sys.meta_path.insert(0, Refusing())
+from {module} import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def run_without_torch(module: str, *argv: str) -> str:
+    code = WITHOUT_TORCH.format(module=module)
+    run = subprocess.run(
+        [sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 2, run.stderr
+    assert run.stderr.count("\n") == 1, run.stderr
+    return run.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["-m", "./nodir", "-p", "a"], "no such model directory: nodir"),
+        (["-m", "~/nodir", "-p", "a"], "no such model directory: /"),
+        (["-m", "pair:target", "-md", "/no/dir", "-p", "a"], "no such model directory: /no/dir"),
+        (["-m", "pair:target", "-p", ""], "the prompt is empty: give some text"),
+        (["-m", "pair:target", "-p", "a", "--spec-type", "draft"], "use -md"),
+    ],
+)
+def test_mistakes_are_told_before_torch_is_imported(argv: list[str], part: str) -> None:
+    assert part in run_without_torch("specdec.cli", "run", *argv)
+
+
+@pytest.mark.parametrize("option", ["--log", "--output-file"])
+def test_a_file_that_cannot_be_written_is_told_before_the_run(option: str, tmp_path: Path) -> None:
+    argv = ["speedup", "-m", "pair:target", option, str(tmp_path)]
+    assert f"{option} {tmp_path}: Is a directory" in run_without_torch("bench.__main__", *argv)
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        (["--threads", "5000"], "threads is 5000, must be at most"),
+        (["--io-threads", "100000"], "io_threads is 100000, must be at most 64"),
+        (["--prefetch-depth", "100000"], "prefetch_depth is 100000, must be at most 64"),
+        (["--memory-budget", "0"], "memory_budget is 0, must be positive"),
+        (["--temperature", "-1"], "temperature is -1.0, must be 0 (greedy) or from 0.0001 to"),
+    ],
+)
+def test_nonsense_is_refused(
+    capsys: pytest.CaptureFixture[str], more: list[str], part: str
+) -> None:
+    expect_error(capsys, ["run", "-m", "pair:target", "-p", "a", *more], part)
+
+
+@pytest.mark.parametrize(
+    ("more", "note"),
+    [
+        (["--spec-type", "ngram"], "is not used: --spec-type is ngram"),
+        (["--num-draft-tokens", "0"], "is not used: --num-draft-tokens is 0"),
+        (["-c", "99999"], "--ctx-size 99999 is cut to the model's 32768"),
+    ],
+)
+def test_options_without_effect_are_noted(
+    capsys: pytest.CaptureFixture[str], models: Models, more: list[str], note: str
+) -> None:
+    assert main(models.run_argv("-p", "ab", "-n", "2", *more)) == 0
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.startswith("specdec: note: ")
+    assert note in first
+    assert len(rest) == 1  # the perf line
+
+
+def test_chat_without_a_template_is_told_before_the_user_types(
+    capsys: pytest.CaptureFixture[str], models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.cli_run.read_line", lambda: pytest.fail("it waits for a line"))
+    expect_error(capsys, ["chat", "-m", str(models.target)], "no chat template: use `specdec run`")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_stdout_is_named(models: Models) -> None:
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "specdec", "check", "-m", models.target, "-md", models.draft],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert run.returncode == 2
+    assert run.stderr.startswith("specdec: error: cannot write to stdout: No space left")
+    assert run.stderr.count("\n") == 1
+
+
+def test_the_libraries_hints_are_not_shown(models: Models, tmp_path: Path) -> None:
+    """transformers tells of a prompt above the tokenizer's own figure on stderr."""
+    model = shutil.copytree(models.target, tmp_path / "model")
+    settings = model / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_max_length": 4}))
+    argv = ["run", "-m", str(model), "-p", "abcdefgh", "-n", "2", "--json"]
+    run = subprocess.run(
+        [sys.executable, "-m", "specdec", *argv], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0
+    assert run.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "plan", "check", "profile"])
+def test_help_shows_flags_without_a_type(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command, "--help"]) == 0
+    assert "<bool>" not in capsys.readouterr().out
+
+
+def test_our_own_warnings_are_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    logging.getLogger("offload.profile").warning("not %s", "kept")
+    assert capsys.readouterr().err == "specdec: note: not kept\n"

@@ -1,0 +1,195 @@
+"""One generation at a time, nothing after the end, and figures that are one's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forced_streaming import force_streaming
+from tiny_pair import save_model
+
+import specdec
+from specdec.api import LLM, ModelBusy, ModelClosed
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("target"), seed=0)
+
+
+@pytest.fixture(params=["streamed", "resident"])
+def llm(request: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    if request.param == "streamed":
+        force_streaming(monkeypatch)
+    with specdec.load(target, ctx_size=256) as loaded:
+        yield loaded
+
+
+class Held:
+    """A logits processor that waits at its third call until it may go on."""
+
+    def __init__(self, then: Callable[[], object] = lambda: None) -> None:
+        self.reached, self.may_go_on = threading.Event(), threading.Event()
+        self._n_calls = 0
+        self._then = then
+
+    def __call__(self, ids: Any, scores: Any) -> Any:
+        self._n_calls += 1
+        if self._n_calls == 3:
+            self.reached.set()
+            self._then()
+            self.may_go_on.wait()
+        return scores
+
+
+class Generation(threading.Thread):
+    """A generation in another thread; its error, if it had one."""
+
+    def __init__(self, llm: LLM, processor: Held) -> None:
+        super().__init__()
+        self.error: BaseException | None = None
+        self._llm, self._processor = llm, processor
+        self.start()
+        processor.reached.wait()
+
+    def run(self) -> None:
+        try:
+            self._llm.generate(PROMPT, max_tokens=200, logits_processors=[self._processor])
+        except BaseException as error:
+            self.error = error
+
+
+def test_nothing_runs_on_a_closed_model(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, max_tokens=50)
+    unread = llm.stream(PROMPT, max_tokens=50)
+    first = next(stream)
+    llm.close()
+    for use in (
+        lambda: next(stream),
+        lambda: next(unread),
+        lambda: llm.stream(PROMPT),
+        lambda: llm.generate(PROMPT, max_tokens=3),
+    ):
+        with pytest.raises(ModelClosed, match="the model is closed; load it again"):
+            use()
+    assert stream.result.token_ids == first.token_ids
+    assert stream.result.finish_reason == "cancelled"
+
+
+def test_closing_from_another_thread_ends_a_generation(llm: LLM) -> None:
+    processor = Held()
+    running = Generation(llm, processor)
+    closing = threading.Thread(target=llm.close)
+    closing.start()
+    while not llm.is_closed:
+        pass
+    assert llm.target.kv_bytes > 0, "closed under a generation that computes"
+    processor.may_go_on.set()
+    closing.join()
+    running.join()
+    assert isinstance(running.error, ModelClosed)
+    assert llm.target.kv_bytes == 0
+
+
+def test_closing_in_the_middle_of_a_pass(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cancel the pass would go on to its last layer."""
+    inside, asked, entered = threading.Event(), threading.Event(), []
+    runners = llm.target._runners
+    for index, runner in enumerate(runners):
+
+        def forward(
+            *args: Any, _forward: Any = runner._forward, _index: int = index, **kwargs: Any
+        ) -> Any:
+            entered.append(_index)
+            if len(entered) == 4:  # the first layer of the second pass
+                inside.set()
+                asked.wait()
+            return _forward(*args, **kwargs)
+
+        runner._forward = forward
+    request_cancel = llm.target.request_cancel
+
+    def note() -> None:
+        request_cancel()
+        asked.set()
+
+    monkeypatch.setattr(llm.target, "request_cancel", note)
+    processor = Held()
+    processor.reached.set()
+    processor.may_go_on.set()
+    running = Generation(llm, processor)
+    inside.wait()
+    llm.close()
+    running.join()
+    assert isinstance(running.error, ModelClosed)
+    assert len(entered) == 4
+
+
+def test_closing_inside_a_generation(llm: LLM) -> None:
+    """From a logits processor, say: nobody can be waited for."""
+    processor = Held(then=llm.close)
+    processor.may_go_on.set()
+    with pytest.raises(ModelClosed):
+        llm.generate(PROMPT, max_tokens=50, logits_processors=[processor])
+
+
+def test_a_generation_inside_a_generation_is_refused(llm: LLM) -> None:
+    expected = llm.generate(PROMPT, max_tokens=10).token_ids
+
+    def nested(ids: Any, scores: Any) -> Any:
+        llm.generate([1, 2], max_tokens=2)
+        return scores
+
+    with pytest.raises(ModelBusy, match="an LLM runs one generation at a time"):
+        llm.generate(PROMPT, max_tokens=5, logits_processors=[nested])
+    assert llm.generate(PROMPT, max_tokens=10).token_ids == expected
+
+
+def test_a_second_thread_is_refused_and_disturbs_nothing(llm: LLM) -> None:
+    processor = Held()
+    running = Generation(llm, processor)
+    with pytest.raises(ModelBusy, match="one generation at a time"):
+        llm.generate(PROMPT, max_tokens=3)
+    processor.may_go_on.set()
+    running.join()
+    assert running.error is None
+
+
+def test_one_stream_in_two_threads_is_refused(llm: LLM) -> None:
+    processor = Held()
+    stream = llm.stream(PROMPT, max_tokens=20, logits_processors=[processor])
+    reader = threading.Thread(target=lambda: list(stream))
+    reader.start()
+    processor.reached.wait()
+    for use in (lambda: next(stream), stream.cancel):
+        with pytest.raises(ModelBusy):
+            use()
+    processor.may_go_on.set()
+    reader.join()
+    assert stream.result.finish_reason == "length"
+
+
+def test_a_users_error_stays_the_users(llm: LLM) -> None:
+    def failing(ids: Any, scores: Any) -> Any:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        llm.generate(PROMPT, logits_processors=[failing])
+
+
+def test_statistics_begin_with_the_first_chunk(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream made early does not count what another generation read meanwhile."""
+    force_streaming(monkeypatch)
+    with specdec.load(target, ctx_size=256, spec_type="none") as llm:
+        early = llm.stream(PROMPT, max_tokens=4)
+        other = llm.generate(PROMPT, max_tokens=60).stats
+        assert early.result.stats.bytes_streamed == 0
+        list(early)
+        assert 0 < early.result.stats.bytes_streamed < other.bytes_streamed / 4

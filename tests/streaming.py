@@ -1,0 +1,50 @@
+"""What the tests of the weight streamer share."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from weight_files import FaultyReads, Weights, write_weights
+
+
+def reader_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("specdec-reader")]
+
+
+@pytest.fixture
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    if reader_threads():
+        gc.collect()
+    for thread in reader_threads():
+        thread.join(5)
+    assert not reader_threads()
+
+
+class Gate:
+    """Reads from call `n_open` on wait until the gate is opened."""
+
+    def __init__(self, n_open: int) -> None:
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+        self.n_open = n_open
+        self.storage = FaultyReads(self._fault).storage
+
+    def _fault(self, call: int, length: int) -> None:
+        if call >= self.n_open and not self.opened.is_set():
+            self.reached.set()
+            self.opened.wait()
+
+
+def uneven_sizes(n_layers: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randint(1, 9000) for _ in range(rng.randint(1, 3))] for _ in range(n_layers)]
+
+
+def small_weights(folder: Path) -> Weights:
+    return write_weights(folder, [[9000, 100], [5000], [12_000], [300], [8000]], n_files=2)
