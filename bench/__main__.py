@@ -122,6 +122,49 @@ def speedup(
 
 
 @app.command()
+@with_options
+def budgets(
+    context: typer.Context,
+    load: options.LoadOptions,
+    sampling: options.SamplingOptions,
+    sizes: Annotated[
+        str, typer.Option("--budgets", metavar="SIZE,SIZE,...", help="Memory budgets to try.")
+    ],
+    prompts: Prompts = BUILT_IN,
+    n_prompts: NPrompts = 16,
+    max_tokens: options.MaxTokens = 64,
+    enforce: options.Enforce = False,
+    reference: Annotated[
+        Path | None,
+        typer.Option("--reference", help="Report of `speedup` whose texts these must equal."),
+    ] = None,
+    output_file: OutputFile = None,
+    debug: options.Debug = False,
+) -> None:
+    """The same prompts at several budgets: nothing killed, and the same texts?"""
+    from bench.budgets import format_rows, run_budgets
+    from bench.speedup import write_report
+    from offload.units import parse_bytes
+    from specdec.models import resolve_model
+
+    names = sizes.split(",")
+    for name in names:
+        parse_bytes(name)
+    result = run_budgets(
+        {**load.as_keywords(), "model": str(resolve_model(load.model))},
+        read_prompts(prompts, n_prompts),
+        _sampling(max_tokens, False, sampling),
+        names,
+        ["specdec-bench", *context.obj.argv],
+        enforce=enforce,
+        reference=reference,
+    )
+    if output_file is not None:
+        write_report(result, output_file)
+    typer.echo(format_rows(result))
+
+
+@app.command()
 def demo(
     size: Annotated[str, typer.Option("--size", help="Size of the grown target.")] = "auto",
     memory_budget: Annotated[

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from bench.child import check_child, run_child
 from bench.near_ties import examine
 from bench.probe import BUFFER_BYTES, probe_bandwidth
 from bench.workloads import Prompt
@@ -47,6 +49,7 @@ class MeasureSpec:
     log: str | None = None
     """JSON lines, appended to as records are made."""
     settle_seconds: float = SETTLE_SECONDS
+    modes: tuple[str, ...] = MODES
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -55,7 +58,7 @@ class MeasureSpec:
     def read(cls, path: Path) -> MeasureSpec:
         values = json.loads(path.read_text(encoding="utf-8"))
         values["prompts"] = [Prompt(**prompt) for prompt in values["prompts"]]
-        return cls(**values)
+        return cls(**{**values, "modes": tuple(values["modes"])})
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,21 @@ class Record:
     text: str = field(default="")
 
 
+def measure_in_child(spec: MeasureSpec, *, enforce: bool) -> dict[str, Any]:
+    """`measure` in a process of its own, inside the specification's memory budget if enforced.
+
+    Raises typer.Exit with the child's exit code where that has told why it failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
+        spec_path, result_path = Path(folder) / "spec.json", Path(folder) / "result.json"
+        spec.write(spec_path)
+        limit = spec.load["memory_budget"] if enforce else None
+        code = run_child("bench.measure", [str(spec_path), str(result_path)], limit)
+        check_child(code, "the measurement")
+        result: dict[str, Any] = json.loads(result_path.read_text(encoding="utf-8"))
+        return result
+
+
 def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
     """Run the whole specification; progress goes to `out`."""
     from specdec.api import load
@@ -82,7 +100,8 @@ def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
     with llm:
         probe = Probe(Path(spec.load["model"]), spec.settle_seconds)
         records = _measure_all(llm, spec, probe, out)
-        near_ties = [] if spec.sampling.get("temperature") else _near_ties(llm, spec, records)
+        is_comparable = not spec.sampling.get("temperature") and spec.modes == MODES
+        near_ties = _near_ties(llm, spec, records) if is_comparable else []
         plan = llm.plan.to_dict()
     return {
         "records": [asdict(record) for record in records],
@@ -100,13 +119,13 @@ def _without_probe(load: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measure_all(llm: LLM, spec: MeasureSpec, probe: Probe, out: TextIO) -> list[Record]:
-    for mode in MODES:
+    for mode in spec.modes:
         few = {**spec.sampling, "max_tokens": WARM_UP_TOKENS}
         llm.generate(spec.prompts[0].text, speculative=mode == "speculative", **few)
     records: list[Record] = []
     started = time.monotonic()
     for index, prompt in enumerate(spec.prompts):
-        order = MODES if index % 2 == 0 else MODES[::-1]
+        order = spec.modes if index % 2 == 0 else spec.modes[::-1]
         pair = [_measure_one(llm, prompt, mode, spec.sampling, probe) for mode in order]
         _append_to_log(spec.log, pair)
         records += pair
@@ -173,13 +192,14 @@ def _append_to_log(log: str | None, records: Sequence[Record]) -> None:
         file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
 
 
-def _report(out: TextIO, pair: Sequence[Record], n_done: int, n_total: int, seconds: float) -> None:
-    speed = {record.mode: record.stats["tokens_per_second"] for record in pair}
-    speedup = ratio(speed["speculative"], speed["plain"])
+def _report(out: TextIO, runs: Sequence[Record], n_done: int, n_total: int, seconds: float) -> None:
+    speed = {record.mode: record.stats["tokens_per_second"] for record in runs}
+    figures = [f"{mode} {speed[mode]:.2f} tok/s" for mode in MODES if mode in speed]
+    if len(speed) == len(MODES):
+        figures.append(f"{ratio(speed['speculative'], speed['plain']):.2f}x")
     left = seconds / n_done * (n_total - n_done)
     print(
-        f"prompt {n_done}/{n_total} ({pair[0].prompt}): plain {speed['plain']:.2f} tok/s, "
-        f"speculative {speed['speculative']:.2f} tok/s, {speedup:.2f}x | {left:.0f} s left",
+        f"prompt {n_done}/{n_total} ({runs[0].prompt}): {', '.join(figures)} | {left:.0f} s left",
         file=out,
         flush=True,
     )

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.child import check_child, quiet_libraries, run_child
-from bench.measure import MeasureSpec
+from bench.child import quiet_libraries
+from bench.measure import MeasureSpec, measure_in_child
 from bench.peers import Peer, PeerSettings, make_peer, summarise
 from bench.provenance import collect
 from bench.workloads import Prompt
@@ -118,16 +117,9 @@ def _make_peer(run: SpeedupRun) -> Peer | None:
 
 
 def _measure(run: SpeedupRun) -> dict[str, Any]:
-    """Run `bench.measure` in a process of its own."""
-    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
-        spec_path, result_path = Path(folder) / "spec.json", Path(folder) / "result.json"
-        log = str(run.log.resolve()) if run.log else None
-        MeasureSpec(run.load, run.prompts, run.sampling, log).write(spec_path)
-        limit = run.load["memory_budget"] if run.enforce else None
-        code = run_child("bench.measure", [str(spec_path), str(result_path)], limit)
-        check_child(code, "the measurement")
-        result: dict[str, Any] = json.loads(result_path.read_text(encoding="utf-8"))
-        return result
+    log = str(run.log.resolve()) if run.log else None
+    spec = MeasureSpec(run.load, run.prompts, run.sampling, log)
+    return measure_in_child(spec, enforce=run.enforce)
 
 
 def write_report(result: dict[str, Any], path: Path | None) -> None:
