@@ -175,12 +175,15 @@ def demo(
         typer.Option("--dir", help="Where to put the target.", show_default="the cache folder"),
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the grown target.")] = False,
+    format: Annotated[
+        str, typer.Option("--format", metavar="hf|gguf", help="Format of the target and draft.")
+    ] = "hf",
     debug: options.Debug = False,
 ) -> None:
     """A grown target of at least twice its budget, plain against speculative; about two minutes."""
     from bench.demo import run_demo
 
-    run_demo(size=size, memory_budget=memory_budget, directory=directory, keep=keep)
+    run_demo(size=size, memory_budget=memory_budget, directory=directory, keep=keep, format=format)
 
 
 _PASSED_ON = {

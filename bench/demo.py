@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from bench.workloads import BUILT_IN, read_prompts
 from offload.errors import SpecdecError
 from offload.units import format_bytes, parse_bytes
 from specdec.models import resolve_model
-from specdec.storage import largest_weight_file
+from specdec.storage import largest_weight_file, weight_files
 
 DEFAULT_SIZE = "3GB"
 N_PROMPTS = 2
@@ -31,6 +32,22 @@ MOST_TOKENS = 48
 LEAST_TOKENS = 8
 # Plain decoding reads the model once per token: on slow storage fewer tokens are shown.
 PLAIN_SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class _Format:
+    """How a target is grown and drafted for in one format."""
+
+    target_name: str
+    draft: str
+    synth_options: tuple[str, ...] = ()
+
+
+# q8_0 has fewer weights per byte than q4_0, so less of the demo is arithmetic.
+FORMATS = {
+    "hf": _Format("target", "pair:draft"),
+    "gguf": _Format("target.gguf", "pair:draft.gguf", ("--format", "gguf", "--dtype", "q8_0")),
+}
 
 
 class DemoError(SpecdecError):
@@ -44,10 +61,13 @@ def run_demo(
     directory: Path | None = None,
     keep: bool = False,
     source: str = "pair:target",
-    draft: str = "pair:draft",
+    format: str = "hf",
 ) -> None:
-    """Grow `source`, run it with `draft`, report on stdout, clean up; steps go to stderr."""
+    """Grow `source`, run it with its draft, report on stdout, clean up; steps go to stderr."""
     started = time.monotonic()
+    if format not in FORMATS:
+        raise DemoError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    form = FORMATS[format]
     n_bytes = parse_bytes(DEFAULT_SIZE if size == "auto" else size)
     budget_bytes = n_bytes * 9 // 20 if memory_budget == "auto" else parse_bytes(memory_budget)
     if 2 * budget_bytes > n_bytes:
@@ -62,13 +82,13 @@ def run_demo(
     try:
         enforce = _can_enforce(budget_bytes)
         folder = Path(tempfile.mkdtemp(prefix="demo-", dir=parent))
-        target = folder / "target"
+        target = folder / form.target_name
         _say(f"growing {source} to {n_bytes / 1e9:.2f} GB ({format_bytes(n_bytes)}) in {target}")
         argv = ["synth", "--from", source, "--size", str(n_bytes), "-o", str(target)]
-        argv += ["--vocab-size", str(_vocab_size(source))]
+        argv += ["--vocab-size", str(_vocab_size(source)), *form.synth_options]
         check_child(run_child("bench", argv, None), "synth")
         os.sync()  # what is still being written would slow the reads
-        result = _run(target, draft, budget_bytes, enforce)
+        result = _run(target, form.draft, budget_bytes, enforce)
     finally:
         if folder is not None and not keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -101,9 +121,8 @@ def _choose_n_tokens(target: Path) -> int:
     """As many tokens as plain decoding gives in PLAIN_SECONDS."""
     from offload.profile import measure_storage
 
-    files = list(target.glob("*.safetensors"))
     speed = measure_storage(largest_weight_file(target), refresh=True).storage_bytes_per_second
-    seconds_per_token = sum(file.stat().st_size for file in files) / speed
+    seconds_per_token = sum(file.stat().st_size for file in weight_files(target)) / speed
     n_tokens = int(PLAIN_SECONDS / seconds_per_token / N_PROMPTS)
     return max(LEAST_TOKENS, min(MOST_TOKENS, n_tokens))
 
