@@ -5,18 +5,24 @@ source        a model before its weights, as the planner sees it
 node_table    which rows tentative nodes occupy and who sees whom
 kv_cache      a transformers Cache over growing blocks, with commit and rollback
 masks         attention masks for prefixes, trees and sliding windows
+raw_config    the figures of a config.json, read with distrust
+hf_config     what a config says: whether the model can run, its context, its KV cache
+layer_count   do config and checkpoint agree on the layers?
 hf_model      a transformers model on the meta device, matched to its checkpoint
+activations   memory of a forward beside weights and KV cache
 layer_runner  a decoder layer whose weights arrive for the time of its forward
-compute       how fast this machine multiplies
+compute, compute_profile   how fast this machine multiplies
 torch_cpu     the torch CPU backend
 hf_source     Hugging Face checkpoints as a ModelSource
 
 gguf_hparams, gguf_model   a GGUF model as its header describes it
-llama_lib, llama_batch     llama.cpp's C interface
+llama_lib, llama_log, llama_batch   llama.cpp's C interface
+interruptible              C calls that Ctrl-C can end
 llama_tree, llama_memory   trees as sequences of one KV cache
 llama_graph, llama_stream  the layers of a graph, and the pager that brings them
 llama_context              what a backend asks of llama.cpp
 llama_passes, llama_cpp    the llama.cpp backend
 ggml_compute  how fast llama.cpp multiplies
 gguf_source   GGUF models as a ModelSource
+library_errors   what a library raised, as part of one line of ours
 """

@@ -63,16 +63,18 @@ def load(
     """Load a target and, if named, its draft.
 
     Args:
-        model: directory, hub id or `pair:target`; its layers stream where they do not fit.
-        draft_model: a small model with the same vocabulary; held in memory.
+        model: directory, GGUF file, hub id or `pair:target`; layers stream where they do not fit.
+        draft_model: a small model with the same vocabulary, of either format.
         progress: called with (bytes done, bytes in total) while weights are read.
         options:
             memory_budget: limit of the whole process, "3.5GiB", bytes, or "auto" (the cgroup's
-                limit, else the machine's memory).
+                limit, or what other processes leave free if that is less).
             ctx_size: most tokens of prompt and output; memory for their KV is set aside.
             spec_type: "draft", "ngram", "draft,ngram" or "none".
             num_draft_tokens, tree_width, draft_depth: size of the tree; chosen when left out.
             acceptance: "match" (lossless, reproducible) or "rejection".
+            load_mode: "auto", "stream", "ram" or "mmap" (GGUF).
+            cache_type_k, cache_type_v: "f16", "q8_0" or "q4_0" (GGUF).
             threads: of the computation; prefetch_depth: slots of the ring; io_threads: readers.
 
     Raises:
