@@ -131,6 +131,9 @@ class Backend(ABC):
     def n_kv_allocated(self) -> int:
         """Token positions that `kv_bytes` has room for."""
 
+    def request_cancel(self) -> None:  # noqa: B027 (optional)
+        """End a running pass soon with an error; any thread may call it."""
+
     @abstractmethod
     def close(self) -> None:
         """Release threads, files and memory. Idempotent."""

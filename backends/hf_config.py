@@ -29,7 +29,10 @@ def load_config(directory: Path) -> PreTrainedConfig:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json: not a model directory")
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        # Not merely left out: transformers would ask on the terminal, and run the code after a "y".
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises many kinds for a bad config
         raise CheckpointError(
             f"{directory}/config.json cannot be read: {one_line(error)}: "

@@ -65,13 +65,12 @@ class HfSource(ModelSource):
         )
 
     def load(self, loading: Loading) -> Backend:
-        backend = TorchBackend(
+        return TorchBackend(
             self.model,
             loading.residency.layers,
             loading.residency.n_slots,
             max_context=loading.max_context,
+            max_nodes=loading.max_nodes,
             n_readers=loading.n_readers,
             progress=loading.progress,
         )
-        backend.max_nodes = loading.max_nodes
-        return backend

@@ -82,14 +82,14 @@ class LlamaBackend(Backend):
         self._is_closed = False
         # While an operation runs, or was cut short: the committed tokens that it leaves alone.
         self._n_intact: int | None = None
+        self._kv_bytes_per_token = model.kv_bytes_per_token(
+            cache_type_k, cache_type_v, flash_attention=flash_attention is not False
+        )
         try:
             self._open(model, options, residency, load_mode, n_readers, progress)
         except BaseException:
             self.close()
             raise
-        self._kv_bytes_per_token = model.kv_bytes_per_token(
-            cache_type_k, cache_type_v, flash_attention=flash_attention is not False
-        )
 
     def _open(
         self,

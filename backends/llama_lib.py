@@ -130,9 +130,9 @@ class LlamaModel:
         return self._handle
 
     def close(self) -> None:
-        if self._handle:
-            self.library.llama_model_free(self._handle)
-            self._handle = None
+        handle, self._handle = self._handle, None
+        if handle:
+            self.library.llama_model_free(handle)
 
 
 def _has_amx(library: ModuleType) -> bool:
@@ -276,6 +276,6 @@ class LlamaContext:
         return self._handle
 
     def close(self) -> None:
-        if self._handle:
-            self._library.llama_free(self._handle)
-            self._handle = None
+        handle, self._handle = self._handle, None
+        if handle:
+            self._library.llama_free(handle)

@@ -41,10 +41,12 @@ class TorchBackend(Backend):
         n_slots: int,
         *,
         max_context: int | None = None,
+        max_nodes: int | None = None,
         n_readers: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._model = model
+        self.max_nodes = max_nodes
         self.vocab_size = model.vocab_size
         self.max_context = min(max_context or model.max_context, model.max_context)
         self._cache = TreeCache(len(model.layers))
@@ -115,6 +117,10 @@ class TorchBackend(Backend):
     def extend(
         self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
     ) -> tuple[list[int], np.ndarray]:
+        if len(token_ids) != len(parents):
+            raise ValueError(f"{len(token_ids)} tokens have {len(parents)} parents")
+        if not token_ids:
+            return [], np.zeros((0, self.vocab_size), dtype=np.float32)
         return self._mending(lambda: self._extend(token_ids, parents, rows))
 
     @torch.inference_mode()
@@ -155,9 +161,14 @@ class TorchBackend(Backend):
         self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None
     ) -> tuple[list[int], np.ndarray]:
         table = self._cache.table
-        n_live = len(table)
+        n_live, n_tokens = len(table), len(token_ids)
+        if self.max_nodes is not None and n_live + n_tokens > self.max_nodes:
+            raise BackendError(
+                f"{n_live + n_tokens} live nodes are more than the {self.max_nodes} that this "
+                "backend was made for: draft fewer tokens or raise max_nodes"
+            )
         node_ids = self._cache.begin(parents)
-        self._check_room(table.max_depth, len(token_ids))
+        self._check_room(table.max_depth, n_tokens)
         layout = PassLayout(self.n_committed, table.positions(), table.visible(n_live))
         logits = self._forward(token_ids, layout, rows)
         self._cache.check_integrity()
@@ -228,9 +239,16 @@ class TorchBackend(Backend):
 def _alibi_slopes(model: HfModel) -> torch.Tensor | None:
     """Slopes [heads] of a model with ALiBi positions; its own bias becomes a placeholder."""
     base = model.model.base_model
-    if not hasattr(base, "build_alibi_tensor"):
-        return None
+    build = getattr(base, "build_alibi_tensor", None)
+    if build is None or hasattr(build, "slopes"):  # an earlier backend has replaced it
+        return getattr(build, "slopes", None)
     ones = torch.ones(1, 2)
     bias = base.build_alibi_tensor(ones, model.config.num_attention_heads, torch.float32)
-    base.build_alibi_tensor = lambda *args, **kwargs: torch.zeros(1)
-    return bias[:, 0, 1] - bias[:, 0, 0]  # the bias grows by the slope with each position
+    slopes = bias[:, 0, 1] - bias[:, 0, 0]  # the bias grows by the slope with each position
+
+    def placeholder(*args: object, **kwargs: object) -> torch.Tensor:
+        return torch.zeros(1)
+
+    placeholder.slopes = slopes  # type: ignore[attr-defined]
+    base.build_alibi_tensor = placeholder
+    return slopes

@@ -2,7 +2,7 @@
 
     python -m bench.train_pair -o specdec/pair --corpus .venv/lib/python3.11/site-packages
 
-Runs on two CPU cores in about an hour; an interrupted run goes on from `--scratch`, where
+Runs on two CPU cores in about two hours; an interrupted run goes on from `--scratch`, where
 `early/target` and `early/draft` are checkpoints to develop against while training runs. Needs
 torch 2.9 or newer, for its Muon optimizer.
 """

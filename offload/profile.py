@@ -121,12 +121,13 @@ def _save(cache: Path, profile: DeviceProfile) -> None:
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         # Another process must never see half a file: write aside, then rename.
-        with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as file:
-            json.dump(asdict(profile), file)
+        descriptor, aside = tempfile.mkstemp(dir=cache.parent)
         try:
-            os.replace(file.name, cache)
+            with open(descriptor, "w", encoding="utf-8") as file:
+                json.dump(asdict(profile), file)
+            os.replace(aside, cache)
         except OSError:
-            os.unlink(file.name)
+            os.unlink(aside)
             raise
     except OSError as error:
         logger.warning(

@@ -94,6 +94,7 @@ class LLM:
         self._options = options
         self._running: GenerationStream | None = None
         self._starting = threading.Lock()
+        self._closing = threading.RLock()
         self._is_closed = False
         with ExitStack() as stack:  # whatever was opened is closed when a later part fails
             planned = plan_models(options)
@@ -168,9 +169,9 @@ class LLM:
         backends = [self.target] if self.draft is None else [self.draft, self.target]
         while self._running is not None and self._running.is_computing_elsewhere:
             for backend in backends:
-                getattr(backend, "request_cancel", int)()  # where passes can be cancelled
+                backend.request_cancel()
             time.sleep(_POLL_SECONDS)
-        with ExitStack() as stack:
+        with self._closing, ExitStack() as stack:  # one caller frees, the others wait for it
             for backend in backends:
                 stack.callback(backend.close)
 

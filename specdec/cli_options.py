@@ -147,7 +147,7 @@ NumDraftTokens = Annotated[
     typer.Option(
         "--num-draft-tokens",
         metavar="N|auto",
-        help="Draft tokens per pass; auto chooses by cost and acceptance.",
+        help="Draft tokens per pass; auto takes what a pass verifies for free.",
         rich_help_panel=_SPECULATION,
     ),
 ]

@@ -104,8 +104,8 @@ class GenerationStream:
         self._finish_reason = "cancelled"
         self._use_before: StreamUse | None = None  # of bytes and stalls, when this one began
         self._stats: GenerationStats | None = None
-        self._thread_id = 0  # of the thread that computes
-        self._chunks = self._run()
+        self._thread_id = 0  # of the thread that computes, while one does
+        self._chunks = self._tracked(self._run())
 
     def __iter__(self) -> Iterator[StreamChunk]:
         return self
@@ -113,7 +113,6 @@ class GenerationStream:
     def __next__(self) -> StreamChunk:
         if self._is_computing:
             raise ModelBusy
-        self._thread_id = threading.get_ident()
         try:
             return next(self._chunks)
         except Exception as error:
@@ -157,6 +156,22 @@ class GenerationStream:
             finish_reason=self._finish_reason,
             stats=self._stats or self._measure(),
         )
+
+    def _tracked(
+        self, chunks: Generator[StreamChunk, None, None]
+    ) -> Generator[StreamChunk, None, None]:
+        """The same, noting which thread is inside: only one can be, where this code runs."""
+        try:
+            while True:
+                self._thread_id = threading.get_ident()
+                chunk = next(chunks, None)
+                self._thread_id = 0
+                if chunk is None:
+                    return
+                yield chunk
+        finally:
+            self._thread_id = 0
+            chunks.close()
 
     def _run(self) -> Generator[StreamChunk, None, None]:
         try:

@@ -52,6 +52,8 @@ def run_options(
     """The options that these keywords mean. Raises ConfigError for contradictions."""
     if spec_type is None:
         spec_type = ("draft", "ngram") if draft_model is not None else ("ngram",)
+    if num_draft_tokens == 0:
+        spec_type = ()  # no tokens from anywhere: plain decoding, and no draft to load
     spec = SpecConfig(
         spec_type,  # type: ignore[arg-type]  # a name or a list of names is normalised there
         num_draft_tokens,

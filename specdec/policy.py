@@ -40,6 +40,11 @@ class PassCost:
         return max(1, int((allowed - self.row_free_seconds) / self.seconds_per_row))
 
 
+def level_seconds(draft_cost: PassCost, n_nodes: int) -> float:
+    """What one level of a tree of that size costs the draft model, at most."""
+    return draft_cost.seconds(min(n_nodes, MAX_BEAMS))
+
+
 class DraftPolicy:
     """Limits of the next tree.
 
@@ -98,10 +103,10 @@ class DraftPolicy:
         if self._config.draft_depth is not None or draft_cost is None:
             return self._config.depth
         pass_seconds = cost.seconds(1 + self._n_nodes)
-        level_seconds = draft_cost.seconds(min(self._n_nodes, MAX_BEAMS))
+        per_level = level_seconds(draft_cost, self._n_nodes)
 
         def rate(depth: int) -> float:
             tokens = sum(ASSUMED_LEVEL_ACCEPTANCE**level for level in range(depth + 1))
-            return tokens / (pass_seconds + depth * level_seconds)
+            return tokens / (pass_seconds + depth * per_level)
 
         return max(range(1, self._config.depth + 1), key=rate)

@@ -8,7 +8,7 @@ from typing import Any
 from offload.budget import format_up
 from offload.plan import ResidencyPlan
 from offload.units import GIB, format_bytes
-from specdec.policy import PassCost
+from specdec.policy import PassCost, level_seconds
 
 ASSUMED_TOKENS_PER_PASS = 3.5
 """For predictions only: what a decent draft reaches before anything is measured."""
@@ -46,10 +46,10 @@ class RunPlan:
         """With a draft at ASSUMED_TOKENS_PER_PASS; acceptance is known only after a run."""
         if self.draft_cost is None:
             return self.plain_tokens_per_second
-        drafting = self.draft_depth * self.draft_cost.seconds(1)
-        return ASSUMED_TOKENS_PER_PASS / (
-            self.pass_cost.seconds(1 + self.n_draft_tokens) + drafting
-        )
+        drafting = self.draft_depth * level_seconds(self.draft_cost, self.n_draft_tokens)
+        # A tree of that depth emits at most a token per level and the target's own.
+        tokens = min(ASSUMED_TOKENS_PER_PASS, 1 + min(self.draft_depth, self.n_draft_tokens))
+        return tokens / (self.pass_cost.seconds(1 + self.n_draft_tokens) + drafting)
 
     def to_dict(self) -> dict[str, Any]:
         residency, draft = self.residency, self.draft_residency

@@ -51,3 +51,16 @@ def test_an_encoder_is_no_recurrent_model(config: Path) -> None:
             load_hf_model(config.parent)
     finally:
         config.write_text(good)
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
+    """Not even where transformers would ask on the terminal, and somebody says yes."""
+    ran = tmp_path / "ran"
+    (tmp_path / "configuration_own.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(SpecdecError) as failure:
+        load_config(tmp_path)
+    assert "\n" not in str(failure.value)
+    assert not ran.exists()
