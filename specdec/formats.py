@@ -52,7 +52,7 @@ def read_vocabulary(name: str | Path) -> Vocabulary:
         from specdec.gguf_text import GgufTokenizer
 
         return GgufTokenizer.from_file(path).vocabulary()
-    from backends.hf_model import load_config
+    from backends.hf_config import load_config
     from backends.layer_count import refuse_absurd_count
     from backends.raw_config import refuse_nonsense
 

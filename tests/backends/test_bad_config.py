@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from checkpoints import save_tiny_checkpoint
 
+from backends.hf_config import load_config
 from backends.hf_model import load_hf_model
 from offload.errors import SpecdecError
 
