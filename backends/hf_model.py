@@ -25,8 +25,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from backends.base import UnsupportedModel
-from backends.hf_config import context_limit, declared, kv_values_per_token
-from backends.hf_config import load_config as load_config
+from backends.hf_config import context_limit, declared, kv_values_per_token, load_config
 from backends.layer_count import check_layers_used, refuse_absurd_count
 from backends.library_errors import one_line
 from backends.raw_config import refuse_nonsense
