@@ -41,7 +41,8 @@ def examine(
 ) -> NearTie | None:
     """Look at the first difference of two continuations; None when there is none.
 
-    Runs the text up to the difference in passes of 1, 8 and 64 rows and once as a prompt.
+    Runs the text up to the difference in passes of 1, 8 and 64 rows, or as many as the target has
+    room for, and once as a prompt.
     """
     position = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), None)
     if position is None:
@@ -60,7 +61,7 @@ def _rows(target: Backend, prefix: Sequence[int]) -> list[NDArray[np.float32]]:
     as_prompt = target.prefill(prefix)
     target.rollback(len(prefix) - 1)
     rows = []
-    for n_rows in BATCH_ROWS:
+    for n_rows in sorted({min(n, target.node_room) for n in BATCH_ROWS}):
         fillers = [prefix[i % len(prefix)] for i in range(n_rows - 1)]
         ids, logits = target.extend([prefix[-1], *fillers], [PREFIX] * n_rows, rows=[0])
         target.prune(ids)

@@ -1,6 +1,7 @@
 """Near ties are told apart from real differences."""
 
 import pytest
+from checkpoints import save_tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
 from backends.torch_cpu import TorchBackend
@@ -44,3 +45,12 @@ def test_a_wrong_token_is_not(target):
     assert tie.gap == pytest.approx(float(row.max() - row.min()), abs=1e-4)
     assert tie.drift < 1e-4
     assert not tie.is_explained
+
+
+def test_a_target_with_room_for_few_nodes_is_examined_too(tmp_path, monkeypatch):
+    save_tiny_checkpoint("llama", tmp_path)
+    with TorchBackend.resident(tmp_path) as backend:
+        monkeypatch.setattr(backend, "max_nodes", 9)
+        tie = examine(backend, [5, 6, 7], [8, 9], [8, 10])
+    assert tie is not None
+    assert tie.position == 1
