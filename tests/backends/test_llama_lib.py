@@ -19,10 +19,11 @@ from backends.gguf_model import load_gguf_model
 from backends.llama_batch import Batch
 from backends.llama_context import context_options
 from backends.llama_cpp import LlamaBackend
-from backends.llama_lib import ContextOptions, LlamaError, LlamaModel, load_library
+from backends.llama_lib import ContextOptions, LlamaContext, LlamaError, LlamaModel, load_library
 from backends.llama_log import LlamaLog
 from backends.llama_memory import context_memory, logged_sizes
 from backends.llama_passes import PassCancelled
+from offload.gguf_index import GgufError
 from offload.plan import ResidencyPlan
 
 pytestmark = pytest.mark.gguf
@@ -64,9 +65,15 @@ def test_a_refused_file_gives_the_reason_in_one_line(path, tmp_path):
 
 def test_a_refused_context_gives_the_reason(tmp_path):
     # Heads of 16 do not hold a block of 32.
-    model = load_gguf_model(save_tiny_gguf("qwen2", tmp_path / "m.gguf"))
-    with pytest.raises(LlamaError, match="q8_0/f16 cache: .*does not divide"):
-        LlamaBackend(model, max_context=60, cache_type_k="q8_0", load_mode="mmap")
+    path = save_tiny_gguf("qwen2", tmp_path / "m.gguf")
+    loaded = LlamaModel(path, "mmap")
+    try:
+        with pytest.raises(LlamaError, match="q8_0/f16 cache: .*does not divide"):
+            LlamaContext(loaded, context_options(60, 8, cache_type_k="q8_0"))
+    finally:
+        loaded.close()
+    with pytest.raises(GgufError, match="q8_0 cannot hold heads of length 16"):
+        LlamaBackend(load_gguf_model(path), cache_type_k="q8_0", load_mode="mmap")
 
 
 def test_the_log_joins_continued_lines_and_keeps_errors_apart():
