@@ -1,6 +1,7 @@
 """Models, tensors and KV caches behind one contract (`base.Backend`).
 
 base          the contract
+mending       repairs after an operation that broke off, the same for every backend
 source        a model before its weights, as the planner sees it
 node_table    which rows tentative nodes occupy and who sees whom
 kv_cache      a transformers Cache over growing blocks, with commit and rollback

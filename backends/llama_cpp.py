@@ -8,11 +8,10 @@ Python meanwhile and ends it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
 
 import numpy as np
 
-from backends.base import Backend, BackendError, ContextFull, StreamUse, UnsupportedModel
+from backends.base import BackendError, ContextFull, StreamUse, UnsupportedModel
 from backends.gguf_model import GgufModel
 from backends.llama_batch import Batch
 from backends.llama_context import context_options
@@ -20,14 +19,14 @@ from backends.llama_lib import ContextOptions, LlamaContext, LlamaModel, Progres
 from backends.llama_passes import PassThread
 from backends.llama_stream import StreamedLayers, mapped_ranges
 from backends.llama_tree import TreeSequences
+from backends.mending import MendingBackend
 from offload.plan import ResidencyPlan
 
-_T = TypeVar("_T")
 _LOAD_MODES = ("stream", "mmap", "ram")
 _QUICK_BYTES = 4e9  # weights times rows that take less than about a second: no thread for those
 
 
-class LlamaBackend(Backend):
+class LlamaBackend(MendingBackend):
     """A GGUF model on llama.cpp.
 
     Args:
@@ -79,9 +78,6 @@ class LlamaBackend(Backend):
         )
         self._max_outputs = options.max_outputs
         self._closing: list[Callable[[], None]] = []
-        self._is_closed = False
-        # While an operation runs, or was cut short: the committed tokens that it leaves alone.
-        self._n_intact: int | None = None
         self._kv_bytes_per_token = model.kv_bytes_per_token(
             cache_type_k, cache_type_v, flash_attention=flash_attention is not False
         )
@@ -246,33 +242,10 @@ class LlamaBackend(Backend):
                 "backend was made for: ask for fewer rows or raise max_outputs"
             )
 
-    def _mending(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
-        """Call `operation`; after any failure, leave what the contract says.
-
-        A repair that is cut short itself is done again before the next operation.
-
-        Args:
-            n_intact: committed tokens that the operation leaves alone; None: all.
-        """
-        if self._is_closed:
-            raise BackendError("the backend is closed; load the model again")
-        self._mend()
-        self._n_intact = self.n_committed if n_intact is None else n_intact
-        try:
-            result = operation()
-        except BaseException:
-            self._mend()
-            raise
-        self._n_intact = None
-        return result
-
-    def _mend(self) -> None:
-        """The committed prefix, and a ring that starts at layer 0, after a break."""
-        if self._n_intact is not None:
-            self._tree.abort(self._n_intact)
-            if self._stream is not None:
-                self._stream.restart()
-            self._n_intact = None
+    def _repair(self, n_intact: int) -> None:
+        self._tree.abort(n_intact)
+        if self._stream is not None:
+            self._stream.restart()
 
 
 _RECURRENT = (

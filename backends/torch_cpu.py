@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 
-from backends.base import Backend, BackendError, ContextFull, StreamUse
+from backends.base import BackendError, ContextFull, StreamUse
 from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import TreeCache
 from backends.layer_runner import LayerRunner, PassState, bind, unbind
 from backends.masks import CausalLayout, PassLayout
+from backends.mending import MendingBackend
 from offload.plan import LayerWeights
 from offload.reading import DEFAULT_N_READERS
 from offload.streamer import WeightStreamer, load_resident
@@ -28,10 +28,9 @@ CHUNK_ROWS = 256
 """Rows that go through a layer at once: bounds the activations of a long prompt."""
 
 Progress = Callable[[int, int], None]
-_T = TypeVar("_T")
 
 
-class TorchBackend(Backend):
+class TorchBackend(MendingBackend):
     """A Hugging Face checkpoint on the CPU, streamed as `layers` and `n_slots` say."""
 
     def __init__(
@@ -55,9 +54,7 @@ class TorchBackend(Backend):
         self._streamer = WeightStreamer(
             layers, n_slots, n_readers=n_readers or DEFAULT_N_READERS, progress=progress
         )
-        self._is_closed = self._is_cancelled = False
-        # While an operation runs, or was cut short: the committed rows that it leaves alone.
-        self._n_intact: int | None = None
+        self._is_cancelled = False
         self._slopes = _alibi_slopes(model)
         self._runners = [
             LayerRunner(
@@ -205,35 +202,9 @@ class TorchBackend(Backend):
         if self.n_committed + depth > self.max_context:
             raise ContextFull(n_tokens, self.n_committed, self.max_context)
 
-    def _mending(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
-        """Call `operation`; after any failure, leave what the contract says.
-
-        No context manager: Ctrl-C could come between its code and the with-block's.
-
-        Args:
-            n_intact: committed rows that the operation leaves alone; None: all.
-        """
-        if self._is_closed:
-            raise BackendError("the backend is closed; load the model again")
-        self._mend()
-        self._n_intact = self.n_committed if n_intact is None else n_intact
-        try:
-            result = operation()
-        except BaseException:
-            self._mend()
-            raise
-        self._n_intact = None
-        return result
-
-    def _mend(self) -> None:
-        """The committed prefix, and a ring that starts at layer 0, after an operation broke off.
-
-        It says last that it is done: cut short itself, it is done again before anything else.
-        """
-        if self._n_intact is not None:
-            self._cache.abort(self._n_intact)
-            self._streamer.restart()
-            self._n_intact = None
+    def _repair(self, n_intact: int) -> None:
+        self._cache.abort(n_intact)
+        self._streamer.restart()
 
 
 def _alibi_slopes(model: HfModel) -> torch.Tensor | None:

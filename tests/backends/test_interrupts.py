@@ -72,7 +72,7 @@ def test_a_prefill_and_an_extend(backend: TorchBackend) -> None:
 
     places = interrupt_everywhere(act, check)
     assert {"layer_runner.py:bind", "layer_runner.py:unbind", "kv_cache.py:_regrown"} <= places
-    assert {"torch_cpu.py:_mend", "kv_cache.py:abort", "slots.py:release"} <= places
+    assert {"mending.py:_mend", "kv_cache.py:abort", "slots.py:release"} <= places
 
 
 def test_the_committed_prefix_stays(backend: TorchBackend) -> None:

@@ -1,0 +1,52 @@
+"""What both backends do after an operation that broke off: leave what the contract says."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TypeVar
+
+from backends.base import Backend, BackendError
+
+_T = TypeVar("_T")
+
+
+class MendingBackend(Backend):
+    """A backend whose operations are repaired where an error or an interrupt cuts them short."""
+
+    _is_closed = False
+    _n_intact: int | None = None
+    """While an operation runs, or was cut short: the committed tokens that it leaves alone."""
+
+    @abstractmethod
+    def _repair(self, n_intact: int) -> None:
+        """Cut the cache to `n_intact` tokens, drop live nodes, let a ring begin at layer 0.
+
+        Called again where it was interrupted itself.
+        """
+
+    def _mending(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
+        """Call `operation`; after any failure, leave what the contract says.
+
+        No context manager: Ctrl-C could come between its code and the with-block's.
+
+        Args:
+            n_intact: committed tokens that the operation leaves alone; None: all.
+        """
+        if self._is_closed:
+            raise BackendError("the backend is closed; load the model again")
+        self._mend()
+        self._n_intact = self.n_committed if n_intact is None else n_intact
+        try:
+            result = operation()
+        except BaseException:
+            self._mend()
+            raise
+        self._n_intact = None
+        return result
+
+    def _mend(self) -> None:
+        """Repair what broke off; says last that it is done, so that it is redone if cut short."""
+        if self._n_intact is not None:
+            self._repair(self._n_intact)
+            self._n_intact = None
