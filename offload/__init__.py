@@ -14,6 +14,7 @@ layout     make_layout: tensors coalesced into aligned reads
 plan       plan_residency: which tensors stay in memory, how many slots
 reading    load_resident, ReaderThreads: pieces of files into buffers
 slots      SlotRing: the reusable buffers of the ring, and who may touch them
+walk       LayerWalk: which read belongs to which layer, for the two that follow
 streamer   WeightStreamer: layers in order, read ahead, wrapping around
 address_space, spans, paging_plan, paged_memory, pager
            Pager: the same for a file that somebody else has mapped, by moving pages

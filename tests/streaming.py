@@ -1,4 +1,4 @@
-"""What the tests of the weight streamer share."""
+"""What the tests of the weight streamer and of the pager share."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Gate:
             self.opened.wait()
 
 
-def uneven_sizes(n_layers: int, seed: int) -> list[list[int]]:
+def uneven_sizes(n_layers: int, seed: int, most: int = 9000) -> list[list[int]]:
     rng = random.Random(seed)
-    return [[rng.randint(1, 9000) for _ in range(rng.randint(1, 3))] for _ in range(n_layers)]
+    return [[rng.randint(1, most) for _ in range(rng.randint(1, 3))] for _ in range(n_layers)]
 
 
 def small_weights(folder: Path) -> Weights:

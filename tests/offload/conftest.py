@@ -1,5 +1,6 @@
 """Fixtures of the tests of offload."""
 
+from paging import small_huge_pages
 from streaming import no_thread_is_left
 
-__all__ = ["no_thread_is_left"]
+__all__ = ["no_thread_is_left", "small_huge_pages"]

@@ -89,7 +89,7 @@ def test_a_second_interrupt_at_every_call_of_the_repair(tmp_path: Path) -> None:
                 places.add(found[1])
             if not found:
                 break
-    assert {"streamer.py:restart", "streamer.py:_resume_at", "slots.py:restart"} <= places
+    assert {"streamer.py:restart", "walk.py:resume_at", "slots.py:restart"} <= places
     assert "slots.py:_free" in places
 
 
@@ -121,7 +121,7 @@ def test_a_close_that_was_interrupted_can_be_repeated(tmp_path: Path) -> None:
         with interrupted(at_call) as interrupts:
             streamer.close()
         streamer.close()
-        for slot in streamer._ring.slots:
+        for slot in streamer._walk._ring.slots:
             with pytest.raises(ValueError, match="released"):
                 len(slot.buffer.view)
         if not interrupts.places:
@@ -150,10 +150,10 @@ def test_a_restart_sees_what_was_taken_but_never_handed_out(tmp_path: Path) -> N
     weights = write_weights(tmp_path, uneven_sizes(4, 1))
     with WeightStreamer(weights.layers, 2, poison=True) as streamer, unhung(streamer):
         weights.walk(streamer)
-        taken = streamer._ring.wait_ready(streamer._ticket)
+        taken = streamer._walk._ring.wait_ready(streamer._walk._ticket)
         assert taken.state is SlotState.IN_USE
         streamer.restart()
-        assert not streamer._ring.is_lending
+        assert not streamer._walk._ring.is_lending
         weights.walk(streamer, 2)
 
 
@@ -165,7 +165,7 @@ def test_ctrl_c_ends_a_wait_of_the_main_thread(tmp_path: Path) -> None:
     presser = threading.Timer(0.05, signal.raise_signal, (signal.SIGINT,))
     presser.start()  # the signal comes to another thread than the one that waits
     with pytest.raises(KeyboardInterrupt):  # a deaf wait would never end: the gate is shut
-        streamer._ring.wait_ready(0)
+        streamer._walk._ring.wait_ready(0)
     presser.join()
     gate.opened.set()
     streamer.close()

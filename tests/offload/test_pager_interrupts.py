@@ -55,7 +55,7 @@ def test_an_interrupt_at_every_call_and_in_the_repair(tmp_path: Path, n_slots: i
                 break
         watchdog.cancel()
         watchdog.join()
-    assert {"pager.py:_resume_at", "pager.py:restart", "slots.py:restart"} <= places
+    assert {"walk.py:resume_at", "pager.py:restart", "slots.py:restart"} <= places
     assert {"slots.py:release", "slots.py:_take_ready", "slots.py:_free"} <= places
 
 
@@ -65,7 +65,7 @@ def test_a_close_that_was_interrupted_can_be_repeated(tmp_path: Path) -> None:
         with mapped(weights) as files:
             pager = Pager(files.layers, [], files.mappings, 2)
             files.walk(pager)
-            slots = pager._ring.slots
+            slots = pager._walk._ring.slots
             with interrupted(first) as interrupts:
                 pager.close()
             pager.close()

@@ -1,0 +1,242 @@
+"""The walk over the layers: which read belongs to which layer, and when a pass is whole.
+
+What `WeightStreamer` (weights in slots) and `Pager` (weights at mapped addresses) have in common.
+One layer after another is visited, cyclically:
+
+    walk.seek(i)           layer i is wanted next; where another was expected, reads begin anew
+    taken = walk.take(i)   waits for its slot; None where nothing of it streams
+    walk.arrive(i)         the files are those that were opened; layer i + 1 is expected next
+    ...
+    walk.give_back(taken)  the readers may fill the slot again
+    walk.leave(i)          after the last layer a pass is complete
+
+From `seek` to `arrive` the walk counts as broken off: whatever interrupts it there, the next `seek`
+begins anew.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from offload.direct_io import OpenStorage
+from offload.layout import Layout, Piece
+from offload.reading import OpenFiles, ReaderThreads, shared_read_bytes
+from offload.slots import Slot, SlotMemory, SlotRing, StreamerClosed
+
+_JOIN_SECONDS = 10.0  # a read that hangs longer (a dead network mount) is left behind
+
+
+@dataclass(frozen=True)
+class StreamStats:
+    """Cumulative figures; subtract two snapshots for those of a span."""
+
+    bytes_read: int = 0  # by the ring, alignment included; resident tensors do not count
+    stall_seconds: float = 0.0  # the caller waited in `layer` for storage
+    read_seconds: float = 0.0  # at least one read was running
+    passes: int = 0  # the last layer was left
+
+    def __sub__(self, earlier: StreamStats) -> StreamStats:
+        return StreamStats(
+            **{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
+        )
+
+
+@dataclass(frozen=True)
+class RingOptions:
+    """How the streamed part of the layers is read.
+
+    n_slots: depth of the ring, 1 (no overlap) or more; more than streamed layers are not made.
+    read_bytes: size of one read at most, a multiple of 4096; small layers get smaller ones.
+    n_readers: threads that read.
+    storage: opens a file for reading; tests pass one that injects faults.
+    poison: overwrite released slots, for tests.
+    """
+
+    n_slots: int
+    read_bytes: int
+    n_readers: int
+    storage: OpenStorage
+    poison: bool = False
+
+    def plan(self, layouts: Sequence[Layout | None]) -> list[tuple[Piece, ...]]:
+        """The reads of each layer; none where all of it is in memory.
+
+        Raises ValueError for options that could not work.
+        """
+        streams = any(layout is not None for layout in layouts)
+        if self.n_readers < 1 or (streams and self.n_slots < 1):
+            raise ValueError(
+                f"streaming needs a slot and a reader, not {self.n_slots} and {self.n_readers}"
+            )
+        return [() if layout is None else self._pieces(layout) for layout in layouts]
+
+    def _pieces(self, layout: Layout) -> tuple[Piece, ...]:
+        shared = shared_read_bytes(layout.n_bytes, self.n_readers, self.read_bytes)
+        return layout.pieces(shared)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A slot with the streamed part of one layer."""
+
+    slot: Slot
+    ticket: int
+
+
+class LayerWalk:
+    """The ring, its readers, and where in the cycle of layers the caller is.
+
+    Args:
+        reads: of each layer, in the order of use, as `options.plan` made them.
+        options: of the ring.
+        slot_bytes: of the largest layer; rounded up as `allocate` needs it.
+        allocate: makes the memory of one slot from its size; None: an AlignedBuffer.
+
+    Raises:
+        StorageError: a file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        reads: Sequence[tuple[Piece, ...]],
+        options: RingOptions,
+        slot_bytes: int,
+        *,
+        allocate: Callable[[int], SlotMemory] | None = None,
+    ) -> None:
+        self._n_layers = len(reads)
+        self._streamed = [index for index, pieces in enumerate(reads) if pieces]
+        # The layer that continues the walk; None after an error or an interrupt, and all the while
+        # that one of these may leave things half done.
+        self._expected: int | None = 0
+        self._ticket = 0  # of the next streamed layer in the walk
+        self._stall_seconds = 0.0
+        self._passes, self._is_last_in = 0, False
+        self._is_closed = False
+        self._ring: SlotRing | None = None
+        if self._streamed:
+            self._start([reads[index] for index in self._streamed], options, slot_bytes, allocate)
+
+    @property
+    def stats(self) -> StreamStats:
+        bytes_read, read_seconds = self._ring.reading_figures() if self._ring else (0, 0.0)
+        return StreamStats(bytes_read, self._stall_seconds, read_seconds, self._passes)
+
+    @property
+    def n_slots(self) -> int:
+        return len(self._ring.slots) if self._ring else 0
+
+    @property
+    def ring_bytes(self) -> int:
+        return self._ring.n_bytes if self._ring else 0
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether layer 0 is the next one, and no slot is lent."""
+        return self._expected == 0 and not (self._ring and self._ring.is_lending)
+
+    def check(self, index: int) -> None:
+        """Raise IndexError for a layer that there is not, StreamerClosed after `close`."""
+        if not 0 <= index < self._n_layers:
+            raise IndexError(f"there is no layer {index} among {self._n_layers}")
+        if self._is_closed:
+            raise StreamerClosed("the weight streamer is closed; load the model again")
+
+    def seek(self, index: int, *, is_inside: bool) -> None:
+        """Layer `index` is wanted next; `is_inside` of another layer only in order."""
+        if index != self._expected:
+            if is_inside:
+                raise RuntimeError(f"layer {index} was asked for out of order inside another layer")
+            self.resume_at(index)
+        self._expected = None  # what follows may fail, or be interrupted
+
+    def take(self, index: int) -> Taken | None:
+        """Wait for the slot of layer `index`; None where nothing of it streams."""
+        if self._ring is None or index not in self._streamed:
+            return None
+        started = time.perf_counter()
+        try:
+            slot = self._ring.wait_ready(self._ticket)
+        finally:
+            self._stall_seconds += time.perf_counter() - started
+        taken = Taken(slot, self._ticket)
+        self._ticket += 1
+        return taken
+
+    def arrive(self, index: int) -> None:
+        """Layer `index` is in place. At the last one raises StorageError for a changed file."""
+        is_last = index == self._n_layers - 1
+        if is_last and self._ring is not None:
+            # At the end, because by then all bytes of the pass were read from an unchanged file.
+            self._files.check_unchanged()
+        self._expected = (index + 1) % self._n_layers
+        self._is_last_in |= is_last
+
+    def give_back(self, taken: Taken) -> None:
+        """Let the readers fill the slot; nothing happens where a restart already did."""
+        if self._ring is not None:
+            self._ring.release(taken.slot, taken.ticket)
+
+    def leave(self, index: int) -> None:
+        """The caller is done with layer `index`; after the last one a pass is complete."""
+        if index == self._n_layers - 1 and self._is_last_in:
+            self._is_last_in = False
+            self._passes += 1
+
+    def break_off(self) -> None:
+        """Whatever was going on is over: the next `seek` or `resume_at` begins anew."""
+        self._expected, self._is_last_in = None, False
+
+    def resume_at(self, index: int) -> None:
+        """Let the readers begin at the first streamed layer from `index` on; nothing is lent."""
+        self.break_off()
+        if self._ring is not None:
+            n_streamed = len(self._streamed)
+            position = sum(1 for i in self._streamed if i < index)
+            # A ticket is never used twice, so that a late release cannot touch a later layer's
+            # slot. The readers are at most n_slots (<= n_streamed) tickets ahead: two passes on is
+            # unused.
+            self._ticket = (self._ticket // n_streamed + 3) * n_streamed + position
+            self._ring.restart(self._ticket)
+        self._expected = index
+
+    def close(self) -> bool:
+        """Stop the readers; a caller that waits gets StreamerClosed. False: a read still hangs."""
+        self._is_closed = True
+        if self._ring is None:
+            return True
+        self._ring.close()
+        return self._readers.join(_JOIN_SECONDS)
+
+    def free(self) -> None:
+        """Give the memory of the ring back, once `close` has said that no reader is running."""
+        if self._ring is not None:
+            self._ring.free_buffers()
+            self._files.close()
+
+    def _start(
+        self,
+        pieces: list[tuple[Piece, ...]],
+        options: RingOptions,
+        slot_bytes: int,
+        allocate: Callable[[int], SlotMemory] | None,
+    ) -> None:
+        paths = (piece.path for layer in pieces for piece in layer)
+        self._files = OpenFiles(paths, options.storage)
+        try:
+            self._ring = SlotRing(
+                min(options.n_slots, len(pieces)),
+                slot_bytes,
+                lambda ticket: pieces[ticket % len(pieces)],
+                allocate=allocate,
+                poison=options.poison,
+            )
+        except BaseException:
+            self._files.close()
+            raise
+        self._readers = ReaderThreads(self._ring, self._files, options.n_readers)
+        # Ends the readers of a walk that nobody refers to any more.
+        weakref.finalize(self, self._ring.close)

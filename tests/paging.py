@@ -1,0 +1,56 @@
+"""What the tests of the pager share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from mapped_weights import MappedWeights
+from mapped_weights import memory_in as bytes_in
+from weight_files import Weights, write_weights
+
+from offload import address_space, paging_plan
+from offload.index import TensorRecord
+from offload.pager import Pager
+
+PAGE = address_space.PAGE_BYTES
+
+
+@pytest.fixture
+def small_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads, bodies and tails in tensors of a few pages."""
+    monkeypatch.setattr(paging_plan, "HUGE_PAGE_BYTES", 4 * PAGE)
+
+
+def slot_ranges(pager: Pager) -> list[tuple[int, int]]:
+    ring = pager._walk._ring
+    return [(s.buffer.address, len(s.buffer.view)) for s in ring.slots] if ring else []
+
+
+def check_memory(pager: Pager, files: MappedWeights) -> None:
+    """Assert that exactly the planned anonymous memory is there, wherever its pages are."""
+    found = bytes_in([*slot_ranges(pager), *files.ranges.values()])
+    assert found == pager.resident_bytes + pager.ring_bytes
+
+
+def one_file(path: Path, sizes: list[int], padding: int = 0) -> tuple[list[TensorRecord], bytes]:
+    """Tensors one after the other in one file."""
+    content = os.urandom(padding + sum(sizes))
+    path.write_bytes(content)
+    offsets = [padding + sum(sizes[:number]) for number in range(len(sizes))]
+    return [
+        TensorRecord(f"t{number}", "U8", (size,), path, offset, size)
+        for number, (size, offset) in enumerate(zip(sizes, offsets, strict=True))
+    ], content
+
+
+def small_weights(folder: Path) -> Weights:
+    return write_weights(folder, [[29_000, 100], [25_000], [42_000], [300], [8200, 30_000]],
+                         n_files=2)  # fmt: skip
+
+
+def page_weights(folder: Path) -> Weights:
+    """Whole pages only: nothing is resident, so that every read is the ring's."""
+    sizes = [[4 * PAGE], [PAGE], [7 * PAGE], [2 * PAGE], [5 * PAGE]]
+    return write_weights(folder, sizes, padding=PAGE)
