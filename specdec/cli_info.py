@@ -70,21 +70,34 @@ def profile(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show how fast the storage below a model is; measured once and cached."""
+    """Show how fast this machine's storage and arithmetic are; the JSON is a device for --on."""
     from offload.profile import measure_storage
     from specdec.models import resolve_model
     from specdec.storage import largest_weight_file
+    from specdec.this_machine import ThisMachine, model_formats
 
-    result = measure_storage(largest_weight_file(resolve_model(model)), refresh=refresh)
+    path = resolve_model(model)
+    result = measure_storage(largest_weight_file(path), refresh=refresh)
+    machine = ThisMachine(path, model_formats(path))
     if json:
-        write_json(asdict(result))
+        figures = {
+            "dram_bytes_per_second": machine.dram_bytes_per_second,
+            "flops_per_second": machine.flops_per_second,
+            "memory_bytes": machine.memory_bytes,
+        }
+        write_json({**asdict(result), **figures})
         return
     when = datetime.fromtimestamp(result.measured_at).isoformat(" ", timespec="seconds")
     how = "O_DIRECT" if result.direct else "through the page cache"
+    speeds = machine.flops_per_second.items()
+    flops = ", ".join(f"{speed / 1e9:.0f} GFLOP/s in {name}" for name, speed in speeds)
     write_text(
         f"storage    {result.storage_bytes_per_second / 1e9:.2f} GB/s, {how}, "
         f"{result.n_readers} readers of {format_bytes(result.read_bytes)}\n"
-        f"measured   {when}; --refresh measures again\n"
+        f"           measured {when} and remembered; --refresh measures again\n"
+        f"memory     {format_bytes(machine.memory_bytes)}, "
+        f"{machine.dram_bytes_per_second / 1e9:.1f} GB/s through one-row products\n"
+        f"arithmetic {flops}\n"
     )
 
 

@@ -1,0 +1,118 @@
+"""This machine's figures for one model: storage, arithmetic in the model's formats, memory.
+
+Each is measured when it is first asked for, with the code that runs the model: ggml for GGUF files,
+torch for checkpoints. Neither reads weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+
+from backends.compute_profile import ComputeProfile
+from offload.header import TensorRecord
+from offload.memory import memory_limit
+from offload.profile import measure_storage
+from specdec.devices import DeviceError
+from specdec.formats import is_gguf
+from specdec.storage import largest_weight_file
+
+_MINOR_SHARE = 0.01
+"""Formats with less than this share of the matrices' bytes are not worth measuring."""
+
+
+class ThisMachine:
+    """The `Machine` that a model would run on here.
+
+    Args:
+        model: its directory or GGUF file, as `resolve_model` gives it.
+        formats: number formats to time, by the names that weight files use.
+        n_threads: of the arithmetic; the library's own choice when None.
+    """
+
+    def __init__(self, model: Path, formats: Iterable[str], n_threads: int | None = None) -> None:
+        self._model = model
+        self._formats = tuple(dict.fromkeys(formats))
+        self._n_threads = n_threads
+
+    @cached_property
+    def storage_bytes_per_second(self) -> float:
+        return measure_storage(largest_weight_file(self._model)).storage_bytes_per_second
+
+    @cached_property
+    def memory_bytes(self) -> int:
+        return memory_limit().n_bytes
+
+    @cached_property
+    def _profiles(self) -> dict[str, tuple[ComputeProfile, float]]:
+        """(measurement, bytes of one weight) of each format."""
+        measure = _measure_ggml if is_gguf(self._model) else _measure_torch
+        return {name: measure(name, self._n_threads) for name in self._formats}
+
+    @cached_property
+    def flops_per_second(self) -> Mapping[str, float]:
+        return {
+            name: 2 / (weight_bytes * profile.seconds_per_byte_row)
+            for name, (profile, weight_bytes) in self._profiles.items()
+        }
+
+    @cached_property
+    def dram_bytes_per_second(self) -> float:
+        """Weights that a product with one row gets through; the best of the formats, because
+        those of few bits are held up by unpacking and not by the memory."""
+        return max(
+            1 / (profile.seconds_per_byte + profile.seconds_per_byte_row)
+            for profile, _ in self._profiles.values()
+        )
+
+
+def matrix_formats(records: Iterable[TensorRecord]) -> tuple[str, ...]:
+    """The number formats of a model's matrices, the most used first; traces are left out."""
+    n_bytes: dict[str, int] = {}
+    for record in records:
+        if len(record.shape) >= 2:
+            n_bytes[record.dtype] = n_bytes.get(record.dtype, 0) + record.n_bytes
+    least = _MINOR_SHARE * sum(n_bytes.values())
+    return tuple(sorted((f for f in n_bytes if n_bytes[f] >= least), key=lambda f: -n_bytes[f]))
+
+
+def model_formats(model: Path) -> tuple[str, ...]:
+    """What a run of the model multiplies in; reads the headers of its files."""
+    if is_gguf(model):
+        from offload.gguf_index import GgufIndex
+
+        formats = matrix_formats(GgufIndex.from_path(model).values())
+        return tuple(dict.fromkeys((*formats, "F16")))  # the KV cache is F16
+    from offload.index import WeightIndex
+
+    return matrix_formats(WeightIndex.from_directory(model).values())
+
+
+def _measure_ggml(name: str, n_threads: int | None) -> tuple[ComputeProfile, float]:
+    from backends.ggml_compute import measure_ggml_compute
+    from backends.llama_lib import default_threads
+    from offload.gguf_header import GGML_TYPES
+
+    for number, kind in GGML_TYPES.items():
+        if kind.name == name:
+            profile = measure_ggml_compute(number, n_threads or default_threads())
+            return profile, kind.block_bytes / kind.block_size
+    raise DeviceError(f"{name} is no number format of ggml: arithmetic cannot be timed")
+
+
+def _measure_torch(name: str, n_threads: int | None) -> tuple[ComputeProfile, float]:
+    import torch
+
+    from backends.compute import measure_compute
+    from backends.hf_model import TORCH_DTYPES
+
+    if name not in TORCH_DTYPES:
+        raise DeviceError(
+            f"arithmetic in {name} cannot be timed here, only in {', '.join(TORCH_DTYPES)}: "
+            "name a device with all its figures by --on"
+        )
+    if n_threads is not None:
+        torch.set_num_threads(n_threads)
+    dtype = TORCH_DTYPES[name]
+    return measure_compute(dtype), dtype.itemsize
