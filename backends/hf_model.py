@@ -86,21 +86,26 @@ class HfModel:
         return converted_bytes(self.outer_records, self.dtype) + max(layers, default=0)
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of a layer in tokens, or None for full attention.
-
-        A config may carry options that its family ignores: the family's code tells.
-        """
-        if not hasattr(sys.modules[type(self.model).__module__], _SLIDING_MASK):
-            return None
-        types = declared(self.config, "layer_types")
-        if types is not None and types[layer] != "sliding_attention":
-            return None
-        return getattr(self.config, "sliding_window", None)
+        """Sliding window of a layer in tokens, or None for full attention."""
+        return layer_window(self.model, layer)
 
     @property
     def kv_bytes_per_token(self) -> int:
         width = sum(kv_values_per_token(self.config, layer) for layer in self.layers)
         return width * self.dtype.itemsize
+
+
+def layer_window(model: PreTrainedModel, layer: int) -> int | None:
+    """Sliding window of a layer in tokens, or None for full attention.
+
+    A config may carry options that its family ignores: the family's code tells.
+    """
+    if not hasattr(sys.modules[type(model).__module__], _SLIDING_MASK):
+        return None
+    types = declared(model.config, "layer_types")
+    if types is not None and types[layer] != "sliding_attention":
+        return None
+    return getattr(model.config, "sliding_window", None)
 
 
 def is_view(record: TensorRecord, dtype: torch.dtype) -> bool:
@@ -120,12 +125,12 @@ def load_hf_model(directory: Path) -> HfModel:
     refuse_absurd_count(directory)
     config = load_config(directory)
     index = WeightIndex.from_directory(directory)
-    dtype = _main_dtype(index, directory)
+    dtype = main_dtype(index, directory)
     model = build_skeleton(config, dtype)
     return match_checkpoint(model, index, dtype, directory)
 
 
-def _main_dtype(index: Mapping[str, TensorRecord], directory: Path) -> torch.dtype:
+def main_dtype(index: Mapping[str, TensorRecord], directory: Path) -> torch.dtype:
     n_bytes: dict[str, int] = {}
     for record in index.values():
         n_bytes[record.dtype] = n_bytes.get(record.dtype, 0) + record.n_bytes
@@ -136,6 +141,18 @@ def _main_dtype(index: Mapping[str, TensorRecord], directory: Path) -> torch.dty
 
 
 def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """`build_model`, of a kind that can be streamed."""
+    model = build_model(config, dtype)
+    for name, module in model.named_modules():
+        if _MIXTURE.search(type(module).__name__):
+            raise UnsupportedModel(
+                f"{config.model_type} is a mixture of experts ({name}): "
+                "not supported on the torch backend yet"
+            )
+    return model
+
+
+def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model with real buffers and no weights; attention by SDPA where the family has it."""
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     softcap = getattr(config, "attn_logit_softcapping", None)
@@ -150,12 +167,6 @@ def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
             f"no {config.model_type} model can be built from the config: {one_line(error)}: "
             "mend the config.json, or download the checkpoint again"
         ) from error
-    for name, module in model.named_modules():
-        if _MIXTURE.search(type(module).__name__):
-            raise UnsupportedModel(
-                f"{config.model_type} is a mixture of experts ({name}): "
-                "not supported on the torch backend yet"
-            )
     return model
 
 
@@ -181,8 +192,8 @@ def match_checkpoint(
 ) -> HfModel:
     """Find the checkpoint tensor of every parameter, or say which are missing or misshapen."""
     base = model.base_model
-    layers_name, layers = _decoder_layers(model, base)
-    tied = _tied_names(model)
+    layers_name, layers = decoder_layers(model, base)
+    tied = tied_names(model)
     index = _renamed(index, model)
     check_layers_used(model, layers_name, len(layers), index, directory)
     per_layer: list[list[BoundTensor]] = [[] for _ in layers]
@@ -206,7 +217,7 @@ def match_checkpoint(
     return HfModel(model, model.config, dtype, layers, tuple(map(tuple, per_layer)), tuple(outer))
 
 
-def _decoder_layers(model: PreTrainedModel, base: Any) -> tuple[str, tuple[nn.Module, ...]]:
+def decoder_layers(model: PreTrainedModel, base: Any) -> tuple[str, tuple[nn.Module, ...]]:
     n_layers = model.config.num_hidden_layers
     for name, module in base.named_children():
         if isinstance(module, nn.ModuleList) and len(module) == n_layers:
@@ -220,7 +231,7 @@ def _decoder_layers(model: PreTrainedModel, base: Any) -> tuple[str, tuple[nn.Mo
     )
 
 
-def _tied_names(model: PreTrainedModel) -> dict[str, str]:
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
     """Parameters that share another's tensor, by name."""
     tied = getattr(model, "_tied_weights_keys", None)
     if not getattr(model.config, "tie_word_embeddings", False) or not isinstance(tied, dict):

@@ -165,6 +165,35 @@ MaxTokens = Annotated[
     int,
     typer.Option("-n", "--max-tokens", min=1, help="Most tokens to generate."),
 ]
+OnDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="DEVICE",
+        help="Another device: a name (ufs-3.1, sata-ssd, sd-card, gpu-8gb, ...), or a JSON file "
+        "that `specdec profile --json` wrote there.",
+        show_default="this machine",
+    ),
+]
+Phase = Annotated[
+    str | None,
+    typer.Option(
+        "--phase",
+        metavar="decode|verify|prefill",
+        help="Show one kind of pass.",
+        show_default="all three",
+    ),
+]
+PassTokens = Annotated[
+    int | None,
+    typer.Option(
+        "-n",
+        "--n-tokens",
+        min=1,
+        help="Tokens of the pass: draft tokens to verify, or of the prompt.",
+        show_default="16 to verify; the context",
+    ),
+]
 Temperature = Annotated[
     float | None,
     typer.Option(

@@ -10,6 +10,7 @@ user/repo:Q4_K_M[@revision]   the GGUF model of that repository whose file name 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from backends.library_errors import one_line
@@ -53,6 +54,34 @@ def resolve_model(name: str | Path) -> Path:
     return _from_hub(text, hub_id["repo"], hub_id["file"], hub_id["revision"])
 
 
+def resolve_headers(name: str | Path) -> Path:
+    """`resolve_model` for who reads no weights: of a checkpoint on the hub that is not in the local
+    cache, only the JSON files are downloaded. A GGUF file is downloaded whole.
+    """
+    hub_id = _hub_id(name)
+    if hub_id is None or hub_id["file"]:
+        return resolve_model(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    repo, revision = hub_id["repo"], hub_id["revision"]
+    try:
+        folder = snapshot_download(
+            repo, revision=revision, allow_patterns=list(_WANTED), local_files_only=True
+        )
+    except (LocalEntryNotFoundError, ValueError):  # not there, or no hub id: the download will say
+        return _from_hub(str(name), repo, None, revision, wanted=("*.json",))
+    return _in_directory(Path(folder))
+
+
+def _hub_id(name: str | Path) -> re.Match[str] | None:
+    """The parts of a name that can only be a hub id."""
+    text = str(name)
+    if text.startswith((PAIR_PREFIX, *_PATH_STARTS)) or Path(name).expanduser().exists():
+        return None
+    return None if text.endswith(".gguf") else _HUB_ID.fullmatch(text)
+
+
 def check_local_name(name: str | Path) -> None:
     """Raise ModelNotFound for a name that can be no model, without asking the hub."""
     if Path(name).expanduser().exists() or _HUB_ID.fullmatch(str(name)) is None:
@@ -89,15 +118,21 @@ def _is_later_split(path: Path) -> bool:
     return split is not None and int(split["number"]) > 1
 
 
-def _from_hub(name: str, repo_id: str, part: str | None, revision: str | None) -> Path:
+def _from_hub(
+    name: str,
+    repo_id: str,
+    part: str | None,
+    revision: str | None,
+    wanted: Sequence[str] = _WANTED,
+) -> Path:
     from huggingface_hub import snapshot_download
 
     # Quantisations are written in either case, and the hub's patterns are exact.
     stem = (part or "").removesuffix(".gguf")
     spellings = {stem, stem.upper(), stem.lower()} if part else ()
-    wanted = [f"*{one}*.gguf" for one in spellings] or list(_WANTED)
+    patterns = [f"*{one}*.gguf" for one in spellings] or list(wanted)
     try:
-        folder = snapshot_download(repo_id, revision=revision, allow_patterns=wanted)
+        folder = snapshot_download(repo_id, revision=revision, allow_patterns=patterns)
     except Exception as error:  # the hub client raises many kinds; each is one line here
         raise ModelNotFound(
             f"{name} is neither a model on this disk nor in the local hub cache, "

@@ -29,6 +29,9 @@ TORCH_FREE = (
     "specdec.planning",
     "specdec.gguf_text",
     "backends.gguf_source",
+    "backends.gguf_shape",
+    "specdec.analysis.analyze",
+    "specdec.this_machine",
     "specdec.drafters.ngram",
 )
 

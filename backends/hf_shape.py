@@ -1,0 +1,198 @@
+"""The shape of a Hugging Face model: from its config, and its safetensors' headers where there are.
+
+transformers builds the modules on the meta device, so every family that it has is counted by the
+code that would run it. Mixtures of experts, which the torch backend cannot stream, are counted too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+
+from backends.base import UnsupportedModel
+from backends.hf_config import context_limit, declared, kv_values_per_token, load_config
+from backends.hf_model import (
+    TORCH_DTYPES,
+    build_model,
+    decoder_layers,
+    layer_window,
+    main_dtype,
+    tied_names,
+)
+from backends.layer_count import refuse_absurd_count
+from backends.model_shape import (
+    FFN,
+    HEAD,
+    OTHER,
+    OUTPUT,
+    QKV,
+    AttentionShape,
+    LayerShape,
+    Matrix,
+    ModelShape,
+)
+from backends.raw_config import refuse_nonsense
+from offload.index import TensorRecord, WeightIndex
+
+_FORMATS = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward|moe|expert|fc\d|fc_(in|out)", re.IGNORECASE)
+# What families call the projection that leads out of attention.
+_OUTPUTS = {"o_proj", "out_proj", "dense", "c_proj", "wo", "out"}
+
+
+def hf_shape(directory: Path) -> ModelShape:
+    """Read config.json and what headers there are; a directory without weights will do.
+
+    Raises CheckpointError and UnsupportedModel for what cannot be read or built.
+    """
+    refuse_nonsense(directory)
+    config = load_config(directory)
+    if any(directory.glob("*.safetensors")):
+        refuse_absurd_count(directory)
+        index: Mapping[str, TensorRecord] = WeightIndex.from_directory(directory)
+        dtype, notes = main_dtype(index, directory), ()
+    else:
+        index = {}
+        dtype, notes = _declared_dtype(config)
+    return shape_of(build_model(config, dtype), directory, index, notes)
+
+
+def shape_of(
+    model: PreTrainedModel,
+    directory: Path,
+    index: Mapping[str, TensorRecord],
+    notes: tuple[str, ...] = (),
+) -> ModelShape:
+    """The shape of a model on the meta device; tensors that `index` lacks have the model's dtype."""
+    config, dtype = model.config, model.dtype
+    sizes = _Sizes(index, dtype, model.base_model_prefix)
+    name, modules = decoder_layers(model, model.base_model)
+    layers = tuple(
+        _layer(model, i, layer, f"{name}.{i}.", sizes) for i, layer in enumerate(modules)
+    )
+    tied = tied_names(model)
+    weight = model.get_output_embeddings().weight
+    n_out, n_in = weight.shape
+    named = dict(model.named_parameters(remove_duplicate=False))
+    head_name = next(key for key, parameter in named.items() if parameter is weight)
+    outer = {tied.get(key, key) for key in named if not key.startswith(name + ".")}
+    if declared(config, "kv_lora_rank"):
+        notes += ("latent attention: keys and values are counted as if expanded for new rows only",)
+    return ModelShape(
+        path=directory,
+        family=config.model_type,
+        hidden_size=int(config.hidden_size),
+        vocab_size=int(n_out),
+        max_context=context_limit(config),
+        layers=layers,
+        head=Matrix(
+            HEAD, n_in, n_out, sizes.n_bytes(tied.get(head_name, head_name), weight), _FORMATS[dtype]
+        ),
+        outer_bytes=sum(sizes.n_bytes(key, named[key]) for key in outer),
+        activation_bytes=dtype.itemsize,
+        notes=notes,
+    )
+
+
+class _Sizes:
+    """Bytes of parameters in the checkpoint."""
+
+    def __init__(self, index: Mapping[str, TensorRecord], dtype: torch.dtype, prefix: str) -> None:
+        self._index = index
+        self._dtype = dtype
+        self._prefix = prefix
+
+    def n_bytes(self, name: str, parameter: torch.Tensor) -> int:
+        """As stored; as the model's dtype where the checkpoint has another name for it or is not
+        there (experts, which transformers lays out anew)."""
+        record = self._index.get(name) or self._index.get(name.removeprefix(self._prefix + "."))
+        if record is not None and math.prod(record.shape) == parameter.numel():
+            return record.n_bytes
+        return parameter.numel() * self._dtype.itemsize
+
+
+def _declared_dtype(config: PreTrainedConfig) -> tuple[torch.dtype, tuple[str, ...]]:
+    dtype = getattr(config, "dtype", None)
+    if dtype in _FORMATS:
+        return dtype, (f"no weights here: counted as {_FORMATS[dtype]}, which the config names",)
+    return torch.bfloat16, ("no weights here, and the config names no number format: BF16 assumed",)
+
+
+def _layer(
+    model: PreTrainedModel, number: int, layer: nn.Module, prefix: str, sizes: _Sizes
+) -> LayerShape:
+    config = model.config
+    kind = _FORMATS[model.dtype]
+    matrices = tuple(_matrices(config, layer, prefix, sizes, kind))
+    n_bytes = sum(sizes.n_bytes(prefix + name, p) for name, p in layer.named_parameters())
+    attention = _attention(config, layer, layer_window(model, number), model.dtype)
+    return LayerShape(matrices, attention, n_bytes)
+
+
+def _matrices(
+    config: PreTrainedConfig, layer: nn.Module, prefix: str, sizes: _Sizes, kind: str
+) -> Iterator[Matrix]:
+    for name, parameter in layer.named_parameters():
+        if parameter.ndim < 2 or name.endswith("bias"):
+            continue
+        # A Linear has [n_out, n_in], a Conv1D [n_in, n_out]: the counts are the same for both.
+        n_out, n_in = parameter.shape[-2:]
+        n_matrices = math.prod(parameter.shape[:-2])
+        is_expert = parameter.ndim > 2 and "expert" in name
+        n_active = min(_experts_used(config), n_matrices) if is_expert else n_matrices
+        n_bytes = sizes.n_bytes(prefix + name, parameter)
+        yield Matrix(_role(name), n_in, n_out, n_bytes, kind, n_matrices, n_active)
+
+
+def _experts_used(config: PreTrainedConfig) -> int:
+    for key in ("num_experts_per_tok", "moe_topk", "moe_k"):
+        value: Any = declared(config, key)
+        if isinstance(value, int):
+            return value
+    raise UnsupportedModel(
+        f"{config.model_type}: the config does not say how many experts a token uses, so its "
+        "arithmetic cannot be counted"
+    )
+
+
+def _role(name: str) -> str:
+    path = name.split(".")
+    if any(_FEED_FORWARD.search(part) for part in path):
+        return FFN
+    if any(_ATTENTION.search(part) for part in path):
+        is_output = any(part in _OUTPUTS for part in path[1:])
+        return OUTPUT if is_output else QKV
+    return OTHER
+
+
+def _attention(
+    config: PreTrainedConfig, layer: nn.Module, window: int | None, dtype: torch.dtype
+) -> AttentionShape:
+    n_heads = int(config.num_attention_heads)
+    n_values = kv_values_per_token(config, layer)
+    if declared(config, "kv_lora_rank"):
+        key_length = int(config.qk_nope_head_dim + config.qk_rope_head_dim)
+        n_kv_heads, value_length = n_heads, int(config.v_head_dim)
+    else:
+        head_dims = (getattr(module, "head_dim", None) for module in layer.modules())
+        head_dim = next(filter(None, head_dims), None) or declared(config, "head_dim")
+        key_length = value_length = int(head_dim or config.hidden_size // n_heads)
+        n_kv_heads = n_values // (2 * key_length)
+    return AttentionShape(
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        key_length=key_length,
+        value_length=value_length,
+        kv_bytes_per_token=n_values * dtype.itemsize,
+        kv_format=_FORMATS[dtype],
+        window=window,
+    )

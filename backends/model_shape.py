@@ -1,0 +1,127 @@
+"""What a model multiplies, without its weights: the sizes behind a roofline.
+
+Made from a GGUF header (`gguf_shape`) or from a config.json and, where they are there, the headers
+of its safetensors (`hf_shape`). Tensors that multiply are told from those that do not by their
+rank: norms and biases are vectors, and cost nothing beside the matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+QKV = "qkv"
+OUTPUT = "output"
+FFN = "ffn"
+OTHER = "other"
+HEAD = "head"
+"""Roles of a matrix: the projections into attention and out of it, the feed-forward part (routers
+and experts included), what a family has besides, and the head."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Weights [n_in, n_out] that multiply rows; or several of that shape, of which a row meets
+    some: the experts of a mixture, or one for each attention head."""
+
+    role: str
+    n_in: int
+    n_out: int
+    n_bytes: int
+    """Of all of them, as stored."""
+    number_format: str
+    n_matrices: int = 1
+    n_active: int = 1
+    """Matrices that one row is multiplied with."""
+
+    @property
+    def n_weights(self) -> int:
+        return self.n_in * self.n_out * self.n_matrices
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The products of activations with activations in one layer: QK^T and AV."""
+
+    n_heads: int
+    n_kv_heads: int
+    """Fewer than heads where several queries share a key (GQA)."""
+    key_length: int
+    value_length: int
+    kv_bytes_per_token: int
+    """That one token's keys and values take in the layer's cache."""
+    kv_format: str
+    window: int | None = None
+    """Last tokens that a query sees; None for all."""
+    owns_kv: bool = True
+    """False where the layer looks into another one's cache."""
+
+    def n_keys(self, n_rows: int, context: int) -> int:
+        """Keys that at least one of the last `n_rows` of `context` tokens sees."""
+        return context if self.window is None else min(context, self.window + n_rows - 1)
+
+    def n_keys_of_a_row(self, context: int) -> int:
+        """Most keys that one row sees."""
+        return context if self.window is None else min(context, self.window)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    matrices: tuple[Matrix, ...]
+    attention: AttentionShape | None
+    n_bytes: int
+    """Of all tensors, vectors included."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """One model."""
+
+    path: Path
+    family: str
+    """model_type, or general.architecture."""
+    hidden_size: int
+    vocab_size: int
+    max_context: int
+    layers: tuple[LayerShape, ...]
+    head: Matrix
+    outer_bytes: int
+    """Embedding, final norm and head; a tied head counts once."""
+    activation_bytes: int
+    """Of one number that goes from one operator to the next."""
+    notes: tuple[str, ...] = ()
+    """What was assumed."""
+
+    def matrices(self) -> Iterator[Matrix]:
+        for layer in self.layers:
+            yield from layer.matrices
+        yield self.head
+
+    @property
+    def layer_bytes(self) -> int:
+        return sum(layer.n_bytes for layer in self.layers)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.layer_bytes + self.outer_bytes
+
+    @property
+    def n_weights(self) -> int:
+        """In the matrices that multiply: a separate embedding is not among them."""
+        return sum(matrix.n_weights for matrix in self.matrices())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of all layers' caches, in full length also where a window would need less."""
+        return sum(
+            layer.attention.kv_bytes_per_token
+            for layer in self.layers
+            if layer.attention is not None and layer.attention.owns_kv
+        )
+
+    @property
+    def number_formats(self) -> tuple[str, ...]:
+        """All that a pass multiplies in, the KV cache's included."""
+        caches = (x.attention.kv_format for x in self.layers if x.attention is not None)
+        return tuple(dict.fromkeys([*(m.number_format for m in self.matrices()), *caches]))

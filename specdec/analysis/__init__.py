@@ -1,0 +1,1 @@
+"""The roofline of a model, from its header alone: `specdec analyze`."""

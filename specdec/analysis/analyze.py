@@ -1,0 +1,114 @@
+"""From a model's name to its roofline: headers are read, weights are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from backends.base import UnsupportedModel
+from backends.model_shape import ModelShape
+from backends.source import CACHE_TYPES, BackendOptions
+from offload.units import parse_bytes
+from specdec.analysis.report import DECODE, PHASES, PREFILL, VERIFY, Analysis
+from specdec.analysis.roofline import free_tokens, pass_cost, place
+from specdec.config import ConfigError
+from specdec.device_file import find_device
+from specdec.devices import DeviceSpec, complete, this_machine, with_memory
+from specdec.division import DEFAULT_CTX_SIZE
+from specdec.formats import is_gguf
+from specdec.models import resolve_headers
+from specdec.options import run_options
+from specdec.this_machine import ThisMachine
+
+DEFAULT_VERIFIED = 16
+"""Tokens of the verify pass that is shown unless asked for otherwise."""
+
+
+def analyze(
+    model: str | Path,
+    *,
+    phase: str | None = None,
+    n_tokens: int | None = None,
+    on: str | None = None,
+    **options: Any,
+) -> Analysis:
+    """The roofline of a model on this machine or on a device.
+
+    Args:
+        phase: "decode" (one token), "verify" (n_tokens of a tree, all of whose logits are wanted)
+            or "prefill" (a prompt); all three when None.
+        n_tokens: of the pass, for verify (16 by default) and prefill (the whole context).
+        on: a name of `specdec.devices.PRESETS` or a profile's path; this machine when None.
+        options: of `specdec.load`: ctx_size, memory_budget (what the device's memory is taken
+            for), threads, cache_type_k, cache_type_v.
+
+    Raises:
+        SpecdecError: the model, the device or an option makes no sense; one line.
+    """
+    _check(phase, n_tokens)
+    run = run_options(model, **options)
+    figures = this_machine() if on is None else find_device(on)
+    path = resolve_headers(model)
+    shape = read_shape(path, run.backend)
+    context = min(run.ctx_size or DEFAULT_CTX_SIZE, shape.max_context)
+    if n_tokens is not None and n_tokens > context:
+        raise ConfigError(f"-n is {n_tokens}, more than the context of {context} tokens: give -c")
+    machine = ThisMachine(path, shape.number_formats, run.backend.n_threads)
+    device = complete(figures, machine)
+    if run.memory_budget != "auto":
+        device = with_memory(device, parse_bytes(run.memory_budget))
+    return _analyze(shape, device, context, (phase,) if phase else PHASES, n_tokens)
+
+
+def read_shape(path: Path, options: BackendOptions) -> ModelShape:
+    """Of a directory or a GGUF file; only its own format's libraries are imported."""
+    if is_gguf(path):
+        from backends.gguf_shape import gguf_shape
+
+        default = CACHE_TYPES[0]
+        return gguf_shape(path, options.cache_type_k or default, options.cache_type_v or default)
+    if options.cache_type_k or options.cache_type_v:
+        raise UnsupportedModel(f"{path} is no GGUF model: its KV cache has its weights' dtype")
+    from backends.hf_shape import hf_shape
+
+    return hf_shape(path)
+
+
+def _check(phase: str | None, n_tokens: int | None) -> None:
+    if phase not in (None, *PHASES):
+        raise ConfigError(f"phase is {phase!r}, must be one of {', '.join(PHASES)}")
+    if n_tokens is not None and n_tokens < 1:
+        raise ConfigError(f"-n is {n_tokens}, must be at least 1")
+    if phase == DECODE and n_tokens not in (None, 1):
+        raise ConfigError(f"-n is {n_tokens}, but decode passes have 1 token: use --phase verify")
+
+
+def _analyze(
+    shape: ModelShape,
+    device: DeviceSpec,
+    context: int,
+    phases: tuple[str, ...],
+    n_tokens: int | None,
+) -> Analysis:
+    placement = place(shape, context, device)
+    verified = min(n_tokens or DEFAULT_VERIFIED, context)
+    # Without a phase -n is for the pass that verifies, and the prompt is the whole context.
+    n_prompt = (n_tokens if phases == (PREFILL,) else None) or context
+    sizes = {
+        DECODE: (1, context, 1),
+        VERIFY: (verified, context, verified),
+        PREFILL: (n_prompt, n_prompt, 1),
+    }
+    costs = {
+        name: pass_cost(shape, device, placement, n, length, n_logits)
+        for name, (n, length, n_logits) in sizes.items()
+    }
+    return Analysis(
+        model=shape,
+        device=device,
+        context=context,
+        placement=placement,
+        decode=costs[DECODE],
+        phases=tuple((name, costs[name]) for name in phases),
+        free_tokens=free_tokens(shape, device, placement, context),
+    )

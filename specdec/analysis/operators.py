@@ -1,0 +1,133 @@
+"""What one pass multiplies: FLOPs, memory operations and bytes of each operator.
+
+Conventions. A product [n, k] x [k, m] has 2nkm FLOPs and nk + km + nm memory operations: each
+operand is read once and the result written once, counted in elements. Of these the km elements of
+weights, or of keys and values, are *held*: they lie somewhere between passes and must be fetched,
+while activations were just made. An operator's arithmetic intensity is FLOPs over all of its memory
+operations; a whole pass's traffic, which grows to gigabytes, is that of the held elements alone.
+
+n rows pass at a time, and `context` keys (the n rows' own among them) are attended to:
+
+- projections and feed-forward: one product for each matrix of the file;
+- attention: for each KV head, QK^T [n g, k] x [k, context] and AV [n g, context] x [context, v],
+  g the queries that share a key; the products are counted dense, masked scores included, as they
+  are computed; softmax, norms, rotations and biases are not counted (below 1 % of the FLOPs);
+- a sliding window: a row meets at most `window` keys, and n rows `window + n - 1` of them;
+- a mixture of experts: FLOPs of the active experts, memory operations of all, because a pass reads
+  a layer as a whole.
+
+Bytes count the same elements in their real size: weights as stored (quantised ones too), keys and
+values as cached, activations as computed.
+
+With these, Llama-2-7B with two feed-forward matrices (hidden 4096, 32 heads, 11008, 32 layers) has
+15.93774 FLOPs per memory operation in a projection at n = 8, 14.84058 in attention at n = 8 and
+context 512, 874.0844 in feed-forward at n = 512; its layers do 11648 x 2^20 FLOPs for a token at
+context 4096, and hold 12992 x 2^20 elements at context 32768 (tests/specdec/test_analysis.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from backends.model_shape import FFN, HEAD, OTHER, OUTPUT, QKV, AttentionShape, Matrix, ModelShape
+
+ATTENTION = "attention"
+OPERATORS = (QKV, ATTENTION, OUTPUT, FFN, OTHER, HEAD)
+"""In the order of a pass."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an operator does in a pass, all layers together."""
+
+    n_products: int = 0
+    """Matrix products; the experts of a mixture count one each."""
+    flops: int = 0
+    elements: int = 0
+    """Memory operations."""
+    held_elements: int = 0
+    """Of these, weights or keys and values."""
+    n_bytes: int = 0
+    """The memory operations in bytes."""
+    held_bytes: int = 0
+    flops_by_format: Mapping[str, int] = field(default_factory=dict)
+    """By the number format of weights, or keys."""
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per memory operation."""
+        return self.flops / self.elements if self.elements else 0.0
+
+    @property
+    def byte_intensity(self) -> float:
+        """FLOPs per byte."""
+        return self.flops / self.n_bytes if self.n_bytes else 0.0
+
+
+def total(parts: Iterable[Work]) -> Work:
+    parts = list(parts)
+    formats = dict.fromkeys(name for one in parts for name in one.flops_by_format)
+    return Work(
+        sum(one.n_products for one in parts),
+        sum(one.flops for one in parts),
+        sum(one.elements for one in parts),
+        sum(one.held_elements for one in parts),
+        sum(one.n_bytes for one in parts),
+        sum(one.held_bytes for one in parts),
+        {name: sum(one.flops_by_format.get(name, 0) for one in parts) for name in formats},
+    )
+
+
+def matrix_work(matrix: Matrix, n_rows: int, activation_bytes: int) -> Work:
+    """`n_rows` rows through one matrix, or through the active ones of several."""
+    n_products = n_rows * matrix.n_active
+    flops = 2 * n_products * matrix.n_in * matrix.n_out
+    activations = n_products * (matrix.n_in + matrix.n_out)
+    return Work(
+        n_products=matrix.n_matrices,
+        flops=flops,
+        elements=activations + matrix.n_weights,
+        held_elements=matrix.n_weights,
+        n_bytes=activations * activation_bytes + matrix.n_bytes,
+        held_bytes=matrix.n_bytes,
+        flops_by_format={matrix.number_format: flops},
+    )
+
+
+def attention_work(
+    shape: AttentionShape, n_rows: int, context: int, activation_bytes: int
+) -> Work:
+    """QK^T and AV of one layer for the last `n_rows` of `context` tokens."""
+    n_keys, n_scores = shape.n_keys(n_rows, context), shape.n_keys_of_a_row(context)
+    lengths = shape.key_length + shape.value_length
+    flops = 2 * shape.n_heads * n_rows * n_scores * lengths
+    # Queries and the output; the scores once as a result and once as an operand.
+    activations = shape.n_heads * n_rows * (lengths + 2 * n_scores)
+    held = shape.n_kv_heads * n_keys * lengths
+    held_bytes = n_keys * shape.kv_bytes_per_token
+    return Work(
+        n_products=2 * shape.n_kv_heads,
+        flops=flops,
+        elements=activations + held,
+        held_elements=held,
+        n_bytes=activations * activation_bytes + held_bytes,
+        held_bytes=held_bytes,
+        flops_by_format={shape.kv_format: flops},
+    )
+
+
+def pass_work(model: ModelShape, n_rows: int, context: int, n_logits: int) -> dict[str, Work]:
+    """Every operator that the model has, in the order of OPERATORS.
+
+    n_logits: rows of which the logits are wanted.
+    """
+    found: dict[str, list[Work]] = {name: [] for name in OPERATORS}
+    size = model.activation_bytes
+    for layer in model.layers:
+        for matrix in layer.matrices:
+            found[matrix.role].append(matrix_work(matrix, n_rows, size))
+        if layer.attention is not None:
+            found[ATTENTION].append(attention_work(layer.attention, n_rows, context, size))
+    found[HEAD].append(matrix_work(model.head, n_logits, size))
+    return {name: total(parts) for name, parts in found.items() if parts}

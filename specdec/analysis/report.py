@@ -1,0 +1,237 @@
+"""The answer of `specdec analyze`: three kinds of pass of one model on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from backends.model_shape import ModelShape
+from offload.units import format_bytes
+from specdec.analysis.operators import Work, total
+from specdec.analysis.roofline import (
+    COMPUTE,
+    FREE_SLACK,
+    MEMORY,
+    PCIE,
+    STORAGE,
+    TIERS,
+    OperatorCost,
+    PassCost,
+    Placement,
+)
+from specdec.devices import DeviceSpec
+
+DECODE, VERIFY, PREFILL = "decode", "verify", "prefill"
+PHASES = (DECODE, VERIFY, PREFILL)
+_LABELS = {
+    "qkv": "QKV projections",
+    "attention": "attention QK^T, AV",
+    "output": "output projection",
+    "ffn": "feed-forward",
+    "other": "other projections",
+    "head": "head",
+}
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The roofline of a model."""
+
+    model: ModelShape
+    device: DeviceSpec
+    context: int
+    placement: Placement
+    decode: PassCost
+    """One token, whether or not it is shown: the limits come from it."""
+    phases: tuple[tuple[str, PassCost], ...]
+    free_tokens: int
+    """That one pass verifies in the time of one."""
+
+    @property
+    def bandwidth_tokens_per_second(self) -> float:
+        """Of plain decoding if arithmetic cost nothing: bytes of a pass by the slowest tier."""
+        return 1 / self.decode.bandwidth_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Bytes, seconds, FLOPs; shares from 0 to 1."""
+        model, placement = self.model, self.placement
+        return {
+            "model": str(model.path),
+            "family": model.family,
+            "n_layers": len(model.layers),
+            "hidden_size": model.hidden_size,
+            "vocab_size": model.vocab_size,
+            "max_context": model.max_context,
+            "number_formats": list(model.number_formats),
+            "multiplied_weights": model.n_weights,
+            "weight_bytes": model.weight_bytes,
+            "layer_bytes": model.layer_bytes,
+            "outer_bytes": model.outer_bytes,
+            "kv_bytes_per_token": model.kv_bytes_per_token,
+            "ctx_size": self.context,
+            "kv_bytes": self.context * model.kv_bytes_per_token,
+            "notes": list(self._notes()),
+            "device": self.device.to_dict(),
+            "streamed_bytes_per_pass": placement.streamed_bytes,
+            "pcie_bytes_per_pass": placement.linked_bytes,
+            "missing_bytes": placement.missing_bytes,
+            "free_tokens": self.free_tokens,
+            "plain_tokens_per_second_limit": 1 / self.decode.seconds,
+            "bandwidth_tokens_per_second_limit": self.bandwidth_tokens_per_second,
+            "bound_by": self.decode.bound_by,
+            "phases": {name: _pass_dict(cost) for name, cost in self.phases},
+        }
+
+    def text(self) -> str:
+        return "\n".join([*self._heading(), *(_phase_text(*one) for one in self.phases)]) + "\n"
+
+    def _heading(self) -> Iterator[str]:
+        model, device, placement = self.model, self.device, self.placement
+        yield (
+            f"model    {model.path} ({model.family}): {len(model.layers)} layers, "
+            f"{format_bytes(model.layer_bytes)}; embedding and head "
+            f"{format_bytes(model.outer_bytes)}; {', '.join(model.number_formats)}"
+        )
+        yield f"device   {device.name}: {_device_line(device)}"
+        if device.from_this_machine:
+            names = (name.partition("_")[0] for name in device.from_this_machine)
+            yield f"         of this machine: {', '.join(names)}"
+        yield (
+            f"KV       {format_bytes(model.kv_bytes_per_token)} per token, "
+            f"{format_bytes(self.context * model.kv_bytes_per_token)} for {self.context}"
+        )
+        yield f"layers   {_placement_line(placement)}"
+        for note in self._notes():
+            yield f"note     {note}"
+        yield (
+            f"limit    {self.bandwidth_tokens_per_second:.3g} tokens/s plain by bandwidth alone, "
+            f"{1 / self.decode.seconds:.3g} with arithmetic; bound by {self.decode.bound_by}"
+        )
+        most = " or more (the whole context)" if self.free_tokens == self.context else ""
+        yield (
+            f"free     one pass verifies {self.free_tokens} tokens{most} in the time of 1 "
+            f"(+{FREE_SLACK:.0%})"
+        )
+
+    def _notes(self) -> Iterator[str]:
+        yield from self.model.notes
+        if self.placement.missing_bytes:
+            yield (
+                f"embedding, head and KV are {format_bytes(self.placement.missing_bytes)} larger "
+                "than the memory: this cannot run; give a shorter -c or more memory"
+            )
+
+
+def _device_line(device: DeviceSpec) -> str:
+    parts = [f"storage {device.storage_bytes_per_second / 1e9:.3g} GB/s"]
+    if device.pcie_bytes_per_second:
+        parts.append(f"PCIe {device.pcie_bytes_per_second / 1e9:.3g} GB/s")
+    size = device.vram_bytes if device.pcie_bytes_per_second else device.memory_bytes
+    parts.append(f"memory {format_bytes(size)} at {device.dram_bytes_per_second / 1e9:.3g} GB/s")
+    if device.pcie_bytes_per_second:
+        parts.append(f"host memory {format_bytes(device.memory_bytes)}")
+    speeds = device.flops_per_second.items()
+    parts.append(", ".join(f"{x / 1e9:.3g} GFLOP/s in {name}" for name, x in speeds))
+    return ", ".join(parts).replace("in default", "otherwise")
+
+
+def _placement_line(placement: Placement) -> str:
+    if not placement.streamed_bytes and not placement.linked_bytes:
+        return "all in memory"
+    parts = []
+    if placement.linked_bytes:
+        parts.append(f"{format_bytes(placement.linked_bytes)} cross the link")
+    if placement.streamed_bytes:
+        parts.append(f"{format_bytes(placement.streamed_bytes)} are read from storage")
+    return f"{' and '.join(parts)} in every pass, of {format_bytes(placement.layer_bytes)}"
+
+
+def _pass_dict(cost: PassCost) -> dict[str, Any]:
+    everything = total(one.work for one in cost.operators)
+    return {
+        "n_tokens": cost.n_tokens,
+        "ctx_size": cost.context,
+        "seconds": cost.seconds,
+        "tokens_per_second": cost.n_tokens / cost.seconds,
+        "bound_by": cost.bound_by,
+        "tier_seconds": {tier: cost.tier_seconds(tier) for tier in TIERS},
+        "total": _work_dict(everything),
+        "operators": {one.name: _operator_dict(cost, one) for one in cost.operators},
+    }
+
+
+def _operator_dict(cost: PassCost, operator: OperatorCost) -> dict[str, Any]:
+    return {
+        **_work_dict(operator.work),
+        "tier_seconds": dict(operator.seconds),
+        "bound_by": operator.bound_by,
+        "share": cost.share(operator),
+    }
+
+
+def _work_dict(work: Work) -> dict[str, Any]:
+    return {
+        "count": work.n_products,
+        "flops": work.flops,
+        "memory_operations": work.elements,
+        "held_elements": work.held_elements,
+        "bytes": work.n_bytes,
+        "held_bytes": work.held_bytes,
+        "flops_per_memory_operation": work.intensity,
+        "flops_per_byte": work.byte_intensity,
+    }
+
+
+def _phase_text(name: str, cost: PassCost) -> str:
+    """A rich table as plain text: it may go to a file."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)
+    everything = total(one.work for one in cost.operators)
+    table.add_column("operator", "all")
+    for heading, footer in (
+        ("count", f"{everything.n_products}"),
+        ("GFLOP", f"{everything.flops / 1e9:.4g}"),
+        ("M mem. ops", f"{everything.elements / 1e6:.4g}"),
+        ("MB", f"{everything.n_bytes / 1e6:.4g}"),
+        ("FLOP/op", f"{everything.intensity:.4g}"),
+        ("FLOP/B", f"{everything.byte_intensity:.4g}"),
+        ("ms", f"{cost.seconds * 1e3:.4g}"),
+        ("bound by", cost.bound_by),
+        ("share", ""),
+    ):
+        table.add_column(heading, footer, justify="right", no_wrap=True)
+    for one in cost.operators:
+        work = one.work
+        table.add_row(
+            _LABELS[one.name],
+            f"{work.n_products}",
+            f"{work.flops / 1e9:.4g}",
+            f"{work.elements / 1e6:.4g}",
+            f"{work.n_bytes / 1e6:.4g}",
+            f"{work.intensity:.4g}",
+            f"{work.byte_intensity:.4g}",
+            f"{one.least_seconds * 1e3:.4g}",
+            one.bound_by,
+            f"{cost.share(one):.1%}",
+        )
+    out = StringIO()
+    Console(file=out, width=_WIDTH, color_system=None).print(table, end="")
+    lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
+    return "\n".join(["", _phase_line(name, cost), *lines])
+
+
+def _phase_line(name: str, cost: PassCost) -> str:
+    named = {COMPUTE: "arithmetic", MEMORY: "memory", PCIE: "PCIe", STORAGE: "storage"}
+    tiers = ", ".join(
+        f"{label} {cost.tier_seconds(tier) * 1e3:.4g} ms"
+        for tier, label in named.items()
+        if cost.tier_seconds(tier)
+    )
+    tokens = "1 token" if cost.n_tokens == 1 else f"{cost.n_tokens} tokens"
+    return f"{name}: {tokens} at context {cost.context}; {tiers}"

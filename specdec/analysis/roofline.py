@@ -1,0 +1,167 @@
+"""How long a pass takes at least on a device, and what holds it up.
+
+Four tiers may bind: arithmetic ("compute"), the memory that it reads from ("memory"), the link to a
+GPU ("pcie") and storage. Williams, Waterman and Patterson 2009, with the slower tiers beside DRAM:
+an operator takes as long as its slowest tier. A pass reads ahead, so its transfers overlap with all
+of its arithmetic: it takes the longest of its reads from storage, of its transfers over the link,
+and of its operators one after the other in memory and arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from backends.model_shape import HEAD, ModelShape
+from specdec.analysis.operators import ATTENTION, Work, pass_work
+from specdec.devices import DeviceSpec
+
+COMPUTE, MEMORY, PCIE, STORAGE = "compute", "memory", "pcie", "storage"
+TIERS = (COMPUTE, MEMORY, PCIE, STORAGE)
+FREE_SLACK = 0.05
+"""A pass of n tokens counts as free while it takes at most so much longer than one of 1."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model's bytes lie; the layers are evenly spread over the tiers."""
+
+    layer_bytes: int
+    streamed_bytes: int
+    """Of the layers, read from storage in every pass."""
+    linked_bytes: int
+    """Of the layers, sent over the link to the GPU in every pass."""
+    missing_bytes: int
+    """That even without any layer there is no room for."""
+
+    @property
+    def storage_share(self) -> float:
+        return self.streamed_bytes / self.layer_bytes
+
+    @property
+    def link_share(self) -> float:
+        return self.linked_bytes / self.layer_bytes
+
+
+def place(model: ModelShape, context: int, device: DeviceSpec) -> Placement:
+    """Embedding, head and the KV cache of `context` tokens stay; layers take what is left.
+
+    On a GPU those stay in its own memory, and layers that do not fit there cross the link, from the
+    host's memory or through it.
+    """
+    staying = model.outer_bytes + context * model.kv_bytes_per_token
+    fast_bytes = device.vram_bytes if device.pcie_bytes_per_second else device.memory_bytes
+    beyond_fast = max(0, model.layer_bytes - max(0, fast_bytes - staying))
+    missing = max(0, staying - fast_bytes)
+    if device.pcie_bytes_per_second:
+        streamed = max(0, beyond_fast - device.memory_bytes)
+        return Placement(model.layer_bytes, streamed, beyond_fast, missing)
+    return Placement(model.layer_bytes, beyond_fast, 0, missing)
+
+
+@dataclass(frozen=True)
+class OperatorCost:
+    """One operator of one pass on one device."""
+
+    name: str
+    work: Work
+    seconds: Mapping[str, float]
+    """By tier, each as if it were the only one."""
+
+    @property
+    def bound_by(self) -> str:
+        return max(TIERS, key=lambda tier: self.seconds[tier])
+
+    @property
+    def least_seconds(self) -> float:
+        return self.seconds[self.bound_by]
+
+    @property
+    def resident_seconds(self) -> float:
+        """Once its weights are where they are multiplied."""
+        return max(self.seconds[COMPUTE], self.seconds[MEMORY])
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """One pass over all layers and the head."""
+
+    n_tokens: int
+    context: int
+    operators: tuple[OperatorCost, ...]
+
+    def tier_seconds(self, tier: str) -> float:
+        return sum(operator.seconds[tier] for operator in self.operators)
+
+    @property
+    def seconds(self) -> float:
+        """The least that it can take."""
+        resident = sum(operator.resident_seconds for operator in self.operators)
+        return max(resident, self.tier_seconds(PCIE), self.tier_seconds(STORAGE))
+
+    @property
+    def bound_by(self) -> str:
+        """A transfer, where that takes all of the pass; else what the operators wait for most."""
+        for tier in (STORAGE, PCIE):
+            if self.tier_seconds(tier) >= self.seconds:
+                return tier
+        return max((COMPUTE, MEMORY), key=self.tier_seconds)
+
+    @property
+    def bandwidth_seconds(self) -> float:
+        """If arithmetic cost nothing."""
+        return max(self.tier_seconds(tier) for tier in (MEMORY, PCIE, STORAGE))
+
+    def share(self, operator: OperatorCost) -> float:
+        """Of the time that all operators take one after the other, each at its slowest tier."""
+        return operator.least_seconds / sum(one.least_seconds for one in self.operators)
+
+
+def pass_cost(
+    model: ModelShape,
+    device: DeviceSpec,
+    placement: Placement,
+    n_tokens: int,
+    context: int,
+    n_logits: int,
+) -> PassCost:
+    work = pass_work(model, n_tokens, context, n_logits)
+    return PassCost(
+        n_tokens,
+        context,
+        tuple(
+            OperatorCost(name, one, _tier_seconds(name, one, device, placement))
+            for name, one in work.items()
+        ),
+    )
+
+
+def _tier_seconds(
+    name: str, work: Work, device: DeviceSpec, placement: Placement
+) -> dict[str, float]:
+    is_in_layers = name not in (ATTENTION, HEAD)  # the cache and the head stay in memory
+    linked = work.held_bytes * placement.link_share if is_in_layers else 0.0
+    streamed = work.held_bytes * placement.storage_share if is_in_layers else 0.0
+    flops = work.flops_by_format.items()
+    return {
+        COMPUTE: sum(n / device.flops(number_format) for number_format, n in flops),
+        MEMORY: work.n_bytes / device.dram_bytes_per_second,
+        PCIE: linked / device.pcie_bytes_per_second if device.pcie_bytes_per_second else 0.0,
+        STORAGE: streamed / device.storage_bytes_per_second,
+    }
+
+
+def free_tokens(
+    model: ModelShape, device: DeviceSpec, placement: Placement, context: int
+) -> int:
+    """Most tokens, up to `context`, that one pass verifies in the time of one (FREE_SLACK)."""
+
+    def seconds(n_tokens: int) -> float:
+        return pass_cost(model, device, placement, n_tokens, context, n_tokens).seconds
+
+    allowed = (1 + FREE_SLACK) * seconds(1)
+    low, high = 1, context + 1  # low is free, high is not or out of range
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if seconds(middle) <= allowed else (low, middle)
+    return low

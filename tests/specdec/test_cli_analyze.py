@@ -1,0 +1,114 @@
+"""`specdec analyze` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import expect_error
+from tiny_pair import save_model
+
+from specdec.cli import main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def analyzed(
+    capsys: pytest.CaptureFixture[str], model: Path, *more: str
+) -> dict[str, Any]:
+    assert main(["analyze", "-m", str(model), "--on", "laptop", "--json", *more]) == 0
+    value: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return value
+
+
+def test_all_phases_by_default(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    value = analyzed(capsys, model, "-c", "50")
+    sizes = {name: (one["n_tokens"], one["ctx_size"]) for name, one in value["phases"].items()}
+    assert sizes == {"decode": (1, 50), "verify": (16, 50), "prefill": (50, 50)}
+    assert value["kv_bytes"] == 50 * value["kv_bytes_per_token"] > 0
+    for phase in value["phases"].values():
+        operators = phase["operators"]
+        assert sum(one["share"] for one in operators.values()) == pytest.approx(1.0)
+        for key in ("count", "flops", "memory_operations", "bytes", "held_bytes"):
+            assert phase["total"][key] == sum(one[key] for one in operators.values())
+    decode = value["phases"]["decode"]
+    assert value["plain_tokens_per_second_limit"] == pytest.approx(1 / decode["seconds"])
+    assert value["bandwidth_tokens_per_second_limit"] >= value["plain_tokens_per_second_limit"]
+    assert 1 <= value["free_tokens"] <= 50
+
+
+def test_one_phase_of_a_size(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    value = analyzed(capsys, model, "--phase", "prefill", "-n", "7")
+    assert list(value["phases"]) == ["prefill"]
+    assert value["phases"]["prefill"]["n_tokens"] == 7
+    assert value["phases"]["prefill"]["ctx_size"] == 7
+
+
+def test_a_smaller_budget_streams(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    assert analyzed(capsys, model)["streamed_bytes_per_pass"] == 0
+    value = analyzed(capsys, model, "--memory-budget", "1", "-c", "8")
+    assert value["streamed_bytes_per_pass"] == value["layer_bytes"] > 0
+    assert value["device"]["memory_bytes"] == 1
+    assert any("cannot run" in note for note in value["notes"])
+
+
+def test_this_machine(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    assert main(["analyze", "-m", str(model)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for part in ("this machine", "QKV projections", "feed-forward", "verify: 16 tokens", "free"):
+        assert part in out
+    assert max(map(len, out.splitlines()[6:])) <= 100
+
+
+def test_what_comes_from_this_machine_is_said(
+    capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    assert main(["analyze", "-m", str(model), "--on", "sd-card"]) == 0
+    assert "of this machine: dram, flops, memory" in capsys.readouterr().out
+
+
+def test_a_longer_context_than_the_models_is_cut(
+    capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    argv = ["analyze", "-m", str(model), "--on", "laptop", "--json", "-c", "99999999"]
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["ctx_size"] == json.loads(out)["max_context"]
+    assert "--ctx-size 99999999 is cut to the model's" in err
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        (["--on", "floppy"], "no device 'floppy'"),
+        (["--on", "missing.json"], "cannot read missing.json"),
+        (["--phase", "training"], "phase is 'training'"),
+        (["--phase", "decode", "-n", "3"], "decode passes have 1 token"),
+        (["-n", "9", "-c", "8"], "more than the context of 8"),
+        (["-n", "0"], "-n"),
+        (["-c", "0"], "-c"),
+        (["--memory-budget", "lots"], "lots"),
+        (["-ctk", "q8_0"], "no GGUF model"),
+    ],
+)
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], model: Path, more: list[str], part: str
+) -> None:
+    on = [] if "--on" in more else ["--on", "laptop"]
+    expect_error(capsys, ["analyze", "-m", str(model), *on, *more], part)
+
+
+def test_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    expect_error(capsys, ["analyze", "-m", "/nonexistent/model"], "/nonexistent/model")
+    expect_error(capsys, ["analyze", "-m", str(tmp_path), "--on", "laptop"], "no config.json")
