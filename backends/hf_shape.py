@@ -72,7 +72,7 @@ def shape_of(
     index: Mapping[str, TensorRecord],
     notes: tuple[str, ...] = (),
 ) -> ModelShape:
-    """The shape of a model on the meta device; tensors that `index` lacks have the model's dtype."""
+    """The shape of a model on the meta device; tensors not in `index` have the model's dtype."""
     config, dtype = model.config, model.dtype
     sizes = _Sizes(index, dtype, model.base_model_prefix)
     name, modules = decoder_layers(model, model.base_model)
@@ -95,7 +95,11 @@ def shape_of(
         max_context=context_limit(config),
         layers=layers,
         head=Matrix(
-            HEAD, n_in, n_out, sizes.n_bytes(tied.get(head_name, head_name), weight), _FORMATS[dtype]
+            HEAD,
+            n_in,
+            n_out,
+            sizes.n_bytes(tied.get(head_name, head_name), weight),
+            _FORMATS[dtype],
         ),
         outer_bytes=sum(sizes.n_bytes(key, named[key]) for key in outer),
         activation_bytes=dtype.itemsize,

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offload.address_space import check_supported
 from offload.direct_io import DirectFile, OpenStorage
@@ -29,6 +30,7 @@ from offload.paged_memory import Loan, PageMemory, load_resident, reserve_all, r
 from offload.paging_plan import Mappings, plan_paging
 from offload.plan import LayerWeights
 from offload.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
+from offload.trace import LAYER, record_since
 from offload.walk import LayerWalk, RingOptions, StreamStats, Taken
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class _Lease:
     taken: Taken
     loan: Loan
     is_ending: bool = False
+    entered: float = field(default_factory=time.perf_counter)
 
 
 class Pager:
@@ -212,3 +215,4 @@ class Pager:
                 lease.loan.take_back()
                 self._walk.give_back(lease.taken)
                 self._leases.remove(lease)
+            record_since(lease.entered, LAYER, f"layer {lease.index}")

@@ -19,6 +19,7 @@ from offload.direct_io import (
 from offload.index import TensorRecord
 from offload.layout import Layout, Piece, make_layout
 from offload.slots import SlotRing
+from offload.trace import READ, record_since
 from offload.units import MIB
 
 # Reads of 8 MiB already reach the full bandwidth of an NVMe-class drive. Four times as long means a
@@ -191,9 +192,11 @@ class ReaderThreads:
 
 def _read_until_closed(ring: SlotRing, files: OpenFiles) -> None:
     while (work := ring.acquire_for_read()) is not None:
+        started = time.perf_counter()
         try:
             n_bytes = files.read(work.piece, work.slot.buffer.view)
         except BaseException as error:  # whatever it is, the consumer must learn of it
             ring.publish(work, error=error)
         else:
+            record_since(started, READ, "read", n_bytes, work.piece.path)
             ring.publish(work, n_bytes)

@@ -12,6 +12,7 @@ the ring fills with the first layers of the next pass.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -26,6 +27,7 @@ from offload.reading import (
     resident_footprint,
 )
 from offload.slots import StreamerClosed
+from offload.trace import LAYER, record_since
 from offload.walk import LayerWalk, RingOptions, StreamStats, Taken
 
 __all__ = [
@@ -99,10 +101,12 @@ class WeightStreamer:
             StreamerClosed: it was closed.
         """
         lease = self._acquire(index)
+        entered = time.perf_counter()
         try:
             yield self._tensors(index, lease)
         finally:
             self._release(lease)
+            record_since(entered, LAYER, f"layer {index}")
         self._walk.leave(index)
 
     def restart(self) -> None:

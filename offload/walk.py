@@ -25,6 +25,7 @@ from offload.direct_io import OpenStorage
 from offload.layout import Layout, Piece
 from offload.reading import OpenFiles, ReaderThreads, shared_read_bytes
 from offload.slots import Slot, SlotMemory, SlotRing, StreamerClosed
+from offload.trace import WAIT, record_since
 
 _JOIN_SECONDS = 10.0  # a read that hangs longer (a dead network mount) is left behind
 
@@ -161,7 +162,7 @@ class LayerWalk:
         try:
             slot = self._ring.wait_ready(self._ticket)
         finally:
-            self._stall_seconds += time.perf_counter() - started
+            self._stall_seconds += record_since(started, WAIT, f"wait for layer {index}")
         taken = Taken(slot, self._ticket)
         self._ticket += 1
         return taken

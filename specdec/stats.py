@@ -12,8 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
+from offload.trace import record_since
 from specdec.acceptance import Acceptance
 from specdec.tree import DraftTree
+
+PREFILL, PASS, DRAFT, ACCEPT = "prefill", "pass", "draft", "accept"
+"""Kinds of events in a recording (offload.trace): of the prompt, and a round's three parts."""
 
 
 @dataclass(frozen=True)
@@ -118,29 +122,34 @@ class StatsRecorder:
         self._pass_seconds = self._draft_seconds = 0.0
         self._token_seconds: list[float] = []
         self._started = self._last = clock()
+        self._made = self._verified = time.perf_counter()  # for a recording, whatever the clock
 
     def record_first_token(self) -> None:
         """The prefill has yielded the first token."""
         self._first = self._last = self.clock()
         self._generated += 1
+        record_since(self._made, PREFILL, f"prompt of {self.prompt_tokens}")
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
         """Time of the block counts as draft_seconds."""
-        began = self.clock()
+        began, started = self.clock(), time.perf_counter()
         try:
             yield
         finally:
             self._draft_seconds += self.clock() - began
+            record_since(started, DRAFT, "draft")
 
     @contextmanager
     def verifying(self) -> Iterator[None]:
         """Time of the block counts as pass_seconds."""
-        began = self.clock()
+        began, started = self.clock(), time.perf_counter()
         try:
             yield
         finally:
             self._pass_seconds += self.clock() - began
+            record_since(started, PASS, "pass")
+            self._verified = time.perf_counter()
 
     def record_round(
         self, tree: DraftTree, acceptance: Acceptance, n_emitted: int | None = None
@@ -162,6 +171,8 @@ class StatsRecorder:
         # Tokens of a round arrive together: each is charged an equal share of the round.
         self._token_seconds.extend([(now - self._last) / max(n_tokens, 1)] * n_tokens)
         self._last = now
+        name = f"{acceptance.n_accepted} of {tree.n_drafted} accepted"
+        record_since(self._verified, ACCEPT, name)
 
     def finish(
         self,

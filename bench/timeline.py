@@ -1,0 +1,237 @@
+"""One run as lanes of events: what the storage, the target and the draft did at the same time.
+
+A lane holds what one thread did of one kind, so that its events follow each other or lie inside
+each other and never cross. Times are seconds from the start of the recording.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.errors import SpecdecError
+from offload.trace import LAYER, READ, WAIT, Event, Trace, recording
+from specdec.stats import ACCEPT, DRAFT, PASS, PREFILL
+
+if TYPE_CHECKING:
+    from specdec.api import LLM
+
+STORAGE, TARGET, DRAFTING, ACCEPTANCE = "storage", "target", "drafting", "acceptance"
+GROUPS = (STORAGE, TARGET, DRAFTING, ACCEPTANCE)
+"""Kinds of lanes, from top to bottom."""
+_GROUP_OF = {READ: STORAGE, PREFILL: TARGET, PASS: TARGET, DRAFT: DRAFTING, ACCEPT: ACCEPTANCE}
+_TITLES = {STORAGE: "reader", TARGET: "target pass", DRAFTING: "drafting", ACCEPTANCE: "acceptance"}
+
+
+class TimelineError(SpecdecError):
+    """There is nothing to draw."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one thread did of one kind."""
+
+    group: str
+    title: str
+    events: tuple[Event, ...]
+    """By their start; an event that holds others comes before them."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The lanes of one run."""
+
+    lanes: tuple[Lane, ...]
+    seconds: float
+    n_dropped: int = 0
+
+    def events(self, kind: str) -> list[Event]:
+        found = [event for lane in self.lanes for event in lane.events if event.kind == kind]
+        return sorted(found, key=lambda event: event.started)
+
+    def rounds(self, n_rounds: int) -> tuple[float, float]:
+        """The time from the drafting before a pass in the middle to the end of that many rounds."""
+        passes = self.events(PASS)
+        if not passes:
+            raise TimelineError("the run had no decode pass: ask for more tokens with -n")
+        if n_rounds == 0:
+            return 0.0, self.seconds
+        first = max(0, (len(passes) - n_rounds) // 2)
+        shown = passes[first : first + n_rounds]
+        # Before the first pass shown comes its drafting, after the last one its acceptance.
+        before = [e.ended for e in self.events(ACCEPT) if e.ended <= shown[0].started]
+        after = [e.ended for e in self.events(ACCEPT) if e.ended >= shown[-1].ended]
+        prefill = self.events(PREFILL)
+        began = max(before, default=prefill[-1].ended if prefill else 0.0)
+        return began, min(after, default=self.seconds)
+
+
+def record_run(llm: LLM, prompt: str, options: dict[str, Any]) -> tuple[Timeline, dict[str, Any]]:
+    """Generate once with recording on; the lanes, and the run's statistics."""
+    with recording() as trace:
+        result = llm.generate(prompt, **options)
+    return make_timeline(trace), result.stats.to_dict()
+
+
+def make_timeline(trace: Trace) -> Timeline:
+    """Sort events into lanes."""
+    if not trace.events:
+        raise TimelineError("nothing was recorded")
+    origin = min(event.started for event in trace.events)
+    events = [
+        event._replace(started=event.started - origin, ended=event.ended - origin)
+        for event in trace.events
+    ]
+    by_lane: dict[tuple[str, int], list[Event]] = {}
+    for event, group in zip(events, _groups(events), strict=True):
+        by_lane.setdefault((group, event.thread), []).append(event)
+    lanes: list[Lane] = []
+    for group in GROUPS:
+        found = [by_lane[key] for key in by_lane if key[0] == group]
+        found.sort(key=lambda one: min(event.started for event in one))
+        for number, one in enumerate(found):
+            title = _TITLES[group] + (f" {number + 1}" if len(found) > 1 else "")
+            lanes.append(Lane(group, title, tuple(sorted(one, key=_nesting))))
+    return Timeline(tuple(lanes), max(event.ended for event in events), trace.n_dropped)
+
+
+def _nesting(event: Event) -> tuple[float, float]:
+    return event.started, -event.ended
+
+
+def _groups(events: Sequence[Event]) -> list[str]:
+    """The lane of each event. Layers and waits belong to what their thread was doing: both models
+    have layers."""
+    drafts: dict[int, list[Event]] = {}
+    for event in events:
+        if event.kind == DRAFT:
+            drafts.setdefault(event.thread, []).append(event)
+    groups = []
+    for event in events:
+        group = _GROUP_OF.get(event.kind, TARGET)
+        if event.kind in (LAYER, WAIT) and _is_within(event, drafts.get(event.thread, ())):
+            group = DRAFTING
+        groups.append(group)
+    return groups
+
+
+def _is_within(event: Event, others: Iterable[Event]) -> bool:
+    return any(one.started <= event.started and event.ended <= one.ended for one in others)
+
+
+# --- what overlapped ------------------------------------------------------------------------------
+
+Span = tuple[float, float]
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The union of some spans of time, as spans that do not touch."""
+    union: list[Span] = []
+    for started, ended in sorted(spans):
+        if union and started <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], ended))
+        elif ended > started:
+            union.append((started, ended))
+    return union
+
+
+def common_seconds(one: Iterable[Span], other: Iterable[Span]) -> float:
+    """How long both went on."""
+    left, right = merged(one), merged(other)
+    total, i, j = 0.0, 0, 0
+    while i < len(left) and j < len(right):
+        total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds within the part of a run that is shown."""
+
+    seconds: float
+    reading: float
+    passing: float
+    waiting: float
+    """Of the passes, for storage."""
+    drafting: float
+    reading_beside_passes: float
+    drafting_beside_reads: float
+    drafting_beside_passes: float
+
+
+def overlap(timeline: Timeline, began: float, ended: float) -> Overlap:
+    window = [(began, ended)]
+    reads = _spans(timeline, STORAGE, (READ,))
+    passes = _spans(timeline, TARGET, (PASS, PREFILL))
+    waits = _spans(timeline, TARGET, (WAIT,))
+    drafts = _spans(timeline, DRAFTING, (DRAFT,))
+    return Overlap(
+        ended - began,
+        common_seconds(reads, window),
+        common_seconds(passes, window),
+        common_seconds(waits, window),
+        common_seconds(drafts, window),
+        common_seconds(_cut(reads, window), passes),
+        common_seconds(_cut(drafts, window), reads),
+        common_seconds(_cut(drafts, window), passes),
+    )
+
+
+def _spans(timeline: Timeline, group: str, kinds: Sequence[str]) -> list[Span]:
+    return [
+        (event.started, event.ended)
+        for lane in timeline.lanes
+        if lane.group == group
+        for event in lane.events
+        if event.kind in kinds
+    ]
+
+
+def _cut(spans: Iterable[Span], window: Sequence[Span]) -> list[Span]:
+    low, high = window[0]
+    return [(max(a, low), min(b, high)) for a, b in spans if a < high and b > low]
+
+
+# --- Chrome's trace format ------------------------------------------------------------------------
+
+
+def chrome_trace(timeline: Timeline, about: dict[str, Any]) -> dict[str, Any]:
+    """For chrome://tracing and Perfetto ("Trace Event Format", JSON object form): complete events
+    in microseconds, one thread for each lane, named and sorted by metadata events."""
+    found: list[dict[str, Any]] = [_metadata("process_name", 0, name="specdec")]
+    for number, lane in enumerate(timeline.lanes):
+        found.append(_metadata("thread_name", number, name=lane.title))
+        found.append(_metadata("thread_sort_index", number, sort_index=number))
+        found += [_complete(event, lane, number) for event in lane.events]
+    return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _metadata(name: str, lane: int, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": 1, "tid": lane, "name": name, "args": arguments}
+
+
+def _complete(event: Event, lane: Lane, number: int) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    if event.kind == READ:
+        arguments = {"bytes": event.n_bytes, "file": event.path.name if event.path else ""}
+    return {
+        "ph": "X",
+        "pid": 1,
+        "tid": number,
+        "name": event.name,
+        "cat": f"{lane.group},{event.kind}",
+        "ts": event.started * 1e6,
+        "dur": (event.ended - event.started) * 1e6,
+        "args": arguments,
+    }
+
+
+def write_trace(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")

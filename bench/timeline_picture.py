@@ -1,0 +1,178 @@
+"""The Gantt chart of a run, as PNG."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from bench.timeline import (
+    ACCEPTANCE,
+    DRAFTING,
+    STORAGE,
+    TARGET,
+    Lane,
+    Overlap,
+    Timeline,
+    TimelineError,
+    overlap,
+)
+from offload.trace import LAYER, READ, WAIT, Event
+from specdec.stats import ACCEPT, DRAFT, PASS, PREFILL
+
+_WIDTH_INCHES, _DPI = 13.0, 130
+# Colours that stay apart for most colour-blind readers (Okabe and Ito 2008).
+_READ, _PASS, _WAIT, _DRAFT, _ACCEPT = "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#333333"
+_PASS_BACK, _DRAFT_BACK = "#CDEBE2", "#F3DCE8"
+_ROW_HEIGHTS = {STORAGE: 0.45, TARGET: 1.0, DRAFTING: 0.8, ACCEPTANCE: 0.5}
+_GAP = 0.18
+_FEWEST_LABELLED = 0.035
+"""Share of the width that a layer must have to bear its number."""
+
+
+def draw(
+    timeline: Timeline, path: Path, *, title: str, n_rounds: int
+) -> str:
+    """Draw the rounds in the middle of a run (0: all of it); returns what overlapped, in words.
+
+    Raises TimelineError where matplotlib is missing or nothing is to be drawn.
+    """
+    began, ended = timeline.rounds(n_rounds)
+    pyplot = _pyplot()
+    height = 1.9 + 0.75 * sum(_ROW_HEIGHTS[lane.group] + _GAP for lane in timeline.lanes)
+    figure, axes = pyplot.subplots(figsize=(_WIDTH_INCHES, height), dpi=_DPI)
+    top, ticks = 0.0, []
+    for lane in timeline.lanes:
+        size = _ROW_HEIGHTS[lane.group]
+        _draw_lane(axes, lane, (began, ended), top + size, size)
+        ticks.append((-(top + size / 2), lane.title))
+        top += size + _GAP
+    axes.set_xlim(0, (ended - began))
+    axes.set_ylim(-top, _GAP)
+    axes.set_yticks([y for y, _ in ticks], [name for _, name in ticks])
+    axes.set_xlabel("seconds")
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    sentence = _sentence(overlap(timeline, began, ended))
+    axes.set_title(f"{title}\n{sentence}", loc="left", fontsize=10)
+    axes.legend(
+        handles=_legend(timeline),
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.9 / height),
+        ncol=6,
+        frameon=False,
+        fontsize=9,
+    )
+    try:
+        figure.savefig(path, format="png", bbox_inches="tight")
+    except OSError as error:
+        raise TimelineError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        pyplot.close(figure)
+    return sentence
+
+
+def check_matplotlib() -> None:
+    """Raise TimelineError where it is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise TimelineError(
+            "drawing needs matplotlib: pip install 'specdec[bench]', or give --trace alone"
+        )
+
+
+def _pyplot() -> Any:
+    check_matplotlib()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _draw_lane(
+    axes: Any, lane: Lane, window: tuple[float, float], bottom: float, size: float
+) -> None:
+    """Events as bars from -bottom upwards; what lies inside another event is drawn over it."""
+    began, ended = window
+    shown = [e for e in lane.events if e.ended > began and e.started < ended]
+    for kind, colour, inset in _STYLES:
+        for number, event in enumerate(e for e in shown if e.kind == kind):
+            low, high = max(event.started, began) - began, min(event.ended, ended) - began
+            axes.broken_barh(
+                [(low, high - low)],
+                (-bottom + inset * size, size * (1 - 2 * inset)),
+                facecolors=_shade(lane, kind, colour, number),
+                edgecolors="white",
+                linewidth=0.3 if kind in (READ, LAYER) else 0.0,
+                hatch="////" if kind == WAIT else None,
+            )
+            if high - low > _FEWEST_LABELLED * (ended - began):
+                _label(axes, event, (low + high) / 2, -bottom + size / 2, kind)
+
+
+_STYLES = (
+    (PREFILL, _PASS_BACK, 0.0),
+    (PASS, _PASS_BACK, 0.0),
+    (DRAFT, _DRAFT_BACK, 0.0),
+    (READ, _READ, 0.0),
+    (LAYER, _PASS, 0.16),
+    (WAIT, _WAIT, 0.16),
+    (ACCEPT, _ACCEPT, 0.0),
+)
+
+
+def _shade(lane: Lane, kind: str, colour: str, number: int) -> str:
+    """Neighbouring layers differ a little, so that they can be told apart."""
+    if kind != LAYER:
+        return colour
+    if lane.group == DRAFTING:
+        return _DRAFT
+    return colour if number % 2 else "#4FC3A1"
+
+
+def _label(axes: Any, event: Event, x: float, y: float, kind: str) -> None:
+    if kind == LAYER:
+        text = event.name.removeprefix("layer ")
+        axes.text(x, y, text, ha="center", va="center", fontsize=7, color="white", clip_on=True)
+
+
+def _legend(timeline: Timeline) -> list[Any]:
+    from matplotlib.patches import Patch
+
+    parts = [
+        (READ, STORAGE, Patch(color=_READ, label="read from storage")),
+        (PASS, TARGET, Patch(color=_PASS_BACK, label="target pass")),
+        (LAYER, TARGET, Patch(color=_PASS, label="target layer in use")),
+        (
+            WAIT,
+            TARGET,
+            Patch(facecolor=_WAIT, edgecolor="white", hatch="////", label="waiting for storage"),
+        ),
+        (DRAFT, DRAFTING, Patch(color=_DRAFT_BACK, label="drafting")),
+        (LAYER, DRAFTING, Patch(color=_DRAFT, label="draft layer in use")),
+        (ACCEPT, ACCEPTANCE, Patch(color=_ACCEPT, label="acceptance")),
+    ]
+    present = {(e.kind, lane.group) for lane in timeline.lanes for e in lane.events}
+    return [patch for kind, group, patch in parts if (kind, group) in present]
+
+
+def _sentence(figures: Overlap) -> str:
+    def share(part: float, whole: float) -> str:
+        return f"{part / whole:.0%}" if whole else "none"
+
+    text = (
+        f"of {figures.seconds:.2f} s shown: storage busy {share(figures.reading, figures.seconds)}; "
+        f"passes {share(figures.passing, figures.seconds)}, waiting for storage in "
+        f"{share(figures.waiting, figures.passing)} of them"
+    )
+    if figures.drafting:
+        text += (
+            f"; drafting {share(figures.drafting, figures.seconds)}, beside reads "
+            f"{share(figures.drafting_beside_reads, figures.drafting)} of it, beside a pass "
+            f"{share(figures.drafting_beside_passes, figures.drafting)}"
+        )
+    return text
