@@ -58,12 +58,10 @@ def hf_shape(directory: Path) -> ModelShape:
     config = load_config(directory)
     if any(directory.glob("*.safetensors")):
         refuse_absurd_count(directory)
-        index: Mapping[str, TensorRecord] = WeightIndex.from_directory(directory)
-        dtype, notes = main_dtype(index, directory), ()
-    else:
-        index = {}
-        dtype, notes = _declared_dtype(config)
-    return shape_of(build_model(config, dtype), directory, index, notes)
+        index = WeightIndex.from_directory(directory)
+        return shape_of(build_model(config, main_dtype(index, directory)), directory, index)
+    dtype, note = _declared_dtype(config)
+    return shape_of(build_model(config, dtype), directory, {}, (note,))
 
 
 def shape_of(
@@ -82,7 +80,7 @@ def shape_of(
     tied = tied_names(model)
     weight = model.get_output_embeddings().weight
     n_out, n_in = weight.shape
-    named = dict(model.named_parameters(remove_duplicate=False))
+    named: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     head_name = next(key for key, parameter in named.items() if parameter is weight)
     outer = {tied.get(key, key) for key in named if not key.startswith(name + ".")}
     if declared(config, "kv_lora_rank"):
@@ -124,11 +122,11 @@ class _Sizes:
         return parameter.numel() * self._dtype.itemsize
 
 
-def _declared_dtype(config: PreTrainedConfig) -> tuple[torch.dtype, tuple[str, ...]]:
+def _declared_dtype(config: PreTrainedConfig) -> tuple[torch.dtype, str]:
     dtype = getattr(config, "dtype", None)
     if dtype in _FORMATS:
-        return dtype, (f"no weights here: counted as {_FORMATS[dtype]}, which the config names",)
-    return torch.bfloat16, ("no weights here, and the config names no number format: BF16 assumed",)
+        return dtype, f"no weights here: counted as {_FORMATS[dtype]}, which the config names"
+    return torch.bfloat16, "no weights here, and the config names no number format: BF16 assumed"
 
 
 def _layer(

@@ -69,15 +69,20 @@ class Timeline:
         return began, min(after, default=self.seconds)
 
 
-def record_run(llm: LLM, prompt: str, options: dict[str, Any]) -> tuple[Timeline, dict[str, Any]]:
-    """Generate once with recording on; the lanes, and the run's statistics."""
+def record_run(
+    llm: LLM, prompt: str, options: dict[str, Any], draft: Path | None = None
+) -> tuple[Timeline, dict[str, Any]]:
+    """Generate once with recording on; the lanes, and the run's statistics.
+
+    draft: the draft model, whose reads then have lanes of their own.
+    """
     with recording() as trace:
         result = llm.generate(prompt, **options)
-    return make_timeline(trace), result.stats.to_dict()
+    return make_timeline(trace, draft), result.stats.to_dict()
 
 
-def make_timeline(trace: Trace) -> Timeline:
-    """Sort events into lanes."""
+def make_timeline(trace: Trace, draft: Path | None = None) -> Timeline:
+    """Sort events into lanes; draft: its directory or file."""
     if not trace.events:
         raise TimelineError("nothing was recorded")
     origin = min(event.started for event in trace.events)
@@ -85,17 +90,25 @@ def make_timeline(trace: Trace) -> Timeline:
         event._replace(started=event.started - origin, ended=event.ended - origin)
         for event in trace.events
     ]
-    by_lane: dict[tuple[str, int], list[Event]] = {}
+    by_lane: dict[tuple[str, str, int], list[Event]] = {}
     for event, group in zip(events, _groups(events), strict=True):
-        by_lane.setdefault((group, event.thread), []).append(event)
+        owner = "draft " if _belongs(event, draft) else ""
+        title = owner + _TITLES[group]
+        by_lane.setdefault((group, title, event.thread), []).append(event)
     lanes: list[Lane] = []
     for group in GROUPS:
-        found = [by_lane[key] for key in by_lane if key[0] == group]
-        found.sort(key=lambda one: min(event.started for event in one))
-        for number, one in enumerate(found):
-            title = _TITLES[group] + (f" {number + 1}" if len(found) > 1 else "")
-            lanes.append(Lane(group, title, tuple(sorted(one, key=_nesting))))
+        for title in dict.fromkeys(key[1] for key in by_lane if key[0] == group):
+            found = [one for key, one in by_lane.items() if key[:2] == (group, title)]
+            found.sort(key=lambda one: min(event.started for event in one))
+            for number, one in enumerate(found):
+                name = f"{title} {number + 1}" if len(found) > 1 else title
+                lanes.append(Lane(group, name, tuple(sorted(one, key=_nesting))))
     return Timeline(tuple(lanes), max(event.ended for event in events), trace.n_dropped)
+
+
+def _belongs(event: Event, model: Path | None) -> bool:
+    """Whether it is a read of that model's files."""
+    return event.path is not None and model in (event.path, *event.path.parents)
 
 
 def _nesting(event: Event) -> tuple[float, float]:
@@ -205,15 +218,15 @@ def _cut(spans: Iterable[Span], window: Sequence[Span]) -> list[Span]:
 def chrome_trace(timeline: Timeline, about: dict[str, Any]) -> dict[str, Any]:
     """For chrome://tracing and Perfetto ("Trace Event Format", JSON object form): complete events
     in microseconds, one thread for each lane, named and sorted by metadata events."""
-    found: list[dict[str, Any]] = [_metadata("process_name", 0, name="specdec")]
+    found: list[dict[str, Any]] = [_metadata("process_name", 0, {"name": "specdec"})]
     for number, lane in enumerate(timeline.lanes):
-        found.append(_metadata("thread_name", number, name=lane.title))
-        found.append(_metadata("thread_sort_index", number, sort_index=number))
+        found.append(_metadata("thread_name", number, {"name": lane.title}))
+        found.append(_metadata("thread_sort_index", number, {"sort_index": number}))
         found += [_complete(event, lane, number) for event in lane.events]
     return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": about}
 
 
-def _metadata(name: str, lane: int, **arguments: Any) -> dict[str, Any]:
+def _metadata(name: str, lane: int, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "pid": 1, "tid": lane, "name": name, "args": arguments}
 
 

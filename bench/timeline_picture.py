@@ -30,9 +30,7 @@ _FEWEST_LABELLED = 0.035
 """Share of the width that a layer must have to bear its number."""
 
 
-def draw(
-    timeline: Timeline, path: Path, *, title: str, n_rounds: int
-) -> str:
+def draw(timeline: Timeline, path: Path, *, title: str, n_rounds: int) -> str:
     """Draw the rounds in the middle of a run (0: all of it); returns what overlapped, in words.
 
     Raises TimelineError where matplotlib is missing or nothing is to be drawn.
@@ -165,7 +163,8 @@ def _sentence(figures: Overlap) -> str:
         return f"{part / whole:.0%}" if whole else "none"
 
     text = (
-        f"of {figures.seconds:.2f} s shown: storage busy {share(figures.reading, figures.seconds)}; "
+        f"of {figures.seconds:.2f} s shown: storage busy "
+        f"{share(figures.reading, figures.seconds)}; "
         f"passes {share(figures.passing, figures.seconds)}, waiting for storage in "
         f"{share(figures.waiting, figures.passing)} of them"
     )

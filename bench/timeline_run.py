@@ -32,15 +32,17 @@ def run_timeline(run: TimelineRun) -> list[str]:
     """Run, draw and write; the lines to show."""
     from specdec.api import load
     from specdec.cli_output import loading_progress
+    from specdec.models import resolve_model
 
     if run.picture is not None:
         check_matplotlib()  # before minutes are spent
     name = Path(run.load["model"]).name
+    draft = None if run.load["draft_model"] is None else resolve_model(run.load["draft_model"])
     with loading_progress(f"loading {name}") as progress:
         llm = load(**run.load, progress=progress)
     with llm:
         llm.generate(run.prompt.text, **{**run.generation, "max_tokens": _WARM_UP_TOKENS})
-        timeline, stats = record_run(llm, run.prompt.text, run.generation)
+        timeline, stats = record_run(llm, run.prompt.text, run.generation, draft)
     lines = []
     if timeline.n_dropped:
         lines.append(f"{timeline.n_dropped} events were not kept: ask for fewer tokens")
@@ -48,15 +50,16 @@ def run_timeline(run: TimelineRun) -> list[str]:
         write_trace(run.trace, chrome_trace(timeline, {"command": run.command, "stats": stats}))
         lines.append(f"{run.trace}: open it in chrome://tracing or ui.perfetto.dev")
     if run.picture is not None:
-        draft = run.load["draft_model"] if run.generation["speculative"] else None
-        title = f"{name}, draft {Path(draft).name if draft else 'none'}"
+        title = (
+            name
+            if draft is None or not run.generation["speculative"]
+            else (f"{name}, draft {draft.name}")
+        )
         speed = (
             f"{stats['tokens_per_second']:.2f} tokens/s, "
             f"{stats['mean_acceptance_length']:.2f} tokens per pass, "
             f"{stats['bytes_streamed'] / 1e9:.2f} GB read"
         )
-        sentence = draw(
-            timeline, run.picture, title=f"{title}: {speed}", n_rounds=run.n_rounds
-        )
+        sentence = draw(timeline, run.picture, title=f"{title}: {speed}", n_rounds=run.n_rounds)
         lines += [f"{run.picture}: {sentence}"]
     return lines

@@ -38,6 +38,11 @@ class ThisMachine:
 
     @cached_property
     def storage_bytes_per_second(self) -> float:
+        if self._model.is_dir() and not any(self._model.glob("*.safetensors")):
+            raise DeviceError(
+                f"{self._model} has no weights to measure the storage with: name a storage or a "
+                "device by --on"
+            )
         return measure_storage(largest_weight_file(self._model)).storage_bytes_per_second
 
     @cached_property

@@ -95,9 +95,7 @@ def matrix_work(matrix: Matrix, n_rows: int, activation_bytes: int) -> Work:
     )
 
 
-def attention_work(
-    shape: AttentionShape, n_rows: int, context: int, activation_bytes: int
-) -> Work:
+def attention_work(shape: AttentionShape, n_rows: int, context: int, activation_bytes: int) -> Work:
     """QK^T and AV of one layer for the last `n_rows` of `context` tokens."""
     n_keys, n_scores = shape.n_keys(n_rows, context), shape.n_keys_of_a_row(context)
     lengths = shape.key_length + shape.value_length

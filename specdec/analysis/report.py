@@ -11,28 +11,26 @@ from backends.model_shape import ModelShape
 from offload.units import format_bytes
 from specdec.analysis.operators import Work, total
 from specdec.analysis.roofline import (
-    COMPUTE,
     FREE_SLACK,
-    MEMORY,
-    PCIE,
-    STORAGE,
     TIERS,
     OperatorCost,
     PassCost,
     Placement,
 )
-from specdec.devices import DeviceSpec
+from specdec.devices import DEFAULT_FORMAT, DeviceSpec
 
 DECODE, VERIFY, PREFILL = "decode", "verify", "prefill"
 PHASES = (DECODE, VERIFY, PREFILL)
 _LABELS = {
     "qkv": "QKV projections",
-    "attention": "attention QK^T, AV",
+    "attention": "attention QK^T AV",
     "output": "output projection",
     "ffn": "feed-forward",
     "other": "other projections",
     "head": "head",
 }
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_SMALL_PREFIXES = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 _WIDTH = 100
 
 
@@ -107,12 +105,13 @@ class Analysis:
         for note in self._notes():
             yield f"note     {note}"
         yield (
-            f"limit    {self.bandwidth_tokens_per_second:.3g} tokens/s plain by bandwidth alone, "
-            f"{1 / self.decode.seconds:.3g} with arithmetic; bound by {self.decode.bound_by}"
+            f"limit    {_figures(self.bandwidth_tokens_per_second)} tokens/s plain by bandwidth "
+            f"alone, {_figures(1 / self.decode.seconds)} with arithmetic; "
+            f"bound by {self.decode.bound_by}"
         )
-        most = " or more (the whole context)" if self.free_tokens == self.context else ""
+        most = " or more" if self.free_tokens == self.context else ""
         yield (
-            f"free     one pass verifies {self.free_tokens} tokens{most} in the time of 1 "
+            f"free     one pass verifies {_tokens(self.free_tokens)}{most} in the time of 1 "
             f"(+{FREE_SLACK:.0%})"
         )
 
@@ -126,16 +125,19 @@ class Analysis:
 
 
 def _device_line(device: DeviceSpec) -> str:
-    parts = [f"storage {device.storage_bytes_per_second / 1e9:.3g} GB/s"]
-    if device.pcie_bytes_per_second:
-        parts.append(f"PCIe {device.pcie_bytes_per_second / 1e9:.3g} GB/s")
-    size = device.vram_bytes if device.pcie_bytes_per_second else device.memory_bytes
-    parts.append(f"memory {format_bytes(size)} at {device.dram_bytes_per_second / 1e9:.3g} GB/s")
+    parts = [f"storage {_si(device.storage_bytes_per_second, 'B/s')}"]
+    size = device.memory_bytes
     if device.pcie_bytes_per_second:
         parts.append(f"host memory {format_bytes(device.memory_bytes)}")
-    speeds = device.flops_per_second.items()
-    parts.append(", ".join(f"{x / 1e9:.3g} GFLOP/s in {name}" for name, x in speeds))
-    return ", ".join(parts).replace("in default", "otherwise")
+        parts.append(f"PCIe {_si(device.pcie_bytes_per_second, 'B/s')}")
+        size = device.vram_bytes
+    parts.append(f"memory {format_bytes(size)} at {_si(device.dram_bytes_per_second, 'B/s')}")
+    named = dict(device.flops_per_second)
+    default = named.pop(DEFAULT_FORMAT, None)
+    parts += [f"{_si(speed, 'FLOP/s')} in {name}" for name, speed in named.items()]
+    if default is not None:
+        parts.append(f"{_si(default, 'FLOP/s')}{' otherwise' if named else ''}")
+    return ", ".join(parts)
 
 
 def _placement_line(placement: Placement) -> str:
@@ -191,47 +193,58 @@ def _phase_text(name: str, cost: PassCost) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), show_footer=True)
     everything = total(one.work for one in cost.operators)
-    table.add_column("operator", "all")
-    for heading, footer in (
-        ("count", f"{everything.n_products}"),
-        ("GFLOP", f"{everything.flops / 1e9:.4g}"),
-        ("M mem. ops", f"{everything.elements / 1e6:.4g}"),
-        ("MB", f"{everything.n_bytes / 1e6:.4g}"),
-        ("FLOP/op", f"{everything.intensity:.4g}"),
-        ("FLOP/B", f"{everything.byte_intensity:.4g}"),
-        ("ms", f"{cost.seconds * 1e3:.4g}"),
-        ("bound by", cost.bound_by),
-        ("share", ""),
-    ):
-        table.add_column(heading, footer, justify="right", no_wrap=True)
+    footer = (*_cells(everything, cost.seconds), cost.bound_by, "")
+    table.add_column("operator", "all", no_wrap=True)
+    for heading, last in zip(_HEADINGS, footer, strict=True):
+        table.add_column(heading, last, justify="right", no_wrap=True)
     for one in cost.operators:
-        work = one.work
-        table.add_row(
-            _LABELS[one.name],
-            f"{work.n_products}",
-            f"{work.flops / 1e9:.4g}",
-            f"{work.elements / 1e6:.4g}",
-            f"{work.n_bytes / 1e6:.4g}",
-            f"{work.intensity:.4g}",
-            f"{work.byte_intensity:.4g}",
-            f"{one.least_seconds * 1e3:.4g}",
-            one.bound_by,
-            f"{cost.share(one):.1%}",
-        )
+        cells = _cells(one.work, one.least_seconds)
+        table.add_row(_LABELS[one.name], *cells, one.bound_by, f"{cost.share(one):.1%}")
     out = StringIO()
     Console(file=out, width=_WIDTH, color_system=None).print(table, end="")
     lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
     return "\n".join(["", _phase_line(name, cost), *lines])
 
 
-def _phase_line(name: str, cost: PassCost) -> str:
-    named = {COMPUTE: "arithmetic", MEMORY: "memory", PCIE: "PCIe", STORAGE: "storage"}
-    tiers = ", ".join(
-        f"{label} {cost.tier_seconds(tier) * 1e3:.4g} ms"
-        for tier, label in named.items()
-        if cost.tier_seconds(tier)
+_HEADINGS = (
+    "count", "FLOP", "mem. ops", "bytes", "FLOP/op", "FLOP/B", "time", "bound by", "share"
+)  # fmt: skip
+
+
+def _cells(work: Work, seconds: float) -> tuple[str, ...]:
+    return (
+        f"{work.n_products}",
+        _si(work.flops),
+        _si(work.elements),
+        _si(work.n_bytes, "B"),
+        _figures(work.intensity),
+        _figures(work.byte_intensity),
+        _si(seconds, "s"),
     )
-    tokens = "1 token" if cost.n_tokens == 1 else f"{cost.n_tokens} tokens"
-    return f"{name}: {tokens} at context {cost.context}; {tiers}"
+
+
+def _phase_line(name: str, cost: PassCost) -> str:
+    tiers = ", ".join(
+        f"{tier} {_si(cost.tier_seconds(tier), 's')}" for tier in TIERS if cost.tier_seconds(tier)
+    )
+    return f"{name}: {_tokens(cost.n_tokens)} at context {cost.context}; {tiers}"
+
+
+def _tokens(n_tokens: int) -> str:
+    return "1 token" if n_tokens == 1 else f"{n_tokens} tokens"
+
+
+def _figures(value: float) -> str:
+    """Three figures, without an exponent where it can be read without."""
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _si(value: float, unit: str = "") -> str:
+    """Three figures and a decimal prefix: 1.5e9 -> "1.5 GB/s"."""
+    prefixes = _PREFIXES if value >= 1 else _SMALL_PREFIXES
+    scale, prefix = next((one for one in prefixes if value >= one[0]), prefixes[-1])
+    # 999.7 would be shown as 1e+03.
+    text = f"{value / scale:.3g}" if value / scale < 999.5 else f"{value / scale:.0f}"
+    return f"{text} {prefix}{unit}".rstrip()

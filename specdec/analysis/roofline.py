@@ -151,9 +151,7 @@ def _tier_seconds(
     }
 
 
-def free_tokens(
-    model: ModelShape, device: DeviceSpec, placement: Placement, context: int
-) -> int:
+def free_tokens(model: ModelShape, device: DeviceSpec, placement: Placement, context: int) -> int:
     """Most tokens, up to `context`, that one pass verifies in the time of one (FREE_SLACK)."""
 
     def seconds(n_tokens: int) -> float:

@@ -144,9 +144,7 @@ def test_bytes_are_elements_in_their_real_size() -> None:
     everything = total(pass_work(SMALL, 7, 100, 7).values())
     assert everything.n_bytes == 2 * everything.elements  # all in F16 here
     packed = [replace(m, n_bytes=m.n_weights * 18 // 32) for m in SMALL.layers[0].matrices]
-    work = pass_work(
-        replace(SMALL, layers=(LayerShape(tuple(packed), None, 0),)), 1, 100, 1
-    )
+    work = pass_work(replace(SMALL, layers=(LayerShape(tuple(packed), None, 0),)), 1, 100, 1)
     assert ATTENTION not in work
     assert work[FFN].held_bytes == work[FFN].held_elements * 18 // 32
 
@@ -201,11 +199,11 @@ def bound(device: DeviceSpec, n_tokens: int = 1, context: int = 64) -> str:
 
 
 def test_each_tier_can_bind() -> None:
-    small = with_memory(SMALL.outer_bytes + 10**5)
+    small = replace(with_memory(SMALL.outer_bytes), storage_bytes_per_second=1e8)
     assert bound(small) == STORAGE
     assert bound(DEVICE) == MEMORY
     assert bound(replace(DEVICE, flops_per_second={"F16": 1e6})) == COMPUTE
-    gpu = replace(DEVICE, vram_bytes=10**5, pcie_bytes_per_second=1e9)
+    gpu = replace(DEVICE, vram_bytes=10**5, pcie_bytes_per_second=1e8)
     assert bound(gpu) == PCIE
     assert bound(replace(gpu, memory_bytes=1, storage_bytes_per_second=1e6)) == STORAGE
 

@@ -23,9 +23,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def analyzed(
-    capsys: pytest.CaptureFixture[str], model: Path, *more: str
-) -> dict[str, Any]:
+def analyzed(capsys: pytest.CaptureFixture[str], model: Path, *more: str) -> dict[str, Any]:
     assert main(["analyze", "-m", str(model), "--on", "laptop", "--json", *more]) == 0
     value: dict[str, Any] = json.loads(capsys.readouterr().out)
     return value
