@@ -28,6 +28,8 @@ _ROW_HEIGHTS = {STORAGE: 0.45, TARGET: 1.0, DRAFTING: 0.8, ACCEPTANCE: 0.5}
 _GAP = 0.18
 _FEWEST_LABELLED = 0.035
 """Share of the width that a layer must have to bear its number."""
+_MOST_LABELLED = 6
+"""Rounds whose outcome is told in words."""
 
 
 def draw(timeline: Timeline, path: Path, *, title: str, n_rounds: int) -> str:
@@ -60,7 +62,7 @@ def draw(timeline: Timeline, path: Path, *, title: str, n_rounds: int) -> str:
         handles=_legend(timeline),
         loc="upper center",
         bbox_to_anchor=(0.5, -0.9 / height),
-        ncol=6,
+        ncol=7,
         frameon=False,
         fontsize=9,
     )
@@ -97,6 +99,7 @@ def _draw_lane(
     """Events as bars from -bottom upwards; what lies inside another event is drawn over it."""
     began, ended = window
     shown = [e for e in lane.events if e.ended > began and e.started < ended]
+    is_labelled = sum(e.kind == ACCEPT for e in shown) <= _MOST_LABELLED
     for kind, colour, inset in _STYLES:
         for number, event in enumerate(e for e in shown if e.kind == kind):
             low, high = max(event.started, began) - began, min(event.ended, ended) - began
@@ -108,8 +111,11 @@ def _draw_lane(
                 linewidth=0.3 if kind in (READ, LAYER) else 0.0,
                 hatch="////" if kind == WAIT else None,
             )
-            if high - low > _FEWEST_LABELLED * (ended - began):
-                _label(axes, event, (low + high) / 2, -bottom + size / 2, kind)
+            middle = -bottom + size / 2
+            if kind == LAYER and high - low > _FEWEST_LABELLED * (ended - began):
+                _label(axes, event, (low + high) / 2, middle)
+            if kind == ACCEPT and is_labelled:
+                _label_beside(axes, event, low, middle)
 
 
 _STYLES = (
@@ -132,10 +138,14 @@ def _shade(lane: Lane, kind: str, colour: str, number: int) -> str:
     return colour if number % 2 else "#4FC3A1"
 
 
-def _label(axes: Any, event: Event, x: float, y: float, kind: str) -> None:
-    if kind == LAYER:
-        text = event.name.removeprefix("layer ")
-        axes.text(x, y, text, ha="center", va="center", fontsize=7, color="white", clip_on=True)
+def _label(axes: Any, event: Event, x: float, y: float) -> None:
+    text = event.name.removeprefix("layer ")
+    axes.text(x, y, text, ha="center", va="center", fontsize=7, color="white", clip_on=True)
+
+
+def _label_beside(axes: Any, event: Event, x: float, y: float) -> None:
+    """Before its bar: the last one stands at the edge of the picture."""
+    axes.text(x, y, event.name + "  ", ha="right", va="center", fontsize=8, clip_on=True)
 
 
 def _legend(timeline: Timeline) -> list[Any]:
