@@ -18,6 +18,7 @@ from specdec.stats import ACCEPT, DRAFT, PASS, PREFILL
 
 if TYPE_CHECKING:
     from specdec.api import LLM
+    from specdec.prompts import Prompt
 
 STORAGE, TARGET, DRAFTING, ACCEPTANCE = "storage", "target", "drafting", "acceptance"
 GROUPS = (STORAGE, TARGET, DRAFTING, ACCEPTANCE)
@@ -70,7 +71,7 @@ class Timeline:
 
 
 def record_run(
-    llm: LLM, prompt: str, options: dict[str, Any], draft: Path | None = None
+    llm: LLM, prompt: Prompt, options: dict[str, Any], draft: Path | None = None
 ) -> tuple[Timeline, dict[str, Any]]:
     """Generate once with recording on; the lanes, and the run's statistics.
 
@@ -91,10 +92,9 @@ def make_timeline(trace: Trace, draft: Path | None = None) -> Timeline:
         for event in trace.events
     ]
     by_lane: dict[tuple[str, str, int], list[Event]] = {}
-    for event, group in zip(events, _groups(events), strict=True):
+    for event, (group, thread) in zip(events, _places(events), strict=True):
         owner = "draft " if _belongs(event, draft) else ""
-        title = owner + _TITLES[group]
-        by_lane.setdefault((group, title, event.thread), []).append(event)
+        by_lane.setdefault((group, owner + _TITLES[group], thread), []).append(event)
     lanes: list[Lane] = []
     for group in GROUPS:
         for title in dict.fromkeys(key[1] for key in by_lane if key[0] == group):
@@ -115,24 +115,30 @@ def _nesting(event: Event) -> tuple[float, float]:
     return event.started, -event.ended
 
 
-def _groups(events: Sequence[Event]) -> list[str]:
-    """The lane of each event. Layers and waits belong to what their thread was doing: both models
-    have layers."""
-    drafts: dict[int, list[Event]] = {}
+def _places(events: Sequence[Event]) -> list[tuple[str, int]]:
+    """(group, thread) of the lane of each event.
+
+    Both models have layers, and some backends compute in a thread of their own. So layers and waits
+    lie in the lane of what holds them: of their own thread's drafting or pass, else of the pass
+    that ran then, else of the drafting.
+    """
+    holders = [event for event in events if event.kind in (PASS, PREFILL, DRAFT)]
+    holders.sort(key=lambda one: one.kind == DRAFT)
+    busy = {one.thread for one in holders}
+    places = []
     for event in events:
-        if event.kind == DRAFT:
-            drafts.setdefault(event.thread, []).append(event)
-    groups = []
-    for event in events:
-        group = _GROUP_OF.get(event.kind, TARGET)
-        if event.kind in (LAYER, WAIT) and _is_within(event, drafts.get(event.thread, ())):
-            group = DRAFTING
-        groups.append(group)
-    return groups
+        group, thread = _GROUP_OF.get(event.kind, TARGET), event.thread
+        if event.kind in (LAYER, WAIT):
+            own = (one for one in holders if one.thread == thread or thread not in busy)
+            holder = next((one for one in own if _is_within(event, one)), None)
+            if holder is not None:
+                group, thread = _GROUP_OF[holder.kind], holder.thread
+        places.append((group, thread))
+    return places
 
 
-def _is_within(event: Event, others: Iterable[Event]) -> bool:
-    return any(one.started <= event.started and event.ended <= one.ended for one in others)
+def _is_within(event: Event, holder: Event) -> bool:
+    return holder.started <= event.started and event.ended <= holder.ended
 
 
 # --- what overlapped ------------------------------------------------------------------------------

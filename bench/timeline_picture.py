@@ -28,6 +28,8 @@ _ROW_HEIGHTS = {STORAGE: 0.45, TARGET: 1.0, DRAFTING: 0.8, ACCEPTANCE: 0.5}
 _GAP = 0.18
 _FEWEST_LABELLED = 0.035
 """Share of the width that a layer must have to bear its number."""
+_NARROW = 0.004
+"""Share of the width below which a bar has no edge."""
 _MOST_LABELLED = 6
 """Rounds whose outcome is told in words."""
 
@@ -103,12 +105,14 @@ def _draw_lane(
     for kind, colour, inset in _STYLES:
         for number, event in enumerate(e for e in shown if e.kind == kind):
             low, high = max(event.started, began) - began, min(event.ended, ended) - began
+            # A white edge would hide what is narrow.
+            is_wide = high - low > _NARROW * (ended - began)
             axes.broken_barh(
                 [(low, high - low)],
                 (-bottom + inset * size, size * (1 - 2 * inset)),
                 facecolors=_shade(lane, kind, colour, number),
-                edgecolors="white",
-                linewidth=0.3 if kind in (READ, LAYER) else 0.0,
+                edgecolors="white" if is_wide else colour,
+                linewidth=0.3 if is_wide else 0.6,
                 hatch="////" if kind == WAIT else None,
             )
             middle = -bottom + size / 2

@@ -53,7 +53,7 @@ def run_timeline(run: TimelineRun) -> list[str]:
         title = (
             name
             if draft is None or not run.generation["speculative"]
-            else (f"{name}, draft {draft.name}")
+            else (f"{name}, draft {Path(run.load['draft_model']).name}")
         )
         speed = (
             f"{stats['tokens_per_second']:.2f} tokens/s, "

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from forced_streaming import force_streaming
+from gguf_models import save_tiny_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_pair import save_model
@@ -166,6 +167,20 @@ def test_a_run_without_passes_has_no_rounds() -> None:
 ticks = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted), max_size=8)
 
 
+@pytest.mark.gguf
+def test_llama_cpp_computes_in_a_thread_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_streaming(monkeypatch)
+    path = save_tiny_gguf("llama", tmp_path / "model.gguf", hidden=256, feed_forward=512)
+    with load(path, threads=1, spec_type="none", ctx_size=64) as llm:
+        timeline, _ = record_run(llm, [1, 5, 6], {"max_tokens": 3, "ignore_eos": True})
+    (target,) = [lane for lane in timeline.lanes if lane.group == TARGET]
+    assert [e.kind for e in target.events if e.kind in (PREFILL, PASS)] == [PREFILL, PASS, PASS]
+    layers = [e.name for e in target.events if e.kind == LAYER]
+    assert layers == ["layer 0", "layer 1", "layer 2"] * 3
+
+
 @given(ticks, ticks)
 def test_common_seconds_counts_the_ticks_in_both(
     one: list[tuple[int, int]], other: list[tuple[int, int]]
@@ -202,6 +217,26 @@ def test_what_overlapped() -> None:
     assert whole.drafting_beside_passes == 2.0
     part = overlap(timeline, 5.0, 8.0)
     assert (part.seconds, part.reading, part.passing, part.drafting) == (3.0, 1.0, 3.0, 2.0)
+
+
+def test_layers_lie_in_the_lane_of_what_holds_them() -> None:
+    trace = Trace(10)
+    for event in (
+        Event(DRAFT, "draft", 0.0, 4.0, 1),
+        Event(LAYER, "own thread", 1.0, 2.0, 1),
+        Event(LAYER, "draft worker", 2.0, 3.0, 2),
+        Event(PASS, "pass", 5.0, 9.0, 1),
+        Event(DRAFT, "ahead", 5.0, 8.0, 3),
+        Event(LAYER, "target worker", 6.0, 7.0, 2),
+        Event(LAYER, "ahead layer", 6.0, 7.0, 3),
+    ):
+        trace.add(event)
+    lanes = {lane.title: [e.name for e in lane.events] for lane in make_timeline(trace).lanes}
+    assert lanes == {
+        "target pass": ["pass", "target worker"],
+        "drafting 1": ["draft", "own thread", "draft worker"],
+        "drafting 2": ["ahead", "ahead layer"],
+    }
 
 
 # --- the command ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.models import ModelNotFound, resolve_model
+from specdec.models import ModelNotFound, resolve_headers, resolve_model
 
 
 @pytest.fixture
@@ -83,3 +83,34 @@ def test_a_hub_id_of_several_gguf_files_wants_a_choice() -> None:
         resolve_model("someone/tiny-GGUF")
     with pytest.raises(ModelNotFound, match="no GGUF file with 'Q2_K' in its name"):
         resolve_model("someone/tiny-GGUF:Q2_K")
+
+
+@pytest.mark.usefixtures("hub")
+def test_headers_of_what_is_here(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    assert resolve_headers(folder) == folder
+    assert resolve_headers("someone/tiny-GGUF:Q8_0").name == "tiny-Q8_0.gguf"
+    with pytest.raises(ModelNotFound, match="name one of"):
+        resolve_headers("someone/tiny-GGUF")
+    with pytest.raises(ModelNotFound, match="no such model"):
+        resolve_headers("missing.gguf")
+
+
+@pytest.mark.usefixtures("hub")
+def test_of_a_checkpoint_elsewhere_only_the_json_is_downloaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    asked: list[object] = []
+
+    def download(repo: str, *, allow_patterns: list[str], **options: object) -> str:
+        if options.get("local_files_only"):
+            raise LocalEntryNotFoundError("not in the cache")
+        asked.append((repo, options["revision"], allow_patterns))
+        (folder / "config.json").write_text("{}")
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_headers("someone/large@v2") == folder
+    assert asked == [("someone/large", "v2", ["*.json"])]
