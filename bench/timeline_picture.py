@@ -112,7 +112,7 @@ def _draw_lane(
                 (-bottom + inset * size, size * (1 - 2 * inset)),
                 facecolors=_shade(lane, kind, colour, number),
                 edgecolors="white" if is_wide else colour,
-                linewidth=0.3 if is_wide else 0.6,
+                linewidth=0.3 if is_wide else 0.0 if kind == WAIT else 0.6,
                 hatch="////" if kind == WAIT else None,
             )
             middle = -bottom + size / 2
