@@ -7,7 +7,7 @@ each other and never cross. Times are seconds from the start of the recording.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,7 +89,7 @@ def make_timeline(trace: Trace, draft: Path | None = None) -> Timeline:
     origin = min(event.started for event in trace.events)
     events = [
         event._replace(started=event.started - origin, ended=event.ended - origin)
-        for event in trace.events
+        for event in _with_acceptance(trace.events)
     ]
     by_lane: dict[tuple[str, str, int], list[Event]] = {}
     for event, (group, thread) in zip(events, _places(events), strict=True):
@@ -104,6 +104,15 @@ def make_timeline(trace: Trace, draft: Path | None = None) -> Timeline:
                 name = f"{title} {number + 1}" if len(found) > 1 else title
                 lanes.append(Lane(group, name, tuple(sorted(one, key=_nesting))))
     return Timeline(tuple(lanes), max(event.ended for event in events), trace.n_dropped)
+
+
+def _with_acceptance(events: Iterable[Event]) -> Iterator[Event]:
+    """Acceptance, of which the end was recorded, lasts since its pass."""
+    verified = 0.0
+    for event in sorted(events, key=lambda one: one.ended):
+        if event.kind == PASS:
+            verified = event.ended
+        yield event._replace(started=verified) if event.kind == ACCEPT else event
 
 
 def _belongs(event: Event, model: Path | None) -> bool:

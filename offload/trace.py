@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from typing_extensions import ParamSpec
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Blocks: TypeAlias = Callable[_P, AbstractContextManager[_T]]
 
 READ = "read"
 """One read from storage, in a reader's thread."""
@@ -64,6 +71,25 @@ def record_since(
     if trace is not None:
         trace.add(Event(kind, name, started, ended, threading.get_ident(), n_bytes, path))
     return ended - started
+
+
+def recorded(kind: str, name: str) -> Callable[[_Blocks[_P, _T]], _Blocks[_P, _T]]:
+    """Decorates a function that gives a context manager: each of its blocks is an event."""
+
+    def decorate(block: _Blocks[_P, _T]) -> _Blocks[_P, _T]:
+        @wraps(block)
+        @contextmanager
+        def recorded_block(*args: _P.args, **kwargs: _P.kwargs) -> Iterator[_T]:
+            started = time.perf_counter()
+            try:
+                with block(*args, **kwargs) as value:
+                    yield value
+            finally:
+                record_since(started, kind, name)
+
+        return recorded_block
+
+    return decorate
 
 
 @contextmanager

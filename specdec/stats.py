@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-from offload.trace import record_since
+from offload.trace import record_since, recorded
 from specdec.acceptance import Acceptance
 from specdec.tree import DraftTree
 
 PREFILL, PASS, DRAFT, ACCEPT = "prefill", "pass", "draft", "accept"
-"""Kinds of events in a recording (offload.trace): of the prompt, and a round's three parts."""
+"""Kinds of events in a recording (offload.trace): of the prompt, and a round's three parts. That of
+acceptance marks its end."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class StatsRecorder:
         self._pass_seconds = self._draft_seconds = 0.0
         self._token_seconds: list[float] = []
         self._started = self._last = clock()
-        self._made = self._verified = time.perf_counter()  # for a recording, whatever the clock
+        self._made = time.perf_counter()  # for a recording, whatever the clock
 
     def record_first_token(self) -> None:
         """The prefill has yielded the first token."""
@@ -130,26 +131,25 @@ class StatsRecorder:
         self._generated += 1
         record_since(self._made, PREFILL, f"prompt of {self.prompt_tokens}")
 
+    @recorded(DRAFT, "draft")
     @contextmanager
     def drafting(self) -> Iterator[None]:
         """Time of the block counts as draft_seconds."""
-        began, started = self.clock(), time.perf_counter()
+        began = self.clock()
         try:
             yield
         finally:
             self._draft_seconds += self.clock() - began
-            record_since(started, DRAFT, "draft")
 
+    @recorded(PASS, "pass")
     @contextmanager
     def verifying(self) -> Iterator[None]:
         """Time of the block counts as pass_seconds."""
-        began, started = self.clock(), time.perf_counter()
+        began = self.clock()
         try:
             yield
         finally:
             self._pass_seconds += self.clock() - began
-            record_since(started, PASS, "pass")
-            self._verified = time.perf_counter()
 
     def record_round(
         self, tree: DraftTree, acceptance: Acceptance, n_emitted: int | None = None
@@ -172,7 +172,7 @@ class StatsRecorder:
         self._token_seconds.extend([(now - self._last) / max(n_tokens, 1)] * n_tokens)
         self._last = now
         name = f"{acceptance.n_accepted} of {tree.n_drafted} accepted"
-        record_since(self._verified, ACCEPT, name)
+        record_since(time.perf_counter(), ACCEPT, name)
 
     def finish(
         self,

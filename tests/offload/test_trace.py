@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from offload import trace as tracing
 from offload.direct_io import ALIGNMENT
 from offload.pager import Pager
 from offload.streamer import WeightStreamer
-from offload.trace import LAYER, READ, WAIT, Event, Trace, record_since, recording
+from offload.trace import LAYER, READ, WAIT, Event, Trace, record_since, recorded, recording
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 N_PASSES = 3
@@ -94,3 +96,17 @@ def test_one_recording_at_a_time_and_none_after_an_error() -> None:
     with recording() as trace:
         assert record_since(time.perf_counter(), WAIT, "wait") >= 0
     assert len(trace.events) == 1
+
+
+def test_blocks_are_recorded_also_where_they_fail() -> None:
+    @recorded(WAIT, "block")
+    @contextmanager
+    def block(value: int) -> Iterator[int]:
+        yield value
+
+    with recording() as trace:
+        with block(3) as value:
+            assert value == 3
+        with pytest.raises(ValueError, match="stop"), block(4):
+            raise ValueError("stop")
+    assert [(e.kind, e.name) for e in trace.events] == [(WAIT, "block")] * 2
