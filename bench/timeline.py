@@ -24,7 +24,8 @@ STORAGE, TARGET, DRAFTING, ACCEPTANCE = "storage", "target", "drafting", "accept
 GROUPS = (STORAGE, TARGET, DRAFTING, ACCEPTANCE)
 """Kinds of lanes, from top to bottom."""
 _GROUP_OF = {READ: STORAGE, PREFILL: TARGET, PASS: TARGET, DRAFT: DRAFTING, ACCEPT: ACCEPTANCE}
-_TITLES = {STORAGE: "reader", TARGET: "target pass", DRAFTING: "drafting", ACCEPTANCE: "acceptance"}
+_TITLES = {STORAGE: "reader", TARGET: "target pass", ACCEPTANCE: "acceptance"}
+"""Of lanes; one of drafting is called as its events are, "draft" or "draft ahead"."""
 
 
 class TimelineError(SpecdecError):
@@ -92,9 +93,9 @@ def make_timeline(trace: Trace, draft: Path | None = None) -> Timeline:
         for event in _with_acceptance(trace.events)
     ]
     by_lane: dict[tuple[str, str, int], list[Event]] = {}
-    for event, (group, thread) in zip(events, _places(events), strict=True):
+    for event, (group, title, thread) in zip(events, _places(events), strict=True):
         owner = "draft " if _belongs(event, draft) else ""
-        by_lane.setdefault((group, owner + _TITLES[group], thread), []).append(event)
+        by_lane.setdefault((group, owner + title, thread), []).append(event)
     lanes: list[Lane] = []
     for group in GROUPS:
         for title in dict.fromkeys(key[1] for key in by_lane if key[0] == group):
@@ -124,8 +125,8 @@ def _nesting(event: Event) -> tuple[float, float]:
     return event.started, -event.ended
 
 
-def _places(events: Sequence[Event]) -> list[tuple[str, int]]:
-    """(group, thread) of the lane of each event.
+def _places(events: Sequence[Event]) -> list[tuple[str, str, int]]:
+    """(group, title, thread) of the lane of each event.
 
     Both models have layers, and some backends compute in a thread of their own. So layers and waits
     lie in the lane of what holds them: of their own thread's drafting or pass, else of the pass
@@ -136,13 +137,13 @@ def _places(events: Sequence[Event]) -> list[tuple[str, int]]:
     busy = {one.thread for one in holders}
     places = []
     for event in events:
-        group, thread = _GROUP_OF.get(event.kind, TARGET), event.thread
+        holder = event
         if event.kind in (LAYER, WAIT):
-            own = (one for one in holders if one.thread == thread or thread not in busy)
-            holder = next((one for one in own if _is_within(event, one)), None)
-            if holder is not None:
-                group, thread = _GROUP_OF[holder.kind], holder.thread
-        places.append((group, thread))
+            own = (e for e in holders if e.thread == event.thread or event.thread not in busy)
+            holder = next((one for one in own if _is_within(event, one)), event)
+        group = _GROUP_OF.get(holder.kind, TARGET)
+        title = _TITLES.get(group) or holder.name
+        places.append((group, title, holder.thread))
     return places
 
 

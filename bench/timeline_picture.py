@@ -107,11 +107,12 @@ def _draw_lane(
             low, high = max(event.started, began) - began, min(event.ended, ended) - began
             # A white edge would hide what is narrow.
             is_wide = high - low > _NARROW * (ended - began)
+            face = _shade(lane, kind, colour, number)
             axes.broken_barh(
                 [(low, high - low)],
                 (-bottom + inset * size, size * (1 - 2 * inset)),
-                facecolors=_shade(lane, kind, colour, number),
-                edgecolors="white" if is_wide else colour,
+                facecolors=face,
+                edgecolors="white" if is_wide else face,
                 linewidth=0.3 if is_wide else 0.0 if kind == WAIT else 0.6,
                 hatch="////" if kind == WAIT else None,
             )

@@ -208,7 +208,7 @@ def test_what_overlapped() -> None:
         trace.add(event)
     timeline = make_timeline(trace)
     assert [lane.title for lane in timeline.lanes] == [
-        "reader 1", "reader 2", "target pass", "drafting 1", "drafting 2"
+        "reader 1", "reader 2", "target pass", "draft 1", "draft 2"
     ]  # fmt: skip
     whole = overlap(timeline, 0.0, 8.0)
     assert (whole.reading, whole.passing, whole.waiting, whole.drafting) == (6.0, 5.0, 0.5, 3.0)
@@ -234,8 +234,8 @@ def test_layers_lie_in_the_lane_of_what_holds_them() -> None:
     lanes = {lane.title: [e.name for e in lane.events] for lane in make_timeline(trace).lanes}
     assert lanes == {
         "target pass": ["pass", "target worker"],
-        "drafting 1": ["draft", "own thread", "draft worker"],
-        "drafting 2": ["ahead", "ahead layer"],
+        "draft": ["draft", "own thread", "draft worker"],
+        "ahead": ["ahead", "ahead layer"],
     }
 
 
