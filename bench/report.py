@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.stats import AVERAGED, LARGEST, SUMMED, ratio
+from specdec.stats import AVERAGED, LARGEST, SUMMED, TRUE_FOR_ALL, ratio
 
 Record = Mapping[str, Any]
 """A `bench.measure.Record` as a dictionary."""
@@ -24,6 +24,7 @@ def aggregate_stats(records: Sequence[Record]) -> dict[str, Any]:
     total: dict[str, Any] = {key: sum(one[key] for one in stats) for key in SUMMED}
     total |= {key: max((one[key] for one in stats), default=0) for key in LARGEST}
     total |= {key: ratio(sum(one[key] for one in stats), len(stats)) for key in AVERAGED}
+    total |= {key: all(one[key] for one in stats) for key in TRUE_FOR_ALL}
     n_decoded = sum(max(one["generated_tokens"] - 1, 0) for one in stats)
     n_scored = total["drafted_tokens"] + total["passes"]
     n_rejected = total["drafted_tokens"] - total["accepted_tokens"]

@@ -33,7 +33,7 @@ class GenerationStats:
     passes: int = 0  # decode passes of the target
     drafted_tokens: int = 0  # nodes that passes verified, roots not counted
     accepted_tokens: int = 0
-    ngram_hits: int = 0  # accepted tokens that an n-gram proposed
+    ngram_hits: int = 0  # accepted tokens that an n-gram proposed, alone or with the draft model
     bonus_tokens: int = 0  # rounds that ended at a leaf of a non-empty tree
     time_to_first_token: float = 0.0  # seconds; prefill included, loading excluded
     decode_seconds: float = 0.0  # from the first token to the last
@@ -46,6 +46,7 @@ class GenerationStats:
     memory_budget_bytes: int = 0
     kv_bytes: int = 0  # allocated for KV caches
     kv_used_fraction: float = 0.0  # of kv_bytes, at the end
+    is_lossless: bool = True  # False: draft tokens were put up with (accept_threshold)
 
     @property
     def tokens_per_second(self) -> float:
@@ -101,7 +102,8 @@ LARGEST = (
     "kv_bytes",
 )
 AVERAGED = ("time_to_first_token", "kv_used_fraction")
-SUMMED = tuple(name for name in _FIELDS if name not in LARGEST + AVERAGED)
+TRUE_FOR_ALL = ("is_lossless",)
+SUMMED = tuple(name for name in _FIELDS if name not in LARGEST + AVERAGED + TRUE_FOR_ALL)
 
 
 class StatsRecorder:
@@ -164,7 +166,7 @@ class StatsRecorder:
         self._passes += 1
         self._drafted += tree.n_drafted
         self._accepted += len(accepted)
-        self._ngram_hits += sum(tree.sources[i] == "ngram" for i in accepted)
+        self._ngram_hits += sum("ngram" in tree.sources[i] for i in accepted)
         is_whole = n_tokens > acceptance.n_accepted
         self._bonus += int(acceptance.is_bonus and tree.n_drafted > 0 and is_whole)
         self._generated += n_tokens
@@ -183,6 +185,7 @@ class StatsRecorder:
         memory_budget_bytes: int = 0,
         kv_bytes: int = 0,
         kv_used_fraction: float = 0.0,
+        is_lossless: bool = True,
     ) -> GenerationStats:
         """The figures so far, with those that only the backend and the system know."""
         first = self._last if self._first is None else self._first
@@ -205,6 +208,7 @@ class StatsRecorder:
             memory_budget_bytes=memory_budget_bytes,
             kv_bytes=kv_bytes,
             kv_used_fraction=kv_used_fraction,
+            is_lossless=is_lossless,
         )
 
 

@@ -27,7 +27,7 @@ class DraftTree:
         log_probs: log q(token | parent's prefix), at most 0; the root has 0.
         path_log_probs: sum of log_probs from the root to the node.
         depths: edges between root and node.
-        sources: who proposed the node ("root", "draft", "ngram", ...).
+        sources: who proposed the node: ("root",), ("draft",), ("draft", "ngram"), ... in order.
         draft_probs: the full row q the token was drawn from, float64 [vocab], where the acceptance
             rule needs it, else None.
     """
@@ -49,7 +49,7 @@ class DraftTree:
         self.log_probs: list[float] = [0.0]
         self.path_log_probs: list[float] = [0.0]
         self.depths: list[int] = [0]
-        self.sources: list[str] = [ROOT_SOURCE]
+        self.sources: list[tuple[str, ...]] = [(ROOT_SOURCE,)]
         self.draft_probs: list[NDArray[np.float64] | None] = [None]
         self._children: list[dict[int, int]] = [{}]
 
@@ -70,14 +70,14 @@ class DraftTree:
         parent: int,
         token_id: int,
         log_prob: float,
-        source: str = "draft",
+        source: str | tuple[str, ...] = "draft",
         draft_probs: NDArray[np.float64] | None = None,
     ) -> int:
         """Add a candidate below `parent` and return its index.
 
-        Where `parent` has a child with this token already, that child is returned; it takes over
-        the log-probability and the source when the new ones are larger. Raises IndexError for an
-        unknown parent and ValueError for a log-probability that is not a number ≤ 0.
+        Where `parent` has a child with this token already, that child is returned: it has one more
+        source, and the larger of the log-probabilities. Raises IndexError for an unknown parent and
+        ValueError for a log-probability that is not a number ≤ 0.
         """
         if not 0 <= parent < len(self.token_ids):
             raise IndexError(f"parent {parent} is not one of the tree's {len(self)} nodes")
@@ -85,9 +85,10 @@ class DraftTree:
         log_prob = min(float(log_prob), 0.0)  # NaN stays NaN: min() returns its first argument
         if log_prob != log_prob:
             raise ValueError(f"log-probability of token {token_id} is not a number")
+        sources = (source,) if isinstance(source, str) else source
         existing = self._children[parent].get(token_id)
         if existing is not None:
-            self._merge(existing, log_prob, source, draft_probs)
+            self._merge(existing, log_prob, sources, draft_probs)
             return existing
         index = len(self.token_ids)
         self._children[parent][token_id] = index
@@ -97,19 +98,24 @@ class DraftTree:
         self.log_probs.append(log_prob)
         self.path_log_probs.append(self.path_log_probs[parent] + log_prob)
         self.depths.append(self.depths[parent] + 1)
-        self.sources.append(source)
+        self.sources.append(sources)
         self.draft_probs.append(draft_probs)
         return index
 
     def _merge(
-        self, index: int, log_prob: float, source: str, draft_probs: NDArray[np.float64] | None
+        self,
+        index: int,
+        log_prob: float,
+        sources: tuple[str, ...],
+        draft_probs: NDArray[np.float64] | None,
     ) -> None:
+        known = self.sources[index]
+        self.sources[index] = (*known, *(source for source in sources if source not in known))
         if self.draft_probs[index] is None:
             self.draft_probs[index] = draft_probs
         if log_prob <= self.log_probs[index]:
             return
         self.log_probs[index] = log_prob
-        self.sources[index] = source
         for i in range(index, len(self)):  # parents first, so one sweep updates the subtree
             if i == index or self.depths[i] > self.depths[index]:
                 self.path_log_probs[i] = self.path_log_probs[self.parents[i]] + self.log_probs[i]

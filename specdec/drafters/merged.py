@@ -14,9 +14,12 @@ class MergedDrafter(Drafter):
     """Merges trees token by token and keeps the most probable nodes of their union.
 
     A token that several drafters propose at the same place is one node with the largest of their
-    probabilities. When a chain is asked for (width 1), it is the first non-empty proposal in the
-    given order: choosing between chains by their probabilities would bias which sampled chains
-    reach the target, and with them the rejection rule.
+    probabilities and all of their names. Where the union has more children of a node than the
+    limits allow, the most probable ones stay.
+
+    Not for chains that were *drawn* from a draft, for the rules that need their q: choosing between
+    such chains by their probabilities would bias which of them reach the target. `SpecConfig`
+    gives those rules one drafter.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -25,17 +28,8 @@ class MergedDrafter(Drafter):
         self.drafters = tuple(drafters)
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
-        if limits.width == 1:
-            return self._first_chain(context_ids, limits)
         trees = [drafter.propose(context_ids, limits) for drafter in self.drafters]
-        return merge_trees(trees).best_subset(limits.max_nodes)
-
-    def _first_chain(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
-        for drafter in self.drafters:
-            tree = drafter.propose(context_ids, limits)
-            if tree.n_drafted:
-                return tree
-        return DraftTree(context_ids[-1])
+        return narrowed(merge_trees(trees), limits.width).best_subset(limits.max_nodes)
 
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
         for drafter in self.drafters:
@@ -53,11 +47,16 @@ class MergedDrafter(Drafter):
 
 
 def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:
-    """The union of trees with the same root token, as a new tree."""
+    """The union of trees with the same root token, as a new tree.
+
+    Raises ValueError for different roots, and for tokens that were drawn (see MergedDrafter).
+    """
     merged = DraftTree(trees[0].token_ids[ROOT])
     for tree in trees:
         if tree.token_ids[ROOT] != merged.token_ids[ROOT]:
             raise ValueError("trees with different root tokens cannot be merged")
+        if any(row is not None for row in tree.draft_probs):
+            raise ValueError("a chain that was drawn from its draft cannot be merged")
         new_index = [ROOT]
         for i in range(1, len(tree)):
             new_index.append(
@@ -66,7 +65,19 @@ def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:
                     tree.token_ids[i],
                     tree.log_probs[i],
                     tree.sources[i],
-                    tree.draft_probs[i],
                 )
             )
     return merged
+
+
+def narrowed(tree: DraftTree, width: int) -> DraftTree:
+    """The tree with at most `width` children below each node: the most probable, first ones first.
+
+    Goes parents first, so a node that is dropped takes its subtree with it.
+    """
+    kept = {ROOT}
+    for node in range(len(tree)):
+        if node in kept:
+            children = tree.children(node).values()
+            kept.update(sorted(children, key=lambda i: -tree.log_probs[i])[:width])
+    return tree if len(kept) == len(tree) else tree.subset(sorted(kept))

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.acceptance import Acceptance, match_walk
-from specdec.drafters import Drafter, MergedDrafter, NgramDrafter, TreeLimits
-from specdec.drafters.merged import merge_trees
+from specdec.drafters import NgramDrafter, TreeLimits
 from specdec.drafters.ngram import MAX_OCCURRENCES, NgramIndex
 from specdec.tree import DraftTree
 
@@ -64,7 +63,7 @@ def test_proposals_keep_their_limits(
     assert max(tree.depths) <= max_depth
     assert all(len(tree.children(i)) <= width for i in range(len(tree)))
     assert all(math.isfinite(p) and p < 0 for p in tree.log_probs[1:])
-    assert set(tree.sources[1:]) <= {"ngram"}
+    assert set(tree.sources[1:]) <= {("ngram",)}
     for node in range(len(tree)):
         assert sum(math.exp(tree.log_probs[c]) for c in tree.children(node).values()) < 1.0 + 1e-9
 
@@ -166,78 +165,7 @@ def test_repetitive_text_is_drafted_well() -> None:
     assert (len(text) - 50) / passes > 4.0
 
 
-class FixedDrafter(Drafter):
-    def __init__(self, *chains: tuple[int, ...], source: str = "draft", log_prob: float = -0.5):
-        self.chains, self.source, self.log_prob = chains, source, log_prob
-        self.observed: list[Acceptance] = []
-        self.n_closed = self.n_reset = 0
-        self.error: Exception | None = None
-
-    def propose(self, context_ids, limits):
-        tree = DraftTree(context_ids[-1])
-        for chain in self.chains:
-            node = 0
-            for token in chain[: limits.max_depth]:
-                node = tree.add(node, token, self.log_prob, self.source)
-        return tree
-
-    def observe(self, acceptance, tree):
-        self.observed.append(acceptance)
-
-    def reset(self):
-        self.n_reset += 1
-
-    def close(self):
-        self.n_closed += 1
-        if self.error:
-            raise self.error
-
-
-def test_merged_tree_holds_both_and_keeps_the_larger_probability() -> None:
-    a = FixedDrafter((1, 2), (3,), log_prob=-0.5)
-    b = FixedDrafter((1, 4), source="ngram", log_prob=-0.2)
-    tree = MergedDrafter([a, b]).propose([9], LIMITS)
-    assert branches(tree) == {(1, 2), (1, 4), (3,)}
-    assert tree.log_probs[tree.children(0)[1]] == -0.2
-    assert tree.sources[tree.children(0)[1]] == "ngram"
-
-
-def test_merged_tree_is_cut_to_the_most_probable_nodes() -> None:
-    a = FixedDrafter((1, 2, 3), log_prob=-0.5)
-    b = FixedDrafter((4,), (5,), log_prob=-0.6)
-    tree = MergedDrafter([a, b]).propose([9], TreeLimits(2, 8, 4))
-    assert branches(tree) == {(1,), (4,)}
-
-
-def test_merged_chain_is_the_first_that_is_not_empty() -> None:
-    empty, full = FixedDrafter(), FixedDrafter((1, 2))
-    tree = MergedDrafter([empty, full, FixedDrafter((3,), log_prob=-0.1)]).propose([9], CHAIN)
-    assert branches(tree) == {(1, 2)}
-    assert MergedDrafter([empty]).propose([9], CHAIN).n_drafted == 0
-
-
-def test_merged_drafter_tells_everyone() -> None:
-    drafters = [FixedDrafter((1,)), FixedDrafter((2,))]
-    with MergedDrafter(drafters) as merged:
-        tree = merged.propose([9], LIMITS)
-        merged.observe(Acceptance((0,), 7, is_bonus=False), tree)
-        merged.reset()
-    assert [(len(d.observed), d.n_reset, d.n_closed) for d in drafters] == [(1, 1, 1)] * 2
-
-
-def test_all_are_closed_even_if_one_fails() -> None:
-    first, second = FixedDrafter(), FixedDrafter()
-    first.error = OSError("disk")
-    with pytest.raises(OSError, match="disk"):
-        MergedDrafter([first, second]).close()
-    assert second.n_closed == 1
-
-
 def test_misuse_is_an_error() -> None:
-    with pytest.raises(ValueError, match="different root"):
-        merge_trees([DraftTree(1), DraftTree(2)])
-    with pytest.raises(ValueError, match="at least one"):
-        MergedDrafter([])
     with pytest.raises(ValueError, match="max_ngram"):
         NgramDrafter(0)
     with pytest.raises(ValueError, match="limits"):

@@ -36,7 +36,7 @@ def test_shape_of_a_small_tree() -> None:
     assert tree.n_drafted == 3
     assert tree.token_ids == [9, 1, 2, 3]
     assert tree.parents == [-1, 0, 0, 1]
-    assert tree.sources == ["root", "draft", "ngram", "draft"]
+    assert tree.sources == [("root",), ("draft",), ("ngram",), ("draft",)]
     assert tree.children(0) == {1: 1, 2: 2}
     assert tree.path(3) == (0, 1, 3)
     assert tree.tokens_on_path(3) == (1, 3)
@@ -58,9 +58,9 @@ def test_the_same_child_is_merged_and_keeps_the_larger_probability() -> None:
     tree = small_tree()
     row = np.array([0.5, 0.5])
     assert tree.add(0, 1, math.log(0.5), "ngram") == 1
-    assert tree.sources[1] == "draft"
+    assert tree.sources[1] == ("draft", "ngram")
     assert tree.add(0, 1, math.log(0.9), "ngram", row) == 1
-    assert tree.sources[1] == "ngram"
+    assert tree.sources[1] == ("draft", "ngram")
     assert tree.draft_probs[1] is row
     assert len(tree) == 4
     assert tree.path_log_probs[3] == pytest.approx(math.log(0.36))  # its subtree follows
