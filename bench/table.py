@@ -79,6 +79,10 @@ def _verdict(report: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"tokens equal      {report['token_match']:.1%} ({equal} of {n_prompts} prompts wholly)"
     )
+    if not report["speculative"].get("is_lossless", True):  # a report of an earlier version
+        lines.append(
+            "LOSSY             --accept-threshold: the speculative text is not the target's own"
+        )
     if report.get("draft_model") and "acceptance_rate" in report["speculative"]:
         lines.append(
             "acceptance rate   of all drafted tokens; a tree drafts several for each position, "
