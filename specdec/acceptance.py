@@ -6,7 +6,9 @@ emits the accepted tokens and exactly one recovered or bonus token, which become
 
 `match_walk` asks the target for its token first and then looks whether the draft guessed it. Since
 the draft has no part in the choice, any tree is lossless. `rejection_walk` (Leviathan et al. 2023,
-Chen et al. 2023) decides about one chain whose tokens were drawn from known distributions q.
+Chen et al. 2023) decides about one chain whose tokens were drawn from known distributions q;
+`specdec.block_verification` about the same chain as a whole. `lenient` is the one rule that is not
+lossless, and only used where a caller asks for it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Acceptance:
 
 
 class Decisions(Protocol):
-    """The two random decisions of rejection sampling; tests enumerate them instead of drawing."""
+    """The two random decisions of the rules for chains; tests enumerate them instead of drawing."""
 
     def bernoulli(self, probability: float) -> bool: ...
 
@@ -81,15 +83,48 @@ def match_walk(
         max_tokens: at most this many tokens are emitted (≥ 1; None = no limit).
         stop_tokens: a token of this set is emitted and ends the walk, also where it was drafted.
     """
-    _check_limit(max_tokens)
+    check_limit(max_tokens)
     path = [ROOT]
     while True:
         node = path[-1]
         token = int(choose(node))
         child = tree.children(node).get(token)
-        if child is None or _is_last(token, len(path), max_tokens, stop_tokens):
+        if child is None or is_last(token, len(path), max_tokens, stop_tokens):
             return Acceptance(tuple(path), token, is_bonus=not tree.children(node))
         path.append(child)
+
+
+def lenient(
+    tree: DraftTree,
+    choose: Callable[[int], int],
+    target_probs: Callable[[int], Probs],
+    threshold: float,
+) -> Callable[[int], int]:
+    """`choose` for `match_walk`, made to put up with draft tokens that are likely enough. Lossy.
+
+    Where the target's own token was drafted, it is taken, as ever. Where it was not, the drafted
+    token with the largest target probability takes its place if that is at least `threshold`: the
+    text is then no longer the target's own. At a threshold of 1 nothing but a certain token
+    qualifies, and the rule is the lossless one.
+
+    Args:
+        tree: the draft tokens.
+        choose: node index -> the target's token after that node.
+        target_probs: node index -> the target's distribution after that node, its processors
+            applied; asked for only where the target's token was not drafted.
+        threshold: in (0, 1]; a token of probability 0, such as a banned one, is never taken.
+    """
+
+    def choose_leniently(node: int) -> int:
+        token, drafted = int(choose(node)), tree.children(node)
+        if not drafted or token in drafted:
+            return token
+        p = target_probs(node)
+        known = [one for one in drafted if one < len(p)]
+        best = max(known, key=lambda one: float(p[one]), default=token)
+        return best if p[best] >= threshold else token
+
+    return choose_leniently
 
 
 def rejection_walk(
@@ -110,10 +145,9 @@ def rejection_walk(
     Raises:
         ValueError: the tree branches.
     """
-    _check_limit(max_tokens)
-    if not tree.is_chain:
-        raise ValueError("rejection_walk verifies a chain, but the tree branches")
-    decisions = RandomDecisions(rng) if isinstance(rng, np.random.Generator) else rng
+    check_limit(max_tokens)
+    check_chain(tree, "rejection_walk")
+    decisions = as_decisions(rng)
     path = [ROOT]
     while True:
         p = target_probs(path[-1])
@@ -121,29 +155,34 @@ def rejection_walk(
         if child is None:
             return Acceptance(tuple(path), decisions.categorical(p), is_bonus=True)
         token = tree.token_ids[child]
-        q = _draft_row(tree, child, len(p))
+        q = draft_row(tree, child, len(p))
         if not decisions.bernoulli(accept_probability(p, q, token)):
             recovered = decisions.categorical(residual(p, q))
             return Acceptance(tuple(path), recovered, is_bonus=False)
-        if _is_last(token, len(path), max_tokens, stop_tokens):
+        if is_last(token, len(path), max_tokens, stop_tokens):
             return Acceptance(tuple(path), token, is_bonus=False)
         path.append(child)
 
 
 def accept_probability(p: Probs, q: Probs, token: int) -> float:
     """min(1, p(token) / q(token)); 0 for a token outside p or outside its vocabulary."""
+    return min(1.0, likelihood_ratio(p, q, token))
+
+
+def likelihood_ratio(p: Probs, q: Probs, token: int) -> float:
+    """p(token) / q(token), infinite for p / 0; 0 for a token outside p or its vocabulary."""
     if token >= len(p) or p[token] <= 0.0:
         return 0.0
-    return float(min(1.0, p[token] / q[token])) if q[token] > 0.0 else 1.0  # p / 0 is above 1
+    return float(p[token] / q[token]) if q[token] > 0.0 else float("inf")
 
 
-def residual(p: Probs, q: Probs) -> Probs:
-    """norm((p − q)₊): the distribution of the recovered token.
+def residual(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
+    """norm((weight · p − q)₊): the distribution of the recovered token.
 
     Where p ≈ q the sum is 0 or rounding noise of either sign; a refusal then has probability of the
     same order, and p itself is returned instead of dividing by nothing.
     """
-    rest = np.maximum(p - q, 0.0)
+    rest = np.maximum(weight * p - q, 0.0)
     total = float(rest.sum())
     return rest / total if total > np.finfo(np.float64).eps else p
 
@@ -157,7 +196,7 @@ def sample_index(probs: Probs, uniform: float) -> int:
     return index
 
 
-def _draft_row(tree: DraftTree, node: int, n: int) -> Probs:
+def draft_row(tree: DraftTree, node: int, n: int) -> Probs:
     """q of a node as float64 [n], padded or cut to the target's vocabulary."""
     row = tree.draft_probs[node]
     q = np.zeros(n, dtype=np.float64)
@@ -170,10 +209,23 @@ def _draft_row(tree: DraftTree, node: int, n: int) -> Probs:
     return q
 
 
-def _is_last(token: int, n_emitted: int, max_tokens: int | None, stops: frozenset[int]) -> bool:
+def is_last(token: int, n_emitted: int, max_tokens: int | None, stops: frozenset[int]) -> bool:
+    """Whether `token`, the round's n-th, ends it: a stop token, or the last one wanted."""
     return token in stops or (max_tokens is not None and n_emitted >= max_tokens)
 
 
-def _check_limit(max_tokens: int | None) -> None:
+def check_limit(max_tokens: int | None) -> None:
+    """Raise ValueError for a round that may not emit its one token."""
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}, a round always emits at least one token")
+
+
+def check_chain(tree: DraftTree, rule: str) -> None:
+    """Raise ValueError for a tree that branches."""
+    if not tree.is_chain:
+        raise ValueError(f"{rule} verifies a chain, but the tree branches")
+
+
+def as_decisions(rng: np.random.Generator | Decisions) -> Decisions:
+    """The decisions of a generator, or those of a test."""
+    return RandomDecisions(rng) if isinstance(rng, np.random.Generator) else rng

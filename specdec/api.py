@@ -72,7 +72,8 @@ def load(
             ctx_size: most tokens of prompt and output; memory for their KV is set aside.
             spec_type: "draft", "ngram", "draft,ngram" or "none".
             num_draft_tokens, tree_width, draft_depth: size of the tree; chosen when left out.
-            acceptance: "match" (lossless, reproducible) or "rejection".
+            acceptance: "match" (any tree, reproducible), "rejection" or "block" (a sampled chain).
+            accept_threshold: lossy; accept draft tokens of at least this target probability.
             load_mode: "auto", "stream", "ram" or "mmap" (GGUF).
             cache_type_k, cache_type_v: "f16", "q8_0" or "q4_0" (GGUF).
             threads: of the computation; prefetch_depth: slots of the ring; io_threads: readers.

@@ -76,13 +76,14 @@ def loading_progress(title: str) -> AbstractContextManager[Progress]:
 
 
 def perf_line(stats: Mapping[str, Any]) -> str:
-    """One line: speed, tokens per pass, traffic, stall share, memory against budget."""
+    """One line: speed, tokens per pass, traffic, stall share, memory; and what is not exact."""
     parts = [
         f"{stats['tokens_per_second']:.2f} tok/s",
         f"{stats['mean_acceptance_length']:.2f} tokens/pass",
         f"{stats['bytes_streamed'] / 1e9:.1f} GB streamed",
         f"stall {stall_share(stats):.0%}",
         _memory(stats["peak_memory_bytes"], stats["memory_budget_bytes"]),
+        *(() if stats["is_lossless"] else ("LOSSY (--accept-threshold)",)),
     ]
     return " | ".join(parts)
 

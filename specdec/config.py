@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 SEED_LIMIT = 2**64  # seeds are one 64-bit word of the noise generator's key
 LOWEST_TEMPERATURE = 1e-4  # below this, logits / temperature may overflow float32
 SPEC_TYPES = ("draft", "ngram")
-ACCEPTANCE_RULES = ("match", "rejection")
+CHAIN_RULES = ("rejection", "block")  # these verify one chain that was drawn from the draft
+ACCEPTANCE_RULES = ("match", *CHAIN_RULES)
 DEFAULT_TREE_WIDTH = 8
 DEFAULT_DRAFT_DEPTH = 32
 MAX_DRAFT_TOKENS = 1024
@@ -131,7 +132,9 @@ class SpecConfig:
     """How drafts are made and accepted. Whatever is None is chosen by the policy at run time.
 
     `acceptance="match"` samples the target's token first and follows it through the tree, so the
-    output does not depend on the draft. `"rejection"` is the textbook rule for one sampled chain.
+    output does not depend on the draft. `"rejection"` is the textbook rule for one sampled chain,
+    `"block"` judges such a chain as a whole. `accept_threshold` makes "match" put up with draft
+    tokens to which the target gives at least this probability: lossy, and off unless asked for.
     """
 
     spec_type: tuple[str, ...] = SPEC_TYPES  # () = plain decoding
@@ -139,6 +142,7 @@ class SpecConfig:
     tree_width: int | None = None  # children of one node
     draft_depth: int | None = None
     acceptance: str = "match"
+    accept_threshold: float | None = None  # in (0, 1]; None is lossless
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spec_type", parse_spec_type(self.spec_type))
@@ -149,21 +153,36 @@ class SpecConfig:
         _check("num_draft_tokens", self.num_draft_tokens, int, 0, MAX_DRAFT_TOKENS)
         _check("tree_width", self.tree_width, int, 1, MAX_DRAFT_TOKENS)
         _check("draft_depth", self.draft_depth, int, 1, MAX_DRAFT_TOKENS)
-        if self.acceptance == "rejection" and (self.tree_width or 1) > 1:
+        _check("accept_threshold", self.accept_threshold, float, 0.0, 1.0, open_low=True)
+        if self.draws_chains and (self.tree_width or 1) > 1:
             raise ConfigError(
-                f"acceptance 'rejection' verifies one chain, but tree_width is {self.tree_width}: "
-                "leave tree_width unset or choose acceptance 'match'"
+                f"acceptance {self.acceptance!r} verifies one chain, but tree_width is "
+                f"{self.tree_width}: leave tree_width unset or choose acceptance 'match'"
+            )
+        if self.draws_chains and self.accept_threshold is not None:
+            raise ConfigError(
+                f"accept_threshold is {self.accept_threshold}, but acceptance {self.acceptance!r} "
+                "decides by a draft's own probabilities: use accept_threshold with 'match'"
             )
 
     @property
+    def draws_chains(self) -> bool:
+        """Whether the rule needs one chain whose tokens were drawn from a known distribution."""
+        return self.acceptance in CHAIN_RULES
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the output is the target's own, as it always is without drafts."""
+        return self.accept_threshold is None or not self.drafters
+
+    @property
     def drafters(self) -> tuple[str, ...]:
-        """The kinds of draft in use: a rejection chain comes from one source, the model first."""
-        is_single = self.acceptance == "rejection"
-        return self.spec_type[:1] if is_single else self.spec_type
+        """The kinds of draft in use: a drawn chain comes from one source, the model first."""
+        return self.spec_type[:1] if self.draws_chains else self.spec_type
 
     @property
     def width(self) -> int:
-        return 1 if self.acceptance == "rejection" else self.tree_width or DEFAULT_TREE_WIDTH
+        return 1 if self.draws_chains else self.tree_width or DEFAULT_TREE_WIDTH
 
     @property
     def depth(self) -> int:

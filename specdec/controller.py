@@ -7,19 +7,24 @@ drafter that proposes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backends.base import Backend
-from specdec.acceptance import Acceptance, match_walk, rejection_walk
+from specdec.acceptance import Acceptance, lenient, match_walk, rejection_walk
+from specdec.block_verification import block_walk
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.policy import DraftPolicy
 from specdec.sampling import Sampler
 from specdec.stats import StatsRecorder
 from specdec.tree import DraftTree
+
+ChainRule = Callable[..., Acceptance]
+_CHAIN_RULES: dict[str, ChainRule] = {"rejection": rejection_walk, "block": block_walk}
 
 
 class Round(NamedTuple):
@@ -45,8 +50,9 @@ class Controller:
         drafter: guesses; it never sees the target's logits.
         sampler: the target's choice of a token from a row of logits.
         policy: how large a tree to ask for.
-        acceptance: "match" (any tree) or "rejection" (a sampled chain).
-        rng: decides for the rejection rule; the match rule needs none.
+        acceptance: "match" (any tree); "rejection" or "block" (a sampled chain).
+        accept_threshold: with "match", put up with draft tokens of this probability; lossy.
+        rng: decides for the rules of chains; the match rule needs none.
         recorder: collects the statistics.
         wants_logprobs: keep log p of every emitted token, before any processor.
     """
@@ -60,6 +66,7 @@ class Controller:
         *,
         recorder: StatsRecorder,
         acceptance: str = "match",
+        accept_threshold: float | None = None,
         rng: np.random.Generator | None = None,
         wants_logprobs: bool = False,
     ) -> None:
@@ -67,7 +74,12 @@ class Controller:
         self._drafter = drafter
         self._sampler = sampler
         self._policy = policy
-        self._rule = {"match": self._match, "rejection": self._reject}[acceptance]
+        self._rule = (
+            self._match
+            if acceptance == "match"
+            else partial(self._decide, _CHAIN_RULES[acceptance])
+        )
+        self._accept_threshold = accept_threshold
         self._rng = rng
         self._recorder = recorder
         self._wants_logprobs = wants_logprobs
@@ -108,15 +120,24 @@ class Controller:
 
     def _match(self, tree: DraftTree, logits: NDArray[np.float32], max_tokens: int) -> Acceptance:
         choose = self._sampler.chooser(lambda node: self._prefix(tree, node), logits.__getitem__)
+        if self._accept_threshold is not None:
+
+            def target_probs(node: int) -> NDArray[np.float64]:
+                row = logits[node]
+                return np.exp(self._sampler.log_probs(self._prefix(tree, node), row))
+
+            choose = lenient(tree, choose, target_probs, self._accept_threshold)
         return match_walk(tree, choose, max_tokens, self._sampler.stop_tokens)
 
-    def _reject(self, tree: DraftTree, logits: NDArray[np.float32], max_tokens: int) -> Acceptance:
-        assert self._rng is not None, "the rejection rule decides at random"
+    def _decide(
+        self, walk: ChainRule, tree: DraftTree, logits: NDArray[np.float32], max_tokens: int
+    ) -> Acceptance:
+        assert self._rng is not None, "the rules of chains decide at random"
 
         def target_probs(node: int) -> NDArray[np.float64]:
             return self._sampler.probs(self._prefix(tree, node), logits[node])
 
-        return rejection_walk(tree, target_probs, self._rng, max_tokens, self._sampler.stop_tokens)
+        return walk(tree, target_probs, self._rng, max_tokens, self._sampler.stop_tokens)
 
     def _prefix(self, tree: DraftTree, node: int) -> list[int]:
         """All tokens up to and including `node`: what the target's row `node` continues."""

@@ -152,11 +152,11 @@ class Divider:
     def _probability_bytes(self, draft: ModelSource) -> int:
         """What drafting keeps beside the draft's logits.
 
-        The rejection rule keeps the row that each token of its chain was drawn from. A tree's
-        level is ranked on a copy of its logits, whose order is one int64 for each.
+        The rules of chains keep the row that each token was drawn from. A tree's level is ranked
+        on a copy of its logits, whose order is one int64 for each.
         """
         spec, n_tokens = self._options.spec, min(draft.vocab_size, self._target.source.vocab_size)
-        if spec.acceptance == "rejection":
+        if spec.draws_chains:
             return min(self._n_drafted, spec.depth) * n_tokens * _PROBABILITY_BYTES
         return MAX_BEAMS * n_tokens * _RANKED_LOGIT_BYTES
 

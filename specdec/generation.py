@@ -29,8 +29,8 @@ _PLAIN = SpecConfig(spec_type=())
 GREEDY_DRAFT_TEMPERATURE = 0.5
 """A greedy target takes its likeliest token, so the chance that a candidate is accepted is sharper
 than its draft probability."""
-_REJECTION_STREAM = 2**64 - 1
-"""Key word of the rejection rule's random numbers; positions, the match rule's, never get there."""
+_CHAIN_STREAM = 2**64 - 1
+"""Key word of the chain rules' random numbers; positions, the match rule's, never get there."""
 
 
 class ModelClosed(SpecdecError):
@@ -228,11 +228,12 @@ class GenerationStream:
             memory_budget_bytes=llm.plan.budget_bytes,
             kv_bytes=kv_bytes,
             kv_used_fraction=used / kv_bytes if kv_bytes else 0.0,
+            is_lossless=self._spec.is_lossless,
         )
 
     def _make_controller(self, spec: SpecConfig) -> Controller:
         rng = np.random.Generator(
-            np.random.Philox(key=np.array([self._sampler.seed, _REJECTION_STREAM], dtype=np.uint64))
+            np.random.Philox(key=np.array([self._sampler.seed, _CHAIN_STREAM], dtype=np.uint64))
         )
         return Controller(
             self._llm.target,
@@ -241,6 +242,7 @@ class GenerationStream:
             self._llm.policy(spec),
             recorder=self._recorder,
             acceptance=spec.acceptance,
+            accept_threshold=spec.accept_threshold,
             rng=rng,
             wants_logprobs=self._params.logprobs,
         )
@@ -248,7 +250,7 @@ class GenerationStream:
     def _make_drafter(self, spec: SpecConfig, rng: np.random.Generator) -> Drafter:
         drafters: list[Drafter] = []
         if "draft" in spec.drafters and self._llm.draft is not None:
-            chain = (self._sampler, rng) if spec.acceptance == "rejection" else None
+            chain = (self._sampler, rng) if spec.draws_chains else None
             temperature = self._params.temperature or GREEDY_DRAFT_TEMPERATURE
             drafters.append(
                 ModelDrafter(

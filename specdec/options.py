@@ -42,6 +42,7 @@ def run_options(
     tree_width: int | None = None,
     draft_depth: int | None = None,
     acceptance: str = "match",
+    accept_threshold: float | None = None,
     threads: int | None = None,
     prefetch_depth: int | None = None,
     io_threads: int | None = None,
@@ -60,6 +61,7 @@ def run_options(
         tree_width,
         draft_depth,
         acceptance,
+        accept_threshold,
     )
     if "draft" in spec.spec_type and draft_model is None:
         raise ConfigError("spec_type has 'draft' but no draft model was named: use -md")

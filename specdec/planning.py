@@ -107,6 +107,7 @@ def _make_plan(
         draft_cost=draft_cost,
         draft_depth=policy.depth if draft_cost is not None else 0,
         uses_mmap=options.load_mode == "mmap",
+        accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
         warnings=target.warnings,
     )
 

@@ -35,6 +35,8 @@ class RunPlan:
     draft_depth: int = 0
     uses_mmap: bool = False
     """The target's weights are left to the page cache and not counted."""
+    accept_threshold: float | None = None
+    """Draft tokens of this probability are put up with: lossy."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -73,6 +75,8 @@ class RunPlan:
             "draft_cost": None if self.draft_cost is None else asdict(self.draft_cost),
             "plain_tokens_per_second": self.plain_tokens_per_second,
             "predicted_tokens_per_second": self.predicted_tokens_per_second,
+            "is_lossless": self.accept_threshold is None,
+            "accept_threshold": self.accept_threshold,
             "warnings": list(self.warnings),
         }
 
@@ -90,6 +94,11 @@ class RunPlan:
         if self.residency.n_streamed_layers:
             lines += self._speed_lines()
         lines.append(f"smallest budget that works {_exact(self.smallest_budget_bytes)}")
+        if self.accept_threshold is not None:
+            lines.append(
+                f"LOSSY: draft tokens of probability {self.accept_threshold:g} and above may "
+                "replace the target's own (--accept-threshold)"
+            )
         return lines + [f"warning: {warning}" for warning in self.warnings]
 
     def _speed_lines(self) -> list[str]:

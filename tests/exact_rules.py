@@ -7,14 +7,13 @@ be compared with the target to rounding error instead of statistically.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from specdec.acceptance import Acceptance
+from specdec.acceptance import Acceptance, match_walk
 from specdec.tree import DraftTree
 
 Rows = Callable[[tuple[int, ...]], np.ndarray]  # prefix -> distribution [vocab]
@@ -62,16 +61,12 @@ def enumerate_outcomes(run: Callable[[ScriptedDecisions], Any]) -> Iterator[tupl
 
 @dataclass
 class Case:
-    """A target and a draft over all prefixes of a small vocabulary.
-
-    raw_target is the target before its processors, for rules that forget to apply them.
-    """
+    """A target and a draft over all prefixes of a small vocabulary."""
 
     vocab: int
     depth: int
     target: Rows
     draft: Rows
-    raw_target: Rows
 
 
 def table_rows(vocab: int, seed: int, *, concentration: float = 0.7, zeros: float = 0.0) -> Rows:
@@ -103,6 +98,50 @@ def top_p_rows(rows: Rows, mass: float) -> Rows:
         return kept / kept.sum()
 
     return filtered
+
+
+def match_rule(
+    tree: DraftTree,
+    target_probs: Callable[[int], np.ndarray],
+    decisions: Any,
+    walk: Rule = match_walk,
+    **options: Any,
+) -> Acceptance:
+    """match_walk with its choices enumerated: the target's token is y with probability p(y)."""
+    return walk(tree, lambda node: decisions.categorical(target_probs(node)), **options)
+
+
+def make_case(vocab: int, depth: int, seed: int, kind: str) -> Case:
+    target = table_rows(vocab, seed)
+    draft = table_rows(vocab, seed + 1000)
+    if kind == "same":
+        draft = target
+    elif kind == "zeros":
+        target = table_rows(vocab, seed, zeros=0.5)
+        draft = table_rows(vocab, seed + 1000, zeros=0.5)
+    elif kind == "top_p both":
+        target, draft = top_p_rows(target, 0.7), top_p_rows(draft, 0.8)
+    elif kind == "nearly same":
+        near = target
+        draft = lambda prefix: _shifted(near(prefix))  # noqa: E731
+    elif kind == "disjoint":
+        target = lambda prefix: _half(vocab, 0)  # noqa: E731
+        draft = lambda prefix: _half(vocab, 1)  # noqa: E731
+    return Case(vocab, depth, target, draft)
+
+
+def _shifted(row: np.ndarray) -> np.ndarray:
+    other = row * (1.0 + 1e-15 * np.arange(len(row)))
+    return other / other.sum()
+
+
+def _half(vocab: int, start: int) -> np.ndarray:
+    row = np.zeros(vocab)
+    row[start::2] = 1.0
+    return row / row.sum()
+
+
+KINDS = ["random", "same", "nearly same", "zeros", "top_p both", "disjoint"]
 
 
 def chain_of(tokens: tuple[int, ...], draft: Rows | None) -> DraftTree:
@@ -139,17 +178,45 @@ def completed_joint(emitted: dict[tuple[int, ...], float], case: Case) -> np.nda
     return joint
 
 
-def rejection_error(rule: Rule, case: Case, **options: Any) -> float:
+def drawn_chains(
+    case: Case,
+    ends: Callable[[tuple[int, ...]], bool] = lambda tokens: False,
+    tokens: tuple[int, ...] = (),
+    chance: float = 1.0,
+) -> Iterator[tuple[DraftTree, float]]:
+    """Every chain that the draft may draw, with its probability.
+
+    It has `case.depth` tokens, fewer where the drafter gives up: where `ends` of the tokens so far.
+    """
+    if len(tokens) == case.depth or ends(tokens):
+        yield chain_of(tokens, case.draft), chance
+        return
+    row = case.draft(tokens)
+    for token in np.flatnonzero(row):
+        more = (*tokens, int(token))
+        yield from drawn_chains(case, ends, more, chance * float(row[token]))
+
+
+def chain_error(
+    rule: Rule,
+    case: Case,
+    ends: Callable[[tuple[int, ...]], bool] = lambda tokens: False,
+    **options: Any,
+) -> float:
     """Largest error of a rule for sampled chains, over all sequences of depth + 1 tokens."""
     emitted: dict[tuple[int, ...], float] = {}
-    for tokens in itertools.product(range(case.vocab), repeat=case.depth):
-        chance = 1.0
-        for i, token in enumerate(tokens):
-            chance *= float(case.draft(tokens[:i])[token])
-        if chance > 0.0:
-            tree = chain_of(tokens, case.draft)
-            _run_rule(rule, tree, case, chance, emitted, options)
+    for tree, chance in drawn_chains(case, ends):
+        _run_rule(rule, tree, case, chance, emitted, options)
     return _error(emitted, case)
+
+
+def expected_accepted(rule: Rule, case: Case) -> float:
+    """E[accepted tokens] of a round of a rule for sampled chains."""
+    return sum(
+        chance * weight * outcome.n_accepted
+        for tree, chance in drawn_chains(case)
+        for outcome, weight in outcomes(rule, tree, case)
+    )
 
 
 def fixed_tree_error(rule: Rule, tree: DraftTree, case: Case, **options: Any) -> float:
@@ -157,6 +224,17 @@ def fixed_tree_error(rule: Rule, tree: DraftTree, case: Case, **options: Any) ->
     emitted: dict[tuple[int, ...], float] = {}
     _run_rule(rule, tree, case, 1.0, emitted, options)
     return _error(emitted, case)
+
+
+def outcomes(
+    rule: Rule, tree: DraftTree, case: Case, **options: Any
+) -> Iterator[tuple[Acceptance, float]]:
+    """Everything that a rule may make of a tree, with its probability."""
+
+    def target_probs(node: int) -> np.ndarray:
+        return case.target(tree.tokens_on_path(node))
+
+    return enumerate_outcomes(lambda decisions: rule(tree, target_probs, decisions, **options))
 
 
 def _run_rule(
@@ -167,16 +245,7 @@ def _run_rule(
     emitted: dict[tuple[int, ...], float],
     options: dict[str, Any],
 ) -> None:
-    def target_probs(node: int) -> np.ndarray:
-        return case.target(tree.tokens_on_path(node))
-
-    def raw_probs(node: int) -> np.ndarray:
-        return case.raw_target(tree.tokens_on_path(node))
-
-    target_probs.raw = raw_probs  # type: ignore[attr-defined]
-    for outcome, weight in enumerate_outcomes(
-        lambda decisions: rule(tree, target_probs, decisions, **options)
-    ):
+    for outcome, weight in outcomes(rule, tree, case, **options):
         tokens = outcome.emitted(tree)
         emitted[tokens] = emitted.get(tokens, 0.0) + chance * weight
 

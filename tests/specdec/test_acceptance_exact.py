@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from exact_rules import (
-    Case,
+    KINDS,
+    chain_error,
     enumerate_outcomes,
     fixed_tree_error,
-    rejection_error,
-    table_rows,
-    top_p_rows,
+    make_case,
+    match_rule,
 )
 
 from specdec.acceptance import (
@@ -21,65 +21,51 @@ from specdec.acceptance import (
     residual,
     sample_index,
 )
+from specdec.block_verification import block_walk
 from specdec.tree import DraftTree
 
 EXACT = 1e-12
+CHAIN_WALKS = [rejection_walk, block_walk]
 
 
-def match_rule(tree, target_probs, decisions, **options) -> Acceptance:
-    """match_walk with its choices enumerated: the target's token is y with probability p(y)."""
-    return match_walk(tree, lambda node: decisions.categorical(target_probs(node)), **options)
-
-
-def make_case(vocab: int, depth: int, seed: int, kind: str) -> Case:
-    target = table_rows(vocab, seed)
-    draft = table_rows(vocab, seed + 1000)
-    if kind == "same":
-        draft = target
-    elif kind == "zeros":
-        target = table_rows(vocab, seed, zeros=0.5)
-        draft = table_rows(vocab, seed + 1000, zeros=0.5)
-    elif kind == "top_p both":
-        target, draft = top_p_rows(target, 0.7), top_p_rows(draft, 0.8)
-    elif kind == "nearly same":
-        near = target
-        draft = lambda prefix: _shifted(near(prefix))  # noqa: E731
-    elif kind == "disjoint":
-        target = lambda prefix: _half(vocab, 0)  # noqa: E731
-        draft = lambda prefix: _half(vocab, 1)  # noqa: E731
-    return Case(vocab, depth, target, draft, target)
-
-
-def _shifted(row: np.ndarray) -> np.ndarray:
-    other = row * (1.0 + 1e-15 * np.arange(len(row)))
-    return other / other.sum()
-
-
-def _half(vocab: int, start: int) -> np.ndarray:
-    row = np.zeros(vocab)
-    row[start::2] = 1.0
-    return row / row.sum()
-
-
-KINDS = ["random", "same", "nearly same", "zeros", "top_p both", "disjoint"]
-
-
+@pytest.mark.parametrize("walk", CHAIN_WALKS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("vocab", "depth"), [(2, 3), (4, 2), (4, 3), (8, 1), (8, 2), (8, 3)])
-def test_rejection_is_exact(vocab: int, depth: int, kind: str) -> None:
+def test_chain_rules_are_exact(vocab: int, depth: int, kind: str, walk) -> None:
     case = make_case(vocab, depth, seed=vocab * 10 + depth, kind=kind)
-    assert rejection_error(rejection_walk, case) <= EXACT
+    assert chain_error(walk, case) <= EXACT
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3])
-@pytest.mark.parametrize("stop", [frozenset(), frozenset({1})])
-def test_rejection_is_exact_with_limits(max_tokens: int, stop: frozenset[int]) -> None:
-    case = make_case(4, 2, seed=5, kind="random")
-    error = rejection_error(rejection_walk, case, max_tokens=max_tokens, stop_tokens=stop)
-    assert error <= EXACT
+@pytest.mark.parametrize("walk", CHAIN_WALKS)
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("stop", [frozenset(), frozenset({1}), frozenset({0, 2})])
+@pytest.mark.parametrize("kind", ["random", "zeros"])
+def test_chain_rules_are_exact_where_a_text_may_end(
+    max_tokens: int, stop: frozenset[int], kind: str, walk
+) -> None:
+    case = make_case(4, 3, seed=5, kind=kind)
+    assert chain_error(walk, case, max_tokens=max_tokens, stop_tokens=stop) <= EXACT
 
 
-@pytest.mark.parametrize("rule", [rejection_walk, match_rule])
+GIVING_UP = {
+    "after one token": lambda tokens: len(tokens) == 1,
+    "at once": lambda tokens: True,
+    "at a token": lambda tokens: tokens[-1:] == (1,),
+    "where tokens repeat": lambda tokens: len(set(tokens)) < len(tokens),
+}
+
+
+@pytest.mark.parametrize("walk", CHAIN_WALKS)
+@pytest.mark.parametrize("name", GIVING_UP)
+def test_chain_rules_are_exact_for_a_drafter_that_gives_up(name: str, walk) -> None:
+    """Where it stops may depend on what it has drawn."""
+    case = make_case(4, 3, seed=6, kind="random")
+    stop = frozenset({2})
+    assert chain_error(walk, case, GIVING_UP[name]) <= EXACT
+    assert chain_error(walk, case, GIVING_UP[name], max_tokens=3, stop_tokens=stop) <= EXACT
+
+
+@pytest.mark.parametrize("rule", [*CHAIN_WALKS, match_rule])
 def test_deterministic_chain_is_exact(rule) -> None:
     """A chain without rows of q (from an n-gram) was chosen with certainty."""
     case = make_case(5, 3, seed=8, kind="random")
@@ -118,7 +104,7 @@ def test_match_walk_is_exact_with_limits(max_tokens: int, stop: frozenset[int]) 
     assert error <= EXACT
 
 
-@pytest.mark.parametrize("rule", [rejection_walk, match_rule])
+@pytest.mark.parametrize("rule", [*CHAIN_WALKS, match_rule])
 @pytest.mark.parametrize("max_tokens", [None, 1, 2, 3, 4])
 def test_nothing_is_emitted_past_a_stop_token_or_the_limit(rule, max_tokens) -> None:
     case = make_case(3, 3, seed=4, kind="random")
@@ -181,7 +167,8 @@ def test_probabilities_at_the_edges() -> None:
     np.testing.assert_allclose(residual(p, q), [0.0, 1.0, 0.0])
 
 
-def test_draft_with_a_larger_vocabulary_stays_exact() -> None:
+@pytest.mark.parametrize("walk", CHAIN_WALKS)
+def test_draft_with_a_larger_vocabulary_stays_exact(walk) -> None:
     """Rows of q may be longer or shorter than p; a token outside p is always refused."""
     p = np.array([0.25, 0.75])
     q = np.array([0.2, 0.3, 0.5])
@@ -190,7 +177,7 @@ def test_draft_with_a_larger_vocabulary_stays_exact() -> None:
         tree = DraftTree(0)
         tree.add(0, token, float(np.log(q[token])), "draft", q)
         for outcome, weight in enumerate_outcomes(
-            lambda d, tree=tree: rejection_walk(tree, lambda node: p, d)
+            lambda d, tree=tree: walk(tree, lambda node: p, d)
         ):
             mass[outcome.emitted(tree)[0]] += q[token] * weight
     np.testing.assert_allclose(mass, p, atol=EXACT)
@@ -204,7 +191,8 @@ def test_sample_index_never_selects_an_impossible_token() -> None:
     assert sample_index(np.array([0.5, 0.5 - 1e-17, 0.0]), below_one) == 1
 
 
-def test_rejection_with_a_numpy_generator_is_reproducible() -> None:
+@pytest.mark.parametrize("walk", CHAIN_WALKS)
+def test_a_numpy_generator_makes_it_reproducible(walk) -> None:
     case = make_case(6, 3, seed=1, kind="random")
     tree = DraftTree(0)
     tree.add(0, 2, -1.0, "draft", case.draft(()))
@@ -212,7 +200,7 @@ def test_rejection_with_a_numpy_generator_is_reproducible() -> None:
     def probs(node: int) -> np.ndarray:
         return case.target(tree.tokens_on_path(node))
 
-    runs = [rejection_walk(tree, probs, np.random.default_rng(5)) for _ in range(20)]
+    runs = [walk(tree, probs, np.random.default_rng(5)) for _ in range(20)]
     assert len(set(runs)) == 1
 
 
@@ -220,7 +208,8 @@ def test_misuse_is_an_error() -> None:
     tree = DraftTree(0)
     tree.add(0, 1, -1.0)
     tree.add(0, 2, -1.0)
-    with pytest.raises(ValueError, match="branches"):
-        rejection_walk(tree, lambda node: np.ones(3) / 3, np.random.default_rng(0))
+    for walk in CHAIN_WALKS:
+        with pytest.raises(ValueError, match="branches"):
+            walk(tree, lambda node: np.ones(3) / 3, np.random.default_rng(0))
     with pytest.raises(ValueError, match="at least one token"):
         match_walk(tree, lambda node: 0, max_tokens=0)

@@ -5,7 +5,13 @@ import dataclasses
 import pytest
 
 from offload.errors import SpecdecError
-from specdec.config import ConfigError, SamplingParams, SpecConfig, parse_spec_type
+from specdec.config import (
+    CHAIN_RULES,
+    ConfigError,
+    SamplingParams,
+    SpecConfig,
+    parse_spec_type,
+)
 
 BAD_VALUES = [
     ("temperature", -0.1),
@@ -209,12 +215,15 @@ def test_spec_config() -> None:
     config = SpecConfig()
     assert config.drafters == ("draft", "ngram")
     assert config.width > 1
-    chain = SpecConfig(acceptance="rejection")
-    assert chain.drafters == ("draft",)
-    assert chain.width == 1
+    for acceptance in CHAIN_RULES:
+        chain = SpecConfig(acceptance=acceptance)
+        assert chain.drafters == ("draft",)
+        assert chain.width == 1
+        assert chain.draws_chains
     for options in (
         {"acceptance": "maybe"},
         {"acceptance": "rejection", "tree_width": 4},
+        {"acceptance": "block", "tree_width": 2},
         {"num_draft_tokens": -1},
         {"num_draft_tokens": 10**6},
         {"tree_width": 0},

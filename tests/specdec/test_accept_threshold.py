@@ -1,0 +1,188 @@
+"""The one rule that is not lossless: what it takes, what it never takes, and that it says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from command_line import Models, expect_error, save_models
+from exact_rules import table_rows
+from generating import RandomDrafter, ScriptedDrafter, make_controller, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table_backend import TableBackend
+
+from specdec.acceptance import lenient, match_walk
+from specdec.cli import main
+from specdec.config import ConfigError, SamplingParams, SpecConfig
+from specdec.drafters.model import ModelDrafter
+from specdec.planning import plan_run
+from specdec.tree import DraftTree
+
+VOCAB = 5
+ROWS = table_rows(VOCAB, seed=21)
+
+
+def random_tree(seed: int) -> DraftTree:
+    """With ids outside the target's vocabulary, as a draft's padding rows give them."""
+    rng = np.random.default_rng(seed)
+    tree = DraftTree(0)
+    for _ in range(int(rng.integers(0, 25))):
+        tree.add(int(rng.integers(len(tree))), int(rng.integers(VOCAB + 2)), -float(rng.random()))
+    return tree
+
+
+def own_choice(tree: DraftTree, seed: int):
+    """The target's token after a node: any that its distribution allows."""
+
+    def choose(node: int) -> int:
+        prefix = tree.tokens_on_path(node)
+        return int(np.random.default_rng([seed, *prefix]).choice(VOCAB, p=ROWS(prefix)))
+
+    return choose
+
+
+thresholds = st.floats(0.01, 1.0)
+seeds = st.integers(0, 10_000)
+
+
+@settings(max_examples=200, deadline=None)
+@given(seeds, seeds, thresholds)
+def test_each_token_is_the_targets_own_or_the_likeliest_drafted_one(
+    tree_seed: int, choice_seed: int, threshold: float
+) -> None:
+    tree = random_tree(tree_seed)
+    choose = own_choice(tree, choice_seed)
+    probs = lambda node: ROWS(tree.tokens_on_path(node))  # noqa: E731
+    outcome = match_walk(tree, lenient(tree, choose, probs, threshold))
+    for node, token in zip(outcome.path, outcome.emitted(tree), strict=True):
+        own, p = choose(node), probs(node)
+        drafted = {one: p[one] for one in tree.children(node) if one < VOCAB}
+        enough = {one for one, chance in drafted.items() if chance >= threshold}
+        if own in drafted or not enough:
+            assert token == own
+        else:
+            assert token in enough
+            assert p[token] == max(drafted.values())
+
+
+@settings(max_examples=50, deadline=None)
+@given(seeds, seeds, thresholds)
+def test_it_never_accepts_less_than_the_lossless_rule_up_to_where_they_part(
+    tree_seed: int, choice_seed: int, threshold: float
+) -> None:
+    tree = random_tree(tree_seed)
+    choose = own_choice(tree, choice_seed)
+    probs = lambda node: ROWS(tree.tokens_on_path(node))  # noqa: E731
+    lossless = match_walk(tree, choose)
+    lossy = match_walk(tree, lenient(tree, choose, probs, threshold))
+    assert lossy.path[: len(lossless.path)] == lossless.path
+    assert match_walk(tree, lenient(tree, choose, probs, 1.0)) == lossless
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_threshold_of_one_is_plain_decoding(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=4)
+    plain = run(TableBackend(ROWS, VOCAB), [1, 2], 40, params=params)
+    drafter = RandomDrafter(VOCAB, seed=2)
+    lossy = run(TableBackend(ROWS, VOCAB), [1, 2], 40, drafter, params, accept_threshold=1.0)
+    assert lossy == plain
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, seed=4)])
+def test_a_low_threshold_takes_what_is_drafted_but_nothing_banned(params: SamplingParams) -> None:
+    script = [1, 2, *[3] * 60]
+    drafter = ScriptedDrafter(script, VOCAB)
+    target = TableBackend(ROWS, VOCAB)
+    text = run(target, [1, 2], 30, drafter, params, accept_threshold=1e-12)
+    assert sum(token == 3 for token in text) >= 24  # a round of seven ends with one of its own
+    banned = params.replace(suppress_tokens=(3,))
+    assert 3 not in run(target, [1, 2], 30, drafter, banned, accept_threshold=1e-12)
+
+
+def test_probabilities_are_those_after_the_processors() -> None:
+    """At temperature 0 too: those of which the largest is taken."""
+    target, draft = TableBackend(ROWS, VOCAB), TableBackend(table_rows(VOCAB, seed=22), VOCAB)
+    params = SamplingParams(repetition_penalty=1.5)
+    controller = make_controller(
+        target, ModelDrafter(draft, VOCAB), params, accept_threshold=0.2,
+        spec=SpecConfig(num_draft_tokens=4, draft_depth=3, tree_width=2),
+    )  # fmt: skip
+    controller.start([1, 2])
+    n_lossy = 0
+    for _ in range(40):
+        context = list(controller.context)
+        for token in controller.step(50).tokens:
+            log_p = controller._sampler.log_probs(context, target.logits(context))
+            if token != log_p.argmax():
+                n_lossy += 1
+                assert np.exp(log_p[token]) >= 0.2
+            context.append(token)
+    assert n_lossy > 0
+
+
+def test_bad_combinations() -> None:
+    for acceptance in ("rejection", "block"):
+        with pytest.raises(ConfigError, match="use accept_threshold with 'match'"):
+            SpecConfig(acceptance=acceptance, accept_threshold=0.3)
+    for value in (0.0, -0.1, 1.01, float("nan"), "much"):
+        with pytest.raises(ConfigError, match="accept_threshold is .*, must be a number above 0"):
+            SpecConfig(accept_threshold=value)
+
+
+def test_only_a_threshold_with_a_drafter_is_lossy() -> None:
+    assert SpecConfig().is_lossless
+    assert SpecConfig(acceptance="block").is_lossless
+    assert SpecConfig(spec_type=(), accept_threshold=0.5).is_lossless
+    assert not SpecConfig(accept_threshold=0.5).is_lossless
+
+
+# --- where it shows ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One for the module: the storage is measured once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def test_a_run_says_that_it_is_lossy(capsys: pytest.CaptureFixture[str], models: Models) -> None:
+    argv = models.run_argv("-p", "ab", "-n", "4")
+    lossy = [*argv, "--accept-threshold", "0.4"]
+    assert main(lossy) == 0
+    assert "LOSSY (--accept-threshold)" in capsys.readouterr().err.splitlines()[-1]
+    for words, is_lossless in ((argv, True), (lossy, False)):
+        assert main([*words, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["stats"]["is_lossless"] is is_lossless
+
+
+def test_a_plan_says_that_it_is_lossy(models: Models) -> None:
+    options = {"draft_model": str(models.draft), "threads": 1}
+    lossy = plan_run(str(models.target), **options, accept_threshold=0.4)
+    assert lossy.to_dict()["is_lossless"] is False
+    assert "LOSSY: draft tokens of probability 0.4 and above" in "\n".join(lossy.lines())
+    lossless = plan_run(str(models.target), **options)
+    assert lossless.to_dict()["is_lossless"] is True
+    assert "LOSSY" not in "\n".join(lossless.lines())
+
+
+def test_the_help_says_that_it_is_lossy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    assert "LOSSY" in capsys.readouterr().out
+
+
+def test_the_command_line_refuses_nonsense(capsys: pytest.CaptureFixture[str]) -> None:
+    run_it = ["run", "-m", "pair:target", "-p", "a"]
+    expect_error(capsys, [*run_it, "--accept-threshold", "2"], "accept_threshold is 2.0, must be")
+    both = ["--acceptance", "block", "--accept-threshold", "0.5"]
+    expect_error(capsys, [*run_it, *both], "use accept_threshold with 'match'")
+    expect_error(capsys, [*run_it, "--acceptance", "typical"], "must be one of match, rejection")
