@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from specdec import __version__, cli_analyze, cli_info, cli_run
+from specdec import __version__, cli_analyze, cli_check, cli_info, cli_run
 from specdec.cli_errors import run_app
 from specdec.cli_output import write_text
 from specdec.quiet import quiet_libraries
@@ -24,8 +24,8 @@ app = typer.Typer(
 app.command("run")(cli_run.run)
 app.command("chat")(cli_run.chat)
 app.command("plan")(cli_info.plan)
-app.command("check")(cli_info.check)
 app.command("analyze")(cli_analyze.analyze)
+app.command("check")(cli_check.check)
 app.command("profile")(cli_info.profile)
 # Its options are those of `specdec-bench demo`, the help included.
 app.command("demo", context_settings={"ignore_unknown_options": True, "help_option_names": []})(

@@ -1,4 +1,4 @@
-"""`specdec plan`, `check`, `profile` and `demo`: what can be known without generating text."""
+"""`specdec plan`, `profile` and `demo`: what can be known without generating text."""
 
 from __future__ import annotations
 
@@ -20,10 +20,6 @@ from specdec.enforce import child_environment
 COMMAND_NAME = "SPECDEC_COMMAND_NAME"
 """Environment variable: what the benchmark's program calls itself."""
 
-RequiredDraft = Annotated[
-    str,
-    typer.Option("-md", "--draft-model", help="Draft model.", show_default=False),
-]
 Refresh = Annotated[bool, typer.Option("--refresh", help="Measure again, ignoring the cache.")]
 DemoArguments = Annotated[
     list[str] | None,
@@ -45,23 +41,6 @@ def plan(
         write_json(run_plan.to_dict())
     else:
         write_text("\n".join(run_plan.lines()) + "\n")
-
-
-def check(
-    model: options.Model,
-    draft_model: RequiredDraft,
-    json: options.Json = False,
-    debug: options.Debug = False,
-) -> None:
-    """Do these two go together? Compares their vocabularies token by token."""
-    from specdec.formats import compare_models
-
-    result = compare_models(model, draft_model)
-    if json:
-        write_json(result.to_dict())
-    else:
-        write_text("\n".join(result.lines()) + "\n")
-    result.require_compatible()
 
 
 def profile(

@@ -7,6 +7,7 @@ with underscores. A command takes `LoadOptions` and `SamplingOptions` as paramet
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
@@ -34,7 +35,7 @@ Model = Annotated[
     ),
 ]
 DraftModel = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "-md",
         "--draft-model",
@@ -161,6 +162,25 @@ TreeWidth = Annotated[
         show_default="8",
     ),
 ]
+Acceptance = Annotated[
+    str,
+    typer.Option(
+        "--acceptance",
+        metavar="match|rejection|block",
+        help="Rule by which the target accepts; the last two are for one sampled chain.",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+AcceptThreshold = Annotated[
+    float | None,
+    typer.Option(
+        "--accept-threshold",
+        metavar="P",
+        help="LOSSY: accept a draft token unless the target gives it less than this probability.",
+        rich_help_panel=_SPECULATION,
+        show_default="off: the output is the target's own",
+    ),
+]
 MaxTokens = Annotated[
     int,
     typer.Option("-n", "--max-tokens", min=1, help="Most tokens to generate."),
@@ -268,7 +288,7 @@ class LoadOptions:
     """What `specdec.load` is called with."""
 
     model: Model
-    draft_model: DraftModel = None
+    draft_models: DraftModel = None
     memory_budget: MemoryBudget = "auto"
     ctx_size: CtxSize = None
     threads: Threads = None
@@ -280,18 +300,38 @@ class LoadOptions:
     spec_type: SpecType = None
     num_draft_tokens: NumDraftTokens = "auto"
     tree_width: TreeWidth = None
+    acceptance: Acceptance = "match"
+    accept_threshold: AcceptThreshold = None
 
     def __post_init__(self) -> None:
         """Raise SpecdecError for a mistake before anything is started."""
-        run_options(**self.as_keywords())
+        drafts: Sequence[str | None] = self.draft_models or [None]
+        for draft_model in drafts:
+            run_options(**self.keywords_with(draft_model))
+
+    @property
+    def draft_model(self) -> str | None:
+        """The draft of a run. Raises OptionError where several were named."""
+        drafts = self.draft_models or []
+        if len(drafts) > 1:
+            raise OptionError(
+                f"{len(drafts)} draft models were named ({', '.join(drafts)}), but a run uses one: "
+                "`specdec check --rank --prompts FILE` measures which one serves best"
+            )
+        return drafts[0] if drafts else None
 
     def as_keywords(self) -> dict[str, Any]:
         """The keywords of `specdec.load`; spec_type None means its default, () plain decoding."""
+        return self.keywords_with(self.draft_model)
+
+    def keywords_with(self, draft_model: str | None) -> dict[str, Any]:
+        """The same with one of the drafts, or none."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        del values["draft_models"]
         if self.spec_type is not None:
             values["spec_type"] = parse_spec_type(self.spec_type)
         values["num_draft_tokens"] = parse_num_draft_tokens(self.num_draft_tokens)
-        return values
+        return {**values, "draft_model": draft_model}
 
 
 @dataclass(frozen=True)

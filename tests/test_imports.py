@@ -22,6 +22,8 @@ TORCH_FREE = (
     "specdec.config",
     "specdec.tree",
     "specdec.acceptance",
+    "specdec.block_verification",
+    "specdec.ranking",
     "specdec.sampling",
     "specdec.stats",
     "specdec.controller",

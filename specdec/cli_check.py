@@ -1,0 +1,118 @@
+"""`specdec check`: do a target and a draft go together, and which draft serves best?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specdec import cli_options as options
+from specdec.cli_output import loading_progress, write_json, write_text
+from specdec.cli_run import run_again_enforced
+from specdec.cli_signature import with_options
+from specdec.models import check_local_name
+
+Rank = Annotated[
+    bool,
+    typer.Option(
+        "--rank",
+        help="Measure which of several drafts (-md A -md B) serves best; the options of a run "
+        "are those that it measures with.",
+    ),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        help="For --rank: JSON lines with `prompt`, or `turns` of which the first is used.",
+        show_default=False,
+    ),
+]
+NPrompts = Annotated[
+    int, typer.Option("--n-prompts", min=1, help="For --rank: use the first so many prompts.")
+]
+
+
+@with_options
+def check(
+    context: typer.Context,
+    load: options.LoadOptions,
+    sampling: options.SamplingOptions,
+    rank: Rank = False,
+    prompts: Prompts = None,
+    n_prompts: NPrompts = 8,
+    max_tokens: options.MaxTokens = 64,
+    enforce: options.Enforce = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Do these two go together? Compares their vocabularies token by token, or ranks drafts."""
+    if not rank:
+        if prompts is not None:
+            raise options.OptionError("--prompts is for measuring drafts: add --rank")
+        _compare(load, json)
+        return
+    if prompts is None:
+        raise options.OptionError("--rank measures on prompts of yours: add --prompts FILE")
+    _check_drafts(load)
+    if enforce:
+        run_again_enforced(context, load.memory_budget)
+    _rank(load, sampling, prompts, n_prompts, max_tokens, json)
+
+
+def _compare(load: options.LoadOptions, json: bool) -> None:
+    if load.draft_model is None:
+        raise options.OptionError("no draft model was named: use -md")
+    from specdec.formats import compare_models
+
+    result = compare_models(load.model, load.draft_model)
+    if json:
+        write_json(result.to_dict())
+    else:
+        write_text("\n".join(result.lines()) + "\n")
+    result.require_compatible()
+
+
+def _check_drafts(load: options.LoadOptions) -> None:
+    """Raise for names that lead nowhere, and where no draft model would be used."""
+    if not load.draft_models:
+        raise options.OptionError("no draft model was named: use -md, once for each")
+    for name in (load.model, *load.draft_models):
+        check_local_name(name)
+    keywords = load.keywords_with(load.draft_models[0])
+    spec_type = keywords["spec_type"]
+    if keywords["num_draft_tokens"] == 0 or (spec_type is not None and "draft" not in spec_type):
+        raise options.OptionError(
+            "--rank compares draft models, which --spec-type or --num-draft-tokens switches off: "
+            "leave them out"
+        )
+
+
+def _rank(
+    load: options.LoadOptions,
+    sampling: options.SamplingOptions,
+    prompts: Path,
+    n_prompts: int,
+    max_tokens: int,
+    json: bool,
+) -> None:
+    from specdec.prompt_files import read_prompts
+    from specdec.ranking import rank_drafts
+
+    texts = read_prompts(prompts, n_prompts)
+    load_options = load.keywords_with(None)
+    del load_options["model"]
+    ranking = rank_drafts(
+        load.model,
+        load.draft_models or (),
+        texts,
+        max_tokens=max_tokens,
+        loading=lambda name: loading_progress(f"loading {load.model} for {name}"),
+        load_options=load_options,
+        sampling=sampling.as_keywords(),
+    )
+    if json:
+        write_json(ranking.to_dict())
+    else:
+        write_text("\n".join(ranking.lines()) + "\n")
