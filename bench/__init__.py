@@ -1,6 +1,6 @@
 """Measurements, and the models to measure with; uses specdec like any other program.
 
-workloads        the built-in prompts
+workloads        prompt files
 measure          one loaded model, prompt by prompt, plain and speculative
 speedup          the whole comparison, each run a fresh process within the budget
 peer_accelerate  the same checkpoint on transformers + accelerate

@@ -12,13 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.workloads import BUILT_IN
+from bench.workloads import BUILT_IN, read_prompts
 from offload.errors import SpecdecError
 from specdec import cli_options as options
 from specdec.cli_errors import run_app
 from specdec.cli_info import COMMAND_NAME
 from specdec.cli_signature import with_debug, with_options
-from specdec.prompt_files import read_prompts
 
 app = typer.Typer(
     name="specdec-bench",

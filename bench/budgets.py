@@ -17,8 +17,8 @@ from bench import report
 from bench.child import KILLED, quiet_libraries
 from bench.measure import MeasureSpec, measure_in_child
 from bench.provenance import collect
+from bench.workloads import Prompt
 from offload.units import GIB
-from specdec.prompt_files import Prompt
 
 _MODE = "speculative"
 _FIGURES = ("tokens_per_second", "mean_acceptance_length", "peak_memory_bytes")

@@ -20,11 +20,10 @@ from typing import Any
 from bench.child import check_child, run_child
 from bench.speedup import SpeedupRun, run_speedup
 from bench.table import format_report
-from bench.workloads import BUILT_IN
+from bench.workloads import BUILT_IN, read_prompts
 from offload.errors import SpecdecError
 from offload.units import format_bytes, parse_bytes
 from specdec.models import resolve_model
-from specdec.prompt_files import read_prompts
 from specdec.storage import largest_weight_file, weight_files
 
 DEFAULT_SIZE = "3GB"

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from bench.child import check_child, run_child
 from bench.near_ties import examine
 from bench.probe import BUFFER_BYTES, probe_bandwidth
+from bench.workloads import Prompt
 from offload.units import parse_bytes
-from specdec.prompt_files import Prompt
 from specdec.stats import ratio
 from specdec.storage import largest_weight_file
 

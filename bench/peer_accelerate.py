@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.prompt_files import Prompt, read_prompts
+from bench.workloads import Prompt, read_prompts
 
 
 class TokenClock:

@@ -25,8 +25,8 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.workloads import Prompt, read_prompts
 from offload.errors import SpecdecError
-from specdec.prompt_files import Prompt, read_prompts
 
 MAX_DRAFT_TOKENS = 16
 LEAST_DRAFT_PROBABILITY = 0.75

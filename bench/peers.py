@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 
 from bench.child import KILLED, check_child, forget_cached, run_child
+from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from offload.units import MIB, format_bytes
-from specdec.prompt_files import Prompt
 from specdec.stats import ratio
 
 # What an interpreter with torch and transformers takes before any weight is loaded.

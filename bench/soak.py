@@ -18,11 +18,10 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.workloads import BUILT_IN
+from bench.workloads import BUILT_IN, Prompt, read_prompts
 from offload.memory import process_memory
 from offload.units import format_bytes
 from specdec.cli_errors import run_app
-from specdec.prompt_files import Prompt, read_prompts
 
 SETTLED_SECONDS = 60.0
 SAMPLE_TOKENS = 64

@@ -19,10 +19,10 @@ from bench.child import quiet_libraries
 from bench.measure import MeasureSpec, measure_in_child
 from bench.peers import Peer, PeerSettings, make_peer, summarise
 from bench.provenance import collect
+from bench.workloads import Prompt
 from offload.units import parse_bytes
 from specdec.division import DEFAULT_CTX_SIZE
 from specdec.models import resolve_model
-from specdec.prompt_files import Prompt
 from specdec.stats import ratio
 
 

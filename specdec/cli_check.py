@@ -30,7 +30,8 @@ Prompts = Annotated[
     ),
 ]
 NPrompts = Annotated[
-    int, typer.Option("--n-prompts", min=1, help="For --rank: use the first so many prompts.")
+    int,
+    typer.Option("--n-prompts", min=1, help="For --rank: use so many, of each category in turn."),
 ]
 
 
@@ -97,10 +98,10 @@ def _rank(
     max_tokens: int,
     json: bool,
 ) -> None:
-    from specdec.prompt_files import read_prompts
+    from specdec.prompt_files import read_prompts, spread
     from specdec.ranking import rank_drafts
 
-    texts = read_prompts(prompts, n_prompts)
+    texts = spread(read_prompts(prompts), n_prompts)
     load_options = load.keywords_with(None)
     del load_options["model"]
     ranking = rank_drafts(

@@ -10,7 +10,7 @@ import typer
 
 from bench import budgets
 from bench.child import KILLED
-from specdec.prompt_files import Prompt
+from bench.workloads import Prompt
 
 PLAN = {"streamed_bytes_per_pass": 10**9}
 PROMPTS = [Prompt("a", "x"), Prompt("b", "y")]

@@ -20,8 +20,8 @@ from bench.measure import MeasureSpec, _without_probe
 from bench.peers import AcceleratePeer, PeerError, PeerSettings, candidates, summarise
 from bench.probe import BUFFER_BYTES, BUFFERED, DIRECT
 from bench.provenance import git_revision
+from bench.workloads import Prompt
 from offload.units import GIB, MIB
-from specdec.prompt_files import Prompt
 
 
 @pytest.fixture(scope="module")

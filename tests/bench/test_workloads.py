@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bench.workloads import BUILT_IN
-from specdec.prompt_files import read_prompts
+from bench.workloads import BUILT_IN, read_prompts
 
 
 def test_the_built_in_prompts() -> None:

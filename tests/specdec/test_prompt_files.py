@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.prompt_files import Prompt, PromptFileError, read_prompts
+from specdec.prompt_files import Prompt, PromptFileError, read_prompts, spread
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -74,3 +74,18 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PromptFileError, match="byte 0 is not UTF-8"):
         read_prompts(tmp_path / "binary")
+
+
+def test_categories_take_turns(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "".join(
+            f'{{"id": "{name}", "category": "{name[0]}", "prompt": "x"}}\n'
+            for name in ("a1", "a2", "a3", "b1", "b2", "c1")
+        )
+        + '{"id": "none", "prompt": "x", "category": null}\n',
+    )
+    prompts = read_prompts(path)
+    assert [prompt.category for prompt in prompts] == [*"aaabbc", ""]
+    assert [p.name for p in spread(prompts, 6)] == ["a1", "b1", "c1", "none", "a2", "b2"]
+    assert len(spread(prompts, 99)) == 7
