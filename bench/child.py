@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
 from offload.errors import SpecdecError
 from specdec.cli_errors import EXIT_ERROR, EXIT_INTERRUPTED
-from specdec.enforce import child_environment, run_enforced
+from specdec.enforce import KILLED as KILLED
+from specdec.enforce import run_child as run_child
 from specdec.storage import weight_files
-
-KILLED = 137  # 128 + SIGKILL: what the kernel does at the limit
 
 
 class ChildFailed(SpecdecError):
     """A measuring process ended without a result."""
-
-
-def run_child(module: str, argv: Sequence[str], memory_limit: str | int | None) -> int:
-    """Run `python -m module argv...` and return its exit code; None means no limit."""
-    if memory_limit is not None:
-        return run_enforced(module, argv, memory_limit)
-    process = subprocess.Popen([sys.executable, "-m", module, *argv], env=child_environment())
-    try:
-        return _exit_code(process.wait())
-    except KeyboardInterrupt:  # the child got the same signal: let it clean up first
-        process.wait()
-        raise
-    finally:
-        if process.poll() is None:
-            process.kill()
 
 
 def forget_cached(model: Path) -> None:
@@ -69,8 +50,3 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
-
-
-def _exit_code(status: int) -> int:
-    """subprocess reports a signal as its negative number, shells as 128 + number."""
-    return 128 - status if status < 0 else status

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from specdec import cli_options as options
-from specdec.cli_output import loading_progress, write_json, write_text
-from specdec.cli_run import run_again_enforced
+from specdec.cli_output import write_json, write_text
 from specdec.cli_signature import with_options
 from specdec.models import check_local_name
+from specdec.prompt_files import read_prompts, spread
+from specdec.ranking import measure_in_child, rank_drafts
 
 Rank = Annotated[
     bool,
@@ -37,7 +39,6 @@ NPrompts = Annotated[
 
 @with_options
 def check(
-    context: typer.Context,
     load: options.LoadOptions,
     sampling: options.SamplingOptions,
     rank: Rank = False,
@@ -57,9 +58,20 @@ def check(
     if prompts is None:
         raise options.OptionError("--rank measures on prompts of yours: add --prompts FILE")
     _check_drafts(load)
-    if enforce:
-        run_again_enforced(context, load.memory_budget)
-    _rank(load, sampling, prompts, n_prompts, max_tokens, json)
+    texts = [prompt.text for prompt in spread(read_prompts(prompts), n_prompts)]
+    ranking = rank_drafts(
+        load.model,
+        load.draft_models or (),
+        texts,
+        partial(measure_in_child, enforce=enforce),
+        max_tokens=max_tokens,
+        load_options=load.keywords_with(None),
+        sampling=sampling.as_keywords(),
+    )
+    if json:
+        write_json(ranking.to_dict())
+    else:
+        write_text("\n".join(ranking.lines()) + "\n")
 
 
 def _compare(load: options.LoadOptions, json: bool) -> None:
@@ -88,32 +100,3 @@ def _check_drafts(load: options.LoadOptions) -> None:
             "--rank compares draft models, which --spec-type or --num-draft-tokens switches off: "
             "leave them out"
         )
-
-
-def _rank(
-    load: options.LoadOptions,
-    sampling: options.SamplingOptions,
-    prompts: Path,
-    n_prompts: int,
-    max_tokens: int,
-    json: bool,
-) -> None:
-    from specdec.prompt_files import read_prompts, spread
-    from specdec.ranking import rank_drafts
-
-    texts = spread(read_prompts(prompts), n_prompts)
-    load_options = load.keywords_with(None)
-    del load_options["model"]
-    ranking = rank_drafts(
-        load.model,
-        load.draft_models or (),
-        texts,
-        max_tokens=max_tokens,
-        loading=lambda name: loading_progress(f"loading {load.model} for {name}"),
-        load_options=load_options,
-        sampling=sampling.as_keywords(),
-    )
-    if json:
-        write_json(ranking.to_dict())
-    else:
-        write_text("\n".join(ranking.lines()) + "\n")

@@ -8,6 +8,7 @@ it is the one to do the work.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from offload.errors import SpecdecError
 from offload.units import format_bytes, parse_bytes
 
+KILLED = 137  # 128 + SIGKILL: what the kernel does at the limit
 _MARK = "SPECDEC_ENFORCED_BYTES"
 
 
@@ -47,6 +49,26 @@ def run_enforced(module: str, argv: Sequence[str], memory_budget: str | int) -> 
         )
     command = [sys.executable, "-m", module, *argv]
     return run_in_cgroup(command, limit_bytes, child_environment({_MARK: str(limit_bytes)}))
+
+
+def run_child(module: str, argv: Sequence[str], memory_limit: str | int | None) -> int:
+    """Run `python -m module argv...` and return its exit code; None means no limit."""
+    if memory_limit is not None:
+        return run_enforced(module, argv, memory_limit)
+    process = subprocess.Popen([sys.executable, "-m", module, *argv], env=child_environment())
+    try:
+        return _exit_code(process.wait())
+    except KeyboardInterrupt:  # the child got the same signal: let it clean up first
+        process.wait()
+        raise
+    finally:
+        if process.poll() is None:
+            process.kill()
+
+
+def _exit_code(status: int) -> int:
+    """subprocess reports a signal as its negative number, shells as 128 + number."""
+    return 128 - status if status < 0 else status
 
 
 def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:

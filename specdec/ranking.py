@@ -2,24 +2,50 @@
 
 Every candidate is loaded as a run would load it, one after the other in the same budget, and
 decodes the same prompts with the same seed: no draft at all, n-grams alone, and each draft model.
-What a draft's memory takes from the target's layers is thereby part of the outcome.
+What a draft's memory takes from the target's layers is thereby part of the outcome. Each has a
+process of its own, so that none finds less memory because of what another one left behind.
 """
 
 from __future__ import annotations
 
+import json
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import typer
+
 from offload.errors import SpecdecError
-from specdec.api import load
-from specdec.prompt_files import Prompt
+from specdec.cli_errors import EXIT_INTERRUPTED, guard
+from specdec.cli_output import loading_progress
+from specdec.enforce import KILLED, run_child
+from specdec.quiet import quiet_libraries
 from specdec.stats import GenerationStats, ratio
 
 PLAIN, NGRAM = "none", "ngram"
-Loading = Callable[[str], AbstractContextManager[Any]]
-"""Name of a candidate -> the progress of its load, as `specdec.load` takes it."""
+
+
+class RankingError(SpecdecError):
+    """What no draft is to blame for: the ranking cannot be made."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What one measurement needs to know; plain values, so that it can be handed to a process."""
+
+    name: str
+    load: dict[str, Any]
+    """Keywords of `specdec.load`."""
+    prompts: list[str]
+    sampling: dict[str, Any]
+    """Options of SamplingParams."""
+
+    @property
+    def has_draft_model(self) -> bool:
+        return self.load["draft_model"] is not None
 
 
 @dataclass(frozen=True)
@@ -74,13 +100,16 @@ class Ranking:
         return [heading, *rows, f"best: {self.best.name}, {speedup:.2f}x plain decoding"]
 
 
+Measure = Callable[[Candidate], RankedDraft]
+
+
 def rank_drafts(
     model: str,
     drafts: Sequence[str],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[str],
+    measure: Measure,
     *,
     max_tokens: int,
-    loading: Loading,
     load_options: Mapping[str, Any],
     sampling: Mapping[str, Any],
 ) -> Ranking:
@@ -90,37 +119,66 @@ def rank_drafts(
         model: the target; drafts: names of draft models; one that cannot be used with this target
             or this budget is listed with the reason.
         prompts: at least one; max_tokens: new tokens for each of them.
-        loading: shows the progress of a load.
-        load_options: keywords of `specdec.load` for every candidate, without the draft; spec_type
-            is that of the draft models.
+        measure: `measure_in_child`, or `measure_here`.
+        load_options: further keywords of `specdec.load` for every candidate; spec_type is that of
+            the draft models.
         sampling: options of SamplingParams; seed 0 unless it has one.
 
     Raises:
-        SpecdecError: the target cannot be loaded, or a generation fails.
+        RankingError: the target cannot be used, with or without a draft.
     """
-    candidates = [
+    kinds: list[tuple[str, str | None, Any]] = [
         (PLAIN, None, ()),
         (NGRAM, None, (NGRAM,)),
         *((name, name, load_options.get("spec_type")) for name in dict.fromkeys(drafts)),
     ]
-    options = {"seed": 0, **sampling, "max_tokens": max_tokens}
     found = []
-    for name, draft_model, spec_type in candidates:
-        keywords = {**load_options, "draft_model": draft_model, "spec_type": spec_type}
-        try:
-            with loading(name) as progress:
-                llm = load(model, **keywords, progress=progress)
-        except SpecdecError as error:
-            if draft_model is None:
-                raise  # it is not a draft's fault
-            found.append(RankedDraft(name, problem=str(error)))
-            continue
-        with llm:
-            stats = [llm.generate(prompt.text, **options).stats for prompt in prompts]
-            found.append(_figures_of(name, stats, llm.plan.predicted_tokens_per_second))
+    for name, draft_model, spec_type in kinds:
+        own = {"model": model, "draft_model": draft_model, "spec_type": spec_type}
+        options = {"seed": 0, **sampling, "max_tokens": max_tokens}
+        candidate = Candidate(name, {**load_options, **own}, list(prompts), options)
+        ranked = measure(candidate)
+        if ranked.problem is not None and not candidate.has_draft_model:
+            raise RankingError(ranked.problem)
+        found.append(ranked)
     plain = found[0].tokens_per_second
     found.sort(key=lambda one: (one.problem is not None, -one.tokens_per_second))
     return Ranking(model, len(prompts), max_tokens, plain, tuple(found))
+
+
+def measure_here(candidate: Candidate) -> RankedDraft:
+    """Load the candidate in this process and decode the prompts; or the reason why it cannot."""
+    from specdec.api import load
+
+    title = f"loading {candidate.load['model']} for {candidate.name}"
+    try:
+        with loading_progress(title) as progress:
+            llm = load(**candidate.load, progress=progress)
+        with llm:
+            stats = [llm.generate(text, **candidate.sampling).stats for text in candidate.prompts]
+            return _figures_of(candidate.name, stats, llm.plan.predicted_tokens_per_second)
+    except SpecdecError as error:
+        return RankedDraft(candidate.name, problem=str(error))
+
+
+def measure_in_child(candidate: Candidate, *, enforce: bool = False) -> RankedDraft:
+    """The same in a process of its own, inside a cgroup of the memory budget if enforced.
+
+    Raises RankingError where it ends without a result; its own words went to stderr before.
+    """
+    with tempfile.TemporaryDirectory(prefix="specdec-rank-") as folder:
+        asked, answer = Path(folder) / "candidate.json", Path(folder) / "ranked.json"
+        asked.write_text(json.dumps(asdict(candidate)), encoding="utf-8")
+        limit = candidate.load["memory_budget"] if enforce else None
+        code = run_child("specdec.ranking", [str(asked), str(answer)], limit)
+        if code == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
+        if code == KILLED:
+            killed = "killed by the kernel, at the memory limit: give it a larger budget"
+            return RankedDraft(candidate.name, problem=killed)
+        if code != 0:
+            raise RankingError(f"measuring {candidate.name} failed with exit code {code}")
+        return RankedDraft(**json.loads(answer.read_text(encoding="utf-8")))
 
 
 def _figures_of(name: str, stats: Sequence[GenerationStats], predicted: float) -> RankedDraft:
@@ -147,3 +205,23 @@ def _figures(one: RankedDraft) -> str:
         f"{one.tokens_per_second:>5.2f}  {one.predicted_tokens_per_second:>9.2f}"
     )
     return figures if one.is_lossless else f"{figures}  LOSSY"
+
+
+def main(argv: Sequence[str]) -> int:
+    """The child of `measure_in_child`: (file with a Candidate, file for the RankedDraft)."""
+
+    def work() -> None:
+        asked, answer = map(Path, argv)
+        candidate = Candidate(**json.loads(asked.read_text(encoding="utf-8")))
+        try:
+            ranked = measure_here(candidate)
+        except KeyboardInterrupt:  # the parent got it too, and says so
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        answer.write_text(json.dumps(asdict(ranked)), encoding="utf-8")
+
+    quiet_libraries()
+    return guard("specdec", work)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

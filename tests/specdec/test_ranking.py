@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,15 @@ from tiny_pair import save_model
 
 from specdec.cli import main
 from specdec.prompt_files import read_prompts
-from specdec.ranking import Ranking, rank_drafts
+from specdec.ranking import (
+    Candidate,
+    RankedDraft,
+    Ranking,
+    RankingError,
+    measure_here,
+    measure_in_child,
+    rank_drafts,
+)
 
 N_TOKENS = 6
 
@@ -58,9 +65,9 @@ def ranking(models: Models, stranger: Path, prompts: Path) -> Ranking:
     return rank_drafts(
         str(models.target),
         [str(models.draft), str(stranger), str(models.other_words)],
-        read_prompts(prompts, 2),
+        [prompt.text for prompt in read_prompts(prompts, 2)],
+        measure_here,
         max_tokens=N_TOKENS,
-        loading=lambda name: nullcontext(),
         load_options={"threads": 1, "num_draft_tokens": 4},
         sampling={"ignore_eos": True},
     )
@@ -101,17 +108,77 @@ def test_the_fastest_is_named(ranking: Ranking) -> None:
     assert last.startswith(f"best: {ranking.best.name}, ")
 
 
-def test_command(capsys: pytest.CaptureFixture[str], models: Models, prompts: Path) -> None:
+def test_command(
+    capsys: pytest.CaptureFixture[str],
+    models: Models,
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[Candidate, bool]] = []
+
+    def measure(candidate: Candidate, *, enforce: bool) -> RankedDraft:
+        asked.append((candidate, enforce))
+        return RankedDraft(candidate.name, tokens_per_second=float(len(asked)))
+
+    monkeypatch.setattr("specdec.cli_check.measure_in_child", measure)
     argv = argv_of(models, prompts, models.draft, models.draft)  # named twice, measured once
-    assert main([*argv, "--accept-threshold", "0.5"]) == 0
+    assert main([*argv, "--temperature", "0.7", "--memory-budget", "2GiB", "--enforce"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    rows = [line for line in out.splitlines()[1:-1] if line.startswith(str(models.draft))]
-    assert len(rows) == 1
-    assert rows[0].endswith("LOSSY")
-    assert main([*argv, "--json", "--num-draft-tokens", "4"]) == 0
-    names = [one["name"] for one in json.loads(capsys.readouterr().out)["candidates"]]
-    assert sorted(names) == sorted(["none", "ngram", str(models.draft)])
+    assert out.splitlines()[-1] == f"best: {models.draft}, 3.00x plain decoding"
+    assert [one.name for one, _ in asked] == ["none", "ngram", str(models.draft)]
+    for one, enforce in asked:
+        assert enforce
+        assert one.prompts == ["def f(x):", "ab"]
+        assert one.sampling == {"seed": 0, "temperature": 0.7, "max_tokens": N_TOKENS}
+        assert (one.load["memory_budget"], one.load["threads"]) == ("2GiB", 1)
+    assert [one.load["draft_model"] for one, _ in asked] == [None, None, str(models.draft)]
+    assert [one.load["spec_type"] for one, _ in asked] == [(), ("ngram",), None]
+    assert main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"] == str(models.draft)
+
+
+def test_a_child_measures(capfd: pytest.CaptureFixture[str], models: Models) -> None:
+    load = {"model": str(models.target), "draft_model": str(models.draft), "threads": 1}
+    options = {"num_draft_tokens": 4, "accept_threshold": 0.5}
+    sampling = {"max_tokens": 3, "ignore_eos": True}
+    ranked = measure_in_child(Candidate("a draft", {**load, **options}, ["ab"], sampling))
+    assert (ranked.name, ranked.problem) == ("a draft", None)
+    assert ranked.generated_tokens == 3
+    assert not ranked.is_lossless
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_table_tells_what_is_lossy() -> None:
+    ranked = (RankedDraft("a", is_lossless=False), RankedDraft("none"))
+    rows = Ranking("target", 1, 4, 0.0, ranked).lines()
+    assert rows[1].endswith("LOSSY")
+    assert "LOSSY" not in rows[2]
+
+
+CANDIDATE = Candidate("a", {"draft_model": "a", "memory_budget": "1GiB"}, ["x"], {})
+
+
+def test_a_child_that_the_kernel_kills_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def killed(module: str, argv: list[str], limit: str | None) -> int:
+        limits.append(limit)
+        return 137
+
+    monkeypatch.setattr("specdec.ranking.run_child", killed)
+    assert "killed by the kernel" in str(measure_in_child(CANDIDATE, enforce=True).problem)
+    assert measure_in_child(CANDIDATE).problem is not None
+    assert limits == ["1GiB", None]
+
+
+@pytest.mark.parametrize(("code", "error"), [(130, KeyboardInterrupt), (1, RankingError)])
+def test_a_child_that_fails_ends_the_ranking(
+    monkeypatch: pytest.MonkeyPatch, code: int, error: type[BaseException]
+) -> None:
+    monkeypatch.setattr("specdec.ranking.run_child", lambda *arguments: code)
+    with pytest.raises(error):
+        measure_in_child(CANDIDATE)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +210,10 @@ def test_a_run_takes_one_draft(capsys: pytest.CaptureFixture[str], command: str)
     expect_error(capsys, argv, "2 draft models were named (pair:draft, other)", "check --rank")
 
 
-def test_a_target_that_cannot_be_loaded_is_no_drafts_fault(
-    capsys: pytest.CaptureFixture[str], models: Models, prompts: Path
-) -> None:
-    argv = [*argv_of(models, prompts, models.draft), "--memory-budget", "1MiB"]
-    expect_error(capsys, argv, "smallest budget")
+def test_a_target_that_cannot_be_loaded_is_no_drafts_fault(models: Models) -> None:
+    load_options = {"memory_budget": "1MiB", "threads": 1}
+    with pytest.raises(RankingError, match="smallest budget"):
+        rank_drafts(
+            str(models.target), [str(models.draft)], ["x"], measure_here,
+            max_tokens=2, load_options=load_options, sampling={},
+        )  # fmt: skip
