@@ -76,7 +76,7 @@ def check(
 
 def _compare(load: options.LoadOptions, json: bool) -> None:
     if load.draft_model is None:
-        raise options.OptionError("no draft model was named: use -md")
+        raise options.OptionError("no draft model was named: use -md (--draft-model)")
     from specdec.formats import compare_models
 
     result = compare_models(load.model, load.draft_model)
@@ -90,7 +90,9 @@ def _compare(load: options.LoadOptions, json: bool) -> None:
 def _check_drafts(load: options.LoadOptions) -> None:
     """Raise for names that lead nowhere, and where no draft model would be used."""
     if not load.draft_models:
-        raise options.OptionError("no draft model was named: use -md, once for each")
+        raise options.OptionError(
+            "no draft model was named: use -md (--draft-model), once for each"
+        )
     for name in (load.model, *load.draft_models):
         check_local_name(name)
     keywords = load.keywords_with(load.draft_models[0])

@@ -7,7 +7,7 @@ from generating import RandomDrafter, ScriptedDrafter, make_controller, run
 from backends.base import PREFIX
 from backends.torch_cpu import TorchBackend
 from bench.near_ties import examine
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import CHAIN_RULES, SamplingParams, SpecConfig
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
@@ -162,17 +162,16 @@ def test_padding_rows_of_the_vocabulary_are_never_chosen(target):
         assert sampler.choose([1], logits, 1) < 80
 
 
-def test_rejection_rule_accepts_itself_and_stays_in_range(target, twin):
+@pytest.mark.parametrize("rule", CHAIN_RULES)
+def test_a_rule_for_chains_accepts_itself_and_stays_in_range(rule, target, twin):
     params = SamplingParams(temperature=1.0, seed=5)
     sampler = Sampler(params, n_tokens=96)
     rng = np.random.default_rng(3)
     drafter = ModelDrafter(twin, 96, chain=(sampler, rng))
-    spec = SpecConfig(num_draft_tokens=4, acceptance="rejection")
+    spec = SpecConfig(num_draft_tokens=4, acceptance=rule)
     target.rollback(0)
     drafter.reset()
-    controller = make_controller(
-        target, drafter, params, spec=spec, acceptance="rejection", rng=rng
-    )
+    controller = make_controller(target, drafter, params, spec=spec, acceptance=rule, rng=rng)
     controller.start([5, 6, 7])
     accepted = [controller.step(50).acceptance.n_accepted for _ in range(8)]
     # p and q differ by the drift between passes of different sizes only.

@@ -199,7 +199,8 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], more: list[str], part: str
 def test_no_draft_is_a_mistake(capsys: pytest.CaptureFixture[str], prompts: Path) -> None:
     expect_error(capsys, ["check", "-m", "pair:target"], "no draft model was named: use -md")
     rank = ["--rank", "--prompts", str(prompts)]
-    expect_error(capsys, ["check", "-m", "pair:target", *rank], "no draft model was named: use -md")
+    argv = ["check", "-m", "pair:target", *rank]
+    expect_error(capsys, argv, "no draft model was named: use -md (--draft-model), once for each")
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "plan"])
