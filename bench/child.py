@@ -11,6 +11,8 @@ from pathlib import Path
 import typer
 
 from offload.errors import SpecdecError
+from offload.memory import memory_limit as limit_of_this_process
+from offload.throttle import ReadLimit
 from specdec.cli_errors import EXIT_ERROR, EXIT_INTERRUPTED
 from specdec.enforce import child_environment, run_enforced
 from specdec.storage import weight_files
@@ -22,10 +24,20 @@ class ChildFailed(SpecdecError):
     """A measuring process ended without a result."""
 
 
-def run_child(module: str, argv: Sequence[str], memory_limit: str | int | None) -> int:
-    """Run `python -m module argv...` and return its exit code; None means no limit."""
+def run_child(
+    module: str,
+    argv: Sequence[str],
+    memory_limit: str | int | None,
+    reads: ReadLimit | None = None,
+) -> int:
+    """Run `python -m module argv...` and return its exit code; None means no limit.
+
+    reads: how fast it may read from storage, to stand in for a slower one.
+    """
+    if reads is not None and memory_limit is None:
+        memory_limit = limit_of_this_process().n_bytes  # the cgroup has to have some
     if memory_limit is not None:
-        return run_enforced(module, argv, memory_limit)
+        return run_enforced(module, argv, memory_limit, reads)
     process = subprocess.Popen([sys.executable, "-m", module, *argv], env=child_environment())
     try:
         return _exit_code(process.wait())

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.base import Backend
-from backends.source import Loading, ModelSource, PassCompute
+from backends.source import Loading, ModelCompute, ModelSource
 from offload.budget import BudgetExceeded
 from offload.index import TensorRecord
 from offload.plan import LayerWeights
 from offload.units import GIB, MIB
-from specdec.division import Divider
+from specdec.division import Divider, Shape
 from specdec.options import run_options
 
 CTX = 1024
@@ -53,7 +53,9 @@ class PaperModel(ModelSource):
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         return 20 * MIB
 
-    def measure_compute(self) -> PassCompute:
+    head_bytes = outer_bytes
+
+    def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
         raise NotImplementedError
 
     def load(self, loading: Loading) -> Backend:
@@ -67,7 +69,7 @@ def divider(target: ModelSource, draft: ModelSource | None = None, **options: ob
 
 def smallest(one: Divider) -> int:
     with pytest.raises(BudgetExceeded) as failure:
-        one.divide(1, 8)
+        one.divide(1, Shape(8))
     return failure.value.smallest_budget_bytes
 
 
@@ -83,7 +85,7 @@ def test_every_byte_is_accounted_for(n_layers, sizes, overhead, more):
     draft = PaperModel("d", n_layers[1], sizes[1] * MIB, overhead * MIB)
     one = divider(target, draft)
     least = smallest(one)
-    division = one.divide(least + more * MIB, 8)
+    division = one.divide(least + more * MIB, Shape(8))
     table = dict(division.budget.table())
     assert sum(table.values()) == least + more * MIB
     assert table["available"] >= 0
@@ -93,14 +95,14 @@ def test_every_byte_is_accounted_for(n_layers, sizes, overhead, more):
     assert table["draft pinned layers"] == division.draft.resident_bytes
     assert table["draft ring"] == division.draft.ring_bytes
     with pytest.raises(BudgetExceeded):
-        one.divide(least - 32 * MIB, 8)
+        one.divide(least - 32 * MIB, Shape(8))
 
 
 def test_a_draft_that_fits_is_held_in_memory_before_any_layer_of_the_target_is_pinned():
     target, draft = PaperModel("t", 40, 40 * MIB), PaperModel("d", 8, 40 * MIB)
     one = divider(target, draft)
     ring = 2 * 80 * MIB  # what the draft takes of the smallest budget
-    division = one.divide(smallest(one) + 8 * 80 * MIB - ring, 8)
+    division = one.divide(smallest(one) + 8 * 80 * MIB - ring, Shape(8))
     assert division.draft.n_streamed_layers == 0
     assert division.target.n_streamed_layers == 40
 
@@ -108,7 +110,7 @@ def test_a_draft_that_fits_is_held_in_memory_before_any_layer_of_the_target_is_p
 def test_a_draft_that_does_not_fit_streams_in_part():
     target, draft = PaperModel("t", 40, 40 * MIB), PaperModel("d", 8, 40 * MIB)
     one = divider(target, draft)
-    division = one.divide(smallest(one) + 200 * MIB, 8)
+    division = one.divide(smallest(one) + 200 * MIB, Shape(8))
     assert division.draft.n_streamed_layers > 0
     assert division.draft.resident_bytes > 0
     assert division.draft.streamed_bytes < 8 * 80 * MIB
@@ -117,7 +119,7 @@ def test_a_draft_that_does_not_fit_streams_in_part():
 def test_a_refusal_says_what_a_shorter_context_and_a_smaller_cache_would_save():
     one = divider(PaperModel("t", 4, MIB))
     with pytest.raises(BudgetExceeded) as failure:
-        one.divide(200 * MIB, 8)
+        one.divide(200 * MIB, Shape(8))
     message = str(failure.value)
     assert f"with --ctx-size {CTX // 2} it is" in message
     assert "with --cache-type-k q8_0 --cache-type-v q8_0 it is" in message
@@ -132,11 +134,11 @@ def test_ram_takes_no_less_than_the_whole_model_and_mmap_counts_none_of_it():
     )
     assert ram - mmap == pytest.approx(40 * 80 * MIB, abs=32 * MIB)
     assert mmap < streamed < ram
-    assert divider(target, load_mode="ram").divide(8 * GIB, 8).target.n_slots == 0
+    assert divider(target, load_mode="ram").divide(8 * GIB, Shape(8)).target.n_slots == 0
 
 
 def test_rejection_sets_memory_aside_for_the_rows_its_chain_was_drawn_from() -> None:
     """Whole rows of float64: at a large vocabulary more than the draft's KV cache."""
     models = PaperModel("target", 6, 8 * MIB), PaperModel("draft", 3, 2 * MIB)
-    division = divider(*models, acceptance="rejection", draft_depth=256).divide(2 * GIB, 200)
+    division = divider(*models, acceptance="rejection", draft_depth=256).divide(2 * GIB, Shape(200))
     assert dict(division.budget.table())["draft probabilities"] == 200 * 32000 * 8
