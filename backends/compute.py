@@ -6,23 +6,32 @@ Measured on one matrix of the model's own dtype.
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from backends.compute_profile import ComputeCurve, Product, measure_curve
+from backends.compute_profile import WEIGHT_BYTES, ComputeCurve, Product, measure_curve
 
-_OUT, _IN = 4096, 4096
-_N_WEIGHTS = 3  # together larger than the caches
+_OUT, _IN = 2048, 4096
 _ROWS = (1, 4, 16, 64, 128)
 
 
 def measure_compute(dtype: torch.dtype, reading: Path | None = None) -> ComputeCurve:
-    """Seconds per byte of weights of a linear layer; `reading`: see `measure_curve`."""
-    weights = [torch.ones(_OUT, _IN, dtype=dtype) for _ in range(_N_WEIGHTS)]
+    """Seconds per byte of weights of a linear layer, measured once in a process.
+
+    reading: see `measure_curve`.
+    """
+    return _measure(dtype, reading, torch.get_num_threads())
+
+
+@cache
+def _measure(dtype: torch.dtype, reading: Path | None, n_threads: int) -> ComputeCurve:
+    one = torch.ones(_OUT, _IN, dtype=dtype)
+    weights = [one, *(one.clone() for _ in range(max(1, WEIGHT_BYTES // one.nbytes - 1)))]
     products = {n: _product(weights, n) for n in _ROWS}
     with torch.inference_mode():
-        return measure_curve(products, weights[0].nbytes, reading)
+        return measure_curve(products, one.nbytes, reading)
 
 
 def _product(weights: list[torch.Tensor], n_rows: int) -> Product:

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.profile import busy_storage, is_measurable
+from offload.units import MIB
 
+WEIGHT_BYTES = 64 * MIB
+"""Of the weights that products take in turn: more than the processor's caches hold."""
 _LEAST_SECONDS = 0.02
 _LEAST_REPEATS = 3
 

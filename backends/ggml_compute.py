@@ -10,15 +10,16 @@ import ctypes
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
-from backends.compute_profile import ComputeCurve, Product, measure_curve
+from backends.compute_profile import WEIGHT_BYTES, ComputeCurve, Product, measure_curve
 from backends.llama_lib import load_library
 from offload.units import MIB
 
 _OUT, _IN = 4096, 4096
-_N_WEIGHTS = 3
 _ROWS = (1, 4, 8, 16, 32, 64)
+_LARGEST_BYTES = 4 * _OUT * _IN  # no type is wider than float32
 _F32 = 0  # ggml_type of activations
 _GRAPH_BYTES = 64 * MIB  # graphs, headers, and a work buffer for each computation
 
@@ -59,14 +60,20 @@ def _declare(function: ctypes._NamedFuncPointer, result: type | None, *arguments
     return function
 
 
+@cache
 def measure_ggml_compute(type_id: int, n_threads: int, reading: Path | None = None) -> ComputeCurve:
-    """Seconds per byte of weights of one ggml type; `reading`: see `measure_curve`."""
+    """Seconds per byte of weights of one ggml type, measured once in a process.
+
+    reading: see `measure_curve`.
+    """
     ggml = _Ggml()
-    n_bytes = _N_WEIGHTS * 4 * _OUT * _IN  # no type is wider than float32
-    with _context(ggml, n_bytes + _GRAPH_BYTES) as context:
-        weights = [_zeros(ggml, context, type_id, _OUT) for _ in range(_N_WEIGHTS)]
+    with _context(ggml, WEIGHT_BYTES + _LARGEST_BYTES + _GRAPH_BYTES) as context:
+        weights = [_zeros(ggml, context, type_id, _OUT)]
+        n_bytes = ggml.n_bytes(weights[0])
+        for _ in range(max(1, WEIGHT_BYTES // n_bytes - 1)):
+            weights.append(_zeros(ggml, context, type_id, _OUT))
         products = {n: _product(ggml, context, weights, n, n_threads) for n in _ROWS}
-        return measure_curve(products, ggml.n_bytes(weights[0]), reading)
+        return measure_curve(products, n_bytes, reading)
 
 
 def _product(

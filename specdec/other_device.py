@@ -135,16 +135,13 @@ def _figures(device: DeviceSpec, pair: OpenedPair) -> Figures:
 
 def _compute(device: DeviceSpec, source: ModelSource) -> ModelCompute:
     """The device's own, or where only its storage is known, what is measured here."""
-    measured = source.measure_compute(beside_reads=False)
     if set(device.from_this_machine) >= _ARITHMETIC:
-        return measured
+        return source.measure_compute(beside_reads=False)
     records = [record for layer in source.layers for record in layer.tensors]
     n_bytes = sum(record.n_bytes for record in records)
-    one_pass = device.pass_compute(records)
-    curve = ComputeCurve.linear(
-        one_pass.fixed_seconds / n_bytes, one_pass.seconds_per_row / n_bytes
-    )
-    return replace(measured, per_byte=curve)
+    one = device.pass_compute(records)
+    curve = ComputeCurve.linear(one.fixed_seconds / n_bytes, one.seconds_per_row / n_bytes)
+    return ModelCompute(curve, source.head_bytes)
 
 
 def _twice_as_fast(figures: Figures) -> Figures:

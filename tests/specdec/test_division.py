@@ -2,64 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paper_models import PaperModel
 
-from backends.base import Backend
-from backends.source import Loading, ModelCompute, ModelSource
+from backends.source import ModelSource
 from offload.budget import BudgetExceeded
-from offload.index import TensorRecord
-from offload.plan import LayerWeights
 from offload.units import GIB, MIB
 from specdec.division import Divider, Shape
 from specdec.options import run_options
 
 CTX = 1024
-
-
-class PaperModel(ModelSource):
-    """A model that exists as figures only."""
-
-    smaller_cache_types = ("q8_0",)
-    max_context = 4096
-    vocab_size = 32000
-    path = weight_file = Path("model.gguf")
-
-    def __init__(self, name: str, n_layers: int, tensor_bytes: int, overhead_bytes: int = 0):
-        self.layers = tuple(
-            LayerWeights(
-                tuple(
-                    TensorRecord(f"{name}.{i}.{k}", "F16", (1,), self.path, at, tensor_bytes)
-                    for k, at in enumerate(
-                        range(2 * i * tensor_bytes, 2 * (i + 1) * tensor_bytes, tensor_bytes)
-                    )
-                )
-            )
-            for i in range(n_layers)
-        )
-        self._overhead_bytes = overhead_bytes
-
-    outer_bytes = 10 * MIB
-
-    def streaming_overhead_bytes(self, n_slots: int) -> int:
-        return n_slots * self._overhead_bytes
-
-    def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
-        return (ctx_size + max_nodes) * MIB // (8 if cache_type else 4)
-
-    def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
-        return 20 * MIB
-
-    head_bytes = outer_bytes
-
-    def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
-        raise NotImplementedError
-
-    def load(self, loading: Loading) -> Backend:
-        raise NotImplementedError
 
 
 def divider(target: ModelSource, draft: ModelSource | None = None, **options: object) -> Divider:
@@ -142,3 +96,30 @@ def test_rejection_sets_memory_aside_for_the_rows_its_chain_was_drawn_from() -> 
     models = PaperModel("target", 6, 8 * MIB), PaperModel("draft", 3, 2 * MIB)
     division = divider(*models, acceptance="rejection", draft_depth=256).divide(2 * GIB, Shape(200))
     assert dict(division.budget.table())["draft probabilities"] == 200 * 32000 * 8
+
+
+def test_the_smallest_budget_is_that_of_a_small_tree_whatever_is_planned() -> None:
+    one = divider(PaperModel("t", 12, 8 * MIB), PaperModel("d", 3, 2 * MIB))
+    least = smallest(one)
+    for shape in (Shape(8), Shape(128), Shape(32, n_slots=4), Shape(8, has_draft=False)):
+        assert one.divide(3 * GIB, shape).smallest_bytes == least
+    one.divide(least, Shape(8))
+
+
+def test_shapes_say_how_deep_the_ring_is_and_what_the_draft_gets() -> None:
+    one = divider(PaperModel("t", 40, 40 * MIB), PaperModel("d", 8, 40 * MIB))
+    total = smallest(one) + 16 * 80 * MIB
+
+    def divide(**shape: object) -> tuple[int, int, int]:
+        division = one.divide(total, Shape(8, **shape))
+        draft = 0 if division.draft is None else division.draft.total_bytes
+        return division.target.n_slots, draft, division.target.streamed_bytes
+
+    assert divide(n_slots=5)[0] == 5
+    whole, half, least = (divide(draft_share=share) for share in (1.0, 0.5, 0.0))
+    assert whole[1] == 8 * 80 * MIB
+    assert half[1] <= 4 * 80 * MIB
+    assert least[1] == 2 * 80 * MIB
+    none = divide(has_draft=False)
+    assert none[1] == 0
+    assert whole[2] > half[2] > least[2] > none[2]
