@@ -10,6 +10,7 @@ is served by the processors that compute. Streamed passes compute beside reads n
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,13 +82,16 @@ class ComputeCurve:
 
 
 def _interpolate(rows: Sequence[int], seconds: Sequence[float], n_rows: int) -> float:
-    """On straight lines through the points; the last one goes on. More rows never take less."""
-    raised = [max(seconds[: i + 1]) for i in range(len(rows))]
+    """On straight lines through the points; the last one goes on.
+
+    More rows never take less: a figure above a later one was disturbed, and is taken for that one.
+    """
+    mended = [min(seconds[i:]) for i in range(len(rows))]
     if len(rows) == 1 or n_rows <= rows[0]:
-        return raised[0]
+        return mended[0]
     high = next((i for i, n in enumerate(rows) if n >= n_rows), len(rows) - 1)
-    slope = (raised[high] - raised[high - 1]) / (rows[high] - rows[high - 1])
-    return raised[high - 1] + slope * (n_rows - rows[high - 1])
+    slope = (mended[high] - mended[high - 1]) / (rows[high] - rows[high - 1])
+    return mended[high - 1] + slope * (n_rows - rows[high - 1])
 
 
 Product = Callable[[], object]
@@ -115,16 +119,11 @@ def measure_curve(
 
 
 def _typical_seconds(product: Product) -> float:
-    """Mean of a few hundredths of a second of products, the slowest of them left out.
-
-    A mean, because a product beside reads is slow now and then, and all of that counts; the slowest
-    may be that of a first use, or of another program.
-    """
+    """Median of a few hundredths of a second of products, after a first one."""
     product()
     taken: list[float] = []
     while sum(taken) < _LEAST_SECONDS or len(taken) < _LEAST_REPEATS:
         started = time.perf_counter()
         product()
         taken.append(time.perf_counter() - started)
-    taken.remove(max(taken))
-    return sum(taken) / len(taken)
+    return statistics.median(taken)

@@ -160,12 +160,15 @@ def largest_error(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def format_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Two lines for each setting: passes of one row, and with the draft."""
+    """Two lines for each setting: passes of one row, and with the draft.
+
+    GB/s: the storage as measured before, which the prediction is made of, and after.
+    """
     title = (
-        f"{'model':<22} {'budget':>8} {'MB/s':>9} {'GB/pass':>7} {'rows':>4} "
+        f"{'model':<18} {'budget':>8} {'limit':>9} {'GB/s':>9} {'GB/pass':>7} {'rows':>4} "
         f"{'s/pass':>14} {'error':>6} {'tokens/s':>14} {'error':>6}"
     )
-    lines = [title, f"{'':54}{'predicted real':>14} {'':>6} {'predicted real':>14}"]
+    lines = [title, f"{'':60}{'predicted real':>14} {'':>6} {'predicted real':>14}"]
     for row in rows:
         for kind in KINDS:
             lines.append(_line(row, row[kind], is_first=kind == KINDS[0]))
@@ -174,11 +177,13 @@ def format_rows(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _line(row: Mapping[str, Any], kind: Mapping[str, Any], is_first: bool) -> str:
-    name = Path(row["model"]).name[:22] if is_first else ""
+    name = Path(row["model"]).name[:18] if is_first else ""
     budget = row["memory_budget"] if is_first else ""
     speed = row["storage_mbps"] or UNLIMITED if is_first else ""
-    streamed = f"{row['plan']['streamed_bytes_per_pass'] / 1e9:.2f}" if is_first else ""
-    line = f"{name:<22} {budget:>8} {speed:>9} {streamed:>7} {kind['n_rows']:>4}"
+    plan, after = row["plan"], row["storage_bytes_per_second_after"]
+    storage = f"{plan['storage_bytes_per_second'] / 1e9:.2f}-{after / 1e9:.2f}" if is_first else ""
+    streamed = f"{plan['streamed_bytes_per_pass'] / 1e9:.2f}" if is_first else ""
+    line = f"{name:<18} {budget:>8} {speed:>9} {storage:>9} {streamed:>7} {kind['n_rows']:>4}"
     for figure in ("pass_seconds", "tokens_per_second"):
         values = kind["predicted"][figure], kind["measured"][figure]
         line += f"{values[0]:>8.3f}{values[1]:>7.3f} {kind['error'][figure]:>+6.1%}"

@@ -44,9 +44,18 @@ class PredictionSpec:
 
 
 def measure(spec: PredictionSpec) -> dict[str, Any]:
-    """Predicted and measured figures of both kinds of decoding."""
-    from specdec.api import load
+    """Predicted and measured figures of both kinds of decoding.
 
+    The storage is measured just before, as `specdec profile --refresh` does, and once more
+    afterwards: a virtual disk may have changed its speed meanwhile.
+    """
+    from offload.profile import measure_storage
+    from specdec.api import load
+    from specdec.models import resolve_model
+    from specdec.storage import largest_weight_file
+
+    weights = largest_weight_file(resolve_model(spec.load["model"]))
+    measure_storage(weights, refresh=True)
     with load(**spec.load) as llm:
         plan = llm.plan
         kinds = {}
@@ -54,7 +63,9 @@ def measure(spec: PredictionSpec) -> dict[str, Any]:
             _decode(llm, spec.prompt, WARM_UP_ROUNDS, is_speculative)
             stats = _decode(llm, spec.prompt, spec.n_rounds, is_speculative)
             kinds[name] = compare(plan, stats)
-        return {**kinds, "plan": plan.to_dict()}
+        figures = plan.to_dict()
+    after = measure_storage(weights, refresh=True).storage_bytes_per_second
+    return {**kinds, "plan": figures, "storage_bytes_per_second_after": after}
 
 
 def _decode(llm: LLM, prompt: str, n_rounds: int, speculative: bool) -> GenerationStats:

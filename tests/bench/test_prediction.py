@@ -54,6 +54,7 @@ def test_both_kinds_are_predicted_and_measured(row):
         for name, error in row[kind]["error"].items():
             assert error == pytest.approx(predicted[name] / measured[name] - 1)
     assert row["plan"]["num_draft_tokens"] == 3
+    assert row["storage_bytes_per_second_after"] > 0
 
 
 def test_the_table_has_a_line_for_each_kind_and_the_largest_error(row):
