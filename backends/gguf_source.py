@@ -16,6 +16,7 @@ from backends.llama_stream import resident_outer_records
 from backends.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from offload.gguf_header import GGML_TYPES
 from offload.memory import reset_peak_rss
+from offload.paged_memory import move_seconds_per_byte
 from offload.paging_plan import paging_overhead_bytes
 from offload.reading import resident_footprint
 
@@ -98,7 +99,9 @@ class GgufSource(ModelSource):
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
         reading = self.weight_file if beside_reads else None
         kind = _TYPE_IDS[self._main_type]
-        return ModelCompute(measure_ggml_compute(kind, self._n_threads, reading), self.head_bytes)
+        per_byte = measure_ggml_compute(kind, self._n_threads, reading)
+        moving = move_seconds_per_byte() if beside_reads else 0.0
+        return ModelCompute(per_byte, self.head_bytes, moving)
 
     def load(self, loading: Loading) -> Backend:
         backend = LlamaBackend(

@@ -49,6 +49,8 @@ class ModelCompute:
     """Seconds for each byte of the weights that a pass multiplies with."""
     head_bytes: int
     """Of the weights that come after the layers."""
+    seconds_per_streamed_byte: float = 0.0
+    """Between the arrival of a layer and its use, and after that; nothing is computed then."""
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,12 @@ class PassModel:
     def _simulate(self, n_rows: int, gap_seconds: float) -> RingTimes:
         per_byte = self.compute.per_byte
         seconds = per_byte.seconds(n_rows)
+        moving = self.compute.seconds_per_streamed_byte
         layers = [
             LayerWork(
                 layer.slot_bytes / self.storage_bytes_per_second,
-                seconds * sum(record.n_bytes for record in layer.tensors),
+                seconds * sum(record.n_bytes for record in layer.tensors)
+                + moving * layer.slot_bytes,
             )
             for layer in self.residency.layers
         ]

@@ -72,3 +72,9 @@ def test_the_cost_for_the_policy_is_near_the_simulation(available, fixed, per_ro
     one = model(available * MIB, linear(fixed, per_row))
     cost = one.cost()
     assert cost.seconds(n_rows) == pytest.approx(one.seconds(n_rows), rel=0.1)
+
+
+def test_moving_what_has_arrived_is_work_too():
+    plan = plan_residency(LAYERS, 40 * MIB, n_slots=3)
+    one = PassModel(plan, ModelCompute(linear(0.1, 0.1), HEAD_BYTES, 1e-9), 1e9)
+    assert one.seconds(100) == pytest.approx(10.1 + plan.streamed_bytes * 1e-9)
