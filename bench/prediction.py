@@ -7,6 +7,7 @@ reading that the kernel enforces (`offload.throttle`).
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ def predict_command(
     report = {
         "settings": rows,
         "largest_error": largest_error(rows),
-        "provenance": collect(["specdec-bench", "predict"], settings[0].model),
+        "provenance": collect(["specdec-bench", *sys.argv[1:]], settings[0].model),
     }
     if output_file is not None:
         write_report(report, output_file)

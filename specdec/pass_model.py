@@ -14,6 +14,7 @@ from offload.ring_model import LayerWork, Overlap, RingTimes, simulate_passes
 from specdec.policy import PassCost
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_FEW_ROWS = 16
 _ABOVE_THE_KNEE = 1.05
 """Of one row's seconds: passes that take so much longer are held up by their rows."""
 
@@ -46,16 +47,16 @@ class PassModel:
 
     def cost(self) -> PassCost:
         """As the larger of two: one row's pass, and a line through those that rows hold up."""
+        if not self.residency.n_streamed_layers:  # nothing hides rows: a few of them count
+            return PassCost(0.0, *_line(1, self.seconds(1), _FEW_ROWS, self.seconds(_FEW_ROWS)))
         seconds = {n: self.seconds(n) for n in _ROWS}
-        is_streamed = self.residency.n_streamed_layers > 0
-        floor = seconds[1] if is_streamed else 0.0
+        floor = seconds[1]
         above = [n for n in _ROWS if seconds[n] > _ABOVE_THE_KNEE * floor]
         low = min(above, default=_ROWS[-2])
         low, high = min(low, _ROWS[-2]), _ROWS[-1]
         # Reads that hide all of 128 rows say nothing about the line: arithmetic alone does.
         line = seconds if above else {n: self._compute_seconds(n) for n in (low, high)}
-        slope = max((line[high] - line[low]) / (high - low), 1e-12)
-        return PassCost(floor, max(0.0, line[low] - slope * low), slope)
+        return PassCost(floor, *_line(low, line[low], high, line[high]))
 
     def _simulate(self, n_rows: int, gap_seconds: float) -> RingTimes:
         per_byte = self.compute.per_byte
@@ -81,3 +82,9 @@ class PassModel:
         layers = self.residency.layers
         n_bytes = sum(record.n_bytes for layer in layers for record in layer.tensors)
         return self.compute.per_byte.seconds(n_rows) * (n_bytes + self.compute.head_bytes)
+
+
+def _line(n_low: int, low: float, n_high: int, high: float) -> tuple[float, float]:
+    """(seconds of no rows, seconds per row) of the line through two points; neither below zero."""
+    slope = max((high - low) / (n_high - n_low), 1e-12)
+    return max(0.0, low - slope * n_low), slope
