@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specdec.run_plan import RunPlan
     from specdec.stats import GenerationStats
 
+PROBE_SECONDS = 4.0
 WARM_UP_ROUNDS = 2  # the first passes pay for threads, caches and scratch memory
 
 
@@ -55,7 +56,7 @@ def measure(spec: PredictionSpec) -> dict[str, Any]:
     from specdec.storage import largest_weight_file
 
     weights = largest_weight_file(resolve_model(spec.load["model"]))
-    measure_storage(weights, refresh=True)
+    measure_storage(weights, seconds=PROBE_SECONDS, refresh=True)
     with load(**spec.load) as llm:
         plan = llm.plan
         kinds = {}
@@ -64,8 +65,12 @@ def measure(spec: PredictionSpec) -> dict[str, Any]:
             stats = _decode(llm, spec.prompt, spec.n_rounds, is_speculative)
             kinds[name] = compare(plan, stats)
         figures = plan.to_dict()
-    after = measure_storage(weights, refresh=True).storage_bytes_per_second
-    return {**kinds, "plan": figures, "storage_bytes_per_second_after": after}
+    after = measure_storage(weights, seconds=PROBE_SECONDS, refresh=True)
+    return {
+        **kinds,
+        "plan": figures,
+        "storage_bytes_per_second_after": after.storage_bytes_per_second,
+    }
 
 
 def _decode(llm: LLM, prompt: str, n_rounds: int, speculative: bool) -> GenerationStats:

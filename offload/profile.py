@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 * MIB  # two of these are held in memory while measuring
 _LEAST_BYTES = 64 * MIB  # a shorter measurement is not worth remembering
-_MOST_SECONDS = 1.5  # a virtual disk's speed varies from one tenth of a second to the next
+_SECONDS = 1.5  # a virtual disk's speed varies from one tenth of a second to the next
 _WARM_UP_SECONDS = 0.3  # limits on reading allow a burst at first
 
 
@@ -51,8 +51,9 @@ class DeviceProfile:
 
 def measure_storage(
     path: Path,
-    n_bytes: int = 4 * GIB,
+    n_bytes: int = 16 * GIB,
     *,
+    seconds: float = _SECONDS,
     read_bytes: int = DEFAULT_READ_BYTES,
     n_readers: int = DEFAULT_N_READERS,
     refresh: bool = False,
@@ -61,8 +62,9 @@ def measure_storage(
     """Bandwidth of reading `path` with `n_readers` threads; remembered per device.
 
     Args:
-        path: a real weight file; at most `n_bytes` of it are read, for a second or two, from a
-            random place on: a cache below the file system may still have what was read last time.
+        path: a real weight file, read from a random place on: a cache below the file system may
+            still have what was read last time.
+        n_bytes, seconds: the reading ends at the first of these; a small file is read once.
         refresh: measure even where a figure is remembered.
         cache_dir: where figures are remembered; by default $XDG_CACHE_HOME/specdec.
 
@@ -81,7 +83,7 @@ def measure_storage(
     file = DirectFile(path)
     direct = file.direct
     file.close()
-    figures = _stream_once(path, min(n_bytes, file.n_bytes), read_bytes, n_readers)
+    figures = _stream(path, n_bytes, seconds, read_bytes, n_readers)
     bandwidth = figures.bytes_read / max(figures.read_seconds, 1e-9)
     profile = DeviceProfile(bandwidth, read_bytes, n_readers, direct, time.time(), device)
     if figures.bytes_read >= _LEAST_BYTES and not is_limited:
@@ -126,19 +128,23 @@ def busy_storage(path: Path) -> Iterator[None]:
         raise error
 
 
-def _stream_once(path: Path, n_bytes: int, read_bytes: int, n_readers: int) -> StreamStats:
+def _stream(
+    path: Path, n_bytes: int, seconds: float, read_bytes: int, n_readers: int
+) -> StreamStats:
     """Walk the file as if it were layers of a few reads each, doing nothing with them."""
     layers = _chunks(path, n_bytes, read_bytes, n_readers)
+    size = path.stat().st_size
+    n_walks = 1 if size < _LEAST_BYTES else -(-n_bytes // size)
     with WeightStreamer(layers, 2, read_bytes=read_bytes, n_readers=n_readers) as streamer:
         started = time.perf_counter()
         burst: StreamStats | None = None
-        for index in range(len(layers)):
+        for index in list(range(len(layers))) * n_walks:
             with streamer.layer(index):
                 pass
-            seconds = time.perf_counter() - started
-            if burst is None and seconds > _WARM_UP_SECONDS:
+            passed = time.perf_counter() - started
+            if burst is None and passed > _WARM_UP_SECONDS:
                 burst = streamer.stats
-            if seconds > _MOST_SECONDS:
+            if passed > seconds:
                 break
         figures = streamer.stats
         later = figures if burst is None else figures - burst

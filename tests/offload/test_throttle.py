@@ -174,7 +174,7 @@ def test_a_measurement_under_a_limit_is_neither_remembered_nor_answered_from_mem
     weights.write_bytes(b"x" * MIB)
     seconds = iter((1.0, 4.0, 8.0))
     monkeypatch.setattr(
-        profile, "_stream_once", lambda *_: StreamStats(bytes_read=800, read_seconds=next(seconds))
+        profile, "_stream", lambda *_: StreamStats(bytes_read=800, read_seconds=next(seconds))
     )
     monkeypatch.setattr(profile, "_LEAST_BYTES", 1)
 
