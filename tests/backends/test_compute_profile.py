@@ -63,4 +63,4 @@ def test_products_are_timed_per_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     found = measure_curve({4: lambda: made.append(4), 1: lambda: made.append(1)}, 10, small)
     assert found.rows == (1, 4)
     assert found.alone == found.beside_reads == (0.1, 0.1)
-    assert made == sorted(made)
+    assert set(made) == {1, 4}
