@@ -1,36 +1,49 @@
-"""How fast this machine multiplies: the compute half of the cost model.
+"""How fast torch multiplies on this machine: the compute half of the cost model.
 
-A pass over N rows of a layer costs about a + b*N seconds per byte of weights: a is reading the
-weights from memory, b the arithmetic. Measured on one matrix of the model's own dtype.
+Measured on one matrix of the model's own dtype.
 """
 
 from __future__ import annotations
 
-import time
+import itertools
+from functools import cache
+from pathlib import Path
 
 import torch
 
-from backends.compute_profile import ComputeProfile
+from backends.compute_profile import WEIGHT_BYTES, ComputeCurve, Product, measure_curve
 
-_OUT, _IN = 4096, 4096
-_ROWS = (1, 64)
-_REPEATS = 5
-
-
-def measure_compute(dtype: torch.dtype) -> ComputeProfile:
-    """Time a linear layer with 1 and 64 rows, over weights larger than the caches."""
-    weights = [torch.ones(_OUT, _IN, dtype=dtype) for _ in range(3)]
-    n_bytes = weights[0].nbytes
-    one, many = (_fastest_seconds(weights, rows) / n_bytes for rows in _ROWS)
-    slope = max(many - one, one * 1e-3) / (_ROWS[1] - _ROWS[0])
-    return ComputeProfile(max(one - slope, 0.0), slope)
+_OUT, _IN = 2048, 4096
+_ROWS = (1, 4, 16, 64, 128)
 
 
-def _fastest_seconds(weights: list[torch.Tensor], n_rows: int) -> float:
+def measure_compute(dtype: torch.dtype, reading: Path | None = None) -> ComputeCurve:
+    """Seconds per byte of weights of a linear layer, measured once in a process.
+
+    reading: see `measure_curve`.
+    """
+    return _measure(dtype, reading, torch.get_num_threads())
+
+
+@cache
+def _measure(dtype: torch.dtype, reading: Path | None, n_threads: int) -> ComputeCurve:
+    one = torch.ones(_OUT, _IN, dtype=dtype)
+    weights = [one, *(one.clone() for _ in range(max(1, WEIGHT_BYTES // one.nbytes - 1)))]
+    products = {n: _product(weights, n) for n in _ROWS}
+    with torch.inference_mode():
+        return measure_curve(products, one.nbytes, reading)
+
+
+def _product(weights: list[torch.Tensor], n_rows: int) -> Product:
+    """A product, with a norm and an activation: a decoder layer has about as many small operations
+    for each byte of its weights."""
     x = torch.ones(n_rows, _IN, dtype=weights[0].dtype)
-    best = float("inf")
-    for repeat in range(_REPEATS):
-        started = time.perf_counter()
-        torch.nn.functional.linear(x, weights[repeat % len(weights)])
-        best = min(best, time.perf_counter() - started)
-    return best
+    turns = itertools.cycle(weights)
+
+    def product() -> torch.Tensor:
+        y = torch.nn.functional.linear(x, next(turns))
+        wide = y.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return torch.nn.functional.silu((wide * scale).to(y.dtype)) * y
+
+    return product

@@ -1,13 +1,135 @@
-"""What a measurement of this machine's arithmetic says."""
+"""What measurements of this machine's arithmetic say, and how they are made.
+
+A product with N rows takes about as long as reading its weights from memory, and from some N on as
+long as its arithmetic; in between, and with kernels that differ by N, only a measurement tells. So
+a curve is kept: seconds by rows, straight lines between those that were timed.
+
+While storage is read the same product takes longer, by up to twice on a virtual machine whose disk
+is served by the processors that compute. Streamed passes compute beside reads nearly all the time.
+"""
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from offload.profile import busy_storage, is_measurable
+from offload.units import MIB
+
+WEIGHT_BYTES = 64 * MIB
+"""Of the weights that products take in turn: more than the processor's caches hold."""
+_LEAST_SECONDS = 0.01
+_SWEEPS = 2
+_LEAST_REPEATS = 3
 
 
 @dataclass(frozen=True)
-class ComputeProfile:
-    """Seconds that a pass spends on each byte of weights."""
+class ComputeCurve:
+    """Seconds of something that computes, by its rows: a product, or all of a pass."""
 
-    seconds_per_byte: float
-    seconds_per_byte_row: float
+    rows: tuple[int, ...]
+    """Ascending, the first is 1."""
+    alone: tuple[float, ...]
+    """Seconds with so many rows, nothing else running."""
+    beside_reads: tuple[float, ...]
+    """The same while storage is read."""
+
+    def __post_init__(self) -> None:
+        if not (self.rows and len(self.rows) == len(self.alone) == len(self.beside_reads)):
+            raise ValueError("a compute curve needs a figure of each kind for every number of rows")
+        if self.rows[0] != 1 or list(self.rows) != sorted(set(self.rows)):
+            raise ValueError(f"the rows of a compute curve ascend from 1, not {self.rows}")
+
+    @classmethod
+    def linear(cls, fixed_seconds: float, seconds_per_row: float) -> ComputeCurve:
+        """fixed + per_row * rows, whether storage is read or not."""
+        ends = (fixed_seconds + seconds_per_row, fixed_seconds + 2 * seconds_per_row)
+        return cls((1, 2), ends, ends)
+
+    def seconds(self, n_rows: int) -> float:
+        """Alone."""
+        return _interpolate(self.rows, self.alone, n_rows)
+
+    def beside_factor(self, n_rows: int) -> float:
+        """How many times as long it takes while storage is read, 1 or more."""
+        beside = _interpolate(self.rows, self.beside_reads, n_rows)
+        return max(1.0, beside / max(self.seconds(n_rows), 1e-12))
+
+    @property
+    def seconds_of_a_row(self) -> float:
+        """Of a further row, where rows are many."""
+        if len(self.rows) == 1:
+            return self.alone[0]
+        last = self.rows[-1]
+        rise = self.seconds(last) - self.seconds(self.rows[-2])
+        return max(rise / (last - self.rows[-2]), 1e-15)
+
+    def times(self, factor: float) -> ComputeCurve:
+        """So many times as much to compute, or seconds for bytes."""
+        alone, beside = ([value * factor for value in kind] for kind in self._kinds)
+        return ComputeCurve(self.rows, tuple(alone), tuple(beside))
+
+    def plus(self, seconds: float) -> ComputeCurve:
+        """The same after what takes as long whatever the rows."""
+        alone, beside = ([value + seconds for value in kind] for kind in self._kinds)
+        return ComputeCurve(self.rows, tuple(alone), tuple(beside))
+
+    @property
+    def _kinds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return self.alone, self.beside_reads
+
+
+def _interpolate(rows: Sequence[int], seconds: Sequence[float], n_rows: int) -> float:
+    """On straight lines through the points; the last one goes on.
+
+    More rows never take less: a figure above a later one was disturbed, and is taken for that one.
+    """
+    mended = [min(seconds[i:]) for i in range(len(rows))]
+    if len(rows) == 1 or n_rows <= rows[0]:
+        return mended[0]
+    high = next((i for i, n in enumerate(rows) if n >= n_rows), len(rows) - 1)
+    slope = (mended[high] - mended[high - 1]) / (rows[high] - rows[high - 1])
+    return mended[high - 1] + slope * (n_rows - rows[high - 1])
+
+
+Product = Callable[[], object]
+"""Multiplies once; each call takes other weights, so that none stay in the processor's caches."""
+
+
+def measure_curve(
+    products: dict[int, Product], n_bytes: int, reading: Path | None = None
+) -> ComputeCurve:
+    """Seconds per byte of weights.
+
+    Args:
+        products: by their rows.
+        n_bytes: of the weights of one product.
+        reading: a weight file that is read meanwhile, for the second figure; the first one is taken
+            for both where there is none, or it is too small to be read for long.
+    """
+    rows = tuple(sorted(products))
+
+    def sweep() -> tuple[float, ...]:
+        """All sizes several times over: another program may disturb one of the sweeps."""
+        sweeps = [[_typical_seconds(products[n]) for n in rows] for _ in range(_SWEEPS)]
+        return tuple(min(figures) / n_bytes for figures in zip(*sweeps, strict=True))
+
+    alone = sweep()
+    if reading is None or not is_measurable(reading):
+        return ComputeCurve(rows, alone, alone)
+    with busy_storage(reading):
+        return ComputeCurve(rows, alone, sweep())
+
+
+def _typical_seconds(product: Product) -> float:
+    """Median of a hundredth of a second of products, after a first one."""
+    product()
+    taken: list[float] = []
+    while sum(taken) < _LEAST_SECONDS or len(taken) < _LEAST_REPEATS:
+        started = time.perf_counter()
+        product()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)

@@ -1,28 +1,27 @@
 """How fast ggml multiplies on this machine: the compute half of the cost model for GGUF models.
 
 Times one matrix product of the model's own number format through ggml's C interface, with weights
-larger than the caches. As in `backends.compute`, a product with N rows takes a + b*N seconds for
-every byte of weights.
+larger than the caches.
 """
 
 from __future__ import annotations
 
 import ctypes
-import time
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
-from backends.compute_profile import ComputeProfile
+from backends.compute_profile import WEIGHT_BYTES, ComputeCurve, Product, measure_curve
 from backends.llama_lib import load_library
 from offload.units import MIB
 
 _OUT, _IN = 4096, 4096
-_N_WEIGHTS = 3
-_ROWS = (1, 16)
-_REPEATS = 5
+_ROWS = (1, 4, 8, 16, 32, 64)
+_LARGEST_BYTES = 4 * _OUT * _IN  # no type is wider than float32
 _F32 = 0  # ggml_type of activations
-_GRAPH_BYTES = 16 * MIB  # the graph, its tensors' headers and the work buffer
+_GRAPH_BYTES = 64 * MIB  # graphs, headers, and a work buffer for each computation
 
 
 class _InitParams(ctypes.Structure):
@@ -61,30 +60,32 @@ def _declare(function: ctypes._NamedFuncPointer, result: type | None, *arguments
     return function
 
 
-def measure_ggml_compute(type_id: int, n_threads: int) -> ComputeProfile:
-    """Time products with weights of one ggml type; about a tenth of a second."""
+@cache
+def measure_ggml_compute(type_id: int, n_threads: int, reading: Path | None = None) -> ComputeCurve:
+    """Seconds per byte of weights of one ggml type, measured once in a process.
+
+    reading: see `measure_curve`.
+    """
     ggml = _Ggml()
-    (one, n_bytes), (many, _) = (_fastest_seconds(ggml, type_id, r, n_threads) for r in _ROWS)
-    slope = max(many - one, one * 1e-3) / (_ROWS[1] - _ROWS[0])
-    return ComputeProfile(max(one - slope, 0.0) / n_bytes, slope / n_bytes)
+    with _context(ggml, WEIGHT_BYTES + _LARGEST_BYTES + _GRAPH_BYTES) as context:
+        weights = [_zeros(ggml, context, type_id, _OUT)]
+        n_bytes = ggml.n_bytes(weights[0])
+        for _ in range(max(1, WEIGHT_BYTES // n_bytes - 1)):
+            weights.append(_zeros(ggml, context, type_id, _OUT))
+        products = {n: _product(ggml, context, weights, n, n_threads) for n in _ROWS}
+        return measure_curve(products, n_bytes, reading)
 
 
-def _fastest_seconds(ggml: _Ggml, type_id: int, n_rows: int, n_threads: int) -> tuple[float, int]:
-    """(seconds of the fastest product, bytes of its weights)."""
-    n_bytes = 4 * _OUT * _IN  # no type is wider than float32
-    with _context(ggml, _N_WEIGHTS * n_bytes + _GRAPH_BYTES) as context:
-        weights = [_zeros(ggml, context, type_id, _OUT) for _ in range(_N_WEIGHTS)]
-        x = _zeros(ggml, context, _F32, n_rows)
-        graphs = []
-        for weight in weights:
-            graphs.append(ggml.new_graph(context))
-            ggml.expand(graphs[-1], ggml.mul_mat(context, weight, x))
-        best = float("inf")
-        for repeat in range(_REPEATS):
-            started = time.perf_counter()
-            ggml.compute(context, graphs[repeat % _N_WEIGHTS], n_threads)
-            best = min(best, time.perf_counter() - started)
-        return best, ggml.n_bytes(weights[0])
+def _product(
+    ggml: _Ggml, context: int, weights: Sequence[int], n_rows: int, n_threads: int
+) -> Product:
+    x = _zeros(ggml, context, _F32, n_rows)
+    graphs = []
+    for weight in weights:
+        graphs.append(ggml.new_graph(context))
+        ggml.expand(graphs[-1], ggml.mul_mat(context, weight, x))
+    turns = itertools.cycle(graphs)
+    return lambda: ggml.compute(context, next(turns), n_threads)
 
 
 @contextmanager

@@ -13,9 +13,10 @@ from backends.llama_cpp import LlamaBackend
 from backends.llama_lib import MAX_SEQUENCES, default_threads
 from backends.llama_memory import context_memory
 from backends.llama_stream import resident_outer_records
-from backends.source import CACHE_TYPES, BackendOptions, Loading, ModelSource, PassCompute
+from backends.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from offload.gguf_header import GGML_TYPES
 from offload.memory import reset_peak_rss
+from offload.paged_memory import move_seconds_per_byte
 from offload.paging_plan import paging_overhead_bytes
 from offload.reading import resident_footprint
 
@@ -91,15 +92,16 @@ class GgufSource(ModelSource):
                 n_bytes[record.dtype] = n_bytes.get(record.dtype, 0) + record.n_bytes
         return max(n_bytes, key=lambda name: n_bytes[name])
 
-    def measure_compute(self) -> PassCompute:
-        profile = measure_ggml_compute(_TYPE_IDS[self._main_type], self._n_threads)
-        layer_bytes = sum(record.n_bytes for layer in self.layers for record in layer.tensors)
-        outer_bytes = sum(record.n_bytes for record in resident_outer_records(self.model))
-        multiplied_bytes = layer_bytes + outer_bytes
-        return PassCompute(
-            profile.seconds_per_byte * multiplied_bytes,
-            profile.seconds_per_byte_row * multiplied_bytes,
-        )
+    @property
+    def head_bytes(self) -> int:
+        return sum(record.n_bytes for record in resident_outer_records(self.model))
+
+    def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
+        reading = self.weight_file if beside_reads else None
+        kind = _TYPE_IDS[self._main_type]
+        per_byte = measure_ggml_compute(kind, self._n_threads, reading)
+        moving = move_seconds_per_byte() if beside_reads else 0.0
+        return ModelCompute(per_byte, self.head_bytes, moving)
 
     def load(self, loading: Loading) -> Backend:
         backend = LlamaBackend(

@@ -12,7 +12,7 @@ from backends.base import Backend, UnsupportedModel
 from backends.compute import measure_compute
 from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import BLOCK_ROWS
-from backends.source import BackendOptions, Loading, ModelSource, PassCompute
+from backends.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.torch_cpu import TorchBackend
 from offload.plan import LayerWeights
 from offload.reading import resident_footprint
@@ -54,15 +54,14 @@ class HfSource(ModelSource):
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         return activation_bytes(self.model, ctx_size, max_rows)
 
-    def measure_compute(self) -> PassCompute:
-        model, profile = self.model, measure_compute(self.model.dtype)
-        layer_bytes = sum(r.n_bytes for layer in self.layers for r in layer.tensors)
-        head_bytes = model.vocab_size * model.config.hidden_size * model.dtype.itemsize
-        multiplied_bytes = layer_bytes + head_bytes
-        return PassCompute(
-            profile.seconds_per_byte * multiplied_bytes,
-            profile.seconds_per_byte_row * multiplied_bytes,
-        )
+    @property
+    def head_bytes(self) -> int:
+        model = self.model
+        return int(model.vocab_size * model.config.hidden_size * model.dtype.itemsize)
+
+    def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
+        reading = self.weight_file if beside_reads else None
+        return ModelCompute(measure_compute(self.model.dtype, reading), self.head_bytes)
 
     def load(self, loading: Loading) -> Backend:
         return TorchBackend(

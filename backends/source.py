@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backends.base import Backend
+from backends.compute_profile import ComputeCurve
 from offload.plan import LayerWeights, ResidencyPlan
 
 Progress = Callable[[int, int], None]
@@ -38,6 +39,18 @@ class PassCompute:
 
     fixed_seconds: float
     seconds_per_row: float
+
+
+@dataclass(frozen=True)
+class ModelCompute:
+    """Arithmetic of one model."""
+
+    per_byte: ComputeCurve
+    """Seconds for each byte of the weights that a pass multiplies with."""
+    head_bytes: int
+    """Of the weights that come after the layers."""
+    seconds_per_streamed_byte: float = 0.0
+    """Between the arrival of a layer and its use, and after that; nothing is computed then."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +111,17 @@ class ModelSource(ABC):
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         """Activations and logits of a prompt of `ctx_size` or a pass of `max_rows`, at most."""
 
+    @property
     @abstractmethod
-    def measure_compute(self) -> PassCompute:
-        """Time this machine's arithmetic on the model's own number format."""
+    def head_bytes(self) -> int:
+        """Of the weights that a pass multiplies with after the layers."""
+
+    @abstractmethod
+    def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
+        """Time this machine's arithmetic on the model's own number format.
+
+        beside_reads: also while the model's storage is read, which a model in memory need not know.
+        """
 
     @abstractmethod
     def load(self, loading: Loading) -> Backend:

@@ -245,6 +245,12 @@ def synth(context: typer.Context) -> None:
     _pass_on("synth", "bench.synth_cli", "synth_command", context.args)
 
 
+@app.command(context_settings=_PASSED_ON)
+def predict(context: typer.Context) -> None:
+    """Predicted against measured speed, over models, budgets and storage speeds."""
+    _pass_on("predict", "bench.prediction", "predict_command", context.args)
+
+
 @app.command("train-pair", context_settings=_PASSED_ON)
 def train_pair(context: typer.Context) -> None:
     """Train the embedded pair from Python source found on this machine."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 
 from offload.address_space import (
     PROT_NONE,
@@ -21,6 +24,32 @@ from offload.direct_io import HUGE_PAGE_BYTES, OpenStorage
 from offload.layout import Layout, Piece
 from offload.paging_plan import PagingPlan, Part
 from offload.reading import Progress, read_pieces
+
+_PROBE_BYTES = 16 * HUGE_PAGE_BYTES
+_PROBES = 5
+
+
+@cache
+def move_seconds_per_byte() -> float:
+    """What lending a layer's pages and taking them back takes, measured once in a process.
+
+    Raises AddressSpaceError where the system cannot move pages.
+    """
+    memory = PageMemory(_PROBE_BYTES, 0)
+    reserved = reserve(_PROBE_BYTES + HUGE_PAGE_BYTES)
+    try:
+        target = -(-reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        taken = []
+        for _ in range(_PROBES):
+            started = time.perf_counter()
+            loan = Loan((Move(memory.address, target, _PROBE_BYTES),))
+            loan.lend()
+            loan.take_back()
+            taken.append(time.perf_counter() - started)
+        return statistics.median(taken) / _PROBE_BYTES
+    finally:
+        memory.close()
+        unmap(reserved, _PROBE_BYTES + HUGE_PAGE_BYTES)
 
 
 class PageMemory:

@@ -1,4 +1,8 @@
-"""How fast this machine's storage is, measured once with the streamer's own kind of reads."""
+"""How fast this machine's storage is, measured once with the streamer's own kind of reads.
+
+A limit that a cgroup sets on reading (`offload.throttle`) is not the device's: under one, nothing
+is remembered, and nothing remembered is used.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,12 @@ import json
 import logging
 import math
 import os
+import random
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,13 +24,17 @@ from offload.direct_io import DirectFile, StorageError
 from offload.index import TensorRecord
 from offload.plan import LayerWeights
 from offload.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
+from offload.slots import StreamerClosed
 from offload.streamer import StreamStats, WeightStreamer
-from offload.units import MIB
+from offload.throttle import read_limit_in_force
+from offload.units import GIB, MIB
 
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 * MIB  # two of these are held in memory while measuring
 _LEAST_BYTES = 64 * MIB  # a shorter measurement is not worth remembering
+_SECONDS = 1.5  # a virtual disk's speed varies from one tenth of a second to the next
+_WARM_UP_SECONDS = 0.3  # limits on reading allow a burst at first
 
 
 @dataclass(frozen=True)
@@ -39,8 +51,9 @@ class DeviceProfile:
 
 def measure_storage(
     path: Path,
-    n_bytes: int = 512 * MIB,
+    n_bytes: int = 16 * GIB,
     *,
+    seconds: float = _SECONDS,
     read_bytes: int = DEFAULT_READ_BYTES,
     n_readers: int = DEFAULT_N_READERS,
     refresh: bool = False,
@@ -49,7 +62,9 @@ def measure_storage(
     """Bandwidth of reading `path` with `n_readers` threads; remembered per device.
 
     Args:
-        path: a real weight file; at most `n_bytes` of it are read, from the start.
+        path: a real weight file, read from a random place on: a cache below the file system may
+            still have what was read last time.
+        n_bytes, seconds: the reading ends at the first of these; a small file is read once.
         refresh: measure even where a figure is remembered.
         cache_dir: where figures are remembered; by default $XDG_CACHE_HOME/specdec.
 
@@ -62,33 +77,93 @@ def measure_storage(
         raise StorageError(f"cannot open {path}: {error.strerror or error}") from error
     folder = _default_cache_dir() if cache_dir is None else cache_dir
     cache = folder / f"storage-{device}-{read_bytes}-{n_readers}.json"
-    if not refresh and (known := _load(cache)) is not None:
+    is_limited = read_limit_in_force(path) is not None
+    if not refresh and not is_limited and (known := _load(cache)) is not None:
         return known
     file = DirectFile(path)
     direct = file.direct
     file.close()
-    figures = _stream_once(path, min(n_bytes, file.n_bytes), read_bytes, n_readers)
+    figures = _stream(path, n_bytes, seconds, read_bytes, n_readers)
     bandwidth = figures.bytes_read / max(figures.read_seconds, 1e-9)
     profile = DeviceProfile(bandwidth, read_bytes, n_readers, direct, time.time(), device)
-    if figures.bytes_read >= _LEAST_BYTES:
+    if figures.bytes_read >= _LEAST_BYTES and not is_limited:
         _save(cache, profile)
     return profile
 
 
-def _stream_once(path: Path, n_bytes: int, read_bytes: int, n_readers: int) -> StreamStats:
+def is_measurable(path: Path) -> bool:
+    """Whether the file is large enough for its reading to last."""
+    return path.stat().st_size >= _LEAST_BYTES
+
+
+@contextmanager
+def busy_storage(path: Path) -> Iterator[None]:
+    """Read `path` over and over, as a pass does, while something else is timed.
+
+    Raises StorageError, at the end, where the file could not be read.
+    """
+    layers = _chunks(path, path.stat().st_size, DEFAULT_READ_BYTES, DEFAULT_N_READERS)
+    errors: list[BaseException] = []
+
+    def walk() -> None:
+        try:
+            while True:
+                for index in range(len(layers)):
+                    with streamer.layer(index):
+                        pass
+        except StreamerClosed:
+            return
+        except BaseException as error:
+            errors.append(error)
+
+    with WeightStreamer(layers, 2) as streamer:
+        thread = threading.Thread(target=walk, name="specdec-busy-storage", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            streamer.close()
+            thread.join()
+    for error in errors:
+        raise error
+
+
+def _stream(
+    path: Path, n_bytes: int, seconds: float, read_bytes: int, n_readers: int
+) -> StreamStats:
     """Walk the file as if it were layers of a few reads each, doing nothing with them."""
-    if n_bytes <= 0:
-        raise StorageError(f"{path} is empty; measure with a weight file")
-    chunk = min(read_bytes * n_readers, _CHUNK_BYTES)
-    layers = []
-    for start in range(0, n_bytes, chunk):
-        size = min(chunk, n_bytes - start)
-        layers.append(LayerWeights((TensorRecord(f"@{start}", "U8", (size,), path, start, size),)))
+    layers = _chunks(path, n_bytes, read_bytes, n_readers)
+    size = path.stat().st_size
+    n_walks = 1 if size < _LEAST_BYTES else -(-n_bytes // size)
     with WeightStreamer(layers, 2, read_bytes=read_bytes, n_readers=n_readers) as streamer:
-        for index in range(len(layers)):
+        started = time.perf_counter()
+        burst: StreamStats | None = None
+        for index in list(range(len(layers))) * n_walks:
             with streamer.layer(index):
                 pass
-        return streamer.stats
+            passed = time.perf_counter() - started
+            if burst is None and passed > _WARM_UP_SECONDS:
+                burst = streamer.stats
+            if passed > seconds:
+                break
+        figures = streamer.stats
+        later = figures if burst is None else figures - burst
+        return later if later.bytes_read >= _LEAST_BYTES else figures
+
+
+def _chunks(path: Path, n_bytes: int, read_bytes: int, n_readers: int) -> list[LayerWeights]:
+    """About `n_bytes` of the file in pieces, as layers, from a random one on."""
+    size = path.stat().st_size
+    if size <= 0:
+        raise StorageError(f"{path} is empty; measure with a weight file")
+    chunk = min(read_bytes * n_readers, _CHUNK_BYTES)
+    starts = list(range(0, size, chunk))
+    first = random.randrange(len(starts))
+    layers = []
+    for start in (starts[first:] + starts[:first])[: -(-n_bytes // chunk)]:
+        n = min(chunk, size - start)
+        layers.append(LayerWeights((TensorRecord(f"@{start}", "U8", (n,), path, start, n),)))
+    return layers
 
 
 # --- the cache: a figure that is lost is only measured again --------------------------------------

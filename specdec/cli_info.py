@@ -29,18 +29,23 @@ DemoArguments = Annotated[
 
 @with_options
 def plan(
-    load: options.LoadOptions, json: options.Json = False, debug: options.Debug = False
+    load: options.LoadOptions,
+    on: options.OnDevice = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
-    """Show what goes where in memory, the predicted speed and the smallest budget that works."""
+    """Show what goes where in memory, what else was weighed, and the predicted speed."""
     check_models(load)
+    from specdec.other_device import plan_on
     from specdec.planning import plan_run
 
-    run_plan = plan_run(**load.as_keywords())
-    note_context(load, run_plan.ctx_size)
+    keywords = load.as_keywords()
+    found = plan_run(**keywords) if on is None else plan_on(on, **keywords)
+    note_context(load, found.ctx_size)
     if json:
-        write_json(run_plan.to_dict())
+        write_json(found.to_dict())
     else:
-        write_text("\n".join(run_plan.lines()) + "\n")
+        write_text("\n".join(found.lines()) + "\n")
 
 
 def profile(

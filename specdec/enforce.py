@@ -12,9 +12,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offload.errors import SpecdecError
+from offload.memory import memory_limit as limit_of_this_process
 from offload.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from offload.throttle import ReadLimit
 
 KILLED = 137  # 128 + SIGKILL: what the kernel does at the limit
 _MARK = "SPECDEC_ENFORCED_BYTES"
@@ -30,8 +35,15 @@ def enforced_bytes() -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def run_enforced(module: str, argv: Sequence[str], memory_budget: str | int) -> int:
+def run_enforced(
+    module: str,
+    argv: Sequence[str],
+    memory_budget: str | int,
+    reads: ReadLimit | None = None,
+) -> int:
     """Run `python -m module argv...` in a memory cgroup of `memory_budget`; return its exit code.
+
+    reads: also read no faster than this.
 
     Raises:
         EnforceError: the budget is "auto".
@@ -48,13 +60,24 @@ def run_enforced(module: str, argv: Sequence[str], memory_budget: str | int) -> 
             "too little to start Python in; give at least 1GiB"
         )
     command = [sys.executable, "-m", module, *argv]
-    return run_in_cgroup(command, limit_bytes, child_environment({_MARK: str(limit_bytes)}))
+    environment = child_environment({_MARK: str(limit_bytes)})
+    return run_in_cgroup(command, limit_bytes, environment, reads.applied if reads else None)
 
 
-def run_child(module: str, argv: Sequence[str], memory_limit: str | int | None) -> int:
-    """Run `python -m module argv...` and return its exit code; None means no limit."""
+def run_child(
+    module: str,
+    argv: Sequence[str],
+    memory_limit: str | int | None,
+    reads: ReadLimit | None = None,
+) -> int:
+    """Run `python -m module argv...` and return its exit code; None means no limit.
+
+    reads: how fast it may read from storage, to stand in for a slower one.
+    """
+    if reads is not None and memory_limit is None:
+        memory_limit = limit_of_this_process().n_bytes  # the cgroup has to have some
     if memory_limit is not None:
-        return run_enforced(module, argv, memory_limit)
+        return run_enforced(module, argv, memory_limit, reads)
     process = subprocess.Popen([sys.executable, "-m", module, *argv], env=child_environment())
     try:
         return _exit_code(process.wait())

@@ -11,21 +11,32 @@ from typing import Any
 import psutil
 
 from backends.source import BackendOptions, ModelSource
-from offload.budget import BudgetExceeded
 from offload.memory import memory_limit, process_memory
 from offload.profile import measure_storage
 from offload.units import parse_bytes
 from specdec.allocator import free_large_blocks_at_once, give_back_freed
+from specdec.alternatives import Figures, Weighing
 from specdec.compat import compare_vocabularies
-from specdec.config import ConfigError, SpecConfig
-from specdec.division import Divider, Division
+from specdec.config import ConfigError
+from specdec.division import Divider
 from specdec.formats import OpenedModel, open_model
 from specdec.options import RunOptions, run_options
-from specdec.policy import DraftPolicy, PassCost
 from specdec.run_plan import RunPlan
 
-_SMALL_TREE = 8
-"""Draft tokens that every automatic plan has room for."""
+_WORTH_SAYING = 1.05
+"""How much faster a run without the draft has to be for the plan to say so."""
+
+
+@dataclass(frozen=True)
+class OpenedPair:
+    """The models of a run, without weights."""
+
+    target: OpenedModel
+    draft: OpenedModel | None
+
+    @property
+    def sources(self) -> tuple[ModelSource, ModelSource | None]:
+        return self.target.source, None if self.draft is None else self.draft.source
 
 
 @dataclass(frozen=True)
@@ -48,67 +59,70 @@ def plan_run(model: str | Path, draft_model: str | Path | None = None, **options
 def plan_models(options: RunOptions) -> PlannedModels:
     """Read the models' headers, measure the machine, and divide the budget."""
     free_large_blocks_at_once()
+    pair = open_pair(options)
+    total_bytes, source = _budget(options.memory_budget)
+    figures = measure_figures(pair, total_bytes)
+    plan = make_plan(options, pair, figures, total_bytes, source)
+    return PlannedModels(plan, pair.target, pair.draft)
+
+
+def open_pair(options: RunOptions) -> OpenedPair:
+    """Read what the models are. Raises what `plan_run` raises, BudgetExceeded excepted."""
     target = open_model(options.model, options.backend)
     draft = None
     if options.draft_model is not None:
         # Cache types are the target's: a draft's KV is small.
         draft = open_model(options.draft_model, BackendOptions(options.backend.n_threads))
         compare_vocabularies(target.vocabulary, draft.vocabulary).require_compatible()
-    draft_source = None if draft is None else draft.source
     _check_options(options, target.source)
-    bandwidth = measure_storage(target.source.weight_file).storage_bytes_per_second
-    costs = _Costs(target.source, draft_source, bandwidth)
+    return OpenedPair(target, draft)
+
+
+def measure_figures(pair: OpenedPair, total_bytes: int) -> Figures:
+    """This machine's speed, as far as a budget of `total_bytes` needs it."""
+    target, draft = pair.sources
+    n_bytes = sum(record.n_bytes for layer in target.layers for record in layer.tensors)
+    return Figures(
+        measure_storage(target.weight_file).storage_bytes_per_second,
+        target.measure_compute(beside_reads=n_bytes > total_bytes),
+        None if draft is None else draft.measure_compute(beside_reads=False),
+    )
+
+
+def make_plan(
+    options: RunOptions, pair: OpenedPair, figures: Figures, total_bytes: int, budget_source: str
+) -> RunPlan:
+    """Divide so much memory as the figures say is fastest.
+
+    Raises BudgetExceeded with the smallest budget that works.
+    """
     gc.collect()  # what building the models left behind is not the process's base
     give_back_freed()
-    total_bytes, source = _budget(options.memory_budget)
-    divider = Divider(target.source, draft_source, options)
-    division = _divide(divider, total_bytes, options.spec, costs, target.source.max_tree_leaves)
-    plan = _make_plan(options, division, costs, target.source, source)
-    return PlannedModels(plan, target, draft)
-
-
-def _divide(
-    divider: Divider, total_bytes: int, spec: SpecConfig, costs: _Costs, most: int | None
-) -> Division:
-    """Divide for trees as large as a pass verifies for free, or smaller ones where memory is short.
-
-    How much a pass reads decides how many tokens are free, and their rows of the KV cache and of
-    logits take memory from the layers: so first with small trees, and then with those.
-    """
-    if not spec.spec_type or spec.num_draft_tokens is not None:
-        return divider.divide(total_bytes, (spec.num_draft_tokens or 0) if spec.spec_type else 0)
-    division = divider.divide(total_bytes, _SMALL_TREE)
-    policy = DraftPolicy(spec, costs.target(division), division.ctx_size, max_nodes=most)
-    n_drafted = policy.n_nodes
-    while n_drafted > _SMALL_TREE:
-        try:
-            return divider.divide(total_bytes, n_drafted)
-        except BudgetExceeded:
-            n_drafted //= 2
-    return division
-
-
-def _make_plan(
-    options: RunOptions, division: Division, costs: _Costs, target: ModelSource, source: str
-) -> RunPlan:
-    cost, draft_cost = costs.target(division), costs.draft(division)
-    policy = DraftPolicy(options.spec, cost, division.ctx_size, draft_cost, division.n_drafted)
+    target, draft = pair.sources
+    weighing = Weighing(
+        Divider(target, draft, options),
+        figures,
+        options.spec,
+        target.max_tree_leaves,
+        fixed_slots=options.prefetch_depth is not None,
+    )
+    chosen = weighing.choose(total_bytes)
+    warnings = target.warnings
+    fastest = max(weighing.weighed, key=lambda one: one.tokens_per_second)
+    if chosen.draft is not None and fastest.draft is None:
+        gain = fastest.tokens_per_second / chosen.tokens_per_second
+        if chosen.target.residency.n_slots and gain > _WORTH_SAYING:
+            warnings += (
+                f"without the draft it should be faster: {fastest.tokens_per_second:.2f} tokens/s "
+                f"instead of {chosen.tokens_per_second:.2f}; take a smaller draft, or none",
+            )
     return RunPlan(
-        budget_bytes=division.budget.total_bytes,
-        budget_source=source,
-        parts=tuple(division.budget.table()),
-        residency=division.target,
-        ctx_size=division.ctx_size,
-        n_draft_tokens=policy.n_nodes if options.spec.spec_type else 0,
-        pass_cost=cost,
-        storage_bytes_per_second=costs.bandwidth,
-        smallest_budget_bytes=division.smallest_bytes,
-        draft_residency=division.draft,
-        draft_cost=draft_cost,
-        draft_depth=policy.depth if draft_cost is not None else 0,
+        budget_source=budget_source,
+        chosen=chosen,
+        weighed=tuple(weighing.weighed),
         uses_mmap=options.load_mode == "mmap",
         accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
-        warnings=target.warnings,
+        warnings=warnings,
     )
 
 
@@ -138,28 +152,3 @@ def _budget(memory_budget: str | int) -> tuple[int, str]:
             f"{limit.n_bytes} bytes ({limit.source}): give at most that"
         )
     return min(wanted, limit.n_bytes), "as asked"
-
-
-class _Costs:
-    """What a pass costs on this machine, once it is known what streams."""
-
-    def __init__(self, target: ModelSource, draft: ModelSource | None, bandwidth: float) -> None:
-        self.bandwidth = bandwidth
-        self._target = target.measure_compute()
-        self._draft = None if draft is None else draft.measure_compute()
-
-    def target(self, division: Division) -> PassCost:
-        return PassCost(
-            read_seconds=division.target.streamed_bytes / self.bandwidth,
-            row_free_seconds=self._target.fixed_seconds,
-            seconds_per_row=self._target.seconds_per_row,
-        )
-
-    def draft(self, division: Division) -> PassCost | None:
-        if self._draft is None or division.draft is None:
-            return None
-        return PassCost(
-            read_seconds=division.draft.streamed_bytes / self.bandwidth,
-            row_free_seconds=self._draft.fixed_seconds,
-            seconds_per_row=self._draft.seconds_per_row,
-        )

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from offload.budget import format_up
 from offload.plan import ResidencyPlan
 from offload.units import GIB, format_bytes
-from specdec.policy import PassCost, level_seconds
+from specdec.alternatives import Alternative
+from specdec.policy import PassCost
 
-ASSUMED_TOKENS_PER_PASS = 3.5
-"""For predictions only: what a decent draft reaches before anything is measured."""
+_HEADINGS = ("weighed", "GB/pass", "s, 1 row", "s, tree", "tokens/s")
 
 
 @dataclass(frozen=True)
 class RunPlan:
     """What goes where, and how fast that should be."""
 
-    budget_bytes: int
     budget_source: str
-    parts: tuple[tuple[str, int], ...]
-    """(name, bytes) of everything in the budget; they sum to it."""
-    residency: ResidencyPlan
-    """Of the target's layers."""
-    ctx_size: int
-    n_draft_tokens: int
-    pass_cost: PassCost
-    storage_bytes_per_second: float
-    smallest_budget_bytes: int
-    draft_residency: ResidencyPlan | None = None
-    draft_cost: PassCost | None = None
-    """Of one level of a draft tree; None without a draft model."""
-    draft_depth: int = 0
+    chosen: Alternative
+    weighed: tuple[Alternative, ...]
+    """All divisions that were predicted, the chosen one among them."""
     uses_mmap: bool = False
     """The target's weights are left to the page cache and not counted."""
     accept_threshold: float | None = None
@@ -40,18 +30,67 @@ class RunPlan:
     warnings: tuple[str, ...] = ()
 
     @property
+    def budget_bytes(self) -> int:
+        return self.chosen.division.budget.total_bytes
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """(name, bytes) of everything in the budget; they sum to it."""
+        return tuple(self.chosen.division.budget.table())
+
+    @property
+    def residency(self) -> ResidencyPlan:
+        """Of the target's layers."""
+        return self.chosen.division.target
+
+    @property
+    def draft_residency(self) -> ResidencyPlan | None:
+        return self.chosen.division.draft
+
+    @property
+    def ctx_size(self) -> int:
+        return self.chosen.division.ctx_size
+
+    @property
+    def n_draft_tokens(self) -> int:
+        """Of the largest tree that there is room for."""
+        return self.chosen.division.n_drafted
+
+    @property
+    def draft_depth(self) -> int:
+        return self.chosen.depth if self.chosen.draft is not None else 0
+
+    @property
+    def smallest_budget_bytes(self) -> int:
+        return self.chosen.division.smallest_bytes
+
+    @property
+    def storage_bytes_per_second(self) -> float:
+        return self.chosen.target.storage_bytes_per_second
+
+    @cached_property
+    def pass_cost(self) -> PassCost:
+        return self.chosen.target.cost()
+
+    @cached_property
+    def draft_cost(self) -> PassCost | None:
+        """Of one level of a draft tree; None without a draft model."""
+        return None if self.chosen.draft is None else self.chosen.draft.cost()
+
+    def pass_seconds(self, n_rows: int) -> float:
+        """Predicted, for a pass that follows the one before it at once."""
+        return self.chosen.target.seconds(n_rows)
+
+    @property
     def plain_tokens_per_second(self) -> float:
-        return 1.0 / self.pass_cost.seconds(1)
+        return 1.0 / self.pass_seconds(1)
 
     @property
     def predicted_tokens_per_second(self) -> float:
-        """With a draft at ASSUMED_TOKENS_PER_PASS; acceptance is known only after a run."""
-        if self.draft_cost is None:
+        """With the draft and the acceptance assumed; what acceptance is, is known after a run."""
+        if self.chosen.draft is None:
             return self.plain_tokens_per_second
-        drafting = self.draft_depth * level_seconds(self.draft_cost, self.n_draft_tokens)
-        # A tree of that depth emits at most a token per level and the target's own.
-        tokens = min(ASSUMED_TOKENS_PER_PASS, 1 + min(self.draft_depth, self.n_draft_tokens))
-        return tokens / (self.pass_cost.seconds(1 + self.n_draft_tokens) + drafting)
+        return self.chosen.tokens_per_second
 
     def to_dict(self) -> dict[str, Any]:
         residency, draft = self.residency, self.draft_residency
@@ -77,6 +116,9 @@ class RunPlan:
             "predicted_tokens_per_second": self.predicted_tokens_per_second,
             "is_lossless": self.accept_threshold is None,
             "accept_threshold": self.accept_threshold,
+            "assumed_tokens_per_pass": self.chosen.tokens_per_pass,
+            "chosen": self.weighed.index(self.chosen),
+            "weighed": [one.to_dict() for one in self.weighed],
             "warnings": list(self.warnings),
         }
 
@@ -103,20 +145,36 @@ class RunPlan:
 
     def _speed_lines(self) -> list[str]:
         """Of a target that streams: what computing alone costs is known less well."""
-        n_rows = 1 + self.n_draft_tokens
+        n_rows = 1 + self.chosen.n_tree
         passes = (
             f"storage {self.storage_bytes_per_second / 1e9:.2f} GB/s; a pass of 1 token takes "
-            f"{self.pass_cost.seconds(1):.2f} s, of {n_rows} tokens "
-            f"{self.pass_cost.seconds(n_rows):.2f} s"
+            f"{self.pass_seconds(1):.2f} s, of {n_rows} tokens {self.pass_seconds(n_rows):.2f} s"
         )
         speed = f"predicted {self.plain_tokens_per_second:.2f} tokens/s plain"
-        if self.draft_cost is None:
-            return [passes, speed]
-        speed += (
-            f", {self.predicted_tokens_per_second:.2f} tokens/s with the draft "
-            f"(assuming {ASSUMED_TOKENS_PER_PASS} tokens per pass)"
-        )
-        return [passes, speed]
+        if self.chosen.draft is not None:
+            speed += (
+                f", {self.predicted_tokens_per_second:.2f} tokens/s with the draft "
+                f"(assuming {self.chosen.tokens_per_pass:.1f} tokens per pass)"
+            )
+        return [passes, speed, *self._table()]
+
+    def _table(self) -> list[str]:
+        """The divisions that were weighed, the fastest first."""
+        if len(self.weighed) < 2:
+            return []
+        ranked = sorted(self.weighed, key=lambda one: -one.tokens_per_second)
+        width = max(len(one.name) for one in ranked) + 2
+        lines = [f"{_HEADINGS[0]:<{width}}" + "".join(f"{title:>10}" for title in _HEADINGS[1:])]
+        for one in ranked:
+            mark = "* " if one is self.chosen else "  "
+            figures = (
+                f"{one.target.residency.streamed_bytes / 1e9:10.2f}",
+                f"{one.target.seconds(1):10.3f}",
+                f"{one.target.seconds(1 + one.n_tree):10.3f}",
+                f"{one.tokens_per_second:10.2f}",
+            )
+            lines.append(f"{mark + one.name:<{width}}" + "".join(figures))
+        return lines
 
 
 def _exact(n_bytes: int) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 
-from backends.compute_profile import ComputeProfile
+from backends.compute_profile import ComputeCurve
 from offload.header import TensorRecord
 from offload.memory import memory_limit
 from offload.profile import measure_storage
@@ -50,7 +50,7 @@ class ThisMachine:
         return memory_limit().n_bytes
 
     @cached_property
-    def _profiles(self) -> dict[str, tuple[ComputeProfile, float]]:
+    def _profiles(self) -> dict[str, tuple[ComputeCurve, float]]:
         """(measurement, bytes of one weight) of each format."""
         measure = _measure_ggml if is_gguf(self._model) else _measure_torch
         return {name: measure(name, self._n_threads) for name in self._formats}
@@ -58,7 +58,7 @@ class ThisMachine:
     @cached_property
     def flops_per_second(self) -> Mapping[str, float]:
         return {
-            name: 2 / (weight_bytes * profile.seconds_per_byte_row)
+            name: 2 / (weight_bytes * profile.seconds_of_a_row)
             for name, (profile, weight_bytes) in self._profiles.items()
         }
 
@@ -66,10 +66,7 @@ class ThisMachine:
     def dram_bytes_per_second(self) -> float:
         """Weights that a product with one row gets through; the best of the formats, because
         those of few bits are held up by unpacking and not by the memory."""
-        return max(
-            1 / (profile.seconds_per_byte + profile.seconds_per_byte_row)
-            for profile, _ in self._profiles.values()
-        )
+        return max(1 / profile.seconds(1) for profile, _ in self._profiles.values())
 
 
 def matrix_formats(records: Iterable[TensorRecord]) -> tuple[str, ...]:
@@ -94,7 +91,7 @@ def model_formats(model: Path) -> tuple[str, ...]:
     return matrix_formats(WeightIndex.from_directory(model).values())
 
 
-def _measure_ggml(name: str, n_threads: int | None) -> tuple[ComputeProfile, float]:
+def _measure_ggml(name: str, n_threads: int | None) -> tuple[ComputeCurve, float]:
     from backends.ggml_compute import measure_ggml_compute
     from backends.llama_lib import default_threads
     from offload.gguf_header import GGML_TYPES
@@ -106,7 +103,7 @@ def _measure_ggml(name: str, n_threads: int | None) -> tuple[ComputeProfile, flo
     raise DeviceError(f"{name} is no number format of ggml: arithmetic cannot be timed")
 
 
-def _measure_torch(name: str, n_threads: int | None) -> tuple[ComputeProfile, float]:
+def _measure_torch(name: str, n_threads: int | None) -> tuple[ComputeCurve, float]:
     import torch
 
     from backends.compute import measure_compute

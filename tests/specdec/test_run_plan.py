@@ -2,44 +2,77 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from paper_models import PaperModel
 from tiny_pair import save_model
 
 import specdec
-from offload.index import TensorRecord
-from offload.plan import LayerWeights, plan_residency
+from backends.compute_profile import ComputeCurve
+from backends.source import ModelCompute
+from offload.budget import MemoryBudget
+from offload.plan import plan_residency
 from offload.units import GIB, MIB
-from specdec.policy import PassCost
+from specdec.alternatives import Figures, predict
+from specdec.config import SpecConfig
+from specdec.division import Division, Shape
 from specdec.run_plan import RunPlan
 
-LAYERS = tuple(
-    LayerWeights((TensorRecord(f"{i}", "U8", (MIB,), Path("w"), i * MIB, MIB),)) for i in range(8)
-)
+LAYERS = PaperModel("t", 8, MIB // 2).layers
+CURVE = ComputeCurve.linear(0.1 / (18 * MIB), 0.01 / (18 * MIB))
 
 
-def make_plan(available_bytes: int, smallest_bytes: int = 700 * MIB) -> RunPlan:
-    return RunPlan(
-        budget_bytes=2 * GIB,
-        budget_source="as asked",
-        parts=(("base", GIB),),
-        residency=plan_residency(LAYERS, available_bytes),
-        ctx_size=128,
-        n_draft_tokens=4,
-        pass_cost=PassCost(0.5, 0.1, 0.01),
-        storage_bytes_per_second=1e9,
-        smallest_budget_bytes=smallest_bytes,
-    )
+def make_plan(available_bytes: int, smallest_bytes: int = 700 * MIB, **more: object) -> RunPlan:
+    """A target of 8 MiB on storage of 10 MiB/s."""
+    divisions = [
+        Division(
+            MemoryBudget(2 * GIB, GIB, 0),
+            plan_residency(LAYERS, available_bytes, n_slots=n_slots),
+            None,
+            128,
+            Shape(4),
+            smallest_bytes,
+        )
+        for n_slots in (2, 3)
+    ]
+    figures = Figures(10 * MIB, ModelCompute(CURVE, 10 * MIB), None)
+    weighed = tuple(predict(one, figures, SpecConfig(num_draft_tokens=4)) for one in divisions)
+    return RunPlan("as asked", weighed[0], weighed, **more)
 
 
 def test_speeds_are_predicted_for_what_streams_only() -> None:
-    streamed = "\n".join(make_plan(7 * MIB).lines())
+    plan = make_plan(6 * MIB)
+    streamed = "\n".join(plan.lines())
     assert "streamed per pass through" in streamed
-    assert "predicted 2.00 tokens/s plain" in streamed
+    assert f"predicted {1 / plan.pass_seconds(1):.2f} tokens/s plain" in streamed
     resident = "\n".join(make_plan(GIB).lines())
     for word in ("predicted", "storage", "slots"):
         assert word not in resident
+
+
+def test_what_was_weighed_is_a_table_and_the_chosen_one_is_marked() -> None:
+    lines = make_plan(6 * MIB).lines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("weighed"))
+    rows = lines[start + 1 : start + 3]
+    marked = [row for row in rows if row.startswith("* ")]
+    assert len(marked) == 1
+    assert "2 slots" in marked[0]
+    speeds = [float(row.split()[-1]) for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_the_json_holds_what_was_weighed() -> None:
+    plan = make_plan(6 * MIB, warnings=("beware",))
+    values = json.loads(json.dumps(plan.to_dict()))
+    assert [one["n_slots"] for one in values["weighed"]] == [2, 3]
+    assert values["chosen"] == 0
+    chosen = values["weighed"][0]
+    assert chosen["streamed_bytes_per_pass"] == values["streamed_bytes_per_pass"]
+    assert chosen["pass_seconds_1"] == pytest.approx(1 / values["plain_tokens_per_second"])
+    assert values["warnings"] == ["beware"]
+    assert plan.lines()[-1] == "warning: beware"
 
 
 def test_the_smallest_budget_is_exact_and_readable() -> None:

@@ -1,0 +1,260 @@
+"""Which division of the memory decodes fastest: a few are weighed by their predicted tokens/s.
+
+A byte can hold a part of the target that is then not read in every pass, a part of the draft that
+is then not read for every level of every tree, one more slot of the ring (which hides drafting and
+uneven layers), or room for a larger tree. What a pass takes is simulated (`specdec.pass_model`);
+what a tree brings is assumed, because acceptance is known only after a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from backends.source import ModelCompute
+from offload.budget import BudgetExceeded
+from specdec.config import SpecConfig
+from specdec.division import Divider, Division, Shape
+from specdec.drafters.model import MAX_BEAMS
+from specdec.pass_model import PassModel
+from specdec.policy import ASSUMED_LEVEL_ACCEPTANCE, MAX_AUTO_NODES
+
+ASSUMED_TOKENS_PER_PASS = ((0, 1.0), (4, 2.35), (8, 2.78), (16, 3.23), (64, 3.64), (128, 3.77))
+"""(draft tokens of the tree, tokens per pass), greedy, of a pair whose draft finds the target's
+token first in 0.64 of all places. Between these the logarithm of the tree's size counts."""
+ASSUMED_NGRAM_SHARE = 0.25
+"""Of a tree's worth, where n-grams alone draft: most texts repeat themselves only now and then."""
+_TREES = (8, 16, 32, 64, 128)
+_SLOTS = (2, 3, 4, 6, 8)
+_DRAFT_SHARES = (0.5, 0.0)
+_LARGE_DRAFT_BYTES = 64 << 20
+"""Of a smaller draft there is nothing to gain in leaving a part on storage."""
+_WORTH_A_CHANGE = 1.03
+"""How much faster another ring or share of the draft has to be: storage is less even than the
+simulation's, which three slots make up for."""
+_ROOM_COSTS_LITTLE = 0.99
+"""Room for larger trees than the best one is taken while it leaves so much of the speed ..."""
+_MOST_ROOM = 4
+"""... up to so many times the best tree: acceptance may be better than assumed."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A machine's speed, for one pair of models."""
+
+    storage_bytes_per_second: float
+    target: ModelCompute
+    draft: ModelCompute | None
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One division, with what is predicted of it."""
+
+    division: Division
+    target: PassModel
+    draft: PassModel | None
+    n_tree: int
+    """Draft tokens of the tree that should be the fastest, in the room that there is."""
+    depth: int
+    """Its levels; 0 without a draft model."""
+    drafting_seconds: float
+    """For one tree, hidden by the ring or not."""
+    tokens_per_pass: float
+    """Assumed."""
+    tokens_per_second: float
+
+    @property
+    def places(self) -> tuple[Any, ...]:
+        """What two divisions that are the same have in common."""
+        division, target = self.division, self.target.residency
+        draft = None if division.draft is None else division.draft.resident_bytes
+        return division.n_drafted, target.n_slots, target.resident_bytes, draft
+
+    @property
+    def name(self) -> str:
+        """What is special about it."""
+        shape, parts = self.division.shape, []
+        if self.draft is not None:
+            share = self.draft.residency.resident_bytes / max(1, _layer_bytes(self.draft))
+            parts.append("draft in memory" if share >= 1 else f"{share:.0%} of the draft in memory")
+        elif shape.n_drafted == 0:
+            parts.append("no draft")
+        if shape.n_drafted:
+            parts.append(f"room for {shape.n_drafted}")
+        if self.target.residency.n_slots:
+            parts.append(f"{self.target.residency.n_slots} slots")
+        return ", ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        residency = self.target.residency
+        return {
+            "name": self.name,
+            "n_slots": residency.n_slots,
+            "num_draft_tokens": self.division.n_drafted,
+            "draft_resident_bytes": self.draft.residency.resident_bytes if self.draft else 0,
+            "streamed_bytes_per_pass": residency.streamed_bytes,
+            "tree_tokens": self.n_tree,
+            "draft_depth": self.depth,
+            "drafting_seconds": self.drafting_seconds,
+            "pass_seconds_1": self.target.seconds(1),
+            "pass_seconds": self.target.seconds(1 + self.n_tree),
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+class Weighing:
+    """Finds the best division for one budget; remembers those that it weighed.
+
+    Args:
+        divider: of the models.
+        figures: of the machine.
+        spec: what the user fixed of the drafting.
+        most_leaves: most draft tokens that the target's backend verifies at a time.
+        fixed_slots: whether the user fixed the ring.
+    """
+
+    def __init__(
+        self,
+        divider: Divider,
+        figures: Figures,
+        spec: SpecConfig,
+        most_leaves: int | None,
+        fixed_slots: bool,
+    ) -> None:
+        self._divider, self._figures, self._spec = divider, figures, spec
+        self._most_leaves = most_leaves
+        self._fixed_slots = fixed_slots
+        self.weighed: list[Alternative] = []
+
+    def choose(self, total_bytes: int) -> Alternative:
+        """One dimension after the other, each from the best of those before.
+
+        Raises BudgetExceeded with the smallest budget that works.
+        """
+        self.weighed = []
+        best = self._weigh(total_bytes, Shape(self._divider.least_drafted))
+        best = self._with_room(total_bytes, best)
+        if best.target.residency.n_slots and not self._fixed_slots:
+            best = self._better(total_bytes, best, ({"n_slots": n} for n in _SLOTS))
+        if self._divider.draft_layer_bytes > _LARGE_DRAFT_BYTES:
+            best = self._better(total_bytes, best, ({"draft_share": s} for s in _DRAFT_SHARES))
+        if (
+            best.draft is not None
+        ):  # what the draft brings; whether to have one is the user's choice
+            self._weigh(total_bytes, replace(best.division.shape, n_drafted=0, has_draft=False))
+        return best
+
+    def _rooms(self) -> Iterator[dict[str, Any]]:
+        least = self._divider.least_drafted
+        if not self._spec.spec_type or self._spec.num_draft_tokens is not None:
+            return
+        most = MAX_AUTO_NODES if self._most_leaves is None else self._most_leaves
+        yield from ({"n_drafted": n} for n in _TREES if least < n <= most)
+
+    def _better(
+        self, total_bytes: int, best: Alternative, changes: Iterable[dict[str, Any]]
+    ) -> Alternative:
+        """The fastest of `best` and these changes to it, where that is faster by enough."""
+        start = best
+        for change in changes:
+            with suppress(BudgetExceeded):
+                found = self._weigh(total_bytes, replace(start.division.shape, **change))
+                least = max(best.tokens_per_second, _WORTH_A_CHANGE * start.tokens_per_second)
+                best = found if found.tokens_per_second > least else best
+        return best
+
+    def _with_room(self, total_bytes: int, best: Alternative) -> Alternative:
+        """Room for the best tree, and for larger ones as far as that costs little."""
+        found = [best]
+        for change in self._rooms():
+            with suppress(BudgetExceeded):
+                found.append(self._weigh(total_bytes, replace(best.division.shape, **change)))
+        top = max(found, key=lambda one: one.tokens_per_second)
+        return max(
+            (
+                one
+                for one in found
+                if one.tokens_per_second >= _ROOM_COSTS_LITTLE * top.tokens_per_second
+                and one.division.n_drafted <= max(_MOST_ROOM * top.n_tree, best.division.n_drafted)
+            ),
+            key=lambda one: one.division.n_drafted,
+        )
+
+    def _weigh(self, total_bytes: int, shape: Shape) -> Alternative:
+        """Predict a division; one that comes out as an earlier one is that."""
+        found = predict(self._divider.divide(total_bytes, shape), self._figures, self._spec)
+        for other in self.weighed:
+            if other.places == found.places:
+                return other
+        self.weighed.append(found)
+        return found
+
+
+def predict(division: Division, figures: Figures, spec: SpecConfig) -> Alternative:
+    """The speed of a division: with the best tree among those that there is room for."""
+    target = PassModel(division.target, figures.target, figures.storage_bytes_per_second)
+    draft = None
+    if division.draft is not None and figures.draft is not None:
+        draft = PassModel(division.draft, figures.draft, figures.storage_bytes_per_second)
+    n_room = division.n_drafted
+    sizes = [n for n in _TREES if n <= n_room] if spec.num_draft_tokens is None else []
+    found = [_predict_tree(division, target, draft, n, spec) for n in sizes or [n_room]]
+    return max(found, key=lambda one: one.tokens_per_second)
+
+
+def _predict_tree(
+    division: Division, target: PassModel, draft: PassModel | None, n_drafted: int, spec: SpecConfig
+) -> Alternative:
+    level = draft.seconds(max(1, min(n_drafted, MAX_BEAMS))) if draft is not None else 0.0
+    depth = _best_depth(spec, target.seconds(1 + n_drafted), level, n_drafted)
+    drafting = depth * level
+    # A draft that streams has the storage to itself: nothing of the target is read meanwhile.
+    is_hidden = draft is None or not draft.residency.n_slots
+    times = target.times(1 + n_drafted, drafting if is_hidden else 0.0)
+    seconds = times.cycle_seconds if is_hidden else times.seconds + drafting
+    tokens = expected_tokens(n_drafted, depth)
+    if draft is None:
+        tokens = 1 + ASSUMED_NGRAM_SHARE * (tokens - 1)
+    return Alternative(
+        division, target, draft, n_drafted, depth, drafting, tokens, tokens / seconds
+    )
+
+
+def expected_tokens(n_drafted: int, depth: int) -> float:
+    """Tokens per pass of a tree of so many draft tokens and levels, as assumed above."""
+    (low, tokens), *rest = ASSUMED_TOKENS_PER_PASS
+    for high, more in rest:
+        if n_drafted <= high:
+            span = math.log1p(high) - math.log1p(low)
+            tokens += (more - tokens) * (math.log1p(n_drafted) - math.log1p(low)) / span
+            break
+        low, tokens = high, more
+    return min(tokens, _tokens_of_levels(depth))
+
+
+def _tokens_of_levels(depth: int) -> float:
+    """A level is reached where all before it hold the target's token: a geometric sum."""
+    return sum(ASSUMED_LEVEL_ACCEPTANCE**level for level in range(depth + 1))
+
+
+def _best_depth(spec: SpecConfig, pass_seconds: float, level_seconds: float, n_drafted: int) -> int:
+    """Levels with the most tokens per second, nothing of the drafting hidden (Leviathan et al.
+    2023, theorem 3.8, with a tree's acceptance); all that may be where levels cost nothing."""
+    deepest = min(spec.depth, n_drafted)
+    if spec.draft_depth is not None or not level_seconds:
+        return deepest
+    return max(
+        range(1, deepest + 1),
+        key=lambda depth: (
+            expected_tokens(n_drafted, depth) / (pass_seconds + depth * level_seconds)
+        ),
+        default=0,
+    )
+
+
+def _layer_bytes(model: PassModel) -> int:
+    return sum(r.n_bytes for layer in model.residency.layers for r in layer.tensors)

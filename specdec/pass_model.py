@@ -1,0 +1,90 @@
+"""T_pass(N): how long a pass of N rows takes a model whose layers are placed as planned.
+
+Every layer is read, as far as it streams, and multiplied with: the ring of slots is simulated over
+their real order and sizes (`offload.ring_model`), with this machine's bandwidth and arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from backends.source import ModelCompute
+from offload.plan import ResidencyPlan
+from offload.ring_model import LayerWork, Overlap, RingTimes, simulate_passes
+from specdec.policy import PassCost
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_FEW_ROWS = 16
+_ABOVE_THE_KNEE = 1.05
+"""Of one row's seconds: passes that take so much longer are held up by their rows."""
+
+
+@dataclass(frozen=True)
+class PassModel:
+    """One model, placed, on one machine."""
+
+    residency: ResidencyPlan
+    compute: ModelCompute
+    storage_bytes_per_second: float
+    _known: dict[tuple[int, float], RingTimes] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def times(self, n_rows: int, gap_seconds: float = 0.0) -> RingTimes:
+        """A pass in the midst of others that drafting of `gap_seconds` parts."""
+        key = (n_rows, gap_seconds)
+        if key not in self._known:
+            self._known[key] = self._simulate(n_rows, gap_seconds)
+        return self._known[key]
+
+    def seconds(self, n_rows: int) -> float:
+        """Of a pass that follows the one before it at once."""
+        return self.times(n_rows).seconds
+
+    def hidden_seconds(self, n_rows: int, gap_seconds: float) -> float:
+        """How much of such drafting costs nothing, because the ring fills meanwhile."""
+        return self.seconds(n_rows) - self.times(n_rows, gap_seconds).seconds
+
+    def cost(self) -> PassCost:
+        """As the larger of two: one row's pass, and a line through those that rows hold up."""
+        if not self.residency.n_streamed_layers:  # nothing hides rows: a few of them count
+            return PassCost(0.0, *_line(1, self.seconds(1), _FEW_ROWS, self.seconds(_FEW_ROWS)))
+        seconds = {n: self.seconds(n) for n in _ROWS}
+        floor = seconds[1]
+        above = [n for n in _ROWS if seconds[n] > _ABOVE_THE_KNEE * floor]
+        low = min(above, default=_ROWS[-2])
+        low, high = min(low, _ROWS[-2]), _ROWS[-1]
+        # Reads that hide all of 128 rows say nothing about the line: arithmetic alone does.
+        line = seconds if above else {n: self._compute_seconds(n) for n in (low, high)}
+        return PassCost(floor, *_line(low, line[low], high, line[high]))
+
+    def _simulate(self, n_rows: int, gap_seconds: float) -> RingTimes:
+        per_byte = self.compute.per_byte
+        seconds = per_byte.seconds(n_rows)
+        moving = self.compute.seconds_per_streamed_byte
+        layers = [
+            LayerWork(
+                layer.slot_bytes / self.storage_bytes_per_second,
+                seconds * sum(record.n_bytes for record in layer.tensors)
+                + moving * layer.slot_bytes,
+            )
+            for layer in self.residency.layers
+        ]
+        return simulate_passes(
+            layers,
+            self.residency.n_slots,
+            outer_seconds=seconds * self.compute.head_bytes,
+            gap_seconds=gap_seconds,
+            overlap=Overlap(compute=per_byte.beside_factor(n_rows)),
+        )
+
+    def _compute_seconds(self, n_rows: int) -> float:
+        layers = self.residency.layers
+        n_bytes = sum(record.n_bytes for layer in layers for record in layer.tensors)
+        return self.compute.per_byte.seconds(n_rows) * (n_bytes + self.compute.head_bytes)
+
+
+def _line(n_low: int, low: float, n_high: int, high: float) -> tuple[float, float]:
+    """(seconds of no rows, seconds per row) of the line through two points; neither below zero."""
+    slope = max((high - low) / (n_high - n_low), 1e-12)
+    return max(0.0, low - slope * n_low), slope

@@ -1,0 +1,69 @@
+"""Models that exist as figures only, for planning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from backends.base import Backend
+from backends.compute_profile import ComputeCurve
+from backends.source import Loading, ModelCompute, ModelSource
+from offload.index import TensorRecord
+from offload.plan import LayerWeights
+from offload.units import MIB
+
+
+class PaperModel(ModelSource):
+    """Layers of two equal tensors.
+
+    Args:
+        curve: seconds per byte; measuring is refused without it.
+    """
+
+    smaller_cache_types = ("q8_0",)
+    max_context = 4096
+    vocab_size = 32000
+    path = weight_file = Path("model.gguf")
+    outer_bytes = head_bytes = 10 * MIB
+
+    def __init__(
+        self,
+        name: str,
+        n_layers: int,
+        tensor_bytes: int,
+        overhead_bytes: int = 0,
+        curve: ComputeCurve | None = None,
+        kv_bytes_per_token: int = MIB // 4,
+    ) -> None:
+        self.layers = tuple(
+            LayerWeights(
+                tuple(
+                    TensorRecord(
+                        f"{name}.{i}.{k}", "F16", (tensor_bytes // 2,), self.path, at, tensor_bytes
+                    )
+                    for k, at in enumerate(
+                        range(2 * i * tensor_bytes, 2 * (i + 1) * tensor_bytes, tensor_bytes)
+                    )
+                )
+            )
+            for i in range(n_layers)
+        )
+        self._overhead_bytes = overhead_bytes
+        self._curve = curve
+        self._kv_bytes_per_token = kv_bytes_per_token
+
+    def streaming_overhead_bytes(self, n_slots: int) -> int:
+        return n_slots * self._overhead_bytes
+
+    def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
+        n_bytes = (ctx_size + max_nodes) * self._kv_bytes_per_token
+        return n_bytes // 2 if cache_type else n_bytes
+
+    def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
+        return 20 * MIB
+
+    def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
+        assert self._curve is not None, "this model's arithmetic is not to be measured"
+        return ModelCompute(self._curve, self.head_bytes)
+
+    def load(self, loading: Loading) -> Backend:
+        raise NotImplementedError

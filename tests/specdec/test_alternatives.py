@@ -1,0 +1,134 @@
+"""What the planner weighs, and that it takes the fastest."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paper_models import PaperModel
+
+from backends.compute_profile import ComputeCurve
+from offload.budget import BudgetExceeded
+from offload.units import GIB, MIB
+from specdec.alternatives import (
+    ASSUMED_TOKENS_PER_PASS,
+    Alternative,
+    Figures,
+    Weighing,
+    expected_tokens,
+)
+from specdec.division import Divider
+from specdec.options import run_options
+
+FREE = ComputeCurve.linear(1e-12, 1e-15)
+"""Of a machine whose arithmetic costs next to nothing."""
+
+
+def weigh(
+    target: PaperModel,
+    draft: PaperModel | None,
+    total_bytes: int,
+    *,
+    compute: ComputeCurve = FREE,
+    storage: float = 1e9,
+    **options: object,
+) -> tuple[Alternative, list[Alternative]]:
+    asked = run_options("t", None if draft is None else "d", ctx_size=256, **options)
+    figures = Figures(
+        storage,
+        PaperModel("t", 1, 1, curve=compute).measure_compute(),
+        None if draft is None else PaperModel("d", 1, 1, curve=compute).measure_compute(),
+    )
+    weighing = Weighing(
+        Divider(target, draft, asked),
+        figures,
+        asked.spec,
+        target.max_tree_leaves,
+        fixed_slots=asked.prefetch_depth is not None,
+    )
+    return weighing.choose(total_bytes), weighing.weighed
+
+
+BIG = PaperModel("t", 40, 40 * MIB, kv_bytes_per_token=1000)  # 3.1 GiB
+SMALL_DRAFT = PaperModel("d", 4, MIB, kv_bytes_per_token=100)
+
+
+def test_where_rows_are_free_there_is_room_for_the_largest_tree():
+    chosen, weighed = weigh(BIG, SMALL_DRAFT, 2 * GIB)
+    assert chosen.division.n_drafted == 128
+    assert chosen in weighed
+    plain = [one for one in weighed if one.draft is None]
+    assert len(plain) == 1
+    assert plain[0].division.n_drafted == 0
+    assert plain[0].tokens_per_second < chosen.tokens_per_second
+    assert chosen.target.residency.n_slots > 0
+
+
+def test_where_rows_cost_a_pass_the_tree_is_small():
+    slow = ComputeCurve.linear(1e-10, 2e-10)
+    chosen, _ = weigh(BIG, SMALL_DRAFT, 2 * GIB, compute=slow)
+    assert chosen.n_tree == 8
+    assert chosen.division.n_drafted <= 4 * 8
+
+
+def test_nothing_weighed_is_much_faster_than_what_is_chosen():
+    for total in (1, 2):
+        for storage in (2e8, 4e9):
+            chosen, weighed = weigh(BIG, SMALL_DRAFT, total * GIB, storage=storage)
+            best = max(one.tokens_per_second for one in weighed)
+            assert chosen.tokens_per_second > 0.95 * best
+
+
+def test_no_division_is_listed_twice():
+    _, weighed = weigh(BIG, SMALL_DRAFT, 2 * GIB)
+    names = [one.name for one in weighed]
+    assert len(names) == len(set(names))
+
+
+def test_what_the_user_fixed_stays():
+    chosen, weighed = weigh(BIG, SMALL_DRAFT, 2 * GIB, num_draft_tokens=5, prefetch_depth=4)
+    assert (chosen.n_tree, chosen.division.n_drafted) == (5, 5)
+    assert chosen.target.residency.n_slots == 4
+    assert {one.target.residency.n_slots for one in weighed} == {4}
+    chosen, weighed = weigh(BIG, None, 2 * GIB, spec_type="none")
+    assert all(one.division.n_drafted == 0 for one in weighed)
+    assert chosen.tokens_per_pass == 1
+
+
+def test_a_target_that_fits_has_no_ring_to_choose():
+    chosen, weighed = weigh(PaperModel("t", 4, 4 * MIB), SMALL_DRAFT, 2 * GIB)
+    assert {one.target.residency.n_slots for one in weighed} == {0}
+    assert chosen.target.residency.streamed_bytes == 0
+
+
+def test_a_draft_nearly_as_large_as_the_target_is_seen_to_be_a_burden():
+    """It is kept, since it was asked for, but the division without it is faster."""
+    draft = PaperModel("d", 30, 40 * MIB, kv_bytes_per_token=100)  # 2.3 GiB
+    chosen, weighed = weigh(BIG, draft, 2 * GIB)
+    shares = {one.division.shape.draft_share for one in weighed}
+    assert len(shares) > 1  # some of it may go to the target
+    assert chosen.draft is not None
+    fastest = max(weighed, key=lambda one: one.tokens_per_second)
+    assert fastest.draft is None
+
+
+def test_what_does_not_fit_is_refused_with_the_smallest_budget():
+    with pytest.raises(BudgetExceeded) as failure:
+        weigh(BIG, SMALL_DRAFT, 100 * MIB)
+    smallest = failure.value.smallest_budget_bytes
+    chosen, _ = weigh(BIG, SMALL_DRAFT, smallest + 16 * MIB)
+    assert chosen.division.smallest_bytes <= smallest + 16 * MIB
+
+
+@given(st.integers(0, 300), st.integers(0, 40))
+def test_larger_trees_are_assumed_to_bring_more(n_drafted, depth):
+    tokens = expected_tokens(n_drafted, depth)
+    assert 1.0 <= tokens <= ASSUMED_TOKENS_PER_PASS[-1][1]
+    assert tokens <= 1 + min(n_drafted, depth)
+    assert expected_tokens(n_drafted + 1, depth) >= tokens
+    assert expected_tokens(n_drafted, depth + 1) >= tokens
+
+
+def test_the_assumption_is_as_measured_where_levels_abound():
+    for n_drafted, tokens in ASSUMED_TOKENS_PER_PASS:
+        assert expected_tokens(n_drafted, 32) == pytest.approx(tokens)

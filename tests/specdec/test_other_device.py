@@ -1,0 +1,91 @@
+"""Plans for devices that are not this one."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from paper_models import PaperModel
+
+from backends.compute_profile import ComputeCurve
+from offload.units import GIB, MIB
+from specdec import other_device
+from specdec.devices import DeviceError
+from specdec.other_device import DevicePlan, plan_on
+from specdec.planning import OpenedPair
+
+HERE = ComputeCurve.linear(1e-12, 1e-15)
+TARGET = PaperModel("t", 40, 40 * MIB, kv_bytes_per_token=1000, curve=HERE)  # 3.1 GiB
+DRAFT = PaperModel("d", 4, MIB, kv_bytes_per_token=100, curve=HERE)
+
+
+@pytest.fixture(autouse=True)
+def pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = OpenedPair(SimpleNamespace(source=TARGET), SimpleNamespace(source=DRAFT))
+    monkeypatch.setattr(other_device, "open_pair", lambda options: opened)
+    figures = {"dram_bytes_per_second": 1e12, "flops_per_second": {"F16": 1e15}}
+    machine = SimpleNamespace(storage_bytes_per_second=7e9, memory_bytes=2 * GIB, **figures)
+    monkeypatch.setattr(other_device, "ThisMachine", lambda *arguments: machine)
+
+
+def plan(name: str, **options: object) -> DevicePlan:
+    return plan_on(name, "t", "d", ctx_size=256, **options)
+
+
+def test_a_storage_alone_takes_the_rest_from_this_machine():
+    found = plan("sd-card", memory_budget="1.5GiB")
+    streamed = found.plan.residency.streamed_bytes
+    assert found.plan.pass_seconds(1) == pytest.approx(streamed / 90e6, rel=0.01)
+    assert found.plan.budget_bytes == 3 * GIB // 2
+    first = found.lines()[0]
+    assert first.startswith("on sd-card: storage 0.09 GB/s; of this machine: ")
+    assert "flops per second" in first
+
+
+def test_what_is_read_from_a_slow_storage_is_what_an_upgrade_helps():
+    found = plan("sd-card", memory_budget="1.5GiB")
+    now = found.plan.predicted_tokens_per_second
+    speeds = {one.name: one.tokens_per_second for one in found.upgrades}
+    assert speeds["storage bandwidth"] == pytest.approx(2 * now, rel=0.02)
+    compute = next(speed for name, speed in speeds.items() if name.startswith("compute"))
+    assert compute == pytest.approx(now, rel=0.02)
+    ranked = [one.tokens_per_second for one in found.upgrades]
+    assert ranked == sorted(ranked, reverse=True)
+    assert found.lines()[-1] == f"most useful upgrade: {found.upgrades[0].name}"
+    # Twice the memory nearly holds the target: better than twice the speed of its reading.
+    assert found.upgrades[0].name.startswith("memory budget (3.00 GiB)")
+
+
+def test_a_whole_device_has_its_own_arithmetic_and_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(PaperModel, "measure_compute", None)  # is not asked for
+    found = plan("phone")
+    assert found.device.from_this_machine == ()
+    assert found.plan.budget_bytes == 8 * GIB
+    # All of it in memory: a pass is the reading of the weights from there, at 28 GB/s.
+    n_bytes = 40 * 80 * MIB + TARGET.head_bytes
+    assert found.plan.pass_seconds(1) == pytest.approx(n_bytes / 28e9, rel=0.01)
+    values = json.loads(json.dumps(found.to_dict()))
+    assert values["device"]["name"] == "phone"
+    assert len(values["upgrades"]) == 3
+
+
+def test_where_nothing_helps_that_is_said(monkeypatch: pytest.MonkeyPatch):
+    found = plan("phone")
+    best = max(one.tokens_per_second for one in found.upgrades)
+    slower = DevicePlan(
+        found.plan,
+        found.device,
+        tuple(
+            other_device.Upgrade(one.name, one.tokens_per_second / best * 0.1)
+            for one in found.upgrades
+        ),
+    )
+    assert slower.lines()[-1] == "no single figure doubled would help"
+
+
+def test_devices_that_compute_on_a_gpu_are_refused():
+    with pytest.raises(DeviceError, match="specdec analyze --on gpu-8gb"):
+        plan("gpu-8gb")
+    with pytest.raises(DeviceError, match="no device 'abacus'"):
+        plan("abacus")

@@ -1,0 +1,80 @@
+"""Seconds of a pass, from bytes, bandwidth and arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paper_models import PaperModel
+
+from backends.compute_profile import ComputeCurve
+from backends.source import ModelCompute
+from offload.plan import plan_residency
+from offload.units import MIB
+from specdec.pass_model import PassModel
+
+LAYERS = PaperModel("t", 12, 4 * MIB).layers
+LAYER_BYTES = 12 * 8 * MIB
+HEAD_BYTES = 10 * MIB
+
+
+def model(
+    available_bytes: int, curve: ComputeCurve, storage: float = 1e9, n_slots: int = 3
+) -> PassModel:
+    plan = plan_residency(LAYERS, available_bytes, n_slots=n_slots)
+    return PassModel(plan, ModelCompute(curve, HEAD_BYTES), storage)
+
+
+def linear(fixed_seconds: float, seconds_per_row: float) -> ComputeCurve:
+    """Of the whole model."""
+    n_bytes = LAYER_BYTES + HEAD_BYTES
+    return ComputeCurve.linear(fixed_seconds / n_bytes, seconds_per_row / n_bytes)
+
+
+def test_a_streamed_pass_takes_as_long_as_its_reads():
+    one = model(40 * MIB, linear(0.001, 0.0001))
+    streamed = one.residency.streamed_bytes
+    assert streamed > 0
+    assert one.seconds(1) == pytest.approx(streamed / 1e9)
+    assert one.times(1).stall_seconds == pytest.approx(streamed / 1e9 - 0.0011)
+
+
+def test_many_rows_take_as_long_as_their_arithmetic():
+    one = model(40 * MIB, linear(0.1, 0.1))
+    assert one.seconds(100) == pytest.approx(10.1)
+    assert one.times(100).stall_seconds == pytest.approx(0.0, abs=1e-9)
+
+
+def test_reads_that_slow_the_arithmetic_count_while_they_run():
+    n_bytes = LAYER_BYTES + HEAD_BYTES
+    slowed = ComputeCurve((1,), (1 / n_bytes,), (2 / n_bytes,))
+    one = model(40 * MIB, slowed)
+    read_seconds = one.residency.streamed_bytes / 1e9
+    # Of the second of arithmetic, half of the reading's time is lost.
+    assert one.seconds(1) == pytest.approx(1 + read_seconds / 2, rel=1e-3)
+
+
+def test_drafting_is_hidden_by_the_ring_up_to_its_slots():
+    one = model(60 * MIB, linear(1e-6, 1e-9))
+    slot_seconds = one.residency.slot_bytes / 1e9
+    assert one.hidden_seconds(1, slot_seconds) == pytest.approx(slot_seconds, rel=0.01)
+    assert one.hidden_seconds(1, 100.0) <= 3 * slot_seconds + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    available=st.integers(28, 110),
+    fixed=st.floats(1e-4, 1.0),
+    per_row=st.floats(1e-5, 0.1),
+    n_rows=st.integers(1, 128),
+)
+def test_the_cost_for_the_policy_is_near_the_simulation(available, fixed, per_row, n_rows):
+    one = model(available * MIB, linear(fixed, per_row))
+    cost = one.cost()
+    assert cost.seconds(n_rows) == pytest.approx(one.seconds(n_rows), rel=0.1)
+
+
+def test_moving_what_has_arrived_is_work_too():
+    plan = plan_residency(LAYERS, 40 * MIB, n_slots=3)
+    one = PassModel(plan, ModelCompute(linear(0.1, 0.1), HEAD_BYTES, 1e-9), 1e9)
+    assert one.seconds(100) == pytest.approx(10.1 + plan.streamed_bytes * 1e-9)
