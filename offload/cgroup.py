@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -36,7 +36,9 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, sig
 
 # The child moves itself before it becomes the program: unlike a hook between fork and exec, this
 # is safe in a process with threads. 125: the move failed, as container runtimes report it.
-_ENTER_SCRIPT = 'echo $$ > "$1" || exit 125; shift; exec "$@"'
+_ENTER_SCRIPT = (
+    'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
+)
 
 
 class CgroupUnavailable(SpecdecError):
@@ -77,7 +79,7 @@ class MemoryCgroup:
 
     def add(self, pid: int) -> None:
         """Move a process in; what it has touched before stays charged elsewhere."""
-        _write(self.path / "cgroup.procs", pid)
+        write_cgroup(self.path / "cgroup.procs", pid)
 
     @property
     def procs_path(self) -> Path:
@@ -104,18 +106,7 @@ class MemoryCgroup:
 
     def remove(self) -> None:
         """Remove the cgroup; it must hold no process any more. Removing twice is allowed."""
-        deadline = time.monotonic() + _REMOVE_SECONDS
-        while True:
-            try:
-                self.path.rmdir()
-                return
-            except FileNotFoundError:
-                return
-            except OSError as error:
-                if error.errno != errno.EBUSY or time.monotonic() > deadline:
-                    logger.warning("cannot remove the cgroup %s: %s", self.path, error.strerror)
-                    return
-            time.sleep(0.01)
+        remove_cgroup(self.path)
 
     def __enter__(self) -> MemoryCgroup:
         return self
@@ -124,27 +115,39 @@ class MemoryCgroup:
         self.remove()
 
 
+FurtherLimits = Callable[[MemoryCgroup], AbstractContextManager[Sequence[Path]]]
+"""Sets more limits for a cgroup's processes; gives the files to write their ids to as well."""
+
+
 def run_in_cgroup(
-    argv: Sequence[str], limit_bytes: int, env: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    limit_bytes: int,
+    env: Mapping[str, str] | None = None,
+    further: FurtherLimits | None = None,
 ) -> int:
     """Run a program under a memory limit and wait for it; standard streams are shared.
 
     Signals that this process gets meanwhile are passed on.
+
+    Args:
+        further: limits of other kinds, such as `offload.throttle.ReadLimit.applied`.
 
     Returns:
         the program's exit code; 128 + n where signal n ended it, so 137 where it was killed for
         want of memory (which is then said on standard error).
 
     Raises:
-        CgroupUnavailable: the limit cannot be set; the program was not started.
+        CgroupUnavailable: a limit cannot be set; the program was not started.
     """
     try:
         group = MemoryCgroup.create(limit_bytes)
     except CgroupUnavailable as error:
+        if further is not None:
+            raise
         return _run(_systemd_argv(argv, limit_bytes, error), env)
-    with group:
-        enter = ["/bin/sh", "-c", _ENTER_SCRIPT, "sh", str(group.procs_path)]
-        code = _run([*enter, *argv], env)
+    with group, nullcontext(()) if further is None else further(group) as more:
+        entered = [str(path) for path in (group.procs_path, *more)]
+        code = _run(["/bin/sh", "-c", _ENTER_SCRIPT, "sh", *entered, "--", *argv], env)
         if group.oom_kills:
             victim = argv[0] if code == OOM_EXIT_CODE else f"a process started by {argv[0]}"
             print(
@@ -179,7 +182,7 @@ def _hands_memory_down(directory: Path) -> bool:
     control = directory / "cgroup.subtree_control"
     if "memory" not in _words(control) and "memory" in _words(directory / "cgroup.controllers"):
         try:
-            _write(control, "+memory")
+            write_cgroup(control, "+memory")
         except CgroupUnavailable:
             return False
     return "memory" in _words(control)
@@ -194,14 +197,14 @@ def _create_below(parent: Path, version: int, limit_bytes: int) -> MemoryCgroup:
     group = MemoryCgroup(path, version, limit_bytes)
     try:
         if version == 1:
-            _write(path / "memory.limit_in_bytes", limit_bytes)
+            write_cgroup(path / "memory.limit_in_bytes", limit_bytes)
             # Memory plus swap; must not be below the limit of memory, so it comes second.
             if (path / "memory.memsw.limit_in_bytes").exists():
-                _write(path / "memory.memsw.limit_in_bytes", limit_bytes)
+                write_cgroup(path / "memory.memsw.limit_in_bytes", limit_bytes)
         else:
-            _write(path / "memory.max", limit_bytes)
+            write_cgroup(path / "memory.max", limit_bytes)
             if (path / "memory.swap.max").exists():
-                _write(path / "memory.swap.max", 0)
+                write_cgroup(path / "memory.swap.max", 0)
     except CgroupUnavailable:
         group.remove()
         raise
@@ -215,7 +218,24 @@ def _words(path: Path) -> list[str]:
         return []
 
 
-def _write(path: Path, value: int | str) -> None:
+def remove_cgroup(path: Path) -> None:
+    """Remove a cgroup whose processes have ended, or do so presently."""
+    deadline = time.monotonic() + _REMOVE_SECONDS
+    while True:
+        try:
+            path.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                logger.warning("cannot remove the cgroup %s: %s", path, error.strerror)
+                return
+        time.sleep(0.01)
+
+
+def write_cgroup(path: Path, value: int | str) -> None:
+    """Write to a control file. Raises CgroupUnavailable."""
     try:
         path.write_text(f"{value}\n")
     except OSError as error:

@@ -40,7 +40,7 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class CgroupLocation:
-    """This process's place in one cgroup hierarchy that may hold the memory controller."""
+    """This process's place in one cgroup hierarchy."""
 
     version: int  # 1 or 2
     mount: Path
@@ -64,12 +64,20 @@ def memory_limit(proc: Path = _PROC) -> MemoryLimit:
 
 
 def memory_cgroups(proc: Path = _PROC) -> list[CgroupLocation]:
-    """Where this process is in the version 1 memory hierarchy and the version 2 hierarchy."""
+    """`controller_cgroups` of the memory controller."""
+    return controller_cgroups("memory", proc)
+
+
+def controller_cgroups(controller: str, proc: Path = _PROC) -> list[CgroupLocation]:
+    """Where this process is in the version 1 hierarchy of a controller and the version 2 one.
+
+    controller: its version 1 name.
+    """
     mounts: dict[int, tuple[str, Path]] = {}
     for line in _lines(proc / "self" / "mountinfo"):
         fields, _, rest = line.partition(" - ")
         kind, _, options = (rest.split() + ["", "", ""])[:3]
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+        if kind == "cgroup2" or (kind == "cgroup" and controller in options.split(",")):
             root, point = (_unescape(field) for field in fields.split()[3:5])
             mounts.setdefault(2 if kind == "cgroup2" else 1, (root, Path(point)))
     found = []
@@ -77,7 +85,7 @@ def memory_cgroups(proc: Path = _PROC) -> list[CgroupLocation]:
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         version = 2 if (number, controllers) == ("0", "") else 1
-        if version in mounts and (version == 2 or "memory" in controllers.split(",")):
+        if version in mounts and (version == 2 or controller in controllers.split(",")):
             root, mount = mounts[version]
             found.append(CgroupLocation(version, mount, _locate(mount, root, path)))
     return found

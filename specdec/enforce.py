@@ -11,9 +11,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offload.errors import SpecdecError
 from offload.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from offload.throttle import ReadLimit
 
 _MARK = "SPECDEC_ENFORCED_BYTES"
 
@@ -28,8 +32,15 @@ def enforced_bytes() -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def run_enforced(module: str, argv: Sequence[str], memory_budget: str | int) -> int:
+def run_enforced(
+    module: str,
+    argv: Sequence[str],
+    memory_budget: str | int,
+    reads: ReadLimit | None = None,
+) -> int:
     """Run `python -m module argv...` in a memory cgroup of `memory_budget`; return its exit code.
+
+    reads: also read no faster than this.
 
     Raises:
         EnforceError: the budget is "auto".
@@ -46,7 +57,8 @@ def run_enforced(module: str, argv: Sequence[str], memory_budget: str | int) -> 
             "too little to start Python in; give at least 1GiB"
         )
     command = [sys.executable, "-m", module, *argv]
-    return run_in_cgroup(command, limit_bytes, child_environment({_MARK: str(limit_bytes)}))
+    environment = child_environment({_MARK: str(limit_bytes)})
+    return run_in_cgroup(command, limit_bytes, environment, reads.applied if reads else None)
 
 
 def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
