@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from bench import report
+from bench import aggregate
 from bench.child import KILLED, quiet_libraries
 from bench.measure import MeasureSpec, measure_in_child
 from bench.provenance import collect
@@ -74,7 +74,7 @@ def tokens_of(records: Sequence[Mapping[str, Any]]) -> Tokens:
 
 def _row(measured: Mapping[str, Any], tokens: Tokens, wanted: Tokens) -> dict[str, Any]:
     plan, records = measured["plan"], measured["records"]
-    stats = report.aggregate_stats(report.of_mode(records, _MODE))
+    stats = aggregate.aggregate_stats(aggregate.of_mode(records, _MODE))
     shared = [name for name in tokens if name in wanted]
     return {
         "streamed_bytes_per_pass": plan["streamed_bytes_per_pass"],
@@ -82,7 +82,7 @@ def _row(measured: Mapping[str, Any], tokens: Tokens, wanted: Tokens) -> dict[st
         "n_texts": len(shared),
         "n_equal_texts": sum(tokens[name] == wanted[name] for name in shared),
         "first_mismatch": {
-            name: report.first_mismatch(wanted[name], tokens[name])
+            name: aggregate.first_mismatch(wanted[name], tokens[name])
             for name in shared
             if tokens[name] != wanted[name]
         },

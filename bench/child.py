@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import typer
@@ -37,15 +37,21 @@ def run_child(module: str, argv: Sequence[str], memory_limit: str | int | None) 
             process.kill()
 
 
-def forget_cached(model: Path) -> None:
+def forget_model(model: Path) -> None:
     """Drop the page cache of a model's files, so that every process begins with cold storage.
 
     Pages that another process read stay in memory and are charged to its cgroup: a peer that
     reads through the page cache would be served from outside its limit.
     """
-    for path in weight_files(model):
+    forget_files(weight_files(model))
+
+
+def forget_files(paths: Iterable[Path]) -> None:
+    """Drop the page cache of files; what is not yet written is written first."""
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
+            os.fdatasync(descriptor)  # the kernel keeps pages that only memory holds
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)

@@ -1,107 +1,145 @@
-"""From records to figures. Pure functions: the tests feed them by hand.
-
-Totals, not means of rates: tokens per second is all decode tokens over all decode seconds.
-"""
+"""Result files -> one self-contained HTML page, and the same pictures as PNG files beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
 from typing import Any
 
-from specdec.stats import AVERAGED, LARGEST, SUMMED, ratio
+from bench import report_plots as plots
+from bench.report_data import bars, depths, points
+from bench.report_tables import Table, tables
+from bench.results import PICTURE, Results
 
-Record = Mapping[str, Any]
-"""A `bench.measure.Record` as a dictionary."""
-
-
-def of_mode(records: Sequence[Record], mode: str) -> list[Record]:
-    return [record for record in records if record["mode"] == mode]
-
-
-def aggregate_stats(records: Sequence[Record]) -> dict[str, Any]:
-    """The stats of several generations as one, with the keys of a single one."""
-    stats = [record["stats"] for record in records]
-    total: dict[str, Any] = {key: sum(one[key] for one in stats) for key in SUMMED}
-    total |= {key: max((one[key] for one in stats), default=0) for key in LARGEST}
-    total |= {key: ratio(sum(one[key] for one in stats), len(stats)) for key in AVERAGED}
-    n_decoded = sum(max(one["generated_tokens"] - 1, 0) for one in stats)
-    n_scored = total["drafted_tokens"] + total["passes"]
-    n_rejected = total["drafted_tokens"] - total["accepted_tokens"]
-    return {
-        "tokens_per_second": ratio(n_decoded, total["decode_seconds"]),
-        "time_per_output_token": ratio(total["decode_seconds"], n_decoded),
-        "mean_acceptance_length": 1.0 + ratio(total["accepted_tokens"], total["passes"]),
-        "acceptance_rate": ratio(total["accepted_tokens"], total["drafted_tokens"]),
-        "flops_rejected_fraction": ratio(n_rejected, n_scored),
-        "ngram_share": ratio(total["ngram_hits"], total["accepted_tokens"]),
-        **total,
-    }
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 68rem; margin: 2rem auto;
+       padding: 0 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.5rem }
+img { max-width: 100%; display: block; margin: 1rem 0 }
+table { border-collapse: collapse; font-size: 13.5px; margin: 1rem 0; display: block;
+        overflow-x: auto }
+th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #ddd;
+         white-space: nowrap }
+th { vertical-align: bottom; white-space: normal; min-width: 3.2rem }
+th:first-child, td:first-child, td.text { text-align: left }
+td.text { white-space: normal; min-width: 12rem }
+.ours td { background: #eef5fa; font-weight: 600 }
+p.note, details { color: #555; font-size: 13.5px } pre { white-space: pre-wrap }
+"""
 
 
-def roofline_fraction(records: Sequence[Record], bytes_per_pass: int) -> float | None:
-    """Shortest time that the storage allows / decode time taken, over all records.
+@dataclass(frozen=True)
+class Picture:
+    """One plot and what it shows."""
 
-    The shortest time is the bytes that the decode passes stream, at the raw bandwidth that was
-    probed around each record. None where nothing is streamed.
-    """
-    if bytes_per_pass <= 0:
-        return None
-    shortest = sum(
-        record["stats"]["passes"] * bytes_per_pass / record["storage_bytes_per_second"]
-        for record in records
-        if record["stats"]["passes"]
-    )
-    return ratio(shortest, sum(record["stats"]["decode_seconds"] for record in records))
+    name: str
+    heading: str
+    png: bytes
 
 
-def first_mismatch(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index of the first token that differs, a missing one included; None when equal."""
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))
+def draw(several: Sequence[Results]) -> list[Picture]:
+    """All pictures that these results allow, in the order of the page."""
+    pictures = []
+    for results in several:
+        if some := bars(results):
+            title = describe(results)
+            png = plots.to_png(plots.speed_bars(some, title))
+            stem = results.path.stem
+            pictures.append(Picture(f"speed-{stem}", f"Speed: {stem}", png))
+    if found := points(several):
+        figure = plots.speed_against_budget(found, "Speed against memory budget")
+        pictures.append(Picture("budgets", "Speed against memory budget", plots.to_png(figure)))
+    if counts := depths(several):
+        figure = plots.acceptance_by_depth(counts, "Acceptance by depth")
+        pictures.append(Picture("acceptance", "Acceptance by depth", plots.to_png(figure)))
+    for results in several:
+        if results.kind == PICTURE:
+            stem = results.path.stem
+            pictures.append(Picture(f"timeline-{stem}", f"One run: {stem}", results.png))
+    return pictures
 
 
-def compare_tokens(plain: Sequence[Record], speculative: Sequence[Record]) -> dict[str, Any]:
-    """How far the two decodings agree, prompt by prompt.
-
-    `token_match` is the share of plain's tokens that come before a first mismatch: 1.0 means that
-    every token of every prompt is equal.
-    """
-    others = {record["prompt"]: record["token_ids"] for record in speculative}
-    mismatches: dict[str, int] = {}
-    n_equal = n_tokens = 0
-    for record in plain:
-        tokens = record["token_ids"]
-        at = first_mismatch(tokens, others[record["prompt"]])
-        n_tokens += len(tokens)
-        n_equal += len(tokens) if at is None else at
-        if at is not None:
-            mismatches[record["prompt"]] = at
-    return {
-        "token_match": _share(n_equal, n_tokens),
-        "prompts_equal": len(plain) - len(mismatches),
-        "first_mismatches": mismatches,
-    }
+def write_report(several: Sequence[Results], path: Path) -> list[Path]:
+    """Write the page to `path` and its pictures beside it; all the files."""
+    pictures = draw(several)
+    written = [path]
+    for picture in pictures:
+        file = path.with_name(f"{path.stem}-{picture.name}.png")
+        file.write_bytes(picture.png)
+        written.append(file)
+    path.write_text(render(several, pictures), encoding="utf-8")
+    return written
 
 
-def compare_peer(records: Sequence[Record], peer: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How far a peer's greedy tokens are those of our plain decoding; a check of the set-up."""
-    ours = {record["prompt"]: record["token_ids"] for record in of_mode(records, "plain")}
-    n_tokens = n_equal = 0
-    for record in peer:
-        tokens = record["token_ids"]
-        at = first_mismatch(tokens, ours[record["prompt"]][: len(tokens)])
-        n_tokens += len(tokens)
-        n_equal += len(tokens) if at is None else at
-    return {"token_match": _share(n_equal, n_tokens)}
+def render(several: Sequence[Results], pictures: Sequence[Picture]) -> str:
+    """The page: nothing in it is fetched from anywhere."""
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8"><title>specdec: measurements</title>',
+        f"<style>{_STYLE}</style></head><body><h1>specdec: measurements</h1>",
+    ]
+    for picture in pictures:
+        data = base64.b64encode(picture.png).decode("ascii")
+        parts.append(f"<h2>{escape(picture.heading)}</h2>")
+        parts.append(f'<img alt="{escape(picture.heading)}" src="data:image/png;base64,{data}">')
+    for results in several:
+        for table in tables(results):
+            parts += _table(table)
+        parts += _provenance(results)
+    return "\n".join([*parts, "</body></html>"]) + "\n"
 
 
-def mean_bandwidth(records: Sequence[Record]) -> float:
-    values = [record["storage_bytes_per_second"] for record in records]
-    return ratio(sum(values), len(values))
+def describe(results: Results) -> str:
+    """One line: what was measured within what."""
+    from offload.units import format_bytes
+
+    value = results.value
+    names = [w["model"] for w in value.get("weights", [])] or [
+        value.get("model", results.path.stem)
+    ]
+    budget = format_bytes(value["memory_budget_bytes"])
+    slowed = value.get("storage_mbps")
+    storage = "" if slowed is None else f", storage held to {slowed:g} MB/s"
+    return f"{', '.join(Path(name).name for name in names)} in {budget}{storage}"
 
 
-def _share(n_equal: int, n_tokens: int) -> float:
-    """Of no tokens at all, all are equal."""
-    return ratio(n_equal, n_tokens) if n_tokens else 1.0
+def _table(table: Table) -> Iterable[str]:
+    yield f"<h2>{escape(table.heading)}</h2>"
+    if table.note:
+        yield f'<p class="note">{escape(table.note)}</p>'
+    head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
+    yield f"<table><thead><tr>{head}</tr></thead><tbody>"
+    for row in table.rows:
+        cells = "".join(_cell(text) for text in row)
+        ours = ' class="ours"' if row[0].startswith("specdec") else ""
+        yield f"<tr{ours}>{cells}</tr>"
+    yield "</tbody></table>"
+
+
+def _cell(text: str) -> str:
+    kind = ' class="text"' if len(text) > 24 else ""
+    return f"<td{kind}>{escape(text)}</td>"
+
+
+def _provenance(results: Results) -> Iterable[str]:
+    found = _find_provenance(results.value)
+    if found is None:
+        return
+    lines = [
+        f"{results.path.name}: {found.get('date')}, revision {found.get('git_revision')}",
+        " ".join(str(word) for word in found.get("argv", [])),
+        ", ".join(f"{key} {value}" for key, value in found.get("machine", {}).items()),
+        ", ".join(f"{key} {value}" for key, value in found.get("storage", {}).items()),
+        ", ".join(f"{key} {value}" for key, value in found.get("versions", {}).items()),
+    ]
+    text = escape("\n".join(lines))
+    yield f"<details><summary>Where this comes from</summary><pre>{text}</pre></details>"
+
+
+def _find_provenance(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    lines = value.get("settings") or [{}]
+    found: Mapping[str, Any] | None = value.get("provenance") or lines[-1].get("provenance")
+    return found

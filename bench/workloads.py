@@ -1,8 +1,14 @@
-"""Prompt files: JSON lines with `prompt`, or with `turns` of which the first is used."""
+"""Prompt files: JSON lines with `prompt`, or with `turns` of which the first is used.
+
+A `category`, where there is one, is kept: results can be told by category. HumanEval's and
+Spec-Bench's files are read as they are published.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +29,7 @@ class Prompt:
 
     name: str
     text: str
+    category: str = ""
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
@@ -48,6 +55,19 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
+def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
+    """`limit` prompts: the first of each category, then the second of each, and so on.
+
+    Files keep their categories together, so the first so many would be of one kind.
+    """
+    seen: Counter[str] = Counter()
+    turns = []
+    for index, prompt in enumerate(prompts):
+        turns.append((seen[prompt.category], index))
+        seen[prompt.category] += 1
+    return [prompts[index] for _, index in sorted(turns)[:limit]]
+
+
 def _parse(line: str, place: str, number: int) -> Prompt:
     try:
         value = json.loads(line)
@@ -59,7 +79,7 @@ def _parse(line: str, place: str, number: int) -> Prompt:
     if not text.strip():
         raise WorkloadError(f"{place}: the prompt is empty")
     name = next((str(value[key]) for key in _NAMES if key in value), str(number))
-    return Prompt(name, text)
+    return Prompt(name, text, str(value.get("category") or ""))
 
 
 def _text_of(value: dict[str, Any], place: str) -> str:

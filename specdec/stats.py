@@ -7,6 +7,7 @@ the first token and is no decode pass: it counts in the time to first token and 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -41,6 +42,8 @@ class GenerationStats:
     memory_budget_bytes: int = 0
     kv_bytes: int = 0  # allocated for KV caches
     kv_used_fraction: float = 0.0  # of kv_bytes, at the end
+    tried_by_depth: tuple[int, ...] = ()  # rounds whose walk came to have a guess at depth 1, 2, ..
+    accepted_by_depth: tuple[int, ...] = ()  # rounds where one of these guesses was right
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,7 +78,8 @@ class GenerationStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain figures for JSON: seconds, bytes, tokens and fractions."""
-        return {name: getattr(self, name) for name in (*RATES, *_FIELDS)}
+        values = {name: getattr(self, name) for name in (*RATES, *_FIELDS)}
+        return values | {name: list(values[name]) for name in BY_DEPTH}
 
 
 RATES = (
@@ -96,7 +100,9 @@ LARGEST = (
     "kv_bytes",
 )
 AVERAGED = ("time_to_first_token", "kv_used_fraction")
-SUMMED = tuple(name for name in _FIELDS if name not in LARGEST + AVERAGED)
+BY_DEPTH = ("tried_by_depth", "accepted_by_depth")
+"""Summed too, depth by depth."""
+SUMMED = tuple(name for name in _FIELDS if name not in LARGEST + AVERAGED + BY_DEPTH)
 
 
 class StatsRecorder:
@@ -117,6 +123,8 @@ class StatsRecorder:
         self._ngram_hits = self._bonus = 0
         self._pass_seconds = self._draft_seconds = 0.0
         self._token_seconds: list[float] = []
+        self._tried: Counter[int] = Counter()  # by depth
+        self._accepted_at: Counter[int] = Counter()
         self._started = self._last = clock()
 
     def record_first_token(self) -> None:
@@ -152,11 +160,17 @@ class StatsRecorder:
         now = self.clock()
         n_tokens = acceptance.n_accepted + 1 if n_emitted is None else n_emitted
         accepted = acceptance.path[1 : n_tokens + 1]  # those that reached the caller
+        is_whole = n_tokens > acceptance.n_accepted
         self._passes += 1
         self._drafted += tree.n_drafted
         self._accepted += len(accepted)
+        self._accepted_at.update(range(1, len(accepted) + 1))
+        self._tried.update(range(1, len(accepted) + 1))
+        guesses = tree.children(acceptance.path[-1])
+        # A right guess at the end of the path was left out for the length's sake.
+        if is_whole and guesses and acceptance.next_token not in guesses:
+            self._tried[len(accepted) + 1] += 1
         self._ngram_hits += sum(tree.sources[i] == "ngram" for i in accepted)
-        is_whole = n_tokens > acceptance.n_accepted
         self._bonus += int(acceptance.is_bonus and tree.n_drafted > 0 and is_whole)
         self._generated += n_tokens
         # Tokens of a round arrive together: each is charged an equal share of the round.
@@ -194,7 +208,12 @@ class StatsRecorder:
             memory_budget_bytes=memory_budget_bytes,
             kv_bytes=kv_bytes,
             kv_used_fraction=kv_used_fraction,
+            tried_by_depth=self._at_depths(self._tried),
+            accepted_by_depth=self._at_depths(self._accepted_at),
         )
+
+    def _at_depths(self, counts: Counter[int]) -> tuple[int, ...]:
+        return tuple(counts[depth] for depth in range(1, max(self._tried, default=0) + 1))
 
 
 def percentile(values: list[float], fraction: float) -> float:

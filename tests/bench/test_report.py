@@ -1,145 +1,191 @@
-"""Figures from records that were made by hand."""
+"""The report's page, from every kind of results."""
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import report
-from bench.table import format_report
+from bench.__main__ import main
+from bench.aggregate import aggregate_stats
+from bench.report_data import Point, bars, depths, points
+from bench.results import ResultsError, read_results
+from offload.units import GIB
 from specdec.stats import GenerationStats
 
+pytest.importorskip("matplotlib")
 
-def record(
-    prompt: str = "a",
-    mode: str = "plain",
-    tokens: tuple[int, ...] = (1, 2, 3),
-    bandwidth: float = 1000.0,
-    **stats: Any,
-) -> dict[str, Any]:
-    values = GenerationStats(**{"generated_tokens": len(tokens), **stats}).to_dict()
+PROVENANCE = {"git_revision": "abc", "argv": ["specdec-bench", "<x>"], "date": "today"}
+
+
+def stats(seconds: float, passes: int) -> dict[str, Any]:
+    one = GenerationStats(
+        generated_tokens=41,
+        passes=passes,
+        accepted_tokens=40 - passes,
+        decode_seconds=seconds,
+        tried_by_depth=(10, 8, 2),
+        accepted_by_depth=(8, 4, 0),
+    )
+    return aggregate_stats([{"stats": one.to_dict()}])
+
+
+def peer_row(name: str, speed: float | None, **more: Any) -> dict[str, Any]:
     return {
-        "prompt": prompt,
-        "mode": mode,
-        "token_ids": list(tokens),
-        "finish_reason": "length",
-        "stats": values,
-        "storage_bytes_per_second": bandwidth,
+        "peer": name, "weights": "hf", "exit": "ok", "reason": None, "tokens_per_second": speed,
+        "time_to_first_token": speed, "seconds_per_token_median": speed,
+        "seconds_per_token_p90": speed, "bytes_read_per_token": None,
+        "mean_acceptance_length": None, "peak_anonymous_bytes": GIB, "cgroup_peak_bytes": None,
+        "n_prompts": 2, "n_tokens": 20, "by_category": {}, "acceptance_by_depth": None, **more,
+    }  # fmt: skip
+
+
+def comparison() -> dict[str, Any]:
+    depth = [{"tried": 9, "accepted": 6}, {"tried": 6, "accepted": 3}]
+    figures = {"tokens_per_second": 1.0, "mean_acceptance_length": 2.0}
+    return {
+        "peers": [
+            peer_row("accelerate", 0.25),
+            peer_row("airllm", None, exit="not-run", reason="not installed: <airllm>"),
+            peer_row("llama.cpp", None, exit="oom-killed", reason="killed", n_prompts=0),
+            peer_row("specdec", 9.3, mean_acceptance_length=11.9, acceptance_by_depth=depth,
+                     by_category={"writing": figures}),
+        ],
+        "ratios": {"specdec": {"accelerate": {"ratio": 37.2, "n_prompts": 2}},
+                   "accelerate": {"specdec": {"ratio": 0.0269, "n_prompts": 2}}},
+        "weights": [{"model": "/m/grown-6gb", "draft": None, "n_bytes": GIB, "types": {}}],
+        "memory_budget_bytes": GIB, "enforced": True, "storage_mbps": 500.0,
+        "n_prompts": 2, "max_tokens": 10, "provenance": PROVENANCE,
+    }  # fmt: skip
+
+
+def speedup() -> dict[str, Any]:
+    return {
+        "plain": stats(40.0, 40), "speculative": stats(4.0, 10), "speedup": 10.0,
+        "records": [], "peer": None, "model": "/m/grown", "memory_budget_bytes": 2 * GIB,
+        "bytes_per_pass": 10**9, "storage_bytes_per_second": 2e9, "prompts_equal": 3,
+        "n_prompts": 4, "provenance": PROVENANCE,
+    }  # fmt: skip
+
+
+def budgets() -> dict[str, Any]:
+    row = {
+        "memory_budget": "1.5GiB", "killed": False, "streamed_bytes_per_pass": 2 * 10**9,
+        "tokens_per_second": 3.0, "mean_acceptance_length": 4.0, "peak_memory_bytes": GIB,
+        "n_equal_texts": 2, "n_texts": 2,
+    }  # fmt: skip
+    return {
+        "budgets": [{"memory_budget": "1GiB", "killed": True}, row],
+        "records": {"1.5GiB": [{"storage_bytes_per_second": 2e9}]},
+        "provenance": PROVENANCE,
     }
 
 
-def test_rates_come_from_totals() -> None:
-    fast = record(tokens=(0,) * 11, decode_seconds=1.0, passes=10, peak_memory_bytes=5)
-    slow = record(tokens=(0,) * 3, decode_seconds=4.0, passes=1, peak_memory_bytes=7)
-    slow["stats"]["accepted_tokens"] = 1
-    total = report.aggregate_stats([fast, slow])
-    assert total["tokens_per_second"] == pytest.approx(12 / 5)  # 10 + 2 decoded tokens
-    assert total["time_per_output_token"] == pytest.approx(5 / 12)
-    assert total["mean_acceptance_length"] == pytest.approx(1 + 1 / 11)
-    assert total["generated_tokens"] == 14
-    assert total["peak_memory_bytes"] == 7
+def sweep_line(budget: int, mbps: float | None, tree: int | None, speed: float | None) -> Any:
+    return {
+        "setting": {"memory_budget_bytes": budget, "storage_mbps": mbps, "num_draft_tokens": tree},
+        "key": "k", "exit": "ok" if speed else "oom-killed", "reason": None if speed else "killed",
+        "tokens_per_second": speed, "predicted_tokens_per_second": speed,
+        "mean_acceptance_length": None if tree == 0 else 3.0, "bytes_per_pass": 10**9,
+        "storage_bytes_per_second": 2e9, "peak_anonymous_bytes": GIB, "n_prompts": 1,
+        "n_tokens": 9, "provenance": PROVENANCE,
+        "acceptance_by_depth": None if tree == 0 else [{"tried": 6, "accepted": 5}],
+    }  # fmt: skip
 
 
-def test_an_aggregate_of_one_equals_the_original() -> None:
-    one = record(
-        tokens=(0,) * 9,
-        decode_seconds=2.0,
-        time_to_first_token=0.5,
-        passes=4,
-        drafted_tokens=16,
-        accepted_tokens=4,
-        ngram_hits=1,
-        kv_bytes=100,
-        kv_used_fraction=0.5,
-        time_per_output_token_p90=0.3,
-    )
-    total = report.aggregate_stats([one])
-    assert total.pop("ngram_share") == 0.25
-    assert total == one["stats"]
+PICTURE = b"\x89PNG\r\n\x1a\n and so on"
 
 
-def test_nothing_decoded_divides_by_nothing() -> None:
-    total = report.aggregate_stats([record(tokens=(5,))])
-    assert total["tokens_per_second"] == 0.0
-    assert total["acceptance_rate"] == 0.0
-    assert report.aggregate_stats([])["time_to_first_token"] == 0.0
-
-
-def test_roofline_weighs_each_record_with_its_own_probe() -> None:
-    records = [
-        record(passes=2, decode_seconds=4.0, bandwidth=1000.0),
-        record(passes=2, decode_seconds=2.0, bandwidth=2000.0),
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    values = {"peers": comparison(), "speedup": speedup(), "budgets": budgets()}
+    found = {}
+    for kind, value in values.items():
+        found[kind] = tmp_path / f"{kind}.json"
+        found[kind].write_text(json.dumps(value))
+    found["picture"] = tmp_path / "run.png"
+    found["picture"].write_bytes(PICTURE)
+    lines = [
+        sweep_line(
+            budget, mbps, tree, None if budget == 3 * GIB and tree == 0 else 1.0 + budget / GIB
+        )
+        for budget in (GIB, 2 * GIB, 3 * GIB)
+        for mbps in (90.0, None)
+        for tree in (0, None)
     ]
-    # 1000 bytes a pass: at best 2 s + 1 s, taken 6 s.
-    assert report.roofline_fraction(records, 1000) == pytest.approx(0.5)
-    assert report.roofline_fraction(records, 0) is None
+    found["sweep"] = tmp_path / "sweep.jsonl"
+    found["sweep"].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return found
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "expected"),
+    ("kind", "pictures", "words"),
     [
-        ([1, 2], [1, 2], None),
-        ([], [], None),
-        ([1, 2], [1, 3], 1),
-        ([1, 2], [1, 2, 3], 2),
-        ([1, 2, 3], [1], 1),
+        ("peers", ["speed-peers", "acceptance"], ["37.20 (2)", "&lt;airllm&gt;", "writing"]),
+        ("speedup", ["speed-speedup", "budgets", "acceptance"], ["10.00 times plain", "3 of 4"]),
+        ("budgets", ["budgets"], ["killed by the kernel", "1.5GiB"]),
+        ("sweep", ["budgets", "acceptance"], ["tree: auto", "oom-killed"]),
+        ("picture", ["timeline-run"], []),
     ],
 )
-def test_first_mismatch(left: list[int], right: list[int], expected: int | None) -> None:
-    assert report.first_mismatch(left, right) == expected
-
-
-def test_compare_tokens_names_prompt_and_position() -> None:
-    plain = [record("a", tokens=(1, 2, 3, 4)), record("b", tokens=(5, 6, 7, 8))]
-    speculative = [record("b", tokens=(5, 9, 7, 8)), record("a", tokens=(1, 2, 3, 4))]
-    result = report.compare_tokens(plain, speculative)
-    assert result == {
-        "token_match": 5 / 8,
-        "prompts_equal": 1,
-        "first_mismatches": {"b": 1},
+def test_a_page_from_each_kind(
+    files: dict[str, Path], tmp_path: Path, kind: str, pictures: list[str], words: list[str]
+) -> None:
+    page = tmp_path / "out" / "page.html"
+    page.parent.mkdir()
+    assert main(["report", str(files[kind]), "-o", str(page)]) == 0
+    assert {path.name for path in page.parent.iterdir()} == {
+        "page.html",
+        *(f"page-{name}.png" for name in pictures),
     }
+    text = page.read_text()
+    assert text.count("data:image/png;base64,") == len(pictures)
+    for word in words:
+        assert word in text
+    # Self-contained, and nothing of a file's text becomes a tag.
+    assert not re.search(r"(src|href)=\"(?!data:)", text)
+    assert "<x>" not in text
+    assert (page.parent / f"page-{pictures[0]}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_peer_is_compared_over_its_own_few_tokens() -> None:
-    ours = [record("a", tokens=(1, 2, 3, 4))]
-    assert report.compare_peer(ours, [record("a", tokens=(1, 2))])["token_match"] == 1.0
-    assert report.compare_peer(ours, [record("a", tokens=(1, 9))])["token_match"] == 0.5
+def test_all_kinds_on_one_page(files: dict[str, Path], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main(["report", *map(str, files.values()), "-o", str(page)]) == 0
+    assert page.read_text().count("<details>") == 4  # a picture has no provenance
 
 
-def test_the_table_shows_every_column() -> None:
-    stats = report.aggregate_stats([record(decode_seconds=2.0, passes=2)])
-    text = format_report(
-        {
-            "plain": stats,
-            "speculative": stats,
-            "peer": {"name": "accelerate", "tokens_per_second": 0.4},
-            "plain_versus_peer": 2.5,
-            "speedup": 4.0,
-            "storage_roofline_fraction": 0.93,
-            "storage_bytes_per_second": 2.2e9,
-            "storage_probe": "O_DIRECT",
-            "token_match": 0.99,
-            "prompts_equal": 3,
-            "first_mismatches": {"HumanEval/2": 17},
-            "near_ties": [
-                {"prompt": "HumanEval/2", "explained": True, "gap": 0.0625, "drift": 0.125}
-            ],
-            "model": "grown",
-            "draft_model": "pair:draft",
-            "memory_budget_bytes": 2**30,
-            "enforced": True,
-            "n_prompts": 4,
-            "sampling": {"max_tokens": 64},
-        }
-    )
-    for part in (
-        "accelerate",
-        "4.00x",
-        "0.93 of 2.20 GB/s (plain decode passes; probed with O_DIRECT)",
-        "from token 17 on: a near tie",
-        "1.00 GiB",
-        "a tree drafts several for each position",
-    ):
-        assert part in text
-    assert "None" not in text
+def test_the_roofline_of_a_point() -> None:
+    point = Point("plain", None, GIB, 1.5, 10**9, 2e9, 1.0)
+    assert point.roofline == pytest.approx(2.0)
+    assert Point("tree", None, GIB, 1.5, 10**9, 2e9, 3.0).roofline == pytest.approx(6.0)
+    assert Point("plain", None, GIB, 9.0, 0, 2e9, 1.0).roofline is None
+
+
+def test_what_is_drawn_of_each_kind(files: dict[str, Path]) -> None:
+    results = {kind: read_results(path) for kind, path in files.items()}
+    assert [bar.tokens_per_second for bar in bars(results["peers"])] == [0.25, None, None, 9.3]
+    assert bars(results["peers"])[1].note == "not-run: not installed: <airllm>"
+    found = points(results.values())
+    assert len(found) == (12 - 2) + 1 + 2  # no point where there was no speed
+    slowed = [point for point in found if point.storage_mbps == 90.0]
+    assert {point.storage_bytes_per_second for point in slowed} == {90e6}
+    sums = {one.name: (one.tried, one.accepted) for one in depths(results.values())}
+    assert sums["specdec"] == ((9, 6), (6, 3))
+    assert sums["tree: auto"] == ((36,), (30,))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "notes", '{"peers": 3}', '{"setting": {}}\n3\n'])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ResultsError, match="holds no results") as caught:
+        read_results(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["report", str(tmp_path / "none.json"), "-o", str(tmp_path / "r.html")]) == 2
+    assert "No such file" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.workloads import BUILT_IN, Prompt, WorkloadError, read_prompts
+from bench.workloads import BUILT_IN, Prompt, WorkloadError, read_prompts, spread
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -79,3 +79,19 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
 def test_the_built_in_prompts() -> None:
     prompts = read_prompts(BUILT_IN, 16)
     assert len({prompt.text for prompt in prompts}) == 16
+    assert {prompt.category for prompt in prompts} == {"classes", "functions", "scripts"}
+
+
+def test_categories_take_turns(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "".join(
+            f'{{"id": "{name}", "category": "{name[0]}", "prompt": "x"}}\n'
+            for name in ("a1", "a2", "a3", "b1", "b2", "c1")
+        )
+        + '{"id": "none", "prompt": "x", "category": null}\n',
+    )
+    prompts = read_prompts(path)
+    assert [prompt.category for prompt in prompts] == [*"aaabbc", ""]
+    assert [p.name for p in spread(prompts, 6)] == ["a1", "b1", "c1", "none", "a2", "b2"]
+    assert len(spread(prompts, 99)) == 7

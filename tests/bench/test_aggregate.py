@@ -1,0 +1,146 @@
+"""Figures from records that were made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench import aggregate
+from bench.table import format_report
+from specdec.stats import GenerationStats
+
+
+def record(
+    prompt: str = "a",
+    mode: str = "plain",
+    tokens: tuple[int, ...] = (1, 2, 3),
+    bandwidth: float = 1000.0,
+    **stats: Any,
+) -> dict[str, Any]:
+    values = GenerationStats(**{"generated_tokens": len(tokens), **stats}).to_dict()
+    return {
+        "prompt": prompt,
+        "mode": mode,
+        "token_ids": list(tokens),
+        "finish_reason": "length",
+        "stats": values,
+        "storage_bytes_per_second": bandwidth,
+    }
+
+
+def test_rates_come_from_totals() -> None:
+    fast = record(tokens=(0,) * 11, decode_seconds=1.0, passes=10, peak_memory_bytes=5)
+    slow = record(tokens=(0,) * 3, decode_seconds=4.0, passes=1, peak_memory_bytes=7)
+    slow["stats"]["accepted_tokens"] = 1
+    total = aggregate.aggregate_stats([fast, slow])
+    assert total["tokens_per_second"] == pytest.approx(12 / 5)  # 10 + 2 decoded tokens
+    assert total["time_per_output_token"] == pytest.approx(5 / 12)
+    assert total["mean_acceptance_length"] == pytest.approx(1 + 1 / 11)
+    assert total["generated_tokens"] == 14
+    assert total["peak_memory_bytes"] == 7
+
+
+def test_an_aggregate_of_one_equals_the_original() -> None:
+    one = record(
+        tokens=(0,) * 9,
+        decode_seconds=2.0,
+        time_to_first_token=0.5,
+        passes=4,
+        drafted_tokens=16,
+        accepted_tokens=4,
+        ngram_hits=1,
+        kv_bytes=100,
+        kv_used_fraction=0.5,
+        time_per_output_token_p90=0.3,
+    )
+    total = aggregate.aggregate_stats([one])
+    assert total.pop("ngram_share") == 0.25
+    assert total == one["stats"]
+
+
+def test_nothing_decoded_divides_by_nothing() -> None:
+    total = aggregate.aggregate_stats([record(tokens=(5,))])
+    assert total["tokens_per_second"] == 0.0
+    assert total["acceptance_rate"] == 0.0
+    assert aggregate.aggregate_stats([])["time_to_first_token"] == 0.0
+
+
+def test_roofline_weighs_each_record_with_its_own_probe() -> None:
+    records = [
+        record(passes=2, decode_seconds=4.0, bandwidth=1000.0),
+        record(passes=2, decode_seconds=2.0, bandwidth=2000.0),
+    ]
+    # 1000 bytes a pass: at best 2 s + 1 s, taken 6 s.
+    assert aggregate.roofline_fraction(records, 1000) == pytest.approx(0.5)
+    assert aggregate.roofline_fraction(records, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ([1, 2], [1, 2], None),
+        ([], [], None),
+        ([1, 2], [1, 3], 1),
+        ([1, 2], [1, 2, 3], 2),
+        ([1, 2, 3], [1], 1),
+    ],
+)
+def test_first_mismatch(left: list[int], right: list[int], expected: int | None) -> None:
+    assert aggregate.first_mismatch(left, right) == expected
+
+
+def test_compare_tokens_names_prompt_and_position() -> None:
+    plain = [record("a", tokens=(1, 2, 3, 4)), record("b", tokens=(5, 6, 7, 8))]
+    speculative = [record("b", tokens=(5, 9, 7, 8)), record("a", tokens=(1, 2, 3, 4))]
+    result = aggregate.compare_tokens(plain, speculative)
+    assert result == {
+        "token_match": 5 / 8,
+        "prompts_equal": 1,
+        "first_mismatches": {"b": 1},
+    }
+
+
+def test_depths_are_summed() -> None:
+    one = record(tried_by_depth=(3, 1), accepted_by_depth=(2, 0))
+    other = record(tried_by_depth=(1,), accepted_by_depth=(1,))
+    total = aggregate.aggregate_stats([one, other])
+    assert (total["tried_by_depth"], total["accepted_by_depth"]) == ([4, 1], [3, 0])
+
+
+def test_the_table_shows_every_column() -> None:
+    stats = aggregate.aggregate_stats([record(decode_seconds=2.0, passes=2)])
+    text = format_report(
+        {
+            "plain": stats,
+            "speculative": stats,
+            "peer": {"name": "accelerate", "tokens_per_second": 0.4},
+            "plain_versus_peer": 2.5,
+            "speedup": 4.0,
+            "storage_roofline_fraction": 0.93,
+            "storage_bytes_per_second": 2.2e9,
+            "storage_probe": "O_DIRECT",
+            "token_match": 0.99,
+            "prompts_equal": 3,
+            "first_mismatches": {"HumanEval/2": 17},
+            "near_ties": [
+                {"prompt": "HumanEval/2", "explained": True, "gap": 0.0625, "drift": 0.125}
+            ],
+            "model": "grown",
+            "draft_model": "pair:draft",
+            "memory_budget_bytes": 2**30,
+            "enforced": True,
+            "n_prompts": 4,
+            "sampling": {"max_tokens": 64},
+        }
+    )
+    for part in (
+        "accelerate",
+        "4.00x",
+        "0.93 of 2.20 GB/s (plain decode passes; probed with O_DIRECT)",
+        "from token 17 on: a near tie",
+        "1.00 GiB",
+        "a tree drafts several for each position",
+    ):
+        assert part in text
+    assert "None" not in text
