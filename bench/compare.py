@@ -137,9 +137,11 @@ def make_entries(names: Sequence[str], weights: Sequence[Weights]) -> Iterator[E
     """Every program with every format of the weights that it reads; at least one row for each."""
     for name in names:
         peer = PEERS[name]
-        fitting = [one for one in weights if one.format in peer.formats] or [None]
+        fitting = [one for one in weights if one.format in peer.formats]
         for one in fitting:
             yield Entry(peer, one, why_not(peer, one))
+        if not fitting:
+            yield Entry(peer, None, why_not(peer, None))
 
 
 def label(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:

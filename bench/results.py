@@ -84,7 +84,7 @@ def _kind(value: Any) -> str | None:
 def _sweep_lines(path: Path, text: str) -> list[dict[str, Any]]:
     """Lines of a sweep; a last one that was cut off is left out."""
     lines = text.splitlines()
-    found = []
+    found: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
             value = json.loads(line)

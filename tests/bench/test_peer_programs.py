@@ -89,7 +89,9 @@ def test_accelerate_from_disk_alone_and_assisted(
     from bench.peer_accelerate import program
 
     wanted = specdec_tokens(run)
-    options = {"cpu_memory_bytes": 40_000}
+    size = sum(path.stat().st_size for path in draft.glob("*.safetensors"))
+    # The embedding must fit: transformers 5.23 drafts on the device of a model's first weights.
+    options = {"cpu_memory_bytes": size * 2 // 3}
     alone, assisted = run(program, options=options), run(program, draft, options=options)
     for journal in (alone, assisted):
         assert "error" not in journal
@@ -148,13 +150,13 @@ def test_llama_cpp_alone_and_with_a_draft(
     from bench.peer_llama import program
     from specdec.models import resolve_model
 
-    models = {"model": str(resolve_model("pair:draft.gguf")), "n_tokens": 8}
+    models = {"model": str(resolve_model("pair:draft.gguf")), "n_tokens": 24}
     alone = run(program, **models)
     drafted = run(program, Path(models["model"]), **models)
     assert [r["token_ids"] for r in alone["prompts"]] == [
         r["token_ids"] for r in drafted["prompts"]
     ]
-    assert len(drafted["prompts"][0]["arrivals"]) < 8
+    assert sum(len(record["arrivals"]) for record in drafted["prompts"]) < 2 * 24
     assert alone["loaded"]["settings"]["use_extra_bufts"] is False
 
 
