@@ -54,7 +54,13 @@ def run_budgets(
         tokens = tokens_of(measured["records"])
         wanted = wanted or tokens
         rows.append({"memory_budget": budget, "killed": False, **_row(measured, tokens, wanted)})
-    return {"budgets": rows, "enforced": enforce, "provenance": provenance, "records": records}
+    return {
+        "budgets": rows,
+        "model": str(load["model"]),
+        "enforced": enforce,
+        "provenance": provenance,
+        "records": records,
+    }
 
 
 def _measure(spec: MeasureSpec, enforce: bool) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ The result (JSON; `null` where there is nothing to say):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,13 +94,27 @@ def compare(
     prompts: Sequence[Prompt],
     settings: RunSettings,
     argv: Sequence[str],
+    save: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Run the programs of these names; see the module's text for the keys.
+
+    `save` is called with the result so far after every process: an interrupted comparison keeps it.
 
     Raises:
         offload.cgroup.CgroupUnavailable: the limits cannot be set; nothing was measured.
     """
-    provenance = collect(argv, weights[0].model)
+    shared = {
+        "memory_budget_bytes": settings.memory_bytes,
+        "enforced": settings.enforce,
+        "storage_mbps": settings.storage_mbps,
+        "n_prompts": len(prompts),
+        "max_tokens": settings.n_tokens,
+        "time_limit_seconds": settings.seconds,
+        "n_threads": settings.n_threads,
+        "ctx_size": settings.n_ctx,
+        "weights": [describe_weights(one) for one in weights],
+        "provenance": collect(argv, weights[0].model),
+    }
     entries = list(make_entries(names, weights))
     half = (len(prompts) + 1) // 2
     with ExitStack() as stack:
@@ -111,25 +125,23 @@ def compare(
         for part, order in ((prompts[:half], entries), (prompts[half:], entries[::-1])):
             for entry in order:
                 if part and entry.runner is not None and not entry.is_over:
+                    entry.runner.learn_from(other.runner for other in entries)
                     seconds = settings.seconds * len(part) / len(prompts)
                     entry.runs.append(entry.runner.run(part, seconds))
-        rows = [entry.row() for entry in entries]
+                    save(_result(entries, shared))
+    return _result(entries, shared)
+
+
+def _result(entries: Sequence[Entry], shared: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what has run so far."""
+    rows = [entry.row() for entry in entries]
     _match_tokens(rows)
     probes = [run.storage_bytes_per_second for entry in entries for run in entry.runs]
     return {
         "peers": rows,
         "ratios": pairwise_ratios({label(row, rows): row["prompts"] for row in rows}),
         "storage_bytes_per_second": sum(probes) / len(probes) if probes else None,
-        "memory_budget_bytes": settings.memory_bytes,
-        "enforced": settings.enforce,
-        "storage_mbps": settings.storage_mbps,
-        "n_prompts": len(prompts),
-        "max_tokens": settings.n_tokens,
-        "time_limit_seconds": settings.seconds,
-        "n_threads": settings.n_threads,
-        "ctx_size": settings.n_ctx,
-        "weights": [describe_weights(one) for one in weights],
-        "provenance": provenance,
+        **shared,
     }
 
 

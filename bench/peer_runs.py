@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from bench.child import forget_files, forget_model
 from bench.limited import Limits
 from bench.peer_figures import summarise
 from bench.peer_program import Task
-from bench.peers import Peer, Weights, memory_amounts
+from bench.peers import LEAST_AMOUNT_BYTES, Peer, Weights, memory_amounts
 from bench.probe import probe_bandwidth
 from bench.workloads import Prompt
 from offload.throttle import ReadLimit
 from offload.units import format_bytes
 from specdec.enforce import child_environment
-from specdec.storage import largest_weight_file
+from specdec.storage import largest_weight_file, weight_files
 
 LOAD_SECONDS = 300.0
 """Allowed beside the time for decoding, which may be overrun once more for the last prompt."""
@@ -86,6 +86,20 @@ class ProgramRunner:
         """Remove what the program wrote beside the model."""
         if self._shards is not None:
             self._shards.cleanup()
+
+    def learn_from(self, others: Iterable[ProgramRunner | None]) -> None:
+        """Take over the best amount of memory, less the draft's, from one with the same target."""
+        if not self.peer.tunes_memory or self._cpu_memory_bytes is not None:
+            return
+        for other in others:
+            if (
+                other is not None
+                and other._cpu_memory_bytes is not None
+                and (other.peer.module, other.weights) == (self.peer.module, self.weights)
+            ):
+                draft = self.weights.draft if self.peer.uses_draft else None
+                used = sum(p.stat().st_size for p in weight_files(draft)) if draft else 0
+                self._cpu_memory_bytes = max(other._cpu_memory_bytes - used, LEAST_AMOUNT_BYTES)
 
     def run(self, prompts: Sequence[Prompt], seconds: float) -> ProcessRun:
         """One process for these prompts."""

@@ -18,7 +18,7 @@ _FORMAT_NAMES = {HF: "a Hugging Face checkpoint", GGUF: "a GGUF file"}
 
 # What an interpreter with torch and transformers takes before any weight is loaded.
 _LEAST_OVERHEAD_BYTES = 512 * MIB
-_LEAST_AMOUNT_BYTES = 64 * MIB
+LEAST_AMOUNT_BYTES = 64 * MIB
 _STEPS = 4
 
 
@@ -137,9 +137,9 @@ def memory_amounts(budget_bytes: int) -> Iterator[int]:
     The largest is not always the fastest: transformers maps the weights that it keeps "in memory"
     from the file, so they share the page cache with those on disk.
     """
-    largest = max(budget_bytes - _LEAST_OVERHEAD_BYTES, _LEAST_AMOUNT_BYTES)
-    step = max(largest // _STEPS, _LEAST_AMOUNT_BYTES)
+    largest = max(budget_bytes - _LEAST_OVERHEAD_BYTES, LEAST_AMOUNT_BYTES)
+    step = max(largest // _STEPS, LEAST_AMOUNT_BYTES)
     for index in range(_STEPS):
         amount = largest - index * step
-        if amount >= _LEAST_AMOUNT_BYTES:
+        if amount >= LEAST_AMOUNT_BYTES:
             yield amount

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import psutil
 import typer
@@ -111,9 +111,14 @@ def peers_command(
         load={name: value for name, value in keywords.items() if name not in own},
     )
     chosen = spread(read_prompts(prompts), n_prompts)
-    result = compare(names, weights, chosen, settings, ["specdec-bench", *context.obj.argv])
-    if output_file is not None:
-        write_json(result, output_file)
+
+    def save(so_far: dict[str, Any]) -> None:
+        if output_file is not None:
+            write_json(so_far, output_file)
+
+    argv = ["specdec-bench", *context.obj.argv]
+    result = compare(names, weights, chosen, settings, argv, save)
+    save(result)
     if output == "json":
         write_json(result, None)
     else:

@@ -6,13 +6,14 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from bench import report_plots as plots
 from bench.report_data import bars, depths, points
 from bench.report_tables import Table, tables
-from bench.results import PICTURE, Results
+from bench.results import BUDGETS, PICTURE, SPEEDUP, SWEEP, Results
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 68rem; margin: 2rem auto;
@@ -49,9 +50,11 @@ def draw(several: Sequence[Results]) -> list[Picture]:
             png = plots.to_png(plots.speed_bars(some, title))
             stem = results.path.stem
             pictures.append(Picture(f"speed-{stem}", f"Speed: {stem}", png))
-    if found := points(several):
-        figure = plots.speed_against_budget(found, "Speed against memory budget")
-        pictures.append(Picture("budgets", "Speed against memory budget", plots.to_png(figure)))
+    for name, group in _budget_groups(several).items():
+        if found := points(group):
+            heading = f"Speed against memory budget: {name}"
+            png = plots.to_png(plots.speed_against_budget(found, heading))
+            pictures.append(Picture(f"budgets-{name}", heading, png))
     if counts := depths(several):
         figure = plots.acceptance_by_depth(counts, "Acceptance by depth")
         pictures.append(Picture("acceptance", "Acceptance by depth", plots.to_png(figure)))
@@ -60,6 +63,24 @@ def draw(several: Sequence[Results]) -> list[Picture]:
             stem = results.path.stem
             pictures.append(Picture(f"timeline-{stem}", f"One run: {stem}", results.png))
     return pictures
+
+
+def _budget_groups(several: Sequence[Results]) -> dict[str, list[Results]]:
+    """Every sweep is a picture of its own; single budgets of one model make one together."""
+    groups: dict[str, list[Results]] = {}
+    for results in several:
+        if results.kind == SWEEP:
+            groups[results.path.stem] = [results]
+        elif results.kind in (BUDGETS, SPEEDUP):
+            groups.setdefault(_model_name(results.value), []).append(results)
+    return groups
+
+
+def _model_name(value: Mapping[str, Any]) -> str:
+    """Of the target; the first results of `budgets` named it in their command only."""
+    argv = value["provenance"]["argv"]
+    named = [after for word, after in pairwise(argv) if word in ("-m", "--model")]
+    return Path(value.get("model") or named[0]).stem
 
 
 def write_report(several: Sequence[Results], path: Path) -> list[Path]:

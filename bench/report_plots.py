@@ -39,7 +39,7 @@ def speed_bars(bars: Sequence[Bar], title: str) -> Any:
         )
     axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.32 * largest)
+    axes.set_xlim(0, 1.4 * largest)
     axes.set_xlabel("tokens per second")
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
@@ -54,16 +54,24 @@ def speed_against_budget(points: Sequence[Point], title: str) -> Any:
     )
     names = sorted({p.series for p in points}, key=lambda name: (name != PLAIN, name))
     colours = dict(zip(names, _COLOURS * len(names), strict=False))
-    figure = _figure(max(4.2 * len(speeds) + 0.4, 7.0), 4.4)
-    panels = figure.subplots(1, len(speeds), sharey=True, squeeze=False)[0]
+    n_columns = min(len(speeds), 2)
+    n_rows = -(-len(speeds) // n_columns)
+    figure = _figure(5.0 * n_columns + 1.5 * (n_columns == 1), 3.1 * n_rows + 0.9)
+    grid = figure.subplots(n_rows, n_columns, sharey=True, sharex=True, squeeze=False)
+    panels = list(grid.flat)[: len(speeds)]
+    for unused in list(grid.flat)[len(speeds) :]:
+        unused.set_visible(False)
     for axes, speed in zip(panels, speeds, strict=True):
         inside = [p for p in points if p.storage_mbps == speed]
         for name in names:
             _draw_series(axes, [p for p in inside if p.series == name], colours[name], name)
         axes.set_title(_storage_name(speed, inside), fontsize=10)
-        axes.set_xlabel("memory budget, GiB")
         _tidy_log_axis(axes, points)
-    panels[0].set_ylabel("tokens per second")
+    for axes in panels[-n_columns:]:
+        axes.set_xlabel("memory budget, GiB")
+        axes.tick_params(labelbottom=True)
+    for row in grid:
+        row[0].set_ylabel("tokens per second")
     _legend(figure, panels, {"reading alone at full speed (roofline)": ("--", _FAINT)})
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
@@ -118,7 +126,16 @@ def _draw_series(axes: Any, points: Sequence[Point], colour: str, name: str) -> 
     axes.plot(at, [p.tokens_per_second for p in points], "o-", color=colour, ms=4, label=name)
     lines = [(p.budget_bytes / GIB, p.roofline) for p in points if p.roofline is not None]
     if lines:
-        axes.plot(*zip(*lines, strict=True), "--", marker="_", color=colour, lw=1.1, alpha=0.8)
+        axes.plot(*zip(*lines, strict=True), "--", marker="_", color=colour, lw=1.1)
+    reading = [point for point in points if point.roofline is not None]
+    axes.fill_between(
+        [point.budget_bytes / GIB for point in reading],
+        [point.tokens_per_second for point in reading],
+        [point.roofline for point in reading],
+        color=colour,
+        alpha=0.13,
+        linewidth=0,
+    )
 
 
 def _tidy_log_axis(axes: Any, points: Sequence[Point]) -> None:

@@ -114,6 +114,23 @@ def test_a_kill_by_the_kernel_is_a_result(target: Path) -> None:
     assert "slow: killed by the kernel at the memory limit" in format_comparison(result)
 
 
+def test_an_interrupted_comparison_keeps_what_it_has(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[dict[str, Any]] = []
+
+    def save(result: dict[str, Any]) -> None:
+        saved.append(result)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+
+    prompts = [Prompt("a", "x"), Prompt("b", "x")]
+    with pytest.raises(KeyboardInterrupt):
+        compare(["slow", "fast"], [Weights.of(target)], prompts, settings(), [], save)
+    assert [row["n_prompts"] for row in saved[-1]["peers"]] == [1, 1]
+    assert set(saved[-1]) == KEYS
+
+
 def test_a_slow_program_does_fewer_prompts_and_tokens(target: Path) -> None:
     [row] = run(target, ["a", "b"], n_tokens=4000, seconds=0.4)["peers"]
     assert row["exit"] == OK
@@ -144,6 +161,12 @@ def test_the_fastest_amount_of_memory_is_found(
     runner.run([Prompt("b", "y")], 1.0)
     assert calls == [*amounts, amounts[2], amounts[2]]
     assert [trial["exit"] for trial in runner.trials] == [OOM_KILLED, OK, OK, OK]
+    assisted = Peer("assisted", "none", ("hf",), "", uses_draft=True, tunes_memory=True)
+    other = ProgramRunner(assisted, Weights.of(target), settings(memory_bytes=GIB))
+    other.learn_from([None, runner])
+    calls.clear()
+    other.run([Prompt("a", "x")], 1.0)
+    assert calls == [amounts[2]]
     step.update(dict.fromkeys(amounts))
     runner = ProgramRunner(peer, Weights.of(target), settings(memory_bytes=GIB))
     assert runner.run([Prompt("a", "x")], 1.0).exit == OOM_KILLED

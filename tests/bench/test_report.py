@@ -80,7 +80,7 @@ def budgets() -> dict[str, Any]:
     return {
         "budgets": [{"memory_budget": "1GiB", "killed": True}, row],
         "records": {"1.5GiB": [{"storage_bytes_per_second": 2e9}]},
-        "provenance": PROVENANCE,
+        "provenance": {**PROVENANCE, "argv": ["budgets", "-m", "/m/grown"]},
     }
 
 
@@ -125,9 +125,13 @@ def files(tmp_path: Path) -> dict[str, Path]:
     ("kind", "pictures", "words"),
     [
         ("peers", ["speed-peers", "acceptance"], ["37.20 (2)", "&lt;airllm&gt;", "writing"]),
-        ("speedup", ["speed-speedup", "budgets", "acceptance"], ["10.00 times plain", "3 of 4"]),
-        ("budgets", ["budgets"], ["killed by the kernel", "1.5GiB"]),
-        ("sweep", ["budgets", "acceptance"], ["tree: auto", "oom-killed"]),
+        (
+            "speedup",
+            ["speed-speedup", "budgets-grown", "acceptance"],
+            ["10.00 times plain", "3 of 4"],
+        ),
+        ("budgets", ["budgets-grown"], ["killed by the kernel", "1.5GiB"]),
+        ("sweep", ["budgets-sweep", "acceptance"], ["tree: auto", "oom-killed"]),
         ("picture", ["timeline-run"], []),
     ],
 )
