@@ -28,7 +28,7 @@ from typing import Any
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
 
-LEAST_TOKENS = 8
+LEAST_TOKENS = 5
 """Of each prompt that is begun, however slow: below that a rate says little."""
 
 

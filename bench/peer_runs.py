@@ -79,7 +79,7 @@ class ProgramRunner:
         self.peer, self.weights, self.settings = peer, weights, settings
         self.trials: list[dict[str, Any]] = []
         """Amounts of memory that were tried before the best was chosen."""
-        self._cpu_memory_bytes = settings.cpu_memory_bytes
+        self._cpu_memory_bytes = settings.cpu_memory_bytes if peer.tunes_memory else None
         self._shards: tempfile.TemporaryDirectory[str] | None = None
 
     def close(self) -> None:

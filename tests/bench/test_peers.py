@@ -134,7 +134,7 @@ def test_an_interrupted_comparison_keeps_what_it_has(
 def test_a_slow_program_does_fewer_prompts_and_tokens(target: Path) -> None:
     [row] = run(target, ["a", "b"], n_tokens=4000, seconds=0.4)["peers"]
     assert row["exit"] == OK
-    assert 8 <= row["n_tokens"] < 4000
+    assert 2 * 5 <= row["n_tokens"] < 4000
     assert {record["ended"] for record in row["prompts"]} == {"time"}
 
 
