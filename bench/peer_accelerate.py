@@ -40,13 +40,7 @@ def program(task: Task, journal: Journal) -> None:
         assistant = None
         if task.draft is not None:
             assistant = load_assistant(Path(task.draft), model.config.vocab_size)
-            schedule = assistant.generation_config
-            settings |= {
-                "assistant_model": task.draft,
-                "num_assistant_tokens": schedule.num_assistant_tokens,
-                "num_assistant_tokens_schedule": schedule.num_assistant_tokens_schedule,
-                "assistant_confidence_threshold": schedule.assistant_confidence_threshold,
-            }
+            settings |= {"assistant_model": task.draft, "assistant_schedule": "default"}
         if task.ignore_eos:
             model.generation_config.eos_token_id = None
         journal.loaded(settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench import aggregate
@@ -13,6 +13,8 @@ from specdec.stats import ratio
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"
+LEAST_TRIED = 5
+"""A share of fewer rounds says nothing and is not drawn."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +90,33 @@ def points(several: Iterable[Results]) -> list[Point]:
 
 
 def depths(several: Iterable[Results]) -> list[Depths]:
-    """Acceptance by depth, wherever it was recorded."""
-    found: list[Depths] = []
+    """Acceptance by depth, wherever enough rounds were recorded for a share to say something."""
+    found: dict[str, list[Depths]] = {}
     for results in several:
-        if results.kind == PEERS:
-            rows = results.value["peers"]
-            found += _depths((label(row, rows), row.get("acceptance_by_depth")) for row in rows)
-        elif results.kind == SWEEP:
-            found += _sweep_depths(results.value["settings"])
-        elif results.kind == SPEEDUP:
-            stats = results.value["speculative"]
-            tried, accepted = stats.get("tried_by_depth"), stats.get("accepted_by_depth")
-            if tried:
-                found.append(Depths(results.path.stem, tuple(tried), tuple(accepted)))
-    return found
+        shown = [cut for one in _depths_of(results) if (cut := _cut(one)).tried]
+        if shown:
+            found[results.path.stem] = shown
+    if len(found) == 1:
+        return next(iter(found.values()))
+    return [replace(one, name=f"{stem}: {one.name}") for stem in found for one in found[stem]]
+
+
+def _depths_of(results: Results) -> list[Depths]:
+    if results.kind == PEERS:
+        rows = results.value["peers"]
+        return _depths((label(row, rows), row.get("acceptance_by_depth")) for row in rows)
+    if results.kind == SWEEP:
+        return _sweep_depths(results.value["settings"])
+    stats = results.value["speculative"] if results.kind == SPEEDUP else {}
+    if not stats.get("tried_by_depth"):
+        return []
+    return [Depths("specdec", tuple(stats["tried_by_depth"]), tuple(stats["accepted_by_depth"]))]
+
+
+def _cut(one: Depths) -> Depths:
+    """Down to the depth that too few rounds came to."""
+    n = sum(tried >= LEAST_TRIED for tried in one.tried)
+    return Depths(one.name, one.tried[:n], one.accepted[:n])
 
 
 def _peer_bar(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Bar:

@@ -13,8 +13,6 @@ from offload.units import GIB
 # Okabe and Ito's colours: told apart by colour-blind readers too.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _OURS, _THEIRS, _FAINT = "#0072B2", "#8C8C8C", "#666666"
-_LEAST_TRIED = 5
-"""A share of fewer rounds says nothing and is not drawn."""
 
 
 def speed_bars(bars: Sequence[Bar], title: str) -> Any:
@@ -82,17 +80,16 @@ def acceptance_by_depth(several: Sequence[Depths], title: str) -> Any:
     figure = _figure(9.0, 3.9)
     reach, each = figure.subplots(1, 2)
     for colour, one in zip(_COLOURS * len(several), several, strict=False):
-        n = sum(tried >= _LEAST_TRIED for tried in one.tried)
-        at = range(1, n + 1)
-        n_rounds = [one.tried[0]] * n
-        reach.plot(
-            at, share(one.accepted[:n], n_rounds), "o-", color=colour, ms=3.5, label=one.name
-        )
-        each.plot(at, share(one.accepted[:n], one.tried[:n]), "o-", color=colour, ms=3.5)
+        at = range(1, len(one.tried) + 1)
+        n_rounds = [one.tried[0]] * len(one.tried)
+        reach.plot(at, share(one.accepted, n_rounds), "o-", color=colour, ms=3.5, label=one.name)
+        each.plot(at, share(one.accepted, one.tried), "o-", color=colour, ms=3.5)
+    deepest = max(len(one.tried) for one in several)
     reach.set_title("rounds that accept a token at this depth", fontsize=10)
     each.set_title("a guess is right, where the walk gets that far", fontsize=10)
     for axes in (reach, each):
         axes.set_ylim(0, 1.03)
+        axes.set_xlim(0.5, deepest + 0.5)
         axes.set_xlabel("depth in the draft tree")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)

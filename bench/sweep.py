@@ -76,15 +76,16 @@ def auto_budgets(plan: Callable[[int | str], RunPlan], n: int = N_AUTO_BUDGETS) 
     `plan` gives the plan of a budget in bytes, or of "auto".
     """
     smallest = plan("auto").smallest_budget_bytes
-    largest = whole_budget(plan, smallest)
+    # A little more: the process that measures is not the one that plans here.
+    largest = whole_budget(plan, smallest) * 103 // 100
     return [smallest + (largest - smallest) * i // (n - 1) for i in range(n)]
 
 
 def whole_budget(plan: Callable[[int | str], RunPlan], smallest: int) -> int:
     """The smallest budget, within 1 %, in which all of the model stays in memory."""
     low, high = smallest, smallest
-    while plan(high).residency.n_streamed_layers:
-        low, high = high, high + max(plan(high).residency.streamed_bytes, high // 100)
+    while (residency := plan(high).residency).n_streamed_layers:
+        low, high = high, high + max(residency.streamed_bytes, high // 100)
     while high - low > high // 100:
         middle = (low + high) // 2
         if plan(middle).residency.n_streamed_layers:

@@ -177,8 +177,10 @@ def test_what_is_drawn_of_each_kind(files: dict[str, Path]) -> None:
     slowed = [point for point in found if point.storage_mbps == 90.0]
     assert {point.storage_bytes_per_second for point in slowed} == {90e6}
     sums = {one.name: (one.tried, one.accepted) for one in depths(results.values())}
-    assert sums["specdec"] == ((9, 6), (6, 3))
-    assert sums["tree: auto"] == ((36,), (30,))
+    assert sums["peers: specdec"] == ((9, 6), (6, 3))
+    assert sums["sweep: tree: auto"] == ((36,), (30,))
+    assert sums["speedup: specdec"] == ((10, 8), (8, 4))  # two rounds at depth 3 say nothing
+    assert [one.name for one in depths([results["peers"]])] == ["specdec"]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "notes", '{"peers": 3}', '{"setting": {}}\n3\n'])
