@@ -9,16 +9,18 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from offload.cgroup import MemoryCgroup
 from offload.throttle import ReadLimit
 
 OK, OOM_KILLED, TIMED_OUT, FAILED = "ok", "oom-killed", "timeout", "failed"
 _SAMPLE_SECONDS = 0.1
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def run_limited(argv: Sequence[str], limits: Limits, env: Mapping[str, str], log
             command, env=env, stdout=output, stderr=output, start_new_session=True
         )
         try:
-            is_late, peak = _watch(process, group, started + limits.seconds)
+            with _ended_by_signals():
+                is_late, peak = _watch(process, group, started + limits.seconds)
         finally:
             _kill_all(process)
         code = process.returncode
@@ -88,6 +91,24 @@ def _cause(code: int, is_late: bool, group: MemoryCgroup | None) -> str:
     if is_late:
         return TIMED_OUT
     return OK if code == 0 else FAILED
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Signals that would end us at once end the block instead: the process must not outlive us."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        previous = {number: signal.signal(number, end) for number in _ENDING}
+    except ValueError:  # not the main thread: signals go to the main thread's handlers
+        previous = {}
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
 
 
 def _watch(

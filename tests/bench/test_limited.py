@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 
 from bench.limited import FAILED, OK, OOM_KILLED, TIMED_OUT, Limits, Outcome, run_limited
 from offload.cgroup import CgroupUnavailable, MemoryCgroup
+from offload.throttle import ReadLimit, block_device
 from offload.units import MIB
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _why_not() -> str:
@@ -59,6 +63,23 @@ def test_a_late_program_and_its_children_are_killed(tmp_path: Path) -> None:
     assert not _runs(child)
 
 
+def test_nothing_outlives_a_terminated_benchmark(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from pathlib import Path; from bench.limited import Limits, run_limited; "
+        "argv = [sys.executable, '-c', "
+        "'import os, time; print(os.getpid(), flush=True); time.sleep(60)']; "
+        f"run_limited(argv, Limits(None, 60.0), os.environ, Path({str(tmp_path / 'log')!r}))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    deadline = time.monotonic() + 30
+    log = tmp_path / "log"
+    while not (log.exists() and log.read_text().strip()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(30) == 128 + 15
+    assert not _runs(int(log.read_text()))
+
+
 @needs_cgroup
 def test_the_kernels_kill_is_told_from_others(tmp_path: Path) -> None:
     outcome = run(tmp_path, "x = bytearray(300 << 20)", limit=100 * MIB)
@@ -67,6 +88,20 @@ def test_the_kernels_kill_is_told_from_others(tmp_path: Path) -> None:
     assert outcome.cgroup_peak_bytes <= 100 * MIB
     outcome = run(tmp_path, "import os; os.kill(os.getpid(), 9)", limit=100 * MIB)
     assert outcome.exit == FAILED
+
+
+@needs_cgroup
+def test_reads_are_held_to_a_speed(tmp_path: Path) -> None:
+    if block_device(tmp_path) is None:
+        pytest.skip("no block device below the temporary folder")
+    script = (
+        "from pathlib import Path; from offload.throttle import read_limit_in_force; "
+        f"print(read_limit_in_force(Path({str(tmp_path)!r})))"
+    )
+    limits = Limits(400 * MIB, 30.0, ReadLimit(tmp_path, 90_000_000))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert run_limited([sys.executable, "-c", script], limits, env, tmp_path / "log").exit == OK
+    assert (tmp_path / "log").read_text() == "90000000\n"
 
 
 @needs_cgroup
