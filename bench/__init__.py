@@ -9,7 +9,7 @@ peer_*           the programs: accelerate, llama, airllm, specdec
 limited          one process within limits of memory, storage and time
 peer_runs        a program's processes; compare takes them in turns
 sweep            budgets x storage speeds x tree sizes
-report           results of all these as one page; report_* its data, tables and plots
+report_page      results of all these as one page; report_* its data, tables and plots
 provenance       what was measured, where, with which versions
 table            speedup's report for people
 demo             a grown target on this machine, in about two minutes

@@ -24,7 +24,7 @@ def report_command(
     ] = Path("report.html"),
 ) -> None:
     """One self-contained HTML page with tables and plots, and the plots as PNG files."""
-    from bench.report import write_report
+    from bench.report_page import write_report
     from bench.results import read_results
 
     check_writable("--output-file", output_file)
