@@ -1,6 +1,6 @@
 # make demo    install, then run a grown target in less than half its size
 # make test    install the test extras (llama.cpp is compiled once), then lint, types and all tests
-# make bench   the figures of docs/benchmarks.md (grows a 6 GB target first)
+# make bench   specdec against other programs (grows a 6 GB target first)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -22,8 +22,9 @@ test: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	test -d $(MODEL) || $(BIN)/specdec-bench synth --from pair:target --size 6GB --vocab-size 32000 -o $(MODEL)
-	$(BIN)/specdec-bench speedup -m $(MODEL) -md pair:draft --memory-budget $(BUDGET) \
-	    --prompts $(PROMPTS) -n 64 --enforce --peer accelerate -o table
+	$(BIN)/specdec-bench peers -m $(MODEL) -md pair:draft --memory-budget $(BUDGET) \
+	    --prompts $(PROMPTS) -n 64 --output-file build/peers.json
+	$(BIN)/specdec-bench report build/peers.json -o build/report.html
 
 clean:
 	rm -rf $(VENV) build

@@ -3,9 +3,15 @@
 workloads        prompt files
 measure          one loaded model, prompt by prompt, plain and speculative
 speedup          the whole comparison, each run a fresh process within the budget
-peer_accelerate  the same checkpoint on transformers + accelerate
+peers            which programs can be compared
+peer_program     the task that each is given, the journal that each keeps
+peer_*           the programs: accelerate, llama, airllm, specdec
+limited          one process within limits of memory, storage and time
+peer_runs        a program's processes; compare takes them in turns
+sweep            budgets x storage speeds x tree sizes
+report_page      results of all these as one page; report_* its data, tables and plots
 provenance       what was measured, where, with which versions
-table            the report for people
+table            speedup's report for people
 demo             a grown target on this machine, in about two minutes
 synth            grows a small model to any size
 train_pair       trains the embedded pair

@@ -8,12 +8,26 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from bench.options import (
+    IgnoreEos,
+    NPrompts,
+    Output,
+    OutputFile,
+    PeerMemory,
+    Prompts,
+    UsageMistake,
+    check_output,
+    check_writable,
+    sampling_keywords,
+)
+from bench.peers_cli import peers_command
+from bench.report_cli import report_command
+from bench.sweep_cli import sweep_command
 from bench.workloads import BUILT_IN, read_prompts
-from offload.errors import SpecdecError
 from specdec import cli_options as options
 from specdec.cli_errors import run_app
 from specdec.cli_info import COMMAND_NAME
@@ -28,19 +42,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Prompts = Annotated[
-    Path,
-    typer.Option(
-        "--prompts",
-        help="JSON lines with `prompt`, or `turns` of which the first is used.",
-        show_default="16 built-in ones",
-    ),
-]
-NPrompts = Annotated[int, typer.Option("--n-prompts", min=1, help="Use the first so many.")]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")
-]
-Peer = Annotated[
+SpeedupPeer = Annotated[
     str | None,
     typer.Option(
         "--peer",
@@ -50,28 +52,10 @@ Peer = Annotated[
 ]
 PeerPrompts = Annotated[int, typer.Option("--peer-prompts", min=1, help="Prompts for the peer.")]
 PeerTokens = Annotated[int, typer.Option("--peer-tokens", min=2, help="Tokens per prompt.")]
-PeerMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--peer-cpu-memory",
-        help="Weights that the peer keeps in memory, e.g. 2GiB.",
-        show_default="the fastest of several",
-    ),
-]
-Output = Annotated[
-    str, typer.Option("-o", "--output", metavar="table|json", help="What goes to stdout.")
-]
-OutputFile = Annotated[
-    Path | None, typer.Option("--output-file", help="Also write the JSON report here.")
-]
 Log = Annotated[
     Path | None,
     typer.Option("--log", help="Append each prompt's records here at once, as JSON lines."),
 ]
-
-
-class UsageMistake(SpecdecError):
-    """Options that do not go together."""
 
 
 @app.command()
@@ -85,7 +69,7 @@ def speedup(
     max_tokens: options.MaxTokens = 64,
     enforce: options.Enforce = False,
     ignore_eos: IgnoreEos = False,
-    peer: Peer = None,
+    peer: SpeedupPeer = None,
     peer_prompts: PeerPrompts = 4,
     peer_tokens: PeerTokens = 8,
     peer_cpu_memory: PeerMemory = None,
@@ -95,7 +79,8 @@ def speedup(
     debug: options.Debug = False,
 ) -> None:
     """Plain streamed decoding against speculative decoding of the same target."""
-    from bench.speedup import SpeedupRun, run_speedup, write_report
+    from bench.results import write_json
+    from bench.speedup import SpeedupRun, run_speedup
     from bench.table import format_report
     from offload.units import parse_bytes
     from specdec.models import resolve_model
@@ -104,7 +89,7 @@ def speedup(
     run = SpeedupRun(
         load={**load.as_keywords(), "model": str(resolve_model(load.model))},
         prompts=read_prompts(prompts, n_prompts),
-        sampling=_sampling(max_tokens, ignore_eos, sampling),
+        sampling=sampling_keywords(max_tokens, ignore_eos, sampling),
         enforce=enforce,
         log=log,
         peer=peer,
@@ -114,9 +99,9 @@ def speedup(
     )
     result = run_speedup(run, ["specdec-bench", *context.obj.argv])
     if output_file is not None:
-        write_report(result, output_file)
+        write_json(result, output_file)
     if output == "json":
-        write_report(result, None)
+        write_json(result, None)
     else:
         typer.echo(format_report(result))
 
@@ -143,7 +128,7 @@ def budgets(
 ) -> None:
     """The same prompts at several budgets: nothing killed, and the same texts?"""
     from bench.budgets import format_rows, run_budgets
-    from bench.speedup import write_report
+    from bench.results import write_json
     from offload.units import parse_bytes
     from specdec.models import resolve_model
 
@@ -153,14 +138,14 @@ def budgets(
     result = run_budgets(
         {**load.as_keywords(), "model": str(resolve_model(load.model))},
         read_prompts(prompts, n_prompts),
-        _sampling(max_tokens, False, sampling),
+        sampling_keywords(max_tokens, False, sampling),
         names,
         ["specdec-bench", *context.obj.argv],
         enforce=enforce,
         reference=reference,
     )
     if output_file is not None:
-        write_report(result, output_file)
+        write_json(result, output_file)
     typer.echo(format_rows(result))
 
 
@@ -197,11 +182,14 @@ def timeline(
         raise UsageMistake("nowhere to draw: give -o PICTURE.png, --trace EVENTS.json or both")
     for option, path in (("--output", picture), ("--trace", trace)):
         if path is not None:
-            _check_writable(option, path)
+            check_writable(option, path)
     run = TimelineRun(
         load=load.as_keywords(),
         prompt=read_prompts(prompts, 1)[0],
-        generation={**_sampling(max_tokens, ignore_eos, sampling), "speculative": not plain},
+        generation={
+            **sampling_keywords(max_tokens, ignore_eos, sampling),
+            "speculative": not plain,
+        },
         picture=picture,
         trace=trace,
         n_rounds=rounds,
@@ -237,6 +225,11 @@ _PASSED_ON = {
     "allow_extra_args": True,
     "help_option_names": [],
 }
+
+
+app.command("peers")(with_options(peers_command))
+app.command("sweep")(with_options(sweep_command))
+app.command("report")(with_debug(report_command))
 
 
 @app.command(context_settings=_PASSED_ON)
@@ -282,47 +275,25 @@ def _check_choices(
     file: Path | None,
     log: Path | None,
 ) -> None:
-    if output not in ("table", "json"):
-        raise UsageMistake(f"-o {output!r} is not known; choose table or json")
+    check_output(output)
     if peer is not None:
         _check_peer(peer, load)
     if load.memory_budget == "auto" and (peer is not None or enforce):
         raise UsageMistake("--peer and --enforce need a --memory-budget with a size, e.g. 3.5GiB")
-    for option, path in (("--output-file", file), ("--log", log)):
-        if path is not None:
-            _check_writable(option, path)
+    check_writable("--output-file", file)
+    check_writable("--log", log)
 
 
-def _check_writable(option: str, path: Path) -> None:
-    """Now, and not after a run of an hour. Leaves nothing behind."""
-    if not path.resolve().parent.is_dir():
-        raise UsageMistake(f"{option} {path}: there is no such folder; make it, or name another")
-    is_new = not path.exists()
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise UsageMistake(
-            f"{option} {path}: {error.strerror or error}; name a file that can be written"
-        ) from None
-    if is_new:
-        path.unlink()
-
-
-def _check_peer(peer: str, load: options.LoadOptions) -> None:
-    from bench.peers import PEERS, why_not
+def _check_peer(name: str, load: options.LoadOptions) -> None:
+    from bench.peers import PEERS, Weights, why_not
     from specdec.models import resolve_model
 
-    if peer not in PEERS:
-        raise UsageMistake(f"--peer {peer!r} is not known; choose one of {', '.join(PEERS)}")
+    if name not in PEERS:
+        raise UsageMistake(f"--peer {name!r} is not known; choose one of {', '.join(PEERS)}")
     draft = None if load.draft_model is None else resolve_model(load.draft_model)
-    problem = why_not(peer, resolve_model(load.model), draft)
+    problem = why_not(PEERS[name], Weights.of(resolve_model(load.model), draft))
     if problem is not None:
-        raise UsageMistake(f"--peer {peer} cannot run: {problem}")
-
-
-def _sampling(max_tokens: int, ignore_eos: bool, given: options.SamplingOptions) -> dict[str, Any]:
-    """Both decodings get the same seed, so that their tokens can be compared."""
-    return {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "seed": 0, **given.as_keywords()}
+        raise UsageMistake(f"--peer {name} cannot run: {problem}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

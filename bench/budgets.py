@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from bench import report
+from bench import aggregate
 from bench.child import KILLED, quiet_libraries
 from bench.measure import MeasureSpec, measure_in_child
 from bench.provenance import collect
@@ -54,7 +54,13 @@ def run_budgets(
         tokens = tokens_of(measured["records"])
         wanted = wanted or tokens
         rows.append({"memory_budget": budget, "killed": False, **_row(measured, tokens, wanted)})
-    return {"budgets": rows, "enforced": enforce, "provenance": provenance, "records": records}
+    return {
+        "budgets": rows,
+        "model": str(load["model"]),
+        "enforced": enforce,
+        "provenance": provenance,
+        "records": records,
+    }
 
 
 def _measure(spec: MeasureSpec, enforce: bool) -> dict[str, Any] | None:
@@ -74,7 +80,7 @@ def tokens_of(records: Sequence[Mapping[str, Any]]) -> Tokens:
 
 def _row(measured: Mapping[str, Any], tokens: Tokens, wanted: Tokens) -> dict[str, Any]:
     plan, records = measured["plan"], measured["records"]
-    stats = report.aggregate_stats(report.of_mode(records, _MODE))
+    stats = aggregate.aggregate_stats(aggregate.of_mode(records, _MODE))
     shared = [name for name in tokens if name in wanted]
     return {
         "streamed_bytes_per_pass": plan["streamed_bytes_per_pass"],
@@ -82,7 +88,7 @@ def _row(measured: Mapping[str, Any], tokens: Tokens, wanted: Tokens) -> dict[st
         "n_texts": len(shared),
         "n_equal_texts": sum(tokens[name] == wanted[name] for name in shared),
         "first_mismatch": {
-            name: report.first_mismatch(wanted[name], tokens[name])
+            name: aggregate.first_mismatch(wanted[name], tokens[name])
             for name in shared
             if tokens[name] != wanted[name]
         },

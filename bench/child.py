@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import typer
@@ -18,15 +19,21 @@ class ChildFailed(SpecdecError):
     """A measuring process ended without a result."""
 
 
-def forget_cached(model: Path) -> None:
+def forget_model(model: Path) -> None:
     """Drop the page cache of a model's files, so that every process begins with cold storage.
 
     Pages that another process read stay in memory and are charged to its cgroup: a peer that
     reads through the page cache would be served from outside its limit.
     """
-    for path in weight_files(model):
+    forget_files(weight_files(model))
+
+
+def forget_files(paths: Iterable[Path]) -> None:
+    """Drop the page cache of files; what is not yet written is written first."""
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
+            os.fdatasync(descriptor)  # the kernel keeps pages that only memory holds
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)

@@ -2,41 +2,97 @@
 
 Set up as the accelerate guide on big models recommends: `device_map="auto"` with a `max_memory`
 for the CPU, the rest on disk. The safetensors files are read where they lie (transformers'
-offload index), nothing is written. Started as a process of its own, inside the same memory limit
-as ours; prints one JSON object.
+offload index), nothing is written. With a draft it is handed to `generate` as `assistant_model`.
 
-    python -m bench.peer_accelerate --model DIR --prompts FILE --cpu-memory BYTES --output FILE
+    python -m bench.peer_accelerate TASK.json JOURNAL.jsonl       (see bench.peer_program)
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.workloads import Prompt, read_prompts
+from bench.peer_program import Clock, Journal, Task, run_program
+from bench.workloads import Prompt
 
 
-class TokenClock:
-    """A streamer for `generate`: the time at which each new token was there."""
+def program(task: Task, journal: Journal) -> None:
+    """`options`: cpu_memory_bytes, of weights that stay in memory."""
+    import torch
+    from transformers import AutoTokenizer
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
+    torch.set_num_threads(task.n_threads)
+    tokenizer = AutoTokenizer.from_pretrained(task.model, local_files_only=True)
+    cpu_memory_bytes = int(task.options["cpu_memory_bytes"])
+    with tempfile.TemporaryDirectory(prefix="specdec-peer-") as offload_dir:
+        model = load_offloaded(Path(task.model), cpu_memory_bytes, offload_dir)
+        settings = {
+            "device_map": "auto",
+            "max_memory": {"cpu": cpu_memory_bytes},
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "resident_modules": count_modules(model, "cpu"),
+            "disk_modules": count_modules(model, "disk"),
+            "threads": task.n_threads,
+        }
+        assistant = None
+        if task.draft is not None:
+            assistant = load_assistant(Path(task.draft), model.config.vocab_size)
+            settings |= {"assistant_model": task.draft, "assistant_schedule": "default"}
+        if task.ignore_eos:
+            model.generation_config.eos_token_id = None
+        journal.loaded(settings)
+        decoder = Decoder(model, tokenizer, assistant, task.n_tokens)
+        journal.decode(decoder.run)
+
+
+class Decoder:
+    """Greedy decoding by `generate`, of any model with its interface."""
+
+    def __init__(self, model: Any, tokenizer: Any, assistant: Any, n_tokens: int) -> None:
+        self._model, self._tokenizer, self._n_tokens = model, tokenizer, n_tokens
+        self._more: dict[str, Any] = {} if assistant is None else {"assistant_model": assistant}
+
+    def run(self, prompt: Prompt, clock: Clock) -> dict[str, Any]:
+        import torch
+
+        inputs = self._tokenizer(prompt.text, return_tensors="pt")
+        inputs.pop("token_type_ids", None)
+        with torch.inference_mode():
+            output = self._model.generate(
+                **inputs,
+                max_new_tokens=self._n_tokens,
+                do_sample=False,
+                streamer=Arrivals(clock),
+                stopping_criteria=[lambda ids, scores, **more: _all(ids, clock.is_up)],
+                **self._more,
+            )
+        return {"token_ids": output[0, inputs["input_ids"].shape[1] :].tolist()}
+
+
+class Arrivals:
+    """A streamer for `generate` that notes on a clock when tokens come."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._prompt_seen = False
 
     def put(self, value: Any) -> None:
         if self._prompt_seen:  # the first call brings the prompt
-            self.times.append(time.perf_counter())
+            self._clock.arrive(int(value.numel()))
         self._prompt_seen = True
 
     def end(self) -> None:
         pass
+
+
+def _all(ids: Any, is_over: bool) -> Any:
+    """What a stopping criterion returns: one answer for each sequence."""
+    import torch
+
+    return torch.full((ids.shape[0],), is_over, dtype=torch.bool, device=ids.device)
 
 
 def load_offloaded(model_dir: Path, cpu_memory_bytes: int, offload_dir: str) -> Any:
@@ -54,78 +110,30 @@ def load_offloaded(model_dir: Path, cpu_memory_bytes: int, offload_dir: str) -> 
     ).eval()
 
 
-def run_prompt(model: Any, tokenizer: Any, prompt: Prompt, n_tokens: int) -> dict[str, Any]:
-    """Greedy decoding of one prompt; `decode_seconds` starts when the first token is there."""
+def load_assistant(draft_dir: Path, vocab_size: int) -> Any:
+    """The draft in memory, with as many rows of vocabulary as the target.
+
+    `generate` compares the two sizes, and would translate by way of text between vocabularies that
+    differ only in padding. The added rows are copies of the last real one: hardly ever chosen.
+    """
     import torch
+    from transformers import AutoModelForCausalLM
 
-    inputs = tokenizer(prompt.text, return_tensors="pt")
-    inputs.pop("token_type_ids", None)
-    clock = TokenClock()
-    start = time.perf_counter()
-    with torch.inference_mode():
-        output = model.generate(**inputs, max_new_tokens=n_tokens, do_sample=False, streamer=clock)
-    token_ids = output[0, inputs["input_ids"].shape[1] :].tolist()
-    return {
-        "prompt": prompt.name,
-        "token_ids": token_ids,
-        "time_to_first_token": clock.times[0] - start,
-        "decode_seconds": clock.times[-1] - clock.times[0],
-        "decode_tokens": len(clock.times) - 1,
-    }
+    assistant = AutoModelForCausalLM.from_pretrained(
+        draft_dir, dtype="auto", local_files_only=True
+    ).eval()
+    n_real = assistant.config.vocab_size
+    if n_real < vocab_size:
+        assistant.resize_token_embeddings(vocab_size, mean_resizing=False)
+        with torch.no_grad():
+            for embedding in (assistant.get_input_embeddings(), assistant.get_output_embeddings()):
+                embedding.weight[n_real:] = embedding.weight[n_real - 1]
+    return assistant
 
 
-def run_peer(
-    model_dir: Path,
-    prompts: Sequence[Prompt],
-    n_tokens: int,
-    cpu_memory_bytes: int,
-    ignore_eos: bool = False,
-) -> dict[str, Any]:
-    from transformers import AutoTokenizer
-
-    from offload.memory import process_memory
-
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    with tempfile.TemporaryDirectory(prefix="specdec-peer-") as offload_dir:
-        start = time.perf_counter()
-        model = load_offloaded(model_dir, cpu_memory_bytes, offload_dir)
-        if ignore_eos:
-            model.generation_config.eos_token_id = None
-        load_seconds = time.perf_counter() - start
-        records = [run_prompt(model, tokenizer, prompt, n_tokens) for prompt in prompts]
-    return {
-        "load_seconds": load_seconds,
-        "cpu_memory_bytes": cpu_memory_bytes,
-        "resident_modules": _count(model, "cpu"),
-        "disk_modules": _count(model, "disk"),
-        "peak_rss_bytes": process_memory().peak_rss_bytes,
-        "prompts": records,
-    }
-
-
-def _count(model: Any, place: str) -> int:
+def count_modules(model: Any, place: str) -> int:
     return sum(where == place for where in getattr(model, "hf_device_map", {}).values())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="transformers + accelerate disk offload")
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--cpu-memory", type=int, required=True, metavar="BYTES")
-    parser.add_argument("--n-tokens", type=int, default=8)
-    parser.add_argument("--ignore-eos", action="store_true")
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args(argv)
-    result = run_peer(
-        arguments.model,
-        read_prompts(arguments.prompts),
-        arguments.n_tokens,
-        arguments.cpu_memory,
-        arguments.ignore_eos,
-    )
-    arguments.output.write_text(json.dumps(result))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(sys.argv[1:], program))

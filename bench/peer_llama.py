@@ -4,19 +4,15 @@ Plain greedy decoding or, with a draft, a chain of draft tokens verified in one 
 llama.cpp's own `speculative-simple` example does (its defaults: at most 16 draft tokens, and
 drafting stops below a probability of 0.75). The low-level API is used, because the high-level class
 of llama-cpp-python cannot switch repacked weights off: those are anonymous memory, and the kernel
-kills a process that repacks a file larger than its limit. Started as a process of its own, inside
-the same limit as ours.
+kills a process that repacks a file larger than its limit.
 
-    python -m bench.peer_llama --model FILE [--draft FILE] --prompts FILE --output FILE
+    python -m bench.peer_llama TASK.json JOURNAL.jsonl       (see bench.peer_program)
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +21,8 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.workloads import Prompt, read_prompts
+from bench.peer_program import Clock, Journal, Task, run_program
+from bench.workloads import Prompt
 from offload.errors import SpecdecError
 
 MAX_DRAFT_TOKENS = 16
@@ -95,31 +92,22 @@ class Model:
 class Decoder:
     """Greedy decoding with a target and, if given, a draft."""
 
-    def __init__(self, target: Model, draft: Model | None, ignore_eos: bool) -> None:
-        self._target, self._draft, self._ignore_eos = target, draft, ignore_eos
+    def __init__(self, target: Model, draft: Model | None, n_tokens: int, ignore_eos: bool) -> None:
+        self._target, self._draft = target, draft
+        self._n_tokens, self._ignore_eos = n_tokens, ignore_eos
 
-    def run_prompt(self, prompt: Prompt, n_tokens: int) -> dict[str, Any]:
-        """`decode_seconds` starts when the first token is there."""
-        ids = self._target.tokenize(prompt.text)
-        start = time.perf_counter()
+    def run(self, prompt: Prompt, clock: Clock) -> dict[str, Any]:
         self._target.cut(0)
         if self._draft is not None:
             self._draft.cut(0)
+        ids = self._target.tokenize(prompt.text)
         tokens = [int(self._target.decode(ids).argmax())]
-        first = time.perf_counter()
-        n_passes = 0
-        while len(tokens) < n_tokens and not self._is_over(tokens):
-            tokens += self._round(ids + tokens, n_tokens - len(tokens))
-            n_passes += 1
-        last = time.perf_counter()
-        return {
-            "prompt": prompt.name,
-            "token_ids": tokens,
-            "time_to_first_token": first - start,
-            "decode_seconds": last - first,
-            "decode_tokens": len(tokens) - 1,
-            "passes": n_passes,
-        }
+        clock.arrive(1)
+        while len(tokens) < self._n_tokens and not self._is_over(tokens) and not clock.is_up:
+            new = self._round(ids + tokens, self._n_tokens - len(tokens))
+            clock.arrive(len(new))
+            tokens += new
+        return {"token_ids": tokens}
 
     def _is_over(self, tokens: Sequence[int]) -> bool:
         return not self._ignore_eos and self._target.is_end(tokens[-1])
@@ -164,31 +152,26 @@ def _n_common(first: Sequence[int], second: Sequence[int]) -> int:
     return n
 
 
-def run_peer(
-    model: Path,
-    draft: Path | None,
-    prompts: Sequence[Prompt],
-    *,
-    n_tokens: int,
-    n_ctx: int,
-    n_threads: int,
-    ignore_eos: bool,
-) -> dict[str, Any]:
-    from offload.memory import process_memory
-
+def program(task: Task, journal: Journal) -> None:
     llama_cpp.llama_log_set(_say_nothing, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
-    start = time.perf_counter()
-    target = Model(model, n_ctx, n_threads)
-    small = None if draft is None else Model(draft, n_ctx, n_threads)
-    load_seconds = time.perf_counter() - start
-    decoder = Decoder(target, small, ignore_eos)
-    records = [decoder.run_prompt(prompt, n_tokens) for prompt in prompts]
-    return {
-        "load_seconds": load_seconds,
-        "peak_rss_bytes": process_memory().peak_rss_bytes,
-        "prompts": records,
+    target = Model(Path(task.model), task.n_ctx, task.n_threads)
+    draft = None if task.draft is None else Model(Path(task.draft), task.n_ctx, task.n_threads)
+    settings: dict[str, Any] = {
+        "load_mode": "mmap",
+        "use_extra_bufts": False,
+        "n_ctx": task.n_ctx,
+        "n_batch": task.n_ctx,
+        "threads": task.n_threads,
     }
+    if draft is not None:
+        settings |= {
+            "draft": task.draft,
+            "most_draft_tokens": MAX_DRAFT_TOKENS,
+            "least_draft_probability": LEAST_DRAFT_PROBABILITY,
+        }
+    journal.loaded(settings)
+    journal.decode(Decoder(target, draft, task.n_tokens, task.ignore_eos).run)
 
 
 @llama_cpp.llama_log_callback
@@ -196,29 +179,5 @@ def _say_nothing(level: int, text: bytes, data: Any) -> None:
     """llama.cpp's log is not part of the report."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="llama.cpp with mapped weights")
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--draft", type=Path)
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--n-tokens", type=int, default=8)
-    parser.add_argument("--ctx-size", type=int, default=2048)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--ignore-eos", action="store_true")
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args(argv)
-    result = run_peer(
-        arguments.model,
-        arguments.draft,
-        read_prompts(arguments.prompts),
-        n_tokens=arguments.n_tokens,
-        n_ctx=arguments.ctx_size,
-        n_threads=arguments.threads,
-        ignore_eos=arguments.ignore_eos,
-    )
-    arguments.output.write_text(json.dumps(result))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(sys.argv[1:], program))

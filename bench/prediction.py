@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.child import check_child, forget_cached, quiet_libraries, run_child
+from bench.child import check_child, forget_model, quiet_libraries, run_child
 from bench.prediction_run import PredictionSpec
 from bench.provenance import collect
 from bench.workloads import BUILT_IN, read_prompts
@@ -75,7 +75,7 @@ def predict_command(
     ] = None,
 ) -> None:
     """Predicted against measured seconds per pass and tokens/s, in enforced processes."""
-    from bench.speedup import write_report
+    from bench.results import write_json
 
     quiet_libraries()
     sizes = budgets.split(",")
@@ -93,7 +93,7 @@ def predict_command(
         "provenance": collect(["specdec-bench", *sys.argv[1:]], settings[0].model),
     }
     if output_file is not None:
-        write_report(report, output_file)
+        write_json(report, output_file)
     typer.echo(format_rows(rows))
 
 
@@ -137,7 +137,7 @@ def run_setting(setting: Setting, load: Mapping[str, Any], n_rounds: int) -> dic
     if setting.storage_mbps is not None:
         weights = largest_weight_file(setting.model)
         reads = ReadLimit(weights, setting.storage_mbps * 10**6)
-    forget_cached(setting.model)
+    forget_model(setting.model)
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
         spec_path, result_path = Path(folder) / "spec.json", Path(folder) / "result.json"
         spec.write(spec_path)

@@ -7,23 +7,33 @@ falls on both.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import report
+import psutil
+
+from bench import aggregate, limited
 from bench.child import quiet_libraries
 from bench.measure import MeasureSpec, measure_in_child
-from bench.peers import Peer, PeerSettings, make_peer, summarise
+from bench.peer_figures import summarise, token_match
+from bench.peer_runs import ProcessRun, ProgramRunner, RunSettings
+from bench.peers import PEERS, Weights
 from bench.provenance import collect
 from bench.workloads import Prompt
+from offload.errors import SpecdecError
 from offload.units import parse_bytes
 from specdec.division import DEFAULT_CTX_SIZE
 from specdec.models import resolve_model
 from specdec.stats import ratio
+
+# Its prompts and tokens are few and given: no other limit is wanted.
+_PEER_SECONDS = 3600.0
+
+
+class PeerError(SpecdecError):
+    """The peer cannot run here."""
 
 
 @dataclass(frozen=True)
@@ -44,41 +54,74 @@ class SpeedupRun:
 
 
 def run_speedup(run: SpeedupRun, argv: Sequence[str]) -> dict[str, Any]:
-    """Measure and report; see `build_report` for the keys."""
+    """Measure and report; see `build_report` for the keys.
+
+    Raises PeerError where the peer does not survive its limit.
+    """
     quiet_libraries()
     provenance = collect(argv, Path(run.load["model"]))
     peer = _make_peer(run)
     prompts = run.prompts[: run.peer_prompts]
     half = (len(prompts) + 1) // 2
-    peer_runs = [peer.run(prompts[:half])] if peer is not None else []
+    peer_runs = [_run_peer(peer, prompts[:half])] if peer is not None else []
     measured = _measure(run)
     if peer is not None and prompts[half:]:
-        peer_runs.append(peer.run(prompts[half:]))
+        peer_runs.append(_run_peer(peer, prompts[half:]))
     result = build_report(run, measured)
     if peer is not None:
-        result["peer"] = {"name": run.peer, **summarise(peer_runs), "trials": peer.trials}
+        result["peer"] = _peer_column(peer, peer_runs, measured["records"])
         speed = result["peer"]["tokens_per_second"]
         result["plain_versus_peer"] = ratio(result["plain"]["tokens_per_second"], speed)
-        result["peer"].update(report.compare_peer(measured["records"], result["peer"]["prompts"]))
+        peer.close()
     result["provenance"] = provenance
     return result
+
+
+def _run_peer(peer: ProgramRunner, prompts: Sequence[Prompt]) -> ProcessRun:
+    run = peer.run(prompts, _PEER_SECONDS)
+    if run.exit != limited.OK:
+        raise PeerError(
+            f"{peer.peer.name}: {run.reason}; leave --peer out or give a larger --memory-budget"
+        )
+    return run
+
+
+def _peer_column(
+    peer: ProgramRunner, runs: Sequence[ProcessRun], ours: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """A column of the table, under the names that our own columns have."""
+    records = [record for run in runs for record in run.records]
+    figures = summarise(records, speculates=peer.peer.speculates)
+    if figures["mean_acceptance_length"] is None:
+        del figures["mean_acceptance_length"]
+    return {
+        "name": peer.peer.name,
+        **figures,
+        "time_per_output_token": ratio(1.0, figures["tokens_per_second"] or 0.0),
+        "load_seconds": max(run.load_seconds or 0.0 for run in runs),
+        "peak_memory_bytes": max(run.peak_rss_bytes or 0 for run in runs),
+        "settings": runs[-1].settings,
+        "trials": peer.trials,
+        "prompts": records,
+        "token_match": token_match(records, aggregate.of_mode(ours, "plain")),
+    }
 
 
 def build_report(run: SpeedupRun, measured: dict[str, Any]) -> dict[str, Any]:
     """The figures of our own runs."""
     records = measured["records"]
-    plain, speculative = (report.of_mode(records, mode) for mode in ("plain", "speculative"))
-    stats = {"plain": report.aggregate_stats(plain)}
-    stats["speculative"] = report.aggregate_stats(speculative)
+    plain, speculative = (aggregate.of_mode(records, mode) for mode in ("plain", "speculative"))
+    stats = {"plain": aggregate.aggregate_stats(plain)}
+    stats["speculative"] = aggregate.aggregate_stats(speculative)
     speeds = [stats[mode]["tokens_per_second"] for mode in ("speculative", "plain")]
     bytes_per_pass = int(measured["plan"]["streamed_bytes_per_pass"])
     return {
         **stats,
         "speedup": ratio(*speeds),
-        "storage_roofline_fraction": report.roofline_fraction(plain, bytes_per_pass),
-        **report.compare_tokens(plain, speculative),
+        "storage_roofline_fraction": aggregate.roofline_fraction(plain, bytes_per_pass),
+        **aggregate.compare_tokens(plain, speculative),
         "near_ties": measured["near_ties"],
-        "storage_bytes_per_second": report.mean_bandwidth(records),
+        "storage_bytes_per_second": aggregate.mean_bandwidth(records),
         "storage_probe": measured["storage_probe"],
         "bytes_per_pass": bytes_per_pass,
         "model": run.load["model"],
@@ -98,36 +141,25 @@ def _budget_bytes(run: SpeedupRun, measured: dict[str, Any]) -> int:
     return int(measured["plan"]["memory_budget_bytes"] if asked == "auto" else parse_bytes(asked))
 
 
-def _make_peer(run: SpeedupRun) -> Peer | None:
+def _make_peer(run: SpeedupRun) -> ProgramRunner | None:
     if run.peer is None:
         return None
-    draft = run.load.get("draft_model") if run.peer == "llama.cpp-draft" else None
-    settings = PeerSettings(
-        model=Path(run.load["model"]),
-        budget_bytes=parse_bytes(run.load["memory_budget"]),
+    draft = run.load.get("draft_model")
+    weights = Weights.of(Path(run.load["model"]), None if draft is None else resolve_model(draft))
+    settings = RunSettings(
+        memory_bytes=parse_bytes(run.load["memory_budget"]),
         n_tokens=run.peer_tokens,
-        enforced=run.enforce,
-        ignore_eos=bool(run.sampling.get("ignore_eos")),
-        draft=None if draft is None else resolve_model(draft),
-        cpu_memory_bytes=run.peer_cpu_memory,
-        n_threads=run.load.get("threads"),
+        seconds=_PEER_SECONDS,
+        n_threads=run.load.get("threads") or psutil.cpu_count(logical=False) or 1,
         n_ctx=run.load.get("ctx_size") or DEFAULT_CTX_SIZE,
+        enforce=run.enforce,
+        ignore_eos=bool(run.sampling.get("ignore_eos")),
+        cpu_memory_bytes=run.peer_cpu_memory,
     )
-    return make_peer(run.peer, settings)
+    return ProgramRunner(PEERS[run.peer], weights, settings)
 
 
 def _measure(run: SpeedupRun) -> dict[str, Any]:
     log = str(run.log.resolve()) if run.log else None
     spec = MeasureSpec(run.load, run.prompts, run.sampling, log)
     return measure_in_child(spec, enforce=run.enforce)
-
-
-def write_report(result: dict[str, Any], path: Path | None) -> None:
-    """JSON to a file, by way of a neighbour, so that no half report is left; or to stdout."""
-    text = json.dumps(result, indent=1) + "\n"
-    if path is None:
-        sys.stdout.write(text)
-        return
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

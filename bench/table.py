@@ -7,7 +7,7 @@ from typing import Any
 
 from offload.units import GIB, format_bytes
 
-_ROWS: tuple[tuple[str, str, str, float], ...] = (
+ROWS: tuple[tuple[str, str, str, float], ...] = (
     # label, key of the stats, format, unit
     ("tokens per second", "tokens_per_second", "{:.2f}", 1.0),
     ("seconds per token", "time_per_output_token", "{:.3f}", 1.0),
@@ -44,7 +44,7 @@ def _heading(report: Mapping[str, Any]) -> list[str]:
 
 def _table(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
     rows = [["", *columns]]
-    for label, key, form, unit in _ROWS:
+    for label, key, form, unit in ROWS:
         rows.append(
             [
                 label,

@@ -31,6 +31,7 @@ OOM_EXIT_CODE = 137  # 128 + SIGKILL, as shells and container runtimes report it
 
 _PEAK_FILES = {1: "memory.max_usage_in_bytes", 2: "memory.peak"}
 _EVENT_FILES = {1: "memory.oom_control", 2: "memory.events"}
+_ANONYMOUS_KEYS = {1: "rss", 2: "anon"}
 _REMOVE_SECONDS = 2.0  # a cgroup stays busy for a moment after its last process ended
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGINT)
 
@@ -93,6 +94,21 @@ class MemoryCgroup:
             return None
 
     @property
+    def anonymous_bytes(self) -> int:
+        """Memory charged now that is not page cache: what cannot be reclaimed."""
+        try:
+            lines = (self.path / "memory.stat").read_text().splitlines()
+        except OSError:
+            return 0
+        figures = dict(line.split(" ", 1) for line in lines if " " in line)
+        return int(figures.get(_ANONYMOUS_KEYS[self.version], "0"))
+
+    def command_inside(self, argv: Sequence[str], further: Sequence[Path] = ()) -> list[str]:
+        """A command that moves itself in, and into `further` cgroups, and then becomes `argv`."""
+        entered = [str(path) for path in (self.procs_path, *further)]
+        return ["/bin/sh", "-c", _ENTER_SCRIPT, "sh", *entered, "--", *argv]
+
+    @property
     def oom_kills(self) -> int:
         """How many processes the kernel has killed here for want of memory."""
         try:
@@ -144,8 +160,7 @@ def run_in_cgroup(
             raise
         return _run(_systemd_argv(argv, limit_bytes, error), env)
     with group, nullcontext(()) if further is None else further(group) as more:
-        entered = [str(path) for path in (group.procs_path, *more)]
-        code = _run(["/bin/sh", "-c", _ENTER_SCRIPT, "sh", *entered, "--", *argv], env)
+        code = _run(group.command_inside(argv, more), env)
         if group.oom_kills:
             victim = argv[0] if code == OOM_EXIT_CODE else f"a process started by {argv[0]}"
             print(

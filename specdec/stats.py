@@ -7,6 +7,7 @@ the first token and is no decode pass: it counts in the time to first token and 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -47,6 +48,8 @@ class GenerationStats:
     kv_bytes: int = 0  # allocated for KV caches
     kv_used_fraction: float = 0.0  # of kv_bytes, at the end
     is_lossless: bool = True  # False: draft tokens were put up with (accept_threshold)
+    tried_by_depth: tuple[int, ...] = ()  # rounds whose walk came to have a guess at depth 1, 2, ..
+    accepted_by_depth: tuple[int, ...] = ()  # rounds where one of these guesses was right
 
     @property
     def tokens_per_second(self) -> float:
@@ -81,7 +84,8 @@ class GenerationStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain figures for JSON: seconds, bytes, tokens and fractions."""
-        return {name: getattr(self, name) for name in (*RATES, *_FIELDS)}
+        values = {name: getattr(self, name) for name in (*RATES, *_FIELDS)}
+        return values | {name: list(values[name]) for name in BY_DEPTH}
 
 
 RATES = (
@@ -103,7 +107,10 @@ LARGEST = (
 )
 AVERAGED = ("time_to_first_token", "kv_used_fraction")
 TRUE_FOR_ALL = ("is_lossless",)
-SUMMED = tuple(name for name in _FIELDS if name not in LARGEST + AVERAGED + TRUE_FOR_ALL)
+BY_DEPTH = ("tried_by_depth", "accepted_by_depth")
+"""Summed too, depth by depth."""
+_NOT_SUMMED = LARGEST + AVERAGED + TRUE_FOR_ALL + BY_DEPTH
+SUMMED = tuple(name for name in _FIELDS if name not in _NOT_SUMMED)
 
 
 class StatsRecorder:
@@ -124,6 +131,8 @@ class StatsRecorder:
         self._ngram_hits = self._bonus = 0
         self._pass_seconds = self._draft_seconds = 0.0
         self._token_seconds: list[float] = []
+        self._tried: Counter[int] = Counter()  # by depth
+        self._accepted_at: Counter[int] = Counter()
         self._started = self._last = clock()
         self._made = time.perf_counter()  # for a recording, whatever the clock
 
@@ -163,11 +172,17 @@ class StatsRecorder:
         now = self.clock()
         n_tokens = acceptance.n_accepted + 1 if n_emitted is None else n_emitted
         accepted = acceptance.path[1 : n_tokens + 1]  # those that reached the caller
+        is_whole = n_tokens > acceptance.n_accepted
         self._passes += 1
         self._drafted += tree.n_drafted
         self._accepted += len(accepted)
+        self._accepted_at.update(range(1, len(accepted) + 1))
+        self._tried.update(range(1, len(accepted) + 1))
+        guesses = tree.children(acceptance.path[-1])
+        # A right guess at the end of the path was left out for the length's sake.
+        if is_whole and guesses and acceptance.next_token not in guesses:
+            self._tried[len(accepted) + 1] += 1
         self._ngram_hits += sum("ngram" in tree.sources[i] for i in accepted)
-        is_whole = n_tokens > acceptance.n_accepted
         self._bonus += int(acceptance.is_bonus and tree.n_drafted > 0 and is_whole)
         self._generated += n_tokens
         # Tokens of a round arrive together: each is charged an equal share of the round.
@@ -209,7 +224,12 @@ class StatsRecorder:
             kv_bytes=kv_bytes,
             kv_used_fraction=kv_used_fraction,
             is_lossless=is_lossless,
+            tried_by_depth=self._at_depths(self._tried),
+            accepted_by_depth=self._at_depths(self._accepted_at),
         )
+
+    def _at_depths(self, counts: Counter[int]) -> tuple[int, ...]:
+        return tuple(counts[depth] for depth in range(1, max(self._tried, default=0) + 1))
 
 
 def percentile(values: list[float], fraction: float) -> float:

@@ -13,15 +13,15 @@ import pytest
 import typer
 from tiny_pair import save_model
 
-from bench import peers
 from bench.__main__ import main
 from bench.child import KILLED, ChildFailed, check_child, run_child
+from bench.limited import OK, OOM_KILLED
 from bench.measure import MeasureSpec, _without_probe
-from bench.peers import AcceleratePeer, PeerError, PeerSettings, candidates, summarise
+from bench.peer_runs import ProcessRun, ProgramRunner
 from bench.probe import BUFFER_BYTES, BUFFERED, DIRECT
 from bench.provenance import git_revision
 from bench.workloads import Prompt
-from offload.units import GIB, MIB
+from offload.units import GIB
 
 
 @pytest.fixture(scope="module")
@@ -150,52 +150,34 @@ def test_exit_codes_of_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     check_child(0, "it")
 
 
-@pytest.mark.parametrize("budget", [GIB, 2 * GIB, 7 * GIB])
-def test_peer_amounts_go_down_and_stay_within_the_budget(budget: int) -> None:
-    amounts = list(candidates(budget))
-    assert amounts == sorted(set(amounts), reverse=True)
-    assert 64 * MIB <= amounts[-1] < amounts[0] < budget
+def peer_run(exit_: str, tokens: list[int]) -> ProcessRun:
+    records = [
+        {"prompt": "stack", "category": "", "token_ids": tokens, "bytes_read": [0, 10, 30],
+         "arrivals": [(1.0, 1), (1.5, 1)]}
+    ]  # fmt: skip
+    return ProcessRun(exit_, "why", 1.0, 0, None, 1e9, 3.0, {"threads": 1}, 50, records)
 
 
-def test_peer_takes_the_fastest_amount_that_survives(
-    target: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_peer_is_a_column_of_the_report(
+    capfd: pytest.CaptureFixture[str], target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    amounts = list(candidates(GIB))
-    seconds = dict(zip(amounts, [0.0, 3.0, 1.0, 2.0], strict=True))
-    calls: list[int] = []
-
-    def fake(module: str, argv: list[str], limit: int | None) -> int:
-        amount = int(argv[argv.index("--cpu-memory") + 1])
-        calls.append(amount)
-        if amount == amounts[0]:
-            return KILLED
-        record = {"decode_seconds": seconds[amount], "decode_tokens": 3, "time_to_first_token": 1}
-        result = {"prompts": [record], "load_seconds": 1, "peak_rss_bytes": 1}
-        Path(argv[argv.index("--output") + 1]).write_text(json.dumps(result))
-        return 0
-
-    monkeypatch.setattr(peers, "run_child", fake)
-    peer = AcceleratePeer(PeerSettings(target, GIB, n_tokens=2, enforced=True))
-    peer.run([Prompt("a", "x")])
-    peer.run([Prompt("b", "y")])
-    assert calls == [*amounts, amounts[2], amounts[2]]
-    assert [trial["tokens_per_second"] for trial in peer.trials] == [None, 1.0, 3.0, 1.5]
-
-    monkeypatch.setattr(peers, "run_child", lambda *_: KILLED)
-    with pytest.raises(PeerError, match="killed at the limit"):
-        AcceleratePeer(PeerSettings(target, GIB, n_tokens=2, enforced=True)).run([Prompt("a", "x")])
-
-
-def test_accelerate_runs_from_disk(target: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    peer = AcceleratePeer(
-        PeerSettings(target, GIB, n_tokens=3, enforced=False, cpu_memory_bytes=40_000)
-    )
-    result = peer.run([Prompt("a", "def f")])
-    assert result["disk_modules"] > 0
-    [record] = result["prompts"]
-    assert 1 <= len(record["token_ids"]) <= 3
-    assert summarise([result, result])["tokens_per_second"] >= 0
+    monkeypatch.setattr("bench.measure.SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(ProgramRunner, "run", lambda *_: peer_run(OK, [1, 2]))
+    argv = f"speedup -m {target} --threads 1 --n-prompts 1 -n 2 --memory-budget 4GiB"
+    assert main([*argv.split(), "--peer", "accelerate", "-o", "json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["peer"]["name"] == "accelerate"
+    assert report["peer"]["tokens_per_second"] == pytest.approx(2.0)
+    assert report["peer"]["time_per_output_token"] == pytest.approx(0.5)
+    assert (report["peer"]["load_seconds"], report["peer"]["peak_memory_bytes"]) == (3.0, 50)
+    assert report["plain_versus_peer"] == pytest.approx(report["plain"]["tokens_per_second"] / 2)
+    assert report["peer"]["token_match"] is not None
+
+    monkeypatch.setattr(ProgramRunner, "run", lambda *_: peer_run(OOM_KILLED, []))
+    assert main([*argv.split(), "--peer", "accelerate"]) == 2
+    err = capfd.readouterr().err
+    assert "accelerate: why; leave --peer out" in err
 
 
 def test_git_revision_only_of_our_own_repository(tmp_path: Path) -> None:

@@ -70,6 +70,19 @@ def test_figures_of_a_generation() -> None:
     assert stats.pass_seconds == pytest.approx(3.0)
 
 
+def test_acceptance_by_depth() -> None:
+    """Rounds: all three right; the first wrong; two right and the third wrong."""
+    stats = recorded()
+    assert stats.tried_by_depth == (3, 2, 2)
+    assert stats.accepted_by_depth == (2, 2, 1)
+
+
+def test_a_guess_beyond_the_length_is_not_wrong() -> None:
+    recorder = StatsRecorder()
+    recorder.record_round(chain(3), Acceptance((0, 1), next_token=2, is_bonus=False))
+    assert recorder.finish().tried_by_depth == (1,)
+
+
 def test_every_token_after_the_first_comes_from_a_pass() -> None:
     """Unless a round is cut: generated − 1 = passes × mean acceptance length."""
     stats = recorded()

@@ -5,10 +5,11 @@ Totals, not means of rates: tokens per second is all decode tokens over all deco
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
-from specdec.stats import AVERAGED, LARGEST, SUMMED, TRUE_FOR_ALL, ratio
+from specdec.stats import AVERAGED, BY_DEPTH, LARGEST, SUMMED, TRUE_FOR_ALL, ratio
 
 Record = Mapping[str, Any]
 """A `bench.measure.Record` as a dictionary."""
@@ -25,6 +26,7 @@ def aggregate_stats(records: Sequence[Record]) -> dict[str, Any]:
     total |= {key: max((one[key] for one in stats), default=0) for key in LARGEST}
     total |= {key: ratio(sum(one[key] for one in stats), len(stats)) for key in AVERAGED}
     total |= {key: all(one[key] for one in stats) for key in TRUE_FOR_ALL}
+    total |= {key: list(sum_by_depth(one[key] for one in stats)) for key in BY_DEPTH}
     n_decoded = sum(max(one["generated_tokens"] - 1, 0) for one in stats)
     n_scored = total["drafted_tokens"] + total["passes"]
     n_rejected = total["drafted_tokens"] - total["accepted_tokens"]
@@ -37,6 +39,11 @@ def aggregate_stats(records: Sequence[Record]) -> dict[str, Any]:
         "ngram_share": ratio(total["ngram_hits"], total["accepted_tokens"]),
         **total,
     }
+
+
+def sum_by_depth(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Element by element; a shorter one goes on with zeros."""
+    return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
 def roofline_fraction(records: Sequence[Record], bytes_per_pass: int) -> float | None:
@@ -84,18 +91,6 @@ def compare_tokens(plain: Sequence[Record], speculative: Sequence[Record]) -> di
         "prompts_equal": len(plain) - len(mismatches),
         "first_mismatches": mismatches,
     }
-
-
-def compare_peer(records: Sequence[Record], peer: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How far a peer's greedy tokens are those of our plain decoding; a check of the set-up."""
-    ours = {record["prompt"]: record["token_ids"] for record in of_mode(records, "plain")}
-    n_tokens = n_equal = 0
-    for record in peer:
-        tokens = record["token_ids"]
-        at = first_mismatch(tokens, ours[record["prompt"]][: len(tokens)])
-        n_tokens += len(tokens)
-        n_equal += len(tokens) if at is None else at
-    return {"token_match": _share(n_equal, n_tokens)}
 
 
 def mean_bandwidth(records: Sequence[Record]) -> float:

@@ -1,0 +1,92 @@
+"""Options that the commands of `specdec-bench` share, and checks of them before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from offload.errors import SpecdecError
+from specdec import cli_options as options
+
+
+class UsageMistake(SpecdecError):
+    """Options that do not go together."""
+
+
+Prompts = Annotated[
+    Path,
+    typer.Option(
+        "--prompts",
+        help="JSON lines with `prompt`, or `turns` of which the first is used.",
+        show_default="16 built-in ones",
+    ),
+]
+NPrompts = Annotated[int, typer.Option("--n-prompts", min=1, help="Use the first so many.")]
+SpreadPrompts = Annotated[
+    int,
+    typer.Option("--n-prompts", min=1, help="Use so many, the categories of the file in turn."),
+]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")
+]
+EnforceAlways = Annotated[
+    bool,
+    typer.Option(
+        "--enforce/--no-enforce",
+        help="Run every process inside a memory cgroup of the budget.",
+    ),
+]
+StorageMbps = Annotated[
+    float | None,
+    typer.Option(
+        "--storage-mbps",
+        min=1,
+        help="Let the kernel hold reads to so many MB/s (blkio throttle; root).",
+        show_default="as fast as the storage is",
+    ),
+]
+PeerMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--peer-cpu-memory",
+        help="Weights that the peer keeps in memory, e.g. 2GiB.",
+        show_default="the fastest of several",
+    ),
+]
+Output = Annotated[
+    str, typer.Option("-o", "--output", metavar="table|json", help="What goes to stdout.")
+]
+OutputFile = Annotated[
+    Path | None, typer.Option("--output-file", help="Also write the JSON report here.")
+]
+
+
+def check_output(output: str) -> None:
+    if output not in ("table", "json"):
+        raise UsageMistake(f"-o {output!r} is not known; choose table or json")
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Now, and not after a run of an hour. Leaves nothing behind."""
+    if path is None:
+        return
+    if not path.resolve().parent.is_dir():
+        raise UsageMistake(f"{option} {path}: there is no such folder; make it, or name another")
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UsageMistake(
+            f"{option} {path}: {error.strerror or error}; name a file that can be written"
+        ) from None
+    if is_new:
+        path.unlink()
+
+
+def sampling_keywords(
+    max_tokens: int, ignore_eos: bool, given: options.SamplingOptions
+) -> dict[str, Any]:
+    """Both decodings get the same seed, so that their tokens can be compared."""
+    return {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "seed": 0, **given.as_keywords()}

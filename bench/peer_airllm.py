@@ -1,0 +1,51 @@
+"""The peer: the same checkpoint on AirLLM.
+
+Set up as its documentation says: `AutoModel.from_pretrained` splits the checkpoint into one file
+for each layer (as large as the checkpoint; kept in `shards` for later runs, outside of the measured
+time) and reads them one after another in every pass. Compression stays off, as it would change the
+weights; prefetching stays on, its default; the device is the CPU. The KV cache is asked for, which
+AirLLM may decline.
+
+    python -m bench.peer_airllm TASK.json JOURNAL.jsonl       (see bench.peer_program)
+"""
+
+from __future__ import annotations
+
+import sys
+
+from bench.peer_accelerate import Decoder
+from bench.peer_program import Journal, Task, run_program
+
+
+def program(task: Task, journal: Journal) -> None:
+    """`options`: shards, a folder for the split checkpoint."""
+    import airllm
+    import torch
+    from transformers import AutoConfig
+
+    torch.set_num_threads(task.n_threads)
+    dtype = getattr(AutoConfig.from_pretrained(task.model), "dtype", None) or torch.float32
+    model = airllm.AutoModel.from_pretrained(
+        task.model,
+        device="cpu",
+        dtype=dtype,
+        max_seq_len=task.n_ctx,
+        layer_shards_saving_path=task.options["shards"],
+    )
+    if task.ignore_eos:
+        model.generation_config.eos_token_id = None
+    journal.loaded(
+        {
+            "device": "cpu",
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_seq_len": task.n_ctx,
+            "compression": None,
+            "prefetching": True,
+            "threads": task.n_threads,
+        }
+    )
+    journal.decode(Decoder(model, model.tokenizer, None, task.n_tokens).run)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(sys.argv[1:], program))

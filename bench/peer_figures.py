@@ -1,0 +1,120 @@
+"""From a program's journal to its figures. Pure functions: the tests feed them by hand.
+
+Totals, not means of rates: tokens per second is all tokens after the first arrival over all seconds
+after it, as for our own figures. Tokens that came together are charged an equal share of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from bench.aggregate import first_mismatch, sum_by_depth
+from specdec.stats import BY_DEPTH, percentile, ratio
+
+Record = Mapping[str, Any]
+"""A `prompt` line of a journal (bench.peer_program)."""
+
+
+def summarise(records: Sequence[Record], *, speculates: bool = False) -> dict[str, Any]:
+    """The figures of all prompts together; rates are None where nothing was decoded.
+
+    tokens_per_second, time_to_first_token (mean, seconds), seconds_per_token_median and _p90,
+    bytes_read_per_token (after the first arrival), mean_acceptance_length (tokens per pass; None
+    for a program that does not speculate), n_prompts, n_tokens (all of them, the first included).
+    """
+    first = [record["arrivals"][0][0] for record in records]
+    token_seconds = [s for record in records for s in seconds_of_tokens(record)]
+    n_decoded = len(token_seconds)
+    n_passes = sum(len(record["arrivals"]) - 1 for record in records)
+    return {
+        "tokens_per_second": ratio(n_decoded, sum(token_seconds)) if n_decoded else None,
+        "time_to_first_token": ratio(sum(first), len(first)) if first else None,
+        "seconds_per_token_median": percentile(token_seconds, 0.5) if n_decoded else None,
+        "seconds_per_token_p90": percentile(token_seconds, 0.9) if n_decoded else None,
+        "bytes_read_per_token": _bytes_per_token(records),
+        "mean_acceptance_length": ratio(n_decoded, n_passes) if speculates and n_passes else None,
+        "n_prompts": len(records),
+        "n_tokens": sum(n for record in records for _, n in record["arrivals"]),
+        "acceptance_by_depth": acceptance_by_depth(record.get("stats") for record in records),
+    }
+
+
+def seconds_of_tokens(record: Record) -> list[float]:
+    """Of every token after the first arrival."""
+    return [
+        (now - before) / n
+        for (before, _), (now, n) in pairwise(record["arrivals"])
+        for _ in range(n)
+    ]
+
+
+def by_category(records: Sequence[Record], *, speculates: bool = False) -> dict[str, Any]:
+    """`summarise` for every category; empty where the prompts have none."""
+    names = sorted({record["category"] for record in records} - {""})
+    return {
+        name: summarise([r for r in records if r["category"] == name], speculates=speculates)
+        for name in names
+    }
+
+
+def acceptance_by_depth(stats: Iterable[Mapping[str, Any] | None]) -> list[dict[str, int]] | None:
+    """For depth 1, 2, ...: rounds that came to have a guess there, and those where it was right.
+
+    None where no record holds it.
+    """
+    known = [one for one in stats if one and one.get("tried_by_depth")]
+    tried, accepted = (sum_by_depth(one[name] for one in known) for name in BY_DEPTH)
+    counts = [{"tried": t, "accepted": a} for t, a in zip(tried, accepted, strict=True)]
+    return counts or None
+
+
+def pairwise_ratios(runs: Mapping[str, Sequence[Record]]) -> dict[str, dict[str, Any]]:
+    """speed of one / speed of the other, over the prompts that both decoded.
+
+    A slow program measures fewer prompts; comparing it with another's mean over all of them would
+    compare prompts, not programs. Pairs without a common prompt are left out.
+    """
+    ratios: dict[str, dict[str, Any]] = {}
+    for name, records in runs.items():
+        ratios[name] = {}
+        for other, others in runs.items():
+            shared = _names(records) & _names(others)
+            speeds = [_speed(some, shared) for some in (records, others)]
+            if name != other and shared and all(speeds):
+                ratios[name][other] = {"ratio": ratio(*speeds), "n_prompts": len(shared)}
+    return ratios
+
+
+def token_match(records: Sequence[Record], reference: Sequence[Record]) -> float | None:
+    """Share of tokens before the first one that differs from the reference; None if none is shared.
+
+    A check of the set-up: greedy texts of the same weights are equal but for near ties.
+    """
+    wanted = {record["prompt"]: record["token_ids"] for record in reference}
+    n_tokens = n_equal = 0
+    for record in records:
+        if record["prompt"] in wanted:
+            n = min(len(record["token_ids"]), len(wanted[record["prompt"]]))
+            tokens = record["token_ids"][:n]
+            at = first_mismatch(tokens, wanted[record["prompt"]][:n])
+            n_tokens += n
+            n_equal += n if at is None else at
+    return n_equal / n_tokens if n_tokens else None
+
+
+def _bytes_per_token(records: Sequence[Record]) -> float | None:
+    known = [record for record in records if record["bytes_read"] is not None]
+    n_bytes = sum(record["bytes_read"][-1] - record["bytes_read"][1] for record in known)
+    n_tokens = sum(len(seconds_of_tokens(record)) for record in known)
+    return n_bytes / n_tokens if n_tokens else None
+
+
+def _names(records: Sequence[Record]) -> set[str]:
+    return {record["prompt"] for record in records}
+
+
+def _speed(records: Sequence[Record], names: set[str]) -> float:
+    seconds = [s for r in records if r["prompt"] in names for s in seconds_of_tokens(r)]
+    return ratio(len(seconds), sum(seconds))

@@ -1,0 +1,180 @@
+"""What every measured program is given and what it writes: the same for peers and for specdec.
+
+    python -m bench.peer_NAME TASK.json JOURNAL.jsonl
+
+The journal is written line by line, so that a program which is killed leaves what it had measured:
+
+    {"loaded": {"load_seconds": s, "settings": {...}}}
+    {"prompt": {"prompt": name, "category": c, "token_ids": [...], "arrivals": [[s, n], ...],
+                "bytes_read": [at the start, at the first token, at the end],
+                "ended": "whole" or "time", ...}}
+    {"done": {"peak_rss_bytes": n}}
+    {"error": "one line"}
+
+An *arrival* is (seconds since the prompt was handed over, tokens that came at once): one for each
+pass of the target, the first one with the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.workloads import Prompt
+from offload.errors import SpecdecError
+
+LEAST_TOKENS = 5
+"""Of each prompt that is begun, however slow: below that a rate says little."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to decode and with what; the program's settings of its own are `options`."""
+
+    model: str
+    draft: str | None
+    prompts: tuple[Prompt, ...]
+    n_tokens: int
+    seconds: float
+    """For decoding: a slow program does fewer prompts, and fewer tokens of each."""
+    memory_bytes: int
+    n_threads: int
+    n_ctx: int
+    ignore_eos: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Task:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        prompts = tuple(Prompt(**prompt) for prompt in values.pop("prompts"))
+        return cls(prompts=prompts, **values)
+
+
+class Journal:
+    """The file in which a program writes down what it did, at once."""
+
+    def __init__(self, path: Path, task: Task) -> None:
+        self._path, self._task = path, task
+        self._started = time.perf_counter()
+
+    def loaded(self, settings: dict[str, Any]) -> None:
+        """The model is ready; call once, before the first prompt."""
+        seconds = time.perf_counter() - self._started
+        self._write({"loaded": {"load_seconds": seconds, "settings": settings}})
+        self._pace = _Pace(self._task)
+
+    def decode(self, decode: Callable[[Prompt, Clock], dict[str, Any]]) -> None:
+        """Call `decode` for the prompts that there is time for; it returns its record's extras.
+
+        `decode` must note every arrival on the clock and end when the clock says so.
+        """
+        for prompt in self._task.prompts:
+            if self._pace.is_over:
+                break
+            clock = Clock(self._task.n_tokens, self._pace.allowance())
+            extras = decode(prompt, clock)
+            self._pace.count()
+            record = {"prompt": prompt.name, "category": prompt.category, **clock.record()}
+            self._write({"prompt": record | extras})
+
+    def done(self) -> None:
+        from offload.memory import process_memory
+
+        self._write({"done": {"peak_rss_bytes": process_memory().peak_rss_bytes}})
+
+    def failed(self, error: BaseException) -> None:
+        text = " ".join(str(error).split())
+        name = "" if isinstance(error, SpecdecError) else f"{type(error).__name__}: "
+        self._write({"error": (name + text)[:500]})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class Clock:
+    """When the tokens of one prompt came, and how much was read for them."""
+
+    def __init__(self, n_wanted: int, allowance_seconds: float) -> None:
+        self._n_wanted = n_wanted
+        self._allowance = allowance_seconds
+        self._arrivals: list[tuple[float, int]] = []
+        self._read = [bytes_read()]
+        self._started = time.perf_counter()
+
+    def arrive(self, n_tokens: int) -> None:
+        """So many tokens are there now."""
+        self._arrivals.append((time.perf_counter() - self._started, n_tokens))
+        if len(self._arrivals) == 1:
+            self._read.append(bytes_read())
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(n for _, n in self._arrivals)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether this prompt has had its share of the time."""
+        seconds = time.perf_counter() - self._started
+        return self.n_tokens >= LEAST_TOKENS and seconds > self._allowance
+
+    def record(self) -> dict[str, Any]:
+        read = [*self._read, bytes_read()]
+        return {
+            "arrivals": self._arrivals,
+            "bytes_read": None if None in read else read,
+            "ended": "time" if self.is_up and self.n_tokens < self._n_wanted else "whole",
+        }
+
+
+class _Pace:
+    """Shares the time left evenly among the prompts left."""
+
+    def __init__(self, task: Task) -> None:
+        self._deadline = time.perf_counter() + task.seconds
+        self._n_left = len(task.prompts)
+
+    @property
+    def is_over(self) -> bool:
+        return time.perf_counter() >= self._deadline
+
+    def allowance(self) -> float:
+        return (self._deadline - time.perf_counter()) / self._n_left
+
+    def count(self) -> None:
+        self._n_left -= 1
+
+
+def bytes_read() -> int | None:
+    """Bytes that the storage delivered to this process: page faults, read-ahead, direct reads.
+
+    Source: `read_bytes` of /proc/self/io (Documentation/filesystems/proc.rst of Linux). None where
+    the system does not tell.
+    """
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
+
+
+def run_program(argv: Sequence[str], program: Callable[[Task, Journal], None]) -> int:
+    """The `main` of every measured program; the exit code."""
+    task = Task.read(Path(argv[0]))
+    journal = Journal(Path(argv[1]), task)
+    try:
+        program(task, journal)
+        journal.done()
+    except Exception as error:  # other people's programs fail in many ways; each is a result
+        journal.failed(error)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,228 @@
+"""Runs a program on prompts: each time a fresh process inside the same limits."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import limited
+from bench.child import forget_files, forget_model
+from bench.limited import Limits
+from bench.peer_figures import summarise
+from bench.peer_program import Task
+from bench.peers import LEAST_AMOUNT_BYTES, Peer, Weights, memory_amounts
+from bench.probe import probe_bandwidth
+from bench.workloads import Prompt
+from offload.throttle import ReadLimit
+from offload.units import format_bytes
+from specdec.enforce import child_environment
+from specdec.storage import largest_weight_file, weight_files
+
+LOAD_SECONDS = 300.0
+"""Allowed beside the time for decoding, which may be overrun once more for the last prompt."""
+TRIAL_TOKENS = 4
+_QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What is the same for every program."""
+
+    memory_bytes: int
+    n_tokens: int
+    seconds: float
+    """For decoding, of each program."""
+    n_threads: int
+    n_ctx: int
+    enforce: bool = True
+    storage_mbps: float | None = None
+    """Reads are held to so many MB (10^6 bytes) per second."""
+    ignore_eos: bool = False
+    cpu_memory_bytes: int | None = None
+    """For accelerate: memory for weights, instead of the best of several amounts."""
+    load: Mapping[str, Any] = field(default_factory=dict)
+    """More keywords of `specdec.load`, for specdec alone."""
+
+
+@dataclass(frozen=True)
+class ProcessRun:
+    """What one process did."""
+
+    exit: str
+    reason: str | None
+    """One line where it did not end well."""
+    seconds: float
+    peak_anonymous_bytes: int
+    cgroup_peak_bytes: int | None
+    storage_bytes_per_second: float
+    """Probed just before, without a throttle."""
+    load_seconds: float | None
+    settings: dict[str, Any]
+    peak_rss_bytes: int | None
+    records: list[dict[str, Any]]
+
+    def figures(self) -> dict[str, Any]:
+        """All but the records and settings, for JSON."""
+        left_out = ("records", "settings")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+
+class ProgramRunner:
+    """Runs a program's processes, with the settings that suit it best."""
+
+    def __init__(self, peer: Peer, weights: Weights, settings: RunSettings) -> None:
+        self.peer, self.weights, self.settings = peer, weights, settings
+        self.trials: list[dict[str, Any]] = []
+        """Amounts of memory that were tried before the best was chosen."""
+        self._cpu_memory_bytes = settings.cpu_memory_bytes if peer.tunes_memory else None
+        self._shards: tempfile.TemporaryDirectory[str] | None = None
+
+    def close(self) -> None:
+        """Remove what the program wrote beside the model."""
+        if self._shards is not None:
+            self._shards.cleanup()
+
+    def learn_from(self, others: Iterable[ProgramRunner | None]) -> None:
+        """Take over the best amount of memory, less the draft's, from one with the same target."""
+        if not self.peer.tunes_memory or self._cpu_memory_bytes is not None:
+            return
+        for other in others:
+            if (
+                other is not None
+                and other._cpu_memory_bytes is not None
+                and (other.peer.module, other.weights) == (self.peer.module, self.weights)
+            ):
+                draft = self.weights.draft if self.peer.uses_draft else None
+                used = sum(p.stat().st_size for p in weight_files(draft)) if draft else 0
+                self._cpu_memory_bytes = max(other._cpu_memory_bytes - used, LEAST_AMOUNT_BYTES)
+
+    def run(self, prompts: Sequence[Prompt], seconds: float) -> ProcessRun:
+        """One process for these prompts."""
+        if self.peer.tunes_memory and self._cpu_memory_bytes is None:
+            self._cpu_memory_bytes, failed = self._find_amount(prompts[0])
+            if failed is not None:
+                return failed
+        return self._run(prompts, self.settings.n_tokens, seconds, self._cpu_memory_bytes)
+
+    def _find_amount(self, prompt: Prompt) -> tuple[int | None, ProcessRun | None]:
+        """(the fastest amount, None), or (None, the last run) where none works."""
+        best: tuple[float, int] | None = None
+        run = None
+        for amount in memory_amounts(self.settings.memory_bytes):
+            run = self._run([prompt], TRIAL_TOKENS, LOAD_SECONDS, amount)
+            speed = summarise(run.records)["tokens_per_second"]
+            self.trials.append(
+                {"cpu_memory_bytes": amount, "tokens_per_second": speed, "exit": run.exit}
+            )
+            if run.exit == limited.OK and speed and (best is None or speed > best[0]):
+                best = speed, amount
+        return (best[1], None) if best is not None else (None, run)
+
+    def _run(
+        self, prompts: Sequence[Prompt], n_tokens: int, seconds: float, amount: int | None
+    ) -> ProcessRun:
+        settings = self.settings
+        task = Task(
+            model=str(self.weights.model),
+            draft=str(self.weights.draft) if self.peer.uses_draft else None,
+            prompts=tuple(prompts),
+            n_tokens=n_tokens,
+            seconds=seconds,
+            memory_bytes=settings.memory_bytes,
+            n_threads=settings.n_threads,
+            n_ctx=settings.n_ctx,
+            ignore_eos=settings.ignore_eos,
+            options=self._options(amount),
+        )
+        more = f", {format_bytes(amount)} for its weights" if amount is not None else ""
+        say(f"{self.peer.name}: {len(prompts)} prompts x {n_tokens} tokens{more}")
+        bandwidth = probe_bandwidth(largest_weight_file(self.weights.model)).bytes_per_second
+        self._forget_cached()
+        with tempfile.TemporaryDirectory(prefix="specdec-bench-") as name:
+            folder = Path(name)
+            task.write(folder / "task.json")
+            argv = [sys.executable, "-m", self.peer.module]
+            argv += [str(folder / "task.json"), str(folder / "journal.jsonl")]
+            outcome = limited.run_limited(
+                argv, self._limits(seconds), child_environment(_QUIET), folder / "log"
+            )
+            journal = _read_journal(folder / "journal.jsonl")
+            return ProcessRun(
+                exit=outcome.exit,
+                reason=_reason(outcome, journal, folder / "log"),
+                seconds=outcome.seconds,
+                peak_anonymous_bytes=outcome.peak_anonymous_bytes,
+                cgroup_peak_bytes=outcome.cgroup_peak_bytes,
+                storage_bytes_per_second=bandwidth,
+                load_seconds=journal["loaded"].get("load_seconds"),
+                settings=journal["loaded"].get("settings", {}),
+                peak_rss_bytes=journal["done"].get("peak_rss_bytes"),
+                records=journal["prompts"],
+            )
+
+    def _forget_cached(self) -> None:
+        """Every process begins with cold storage."""
+        forget_model(self.weights.model)
+        if self._shards is not None:
+            forget_files(path for path in Path(self._shards.name).rglob("*") if path.is_file())
+
+    def _options(self, amount: int | None) -> dict[str, Any]:
+        if self.peer.tunes_memory:
+            return {"cpu_memory_bytes": amount}
+        if self.peer.module == "bench.peer_airllm":
+            if self._shards is None:  # on the model's own storage
+                parent = self.weights.model.parent
+                self._shards = tempfile.TemporaryDirectory(prefix=".airllm-", dir=parent)
+            return {"shards": self._shards.name}
+        if self.peer.module == "bench.peer_specdec":
+            plain = {} if self.peer.uses_draft else {"spec_type": "none"}
+            return {**self.settings.load, **plain}
+        return {}
+
+    def _limits(self, seconds: float) -> Limits:
+        mbps, model = self.settings.storage_mbps, self.weights.model
+        return Limits(
+            memory_bytes=self.settings.memory_bytes if self.settings.enforce else None,
+            seconds=LOAD_SECONDS + 2 * seconds,
+            reads=None if mbps is None else ReadLimit(model, int(mbps * 1e6)),
+        )
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _read_journal(path: Path) -> dict[str, Any]:
+    """What the program wrote; a last line that was cut off by a kill is left out."""
+    journal: dict[str, Any] = {"loaded": {}, "done": {}, "error": None, "prompts": []}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for line in lines:
+        try:
+            [(kind, value)] = json.loads(line).items()
+        except ValueError:
+            continue
+        if kind == "prompt":
+            journal["prompts"].append(value)
+        else:
+            journal[kind] = value
+    return journal
+
+
+def _reason(outcome: limited.Outcome, journal: Mapping[str, Any], log: Path) -> str | None:
+    """One line for a run that did not end well."""
+    if outcome.exit == limited.OK:
+        return None
+    if outcome.exit == limited.OOM_KILLED:
+        return "killed by the kernel at the memory limit"
+    if outcome.exit == limited.TIMED_OUT:
+        return f"stopped after {outcome.seconds:.0f} s"
+    if journal["error"]:
+        return str(journal["error"])
+    said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    last = said[-1][:300] if said else "it said nothing"
+    return f"exit code {outcome.code}: {last}"

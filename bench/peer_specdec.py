@@ -1,0 +1,51 @@
+"""specdec as one of the programs that are compared: the same task, the same journal.
+
+python -m bench.peer_specdec TASK.json JOURNAL.jsonl       (see bench.peer_program)
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from bench.peer_program import Clock, Journal, Task, run_program
+from bench.workloads import Prompt
+
+if TYPE_CHECKING:
+    from specdec.api import LLM
+
+
+def program(task: Task, journal: Journal) -> None:
+    """`options`: more keywords of `specdec.load`; spec_type "none" decodes plainly."""
+    from specdec.api import load
+
+    options: dict[str, Any] = {
+        **task.options,
+        "memory_budget": task.memory_bytes,
+        "ctx_size": task.n_ctx,
+        "threads": task.n_threads,
+    }
+    with load(task.model, task.draft, **options) as llm:
+        journal.loaded({**options, "draft_model": task.draft, "plan": llm.plan.to_dict()})
+        journal.decode(lambda prompt, clock: _decode(llm, task, prompt, clock))
+
+
+def _decode(llm: LLM, task: Task, prompt: Prompt, clock: Clock) -> dict[str, Any]:
+    stream = llm.stream(
+        prompt.text, max_tokens=task.n_tokens, ignore_eos=task.ignore_eos, temperature=0.0
+    )
+    for chunk in stream:
+        if chunk.token_ids:  # the last one may bring text alone
+            clock.arrive(len(chunk.token_ids))
+        if clock.is_up:
+            stream.cancel()
+            break
+    result = stream.result
+    return {
+        "token_ids": [int(token_id) for token_id in result.token_ids],
+        "stats": result.stats.to_dict(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(sys.argv[1:], program))

@@ -1,0 +1,161 @@
+"""`specdec-bench peers`: should I use this? Answered on the user's own machine and model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+from bench.options import (
+    EnforceAlways,
+    IgnoreEos,
+    Output,
+    OutputFile,
+    PeerMemory,
+    Prompts,
+    SpreadPrompts,
+    StorageMbps,
+    UsageMistake,
+    check_output,
+    check_writable,
+)
+from bench.peers import GGUF, HF, PEERS, Weights
+from bench.workloads import BUILT_IN, read_prompts, spread
+from offload.units import parse_bytes
+from specdec import cli_options as options
+from specdec.pair import PAIR_PREFIX
+
+ALL_PEERS = ",".join(PEERS)
+Peers = Annotated[
+    str,
+    typer.Option(
+        "--peers",
+        metavar="NAME,NAME,...",
+        help="Programs to run, of " + ", ".join(PEERS) + ".",
+        show_default="all",
+    ),
+]
+OtherModel = Annotated[
+    str | None,
+    typer.Option(
+        "--other-model",
+        help="The same model in the other format: a GGUF file beside a checkpoint, or the reverse.",
+        show_default=False,
+    ),
+]
+OtherDraft = Annotated[
+    str | None,
+    typer.Option(
+        "--other-draft",
+        help="The draft in that format.",
+        show_default="that of the embedded pair, where -md is of it",
+    ),
+]
+TimeLimit = Annotated[
+    float,
+    typer.Option(
+        "--time-limit",
+        min=1,
+        help="Seconds of decoding for each program; a slow one does fewer prompts and tokens.",
+    ),
+]
+
+
+def peers_command(
+    context: typer.Context,
+    load: options.LoadOptions,
+    prompts: Prompts = BUILT_IN,
+    n_prompts: SpreadPrompts = 16,
+    max_tokens: options.MaxTokens = 64,
+    peers: Peers = ALL_PEERS,
+    other_model: OtherModel = None,
+    other_draft: OtherDraft = None,
+    time_limit: TimeLimit = 150.0,
+    storage_mbps: StorageMbps = None,
+    enforce: EnforceAlways = True,
+    ignore_eos: IgnoreEos = False,
+    peer_cpu_memory: PeerMemory = None,
+    output: Output = "table",
+    output_file: OutputFile = None,
+    debug: options.Debug = False,
+) -> None:
+    """specdec against other programs: same weights, prompts, threads and memory limit."""
+    from bench.compare import compare
+    from bench.peer_runs import RunSettings
+    from bench.peer_table import format_comparison
+    from bench.results import write_json
+    from specdec.division import DEFAULT_CTX_SIZE
+
+    check_output(output)
+    check_writable("--output-file", output_file)
+    names = parse_peers(peers)
+    if load.memory_budget == "auto":
+        raise UsageMistake("peers needs a --memory-budget with a size, e.g. 3.5GiB")
+    if storage_mbps is not None and not enforce:
+        raise UsageMistake("--storage-mbps needs the cgroup that --no-enforce leaves out")
+    weights = all_weights(load.model, load.draft_model, other_model, other_draft)
+    keywords = load.as_keywords()
+    own = ("model", "draft_model", "memory_budget", "ctx_size", "threads")
+    settings = RunSettings(
+        memory_bytes=parse_bytes(load.memory_budget),
+        n_tokens=max_tokens,
+        seconds=time_limit,
+        n_threads=load.threads or psutil.cpu_count(logical=False) or 1,
+        n_ctx=load.ctx_size or DEFAULT_CTX_SIZE,
+        enforce=enforce,
+        storage_mbps=storage_mbps,
+        ignore_eos=ignore_eos,
+        cpu_memory_bytes=parse_bytes(peer_cpu_memory) if peer_cpu_memory else None,
+        load={name: value for name, value in keywords.items() if name not in own},
+    )
+    chosen = spread(read_prompts(prompts), n_prompts)
+
+    def save(so_far: dict[str, Any]) -> None:
+        if output_file is not None:
+            write_json(so_far, output_file)
+
+    argv = ["specdec-bench", *context.obj.argv]
+    result = compare(names, weights, chosen, settings, argv, save)
+    save(result)
+    if output == "json":
+        write_json(result, None)
+    else:
+        typer.echo(format_comparison(result))
+
+
+def parse_peers(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in PEERS:
+            raise UsageMistake(f"--peers {name!r} is not known; choose from {', '.join(PEERS)}")
+    if not names:
+        raise UsageMistake(f"--peers names no program; choose from {', '.join(PEERS)}")
+    return list(dict.fromkeys(names))
+
+
+def all_weights(
+    model: str, draft: str | None, other_model: str | None, other_draft: str | None
+) -> list[Weights]:
+    """The model in one format or in both, each with its draft."""
+    from specdec.models import resolve_model
+
+    def resolve(name: str | None) -> Path | None:
+        return None if name is None else resolve_model(name)
+
+    first = Weights.of(resolve_model(model), resolve(draft))
+    if other_model is None:
+        if other_draft is not None:
+            raise UsageMistake("--other-draft goes with --other-model, which was not given")
+        return [first]
+    if other_draft is None and draft is not None and draft.startswith(PAIR_PREFIX):
+        wanted = GGUF if first.format == HF else HF
+        other_draft = draft.removesuffix(".gguf") + (".gguf" if wanted == GGUF else "")
+    second = Weights.of(resolve_model(other_model), resolve(other_draft))
+    if second.format == first.format:
+        raise UsageMistake(
+            f"--other-model {other_model} has the same format as -m {model}: name the GGUF file "
+            "of a checkpoint, or the checkpoint of a GGUF file"
+        )
+    return [first, second]

@@ -1,0 +1,223 @@
+"""From result files of every kind to what the plots show. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench import aggregate
+from bench.compare import label
+from bench.results import BUDGETS, PEERS, SPEEDUP, SWEEP, Results
+from specdec.stats import ratio
+
+PLAIN = "plain"
+SPECULATIVE = "speculative"
+LEAST_TRIED = 5
+"""A share of fewer rounds says nothing and is not drawn."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One program's speed."""
+
+    name: str
+    tokens_per_second: float | None
+    note: str
+    """Beside the bar: tokens per pass, or why there is none."""
+    is_ours: bool
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured speed at one budget."""
+
+    series: str
+    """"plain" or how it drafted."""
+    storage_mbps: float | None
+    """What reads were held to; None: nothing."""
+    budget_bytes: int
+    tokens_per_second: float
+    bytes_per_pass: int | None
+    storage_bytes_per_second: float | None
+    """Probed, or the limit where that is lower."""
+    tokens_per_pass: float
+
+    @property
+    def roofline(self) -> float | None:
+        """Tokens per second if passes did nothing but read, at full speed; None without reading."""
+        if not self.bytes_per_pass or not self.storage_bytes_per_second:
+            return None
+        return self.tokens_per_pass * self.storage_bytes_per_second / self.bytes_per_pass
+
+
+@dataclass(frozen=True)
+class Depths:
+    """Acceptance by depth of one measurement; index 0 is depth 1."""
+
+    name: str
+    tried: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
+def bars(results: Results) -> list[Bar]:
+    """Of a comparison of programs, or of a speedup."""
+    if results.kind == PEERS:
+        rows = results.value["peers"]
+        return [_peer_bar(row, rows) for row in rows]
+    if results.kind == SPEEDUP:
+        value = results.value
+        found = [_speedup_bar("specdec-plain", value["plain"], True)]
+        found.append(_speedup_bar("specdec", value["speculative"], True))
+        if value.get("peer"):
+            found.insert(0, _speedup_bar(value["peer"]["name"], value["peer"], False))
+        return found
+    return []
+
+
+def points(several: Iterable[Results]) -> list[Point]:
+    """Every speed that was measured at a known budget."""
+    found: list[Point] = []
+    for results in several:
+        if results.kind == SWEEP:
+            lines = results.value["settings"]
+            found += [_sweep_point(line) for line in lines if line["tokens_per_second"]]
+        elif results.kind == BUDGETS:
+            found += _budget_points(results.value)
+        elif results.kind == SPEEDUP:
+            found += _speedup_points(results.value)
+    return found
+
+
+def depths(several: Iterable[Results]) -> list[Depths]:
+    """Acceptance by depth, wherever enough rounds were recorded for a share to say something."""
+    found: dict[str, list[Depths]] = {}
+    for results in several:
+        shown = [cut for one in _depths_of(results) if (cut := _cut(one)).tried]
+        if shown:
+            found[results.path.stem] = shown
+    if len(found) == 1:
+        return next(iter(found.values()))
+    return [replace(one, name=f"{stem}: {one.name}") for stem in found for one in found[stem]]
+
+
+def _depths_of(results: Results) -> list[Depths]:
+    if results.kind == PEERS:
+        rows = results.value["peers"]
+        return _depths((label(row, rows), row.get("acceptance_by_depth")) for row in rows)
+    if results.kind == SWEEP:
+        return _sweep_depths(results.value["settings"])
+    stats = results.value["speculative"] if results.kind == SPEEDUP else {}
+    if not stats.get("tried_by_depth"):
+        return []
+    return [Depths("specdec", tuple(stats["tried_by_depth"]), tuple(stats["accepted_by_depth"]))]
+
+
+def _cut(one: Depths) -> Depths:
+    """Down to the depth that too few rounds came to."""
+    n = sum(tried >= LEAST_TRIED for tried in one.tried)
+    return Depths(one.name, one.tried[:n], one.accepted[:n])
+
+
+def _peer_bar(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Bar:
+    note = ""
+    if row["exit"] != "ok":
+        note = f"{row['exit']}: {row['reason']}"
+    elif row["mean_acceptance_length"]:
+        note = f"{row['mean_acceptance_length']:.1f} tokens per pass"
+    is_ours = str(row["peer"]).startswith("specdec")
+    return Bar(label(row, rows), row["tokens_per_second"], note, is_ours)
+
+
+def _speedup_bar(name: str, stats: Mapping[str, Any], is_ours: bool) -> Bar:
+    length = stats.get("mean_acceptance_length", 1.0)
+    note = f"{length:.1f} tokens per pass" if length > 1 else ""
+    return Bar(name, stats["tokens_per_second"], note, is_ours)
+
+
+def _sweep_point(line: Mapping[str, Any]) -> Point:
+    setting = line["setting"]
+    mbps = setting["storage_mbps"]
+    probed = line["storage_bytes_per_second"]
+    return Point(
+        series=series_name(setting["num_draft_tokens"]),
+        storage_mbps=mbps,
+        budget_bytes=setting["memory_budget_bytes"],
+        tokens_per_second=line["tokens_per_second"],
+        bytes_per_pass=line["bytes_per_pass"],
+        storage_bytes_per_second=probed if mbps is None else min(probed, mbps * 1e6),
+        tokens_per_pass=line["mean_acceptance_length"] or 1.0,
+    )
+
+
+def series_name(num_draft_tokens: int | None) -> str:
+    """Of a tree's size: None is auto, 0 plain decoding."""
+    if num_draft_tokens == 0:
+        return PLAIN
+    return "tree: auto" if num_draft_tokens is None else f"tree: {num_draft_tokens} tokens"
+
+
+def _budget_points(value: Mapping[str, Any]) -> list[Point]:
+    from offload.units import parse_bytes
+
+    return [
+        Point(
+            series=SPECULATIVE,
+            storage_mbps=None,
+            budget_bytes=parse_bytes(row["memory_budget"]),
+            tokens_per_second=row["tokens_per_second"],
+            bytes_per_pass=row["streamed_bytes_per_pass"],
+            storage_bytes_per_second=aggregate.mean_bandwidth(
+                value["records"][row["memory_budget"]]
+            ),
+            tokens_per_pass=row["mean_acceptance_length"],
+        )
+        for row in value["budgets"]
+        if not row["killed"]
+    ]
+
+
+def _speedup_points(value: Mapping[str, Any]) -> list[Point]:
+    return [
+        Point(
+            series=mode,
+            storage_mbps=None,
+            budget_bytes=value["memory_budget_bytes"],
+            tokens_per_second=value[mode]["tokens_per_second"],
+            bytes_per_pass=value["bytes_per_pass"],
+            storage_bytes_per_second=value["storage_bytes_per_second"],
+            tokens_per_pass=value[mode]["mean_acceptance_length"],
+        )
+        for mode in (PLAIN, SPECULATIVE)
+    ]
+
+
+def _depths(named: Iterable[tuple[str, Sequence[Mapping[str, int]] | None]]) -> list[Depths]:
+    return [
+        Depths(name, tuple(c["tried"] for c in counts), tuple(c["accepted"] for c in counts))
+        for name, counts in named
+        if counts
+    ]
+
+
+def _sweep_depths(lines: Sequence[Mapping[str, Any]]) -> list[Depths]:
+    """All budgets and speeds of one tree together: they do not change what is accepted."""
+    found = []
+    for size in dict.fromkeys(line["setting"]["num_draft_tokens"] for line in lines):
+        counts = [
+            line["acceptance_by_depth"]
+            for line in lines
+            if line["setting"]["num_draft_tokens"] == size and line["acceptance_by_depth"]
+        ]
+        sums = [
+            aggregate.sum_by_depth([[c[key] for c in one] for one in counts])
+            for key in ("tried", "accepted")
+        ]
+        if sums[0]:
+            found.append(Depths(series_name(size), sums[0], sums[1]))
+    return found
+
+
+def share(numerators: Sequence[int], denominators: Sequence[int]) -> list[float]:
+    """Element by element."""
+    return [ratio(n, d) for n, d in zip(numerators, denominators, strict=True)]

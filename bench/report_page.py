@@ -1,0 +1,166 @@
+"""Result files -> one self-contained HTML page, and the same pictures as PNG files beside it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bench import report_plots as plots
+from bench.report_data import bars, depths, points
+from bench.report_tables import Table, tables
+from bench.results import BUDGETS, PICTURE, SPEEDUP, SWEEP, Results
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 68rem; margin: 2rem auto;
+       padding: 0 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.5rem }
+img { max-width: 100%; display: block; margin: 1rem 0 }
+table { border-collapse: collapse; font-size: 13.5px; margin: 1rem 0; display: block;
+        overflow-x: auto }
+th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #ddd;
+         white-space: nowrap }
+th { vertical-align: bottom; white-space: normal; min-width: 3.2rem }
+th:first-child, td:first-child, td.text { text-align: left }
+td.text { white-space: normal; min-width: 12rem }
+.ours td { background: #eef5fa; font-weight: 600 }
+p.note, details { color: #555; font-size: 13.5px } pre { white-space: pre-wrap }
+"""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One plot and what it shows."""
+
+    name: str
+    heading: str
+    png: bytes
+
+
+def draw(several: Sequence[Results]) -> list[Picture]:
+    """All pictures that these results allow, in the order of the page."""
+    pictures = []
+    for results in several:
+        if some := bars(results):
+            title = describe(results)
+            png = plots.to_png(plots.speed_bars(some, title))
+            stem = results.path.stem
+            pictures.append(Picture(f"speed-{stem}", f"Speed: {stem}", png))
+    for name, group in _budget_groups(several).items():
+        if found := points(group):
+            heading = f"Speed against memory budget: {name}"
+            png = plots.to_png(plots.speed_against_budget(found, heading))
+            pictures.append(Picture(f"budgets-{name}", heading, png))
+    if counts := depths(several):
+        figure = plots.acceptance_by_depth(counts, "Acceptance by depth")
+        pictures.append(Picture("acceptance", "Acceptance by depth", plots.to_png(figure)))
+    for results in several:
+        if results.kind == PICTURE:
+            stem = results.path.stem
+            pictures.append(Picture(f"timeline-{stem}", f"One run: {stem}", results.png))
+    return pictures
+
+
+def _budget_groups(several: Sequence[Results]) -> dict[str, list[Results]]:
+    """Every sweep is a picture of its own; single budgets of one model make one together."""
+    groups: dict[str, list[Results]] = {}
+    for results in several:
+        if results.kind == SWEEP:
+            groups[results.path.stem] = [results]
+        elif results.kind in (BUDGETS, SPEEDUP):
+            groups.setdefault(_model_name(results.value), []).append(results)
+    return groups
+
+
+def _model_name(value: Mapping[str, Any]) -> str:
+    """Of the target; the first results of `budgets` named it in their command only."""
+    argv = value["provenance"]["argv"]
+    named = [after for word, after in pairwise(argv) if word in ("-m", "--model")]
+    return Path(value.get("model") or named[0]).stem
+
+
+def write_report(several: Sequence[Results], path: Path) -> list[Path]:
+    """Write the page to `path` and its pictures beside it; all the files."""
+    pictures = draw(several)
+    written = [path]
+    for picture in pictures:
+        file = path.with_name(f"{path.stem}-{picture.name}.png")
+        file.write_bytes(picture.png)
+        written.append(file)
+    path.write_text(render(several, pictures), encoding="utf-8")
+    return written
+
+
+def render(several: Sequence[Results], pictures: Sequence[Picture]) -> str:
+    """The page: nothing in it is fetched from anywhere."""
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8"><title>specdec: measurements</title>',
+        f"<style>{_STYLE}</style></head><body><h1>specdec: measurements</h1>",
+    ]
+    for picture in pictures:
+        data = base64.b64encode(picture.png).decode("ascii")
+        parts.append(f"<h2>{escape(picture.heading)}</h2>")
+        parts.append(f'<img alt="{escape(picture.heading)}" src="data:image/png;base64,{data}">')
+    for results in several:
+        for table in tables(results):
+            parts += _table(table)
+        parts += _provenance(results)
+    return "\n".join([*parts, "</body></html>"]) + "\n"
+
+
+def describe(results: Results) -> str:
+    """One line: what was measured within what."""
+    from offload.units import format_bytes
+
+    value = results.value
+    names = [w["model"] for w in value.get("weights", [])] or [
+        value.get("model", results.path.stem)
+    ]
+    budget = format_bytes(value["memory_budget_bytes"])
+    slowed = value.get("storage_mbps")
+    storage = "" if slowed is None else f", storage held to {slowed:g} MB/s"
+    return f"{', '.join(Path(name).name for name in names)} in {budget}{storage}"
+
+
+def _table(table: Table) -> Iterable[str]:
+    yield f"<h2>{escape(table.heading)}</h2>"
+    if table.note:
+        yield f'<p class="note">{escape(table.note)}</p>'
+    head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
+    yield f"<table><thead><tr>{head}</tr></thead><tbody>"
+    for row in table.rows:
+        cells = "".join(_cell(text) for text in row)
+        ours = ' class="ours"' if row[0].startswith("specdec") else ""
+        yield f"<tr{ours}>{cells}</tr>"
+    yield "</tbody></table>"
+
+
+def _cell(text: str) -> str:
+    kind = ' class="text"' if len(text) > 24 else ""
+    return f"<td{kind}>{escape(text)}</td>"
+
+
+def _provenance(results: Results) -> Iterable[str]:
+    found = _find_provenance(results.value)
+    if found is None:
+        return
+    lines = [
+        f"{results.path.name}: {found.get('date')}, revision {found.get('git_revision')}",
+        " ".join(str(word) for word in found.get("argv", [])),
+        ", ".join(f"{key} {value}" for key, value in found.get("machine", {}).items()),
+        ", ".join(f"{key} {value}" for key, value in found.get("storage", {}).items()),
+        ", ".join(f"{key} {value}" for key, value in found.get("versions", {}).items()),
+    ]
+    text = escape("\n".join(lines))
+    yield f"<details><summary>Where this comes from</summary><pre>{text}</pre></details>"
+
+
+def _find_provenance(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    lines = value.get("settings") or [{}]
+    found: Mapping[str, Any] | None = value.get("provenance") or lines[-1].get("provenance")
+    return found

@@ -1,0 +1,183 @@
+"""The report's pictures, as matplotlib figures. They open no window and keep no global state."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.report_data import PLAIN, Bar, Depths, Point, share
+from offload.errors import SpecdecError
+from offload.units import GIB
+
+# Okabe and Ito's colours: told apart by colour-blind readers too.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_OURS, _THEIRS, _FAINT = "#0072B2", "#8C8C8C", "#666666"
+
+
+def speed_bars(bars: Sequence[Bar], title: str) -> Any:
+    """Tokens per second by program, the reason where there is none."""
+    figure = _figure(8.0, 0.9 + 0.42 * len(bars))
+    axes = figure.add_subplot()
+    largest = max((bar.tokens_per_second or 0.0 for bar in bars), default=0.0) or 1.0
+    for index, bar in enumerate(bars):
+        speed = bar.tokens_per_second
+        if speed is not None:
+            axes.barh(index, speed, color=_OURS if bar.is_ours else _THEIRS, height=0.62)
+        figures = "" if speed is None else f"{speed:.2f}" + ("   " if bar.note else "")
+        at = (speed or 0.0) + 0.01 * largest
+        figures_text = axes.text(at, index, figures, va="center", fontweight="bold")
+        axes.annotate(
+            _shortened(bar.note),
+            (1, 0.5),
+            xycoords=figures_text,
+            va="center",
+            fontsize=8.5,
+            color=_FAINT,
+        )
+    axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.4 * largest)
+    axes.set_xlabel("tokens per second")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    return figure
+
+
+def speed_against_budget(points: Sequence[Point], title: str) -> Any:
+    """One panel for each storage speed; dashed is what reading alone would allow."""
+    speeds = sorted(
+        {p.storage_mbps for p in points}, key=lambda s: float("inf") if s is None else s
+    )
+    names = sorted({p.series for p in points}, key=lambda name: (name != PLAIN, name))
+    colours = dict(zip(names, _COLOURS * len(names), strict=False))
+    n_columns = min(len(speeds), 2)
+    n_rows = -(-len(speeds) // n_columns)
+    figure = _figure(5.0 * n_columns + 1.5 * (n_columns == 1), 3.1 * n_rows + 0.9)
+    grid = figure.subplots(n_rows, n_columns, sharey=True, sharex=True, squeeze=False)
+    panels = list(grid.flat)[: len(speeds)]
+    for unused in list(grid.flat)[len(speeds) :]:
+        unused.set_visible(False)
+    for axes, speed in zip(panels, speeds, strict=True):
+        inside = [p for p in points if p.storage_mbps == speed]
+        for name in names:
+            _draw_series(axes, [p for p in inside if p.series == name], colours[name], name)
+        axes.set_title(_storage_name(speed, inside), fontsize=10)
+        _tidy_log_axis(axes, points)
+    for axes in panels[-n_columns:]:
+        axes.set_xlabel("memory budget, GiB")
+        axes.tick_params(labelbottom=True)
+    for row in grid:
+        row[0].set_ylabel("tokens per second")
+    _legend(figure, panels, {"reading alone at full speed (roofline)": ("--", _FAINT)})
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def acceptance_by_depth(several: Sequence[Depths], title: str) -> Any:
+    """How far a walk gets, and how often the next guess is right where it has got to."""
+    figure = _figure(9.0, 3.9)
+    reach, each = figure.subplots(1, 2)
+    for colour, one in zip(_COLOURS * len(several), several, strict=False):
+        at = range(1, len(one.tried) + 1)
+        n_rounds = [one.tried[0]] * len(one.tried)
+        reach.plot(at, share(one.accepted, n_rounds), "o-", color=colour, ms=3.5, label=one.name)
+        each.plot(at, share(one.accepted, one.tried), "o-", color=colour, ms=3.5)
+    deepest = max(len(one.tried) for one in several)
+    reach.set_title("rounds that accept a token at this depth", fontsize=10)
+    each.set_title("a guess is right, where the walk gets that far", fontsize=10)
+    for axes in (reach, each):
+        axes.set_ylim(0, 1.03)
+        axes.set_xlim(0.5, deepest + 0.5)
+        axes.set_xlabel("depth in the draft tree")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    reach.set_ylabel("share")
+    reach.legend(frameon=False, fontsize=8.5)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def to_png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()
+
+
+def _figure(width: float, height: float) -> Any:
+    """Inches. Raises where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SpecdecError(
+            "plots need matplotlib, which is not installed: pip install 'specdec[bench]'"
+        ) from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _draw_series(axes: Any, points: Sequence[Point], colour: str, name: str) -> None:
+    points = sorted(points, key=lambda point: point.budget_bytes)
+    at = [point.budget_bytes / GIB for point in points]
+    axes.plot(at, [p.tokens_per_second for p in points], "o-", color=colour, ms=4, label=name)
+    lines = [(p.budget_bytes / GIB, p.roofline) for p in points if p.roofline is not None]
+    if lines:
+        axes.plot(*zip(*lines, strict=True), "--", marker="_", color=colour, lw=1.1)
+    reading = [point for point in points if point.roofline is not None]
+    axes.fill_between(
+        [point.budget_bytes / GIB for point in reading],
+        [point.tokens_per_second for point in reading],
+        [point.roofline for point in reading],
+        color=colour,
+        alpha=0.13,
+        linewidth=0,
+    )
+
+
+def _tidy_log_axis(axes: Any, points: Sequence[Point]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    rooflines = [p.roofline for p in points if p.roofline is not None]
+    measured = [p.tokens_per_second for p in points]
+    # Rooflines run away to infinity where almost nothing is read.
+    highest = max(max(measured), min(max(rooflines, default=0.0), 2.5 * max(measured)))
+    axes.set_ylim(min(measured) / 1.5, highest * 1.4)
+    axes.set_xlim(left=0)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(figure: Any, panels: Sequence[Any], more: Mapping[str, tuple[str, str]]) -> None:
+    """One for all panels, below them."""
+    from matplotlib.lines import Line2D
+
+    found: dict[str, Any] = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    for name, (style, colour) in more.items():
+        found[name] = Line2D([], [], linestyle=style, color=colour)
+    figure.legend(
+        found.values(),
+        found.keys(),
+        loc="outside lower center",
+        ncols=min(len(found), 4),
+        frameon=False,
+        fontsize=8.5,
+    )
+
+
+def _storage_name(speed: float | None, points: Sequence[Point]) -> str:
+    if speed is not None:
+        return f"storage held to {speed:g} MB/s"
+    probed = [p.storage_bytes_per_second for p in points if p.storage_bytes_per_second]
+    return f"storage at {sum(probed) / len(probed) / 1e9:.1f} GB/s" if probed else "storage"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 72 else text[:71] + "…"

@@ -1,0 +1,157 @@
+"""The report's tables: what `specdec-bench` prints, for a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.compare import label
+from bench.peer_table import COLUMNS, category_cell, cells
+from bench.report_data import series_name
+from bench.results import BUDGETS, PEERS, SPEEDUP, SWEEP, Results
+from bench.table import ROWS
+from offload.units import GIB, format_bytes
+
+
+@dataclass(frozen=True)
+class Table:
+    """Texts; the first column names the row."""
+
+    heading: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def tables(results: Results) -> list[Table]:
+    """One or more for each kind of results; none for a trace."""
+    make = {PEERS: _peers, SPEEDUP: _speedup, BUDGETS: _budgets, SWEEP: _sweep}.get(results.kind)
+    return [] if make is None else make(results)
+
+
+def _peers(results: Results) -> list[Table]:
+    value, name = results.value, results.path.stem
+    rows = value["peers"]
+    kept = "enforced by the kernel" if value["enforced"] else "not enforced"
+    note = (
+        f"{format_bytes(value['memory_budget_bytes'])}, {kept}; {value['n_prompts']} prompts x "
+        f"{value['max_tokens']} tokens, greedy; slow programs measure fewer, as the table says."
+    )
+    figures = Table(
+        f"Programs: {name}",
+        ("", *(heading for heading, *_ in COLUMNS), "exit"),
+        tuple((label(row, rows), *cells(row), _exit(row)) for row in rows),
+        note,
+    )
+    return [figures, *_ratios(value, name), *_categories(rows, name)]
+
+
+def _exit(row: Mapping[str, Any]) -> str:
+    return str(row["exit"]) if row["reason"] is None else f"{row['exit']}: {row['reason']}"
+
+
+def _ratios(value: Mapping[str, Any], name: str) -> list[Table]:
+    ratios = value["ratios"]
+    names = [one for one in ratios if ratios[one]]
+    if not names:
+        return []
+    rows = tuple(
+        (
+            one,
+            *(
+                f"{ratios[one][other]['ratio']:.2f} ({ratios[one][other]['n_prompts']})"
+                if other in ratios[one]
+                else "-"
+                for other in names
+            ),
+        )
+        for one in names
+    )
+    note = "Speed of the row / speed of the column, on the prompts that both decoded (how many)."
+    return [Table(f"Ratios: {name}", ("", *names), rows, note)]
+
+
+def _categories(rows: Sequence[Mapping[str, Any]], name: str) -> list[Table]:
+    kinds = sorted({kind for row in rows for kind in row["by_category"]})
+    done = [row for row in rows if row["by_category"]]
+    if not kinds:
+        return []
+    lines = tuple(
+        (kind, *(category_cell(row["by_category"].get(kind)) for row in done)) for kind in kinds
+    )
+    columns = ("", *(label(row, rows) for row in done))
+    return [Table(f"By category: {name}", columns, lines, "Tokens per second (tokens per pass).")]
+
+
+def _speedup(results: Results) -> list[Table]:
+    value = results.value
+    columns = {"specdec, plain": value["plain"], "specdec, speculative": value["speculative"]}
+    if value.get("peer"):
+        columns[value["peer"]["name"]] = value["peer"]
+    rows = tuple(
+        (name, *(_figure(stats, key, form, unit) for _, key, form, unit in ROWS))
+        for name, stats in columns.items()
+    )
+    headings = ("", *(heading for heading, *_ in ROWS))
+    equal = f"{value['prompts_equal']} of {value['n_prompts']}"
+    note = f"Speculative is {value['speedup']:.2f} times plain; {equal} texts are equal."
+    return [Table(f"Plain and speculative: {results.path.stem}", headings, rows, note)]
+
+
+def _figure(stats: Mapping[str, Any], key: str, form: str, unit: float) -> str:
+    return form.format(stats[key] / unit) if stats.get(key) is not None else "-"
+
+
+def _budgets(results: Results) -> list[Table]:
+    rows = tuple(
+        (row["memory_budget"], "killed by the kernel", "", "", "", "")
+        if row["killed"]
+        else (
+            row["memory_budget"],
+            f"{row['tokens_per_second']:.2f}",
+            f"{row['mean_acceptance_length']:.2f}",
+            f"{row['streamed_bytes_per_pass'] / 1e9:.2f}",
+            f"{row['peak_memory_bytes'] / GIB:.2f}",
+            f"{row['n_equal_texts']} of {row['n_texts']}",
+        )
+        for row in results.value["budgets"]
+    )
+    columns = ("budget", "tok/s", "tok/pass", "GB/pass", "peak GiB", "equal texts")
+    return [Table(f"Budgets: {results.path.stem}", columns, rows)]
+
+
+def _sweep(results: Results) -> list[Table]:
+    rows = tuple(_sweep_row(line) for line in results.value["settings"])
+    columns = (
+        "budget",
+        "storage MB/s",
+        "tree",
+        "tok/s",
+        "predicted",
+        "tok/pass",
+        "GB/pass",
+        "anon GiB",
+        "prompts",
+        "tokens",
+        "exit",
+    )
+    return [Table(f"Sweep: {results.path.stem}", columns, rows)]
+
+
+def _sweep_row(line: Mapping[str, Any]) -> tuple[str, ...]:
+    setting = line["setting"]
+    mbps = setting["storage_mbps"]
+    return (
+        format_bytes(setting["memory_budget_bytes"]),
+        "full" if mbps is None else f"{mbps:g}",
+        series_name(setting["num_draft_tokens"]),
+        _figure(line, "tokens_per_second", "{:.2f}", 1.0),
+        _figure(line, "predicted_tokens_per_second", "{:.2f}", 1.0),
+        _figure(line, "mean_acceptance_length", "{:.2f}", 1.0),
+        _figure(line, "bytes_per_pass", "{:.2f}", 1e9),
+        _figure(line, "peak_anonymous_bytes", "{:.2f}", GIB),
+        str(line["n_prompts"]),
+        str(line["n_tokens"]),
+        _exit(line),
+    )

@@ -1,0 +1,107 @@
+"""Result files: written whole or not at all, and told apart when they are read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.errors import SpecdecError
+
+PEERS, SPEEDUP, BUDGETS, SWEEP, PICTURE = "peers", "speedup", "budgets", "sweep", "picture"
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class ResultsError(SpecdecError):
+    """A file holds no results of ours."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What one file holds."""
+
+    path: Path
+    kind: str
+    """PEERS, SPEEDUP, BUDGETS, SWEEP or PICTURE."""
+    value: dict[str, Any]
+    """The file's JSON object; of a sweep {"settings": [its lines]}."""
+    png: bytes = b""
+    """Of a picture, such as `specdec-bench timeline` draws."""
+
+
+def write_json(result: Mapping[str, Any], path: Path | None) -> None:
+    """JSON to a file, by way of a neighbour, so that no half report is left; or to stdout."""
+    text = json.dumps(result, indent=1) + "\n"
+    if path is None:
+        sys.stdout.write(text)
+        return
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def read_results(path: Path) -> Results:
+    """Read a file of any kind.
+
+    Raises:
+        ResultsError: it cannot be read or holds something else; says what is known.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ResultsError(f"{path}: {error.strerror}") from None
+    if data.startswith(_PNG):
+        return Results(path, PICTURE, {}, data)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise _unknown(path) from None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return Results(path, SWEEP, {"settings": _sweep_lines(path, text)})
+    kind = _kind(value)
+    if kind is None:
+        raise _unknown(path)
+    return Results(path, kind, {"settings": [value]} if kind == SWEEP else value)
+
+
+def _kind(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    if isinstance(value.get("peers"), list):
+        return PEERS
+    if {"plain", "speculative", "records"} <= set(value):
+        return SPEEDUP
+    if isinstance(value.get("budgets"), list):
+        return BUDGETS
+    return SWEEP if "setting" in value else None
+
+
+def _sweep_lines(path: Path, text: str) -> list[dict[str, Any]]:
+    """Lines of a sweep; a last one that was cut off is left out."""
+    lines = text.splitlines()
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            if number == len(lines) and found:
+                continue
+            raise _unknown(path) from None
+        if _kind(value) != SWEEP:
+            raise _unknown(path)
+        found.append(value)
+    if not found:
+        raise _unknown(path)
+    return found
+
+
+def _unknown(path: Path) -> ResultsError:
+    return ResultsError(
+        f"{path} holds no results: give JSON of specdec-bench peers, speedup or budgets, "
+        "JSON lines of sweep, or the PNG of timeline"
+    )

@@ -1,0 +1,191 @@
+"""Budgets x storage speeds x tree sizes, each a fresh process; what is done is not done again.
+
+Every setting is one line of a JSON Lines file, written when it is finished:
+
+    setting     memory_budget_bytes, storage_mbps (null: as fast as it is), num_draft_tokens
+                (null: auto; 0: plain decoding)
+    key         of the setting, the models, the prompts and the tokens: what a restart looks for
+    exit, reason, tokens_per_second, time_to_first_token, seconds_per_token_median,
+    seconds_per_token_p90, bytes_read_per_token, mean_acceptance_length, n_prompts, n_tokens,
+    acceptance_by_depth, peak_anonymous_bytes, cgroup_peak_bytes, storage_bytes_per_second (probed)
+                as in bench.compare
+    bytes_per_pass, predicted_tokens_per_second, smallest_budget_bytes     of specdec's own plan
+    model, draft_model, max_tokens, provenance
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.peer_figures import summarise
+from bench.peer_runs import ProcessRun, ProgramRunner, RunSettings
+from bench.peers import PEERS, Weights
+from bench.results import read_results
+from bench.workloads import Prompt
+from specdec.run_plan import RunPlan
+from specdec.storage import weight_files
+
+STORAGE_SPEEDS = {"sd-card": 90.0, "sata": 500.0, "ufs-3.1": 1500.0, "full": None}
+"""MB/s that reads are held to, by name."""
+N_AUTO_BUDGETS = 6
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of the sweep."""
+
+    memory_budget_bytes: int
+    storage_mbps: float | None
+    num_draft_tokens: int | None
+    """None is auto, 0 plain decoding."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What all points share."""
+
+    weights: Weights
+    prompts: tuple[Prompt, ...]
+    base: RunSettings
+    """Budget, storage and tree are replaced by each setting's."""
+
+
+def all_settings(
+    budgets: Sequence[int], speeds: Sequence[float | None], trees: Sequence[int | None]
+) -> list[Setting]:
+    """Every combination; the fastest storage and the largest budgets first: those tell soonest."""
+    fastest_first = sorted(speeds, key=lambda speed: -float("inf") if speed is None else -speed)
+    return [
+        Setting(budget, speed, tree)
+        for speed in fastest_first
+        for budget in sorted(budgets, reverse=True)
+        for tree in trees
+    ]
+
+
+def auto_budgets(plan: Callable[[int | str], RunPlan], n: int = N_AUTO_BUDGETS) -> list[int]:
+    """From the smallest budget that works to one in which nothing streams, in equal steps.
+
+    `plan` gives the plan of a budget in bytes, or of "auto".
+    """
+    smallest = plan("auto").smallest_budget_bytes
+    # A little more: the process that measures is not the one that plans here.
+    largest = whole_budget(plan, smallest) * 103 // 100
+    return [smallest + (largest - smallest) * i // (n - 1) for i in range(n)]
+
+
+def whole_budget(plan: Callable[[int | str], RunPlan], smallest: int) -> int:
+    """The smallest budget, within 1 %, in which all of the model stays in memory."""
+    low, high = smallest, smallest
+    while (residency := plan(high).residency).n_streamed_layers:
+        low, high = high, high + max(residency.streamed_bytes, high // 100)
+    while high - low > high // 100:
+        middle = (low + high) // 2
+        if plan(middle).residency.n_streamed_layers:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def finished_keys(path: Path) -> set[str]:
+    """Keys of the settings that a file already holds; a kill is a result too."""
+    if not path.exists() or not path.stat().st_size:
+        return set()
+    return {str(line["key"]) for line in read_results(path).value["settings"]}
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cut off a last line that was not finished, so that the next one starts on its own."""
+    if path.exists():
+        data = path.read_bytes()
+        if data and not data.endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def setting_key(sweep: Sweep, setting: Setting) -> str:
+    """The same for the same measurement: models by their files' names, sizes and times."""
+    base = sweep.base
+    parts = {
+        "setting": asdict(setting),
+        "model": fingerprint(sweep.weights.model),
+        "draft": None if sweep.weights.draft is None else fingerprint(sweep.weights.draft),
+        "prompts": [[prompt.name, prompt.text] for prompt in sweep.prompts],
+        "n_tokens": base.n_tokens,
+        "n_threads": base.n_threads,
+        "n_ctx": base.n_ctx,
+        "enforce": base.enforce,
+        "load": dict(base.load),
+    }
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def fingerprint(model: Path) -> list[list[Any]]:
+    """Of each weight file: name, size, time of the last change."""
+    stats = [(path, path.stat()) for path in weight_files(model)]
+    return [[path.name, status.st_size, status.st_mtime_ns] for path, status in stats]
+
+
+def run_sweep(
+    sweep: Sweep, settings: Sequence[Setting], path: Path, provenance: Mapping[str, Any]
+) -> Iterator[dict[str, Any] | None]:
+    """Measure what the file does not hold yet, one line each; yields None for what it does hold.
+
+    Raises:
+        ResultsError: the file holds something else.
+    """
+    drop_torn_line(path)
+    done = finished_keys(path)
+    for setting in settings:
+        key = setting_key(sweep, setting)
+        if key in done:
+            yield None
+            continue
+        line = {**measure_setting(sweep, setting), "key": key, "provenance": dict(provenance)}
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        done.add(key)
+        yield line
+
+
+def measure_setting(sweep: Sweep, setting: Setting) -> dict[str, Any]:
+    """One process of specdec."""
+    settings = replace(
+        sweep.base,
+        memory_bytes=setting.memory_budget_bytes,
+        storage_mbps=setting.storage_mbps,
+        load={**sweep.base.load, "num_draft_tokens": setting.num_draft_tokens},
+    )
+    peer = PEERS["specdec-plain" if setting.num_draft_tokens == 0 else "specdec"]
+    with closing(ProgramRunner(peer, sweep.weights, settings)) as runner:
+        run = runner.run(sweep.prompts, settings.seconds)
+    return {
+        "setting": asdict(setting),
+        **_figures(run, peer.speculates),
+        "model": str(sweep.weights.model),
+        "draft_model": None if sweep.weights.draft is None else str(sweep.weights.draft),
+        "max_tokens": settings.n_tokens,
+    }
+
+
+def _figures(run: ProcessRun, speculates: bool) -> dict[str, Any]:
+    plan = run.settings.get("plan", {})
+    return {
+        "exit": run.exit,
+        "reason": run.reason,
+        **summarise(run.records, speculates=speculates),
+        "peak_anonymous_bytes": run.peak_anonymous_bytes,
+        "cgroup_peak_bytes": run.cgroup_peak_bytes,
+        "storage_bytes_per_second": run.storage_bytes_per_second,
+        "bytes_per_pass": plan.get("streamed_bytes_per_pass"),
+        "predicted_tokens_per_second": plan.get("predicted_tokens_per_second"),
+        "smallest_budget_bytes": plan.get("smallest_budget_bytes"),
+    }

@@ -1,0 +1,178 @@
+"""`specdec-bench sweep`: how budget, storage and tree size make the speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+from bench.options import EnforceAlways, Prompts, SpreadPrompts, UsageMistake, check_writable
+from bench.sweep import STORAGE_SPEEDS
+from bench.workloads import BUILT_IN, read_prompts, spread
+from offload.units import format_bytes, parse_bytes
+from specdec import cli_options as options
+
+Budgets = Annotated[
+    str,
+    typer.Option(
+        "--budgets",
+        metavar="SIZE,...|auto",
+        help="Memory budgets; auto goes from the smallest that works to all in memory.",
+    ),
+]
+Storage = Annotated[
+    str,
+    typer.Option(
+        "--storage",
+        metavar="NAME|MBPS,...",
+        help="Storage speeds: MB/s, or " + ", ".join(STORAGE_SPEEDS) + ". Below full needs root.",
+    ),
+]
+Trees = Annotated[
+    str,
+    typer.Option(
+        "--trees", metavar="N,...", help="Draft tokens per pass; 0 is plain decoding, auto chooses."
+    ),
+]
+TimeLimit = Annotated[
+    float, typer.Option("--time-limit", min=1, help="Seconds of decoding for each setting.")
+]
+Lines = Annotated[
+    Path,
+    typer.Option("-o", "--output-file", help="JSON Lines; what it holds is not measured again."),
+]
+
+
+def sweep_command(
+    context: typer.Context,
+    load: options.LoadOptions,
+    output_file: Lines,
+    budgets: Budgets = "auto",
+    storage: Storage = "full",
+    trees: Trees = "0,auto",
+    prompts: Prompts = BUILT_IN,
+    n_prompts: SpreadPrompts = 4,
+    max_tokens: options.MaxTokens = 32,
+    time_limit: TimeLimit = 120.0,
+    enforce: EnforceAlways = True,
+    debug: options.Debug = False,
+) -> None:
+    """Budgets x storage speeds x tree sizes; interrupted, it goes on where it was."""
+    from bench.peer_runs import RunSettings
+    from bench.peers import Weights
+    from bench.provenance import collect
+    from bench.sweep import Sweep, all_settings, run_sweep
+    from specdec.division import DEFAULT_CTX_SIZE
+    from specdec.models import resolve_model
+
+    check_writable("--output-file", output_file)
+    speeds, sizes = parse_speeds(storage), parse_trees(trees)
+    amounts = find_budgets(budgets, load)
+    if not enforce and any(speed is not None for speed in speeds):
+        raise UsageMistake("--storage below full needs the cgroup that --no-enforce leaves out")
+    draft = None if load.draft_model is None else resolve_model(load.draft_model)
+    weights = Weights.of(resolve_model(load.model), draft)
+    if draft is None and any(size != 0 for size in sizes):
+        raise UsageMistake("--trees above 0 need a draft model: give -md, or --trees 0")
+    own = ("model", "draft_model", "memory_budget", "ctx_size", "threads", "num_draft_tokens")
+    base = RunSettings(
+        memory_bytes=0,
+        n_tokens=max_tokens,
+        seconds=time_limit,
+        n_threads=load.threads or psutil.cpu_count(logical=False) or 1,
+        n_ctx=load.ctx_size or DEFAULT_CTX_SIZE,
+        enforce=enforce,
+        load={name: value for name, value in load.as_keywords().items() if name not in own},
+    )
+    sweep = Sweep(weights, tuple(spread(read_prompts(prompts), n_prompts)), base)
+    settings = all_settings(amounts, speeds, sizes)
+    provenance = collect(["specdec-bench", *context.obj.argv], weights.model)
+    with _progress(len(settings)) as advance:
+        for setting, line in zip(
+            settings, run_sweep(sweep, settings, output_file, provenance), strict=True
+        ):
+            advance(describe(setting, line))
+
+
+def parse_speeds(text: str) -> list[float | None]:
+    """MB/s; None is the storage's own speed."""
+    speeds: list[float | None] = []
+    for name in text.split(","):
+        if name in STORAGE_SPEEDS:
+            speeds.append(STORAGE_SPEEDS[name])
+            continue
+        try:
+            speeds.append(float(name))
+        except ValueError:
+            speeds.append(0.0)
+        if not 0 < (speeds[-1] or 0) < float("inf"):
+            raise UsageMistake(
+                f"--storage {name!r} is no speed: give MB/s, or one of {', '.join(STORAGE_SPEEDS)}"
+            )
+    return list(dict.fromkeys(speeds))
+
+
+def parse_trees(text: str) -> list[int | None]:
+    """Draft tokens per pass; None is auto."""
+    return list(dict.fromkeys(options.parse_num_draft_tokens(name) for name in text.split(",")))
+
+
+def find_budgets(text: str, load: options.LoadOptions) -> list[int]:
+    """Bytes, in the order given."""
+    if text != "auto":
+        return list(dict.fromkeys(parse_bytes(name) for name in text.split(",")))
+    from bench.sweep import auto_budgets
+    from specdec.planning import plan_run
+
+    keywords = {name: v for name, v in load.as_keywords().items() if name != "memory_budget"}
+    return auto_budgets(lambda budget: plan_run(memory_budget=budget, **keywords))
+
+
+def describe(setting: Any, line: dict[str, Any] | None) -> str:
+    """One line for people: the setting and what came of it."""
+    speed, tree = setting.storage_mbps, setting.num_draft_tokens
+    text = format_bytes(setting.memory_budget_bytes)
+    text += ", full speed" if speed is None else f", {speed:g} MB/s"
+    text += {None: ", auto tree", 0: ", plain"}.get(tree, f", tree of {tree}")
+    if line is None:
+        return text + ": already there"
+    if line["tokens_per_second"] is None:
+        return f"{text}: {line['exit']} ({line['reason']})"
+    return f"{text}: {line['tokens_per_second']:.2f} tok/s ({line['exit']})"
+
+
+@contextmanager
+def _progress(n_settings: int) -> Iterator[Any]:
+    """A bar with the time left, and a line for each setting, on stderr."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("sweep"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("time left"),
+        # The mean of all settings so far: they differ by far more than a moving mean allows for.
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, speed_estimate_period=24 * 3600, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("sweep", total=n_settings)
+
+        def advance(line: str) -> None:
+            console.print(line, markup=False, highlight=False)
+            bar.advance(task)
+
+        yield advance

@@ -1,0 +1,30 @@
+"""What a model's files hold: bytes in all and by type. Names the conversion between two formats."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from bench.peers import GGUF, Weights
+from offload.gguf_index import GgufIndex
+from offload.index import WeightIndex
+
+
+def describe_weights(weights: Weights) -> dict[str, Any]:
+    """format, model, draft, n_bytes, and types: share of the bytes, the largest first."""
+    index = (
+        GgufIndex.from_path(weights.model)
+        if weights.format == GGUF
+        else WeightIndex.from_directory(weights.model)
+    )
+    n_bytes: Counter[str] = Counter()
+    for record in index.values():
+        n_bytes[record.dtype] += record.n_bytes
+    total = sum(n_bytes.values())
+    return {
+        "format": weights.format,
+        "model": str(weights.model),
+        "draft": None if weights.draft is None else str(weights.draft),
+        "n_bytes": total,
+        "types": {name: n / total for name, n in n_bytes.most_common()},
+    }

@@ -1,0 +1,190 @@
+"""The programs themselves, in this process, on tiny models: same tokens, right counts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tiny_pair import save_model
+
+from bench.peer_program import Clock, Journal, Task, bytes_read, run_program
+from bench.workloads import Prompt
+from offload.units import GIB
+
+PROMPTS = (Prompt("a", "def f(x):", "code"), Prompt("b", "return", "code"))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("programs") / "target", seed=1)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights: every guess is right."""
+    return save_model(tmp_path_factory.mktemp("programs") / "draft", seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def run(tmp_path: Path, target: Path) -> Callable[..., dict[str, Any]]:
+    """run(program, draft, **task) -> its journal."""
+
+    def start(program: Any, draft: Path | None = None, **more: Any) -> dict[str, Any]:
+        values = {
+            "model": str(target), "draft": None if draft is None else str(draft),
+            "prompts": PROMPTS, "n_tokens": 12, "seconds": 60.0, "memory_bytes": 4 * GIB,
+            "n_threads": 1, "n_ctx": 128, "ignore_eos": True,
+        }  # fmt: skip
+        task = Task(**{**values, **more})
+        task.write(tmp_path / "task.json")
+        assert Task.read(tmp_path / "task.json") == task
+        journal = tmp_path / "journal.jsonl"
+        journal.unlink(missing_ok=True)
+        code = run_program([str(tmp_path / "task.json"), str(journal)], program)
+        lines = [json.loads(line) for line in journal.read_text().splitlines()]
+        found = {kind: value for line in lines for kind, value in line.items()}
+        assert code == (1 if "error" in found else 0)
+        return {**found, "prompts": [line["prompt"] for line in lines if "prompt" in line]}
+
+    return start
+
+
+def specdec_tokens(run: Callable[..., dict[str, Any]]) -> list[list[int]]:
+    from bench.peer_specdec import program
+
+    journal = run(program, options={"spec_type": "none"})
+    return [record["token_ids"] for record in journal["prompts"]]
+
+
+def test_specdec_plain_and_with_a_draft(run: Callable[..., dict[str, Any]], draft: Path) -> None:
+    from bench.peer_specdec import program
+
+    plain = run(program, options={"spec_type": "none"})
+    drafted = run(program, draft)
+    for one, other in zip(plain["prompts"], drafted["prompts"], strict=True):
+        assert one["token_ids"] == other["token_ids"]
+        assert [n for _, n in one["arrivals"]] == [1] * 12
+        assert sum(n for _, n in other["arrivals"]) == 12
+        assert len(other["arrivals"]) < 12
+        assert other["stats"]["accepted_by_depth"][0] > 0
+        assert (one["category"], one["ended"]) == ("code", "whole")
+    assert drafted["loaded"]["settings"]["plan"]["memory_budget_bytes"] == 4 * GIB
+    assert drafted["done"]["peak_rss_bytes"] > 0
+
+
+def test_accelerate_from_disk_alone_and_assisted(
+    run: Callable[..., dict[str, Any]], draft: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    from bench.peer_accelerate import program
+
+    wanted = specdec_tokens(run)
+    size = sum(path.stat().st_size for path in draft.glob("*.safetensors"))
+    # The embedding must fit: transformers 5.23 drafts on the device of a model's first weights.
+    options = {"cpu_memory_bytes": size * 2 // 3}
+    alone, assisted = run(program, options=options), run(program, draft, options=options)
+    for journal in (alone, assisted):
+        assert "error" not in journal
+        assert journal["loaded"]["settings"]["disk_modules"] > 0
+        assert [record["token_ids"] for record in journal["prompts"]] == wanted
+    assert [n for _, n in alone["prompts"][0]["arrivals"]] == [1] * 12
+    assert len(assisted["prompts"][0]["arrivals"]) < 12
+
+
+def test_an_assistant_gets_the_targets_rows(tmp_path: Path) -> None:
+    import torch
+
+    from bench.peer_accelerate import load_assistant
+
+    small = save_model(tmp_path / "small", seed=3)
+    assistant = load_assistant(small, 300)
+    assert assistant.config.vocab_size == 300
+    ids = torch.tensor([[5, 6, 7]])
+    logits = assistant(ids).logits[0, -1]
+    assert logits.shape == (300,)
+    assert torch.equal(logits[259:], logits[258].expand(41))
+
+
+def test_airllm_is_driven_as_documented(
+    run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """AirLLM itself is not installed here: a stand-in with its interface, over transformers."""
+    from bench.peer_airllm import program
+
+    seen: dict[str, Any] = {}
+
+    class AutoModel:
+        @classmethod
+        def from_pretrained(cls, path: str, **options: Any) -> Any:
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+
+            seen.update(options)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=options["dtype"])
+            model.tokenizer = AutoTokenizer.from_pretrained(path)
+            return model
+
+    module = ModuleType("airllm")
+    module.AutoModel = AutoModel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "airllm", module)
+    journal = run(program, options={"shards": str(tmp_path)})
+    assert seen["layer_shards_saving_path"] == str(tmp_path)
+    assert (seen["device"], seen["max_seq_len"]) == ("cpu", 128)
+    assert [record["token_ids"] for record in journal["prompts"]] == specdec_tokens(run)
+
+
+@pytest.mark.gguf
+def test_llama_cpp_alone_and_with_a_draft(
+    run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    pytest.importorskip("llama_cpp")
+    from bench.peer_llama import program
+    from specdec.models import resolve_model
+
+    models = {"model": str(resolve_model("pair:draft.gguf")), "n_tokens": 24}
+    alone = run(program, **models)
+    drafted = run(program, Path(models["model"]), **models)
+    assert [r["token_ids"] for r in alone["prompts"]] == [
+        r["token_ids"] for r in drafted["prompts"]
+    ]
+    assert sum(len(record["arrivals"]) for record in drafted["prompts"]) < 2 * 24
+    assert alone["loaded"]["settings"]["use_extra_bufts"] is False
+
+
+def test_a_failure_is_one_line(run: Callable[..., dict[str, Any]]) -> None:
+    def program(task: Task, journal: Journal) -> None:
+        raise ValueError("two\nlines")
+
+    assert run(program)["error"] == "ValueError: two lines"
+
+
+def test_time_is_shared_among_the_prompts(run: Callable[..., dict[str, Any]]) -> None:
+    def program(task: Task, journal: Journal) -> None:
+        def decode(prompt: Prompt, clock: Clock) -> dict[str, Any]:
+            while not clock.is_up and clock.n_tokens < task.n_tokens:
+                clock.arrive(1)
+            return {"token_ids": []}
+
+        journal.loaded({})
+        journal.decode(decode)
+
+    journal = run(program, seconds=0.0)
+    assert journal["prompts"] == []  # no time at all: nothing is begun
+    journal = run(program, seconds=1e-3, n_tokens=10**9)
+    assert journal["prompts"][0]["ended"] == "time"
+    journal = run(program, n_tokens=3)
+    assert [record["ended"] for record in journal["prompts"]] == ["whole", "whole"]
+
+
+def test_bytes_read_grow_with_reading() -> None:
+    first = bytes_read()
+    assert first is None or first >= 0

@@ -1,0 +1,197 @@
+"""The report's page, from every kind of results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.__main__ import main
+from bench.aggregate import aggregate_stats
+from bench.report_data import Point, bars, depths, points
+from bench.results import ResultsError, read_results
+from offload.units import GIB
+from specdec.stats import GenerationStats
+
+pytest.importorskip("matplotlib")
+
+PROVENANCE = {"git_revision": "abc", "argv": ["specdec-bench", "<x>"], "date": "today"}
+
+
+def stats(seconds: float, passes: int) -> dict[str, Any]:
+    one = GenerationStats(
+        generated_tokens=41,
+        passes=passes,
+        accepted_tokens=40 - passes,
+        decode_seconds=seconds,
+        tried_by_depth=(10, 8, 2),
+        accepted_by_depth=(8, 4, 0),
+    )
+    return aggregate_stats([{"stats": one.to_dict()}])
+
+
+def peer_row(name: str, speed: float | None, **more: Any) -> dict[str, Any]:
+    return {
+        "peer": name, "weights": "hf", "exit": "ok", "reason": None, "tokens_per_second": speed,
+        "time_to_first_token": speed, "seconds_per_token_median": speed,
+        "seconds_per_token_p90": speed, "bytes_read_per_token": None,
+        "mean_acceptance_length": None, "peak_anonymous_bytes": GIB, "cgroup_peak_bytes": None,
+        "n_prompts": 2, "n_tokens": 20, "by_category": {}, "acceptance_by_depth": None, **more,
+    }  # fmt: skip
+
+
+def comparison() -> dict[str, Any]:
+    depth = [{"tried": 9, "accepted": 6}, {"tried": 6, "accepted": 3}]
+    figures = {"tokens_per_second": 1.0, "mean_acceptance_length": 2.0}
+    return {
+        "peers": [
+            peer_row("accelerate", 0.25),
+            peer_row("airllm", None, exit="not-run", reason="not installed: <airllm>"),
+            peer_row("llama.cpp", None, exit="oom-killed", reason="killed", n_prompts=0),
+            peer_row("specdec", 9.3, mean_acceptance_length=11.9, acceptance_by_depth=depth,
+                     by_category={"writing": figures}),
+        ],
+        "ratios": {"specdec": {"accelerate": {"ratio": 37.2, "n_prompts": 2}},
+                   "accelerate": {"specdec": {"ratio": 0.0269, "n_prompts": 2}}},
+        "weights": [{"model": "/m/grown-6gb", "draft": None, "n_bytes": GIB, "types": {}}],
+        "memory_budget_bytes": GIB, "enforced": True, "storage_mbps": 500.0,
+        "n_prompts": 2, "max_tokens": 10, "provenance": PROVENANCE,
+    }  # fmt: skip
+
+
+def speedup() -> dict[str, Any]:
+    return {
+        "plain": stats(40.0, 40), "speculative": stats(4.0, 10), "speedup": 10.0,
+        "records": [], "peer": None, "model": "/m/grown", "memory_budget_bytes": 2 * GIB,
+        "bytes_per_pass": 10**9, "storage_bytes_per_second": 2e9, "prompts_equal": 3,
+        "n_prompts": 4, "provenance": PROVENANCE,
+    }  # fmt: skip
+
+
+def budgets() -> dict[str, Any]:
+    row = {
+        "memory_budget": "1.5GiB", "killed": False, "streamed_bytes_per_pass": 2 * 10**9,
+        "tokens_per_second": 3.0, "mean_acceptance_length": 4.0, "peak_memory_bytes": GIB,
+        "n_equal_texts": 2, "n_texts": 2,
+    }  # fmt: skip
+    return {
+        "budgets": [{"memory_budget": "1GiB", "killed": True}, row],
+        "records": {"1.5GiB": [{"storage_bytes_per_second": 2e9}]},
+        "provenance": {**PROVENANCE, "argv": ["budgets", "-m", "/m/grown"]},
+    }
+
+
+def sweep_line(budget: int, mbps: float | None, tree: int | None, speed: float | None) -> Any:
+    return {
+        "setting": {"memory_budget_bytes": budget, "storage_mbps": mbps, "num_draft_tokens": tree},
+        "key": "k", "exit": "ok" if speed else "oom-killed", "reason": None if speed else "killed",
+        "tokens_per_second": speed, "predicted_tokens_per_second": speed,
+        "mean_acceptance_length": None if tree == 0 else 3.0, "bytes_per_pass": 10**9,
+        "storage_bytes_per_second": 2e9, "peak_anonymous_bytes": GIB, "n_prompts": 1,
+        "n_tokens": 9, "provenance": PROVENANCE,
+        "acceptance_by_depth": None if tree == 0 else [{"tried": 6, "accepted": 5}],
+    }  # fmt: skip
+
+
+PICTURE = b"\x89PNG\r\n\x1a\n and so on"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    values = {"peers": comparison(), "speedup": speedup(), "budgets": budgets()}
+    found = {}
+    for kind, value in values.items():
+        found[kind] = tmp_path / f"{kind}.json"
+        found[kind].write_text(json.dumps(value))
+    found["picture"] = tmp_path / "run.png"
+    found["picture"].write_bytes(PICTURE)
+    lines = [
+        sweep_line(
+            budget, mbps, tree, None if budget == 3 * GIB and tree == 0 else 1.0 + budget / GIB
+        )
+        for budget in (GIB, 2 * GIB, 3 * GIB)
+        for mbps in (90.0, None)
+        for tree in (0, None)
+    ]
+    found["sweep"] = tmp_path / "sweep.jsonl"
+    found["sweep"].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "pictures", "words"),
+    [
+        ("peers", ["speed-peers", "acceptance"], ["37.20 (2)", "&lt;airllm&gt;", "writing"]),
+        (
+            "speedup",
+            ["speed-speedup", "budgets-grown", "acceptance"],
+            ["10.00 times plain", "3 of 4"],
+        ),
+        ("budgets", ["budgets-grown"], ["killed by the kernel", "1.5GiB"]),
+        ("sweep", ["budgets-sweep", "acceptance"], ["tree: auto", "oom-killed"]),
+        ("picture", ["timeline-run"], []),
+    ],
+)
+def test_a_page_from_each_kind(
+    files: dict[str, Path], tmp_path: Path, kind: str, pictures: list[str], words: list[str]
+) -> None:
+    page = tmp_path / "out" / "page.html"
+    page.parent.mkdir()
+    assert main(["report", str(files[kind]), "-o", str(page)]) == 0
+    assert {path.name for path in page.parent.iterdir()} == {
+        "page.html",
+        *(f"page-{name}.png" for name in pictures),
+    }
+    text = page.read_text()
+    assert text.count("data:image/png;base64,") == len(pictures)
+    for word in words:
+        assert word in text
+    # Self-contained, and nothing of a file's text becomes a tag.
+    assert not re.search(r"(src|href)=\"(?!data:)", text)
+    assert "<x>" not in text
+    assert (page.parent / f"page-{pictures[0]}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_kinds_on_one_page(files: dict[str, Path], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main(["report", *map(str, files.values()), "-o", str(page)]) == 0
+    assert page.read_text().count("<details>") == 4  # a picture has no provenance
+
+
+def test_the_roofline_of_a_point() -> None:
+    point = Point("plain", None, GIB, 1.5, 10**9, 2e9, 1.0)
+    assert point.roofline == pytest.approx(2.0)
+    assert Point("tree", None, GIB, 1.5, 10**9, 2e9, 3.0).roofline == pytest.approx(6.0)
+    assert Point("plain", None, GIB, 9.0, 0, 2e9, 1.0).roofline is None
+
+
+def test_what_is_drawn_of_each_kind(files: dict[str, Path]) -> None:
+    results = {kind: read_results(path) for kind, path in files.items()}
+    assert [bar.tokens_per_second for bar in bars(results["peers"])] == [0.25, None, None, 9.3]
+    assert bars(results["peers"])[1].note == "not-run: not installed: <airllm>"
+    found = points(results.values())
+    assert len(found) == (12 - 2) + 1 + 2  # no point where there was no speed
+    slowed = [point for point in found if point.storage_mbps == 90.0]
+    assert {point.storage_bytes_per_second for point in slowed} == {90e6}
+    sums = {one.name: (one.tried, one.accepted) for one in depths(results.values())}
+    assert sums["peers: specdec"] == ((9, 6), (6, 3))
+    assert sums["sweep: tree: auto"] == ((36,), (30,))
+    assert sums["speedup: specdec"] == ((10, 8), (8, 4))  # two rounds at depth 3 say nothing
+    assert [one.name for one in depths([results["peers"]])] == ["specdec"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "notes", '{"peers": 3}', '{"setting": {}}\n3\n'])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ResultsError, match="holds no results") as caught:
+        read_results(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["report", str(tmp_path / "none.json"), "-o", str(tmp_path / "r.html")]) == 2
+    assert "No such file" in capsys.readouterr().err

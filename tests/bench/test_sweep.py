@@ -1,0 +1,174 @@
+"""The sweep: every setting once, also after an interruption."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fake_peers
+import pytest
+from tiny_pair import save_model
+
+from bench import peers
+from bench.__main__ import main
+from bench.peer_runs import RunSettings
+from bench.peers import Peer, Weights
+from bench.results import ResultsError, read_results
+from bench.sweep import (
+    Setting,
+    Sweep,
+    all_settings,
+    auto_budgets,
+    finished_keys,
+    run_sweep,
+    setting_key,
+)
+from bench.sweep_cli import describe, parse_speeds, parse_trees
+from bench.workloads import Prompt
+from offload.units import GIB
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("sweep") / "target", seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """specdec itself is played by a fake."""
+    fake_peers.install(tmp_path, monkeypatch)
+    for name, module in (("specdec", "fake_fast"), ("specdec-plain", "fake_slow")):
+        peer = Peer(name, module, ("hf",), "", speculates=name == "specdec")
+        monkeypatch.setitem(peers.PEERS, name, peer)
+
+
+def sweep_of(target: Path, **more: Any) -> Sweep:
+    values = {
+        "memory_bytes": 0, "n_tokens": 10, "seconds": 20.0, "n_threads": 1, "n_ctx": 64,
+        "enforce": False,
+    }  # fmt: skip
+    weights = Weights.of(target, target)
+    return Sweep(weights, (Prompt("a", "x"),), RunSettings(**{**values, **more}))
+
+
+def test_settings_cover_every_combination() -> None:
+    settings = all_settings([1, 2], [90.0, None], [0, None])
+    assert len(set(settings)) == 8
+    assert settings[0] == Setting(2, None, 0)  # the fastest first
+    assert settings[-1] == Setting(1, 90.0, None)
+
+
+def test_a_second_start_measures_only_what_is_missing(target: Path, tmp_path: Path) -> None:
+    sweep, file = sweep_of(target), tmp_path / "sweep.jsonl"
+    settings = all_settings([GIB], [None], [0, None])
+    first = list(run_sweep(sweep, settings[:1], file, {}))
+    with file.open("a") as out:
+        out.write('{"setting": {"memory_bu')  # a kill in the middle of a line
+    second = list(run_sweep(sweep, settings, file, {}))
+    assert [line is None for line in second] == [True, False]
+    lines = read_results(file).value["settings"]
+    assert [line["setting"]["num_draft_tokens"] for line in lines] == [0, None]
+    assert first[0] == lines[0]
+    assert lines[1]["mean_acceptance_length"] == pytest.approx(3.0)
+    assert list(run_sweep(sweep, settings, file, {})) == [None, None]
+
+
+def test_other_models_prompts_and_lengths_are_other_measurements(
+    target: Path, tmp_path: Path
+) -> None:
+    setting = Setting(GIB, None, None)
+    base = setting_key(sweep_of(target), setting)
+    assert base == setting_key(sweep_of(target, seconds=1.0), setting)
+    changed = save_model(tmp_path / "other", seed=1)
+    keys = {
+        base,
+        setting_key(sweep_of(target), Setting(GIB, 90.0, None)),
+        setting_key(sweep_of(target, n_tokens=11), setting),
+        setting_key(sweep_of(changed), setting),
+        setting_key(sweep_of(target, load={"tree_width": 2}), setting),
+    }
+    assert len(keys) == 5
+
+
+def test_a_failure_is_a_result_too(target: Path, tmp_path: Path) -> None:
+    sweep = Sweep(Weights.of(target, target), (Prompt("a", "crash"),), sweep_of(target).base)
+    file = tmp_path / "sweep.jsonl"
+    [line] = run_sweep(sweep, [Setting(GIB, None, None)], file, {})
+    assert line is not None
+    assert line["exit"] == "failed"
+    assert "no kernel" in describe(Setting(GIB, None, None), line)
+    assert len(finished_keys(file)) == 1
+
+
+@dataclass
+class _Residency:
+    n_streamed_layers: int
+    streamed_bytes: int
+
+
+@dataclass
+class _Plan:
+    smallest_budget_bytes: int
+    residency: _Residency
+
+
+@pytest.mark.parametrize(("smallest", "whole"), [(1000, 7300), (500, 501), (10, 100_000)])
+def test_auto_budgets_go_from_the_smallest_to_all_in_memory(smallest: int, whole: int) -> None:
+    def plan(budget: int | str) -> Any:
+        left = 0 if budget == "auto" else max(whole - int(budget), 0)
+        return _Plan(smallest, _Residency(left // 100 + (left > 0), left))
+
+    budgets = auto_budgets(plan)
+    assert budgets[0] == smallest
+    assert whole <= budgets[-1] <= whole * 1.05 + 1
+    assert budgets == sorted(budgets)
+    assert len(budgets) == 6
+
+
+def test_names_of_speeds_and_trees() -> None:
+    assert parse_speeds("sd-card,full,750,90") == [90.0, None, 750.0]
+    assert parse_trees("0,16,auto") == [0, 16, None]
+
+
+def test_another_file_is_not_written_to(target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("notes\n")
+    with pytest.raises(ResultsError, match="holds no results"):
+        list(run_sweep(sweep_of(target), [Setting(GIB, None, 0)], file, {}))
+    assert file.read_text() == "notes\n"
+
+
+def test_command(capfd: pytest.CaptureFixture[str], target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.jsonl"
+    argv = f"sweep -m {target} -md {target} --budgets 1GiB,2GiB --no-enforce -n 10 -o {file}"
+    argv += " --n-prompts 1 --threads 1 --trees auto"
+    assert main(argv.split()) == 0
+    err = capfd.readouterr().err
+    assert "1.00 GiB, full speed, auto tree: " in err
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["setting"]["memory_budget_bytes"] for line in lines] == [2 * GIB, GIB]
+    assert lines[0]["provenance"]["argv"][1] == "sweep"
+    assert main(argv.split()) == 0
+    assert capfd.readouterr().err.count("already there") == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        ("--storage turtle", "'turtle' is no speed"),
+        ("--storage -5", "'-5' is no speed"),
+        ("--storage sata --no-enforce", "--no-enforce leaves out"),
+        ("--trees many", "many"),
+        ("--budgets lots", "lots"),
+    ],
+)
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], target: Path, tmp_path: Path, more: str, part: str
+) -> None:
+    argv = f"sweep -m {target} -md {target} -o {tmp_path / 's'} --budgets 1GiB {more}"
+    assert main(argv.split()) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert part in err
