@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from offload.errors import SpecdecError as SpecdecError
     from specdec.api import LLM as LLM
+    from specdec.api import CompletionOutput as CompletionOutput
     from specdec.api import GenerationResult as GenerationResult
     from specdec.api import StreamChunk as StreamChunk
     from specdec.api import load as load
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _PUBLIC = {
+    "CompletionOutput": "specdec.api",
     "GenerationResult": "specdec.api",
     "GenerationStats": "specdec.stats",
     "LLM": "specdec.api",

@@ -26,21 +26,17 @@ from specdec.drafters.base import Drafter
 from specdec.drafters.model import MAX_BEAMS
 from specdec.drafters.ngram import NgramDrafter
 from specdec.formats import OpenedModel
-from specdec.generation import (
-    GenerationResult,
-    GenerationStream,
-    ModelBusy,
-    ModelClosed,
-    StreamChunk,
-)
+from specdec.generation import GenerationStream, ModelBusy, ModelClosed
 from specdec.options import RunOptions, run_options
 from specdec.planning import PlannedModels, plan_models
 from specdec.policy import DraftPolicy
 from specdec.prompts import Prompt, PromptError, check_room, encode_prompt
 from specdec.run_plan import RunPlan
+from specdec.sequences import CompletionOutput, GenerationResult, StreamChunk
 
 __all__ = [
     "LLM",
+    "CompletionOutput",
     "GenerationResult",
     "ModelBusy",
     "ModelClosed",
@@ -76,6 +72,8 @@ def load(
             accept_threshold: lossy; accept draft tokens of at least this target probability.
             load_mode: "auto", "stream", "ram" or "mmap" (GGUF).
             cache_type_k, cache_type_v: "f16", "q8_0" or "q4_0" (GGUF).
+            num_beams: beams that `generate(num_beams=...)` may use; beam_span: tokens that they may
+                be apart. Memory is set aside for num_beams * beam_span live tokens.
             threads: of the computation; prefetch_depth: slots of the ring; io_threads: readers.
 
     Raises:
@@ -120,6 +118,11 @@ class LLM:
         """Most tokens of a prompt and its continuation together."""
         return self.target.max_context
 
+    @property
+    def max_beams(self) -> int:
+        """Most beams that memory was set aside for."""
+        return self._options.target_rows(self.plan.n_draft_tokens)
+
     def generate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any
     ) -> GenerationResult:
@@ -140,6 +143,9 @@ class LLM:
         **overrides: Any,
     ) -> GenerationStream:
         """Iterate over chunks of text; `.result` holds everything once the iterator is exhausted.
+
+        Of several sequences (n=...) the chunks come one sequence after the other. Beam search
+        (num_beams=...) gives one chunk for each of its n sequences, at the end.
 
         Args:
             prompt: a text, a list of chat messages, or token ids.
@@ -226,8 +232,8 @@ class LLM:
         return planned.target.source.load(
             self._loading(
                 planned.plan.residency,
-                max_nodes=1 + planned.plan.n_draft_tokens,
-                max_rows=1 + planned.plan.n_draft_tokens,
+                max_nodes=options.target_nodes(planned.plan.n_draft_tokens),
+                max_rows=options.target_rows(planned.plan.n_draft_tokens),
                 load_mode=_target_load_mode(options.load_mode, planned.plan.residency),
                 n_readers=options.io_threads,
                 progress=progress,

@@ -13,11 +13,12 @@ import typer
 from specdec import cli_options as options
 from specdec.cli_checks import check_chat_template, check_models, check_prompt, note_context
 from specdec.cli_output import loading_progress, perf_line, say, write_json, write_text
+from specdec.cli_sequences import SequenceOptions, check_sampling
 from specdec.cli_signature import with_options
 from specdec.enforce import enforced_bytes, run_enforced
 
 if TYPE_CHECKING:
-    from specdec.api import LLM, GenerationResult
+    from specdec.api import LLM, CompletionOutput, GenerationResult
 
 Prompt = Annotated[
     str | None,
@@ -34,6 +35,7 @@ def run(
     context: typer.Context,
     load: options.LoadOptions,
     sampling: options.SamplingOptions,
+    sequences: SequenceOptions,
     prompt: Prompt = None,
     file: PromptFile = None,
     max_tokens: options.MaxTokens = 64,
@@ -43,12 +45,15 @@ def run(
 ) -> None:
     """Generate text from one prompt."""
     check_prompt_options(prompt, file)
+    given = {**sampling.as_keywords(), **sequences.sampling_keywords()}
+    keywords = {"max_tokens": max_tokens, **given}
+    check_sampling(keywords)
+    loading = sequences.load_keywords(load)
     if enforce:
         run_again_enforced(context, load.memory_budget)
     text = read_prompt(prompt, file)
     check_prompt(text)
-    keywords = {"max_tokens": max_tokens, **sampling.as_keywords()}
-    with open_model(load) as llm:
+    with open_model(load, loading) as llm:
         if json:
             write_json(result_to_dict(llm.generate(text, **keywords)))
         else:
@@ -95,22 +100,28 @@ def run_again_enforced(context: typer.Context, memory_budget: str) -> None:
 
 
 @contextmanager
-def open_model(load_options: options.LoadOptions) -> Iterator[LLM]:
+def open_model(
+    load_options: options.LoadOptions, keywords: dict[str, Any] | None = None
+) -> Iterator[LLM]:
+    """keywords: of `specdec.load`; those of the options when None."""
     check_models(load_options)
     from specdec.api import load
 
     with loading_progress(f"loading {load_options.model}") as progress:
-        llm = load(**load_options.as_keywords(), progress=progress)
+        llm = load(**(keywords or load_options.as_keywords()), progress=progress)
     with llm:
         note_context(load_options, llm.plan.ctx_size)
         yield llm
 
 
 def stream_text(llm: LLM, prompt: Any, keywords: dict[str, Any]) -> GenerationResult:
-    """Write the text as it comes, then the perf line."""
+    """Write the text as it comes, several sequences below headings; then the perf line."""
     stream = llm.stream(prompt, **keywords)
-    last = ""
+    last, index, n_sequences = "", -1, keywords.get("n", 1)
     for chunk in stream:
+        if n_sequences > 1 and chunk.index > index:
+            index = chunk.index
+            write_text(("\n" if index else "") + f"--- {index + 1} of {n_sequences} ---\n")
         write_text(chunk.text)
         last = chunk.text or last
     if not last.endswith("\n"):
@@ -125,7 +136,18 @@ def result_to_dict(result: GenerationResult) -> dict[str, Any]:
         "text": result.text,
         "token_ids": list(result.token_ids),
         "finish_reason": result.finish_reason,
+        "outputs": [_output_to_dict(output) for output in result.outputs],
         "stats": result.stats.to_dict(),
+    }
+
+
+def _output_to_dict(output: CompletionOutput) -> dict[str, Any]:
+    return {
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "seed": output.seed,
+        "score": output.score,
     }
 
 

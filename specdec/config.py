@@ -7,19 +7,18 @@ check again. An error names the option, the value it got and what would be accep
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from offload.errors import SpecdecError
+from specdec.config_checks import ConfigError as ConfigError
+from specdec.config_checks import check as _check
+from specdec.config_checks import refuse_unknown
+from specdec.sampling_checks import normalised, validate
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-SEED_LIMIT = 2**64  # seeds are one 64-bit word of the noise generator's key
-LOWEST_TEMPERATURE = 1e-4  # below this, logits / temperature may overflow float32
 SPEC_TYPES = ("draft", "ngram")
 CHAIN_RULES = ("rejection", "block")  # these verify one chain that was drawn from the draft
 ACCEPTANCE_RULES = ("match", *CHAIN_RULES)
@@ -28,10 +27,6 @@ DEFAULT_DRAFT_DEPTH = 32
 MAX_DRAFT_TOKENS = 1024
 
 SequenceBias = tuple[tuple[tuple[int, ...], float], ...]
-
-
-class ConfigError(SpecdecError, ValueError):
-    """An option is unknown, out of range, not supported, or contradicts another one."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +67,25 @@ class SamplingParams:
     max_tokens: int = 64  # new tokens
     max_length: int | None = None  # prompt and new tokens together; overrides max_tokens when set
     ignore_eos: bool = False
-    logprobs: bool = False
+    logprobs: bool | int = False  # True: of the emitted tokens; k: of the k likeliest as well
+    n: int = 1  # sequences to return, of seeds seed, seed + 1, ...; of beam search its best n
+    num_beams: int = 1  # above 1: beam search, with a temperature beam-search sampling
+    length_penalty: float = 1.0  # (beams) a sequence's score is its sum / length^length_penalty
+    early_stopping: bool | str = False  # (beams) True, False or "never"
 
     def __post_init__(self) -> None:
-        for name, value in _normalised(self).items():
+        for name, value in normalised(self).items():
             object.__setattr__(self, name, value)  # tuples for lists, once, before validation
-        _validate_ranges(self)
-        _validate_token_ids(self)
-        _validate_combinations(self)
+        validate(self)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def n_top_logprobs(self) -> int:
+        """Likeliest tokens whose log-probabilities are wanted at every position."""
+        return 0 if isinstance(self.logprobs, bool) else self.logprobs
 
     def token_limit(self, prompt_length: int) -> int:
         """New tokens that may follow a prompt of `prompt_length` tokens (may be ≤ 0)."""
@@ -100,13 +102,13 @@ class SamplingParams:
 
     def replace(self, **overrides: Any) -> SamplingParams:
         """A copy with some options changed; unknown names are refused."""
-        _refuse_unknown(overrides, type(self))
+        refuse_unknown(overrides, type(self))
         return dataclasses.replace(self, **overrides)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> SamplingParams:
         """Parameters from a mapping of option names; unknown names are refused."""
-        _refuse_unknown(options, cls)
+        refuse_unknown(options, cls)
         return cls(**options)
 
     @classmethod
@@ -201,118 +203,3 @@ def parse_spec_type(value: str | Sequence[str] | None) -> tuple[str, ...]:
                 f"spec_type {name!r} is unknown: use any of {', '.join(SPEC_TYPES)}, or none"
             )
     return tuple(name for name in SPEC_TYPES if name in names)
-
-
-def _normalised(params: SamplingParams) -> dict[str, Any]:
-    """Values for the fields that accept a list or a single item where a tuple is stored."""
-    new: dict[str, Any] = {"temperature": _as_float("temperature", params.temperature)}
-    try:
-        for name in ("suppress_tokens", "begin_suppress_tokens", "stop_token_ids"):
-            new[name] = tuple(getattr(params, name) or ())
-        for name in ("forced_eos_token_id", "eos_token_ids"):
-            value = getattr(params, name)
-            if value is not None:
-                new[name] = (value,) if isinstance(value, int) else tuple(value)
-        new["bad_words_ids"] = tuple(tuple(word) for word in params.bad_words_ids or ())
-        bias = params.sequence_bias or ()
-        pairs = bias.items() if isinstance(bias, Mapping) else bias
-        new["sequence_bias"] = tuple((tuple(ids), float(value)) for ids, value in pairs)
-        if params.exponential_decay_length_penalty is not None:
-            start, factor = params.exponential_decay_length_penalty
-            new["exponential_decay_length_penalty"] = (int(start), float(factor))
-        stop = params.stop or ()
-        new["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"a sampling option has the wrong shape: {error}") from error
-    return new
-
-
-def _as_float(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name} is {value!r}, must be a number")
-    return float(value)
-
-
-def _check(
-    name: str,
-    value: Any,
-    kind: type,
-    low: float,
-    high: float = math.inf,
-    *,
-    open_low: bool = False,
-    open_high: bool = False,
-) -> None:
-    """Raise ConfigError unless value is None or a `kind` from low to high, both included or not."""
-    if value is None:
-        return
-    wanted = (int, float) if kind is float else (kind,)
-    bounds = f"above {low}" if open_low else f"at least {low}"
-    bounds += "" if high == math.inf else f" and {'below' if open_high else 'at most'} {high}"
-    is_right_kind = isinstance(value, wanted) and not isinstance(value, bool)
-    is_at_open_end = (open_low and value == low) or (open_high and value == high)
-    if not is_right_kind or not low <= value <= high or is_at_open_end:
-        noun = "an integer" if kind is int else "a number"
-        raise ConfigError(f"{name} is {value!r}, must be {noun} {bounds}")
-
-
-def _validate_ranges(params: SamplingParams) -> None:
-    if params.temperature != 0.0 and not LOWEST_TEMPERATURE <= params.temperature <= 1e4:
-        bounds = f"0 (greedy) or from {LOWEST_TEMPERATURE} to 10000"
-        raise ConfigError(f"temperature is {params.temperature}, must be {bounds}")
-    for name in ("top_k", "no_repeat_ngram_size", "min_tokens", "min_length"):
-        if getattr(params, name) is None:
-            raise ConfigError(f"{name} is None, must be an integer (0 switches it off)")
-        _check(name, getattr(params, name), int, 0)
-    for name in ("top_p", "typical_p", "top_h"):
-        _check(name, getattr(params, name), float, 0.0, 1.0, open_low=True)
-    _check("min_p", params.min_p, float, 0.0, 1.0)
-    for name in ("epsilon_cutoff", "eta_cutoff"):
-        _check(name, getattr(params, name), float, 0.0, 1.0, open_high=True)
-    _check("repetition_penalty", params.repetition_penalty, float, 0.0, 1e4, open_low=True)
-    _check("seed", params.seed, int, 0, SEED_LIMIT - 1)
-    _check("max_tokens", params.max_tokens, int, 1)
-    _check("max_length", params.max_length, int, 1)
-    for text in params.stop:
-        if not isinstance(text, str) or not text:
-            raise ConfigError(f"stop holds {text!r}, every stop must be a non-empty string")
-
-
-def _validate_token_ids(params: SamplingParams) -> None:
-    lists: dict[str, Iterable[int]] = {
-        "suppress_tokens": params.suppress_tokens,
-        "begin_suppress_tokens": params.begin_suppress_tokens,
-        "stop_token_ids": params.stop_token_ids,
-        "eos_token_ids": params.eos_token_ids or (),
-        "forced_eos_token_id": params.forced_eos_token_id or (),
-        "bad_words_ids": [token for word in params.bad_words_ids for token in word],
-        "sequence_bias": [token for ids, _ in params.sequence_bias for token in ids],
-    }
-    for name, token_ids in lists.items():
-        for token_id in token_ids:
-            _check(f"a token id of {name}", token_id, int, 0)
-    _check("forced_bos_token_id", params.forced_bos_token_id, int, 0)
-    if not all(params.bad_words_ids) or not all(ids for ids, _ in params.sequence_bias):
-        raise ConfigError("bad_words_ids or sequence_bias holds an empty sequence of token ids")
-
-
-def _validate_combinations(params: SamplingParams) -> None:
-    if params.max_length is None and params.min_tokens > params.max_tokens:
-        raise ConfigError(
-            f"min_tokens ({params.min_tokens}) is above max_tokens ({params.max_tokens})"
-        )
-    if params.ignore_eos and params.forced_eos_token_id is not None:
-        raise ConfigError("forced_eos_token_id contradicts ignore_eos: leave one of them out")
-    forced_bos = () if params.forced_bos_token_id is None else (params.forced_bos_token_id,)
-    for forced in (forced_bos, params.forced_eos_token_id or ()):
-        if forced and set(forced) <= set(params.suppress_tokens):
-            raise ConfigError(f"tokens {sorted(forced)} are both forced and in suppress_tokens")
-
-
-def _refuse_unknown(options: Mapping[str, Any], kind: type) -> None:
-    known = [field.name for field in dataclasses.fields(kind)]
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f": did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
-            raise ConfigError(f"{kind.__name__} has no option {name!r}{hint}")

@@ -192,11 +192,13 @@ class Divider:
         self, ctx_size: int, n_drafted: int, draft: _Tenant | None, cache_type: str | None = None
     ) -> dict[str, int]:
         """Bytes of everything but the layers, by name."""
-        target, n_nodes = self._target.source, 1 + n_drafted
+        target = self._target.source
+        n_nodes = self._options.target_nodes(n_drafted)
+        n_rows = self._options.target_rows(n_drafted)
         parts = {
             "target embeddings and head": target.outer_bytes,
             "target KV cache": target.kv_bytes(ctx_size, n_nodes, cache_type),
-            "target activations": target.scratch_bytes(ctx_size, n_nodes, n_nodes),
+            "target activations": target.scratch_bytes(ctx_size, n_rows, n_nodes),
         }
         if draft is not None:
             model = draft.source

@@ -5,22 +5,26 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from backends.base import StreamUse
+from backends.base import Backend, StreamUse
 from offload.errors import SpecdecError
 from offload.memory import process_memory
+from specdec.acceptance import Acceptance
+from specdec.beam_decoder import BeamDecoder, Hypothesis, check_beams
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.controller import Controller, NoDrafter
 from specdec.drafters.base import Drafter
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.sampling import Sampler
+from specdec.sequences import GeneratedSequence, GenerationResult, StreamChunk, sequence_seed
 from specdec.stats import GenerationStats, StatsRecorder
 from specdec.text import TextStream
+from specdec.tree import DraftTree
+from specdec.watched_target import WatchedTarget
 
 if TYPE_CHECKING:
     from specdec.api import LLM
@@ -31,6 +35,9 @@ GREEDY_DRAFT_TEMPERATURE = 0.5
 than its draft probability."""
 _CHAIN_STREAM = 2**64 - 1
 """Key word of the chain rules' random numbers; positions, the match rule's, never get there."""
+
+_ONE_TOKEN = (DraftTree(0), Acceptance((0,), 0, is_bonus=False))
+"""For the statistics: a pass of beam search brings all beams one token further."""
 
 
 class ModelClosed(SpecdecError):
@@ -50,28 +57,6 @@ class ModelBusy(SpecdecError):
         )
 
 
-@dataclass(frozen=True)
-class StreamChunk:
-    """What one round added."""
-
-    text: str
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """A finished generation."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    """All new tokens, the one that ended the text included."""
-    logprobs: tuple[float, ...] | None
-    """log p of each token under the model itself, before any processor; None unless asked for."""
-    finish_reason: str
-    """"stop" (end-of-sequence or stop string), "length" or "cancelled"."""
-    stats: GenerationStats
-
-
 class GenerationStream:
     """Iterator over `StreamChunk`s. `result` is there once it is exhausted, cancelled or failed."""
 
@@ -87,21 +72,13 @@ class GenerationStream:
         self._llm = llm
         self._prompt_ids = prompt_ids
         self._params = params
-        self._sampler = Sampler(
-            params,
-            n_tokens=min(llm.tokenizer.n_tokens, llm.target.vocab_size),
-            eos_token_ids=llm.eos_token_ids,
-            prompt_length=len(prompt_ids),
-            logits_processors=processors,
-        )
+        self._processors = processors
         self._spec = llm.spec if speculative else _PLAIN
         self._recorder = StatsRecorder(prompt_tokens=len(prompt_ids))
-        self._logprobs: list[float] = []
-        self._text = TextStream(llm.tokenizer, prompt_ids=prompt_ids, stop=params.stop)
         self._limit = _token_limit(params, len(prompt_ids), llm.max_context)
-        self._token_ids: list[int] = []
-        self._pieces: list[str] = []
-        self._finish_reason = "cancelled"
+        self._sequences = [self._new_sequence(params)]
+        if params.num_beams > 1:
+            check_beams(params.num_beams, self._spec, llm.max_beams)
         self._use_before: StreamUse | None = None  # of bytes and stalls, when this one began
         self._stats: GenerationStats | None = None
         self._thread_id = 0  # of the thread that computes, while one does
@@ -148,14 +125,8 @@ class GenerationStream:
     @property
     def result(self) -> GenerationResult:
         """The text so far; complete once the iterator is exhausted."""
-        logprobs = tuple(self._logprobs[: len(self._token_ids)])
-        return GenerationResult(
-            text="".join(self._pieces),
-            token_ids=tuple(self._token_ids),
-            logprobs=logprobs if self._params.logprobs else None,
-            finish_reason=self._finish_reason,
-            stats=self._stats or self._measure(),
-        )
+        outputs = tuple(sequence.output for sequence in self._sequences)
+        return GenerationResult(outputs, self._stats or self._measure())
 
     def _tracked(
         self, chunks: Generator[StreamChunk, None, None]
@@ -181,34 +152,87 @@ class GenerationStream:
             self._use_before = self._llm.target.stream_use
             # The request begins with the first chunk asked for, not when the stream was made.
             self._recorder = StatsRecorder(prompt_tokens=len(self._prompt_ids))
-            controller = self._make_controller(self._spec)
-            self._logprobs = controller.logprobs
-            yield self._take((controller.start(self._prompt_ids),))
-            while self._finish_reason == "cancelled":
-                self._llm.check_open()
-                tree, acceptance, tokens = controller.step(self._limit - len(self._token_ids))
-                chunk = self._take(tokens)
-                self._recorder.record_round(tree, acceptance, n_emitted=len(chunk.token_ids))
-                yield chunk
-            self._pieces.append(self._text.flush().text)
-            if self._pieces[-1]:
-                yield StreamChunk(self._pieces[-1], ())
+            yield from self._search() if self._params.num_beams > 1 else self._sample()
         finally:
             self._finish()
 
-    def _take(self, tokens: Sequence[int]) -> StreamChunk:
-        """Count a round's tokens up to the end of the generation; their text."""
-        update = self._text.push(t for t in tokens if t not in self._sampler.stop_tokens)
-        if update.stop is not None:
-            tokens = tokens[: update.n_tokens]
-            self._finish_reason = "stop"
-        elif tokens[-1] in self._sampler.stop_tokens:
-            self._finish_reason = "stop"
-        elif len(self._token_ids) + len(tokens) >= self._limit:
-            self._finish_reason = "length"
-        self._token_ids += tokens
-        self._pieces.append(update.text)
-        return StreamChunk(update.text, tuple(tokens))
+    def _sample(self) -> Generator[StreamChunk, None, None]:
+        """Sequence after sequence; all but the first take up the prompt's KV and logits."""
+        params, target = self._params, self._llm.target
+        if params.n > 1 or params.n_top_logprobs:
+            target = cast(Backend, WatchedTarget(target, self._n_tokens, params.n_top_logprobs))
+        seed = self._sequences[0].sampler.seed
+        for index in range(params.n):
+            if index > 0:
+                own = params.replace(seed=sequence_seed(seed, index))
+                self._sequences.append(self._new_sequence(own))
+            for text, tokens in self._decode(self._sequences[index], target):
+                yield StreamChunk(text, tokens, index)
+
+    def _decode(
+        self, sequence: GeneratedSequence, target: Backend
+    ) -> Generator[tuple[str, tuple[int, ...]], None, None]:
+        controller = self._make_controller(self._spec, sequence.sampler, target)
+        sequence.logprobs = controller.logprobs
+        first = controller.start(self._prompt_ids)
+        if isinstance(target, WatchedTarget):
+            sequence.top_logprobs = target.top_logprobs
+        yield sequence.take((first,))
+        while sequence.is_open:
+            self._llm.check_open()
+            tree, acceptance, tokens = controller.step(sequence.n_left)
+            text, taken = sequence.take(tokens)
+            self._recorder.record_round(tree, acceptance, n_emitted=len(taken))
+            yield text, taken
+        rest = sequence.flush()
+        if rest:
+            yield rest, ()
+
+    def _search(self) -> Generator[StreamChunk, None, None]:
+        """Beam search: what its sequences are is known at the end only."""
+        params, sampler = self._params, self._sequences[0].sampler
+        stops = None
+        if params.stop:
+            stops = TextStream(self._llm.tokenizer, prompt_ids=self._prompt_ids, stop=params.stop)
+        decoder = BeamDecoder(self._llm.target, sampler, self._prompt_ids, self._limit, stops)
+        try:
+            decoder.start()
+            self._recorder.record_first_token()
+            while not decoder.is_over:
+                self._llm.check_open()
+                with self._recorder.verifying():
+                    decoder.step()
+                self._recorder.record_round(*_ONE_TOKEN)
+        finally:
+            found = decoder.results(params.n)
+            self._sequences = [self._from_beam(sampler, one, score) for one, score in found]
+        for index, sequence in enumerate(self._sequences):
+            output = sequence.output
+            yield StreamChunk(output.text, output.token_ids, index)
+
+    def _from_beam(self, sampler: Sampler, found: Hypothesis, score: float) -> GeneratedSequence:
+        sequence = GeneratedSequence(self._llm.tokenizer, self._prompt_ids, sampler, self._limit)
+        sequence.logprobs, sequence.top_logprobs = found.logprobs, found.top_logprobs
+        sequence.score = score
+        if found.token_ids:
+            sequence.take(found.token_ids)
+            sequence.flush()
+        return sequence
+
+    @property
+    def _n_tokens(self) -> int:
+        """Tokens that both the tokenizer and the target know."""
+        return min(self._llm.tokenizer.n_tokens, self._llm.target.vocab_size)
+
+    def _new_sequence(self, params: SamplingParams) -> GeneratedSequence:
+        sampler = Sampler(
+            params,
+            n_tokens=self._n_tokens,
+            eos_token_ids=self._llm.eos_token_ids,
+            prompt_length=len(self._prompt_ids),
+            logits_processors=self._processors,
+        )
+        return GeneratedSequence(self._llm.tokenizer, self._prompt_ids, sampler, self._limit)
 
     def _finish(self) -> None:
         if self._stats is None:
@@ -231,30 +255,32 @@ class GenerationStream:
             is_lossless=self._spec.is_lossless,
         )
 
-    def _make_controller(self, spec: SpecConfig) -> Controller:
+    def _make_controller(self, spec: SpecConfig, sampler: Sampler, target: Backend) -> Controller:
         rng = np.random.Generator(
-            np.random.Philox(key=np.array([self._sampler.seed, _CHAIN_STREAM], dtype=np.uint64))
+            np.random.Philox(key=np.array([sampler.seed, _CHAIN_STREAM], dtype=np.uint64))
         )
         return Controller(
-            self._llm.target,
-            self._make_drafter(spec, rng),
-            self._sampler,
+            target,
+            self._make_drafter(spec, sampler, rng),
+            sampler,
             self._llm.policy(spec),
             recorder=self._recorder,
             acceptance=spec.acceptance,
             accept_threshold=spec.accept_threshold,
             rng=rng,
-            wants_logprobs=self._params.logprobs,
+            wants_logprobs=bool(self._params.logprobs),
         )
 
-    def _make_drafter(self, spec: SpecConfig, rng: np.random.Generator) -> Drafter:
+    def _make_drafter(
+        self, spec: SpecConfig, sampler: Sampler, rng: np.random.Generator
+    ) -> Drafter:
         drafters: list[Drafter] = []
         if "draft" in spec.drafters and self._llm.draft is not None:
-            chain = (self._sampler, rng) if spec.draws_chains else None
+            chain = (sampler, rng) if spec.draws_chains else None
             temperature = self._params.temperature or GREEDY_DRAFT_TEMPERATURE
             drafters.append(
                 ModelDrafter(
-                    self._llm.draft, self._sampler.n_tokens, chain=chain, temperature=temperature
+                    self._llm.draft, sampler.n_tokens, chain=chain, temperature=temperature
                 )
             )
         if "ngram" in spec.drafters:

@@ -33,7 +33,10 @@ _SAME_VALUE = {
     "eos_token_id": "eos_token_ids",
     "stop_strings": "stop",
     "max_new_tokens": "max_tokens",
+    "num_beams": "num_beams",
+    "num_return_sequences": "n",
 }
+_OF_BEAMS = ("length_penalty", "early_stopping")  # ignored by `generate` without beams
 _WARPERS = ("top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 _GENERATE_TOP_K = 50  # what `generate` samples with when top_k is not set
 
@@ -41,7 +44,6 @@ _GENERATE_TOP_K = 50  # what `generate` samples with when top_k is not set
 _REFUSED: dict[str, tuple[Any, str]] = {
     "guidance_scale": (1, "it needs a second, unconditional pass of the target"),
     "watermarking_config": (None, "its state follows one sequence, not a tree"),
-    "num_beams": (1, "beam search is not speculative sampling"),
     "num_beam_groups": (1, "group beam search moved out of transformers"),
     "diversity_penalty": (0.0, "it belongs to group beam search"),
     "penalty_alpha": (0, "contrastive search moved out of transformers"),
@@ -50,7 +52,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "dola_layers": (None, "DoLa moved out of transformers"),
     "encoder_repetition_penalty": (1.0, "there is no encoder"),
     "encoder_no_repeat_ngram_size": (0, "there is no encoder"),
-    "num_return_sequences": (1, "call generate once for each sequence, with different seeds"),
     "token_healing": (False, "it rewrites the prompt"),
     "max_time": (None, "a time limit makes the output depend on the machine"),
     "assistant_ensemble_weight": (None, "it changes the target's distribution"),
@@ -58,8 +59,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 # No influence on which tokens come out of the target (caches, output format, drafting hints).
 _IGNORED = frozenset(
     {
-        "early_stopping",
-        "length_penalty",
         "use_cache",
         "cache_implementation",
         "cache_config",
@@ -92,7 +91,7 @@ _IGNORED = frozenset(
         "generation_kwargs",
     }
 )
-_SPECIAL = frozenset({"do_sample", "temperature", "max_length", *_WARPERS})
+_SPECIAL = frozenset({"do_sample", "temperature", "max_length", *_OF_BEAMS, *_WARPERS})
 
 
 def options_from(config: GenerationConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -103,6 +102,8 @@ def options_from(config: GenerationConfig | Mapping[str, Any]) -> dict[str, Any]
     options = {ours: values[theirs] for theirs, ours in _SAME_VALUE.items() if theirs in values}
     if "max_length" in values and "max_new_tokens" not in values:
         options["max_length"] = values["max_length"]
+    if values.get("num_beams", 1) > 1:
+        options.update({name: values[name] for name in _OF_BEAMS if name in values})
     if not values.get("do_sample", False):
         return {**options, "temperature": 0.0}
     options["temperature"] = values.get("temperature", 1.0)
@@ -148,7 +149,11 @@ def to_generation_config(params: SamplingParams) -> GenerationConfig:
         "stop_strings": list(params.stop) or None,
         "max_new_tokens": params.max_tokens if params.max_length is None else None,
         "max_length": params.max_length,
+        "num_beams": params.num_beams,
+        "num_return_sequences": params.n,
     }
+    if params.num_beams > 1:
+        values.update({name: getattr(params, name) for name in _OF_BEAMS})
     if not params.is_greedy:
         values["temperature"] = params.temperature
         values.update({name: getattr(params, name) for name in _WARPERS})

@@ -10,10 +10,13 @@ from pathlib import Path
 from backends.source import CACHE_TYPES, LOAD_MODES, BackendOptions
 from offload.units import parse_bytes
 from specdec.config import ConfigError, SpecConfig
+from specdec.sampling_checks import MAX_BEAMS
 
 MAX_THREADS = 256
 MAX_IO_THREADS = 64
 MAX_PREFETCH_DEPTH = 64
+DEFAULT_BEAM_SPAN = 64
+"""Tokens since the last one that all beams have in common."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,17 @@ class RunOptions:
     load_mode: str = "auto"
     backend: BackendOptions = BackendOptions()
     spec: SpecConfig = SpecConfig()
+    num_beams: int = 1
+    beam_span: int = DEFAULT_BEAM_SPAN
+
+    def target_nodes(self, n_drafted: int) -> int:
+        """Live nodes that the target needs room for: a tree of n_drafted tokens, or the beams."""
+        n_of_beams = self.num_beams * self.beam_span if self.num_beams > 1 else 0
+        return max(1 + n_drafted, n_of_beams)
+
+    def target_rows(self, n_drafted: int) -> int:
+        """Most nodes that one pass of the target scores."""
+        return max(1 + n_drafted, self.num_beams)
 
 
 def run_options(
@@ -49,6 +63,8 @@ def run_options(
     load_mode: str = "auto",
     cache_type_k: str | None = None,
     cache_type_v: str | None = None,
+    num_beams: int = 1,
+    beam_span: int = DEFAULT_BEAM_SPAN,
 ) -> RunOptions:
     """The options that these keywords mean. Raises ConfigError for contradictions."""
     if spec_type is None:
@@ -70,6 +86,8 @@ def run_options(
         ("threads", threads, _most_threads()),
         ("prefetch_depth", prefetch_depth, MAX_PREFETCH_DEPTH),
         ("io_threads", io_threads, MAX_IO_THREADS),
+        ("num_beams", num_beams, MAX_BEAMS),
+        ("beam_span", beam_span, None),
     ):
         _check_count(name, value, most)
     if memory_budget != "auto" and parse_bytes(memory_budget) == 0:
@@ -89,6 +107,8 @@ def run_options(
         load_mode=load_mode,
         backend=BackendOptions(threads, cache_type_k, cache_type_v),
         spec=spec,
+        num_beams=num_beams,
+        beam_span=beam_span,
     )
 
 

@@ -65,6 +65,11 @@ class PipelineContext:
         return self.prompt_length + int(is_after_bos)
 
     @property
+    def min_tokens_to_keep(self) -> int:
+        """Tokens that no warper removes: beams must be able to go on where every EOS is likely."""
+        return 1 if self.params.num_beams == 1 else 1 + max(1, len(self.eos_token_ids))
+
+    @property
     def max_length(self) -> int:
         return self.prompt_length + self.params.token_limit(self.prompt_length)
 
@@ -120,11 +125,13 @@ _NUMPY: dict[str, Callable[[PipelineContext], Processor]] = {
         lambda n: n == c.begin_length, np_forms.ban(c.params.begin_suppress_tokens)
     ),
     "temperature": lambda c: np_forms.temperature(c.params.temperature),
-    "top_k": lambda c: np_forms.top_k(c.params.top_k),
-    "top_p": lambda c: np_forms.top_p(c.params.top_p),
-    "min_p": lambda c: np_forms.min_p(c.params.min_p),
-    "typical_p": lambda c: np_forms.typical_p(c.params.typical_p),
-    "epsilon_cutoff": lambda c: np_forms.epsilon_cutoff(c.params.epsilon_cutoff),
+    "top_k": lambda c: np_forms.top_k(c.params.top_k, c.min_tokens_to_keep),
+    "top_p": lambda c: np_forms.top_p(c.params.top_p, c.min_tokens_to_keep),
+    "min_p": lambda c: np_forms.min_p(c.params.min_p, c.min_tokens_to_keep),
+    "typical_p": lambda c: np_forms.typical_p(c.params.typical_p, c.min_tokens_to_keep),
+    "epsilon_cutoff": lambda c: np_forms.epsilon_cutoff(
+        c.params.epsilon_cutoff, c.min_tokens_to_keep
+    ),
     "renormalize_logits": lambda c: np_forms.normalise(),
 }
 
@@ -143,6 +150,10 @@ def _decay(context: PipelineContext) -> tuple[int, float]:
 
 def _eos(context: PipelineContext) -> list[int]:
     return list(context.eos_token_ids)
+
+
+def _keeping(context: PipelineContext) -> dict[str, int]:
+    return {"min_tokens_to_keep": context.min_tokens_to_keep}
 
 
 _TRANSFORMERS: dict[str, tuple[str, Callable[[PipelineContext], dict[str, Any]]]] = {
@@ -210,11 +221,17 @@ _TRANSFORMERS: dict[str, tuple[str, Callable[[PipelineContext], dict[str, Any]]]
     ),
     "temperature": ("TemperatureLogitsWarper", lambda c: {"temperature": c.params.temperature}),
     "top_h": ("TopHLogitsWarper", lambda c: {"top_h": c.params.top_h}),
-    "top_k": ("TopKLogitsWarper", lambda c: {"top_k": c.params.top_k}),
-    "top_p": ("TopPLogitsWarper", lambda c: {"top_p": c.params.top_p}),
-    "min_p": ("MinPLogitsWarper", lambda c: {"min_p": c.params.min_p}),
-    "typical_p": ("TypicalLogitsWarper", lambda c: {"mass": float(c.params.typical_p)}),
-    "epsilon_cutoff": ("EpsilonLogitsWarper", lambda c: {"epsilon": c.params.epsilon_cutoff}),
-    "eta_cutoff": ("EtaLogitsWarper", lambda c: {"epsilon": c.params.eta_cutoff}),
+    "top_k": ("TopKLogitsWarper", lambda c: {"top_k": c.params.top_k, **_keeping(c)}),
+    "top_p": ("TopPLogitsWarper", lambda c: {"top_p": c.params.top_p, **_keeping(c)}),
+    "min_p": ("MinPLogitsWarper", lambda c: {"min_p": c.params.min_p, **_keeping(c)}),
+    "typical_p": (
+        "TypicalLogitsWarper",
+        lambda c: {"mass": float(c.params.typical_p), **_keeping(c)},
+    ),
+    "epsilon_cutoff": (
+        "EpsilonLogitsWarper",
+        lambda c: {"epsilon": c.params.epsilon_cutoff, **_keeping(c)},
+    ),
+    "eta_cutoff": ("EtaLogitsWarper", lambda c: {"epsilon": c.params.eta_cutoff, **_keeping(c)}),
     "renormalize_logits": ("LogitNormalization", lambda c: {}),
 }

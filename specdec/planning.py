@@ -132,6 +132,10 @@ def _check_options(options: RunOptions, target: ModelSource) -> None:
             f"load mode mmap is for GGUF models: {target.path} can be streamed or held in ram"
         )
     most, asked = target.max_tree_leaves, options.spec.num_draft_tokens
+    if most is not None and options.num_beams > most:
+        raise ConfigError(
+            f"num_beams is {options.num_beams}, but a GGUF target follows at most {most} beams"
+        )
     if most is not None and asked is not None and asked > most:
         raise ConfigError(
             f"num_draft_tokens is {asked}, but a GGUF target verifies at most {most} at a time"

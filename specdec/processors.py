@@ -43,22 +43,31 @@ def _without(scores: Scores, removed: NDArray[np.bool_]) -> Scores:
     return np.where(removed, NEG_INF, scores)
 
 
+def _best(scores: Scores, n: int) -> Ids:
+    """Indices of the n largest, in no order."""
+    n_best = min(n, len(scores))
+    return np.argpartition(scores, len(scores) - n_best)[len(scores) - n_best :]
+
+
 def temperature(value: float) -> Processor:
     return lambda prefix, scores: scores / np.float32(value)
 
 
-def top_k(k: int) -> Processor:
-    """Keep every token that scores at least as high as the k-th (ties stay)."""
+def top_k(k: int, min_kept: int = 1) -> Processor:
+    """Keep every token that scores at least as high as the k-th (ties stay).
+
+    min_kept, here and below: this many of the best tokens stay in any case.
+    """
 
     def process(prefix: Ids, scores: Scores) -> Scores:
-        n_kept = min(k, len(scores))
+        n_kept = min(max(k, min_kept), len(scores))
         threshold = np.partition(scores, len(scores) - n_kept)[len(scores) - n_kept]
         return _without(scores, scores < threshold)
 
     return process
 
 
-def top_p(p: float) -> Processor:
+def top_p(p: float, min_kept: int = 1) -> Processor:
     """Keep the smallest set of most probable tokens whose mass exceeds p; at least one.
 
     Of tokens tied at the border the higher ids stay. torch leaves that choice to its sorting
@@ -70,7 +79,7 @@ def top_p(p: float) -> Processor:
         head, tail_mass = _split_off_tail(probs, 1 - p)
         order = head[np.argsort(scores[head], kind="stable")]
         removed = _cumulative(probs[order], tail_mass) <= np.float32(1 - p)
-        removed[-1:] = False
+        removed[-min_kept:] = False
         new = np.full_like(scores, NEG_INF)
         kept = order[~removed]
         new[kept] = scores[kept]
@@ -98,19 +107,19 @@ def _split_off_tail(probs: Scores, removable_mass: float) -> tuple[Ids, float]:
     return alive, 0.0
 
 
-def min_p(p: float) -> Processor:
+def min_p(p: float, min_kept: int = 1) -> Processor:
     """Keep tokens at least p times as probable as the most probable one."""
 
     def process(prefix: Ids, scores: Scores) -> Scores:
         probs = softmax(scores)
         removed = probs < np.float32(p) * probs.max()
-        removed[probs.argmax()] = False
+        removed[_best(probs, min_kept)] = False
         return _without(scores, removed)
 
     return process
 
 
-def typical_p(mass: float) -> Processor:
+def typical_p(mass: float, min_kept: int = 1) -> Processor:
     """Keep the tokens whose information is closest to the entropy, up to a mass."""
 
     def process(prefix: Ids, scores: Scores) -> Scores:
@@ -124,16 +133,18 @@ def typical_p(mass: float) -> Processor:
         last = min(int((cumulative < np.float32(mass)).sum()), len(order) - 1)
         removed = np.zeros(len(scores), dtype=np.bool_)
         removed[alive] = distance > distance[order[last]]
+        removed[alive[order[:min_kept]]] = False
         return _without(scores, removed)
 
     return process
 
 
-def epsilon_cutoff(epsilon: float) -> Processor:
+def epsilon_cutoff(epsilon: float, min_kept: int = 1) -> Processor:
     """Remove tokens less probable than epsilon, but never the best."""
 
     def process(prefix: Ids, scores: Scores) -> Scores:
-        return _without(scores, (softmax(scores) < np.float32(epsilon)) & (scores < scores.max()))
+        worst_kept = scores[_best(scores, min_kept)].min()
+        return _without(scores, (softmax(scores) < np.float32(epsilon)) & (scores < worst_kept))
 
     return process
 

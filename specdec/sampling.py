@@ -172,6 +172,22 @@ class Sampler:
             raise SamplingError(_describe_bad_row(row, len(prefix_ids)))
         return scores
 
+    def beam_log_probs(
+        self, prefix_ids: Sequence[int], logits: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        """What beam search adds up: processed log-probabilities float32 [min(vocab, n_tokens)].
+
+        The processors see log-probabilities here and logits elsewhere, as in `generate`; a row
+        without any possible token is no error, because other beams go on.
+        """
+        row = np.asarray(logits, dtype=np.float32)[: self.n_tokens]
+        with np.errstate(invalid="ignore"):
+            log_p = np_forms.log_softmax(row).astype(np.float32)
+        scores = self._pipeline(prefix_ids, log_p)
+        if np.isnan(scores).any() or np.isposinf(scores).any():
+            raise SamplingError(_describe_bad_row(row, len(prefix_ids)))
+        return scores
+
     def log_probs(
         self, prefix_ids: Sequence[int], logits: NDArray[np.float32]
     ) -> NDArray[np.float64]:

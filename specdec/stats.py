@@ -137,8 +137,13 @@ class StatsRecorder:
         self._made = time.perf_counter()  # for a recording, whatever the clock
 
     def record_first_token(self) -> None:
-        """The prefill has yielded the first token."""
-        self._first = self._last = self.clock()
+        """The prompt has yielded the first token, of further sequences once more."""
+        now = self.clock()
+        if self._first is None:
+            self._first = now
+        else:
+            self._token_seconds.append(now - self._last)
+        self._last = now
         self._generated += 1
         record_since(self._made, PREFILL, f"prompt of {self.prompt_tokens}")
 

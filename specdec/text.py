@@ -6,6 +6,7 @@ works with any object that has the three members of TokenDecoder.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,12 @@ class IncrementalDetokenizer:
         self._emitted = tokenizer.decode(self._window) if self._window else ""
         self._text = self._emitted
         self._textless: set[int] = set()  # ids known to add no text, wherever they stand
+
+    def fork(self) -> IncrementalDetokenizer:
+        """One that goes on from here by itself."""
+        other = copy.copy(self)
+        other._window = list(self._window)
+        return other
 
     def _end_of(self, prompt_ids: Sequence[int]) -> list[int]:
         """The prompt's last tokens, more of them where the cut would divide a character."""
@@ -280,6 +287,12 @@ class TextStream:
     ) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
         self._stops = StopStrings(stop)
+
+    def fork(self) -> TextStream:
+        """A stream that goes on from here by itself."""
+        other = copy.copy(self)
+        other._detokenizer, other._stops = self._detokenizer.fork(), copy.copy(self._stops)
+        return other
 
     def push(self, token_ids: Iterable[int]) -> TextUpdate:
         """Add a round's tokens; those after a completed stop string are not looked at."""

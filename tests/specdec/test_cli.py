@@ -105,7 +105,7 @@ def run_json(capsys: pytest.CaptureFixture[str], argv: list[str]) -> dict[str, A
 
 def test_json_has_the_promised_keys(capsys: pytest.CaptureFixture[str], models: Models) -> None:
     value = run_json(capsys, models.run_argv("-p", "def f", "-n", "6", "--json"))
-    assert set(value) == {"text", "token_ids", "finish_reason", "stats"}
+    assert set(value) == {"text", "token_ids", "finish_reason", "outputs", "stats"}
     assert len(value["token_ids"]) == value["stats"]["generated_tokens"] <= 6
     promised = (
         "tokens_per_second time_to_first_token time_per_output_token generated_tokens passes "

@@ -52,6 +52,17 @@ BAD_VALUES = [
     ("eos_token_ids", (2.0,)),
     ("forced_bos_token_id", -2),
     ("exponential_decay_length_penalty", (1,)),
+    ("logprobs", -1),
+    ("logprobs", 2.5),
+    ("n", 0),
+    ("n", None),
+    ("num_beams", 0),
+    ("num_beams", 2.0),
+    ("length_penalty", "long"),
+    ("length_penalty", float("nan")),
+    ("length_penalty", 99.0),
+    ("early_stopping", "always"),
+    ("early_stopping", 1),
 ]
 
 
@@ -71,6 +82,10 @@ def test_an_error_names_the_option_the_value_and_the_range() -> None:
 CONFLICTS = [
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
     ({"ignore_eos": True, "forced_eos_token_id": 3}, "ignore_eos"),
+    ({"n": 2}, "greedy decoding has one result"),
+    ({"n": 3, "num_beams": 2, "temperature": 1.0}, "raise num_beams"),
+    ({"length_penalty": 0.5}, "num_beams is 1"),
+    ({"early_stopping": True}, "num_beams is 1"),
     ({"forced_bos_token_id": 3, "suppress_tokens": [3, 4]}, "suppress_tokens"),
     ({"forced_eos_token_id": [3], "suppress_tokens": [3, 4]}, "suppress_tokens"),
 ]
@@ -137,6 +152,17 @@ def test_generation_config_round_trip() -> None:
     assert SamplingParams.from_generation_config(greedy.to_generation_config()) == greedy
 
 
+def test_beams_of_a_generation_config() -> None:
+    pytest.importorskip("transformers")
+    beams = SamplingParams(num_beams=4, n=2, length_penalty=0.5, early_stopping="never")
+    assert SamplingParams.from_generation_config(beams.to_generation_config()) == beams
+    # `generate` ignores these two without beams.
+    off = {"length_penalty": 2.0, "early_stopping": True}
+    assert SamplingParams.from_generation_config(off) == SamplingParams()
+    several = {"num_return_sequences": 3, "do_sample": True}
+    assert SamplingParams.from_generation_config(several).n == 3
+
+
 def test_generation_config_defaults_are_those_of_generate() -> None:
     """Unset means: greedy without do_sample, and top-k 50 at temperature 1 with it."""
     transformers = pytest.importorskip("transformers")
@@ -169,7 +195,6 @@ REFUSED = [
     {"watermarking_config": {"greenlist_ratio": 0.25}},
     {"force_words_ids": [[1]]},
     {"constraints": [1]},
-    {"num_beams": 4},
     {"num_beam_groups": 2},
     {"penalty_alpha": 0.6},
     {"dola_layers": "low"},

@@ -1,0 +1,31 @@
+"""Log-probabilities for the caller: the model's own, before any processor."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+TopLogprobs = dict[int, float]
+"""{token id: log p} of the likeliest tokens at one position, likeliest first."""
+
+
+def log_probs_of(row: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Log-probabilities float64 [n] of a row of logits [n]."""
+    shifted = row.astype(np.float64) - row.max()
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
+
+
+def top_logprobs(log_probs: NDArray[np.float64], k: int) -> TopLogprobs:
+    """The k likeliest of log_probs [n], of equal ones the lower ids first."""
+    if k == 0:
+        return {}
+    n_kept = min(k, len(log_probs))
+    threshold = np.partition(log_probs, len(log_probs) - n_kept)[len(log_probs) - n_kept]
+    candidates = np.flatnonzero(log_probs >= threshold)
+    best = candidates[np.argsort(-log_probs[candidates], kind="stable")][:n_kept]
+    return {int(token): float(log_probs[token]) for token in best}
+
+
+def with_chosen(top: TopLogprobs, token_id: int, logprob: float) -> TopLogprobs:
+    """The same with the chosen token, which comes last where it is not among the likeliest."""
+    return {**top, token_id: top.get(token_id, logprob)}

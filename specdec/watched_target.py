@@ -1,0 +1,70 @@
+"""A target that remembers: the prompt's last row for further sequences, log-probabilities of rows.
+
+Both come from the contract of a backend alone: `prefill` gives the row that the first token is
+chosen from, and of an `extend` the rows of the nodes that are committed are those that the next
+tokens were chosen from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.base import Backend
+from specdec.logprobs import TopLogprobs, log_probs_of, top_logprobs
+
+
+class WatchedTarget:
+    """Stands in for a backend during one generation; what is not here is the backend's own.
+
+    Args:
+        n_tokens: of the vocabulary; the rest of a row is padding.
+        n_top: likeliest tokens to note for each emitted token; 0 notes none.
+    """
+
+    def __init__(self, backend: Backend, n_tokens: int, n_top: int) -> None:
+        self._backend = backend
+        self._n_tokens, self._n_top = n_tokens, n_top
+        self._prompt: list[int] = []
+        self._prompt_row: NDArray[np.float32] | None = None
+        self._rows: dict[int, NDArray[np.float32]] = {}
+        self.top_logprobs: list[TopLogprobs] = []
+        """One for each token that was chosen since the last `prefill`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def prefill(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Backend.prefill; the prompt of the call before is taken up again without a pass."""
+        ids = list(token_ids)
+        if self._prompt_row is None or ids != self._prompt:
+            self._prompt_row, self._prompt = self._backend.prefill(ids), ids
+        else:
+            self._backend.rollback(len(ids))
+        self._rows = {}
+        self.top_logprobs = []
+        self._note(self._prompt_row)
+        return self._prompt_row
+
+    def extend(
+        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
+    ) -> tuple[list[int], NDArray[np.float32]]:
+        node_ids, logits = self._backend.extend(token_ids, parents, rows)
+        scored = node_ids if rows is None else [node_ids[row] for row in rows]
+        self._rows.update(zip(scored, logits, strict=True))
+        return node_ids, logits
+
+    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
+        self._backend.commit(path, keep)
+        for node in path:
+            self._note(self._rows[node])
+        if not keep:
+            self._rows = {}
+
+    def _note(self, row: NDArray[np.float32]) -> None:
+        if self._n_top:
+            log_p = log_probs_of(row[: self._n_tokens])
+            self.top_logprobs.append(top_logprobs(log_p, self._n_top))

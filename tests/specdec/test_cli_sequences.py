@@ -1,0 +1,83 @@
+"""`specdec run` with beams and several sequences."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command_line import Models, expect_error, save_models
+
+from specdec.cli import main
+
+SAMPLED = ["-p", "ab", "-n", "6", "--temperature", "0.9", "--seed", "3"]
+BEAMS = ["-p", "ab", "-n", "6", "--num-beams", "3"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+def alone(models: Models, *more: str) -> list[str]:
+    return ["run", "-m", str(models.target), "--threads", "1", *more]
+
+
+def test_json_holds_all_sequences(capsys: pytest.CaptureFixture[str], models: Models) -> None:
+    argv = models.run_argv(*SAMPLED, "--num-return-sequences", "3", "--json")
+    assert main(argv) == 0
+    value = json.loads(capsys.readouterr().out)
+    outputs = value["outputs"]
+    assert [output["seed"] for output in outputs] == [3, 4, 5]
+    assert [output["score"] for output in outputs] == [None] * 3
+    assert outputs[0]["text"] == value["text"]
+    assert outputs[0]["token_ids"] == value["token_ids"]
+
+
+def test_sequences_stand_below_headings(capsys: pytest.CaptureFixture[str], models: Models) -> None:
+    assert main(models.run_argv(*SAMPLED, "--num-return-sequences", "2")) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("--- 1 of 2 ---\n")
+    assert "\n--- 2 of 2 ---\n" in out
+
+
+def test_beam_search(capsys: pytest.CaptureFixture[str], models: Models) -> None:
+    more = ["--num-return-sequences", "2", "--length-penalty", "0.5", "--early-stopping", "never"]
+    assert main(alone(models, *BEAMS, *more, "--json")) == 0
+    outputs = json.loads(capsys.readouterr().out)["outputs"]
+    assert len(outputs) == 2
+    assert outputs[0]["score"] >= outputs[1]["score"]
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        (["-md", "DRAFT"], "leave --draft-model out"),
+        (["--spec-type", "ngram"], "leave --spec-type out"),
+        (["--num-draft-tokens", "4"], "leave --num-draft-tokens out"),
+        (["--tree-width", "4"], "leave --tree-width out"),
+        (["--acceptance", "block"], "leave --acceptance out"),
+        (["--accept-threshold", "0.3"], "leave --accept-threshold out"),
+        (["--num-return-sequences", "4"], "raise num_beams"),
+        (["--early-stopping", "soon"], "must be true, false or never"),
+        (["--length-penalty", "99"], "length_penalty is 99.0"),
+    ],
+)
+def test_contradictions_with_beams(
+    capsys: pytest.CaptureFixture[str], models: Models, more: list[str], part: str
+) -> None:
+    expect_error(capsys, alone(models, *BEAMS, *more), part)
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        (["--num-return-sequences", "2"], "set a temperature or num_beams"),
+        (["--length-penalty", "2"], "num_beams is 1"),
+        (["--early-stopping", "true"], "num_beams is 1"),
+        (["--beam-span", "9"], "without --num-beams"),
+    ],
+)
+def test_contradictions_without_beams(
+    capsys: pytest.CaptureFixture[str], models: Models, more: list[str], part: str
+) -> None:
+    expect_error(capsys, alone(models, "-p", "ab", *more), part)
