@@ -16,6 +16,7 @@ from offload.memory import process_memory
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.controller import Controller, NoDrafter
 from specdec.drafters.base import Drafter
+from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.sampling import Sampler
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from specdec.api import LLM
 
 _PLAIN = SpecConfig(spec_type=())
-GREEDY_DRAFT_TEMPERATURE = 0.5
-"""A greedy target takes its likeliest token, so the chance that a candidate is accepted is sharper
-than its draft probability."""
 _CHAIN_STREAM = 2**64 - 1
 """Key word of the chain rules' random numbers; positions, the match rule's, never get there."""
 
@@ -177,6 +175,7 @@ class GenerationStream:
         try:
             self._llm.begin(self)
             self._llm.check_open()
+            self._llm.ahead.settle()  # an interrupt may have left it at work
             self._llm.target.rollback(0)
             self._use_before = self._llm.target.stream_use
             # The request begins with the first chunk asked for, not when the stream was made.
@@ -241,6 +240,7 @@ class GenerationStream:
             self._sampler,
             self._llm.policy(spec),
             recorder=self._recorder,
+            ahead=self._llm.ahead,
             acceptance=spec.acceptance,
             accept_threshold=spec.accept_threshold,
             rng=rng,
@@ -251,12 +251,9 @@ class GenerationStream:
         drafters: list[Drafter] = []
         if "draft" in spec.drafters and self._llm.draft is not None:
             chain = (self._sampler, rng) if spec.draws_chains else None
-            temperature = self._params.temperature or GREEDY_DRAFT_TEMPERATURE
-            drafters.append(
-                ModelDrafter(
-                    self._llm.draft, self._sampler.n_tokens, chain=chain, temperature=temperature
-                )
-            )
+            n_tokens = min(self._sampler.n_tokens, self._llm.draft.vocab_size)
+            ranker = CandidateRanker.for_target(self._sampler, n_tokens)
+            drafters.append(ModelDrafter(self._llm.draft, n_tokens, chain=chain, ranker=ranker))
         if "ngram" in spec.drafters:
             drafters.append(self._llm.ngram_drafter())
         for drafter in drafters:
