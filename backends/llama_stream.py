@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from backends.base import StreamUse
@@ -115,7 +115,7 @@ class StreamedLayers:
         schedule = self._schedule(batch.n_tokens, batch.n_outputs)
         self._ends, self._n_asked, self._error = schedule.ends, 0, None
         self._walk(0, self._streamed[0])
-        with _quick_handover():
+        with _QUICK_HANDOVER:
             code = self._context.decode(batch)
         if self._error is not None:
             raise self._error
@@ -204,19 +204,34 @@ class StreamedLayers:
             self._recording.append(self._graph.layers_read(tensor))
 
 
-@contextmanager
-def _quick_handover() -> Iterator[None]:
-    """Let the callbacks have Python's lock soon, where another thread (a drafter) keeps it busy.
+class _QuickHandover:
+    """Lets the callbacks have Python's lock soon, where another thread (a drafter) keeps it busy.
 
     Each of a thousand callbacks may wait for one interval: at the default of 5 ms a pass of 0.45 s
-    took 1.1 s beside a busy thread, at 0.5 ms as long as alone.
+    took 1.1 s beside a busy thread, at 0.5 ms as long as alone. Passes of several models may run at
+    once; the last one to end puts the interval back.
     """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, _SWITCH_SECONDS))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._n_inside = 0
+        self._before = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._n_inside == 0:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, _SWITCH_SECONDS))
+            self._n_inside += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._n_inside -= 1
+            if self._n_inside == 0:
+                sys.setswitchinterval(self._before)
+
+
+_QUICK_HANDOVER = _QuickHandover()
 
 
 def _check_one_split(log: Iterable[str]) -> None:

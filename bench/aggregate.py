@@ -36,6 +36,7 @@ def aggregate_stats(records: Sequence[Record]) -> dict[str, Any]:
         "mean_acceptance_length": 1.0 + ratio(total["accepted_tokens"], total["passes"]),
         "acceptance_rate": ratio(total["accepted_tokens"], total["drafted_tokens"]),
         "flops_rejected_fraction": ratio(n_rejected, n_scored),
+        "pass_slowdown": ratio(total["slowed_pass_seconds"], total["unslowed_pass_seconds"]),
         "ngram_share": ratio(total["ngram_hits"], total["accepted_tokens"]),
         **total,
     }

@@ -22,6 +22,7 @@ from backends.source import Loading
 from offload.plan import ResidencyPlan
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.division import most_draft_nodes
+from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter
 from specdec.drafters.model import MAX_BEAMS
 from specdec.drafters.ngram import NgramDrafter
@@ -70,6 +71,7 @@ def load(
             num_draft_tokens, tree_width, draft_depth: size of the tree; chosen when left out.
             acceptance: "match" (any tree, reproducible), "rejection" or "block" (a sampled chain).
             accept_threshold: lossy; accept draft tokens of at least this target probability.
+            draft_ahead: "auto", "on" or "off": draft while the target's pass runs.
             load_mode: "auto", "stream", "ram" or "mmap" (GGUF).
             cache_type_k, cache_type_v: "f16", "q8_0" or "q4_0" (GGUF).
             num_beams: beams that `generate(num_beams=...)` may use; beam_span: tokens that they may
@@ -107,6 +109,7 @@ class LLM:
                 draft = self._load_draft(planned.draft, self.plan.draft_residency)
                 self.draft = stack.enter_context(draft)
             self._ngram = NgramDrafter()
+            self.ahead = AheadThread()
             stack.pop_all()  # from here on `close` does it
 
     @property
@@ -181,6 +184,7 @@ class LLM:
         with self._closing, ExitStack() as stack:  # one caller frees, the others wait for it
             for backend in backends:
                 stack.callback(backend.close)
+            stack.callback(self.ahead.close)  # first, since it uses the draft
 
     def __enter__(self) -> Self:
         return self

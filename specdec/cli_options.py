@@ -181,6 +181,15 @@ AcceptThreshold = Annotated[
         show_default="off: the output is the target's own",
     ),
 ]
+DraftAhead = Annotated[
+    str,
+    typer.Option(
+        "--draft-ahead",
+        metavar="auto|on|off",
+        help="Draft while the target's pass runs; auto does where the target streams.",
+        rich_help_panel=_SPECULATION,
+    ),
+]
 MaxTokens = Annotated[
     int,
     typer.Option("-n", "--max-tokens", min=1, help="Most tokens to generate."),
@@ -302,6 +311,7 @@ class LoadOptions:
     tree_width: TreeWidth = None
     acceptance: Acceptance = "match"
     accept_threshold: AcceptThreshold = None
+    draft_ahead: DraftAhead = "auto"
 
     def __post_init__(self) -> None:
         """Raise SpecdecError for a mistake before anything is started."""

@@ -1,4 +1,4 @@
-"""The loop: propose, verify, accept, commit. Everything else serves these five lines of `step`.
+"""The loop: propose, verify, accept, commit. Everything else serves these few lines of `step`.
 
 The context ends with one *pending* token: emitted, its KV not yet computed. It is the root of the
 next tree, so a pass always scores at least one token, and plain decoding is the same loop with a
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from backends.base import Backend
 from specdec.acceptance import Acceptance, lenient, match_walk, rejection_walk
 from specdec.block_verification import block_walk
+from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.policy import DraftPolicy
 from specdec.sampling import Sampler
@@ -54,6 +55,7 @@ class Controller:
         accept_threshold: with "match", put up with draft tokens of this probability; lossy.
         rng: decides for the rules of chains; the match rule needs none.
         recorder: collects the statistics.
+        ahead: drafts while passes run, where the policy wants it; without it nothing does.
         wants_logprobs: keep log p of every emitted token, before any processor.
     """
 
@@ -65,6 +67,7 @@ class Controller:
         policy: DraftPolicy,
         *,
         recorder: StatsRecorder,
+        ahead: AheadThread | None = None,
         acceptance: str = "match",
         accept_threshold: float | None = None,
         rng: np.random.Generator | None = None,
@@ -82,6 +85,7 @@ class Controller:
         self._accept_threshold = accept_threshold
         self._rng = rng
         self._recorder = recorder
+        self._ahead = ahead
         self._wants_logprobs = wants_logprobs
         self.context: list[int] = []
         self.logprobs: list[float] = []
@@ -102,16 +106,41 @@ class Controller:
             room = self._target.node_room
             limits = self._policy.limits(len(self.context), max_tokens, room)
             tree = self._drafter.propose(self.context, limits)
-        with self._recorder.verifying():
-            node_ids, logits = self._target.extend(tree.token_ids, self._target_parents(tree))
+        node_ids, logits = self._verify(tree)
         acceptance = self._rule(tree, logits, max_tokens)
         self._target.commit([node_ids[i] for i in acceptance.path])
         with self._recorder.drafting():
             self._drafter.observe(acceptance, tree)
+        self._recorder.record_outcome(was_ahead=self._drafter.is_ready)
         tokens = acceptance.emitted(tree)
         self._note_logprobs([logits[i] for i in acceptance.path], tokens)
         self.context.extend(tokens)
         return Round(tree, acceptance, tokens)
+
+    def _verify(self, tree: DraftTree) -> tuple[list[int], NDArray[np.float32]]:
+        """One pass over the tree; where it pays, the drafter prepares the next tree beside it."""
+        ahead = self._ahead
+        if ahead is None or not self._drafter.can_draft_ahead:
+            return self._pass(tree)
+        if not self._policy.should_draft_ahead():
+            return self._pass(tree)
+
+        def draft(should_stop: Callable[[], bool]) -> None:
+            with self._recorder.drafting_ahead():
+                self._drafter.draft_ahead(tree, should_stop)
+
+        return ahead.beside(
+            lambda: self._pass(tree, is_drafting=True),
+            self._target.request_cancel,
+            draft,
+            self._drafter.request_cancel,
+        )
+
+    def _pass(
+        self, tree: DraftTree, *, is_drafting: bool = False
+    ) -> tuple[list[int], NDArray[np.float32]]:
+        with self._recorder.verifying(len(tree), is_drafting=is_drafting):
+            return self._target.extend(tree.token_ids, self._target_parents(tree))
 
     def _target_parents(self, tree: DraftTree) -> list[int]:
         """The tree's parents as ids that the target will give its nodes; the root's is PREFIX."""

@@ -18,6 +18,7 @@ from offload.budget import BudgetExceeded, MemoryBudget, format_up
 from offload.memory import process_memory
 from offload.plan import DEFAULT_N_SLOTS, ResidencyPlan, plan_residency
 from offload.units import MIB
+from specdec.drafters.candidates import MAX_NOISE_POSITIONS
 from specdec.drafters.model import MAX_BEAMS
 from specdec.options import RunOptions
 
@@ -29,9 +30,10 @@ SMALL_TREE = 8
 _SMALLEST_STEP_BYTES = 16 * MIB
 """The smallest budget leaves as much over, and is rounded up to it: the base varies a little."""
 _LEAST_ADVISED_CTX = 256
-_RUNS_PER_NODE = 4
+_RUNS_PER_NODE = 6
 _PROBABILITY_BYTES = 8  # float64
 _RANKED_LOGIT_BYTES = 4 + 8  # float32 and int64
+_NOISE_BYTES = 4  # float32
 _PLENTY_BYTES = 1 << 62
 
 
@@ -125,7 +127,8 @@ class _Tenant:
 def most_draft_nodes(n_drafted: int, most_leaves: int | None) -> int:
     """Most nodes that the draft runs for one tree of the target, of which it keeps the KV.
 
-    A tree of the best n nodes takes about 2n runs to find, 5n at most of those observed.
+    A tree of the best n nodes takes about 2n runs to find, 5n at most of those observed; the rest
+    is for drafting ahead.
     """
     n_nodes = _RUNS_PER_NODE * max(MAX_BEAMS, 1 + n_drafted)
     return n_nodes if most_leaves is None else min(n_nodes, most_leaves)
@@ -213,12 +216,14 @@ class Divider:
         """What drafting keeps beside the draft's logits.
 
         The rules of chains keep the row that each token was drawn from. A tree's level is ranked
-        on a copy of its logits, whose order is one int64 for each.
+        on a copy of its logits, whose order is one int64 for each, with the noise of the
+        positions that its nodes may have.
         """
         spec, n_tokens = self._options.spec, min(draft.vocab_size, self._target.source.vocab_size)
         if spec.draws_chains:
             return min(n_drafted, spec.depth) * n_tokens * _PROBABILITY_BYTES
-        return MAX_BEAMS * n_tokens * _RANKED_LOGIT_BYTES
+        noise = MAX_NOISE_POSITIONS * n_tokens * _NOISE_BYTES
+        return MAX_BEAMS * n_tokens * _RANKED_LOGIT_BYTES + noise
 
     def _advice(self, needed: int, shape: Shape) -> str:
         """Which smaller context or KV format would help, and by how much."""

@@ -17,6 +17,7 @@ from specdec.beam_decoder import BeamDecoder, Hypothesis, check_beams
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.controller import Controller, NoDrafter
 from specdec.drafters.base import Drafter
+from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.sampling import Sampler
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from specdec.api import LLM
 
 _PLAIN = SpecConfig(spec_type=())
-GREEDY_DRAFT_TEMPERATURE = 0.5
-"""A greedy target takes its likeliest token, so the chance that a candidate is accepted is sharper
-than its draft probability."""
 _CHAIN_STREAM = 2**64 - 1
 """Key word of the chain rules' random numbers; positions, the match rule's, never get there."""
 
@@ -148,6 +146,7 @@ class GenerationStream:
         try:
             self._llm.begin(self)
             self._llm.check_open()
+            self._llm.ahead.settle()  # an interrupt may have left it at work
             self._llm.target.rollback(0)
             self._use_before = self._llm.target.stream_use
             # The request begins with the first chunk asked for, not when the stream was made.
@@ -265,6 +264,7 @@ class GenerationStream:
             sampler,
             self._llm.policy(spec),
             recorder=self._recorder,
+            ahead=self._llm.ahead,
             acceptance=spec.acceptance,
             accept_threshold=spec.accept_threshold,
             rng=rng,
@@ -277,12 +277,9 @@ class GenerationStream:
         drafters: list[Drafter] = []
         if "draft" in spec.drafters and self._llm.draft is not None:
             chain = (sampler, rng) if spec.draws_chains else None
-            temperature = self._params.temperature or GREEDY_DRAFT_TEMPERATURE
-            drafters.append(
-                ModelDrafter(
-                    self._llm.draft, sampler.n_tokens, chain=chain, temperature=temperature
-                )
-            )
+            n_tokens = min(sampler.n_tokens, self._llm.draft.vocab_size)
+            ranker = CandidateRanker.for_target(sampler, n_tokens)
+            drafters.append(ModelDrafter(self._llm.draft, n_tokens, chain=chain, ranker=ranker))
         if "ngram" in spec.drafters:
             drafters.append(self._llm.ngram_drafter())
         for drafter in drafters:

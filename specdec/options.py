@@ -57,6 +57,7 @@ def run_options(
     draft_depth: int | None = None,
     acceptance: str = "match",
     accept_threshold: float | None = None,
+    draft_ahead: str = "auto",
     threads: int | None = None,
     prefetch_depth: int | None = None,
     io_threads: int | None = None,
@@ -78,6 +79,7 @@ def run_options(
         draft_depth,
         acceptance,
         accept_threshold,
+        draft_ahead,
     )
     if "draft" in spec.spec_type and draft_model is None:
         raise ConfigError("spec_type has 'draft' but no draft model was named: use -md")

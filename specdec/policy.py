@@ -66,6 +66,7 @@ class DraftPolicy:
     ) -> None:
         self._config = config
         self._max_context = max_context
+        self._has_waiting_passes = draft_cost is not None and cost.read_seconds > 0.0
         if config.num_draft_tokens is not None:
             self._n_nodes = config.num_draft_tokens
         else:
@@ -91,8 +92,23 @@ class DraftPolicy:
         The last token wanted is never drafted: the target emits it itself.
         """
         room = self._max_context - context_length
-        depth = max(0, min(self._depth, room, max_tokens - 1))
-        return TreeLimits(min(self._n_nodes, node_room - 1), depth, self._config.width)
+        most = max(0, min(room, max_tokens - 1))
+        return TreeLimits(
+            min(self._n_nodes, node_room - 1),
+            min(self._depth, most),
+            self._config.width,
+            # The next tree begins at the latest one level below this one's last.
+            max_ahead_depth=min(2 * self._depth + 1, most),
+        )
+
+    def should_draft_ahead(self) -> bool:
+        """Whether the next pass runs with the drafter at work beside it.
+
+        "auto": where a draft model can use the time that passes wait for storage.
+        """
+        if self._config.draft_ahead == "auto":
+            return self._has_waiting_passes
+        return self._config.draft_ahead == "on"
 
     def _choose_depth(self, cost: PassCost, draft_cost: PassCost | None) -> int:
         """The depth with the best expected tokens per second, drafting before each pass.

@@ -7,7 +7,7 @@ the first token and is no decode pass: it counts in the time to first token and 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -41,6 +41,12 @@ class GenerationStats:
     time_per_output_token_p90: float = 0.0  # seconds
     pass_seconds: float = 0.0  # inside decode passes
     draft_seconds: float = 0.0  # inside drafters, hidden or not
+    overlapped_draft_seconds: float = 0.0  # of draft_seconds, those in which a pass ran as well
+    draft_ahead_hits: int = 0  # passes with drafting beside them whose outcome had been drafted:
+    # the draft had run the target's next token, so the next tree began with its candidates
+    draft_ahead_misses: int = 0  # the other passes with drafting beside them
+    slowed_pass_seconds: float = 0.0  # see pass_slowdown
+    unslowed_pass_seconds: float = 0.0
     stall_seconds: float = 0.0  # passes waiting for storage
     bytes_streamed: int = 0
     peak_memory_bytes: int = 0
@@ -82,6 +88,16 @@ class GenerationStats:
         n_scored = self.drafted_tokens + self.passes
         return ratio(self.drafted_tokens - self.accepted_tokens, n_scored)
 
+    @property
+    def pass_slowdown(self) -> float:
+        """Seconds of a pass with drafting beside it / without, for the same number of rows.
+
+        slowed_pass_seconds are those of all passes with drafting beside them whose number of rows
+        was measured without as well; unslowed_pass_seconds are what as many passes take at the
+        mean without. 1: drafting ahead costs the pass nothing. 0: never measured both ways.
+        """
+        return ratio(self.slowed_pass_seconds, self.unslowed_pass_seconds)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain figures for JSON: seconds, bytes, tokens and fractions."""
         values = {name: getattr(self, name) for name in (*RATES, *_FIELDS)}
@@ -94,6 +110,7 @@ RATES = (
     "mean_acceptance_length",
     "acceptance_rate",
     "flops_rejected_fraction",
+    "pass_slowdown",
 )
 """The properties that `to_dict` reports beside all fields."""
 _FIELDS = tuple(field.name for field in fields(GenerationStats))
@@ -129,7 +146,13 @@ class StatsRecorder:
         self._first: float | None = None
         self._generated = self._passes = self._drafted = self._accepted = 0
         self._ngram_hits = self._bonus = 0
-        self._pass_seconds = self._draft_seconds = 0.0
+        self._pass_seconds = self._draft_seconds = self._overlapped_seconds = 0.0
+        self._ahead_hits = self._ahead_misses = 0
+        # Of the last pass, and of the drafting beside it: (began, ended).
+        self._last_pass = self._last_ahead = (0.0, 0.0)
+        self._is_ahead_open = False  # drafting ran beside a pass whose outcome is not known yet
+        # (rows, drafting beside it?) -> seconds of each such pass
+        self._seconds_by_rows: dict[tuple[int, bool], list[float]] = defaultdict(list)
         self._token_seconds: list[float] = []
         self._tried: Counter[int] = Counter()  # by depth
         self._accepted_at: Counter[int] = Counter()
@@ -159,13 +182,44 @@ class StatsRecorder:
 
     @recorded(PASS, "pass")
     @contextmanager
-    def verifying(self) -> Iterator[None]:
-        """Time of the block counts as pass_seconds."""
+    def verifying(self, n_rows: int = 1, *, is_drafting: bool = False) -> Iterator[None]:
+        """Time of the block counts as pass_seconds: a pass of `n_rows`.
+
+        is_drafting: another thread drafts meanwhile (`drafting_ahead`).
+        """
         began = self.clock()
         try:
             yield
         finally:
-            self._pass_seconds += self.clock() - began
+            ended = self.clock()
+            self._pass_seconds += ended - began
+        self._last_pass = (began, ended)
+        self._seconds_by_rows[n_rows, is_drafting].append(ended - began)
+
+    @recorded(DRAFT, "draft ahead")
+    @contextmanager
+    def drafting_ahead(self) -> Iterator[None]:
+        """The block, in another thread, drafts while a pass runs; counted by `record_outcome`."""
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self._last_ahead = (began, self.clock())
+            self._is_ahead_open = True
+
+    def record_outcome(self, *, was_ahead: bool) -> None:
+        """The pass and the drafting beside it, if there was any, are over.
+
+        was_ahead: the drafter had already run the token that the target chose.
+        """
+        if not self._is_ahead_open:
+            return
+        self._is_ahead_open = False
+        self._ahead_hits += int(was_ahead)
+        self._ahead_misses += int(not was_ahead)
+        (pass_began, pass_ended), (began, ended) = self._last_pass, self._last_ahead
+        self._draft_seconds += ended - began
+        self._overlapped_seconds += max(0.0, min(pass_ended, ended) - max(pass_began, began))
 
     def record_round(
         self, tree: DraftTree, acceptance: Acceptance, n_emitted: int | None = None
@@ -209,6 +263,7 @@ class StatsRecorder:
     ) -> GenerationStats:
         """The figures so far, with those that only the backend and the system know."""
         first = self._last if self._first is None else self._first
+        slowed, unslowed = self._compared_pass_seconds()
         return GenerationStats(
             prompt_tokens=self.prompt_tokens,
             generated_tokens=self._generated,
@@ -222,6 +277,11 @@ class StatsRecorder:
             time_per_output_token_p90=percentile(self._token_seconds, 0.9),
             pass_seconds=self._pass_seconds,
             draft_seconds=self._draft_seconds,
+            overlapped_draft_seconds=self._overlapped_seconds,
+            draft_ahead_hits=self._ahead_hits,
+            draft_ahead_misses=self._ahead_misses,
+            slowed_pass_seconds=slowed,
+            unslowed_pass_seconds=unslowed,
             stall_seconds=stall_seconds,
             bytes_streamed=bytes_streamed,
             peak_memory_bytes=peak_memory_bytes,
@@ -235,6 +295,17 @@ class StatsRecorder:
 
     def _at_depths(self, counts: Counter[int]) -> tuple[int, ...]:
         return tuple(counts[depth] for depth in range(1, max(self._tried, default=0) + 1))
+
+    def _compared_pass_seconds(self) -> tuple[float, float]:
+        """Seconds of the passes with drafting beside them, and of as many without; of those sizes
+        of which there are both."""
+        slowed = unslowed = 0.0
+        for (n_rows, is_drafting), seconds in self._seconds_by_rows.items():
+            alone = self._seconds_by_rows.get((n_rows, False))
+            if is_drafting and alone:
+                slowed += sum(seconds)
+                unslowed += len(seconds) * sum(alone) / len(alone)
+        return slowed, unslowed
 
 
 def percentile(values: list[float], fraction: float) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from backends.base import Backend
 from specdec.acceptance import Acceptance
 from specdec.config import SamplingParams, SpecConfig
 from specdec.controller import Controller, NoDrafter
+from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.policy import DraftPolicy, PassCost
 from specdec.sampling import Sampler
@@ -52,6 +55,18 @@ class ScriptedDrafter(Drafter):
 
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
         self.accepted.append(acceptance.n_accepted)
+
+
+class SteppedAhead(AheadThread):
+    """Drafts ahead in the caller's thread, as many levels beside each pass as it is told."""
+
+    def __init__(self, n_levels: Iterable[int]) -> None:  # no thread is started
+        self._n_levels = iter(n_levels)
+
+    def beside(self, run_pass: Any, cancel_pass: Any, draft: Any, cancel_draft: Any) -> Any:
+        n_levels, n_asked = next(self._n_levels), count()
+        draft(lambda: next(n_asked) >= n_levels)
+        return run_pass()
 
 
 def make_controller(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -18,9 +18,13 @@ class TreeLimits:
     max_nodes: int  # drafted nodes; the root is not counted
     max_depth: int
     width: int  # children of one node; 1 asks for a chain
+    min_level_probability: float = 0.0
+    """A new level whose nodes have a smaller path probability in total is not run."""
+    max_ahead_depth: int = 0
+    """Levels, from the same root, that drafting ahead may reach: the next tree hangs below this."""
 
     def __post_init__(self) -> None:
-        if self.max_nodes < 0 or self.max_depth < 0 or self.width < 1:
+        if min(self.max_nodes, self.max_depth, self.max_ahead_depth) < 0 or self.width < 1:
             raise ValueError(f"limits of a tree must not be negative, nor its width 0: {self}")
 
 
@@ -41,12 +45,32 @@ class Drafter(ABC):
             limits: bounds of the tree.
         """
 
+    @property
+    def can_draft_ahead(self) -> bool:
+        """Whether `draft_ahead` would have something to do after the last proposal."""
+        return False
+
+    def draft_ahead(self, tree: DraftTree, should_stop: Callable[[], bool]) -> None:  # noqa: B027
+        """Prepare the next proposal while the target verifies `tree`.
+
+        Called in another thread than the other methods, and never at the same time as they. It
+        returns soon after `should_stop` has become true, or when there is no more to prepare.
+        """
+
+    def request_cancel(self) -> None:  # noqa: B027 (optional)
+        """End what another thread does in `draft_ahead` soon, with an error."""
+
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:  # noqa: B027 (optional)
         """Told after every round: the outcome, and the tree that was verified.
 
         `tree` may hold nodes of other drafters, or not all of one's own:
         `acceptance.emitted(tree)` are the tokens to compare with.
         """
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the outcome that was observed last was among what had been prepared."""
+        return False
 
     def reset(self) -> None:  # noqa: B027 (optional)
         """Forget the context: the next proposal belongs to another text."""

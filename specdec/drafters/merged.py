@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from specdec.acceptance import Acceptance
@@ -30,6 +30,23 @@ class MergedDrafter(Drafter):
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
         trees = [drafter.propose(context_ids, limits) for drafter in self.drafters]
         return narrowed(merge_trees(trees), limits.width).best_subset(limits.max_nodes)
+
+    @property
+    def can_draft_ahead(self) -> bool:
+        return any(drafter.can_draft_ahead for drafter in self.drafters)
+
+    def draft_ahead(self, tree: DraftTree, should_stop: Callable[[], bool]) -> None:
+        for drafter in self.drafters:
+            if drafter.can_draft_ahead:
+                drafter.draft_ahead(tree, should_stop)
+
+    def request_cancel(self) -> None:
+        for drafter in self.drafters:
+            drafter.request_cancel()
+
+    @property
+    def is_ready(self) -> bool:
+        return any(drafter.is_ready for drafter in self.drafters)
 
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
         for drafter in self.drafters:

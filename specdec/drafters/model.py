@@ -1,40 +1,57 @@
 """ModelDrafter: a small model grows a tree of its likeliest continuations.
 
-Level by level, the draft expands the most promising nodes of the newest level, as in SpecExec
+The draft expands the most promising nodes that it has not run yet, many at a time, as in SpecExec
 (Svirschevski et al. 2024, section 4) and EAGLE-2 (Li et al. 2024, section 4): a node is worth the
-product of the draft probabilities on its path, the estimate of being accepted.
+product of the chances on its path, the estimate of being accepted.
+
+One tree serves a whole text. What is proposed is its most probable part; drafting ahead lets it
+grow on beyond that part while the target verifies it, and what is then below the target's own token
+is the beginning of the next proposal, KV included (PEARL, Liu et al. 2024; SSD, Kumar et al. 2026).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.base import PREFIX, Backend
+from backends.base import Backend
 from specdec.acceptance import Acceptance, sample_index
 from specdec.drafters.base import Drafter, TreeLimits
+from specdec.drafters.candidates import CandidateRanker
+from specdec.drafters.grown_tree import GrownNode, GrownTree
 from specdec.sampling import Sampler
 from specdec.tree import ROOT, DraftTree
 
 MAX_BEAMS = 32
-"""Nodes of one level that the draft expands; more make a level slow and add little."""
+"""Nodes that the draft runs at a time; more make a level slow and add little."""
+_LEAST_SHARE = 0.25
+"""Of the likeliest node's chance, for another node to be run ahead together with it: many small
+levels find more of the likeliest nodes than few wide ones."""
+
+Pair = tuple[GrownNode, GrownNode]
+"""A node's parent, and the node."""
+Level = list[Pair]
+"""What the draft runs together."""
 
 
 class ModelDrafter(Drafter):
     """Drafts with its own model and its own KV cache.
 
-    The draft's cache holds the context up to and including the pending token. After a round the
-    accepted nodes that the draft had expanded are committed in place; only what it had not run
-    yet (the last accepted leaf, the recovered or bonus token) is computed next time.
+    While it has a tree, the draft's cache holds the context up to and including the pending token,
+    which is the tree's root, and the KV of the nodes that were run. After a round the accepted
+    nodes are committed in place. Where the target's next token was run as well, it becomes the root
+    and keeps what is below it. Otherwise the tree is dropped, and what the cache lacks (the last
+    accepted leaf, the recovered or bonus token) is computed next time.
 
     Args:
         backend: the draft model; it outlives the drafter.
         n_tokens: tokens that exist for the target; the draft's further ids are never proposed.
         chain: (sampler, rng) to *draw* chains with, for the rejection rule; without it, trees of
             the likeliest tokens are built, for the match walk.
-        temperature: of the distribution that ranks candidates.
+        ranker: which tokens are likeliest; by default those with the draft's largest logits.
     """
 
     def __init__(
@@ -43,124 +60,161 @@ class ModelDrafter(Drafter):
         n_tokens: int,
         *,
         chain: tuple[Sampler, np.random.Generator] | None = None,
-        temperature: float = 1.0,
+        ranker: CandidateRanker | None = None,
     ) -> None:
         self._backend = backend
         self._n_tokens = min(n_tokens, backend.vocab_size)
         self._chain = chain
-        self._temperature = temperature
-        self._node_ids: dict[tuple[int, int], int] = {}  # (parent's id, token) -> backend's id
+        self._ranker = ranker or CandidateRanker(self._n_tokens)
+        self._limits = TreeLimits(0, 0, 1)
+        self._tree: GrownTree | None = None
+        self._is_hit = False
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
-        tree = DraftTree(context_ids[-1])
-        self._node_ids = {}
-        depth = min(limits.max_depth, self._backend.max_context - len(context_ids) + 1)
+        self._limits = limits
+        depth = self._within_context(limits.max_depth, len(context_ids))
         if limits.max_nodes == 0 or depth < 1:
-            return tree
-        limits = TreeLimits(limits.max_nodes, depth, limits.width)
-        row = self._advance(context_ids)
+            return DraftTree(context_ids[-1])
         if self._chain is not None:
-            self._draw_chain(tree, row, context_ids, limits, *self._chain)
-            return tree
-        self._grow(tree, row, limits)
-        return tree.best_subset(limits.max_nodes)
+            return self._draw_chain(context_ids, min(limits.max_nodes, depth), *self._chain)
+        tree = self._tree or self._start_tree(context_ids)
+        while level := self._best_level(tree, depth):
+            self._run(level)
+        return tree.best_tree(limits.max_nodes, depth, limits.width)
+
+    @property
+    def can_draft_ahead(self) -> bool:
+        """With a tree: a chain's tokens are drawn for the rejection rule, one proposal at a time.
+
+        Choosing which of several drawn chains reaches the target would bias that rule.
+        """
+        return self._tree is not None and self._chain is None
+
+    def draft_ahead(self, tree: DraftTree, should_stop: Callable[[], bool]) -> None:
+        """Run the likeliest nodes: outcomes of the pass that verifies `tree`, and on from there.
+
+        An outcome is (the last accepted node, the target's token after it): a node outside of
+        `tree` whose parent is in it.
+        """
+        if self._tree is None:
+            return
+        self._tree.graft(tree)
+        depth = self._within_context(self._limits.max_ahead_depth, self._backend.n_committed)
+        while not should_stop() and (level := self._level_ahead(self._tree, depth)):
+            self._run(level)
 
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
         """Keep the KV of accepted nodes, whichever drafter's tree they came from."""
-        path, node = [], PREFIX
-        for token in acceptance.emitted(tree)[:-1]:
-            expanded = self._node_ids.get((node, token))
-            if expanded is None:
-                break
-            path.append(expanded)
-            node = expanded
-        self._backend.commit(path)
-        self._node_ids = {}
+        self._is_hit = False
+        if self._tree is None:
+            return
+        emitted = acceptance.emitted(tree)
+        run = self._tree.follow(emitted[:-1] if self._chain is not None else emitted)
+        path = [node.node_id for node in run if node.node_id is not None]
+        self._is_hit = len(path) == len(emitted)
+        if not self._is_hit:
+            self._backend.commit(path)
+            self._tree = None
+            return
+        below = [node.node_id for node in run[-1].children.values() if node.node_id is not None]
+        self._backend.commit(path, keep=below)
+        self._tree.move_to(run[-1])
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the last round ended with a token that the draft had run already."""
+        return self._is_hit
+
+    def request_cancel(self) -> None:
+        self._backend.request_cancel()
 
     def reset(self) -> None:
         self._backend.rollback(0)
-        self._node_ids = {}
+        self._tree, self._is_hit = None, False
+
+    # --- trees ---------------------------------------------------------------------------------
+
+    def _start_tree(self, context_ids: Sequence[int]) -> GrownTree:
+        (candidates,) = self._ranker.rank(
+            self._advance(context_ids)[None], [len(context_ids)], self._limits.width
+        )
+        self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, candidates)
+        return self._tree
 
     def _advance(self, context_ids: Sequence[int]) -> NDArray[np.float32]:
         """Run what the cache lacks of the context; logits after the pending token [vocab]."""
         missing = list(context_ids[self._backend.n_committed :])
         return self._backend.prefill(missing)
 
-    # --- trees ---------------------------------------------------------------------------------
+    def _best_level(self, tree: GrownTree, depth: int) -> Level:
+        """What has to be run before the best nodes are known; empty when they are.
 
-    def _grow(self, tree: DraftTree, row: NDArray[np.float32], limits: TreeLimits) -> None:
-        """Add candidates level by level until no node of the newest level is worth its run."""
-        level, rows = [ROOT], row[None]
-        ids = {ROOT: PREFIX}
-        for depth in range(1, limits.max_depth + 1):
-            newest = self._branch(tree, level, rows, limits)
-            level = self._worth_expanding(tree, newest, limits)[: self._n_runnable()]
-            if not level or depth == limits.max_depth:
-                return
-            node_ids, rows = self._run(tree, level, [ids[tree.parents[i]] for i in level])
-            ids = dict(zip(level, node_ids, strict=True))
+        That is the best ones that were not run, where a child could still be among the best.
+        """
+        limits = self._limits
+        best = list(islice(tree.best_first(depth, limits.width), limits.max_nodes))
+        worst = best[-1][1].path_log_prob if len(best) == limits.max_nodes else -np.inf
+        promising = (pair for pair in best if pair[1].path_log_prob > worst)
+        n_free = max(0, self._backend.node_room - tree.n_live())
+        level = list(islice(_worth_running(promising, tree.deepest(depth)), min(MAX_BEAMS, n_free)))
+        chance = sum(np.exp(tree.log_chance(node)) for _, node in level)
+        return level if chance >= limits.min_level_probability else []
 
-    def _branch(
-        self, tree: DraftTree, level: list[int], rows: NDArray[np.float32], limits: TreeLimits
-    ) -> list[int]:
-        """Add each node's likeliest children that could still be among the best nodes."""
-        scores = rows[:, : self._n_tokens] / np.float32(self._temperature)
-        width = min(limits.width, scores.shape[1])
-        top = np.argpartition(scores, -width, axis=1)[:, -width:]
-        peak = scores.max(axis=1, keepdims=True)
-        log_z = peak[:, 0] + np.log(np.exp(scores - peak).sum(axis=1, dtype=np.float64))
-        worst = _nth_best(tree, limits.max_nodes)
-        newest = []
-        for node, tokens, row, norm in zip(level, top, scores, log_z, strict=True):
-            for token in tokens:
-                log_q = float(row[token] - norm)
-                if tree.path_log_probs[node] + log_q > worst:
-                    newest.append(tree.add(node, int(token), log_q))
-        return newest
+    def _level_ahead(self, tree: GrownTree, depth: int) -> Level:
+        """The likeliest nodes that were not run, as far as there is room for them."""
+        reserved = self._limits.max_nodes  # for what the next proposal still has to run
+        n_free = max(0, self._backend.node_room - tree.n_live() - reserved)
+        nodes = _worth_running(tree.best_first(depth), tree.deepest(depth))
+        level = list(islice(nodes, min(MAX_BEAMS, n_free)))
+        if not level:
+            return level
+        least = level[0][1].path_log_prob + np.log(_LEAST_SHARE)
+        return list(takewhile(lambda pair: pair[1].path_log_prob >= least, level))
 
-    @staticmethod
-    def _worth_expanding(tree: DraftTree, newest: list[int], limits: TreeLimits) -> list[int]:
-        worst = _nth_best(tree, limits.max_nodes)
-        ranked = sorted(newest, key=lambda i: -tree.path_log_probs[i])[:MAX_BEAMS]
-        return [i for i in ranked if tree.path_log_probs[i] > worst]
+    def _run(self, level: Level) -> None:
+        """Run nodes, whose parents the draft has run before; their candidates are known then."""
+        parents = [_live_id(parent) for parent, _ in level]
+        ids, rows = self._backend.extend([node.token_id for _, node in level], parents)
+        places = [node.position + 1 for _, node in level]
+        ranked = self._ranker.rank(rows, places, self._limits.width)
+        for (_, node), node_id, candidates in zip(level, ids, ranked, strict=True):
+            node.offer(candidates)
+            node.node_id = node_id
 
-    def _n_runnable(self) -> int:
-        """Nodes that the backend can take beside those that this tree has run."""
-        return max(0, self._backend.node_room - len(self._node_ids))
-
-    def _run(
-        self, tree: DraftTree, nodes: list[int], parents: list[int]
-    ) -> tuple[list[int], NDArray[np.float32]]:
-        tokens = [tree.token_ids[i] for i in nodes]
-        ids, rows = self._backend.extend(tokens, parents)
-        self._node_ids.update(zip(zip(parents, tokens, strict=True), ids, strict=True))
-        return ids, rows
+    def _within_context(self, depth: int, n_committed: int) -> int:
+        """Levels of a tree, of whose last one no node is run."""
+        return min(depth, self._backend.max_context - n_committed + 1)
 
     # --- chains --------------------------------------------------------------------------------
 
     def _draw_chain(
-        self,
-        tree: DraftTree,
-        row: NDArray[np.float32],
-        context_ids: Sequence[int],
-        limits: TreeLimits,
-        sampler: Sampler,
-        rng: np.random.Generator,
-    ) -> None:
+        self, context_ids: Sequence[int], length: int, sampler: Sampler, rng: np.random.Generator
+    ) -> DraftTree:
         """Draw token after token from q, the draft's distribution after its own processors."""
-        node, parent, prefix = ROOT, PREFIX, list(context_ids)
-        for _ in range(min(limits.max_nodes, limits.max_depth)):
+        row = self._advance(context_ids)
+        tree, prefix, index = DraftTree(context_ids[-1]), list(context_ids), ROOT
+        self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, [])
+        node = self._tree.root
+        for n_drawn in range(1, length + 1):
             q = sampler.probs(prefix, row[: self._n_tokens])
             token = sample_index(q, rng.random())
-            node = tree.add(node, token, float(np.log(q[token])), draft_probs=q)
+            index = tree.add(index, token, float(np.log(q[token])), draft_probs=q)
             prefix.append(token)
-            if tree.n_drafted < min(limits.max_nodes, limits.max_depth):
-                (parent,), rows = self._run(tree, [node], [parent])
+            if n_drawn < length:
+                node.offer([(token, tree.log_probs[index])])
+                parent, node = node, node.children[token]
+                (node.node_id,), rows = self._backend.extend([token], [_live_id(parent)])
                 row = rows[0]
+        return tree
 
 
-def _nth_best(tree: DraftTree, n: int) -> float:
-    """Path log-probability that a node must exceed to be among the best n of the tree."""
-    if tree.n_drafted < n:
-        return -np.inf
-    return float(np.partition(tree.path_log_probs[1:], tree.n_drafted - n)[tree.n_drafted - n])
+def _live_id(node: GrownNode) -> int:
+    assert node.node_id is not None, "a node is run after its parent"
+    return node.node_id
+
+
+def _worth_running(nodes: Iterable[Pair], deepest: int) -> Iterator[Pair]:
+    """Those that can be run, were not yet, and whose children are not too deep."""
+    for parent, node in nodes:
+        if parent.is_run and not node.is_run and node.position < deepest:
+            yield parent, node

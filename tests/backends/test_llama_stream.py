@@ -3,8 +3,10 @@
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -23,7 +25,7 @@ from backends.llama_cpp import LlamaBackend
 from backends.llama_graph import make_schedule
 from backends.llama_lib import LlamaError
 from backends.llama_passes import PassCancelled
-from backends.llama_stream import resident_outer_records
+from backends.llama_stream import _QUICK_HANDOVER, resident_outer_records
 from offload.direct_io import StorageError
 from offload.pager import Pager
 from offload.plan import LayerWeights, ResidencyPlan
@@ -312,3 +314,16 @@ def test_close_is_idempotent_and_ends_the_readers(models, paging):
     backend.close()
     backend.close()
     assert threading.active_count() == before
+
+
+def test_passes_of_two_models_at_once_put_the_switch_interval_back() -> None:
+    """Whichever ends first."""
+    before = sys.getswitchinterval()
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(_QUICK_HANDOVER)
+    second.enter_context(_QUICK_HANDOVER)
+    assert sys.getswitchinterval() < before
+    first.close()
+    assert sys.getswitchinterval() < before
+    second.close()
+    assert sys.getswitchinterval() == before

@@ -41,7 +41,8 @@ def test_option_names_are_an_interface(
     monkeypatch.setenv("TERMINAL_WIDTH", "160")
     loading = (
         "-m --model -md --draft-model --memory-budget -c --ctx-size --threads --prefetch-depth "
-        "--io-threads --spec-type --num-draft-tokens --tree-width --acceptance --accept-threshold"
+        "--io-threads --spec-type --num-draft-tokens --tree-width --acceptance --accept-threshold "
+        "--draft-ahead"
     ).split()
     sampling = (
         "--temperature --top-k --top-p --min-p --repetition-penalty --seed --stop -n --max-tokens "

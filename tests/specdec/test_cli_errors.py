@@ -45,6 +45,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["-p", "a", "--spec-type", "magic"], "magic"),
         (["-p", "a", "--num-draft-tokens", "many"], "many"),
         (["-p", "a", "--num-draft-tokens", "99999"], "99999"),
+        (["-p", "a", "--draft-ahead", "maybe"], "draft_ahead is 'maybe'"),
         (["-p", "a", "--temperature", "-1"], "temperature"),
         (["-p", "a", "--temperature", "nan"], "temperature"),
         (["-p", "a", "--top-p", "1.5"], "top_p"),

@@ -253,6 +253,7 @@ def test_spec_config() -> None:
         {"num_draft_tokens": 10**6},
         {"tree_width": 0},
         {"draft_depth": 0},
+        {"draft_ahead": "maybe"},
     ):
         with pytest.raises(ConfigError):
             SpecConfig(**options)

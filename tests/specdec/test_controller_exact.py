@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import generating
@@ -22,7 +23,7 @@ from exact_rules import (
     table_rows,
     target_joint,
 )
-from generating import FREE, make_controller, run
+from generating import FREE, SteppedAhead, make_controller, run
 from mutants import mutated
 from table_backend import TableBackend
 
@@ -33,6 +34,7 @@ from specdec.drafters.model import ModelDrafter
 from specdec.policy import DraftPolicy
 from specdec.sampling import Sampler
 from specdec.stats import StatsRecorder
+from specdec.tree import DraftTree
 
 EXACT, CAUGHT = 1e-12, 1e-6
 VOCAB, DEPTH, N_TOKENS = 8, 2, 40
@@ -157,7 +159,37 @@ def accepts_itself(controller: type[Controller], drafter: type[ModelDrafter]) ->
     return True
 
 
-CHECKS = (equals_plain_decoding, accepts_itself, rounds_are_exact)
+def drafts_what_a_new_drafter_drafts(
+    controller: type[Controller], drafter: type[ModelDrafter]
+) -> bool:
+    """Whatever was drafted ahead, each proposal is the one that begins with nothing."""
+    spec = SpecConfig(num_draft_tokens=6, tree_width=3, draft_depth=4, draft_ahead="on")
+    for rows, n_levels in ((TARGET, 4), (OTHER, 1), (OTHER, 6)):
+        guess = drafter(TableBackend(rows, VOCAB), VOCAB)
+        made = make_controller(
+            TableBackend(TARGET, VOCAB), guess, spec=spec, ahead=SteppedAhead(repeat(n_levels))
+        )
+        made.start(PROMPT)
+        for _ in range(12):
+            context = list(made.context)
+            tree = made.step(99).tree
+            limits = made._policy.limits(len(context), 99, 256)
+            new = ModelDrafter(TableBackend(rows, VOCAB), VOCAB).propose(context, limits)
+            if paths_of(tree) != paths_of(new):
+                return False
+    return True
+
+
+def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
+    return {tree.tokens_on_path(i): round(tree.log_probs[i], 6) for i in range(len(tree))}
+
+
+CHECKS = (
+    equals_plain_decoding,
+    accepts_itself,
+    rounds_are_exact,
+    drafts_what_a_new_drafter_drafts,
+)
 
 
 @pytest.mark.parametrize("rule", CHAIN_RULES)
@@ -246,7 +278,7 @@ IN_DRAFTER = {
     ),
     "chain: q of the row before": (
         "draft_probs=q)",
-        "draft_probs=tree.draft_probs[node] if node else q)",
+        "draft_probs=tree.draft_probs[index] if index else q)",
     ),
     "chain: q is not handed on": ("draft_probs=q)", "draft_probs=None)"),
     "chain: the likeliest token, with q as if drawn": (
@@ -254,10 +286,32 @@ IN_DRAFTER = {
         "int(q.argmax())",
     ),
     "chain: every node below the prefix": (
-        "(parent,), rows = self._run(tree, [node], [parent])",
-        "_, rows = self._run(tree, [node], [parent])",
+        "extend([token], [_live_id(parent)])",
+        "extend([token], [-1])",
     ),
     "chain: the processors do not see the drafted tokens": ("prefix.append(token)", "pass"),
+    "ahead: the subtree is kept without its KV": ("commit(path, keep=below)", "commit(path)"),
+    "ahead: the outcome is not committed": (
+        "self._backend.commit(path, keep=below)",
+        "self._backend.commit(path[:-1])",
+    ),
+    "ahead: the tree goes on from the last accepted node": (
+        "move_to(run[-1])",
+        "move_to(run[-2] if len(run) > 1 else self._tree.root)",
+    ),
+    "ahead: the tree goes on from where it was": ("self._tree.move_to(run[-1])", "pass"),
+    "ahead: a miss is taken for a hit": (
+        "self._is_hit = len(path) == len(emitted)",
+        "self._is_hit = bool(path)",
+    ),
+    "ahead: nodes below the wrong parent": (
+        "[_live_id(parent) for parent, _ in level]",
+        "[-1 for parent, _ in level]",
+    ),
+    "ahead: candidates of the neighbour": (
+        "ranked = self._ranker.rank(rows, places,",
+        "ranked = self._ranker.rank(np.roll(rows, 1, axis=0), places,",
+    ),
 }
 
 

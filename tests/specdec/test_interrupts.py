@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -14,6 +15,7 @@ from tiny_pair import save_model
 
 import specdec
 from specdec.api import LLM
+from specdec.stats import GenerationStats
 
 # An interrupt inside of a generator that is being dropped is reported, not raised.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -26,13 +28,19 @@ N_TOKENS = 4
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     target = save_model(tmp_path_factory.mktemp("target"), seed=0)
     draft = save_model(tmp_path_factory.mktemp("draft"), seed=1, num_hidden_layers=2)
-    size = {"num_draft_tokens": 6, "draft_depth": 3, "ctx_size": 128}
+    size = {"num_draft_tokens": 6, "draft_depth": 3, "ctx_size": 128, "draft_ahead": "on"}
     with pytest.MonkeyPatch.context() as patch:
         force_streaming(patch)
         loaded = specdec.load(target, draft, **size)
     with loaded:
         assert loaded.plan.residency.n_streamed_layers == 3
+        assert drafted_ahead(loaded.generate(PROMPT, max_tokens=N_TOKENS).stats)
         yield loaded
+    assert not [t for t in threading.enumerate() if t.name.startswith("specdec-ahead")]
+
+
+def drafted_ahead(stats: GenerationStats) -> bool:
+    return stats.draft_ahead_hits + stats.draft_ahead_misses > 0
 
 
 def tokens(llm: LLM) -> tuple[int, ...]:

@@ -62,3 +62,28 @@ def test_a_slow_draft_is_asked_for_fewer_levels():
 def test_a_fixed_depth_is_kept():
     cost, slow = PassCost(2.0, 0.1, 0.1), PassCost(9.0, 0.0, 1e-9)
     assert DraftPolicy(SpecConfig(draft_depth=7), cost, 1000, slow).depth == 7
+
+
+@pytest.mark.parametrize(
+    ("mode", "streams", "has_draft", "expected"),
+    [
+        ("on", False, False, True),
+        ("off", True, True, False),
+        ("auto", True, True, True),
+        ("auto", False, True, False),
+        ("auto", True, False, False),
+    ],
+)
+def test_when_to_draft_ahead(mode, streams, has_draft, expected):
+    cost = PassCost(2.0 if streams else 0.0, 0.1, 0.1)
+    policy = DraftPolicy(SpecConfig(draft_ahead=mode), cost, 100, cost if has_draft else None)
+    assert policy.should_draft_ahead() is expected
+
+
+@pytest.mark.parametrize(
+    ("context", "wanted", "depth"), [(10, 64, 15), (10, 9, 8), (10, 1, 0), (95, 64, 5)]
+)
+def test_ahead_reaches_one_more_tree_and_no_further_than_the_text(context, wanted, depth):
+    cost = PassCost(read_seconds=1.0, row_free_seconds=0.0, seconds_per_row=0.01)
+    policy = DraftPolicy(SpecConfig(draft_depth=7), cost, 100)
+    assert policy.limits(context, wanted, 1000).max_ahead_depth == depth

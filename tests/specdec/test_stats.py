@@ -13,6 +13,7 @@ CONTRACT = {
     "passes", "mean_acceptance_length", "acceptance_rate", "bytes_streamed", "stall_seconds",
     "draft_seconds", "peak_memory_bytes", "memory_budget_bytes", "kv_bytes", "kv_used_fraction",
     "flops_rejected_fraction", "pass_seconds", "ngram_hits", "time_per_output_token_p90",
+    "draft_ahead_hits", "draft_ahead_misses", "overlapped_draft_seconds", "pass_slowdown",
 }  # fmt: skip
 
 
@@ -81,6 +82,75 @@ def test_a_guess_beyond_the_length_is_not_wrong() -> None:
     recorder = StatsRecorder()
     recorder.record_round(chain(3), Acceptance((0, 1), next_token=2, is_bonus=False))
     assert recorder.finish().tried_by_depth == (1,)
+
+
+def run_pass(recorder: StatsRecorder, clock: Clock, seconds: float, n_rows: int = 4) -> None:
+    with recorder.verifying(n_rows):
+        clock.now += seconds
+    recorder.record_outcome(was_ahead=True)  # no drafting beside it: neither hit nor miss
+
+
+def run_pass_beside(
+    recorder: StatsRecorder,
+    clock: Clock,
+    seconds: float,
+    draft_seconds: float,
+    *,
+    n_rows: int = 4,
+    is_hit: bool = True,
+) -> None:
+    """Drafting begins half a second into the pass."""
+    began = clock.now
+    with recorder.verifying(n_rows, is_drafting=True):
+        clock.now += seconds
+    clock.now = began + 0.5
+    with recorder.drafting_ahead():
+        clock.now += draft_seconds
+    clock.now = max(clock.now, began + seconds)
+    recorder.record_outcome(was_ahead=is_hit)
+
+
+def test_drafting_ahead() -> None:
+    clock = Clock()
+    recorder = StatsRecorder(clock=clock)
+    with recorder.drafting():
+        clock.now += 0.125
+    run_pass_beside(recorder, clock, 2.0, 1.0)
+    run_pass_beside(recorder, clock, 2.0, 3.0, is_hit=False)  # goes on after the pass
+    run_pass(recorder, clock, 2.0)
+    stats = recorder.finish()
+    assert (stats.draft_ahead_hits, stats.draft_ahead_misses) == (1, 1)
+    assert stats.overlapped_draft_seconds == pytest.approx(1.0 + 1.5)
+    assert stats.draft_seconds == pytest.approx(0.125 + 1.0 + 3.0)
+    assert stats.pass_seconds == pytest.approx(6.0)
+
+
+def test_slowdown_compares_passes_of_the_same_size() -> None:
+    clock = Clock()
+    recorder = StatsRecorder(clock=clock)
+    run_pass(recorder, clock, 1.0)
+    run_pass(recorder, clock, 3.0)
+    run_pass_beside(recorder, clock, 2.5, 1.0)
+    run_pass_beside(recorder, clock, 3.5, 1.0)
+    run_pass(recorder, clock, 1.0, n_rows=9)
+    run_pass_beside(recorder, clock, 2.0, 1.0, n_rows=9)
+    run_pass_beside(recorder, clock, 99.0, 1.0, n_rows=5)  # never measured alone
+    run_pass(recorder, clock, 99.0, n_rows=6)
+    stats = recorder.finish()
+    assert stats.slowed_pass_seconds == pytest.approx(2.5 + 3.5 + 2.0)
+    assert stats.unslowed_pass_seconds == pytest.approx(2.0 + 2.0 + 1.0)
+    assert stats.pass_slowdown == pytest.approx(8.0 / 5.0)
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_slowdown_is_0_where_it_is_unknown(is_beside: bool) -> None:
+    clock = Clock()
+    recorder = StatsRecorder(clock=clock)
+    if is_beside:
+        run_pass_beside(recorder, clock, 2.0, 1.0)
+    else:
+        run_pass(recorder, clock, 2.0)
+    assert recorder.finish().pass_slowdown == 0.0
 
 
 def test_every_token_after_the_first_comes_from_a_pass() -> None:

@@ -1,0 +1,148 @@
+"""From the draft's logits to candidates: which tokens the target may choose, and how likely.
+
+The target takes argmax(log p / T + g), with Gumbel noise g that is fixed by (seed, position)
+(specdec/sampling.py). A draft that ranks its candidates with the *same* noise guesses that choice
+better than one that looks at its probabilities alone (Gumbel coupling: Daliri, Musco, Suresh 2024,
+"Coupling without communication and drafter-invariant speculative decoding", section 3). Greedy
+decoding is the same with T = 0:
+
+    chance(token) = softmax((logits + T · g) / s)
+
+where s stands for how far the draft's logits are off the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.config import SamplingParams
+from specdec.sampling import Sampler, gumbel_noise
+
+SHARPNESS = 0.5
+"""s above. The target takes the likeliest token (noise included), so the chance that a candidate is
+the one is sharper than its probability."""
+MAX_NOISE_POSITIONS = 32
+"""Positions whose noise is kept, [n_tokens] each: a tree needs it again at every level."""
+_HEAD = 512
+"""Likeliest tokens that a filter looks at; a larger nucleus is left whole."""
+
+Row = NDArray[np.float32]  # [n_tokens]
+Candidates = list[tuple[int, float]]
+"""(token, log of the chance that the target chooses it), likeliest first."""
+
+
+class TargetNoise:
+    """T · g of a position, float32 [n_tokens]: what the target adds to its logits there."""
+
+    def __init__(self, seed: int, temperature: float, n_tokens: int) -> None:
+        self._seed, self._temperature, self._n_tokens = seed, temperature, n_tokens
+        self._rows: dict[int, Row] = {}
+
+    def at(self, position: int) -> Row:
+        row = self._rows.pop(position, None)
+        if row is None:
+            noise = gumbel_noise(self._seed, position, self._n_tokens)
+            row = (self._temperature * noise).astype(np.float32)
+        self._rows[position] = row  # the last one used is the last one dropped
+        if len(self._rows) > MAX_NOISE_POSITIONS:
+            del self._rows[next(iter(self._rows))]
+        return row
+
+
+class CandidateRanker:
+    """Ranks the tokens that may follow a node.
+
+    Args:
+        n_tokens: tokens that exist for the target; further ids are no candidates.
+        sharpness: s of the formula above; 1 without noise leaves the draft's own probabilities.
+        noise: the target's, where it samples.
+        params: the request, whose top-k, top-p and min-p rule candidates out.
+    """
+
+    def __init__(
+        self,
+        n_tokens: int,
+        *,
+        sharpness: float = 1.0,
+        noise: TargetNoise | None = None,
+        params: SamplingParams | None = None,
+    ) -> None:
+        self.n_tokens = n_tokens
+        self._sharpness = sharpness
+        self._noise = noise
+        self._params = params if params is not None and _filters(params) else None
+
+    @classmethod
+    def for_target(cls, sampler: Sampler, n_tokens: int) -> CandidateRanker:
+        """The ranker of a draft whose target chooses with `sampler`."""
+        if sampler.is_greedy:
+            return cls(n_tokens, sharpness=SHARPNESS)
+        params = sampler.params
+        noise = TargetNoise(sampler.seed, params.temperature, n_tokens)
+        return cls(n_tokens, sharpness=SHARPNESS, noise=noise, params=params)
+
+    def rank(
+        self, logits: NDArray[np.float32], positions: Sequence[int], width: int
+    ) -> list[Candidates]:
+        """At most `width` candidates for each row of logits [n, vocab].
+
+        positions [n]: where in the text the candidates would stand.
+        """
+        scores = logits[:, : self.n_tokens].astype(np.float32)  # a copy: it is changed in place
+        if self._noise is not None:
+            self._perturb(scores, positions)
+        scores /= np.float32(self._sharpness)
+        width = min(width, scores.shape[1])
+        top = np.argpartition(scores, -width, axis=1)[:, -width:]
+        values = np.take_along_axis(scores, top, axis=1)
+        peaks = values.max(axis=1, keepdims=True)
+        np.exp(np.subtract(scores, peaks, out=scores), out=scores)
+        log_z = np.log(scores.sum(axis=1, dtype=np.float64, keepdims=True))
+        log_q = values.astype(np.float64) - peaks - log_z
+        order = np.argsort(-log_q, axis=1, kind="stable")
+        tokens = np.take_along_axis(top, order, axis=1).tolist()
+        chances = np.take_along_axis(log_q, order, axis=1).tolist()
+        return [
+            [(token, chance) for token, chance in zip(*row, strict=True) if chance > -np.inf]
+            for row in zip(tokens, chances, strict=True)
+        ]
+
+    def _perturb(self, scores: NDArray[np.float32], positions: Sequence[int]) -> None:
+        """Add the noise of each row's position; -inf for what the filters rule out."""
+        assert self._noise is not None
+        for row, position in zip(scores, positions, strict=True):
+            if self._params is not None:
+                row[row < lowest_kept(row, self._params)] = -np.inf
+            row += self._noise.at(position)
+
+
+def lowest_kept(row: Row, params: SamplingParams) -> float:
+    """The logit below which top-k, top-p or min-p rules a token out, -inf where none does.
+
+    All three keep the likeliest tokens, so together they are one threshold.
+    """
+    temperature, floor, n_head = params.temperature, -np.inf, min(_HEAD, len(row))
+    peak = float(row.max())
+    if params.min_p > 0.0:
+        floor = peak + temperature * float(np.log(params.min_p))
+    if params.top_k == 0 and params.top_p >= 1.0:
+        return floor
+    head = np.sort(np.partition(row, len(row) - n_head)[len(row) - n_head :])[::-1]
+    rest = row
+    if 0 < params.top_k <= n_head:
+        rest = head = head[: params.top_k]
+        floor = max(floor, float(head[-1]))
+    if params.top_p < 1.0:
+        mass = np.cumsum(np.exp((head - peak) / temperature, dtype=np.float64))
+        total = np.exp((rest - peak) / temperature, dtype=np.float64).sum()
+        n_below = int(np.searchsorted(mass, params.top_p * total))
+        if n_below < len(head):
+            floor = max(floor, float(head[n_below]))
+    return floor
+
+
+def _filters(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0

@@ -1,0 +1,260 @@
+"""Two threads at work: both end together, the first error is told, and nothing is left behind."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+
+from specdec.drafters.ahead import AheadThread
+
+
+@pytest.fixture
+def ahead() -> Iterator[AheadThread]:
+    thread = AheadThread()
+    yield thread
+    thread.close()
+    assert not thread._thread.is_alive()
+
+
+class Work:
+    """A pass or a draft that goes on until it is cancelled, or as told."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.began, self.cancelled = threading.Event(), threading.Event()
+        self.is_running = False
+
+    def until_cancelled(self, *_: object) -> None:
+        self.is_running = True
+        self.began.set()
+        self.cancelled.wait()
+        self.is_running = False
+        raise RuntimeError(f"{self.name} was cancelled")
+
+    def until_stopped(self, should_stop: Callable[[], bool]) -> None:
+        self.is_running = True
+        self.began.set()
+        while not should_stop():
+            pass
+        self.is_running = False
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+@pytest.fixture
+def draft() -> Work:
+    return Work("the draft")
+
+
+@pytest.fixture
+def passing() -> Work:
+    return Work("the pass")
+
+
+def is_usable(ahead: AheadThread) -> bool:
+    draft = Work("another draft")
+
+    def run_pass() -> str:
+        draft.began.wait()
+        return "done"
+
+    result = ahead.beside(run_pass, draft.cancel, draft.until_stopped, draft.cancel)
+    return result == "done" and not draft.is_running and not draft.cancelled.is_set()
+
+
+def test_the_pass_runs_here_and_the_draft_elsewhere(ahead: AheadThread) -> None:
+    threads = []
+    drafting = threading.Event()
+
+    def run_pass() -> int:
+        drafting.wait()
+        drafting.clear()
+        threads.append(threading.current_thread())
+        return 7
+
+    def run_draft(should_stop: Callable[[], bool]) -> None:
+        threads.append(threading.current_thread())
+        drafting.set()
+
+    for _ in range(3):
+        assert ahead.beside(run_pass, run_pass, run_draft, run_pass) == 7
+    assert threads[1::2] == [threading.current_thread()] * 3
+    assert len(set(threads)) == 2, "one thread serves all passes"
+
+
+def test_a_draft_that_has_begun_something_finishes_it(ahead: AheadThread, draft: Work) -> None:
+    """No cancel: its results are wanted."""
+    pass_ended = threading.Event()
+    finished = []
+
+    def run_pass() -> None:
+        draft.began.wait()
+        pass_ended.set()
+
+    def run_draft(should_stop: Callable[[], bool]) -> None:
+        draft.began.set()
+        pass_ended.wait()
+        while not should_stop():
+            pass
+        finished.append("level")
+
+    ahead.beside(run_pass, draft.cancel, run_draft, draft.cancel)
+    assert finished == ["level"]
+    assert not draft.cancelled.is_set()
+
+
+def test_an_error_of_the_pass_ends_the_draft(ahead: AheadThread, draft: Work) -> None:
+    def run_pass() -> None:
+        draft.began.wait()
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        ahead.beside(run_pass, lambda: None, draft.until_cancelled, draft.cancel)
+    assert not draft.is_running
+    assert is_usable(ahead)
+
+
+def test_an_error_of_the_draft_ends_the_pass_and_is_the_one_raised(
+    ahead: AheadThread, passing: Work
+) -> None:
+    def run_draft(should_stop: Callable[[], bool]) -> None:
+        raise OSError("the draft's disk is gone")
+
+    with pytest.raises(OSError, match="the draft's disk is gone"):
+        ahead.beside(passing.until_cancelled, passing.cancel, run_draft, lambda: None)
+    assert not passing.is_running
+    assert is_usable(ahead)
+
+
+def test_a_cancel_that_comes_before_the_pass_is_repeated(ahead: AheadThread) -> None:
+    """A backend forgets requests from before its pass."""
+    n_cancels = threading.Semaphore(0)
+
+    def run_pass() -> None:
+        n_cancels.acquire()
+        n_cancels.acquire()
+        raise RuntimeError("cancelled")
+
+    def run_draft(should_stop: Callable[[], bool]) -> None:
+        raise OSError("first")
+
+    with pytest.raises(OSError, match="first"):
+        ahead.beside(run_pass, n_cancels.release, run_draft, lambda: None)
+
+
+def test_an_error_of_the_draft_after_the_pass_is_raised(ahead: AheadThread) -> None:
+    def run_draft(should_stop: Callable[[], bool]) -> None:
+        while not should_stop():
+            pass
+        raise OSError("late")
+
+    with pytest.raises(OSError, match="late"):
+        ahead.beside(lambda: 1, lambda: None, run_draft, lambda: None)
+    assert is_usable(ahead)
+
+
+def test_ctrl_c_in_the_pass(ahead: AheadThread, draft: Work) -> None:
+    def run_pass() -> None:
+        draft.began.wait()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ahead.beside(run_pass, lambda: None, draft.until_cancelled, draft.cancel)
+    assert not draft.is_running
+    assert is_usable(ahead)
+
+
+def test_ctrl_c_wins_over_an_error_of_the_draft(ahead: AheadThread) -> None:
+    failed = threading.Event()
+
+    def run_pass() -> None:
+        failed.wait()
+        raise KeyboardInterrupt
+
+    def run_draft(should_stop: Callable[[], bool]) -> None:
+        raise OSError("the draft's disk is gone")
+
+    with pytest.raises(KeyboardInterrupt):
+        ahead.beside(run_pass, failed.set, run_draft, lambda: None)
+    assert is_usable(ahead)
+
+
+@pytest.fixture
+def alarm() -> Iterator[list[float]]:
+    """SIGALRM interrupts; seconds in the list are those to further interrupts."""
+    more: list[float] = []
+
+    def interrupt(*_: object) -> None:
+        if more:
+            signal.setitimer(signal.ITIMER_REAL, more.pop())
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield more
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_ctrl_c_while_the_draft_ends_its_level(
+    ahead: AheadThread, draft: Work, alarm: list[float]
+) -> None:
+    """A level that takes long is cancelled then."""
+
+    def run_draft(should_stop: Callable[[], bool]) -> None:
+        draft.began.set()
+        while not should_stop():
+            pass
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        draft.until_cancelled()
+
+    with pytest.raises(KeyboardInterrupt):
+        ahead.beside(draft.began.wait, lambda: None, run_draft, draft.cancel)
+    assert not draft.is_running
+    assert is_usable(ahead)
+
+
+# An interrupt inside of what is being dropped is reported, not raised.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_at_any_time(ahead: AheadThread, alarm: list[float]) -> None:
+    """Also twice; whoever uses the draft next calls `settle` first, as `beside` itself does."""
+    n_interrupted = 0
+
+    def run_pass() -> None:
+        ends = time.perf_counter() + 5e-4
+        while time.perf_counter() < ends:
+            pass
+
+    for i in range(300):
+        draft = Work("the draft")
+        alarm[:] = [1e-4 * (i % 7 + 1)] if i % 3 else []
+        with suppress(KeyboardInterrupt):  # the second one may come in our own handler
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 2e-5 * (i % 40 + 1))
+                ahead.beside(run_pass, lambda: None, draft.until_stopped, draft.cancel)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                n_interrupted += 1
+                if not alarm:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        ahead.settle()
+        assert not draft.is_running
+    assert n_interrupted > 10
+    assert is_usable(ahead)
+
+
+def test_closing_ends_the_draft(draft: Work) -> None:
+    """From another thread, say, after an interrupt that left it at work."""
+    ahead = AheadThread()
+    ahead._is_busy, ahead._cancel = True, draft.cancel
+    ahead._queue.put(lambda: ahead._draft(draft.until_cancelled, lambda: None))
+    draft.began.wait()
+    ahead.close()
+    ahead.close()
+    assert not draft.is_running

@@ -1,0 +1,259 @@
+"""Drafting ahead changes neither the text nor the proposals, only when the work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import pytest
+from exact_rules import table_rows
+from generating import RandomDrafter, SteppedAhead, make_controller, run
+from gguf_models import save_tiny_gguf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table_backend import TableBackend
+
+from backends.base import Backend
+from backends.torch_cpu import TorchBackend
+from specdec.config import SamplingParams, SpecConfig
+from specdec.drafters.base import TreeLimits
+from specdec.drafters.candidates import CandidateRanker
+from specdec.drafters.merged import MergedDrafter
+from specdec.drafters.model import ModelDrafter
+from specdec.drafters.ngram import NgramDrafter
+from specdec.sampling import Sampler
+from specdec.tree import DraftTree
+
+VOCAB, PROMPT, N_TOKENS = 8, [1, 2], 30
+TARGET = table_rows(VOCAB, seed=3, concentration=0.3)
+LIKE_TARGET = {  # how far the draft is off the target
+    share: lambda prefix, share=share: share * TARGET(prefix) + (1 - share) * OTHER(prefix)
+    for share in (1.0, 0.7, 0.0)
+}
+OTHER = table_rows(VOCAB, seed=4, concentration=0.3)
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, top_k=5, seed=6)
+
+SPECS = st.builds(
+    lambda nodes, width, depth: SpecConfig(
+        num_draft_tokens=nodes, tree_width=width, draft_depth=depth, draft_ahead="on"
+    ),
+    st.integers(0, 12),
+    st.integers(1, VOCAB),
+    st.integers(1, 6),
+)
+LEVELS = st.lists(st.integers(0, 6), min_size=N_TOKENS, max_size=N_TOKENS)
+
+
+class RoomyTable(TableBackend):
+    """Refuses more live nodes than it was made for."""
+
+    def __init__(self, rows: Any, max_nodes: int | None) -> None:
+        super().__init__(rows, VOCAB)
+        self.max_nodes = max_nodes
+
+    def extend(self, token_ids: Any, parents: Any, rows: Any = None) -> Any:
+        assert len(self._table) + len(token_ids) <= self.node_room
+        return super().extend(token_ids, parents, rows)
+
+
+def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
+    return {tree.tokens_on_path(i): round(tree.log_probs[i], 6) for i in range(len(tree))}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    share=st.sampled_from([1.0, 0.7, 0.0]),
+    params=st.sampled_from([GREEDY, SAMPLED]),
+    spec=SPECS,
+    levels=LEVELS,
+    room=st.sampled_from([None, 4, 9, 30]),
+    others=st.sampled_from(["", "ngram", "random"]),
+)
+def test_the_text_is_plain_decodings(
+    share: float,
+    params: SamplingParams,
+    spec: SpecConfig,
+    levels: list[int],
+    room: Any,
+    others: str,
+) -> None:
+    plain = run(TableBackend(TARGET, VOCAB), PROMPT, N_TOKENS, params=params)
+    draft = RoomyTable(LIKE_TARGET[share], room)
+    ranker = CandidateRanker.for_target(Sampler(params, n_tokens=VOCAB), VOCAB)
+    drafter: Any = ModelDrafter(draft, VOCAB, ranker=ranker)
+    if others:
+        other = NgramDrafter() if others == "ngram" else RandomDrafter(VOCAB)
+        drafter = MergedDrafter([drafter, other])
+    ahead = SteppedAhead(levels)
+    target = TableBackend(TARGET, VOCAB)
+    assert run(target, PROMPT, N_TOKENS, drafter, params, spec=spec, ahead=ahead) == plain
+
+
+@settings(max_examples=60, deadline=None)
+@given(share=st.sampled_from([1.0, 0.7, 0.0]), spec=SPECS, levels=LEVELS, with_ngram=st.booleans())
+def test_a_proposal_is_the_one_that_begins_with_nothing(
+    share: float, spec: SpecConfig, levels: list[int], with_ngram: bool
+) -> None:
+    """What was drafted ahead is there sooner, and is the same. The table's rows depend on the whole
+    prefix, so KV of another text would show."""
+    rows = LIKE_TARGET[share]
+    drafter = ModelDrafter(RoomyTable(rows, None), VOCAB)
+    both = MergedDrafter([drafter, NgramDrafter()]) if with_ngram else drafter
+    proposals: list[tuple[list[int], TreeLimits, DraftTree]] = []
+    propose = drafter.propose
+
+    def note(context_ids: Any, limits: TreeLimits) -> DraftTree:
+        proposals.append((list(context_ids), limits, propose(context_ids, limits)))
+        return proposals[-1][2]
+
+    drafter.propose = note  # type: ignore[method-assign]
+    target = TableBackend(TARGET, VOCAB)
+    run(target, PROMPT, N_TOKENS, both, spec=spec, ahead=SteppedAhead(levels))
+    assert proposals
+    for context, limits, tree in proposals:
+        new = ModelDrafter(TableBackend(rows, VOCAB), VOCAB).propose(context, limits)
+        assert paths_of(tree) == paths_of(new)
+
+
+# --- hits and misses ------------------------------------------------------------------------
+
+
+def rounds(drafter: ModelDrafter, n_levels: int, n_rounds: int = 12, **size: Any) -> Any:
+    """A controller after so many rounds, and in how many the draft's prefix was the context."""
+    spec = SpecConfig(**{"num_draft_tokens": 4, "draft_depth": 3, "draft_ahead": "on", **size})
+    target = TableBackend(TARGET, VOCAB)
+    made = make_controller(target, drafter, spec=spec, ahead=SteppedAhead(repeat(n_levels)))
+    made.start(PROMPT)
+    n_ready = 0
+    for _ in range(n_rounds):
+        made.step(99)
+        n_ready += drafter._backend.n_committed == len(made.context)
+    return made, n_ready
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("n_levels", [0, 1, 5])
+def test_hits_are_the_outcomes_that_the_draft_had_run(share: float, n_levels: int) -> None:
+    made, n_ready = rounds(ModelDrafter(TableBackend(LIKE_TARGET[share], VOCAB), VOCAB), n_levels)
+    stats = made._recorder.finish()
+    assert stats.draft_ahead_hits + stats.draft_ahead_misses == 12
+    assert stats.draft_ahead_hits == n_ready
+    if share < 1.0 and n_levels == 1:
+        assert 0 < stats.draft_ahead_hits < 12
+
+
+def test_a_hit_saves_the_runs_that_were_made_ahead() -> None:
+    """A target that drafts for itself: after the first round a proposal has nothing left to run."""
+    drafter = ModelDrafter(TableBackend(TARGET, VOCAB), VOCAB)
+    made, _ = rounds(drafter, 20, 1, tree_width=1)
+    n_run: list[int] = []
+    drafter._backend.extend = lambda *_: n_run.append(1)  # type: ignore[assignment,method-assign]
+    limits = made._policy.limits(len(made.context), 99, 256)
+    assert drafter.propose(made.context, limits).n_drafted == 3
+    assert n_run == []
+
+
+def test_off_drafts_nothing_ahead() -> None:
+    drafter = ModelDrafter(TableBackend(TARGET, VOCAB), VOCAB)
+    made, _ = rounds(drafter, 5, draft_ahead="off")
+    stats = made._recorder.finish()
+    assert (stats.draft_ahead_hits, stats.draft_ahead_misses) == (0, 0)
+    assert stats.overlapped_draft_seconds == 0.0
+
+
+def test_a_chain_for_the_rejection_rule_is_never_drafted_ahead() -> None:
+    sampler = Sampler(SAMPLED, n_tokens=VOCAB)
+    rng = np.random.default_rng(0)
+    drafter = ModelDrafter(TableBackend(TARGET, VOCAB), VOCAB, chain=(sampler, rng))
+    drafter.propose(PROMPT, TreeLimits(4, 4, 1, max_ahead_depth=9))
+    assert not drafter.can_draft_ahead
+
+
+def test_ahead_leaves_room_for_the_next_proposal() -> None:
+    backend = RoomyTable(TARGET, 20)
+    drafter = ModelDrafter(backend, VOCAB)
+    drafter.propose(PROMPT, TreeLimits(3, 2, 4, max_ahead_depth=50))
+    drafter.draft_ahead(DraftTree(PROMPT[-1]), lambda: False)
+    assert len(backend._table) == 20 - 3
+
+
+def test_ahead_goes_no_deeper_than_the_text_can() -> None:
+    backend = TableBackend(TARGET, VOCAB)
+    drafter = ModelDrafter(backend, VOCAB)
+    drafter.propose(PROMPT, TreeLimits(3, 2, VOCAB, max_ahead_depth=3))
+    drafter.draft_ahead(DraftTree(PROMPT[-1]), lambda: False)
+    assert backend._table.max_depth == 2, "of the last level no node is run"
+
+
+def test_an_unlikely_level_is_not_run() -> None:
+    drafter = ModelDrafter(TableBackend(TARGET, VOCAB), VOCAB)
+    everything = drafter.propose(PROMPT, TreeLimits(400, 6, 2))
+    drafter.reset()
+    less = drafter.propose(PROMPT, TreeLimits(400, 6, 2, min_level_probability=0.5))
+    assert 0 < less.n_drafted < everything.n_drafted
+    drafter.reset()
+    nothing = drafter.propose(PROMPT, TreeLimits(400, 6, 2, min_level_probability=1.1))
+    assert nothing.n_drafted == 2, "the first level is known from the prompt's own pass"
+
+
+# --- real models: no KV of another text -------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("gguf", marks=pytest.mark.gguf)])
+def models(request: Any, tmp_path_factory: Any, checkpoint_factory: Any) -> Iterator[Any]:
+    """A target, a draft that is often right, and the draft once more."""
+    if request.param == "torch":
+        same = checkpoint_factory("llama")
+        with (
+            TorchBackend.resident(same) as target,
+            TorchBackend.resident(same) as draft,
+            TorchBackend.resident(same) as fresh,
+        ):
+            yield target, draft, fresh
+        return
+    from backends.gguf_model import load_gguf_model
+    from backends.llama_cpp import LlamaBackend
+
+    path = save_tiny_gguf("llama", tmp_path_factory.mktemp("gguf") / "m.gguf")
+    size = {"max_context": 256, "max_nodes": 128}
+    with (
+        LlamaBackend(load_gguf_model(path), load_mode="ram", **size) as target,
+        LlamaBackend(load_gguf_model(path), load_mode="ram", **size) as draft,
+        LlamaBackend(load_gguf_model(path), load_mode="ram", **size) as fresh,
+    ):
+        yield target, draft, fresh
+
+
+@pytest.mark.parametrize(
+    ("params", "is_blind"),
+    [(GREEDY, False), (SamplingParams(temperature=0.9, seed=1), False)]
+    + [(SamplingParams(temperature=2.0, seed=1), True)],
+    ids=["greedy", "coupled", "blind"],
+)
+def test_drafts_from_kept_kv_are_those_of_a_new_cache(
+    models: tuple[Backend, Backend, Backend], params: SamplingParams, is_blind: bool
+) -> None:
+    """After hits and after misses: every candidate's chance is the one from a fresh prefill."""
+    target, draft, fresh = models
+    spec = SpecConfig(num_draft_tokens=5, tree_width=3, draft_depth=3, draft_ahead="on")
+    ranker = CandidateRanker.for_target(Sampler(params, n_tokens=96), 96)
+    if is_blind:
+        ranker = CandidateRanker(96)
+    drafter = ModelDrafter(draft, 96, ranker=ranker)
+    target.rollback(0)
+    drafter.reset()
+    made = make_controller(target, drafter, params, spec=spec, ahead=SteppedAhead(repeat(2)))
+    made.start([5, 17, 60, 33, 8])
+    for _ in range(8):
+        context = list(made.context)
+        tree = made.step(99).tree
+        for node in {1, len(tree) // 2, len(tree) - 1}:
+            above = context + list(tree.tokens_on_path(tree.parents[node]))
+            fresh.rollback(0)
+            (candidates,) = ranker.rank(fresh.prefill(above)[None], [len(above)], 3)
+            expected = dict(candidates)[tree.token_ids[node]]
+            assert tree.log_probs[node] == pytest.approx(expected, abs=4e-3)
+    stats = made._recorder.finish()
+    assert (stats.draft_ahead_misses if is_blind else stats.draft_ahead_hits) > 0
