@@ -23,6 +23,7 @@ LOWEST_TEMPERATURE = 1e-4  # below this, logits / temperature may overflow float
 SPEC_TYPES = ("draft", "ngram")
 CHAIN_RULES = ("rejection", "block")  # these verify one chain that was drawn from the draft
 ACCEPTANCE_RULES = ("match", *CHAIN_RULES)
+DRAFT_AHEAD_MODES = ("auto", "on", "off")
 DEFAULT_TREE_WIDTH = 8
 DEFAULT_DRAFT_DEPTH = 32
 MAX_DRAFT_TOKENS = 1024
@@ -143,6 +144,7 @@ class SpecConfig:
     draft_depth: int | None = None
     acceptance: str = "match"
     accept_threshold: float | None = None  # in (0, 1]; None is lossless
+    draft_ahead: str = "auto"  # draft while the target's pass runs; a rejection chain never is
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spec_type", parse_spec_type(self.spec_type))
@@ -150,6 +152,9 @@ class SpecConfig:
             raise ConfigError(
                 f"acceptance is {self.acceptance!r}, must be one of {', '.join(ACCEPTANCE_RULES)}"
             )
+        if self.draft_ahead not in DRAFT_AHEAD_MODES:
+            modes = ", ".join(DRAFT_AHEAD_MODES)
+            raise ConfigError(f"draft_ahead is {self.draft_ahead!r}, must be one of {modes}")
         _check("num_draft_tokens", self.num_draft_tokens, int, 0, MAX_DRAFT_TOKENS)
         _check("tree_width", self.tree_width, int, 1, MAX_DRAFT_TOKENS)
         _check("draft_depth", self.draft_depth, int, 1, MAX_DRAFT_TOKENS)

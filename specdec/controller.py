@@ -101,13 +101,14 @@ class Controller:
         with self._recorder.drafting():
             room = self._target.node_room
             limits = self._policy.limits(len(self.context), max_tokens, room)
-            tree = self._drafter.propose(self.context, limits)
+            tree = self._policy.trim(self._drafter.propose(self.context, limits))
         with self._recorder.verifying():
             node_ids, logits = self._target.extend(tree.token_ids, self._target_parents(tree))
         acceptance = self._rule(tree, logits, max_tokens)
         self._target.commit([node_ids[i] for i in acceptance.path])
         with self._recorder.drafting():
             self._drafter.observe(acceptance, tree)
+        self._policy.observe(acceptance, tree)
         tokens = acceptance.emitted(tree)
         self._note_logprobs([logits[i] for i in acceptance.path], tokens)
         self.context.extend(tokens)

@@ -25,7 +25,7 @@ from specdec.text import TextStream
 if TYPE_CHECKING:
     from specdec.api import LLM
 
-_PLAIN = SpecConfig(spec_type=())
+PLAIN = SpecConfig(spec_type=())
 GREEDY_DRAFT_TEMPERATURE = 0.5
 """A greedy target takes its likeliest token, so the chance that a candidate is accepted is sharper
 than its draft probability."""
@@ -81,7 +81,7 @@ class GenerationStream:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
-        speculative: bool,
+        spec: SpecConfig,
         processors: Sequence[Any],
     ) -> None:
         self._llm = llm
@@ -94,7 +94,7 @@ class GenerationStream:
             prompt_length=len(prompt_ids),
             logits_processors=processors,
         )
-        self._spec = llm.spec if speculative else _PLAIN
+        self._spec = spec
         self._recorder = StatsRecorder(prompt_tokens=len(prompt_ids))
         self._logprobs: list[float] = []
         self._text = TextStream(llm.tokenizer, prompt_ids=prompt_ids, stop=params.stop)
@@ -239,7 +239,7 @@ class GenerationStream:
             self._llm.target,
             self._make_drafter(spec, rng),
             self._sampler,
-            self._llm.policy(spec),
+            self._llm.policy(spec, self._params.temperature),
             recorder=self._recorder,
             acceptance=spec.acceptance,
             accept_threshold=spec.accept_threshold,

@@ -18,6 +18,8 @@ class TreeLimits:
     max_nodes: int  # drafted nodes; the root is not counted
     max_depth: int
     width: int  # children of one node; 1 asks for a chain
+    min_level_probability: float = 0.0
+    """A new level whose nodes have a smaller path probability in total is not run."""
 
     def __post_init__(self) -> None:
         if self.max_nodes < 0 or self.max_depth < 0 or self.width < 1:

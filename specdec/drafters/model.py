@@ -8,6 +8,7 @@ product of the draft probabilities on its path, the estimate of being accepted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,10 +56,11 @@ class ModelDrafter(Drafter):
         tree = DraftTree(context_ids[-1])
         self._node_ids = {}
         depth = min(limits.max_depth, self._backend.max_context - len(context_ids) + 1)
-        if limits.max_nodes == 0 or depth < 1:
-            return tree
-        limits = TreeLimits(limits.max_nodes, depth, limits.width)
+        if limits.max_nodes == 0 or depth < 1 or limits.min_level_probability > 1.0:
+            return tree  # not even the root, whose path has the probability 1, is worth a run
+        limits = replace(limits, max_depth=depth)
         row = self._advance(context_ids)
+        tree.n_runs += 1
         if self._chain is not None:
             self._draw_chain(tree, row, context_ids, limits, *self._chain)
             return tree
@@ -95,7 +97,8 @@ class ModelDrafter(Drafter):
         for depth in range(1, limits.max_depth + 1):
             newest = self._branch(tree, level, rows, limits)
             level = self._worth_expanding(tree, newest, limits)[: self._n_runnable()]
-            if not level or depth == limits.max_depth:
+            chance = sum(np.exp(tree.path_log_probs[i]) for i in level)
+            if not level or depth == limits.max_depth or chance < limits.min_level_probability:
                 return
             node_ids, rows = self._run(tree, level, [ids[tree.parents[i]] for i in level])
             ids = dict(zip(level, node_ids, strict=True))
@@ -134,6 +137,7 @@ class ModelDrafter(Drafter):
         tokens = [tree.token_ids[i] for i in nodes]
         ids, rows = self._backend.extend(tokens, parents)
         self._node_ids.update(zip(zip(parents, tokens, strict=True), ids, strict=True))
+        tree.n_runs += 1
         return ids, rows
 
     # --- chains --------------------------------------------------------------------------------
