@@ -35,7 +35,7 @@ _LARGEST_LOGIT = 8.0  # nothing is surer than 0.9997
 class Calibration:
     """Chance that a node is accepted, given that its parent is.
 
-    A cell holds (tries, hits, sum of q) of one kind of source, depth class and bucket of logit(q), all
+    A cell holds (tries, hits, sum of q) of one kind of source, depth and bucket of logit(q), all
     exponentially forgotten. Its shift is logit(smoothed hits / tries) - logit(mean q); a node's
     chance is sigmoid(logit(q) + shift), so that the order within a bucket is kept. Smoothing goes
     from few observations to many: one shift for all nodes of a source tells a useless draft within
