@@ -168,18 +168,18 @@ def policy_sweep(
 ) -> None:
     """The automatic size of trees against fixed ones, in one process."""
     from bench.policy_sweep import format_sweep, parse_sizes, run_sweep
-    from bench.speedup import write_report
+    from bench.results import write_json
     from specdec.models import resolve_model
 
     result = run_sweep(
         {**load.as_keywords(), "model": str(resolve_model(load.model))},
         read_prompts(prompts, n_prompts),
-        _sampling(max_tokens, ignore_eos, sampling),
+        sampling_keywords(max_tokens, ignore_eos, sampling),
         parse_sizes(sizes),
         ["specdec-bench", *context.obj.argv],
     )
     if output_file is not None:
-        write_report(result, output_file)
+        write_json(result, output_file)
     typer.echo(format_sweep(result))
 
 

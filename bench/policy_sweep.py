@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bench import report
+from bench import aggregate
 from bench.child import quiet_libraries
 from bench.measure import WARM_UP_TOKENS, Record
 from bench.provenance import collect
@@ -116,8 +116,8 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One row for each way; the automatic one against the best fixed one and against plain."""
     rows = []
     for name in dict.fromkeys(record["mode"] for record in records):
-        of_way = report.of_mode(records, name)
-        stats = report.aggregate_stats(of_way)
+        of_way = aggregate.of_mode(records, name)
+        stats = aggregate.aggregate_stats(of_way)
         rows.append(
             {
                 "way": name,

@@ -115,8 +115,8 @@ class DraftPolicy:
         if config.num_draft_tokens is not None:
             self._n_nodes = config.num_draft_tokens
         else:
-            most = MAX_AUTO_NODES if max_nodes is None else max_nodes
-            self._n_nodes = min(cost.free_rows() - 1, MAX_AUTO_NODES, most)
+            most = cost.free_rows() - 1 if max_nodes is None else max_nodes
+            self._n_nodes = min(most, MAX_AUTO_NODES)
         self._depth = _best_depth(config, cost, draft_cost, self._n_nodes)
         self._has_model = draft_cost is not None and "draft" in config.drafters
         self._proposes_alone = not self._has_model or "ngram" in config.drafters
