@@ -87,7 +87,9 @@ def test_a_seed_gives_the_same_tokens_with_and_without_draft(llm):
     for seed in range(5):
         options = {"max_tokens": 24, "temperature": 1.0, "top_p": 0.9, "seed": seed}
         plain = llm.generate(PROMPT, speculative=False, **options)
-        fixed = SpecConfig(num_draft_tokens=2)  # the policy may find that drafting does not pay
+        fixed = specdec.SpecConfig(
+            num_draft_tokens=2
+        )  # the policy may find that drafting does not pay
         speculative = llm.generate(PROMPT, spec=fixed, **options)
         assert plain.token_ids == speculative.token_ids
         assert plain.stats.drafted_tokens == 0 < speculative.stats.drafted_tokens
