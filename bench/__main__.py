@@ -25,6 +25,7 @@ from bench.options import (
     sampling_keywords,
 )
 from bench.peers_cli import peers_command
+from bench.policy_cli import policy_command
 from bench.report_cli import report_command
 from bench.sweep_cli import sweep_command
 from bench.workloads import BUILT_IN, read_prompts
@@ -228,6 +229,7 @@ _PASSED_ON = {
 
 
 app.command("peers")(with_options(peers_command))
+app.command("policy")(with_options(policy_command))
 app.command("sweep")(with_options(sweep_command))
 app.command("report")(with_debug(report_command))
 

@@ -27,10 +27,10 @@ from specdec.drafters.base import Drafter
 from specdec.drafters.model import MAX_BEAMS
 from specdec.drafters.ngram import NgramDrafter
 from specdec.formats import OpenedModel
-from specdec.generation import GenerationStream, ModelBusy, ModelClosed
+from specdec.generation import PLAIN, GenerationStream, ModelBusy, ModelClosed
 from specdec.options import RunOptions, run_options
 from specdec.planning import PlannedModels, plan_models
-from specdec.policy import DraftPolicy
+from specdec.policy import DraftPolicy, new_experience
 from specdec.prompts import Prompt, PromptError, check_room, encode_prompt
 from specdec.run_plan import RunPlan
 from specdec.sequences import CompletionOutput, GenerationResult, StreamChunk
@@ -110,6 +110,10 @@ class LLM:
                 self.draft = stack.enter_context(draft)
             self._ngram = NgramDrafter()
             self.ahead = AheadThread()
+            # What the policy has learnt of these models: of one LLM only, it knows its costs.
+            self.experience = new_experience(
+                self.plan.pass_cost, self.plan.draft_cost, self.plan.n_draft_tokens
+            )
             stack.pop_all()  # from here on `close` does it
 
     @property
@@ -142,6 +146,7 @@ class LLM:
         *,
         generation_config: Any = None,
         speculative: bool = True,
+        spec: SpecConfig | None = None,
         logits_processors: Sequence[Any] = (),
         **overrides: Any,
     ) -> GenerationStream:
@@ -155,6 +160,7 @@ class LLM:
             sampling: how to choose tokens; greedy, 64 tokens when left out.
             generation_config: a transformers GenerationConfig, instead of `sampling`.
             speculative: False decodes plainly, one token per pass.
+            spec: how to draft, instead of what the models were loaded with.
             logits_processors: further transformers LogitsProcessors for the target's rows.
             overrides: single options of SamplingParams, such as max_tokens=128.
 
@@ -164,10 +170,16 @@ class LLM:
         """
         params = _sampling_params(sampling, generation_config, overrides)
         self.check_open()
+        if spec is not None:
+            self._check_spec(spec)
         prompt_ids = encode_prompt(prompt, self.tokenizer)
         check_room(len(prompt_ids), self.max_context, self._model_context)
         return GenerationStream(
-            self, prompt_ids, params, speculative=speculative, processors=logits_processors
+            self,
+            prompt_ids,
+            params,
+            spec=(spec or self.spec) if speculative else PLAIN,
+            processors=logits_processors,
         )
 
     def close(self) -> None:
@@ -218,15 +230,33 @@ class LLM:
         if self._is_closed:
             raise ModelClosed
 
-    def policy(self, spec: SpecConfig) -> DraftPolicy:
+    def policy(self, spec: SpecConfig, temperature: float = 0.0) -> DraftPolicy:
+        """A policy for one generation, which knows what earlier ones have shown."""
         plan = self.plan
         return DraftPolicy(
-            spec, plan.pass_cost, self.max_context, plan.draft_cost, plan.n_draft_tokens
+            spec,
+            plan.pass_cost,
+            self.max_context,
+            plan.draft_cost,
+            plan.n_draft_tokens,
+            experience=self.experience,
+            temperature=temperature,
         )
 
     def ngram_drafter(self) -> Drafter:
         """The n-gram drafter; what it learned about its own hit rate lives as long as the model."""
         return self._ngram
+
+    def _check_spec(self, spec: SpecConfig) -> None:
+        """Memory was set aside when the models were loaded."""
+        asked, most = spec.num_draft_tokens or 0, self.plan.n_draft_tokens
+        if asked > most:
+            raise ConfigError(
+                f"num_draft_tokens is {asked}, but the models were loaded with room for {most}: "
+                f"load them with num_draft_tokens={asked}"
+            )
+        if "draft" in spec.spec_type and self.draft is None:
+            raise ConfigError("spec_type has 'draft' but no draft model was loaded")
 
     def _loading(self, residency: ResidencyPlan, **more: Any) -> Loading:
         return Loading(residency, max_context=self.plan.ctx_size, **more)

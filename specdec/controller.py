@@ -105,13 +105,14 @@ class Controller:
         with self._recorder.drafting():
             room = self._target.node_room
             limits = self._policy.limits(len(self.context), max_tokens, room)
-            tree = self._drafter.propose(self.context, limits)
+            tree = self._policy.trim(self._drafter.propose(self.context, limits))
         node_ids, logits = self._verify(tree)
         acceptance = self._rule(tree, logits, max_tokens)
         self._target.commit([node_ids[i] for i in acceptance.path])
         with self._recorder.drafting():
             self._drafter.observe(acceptance, tree)
         self._recorder.record_outcome(was_ahead=self._drafter.is_ready)
+        self._policy.observe(acceptance, tree)
         tokens = acceptance.emitted(tree)
         self._note_logprobs([logits[i] for i in acceptance.path], tokens)
         self.context.extend(tokens)

@@ -30,7 +30,7 @@ from specdec.watched_target import WatchedTarget
 if TYPE_CHECKING:
     from specdec.api import LLM
 
-_PLAIN = SpecConfig(spec_type=())
+PLAIN = SpecConfig(spec_type=())
 _CHAIN_STREAM = 2**64 - 1
 """Key word of the chain rules' random numbers; positions, the match rule's, never get there."""
 
@@ -64,14 +64,14 @@ class GenerationStream:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
-        speculative: bool,
+        spec: SpecConfig,
         processors: Sequence[Any],
     ) -> None:
         self._llm = llm
         self._prompt_ids = prompt_ids
         self._params = params
         self._processors = processors
-        self._spec = llm.spec if speculative else _PLAIN
+        self._spec = spec
         self._recorder = StatsRecorder(prompt_tokens=len(prompt_ids))
         self._limit = _token_limit(params, len(prompt_ids), llm.max_context)
         self._sequences = [self._new_sequence(params)]
@@ -262,7 +262,7 @@ class GenerationStream:
             target,
             self._make_drafter(spec, sampler, rng),
             sampler,
-            self._llm.policy(spec),
+            self._llm.policy(spec, self._params.temperature),
             recorder=self._recorder,
             ahead=self._llm.ahead,
             acceptance=spec.acceptance,

@@ -1,4 +1,4 @@
-"""How large a tree to draft: as many nodes as the pass verifies for free.
+"""How large a tree to draft, decided every round from measured times and learnt acceptance.
 
 A streamed pass takes as long as its reads until the arithmetic of its rows overtakes them
 (docs/how-it-works.md). Nodes below that knee cost nothing; above it each one delays the pass.
@@ -6,19 +6,30 @@ A streamed pass takes as long as its reads until the arithmetic of its rows over
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from specdec.acceptance import Acceptance
 from specdec.config import SpecConfig
+from specdec.draft_choice import DraftChoice
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.model import MAX_BEAMS
+from specdec.experience import Experience
+from specdec.tree import DraftTree
+from specdec.tree_shape import TreeShape
 
 MAX_AUTO_NODES = 128
 """Beyond this the next node of a tree is hardly ever accepted, and its logits take memory."""
 _RESIDENT_SLACK = 1.5
 """How much longer than one row's a pass may take where no reads hide the arithmetic."""
-
 ASSUMED_LEVEL_ACCEPTANCE = 0.85
 """Chance that a tree holds the target's next token, before anything is observed."""
+_TYPICAL_DEPTH = 4
+"""A round that may emit fewer tokens tells nothing of the draft: it is the end of a text."""
+_STUMBLE = 2.0
+"""A pass that took so many times as long as usual was disturbed; it counts as one that was not."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +56,44 @@ def level_seconds(draft_cost: PassCost, n_nodes: int) -> float:
     return draft_cost.seconds(min(n_nodes, MAX_BEAMS))
 
 
+@dataclass
+class _Round:
+    """One round between `limits` and `observe`."""
+
+    began: float
+    uses_draft: bool
+    is_catching_up: bool = False  # the draft's cache lacks what was emitted while it rested
+    is_typical: bool = True  # not cut short by the tokens wanted
+    follows_ahead: bool = False  # the pass before had drafting beside it
+    is_ahead: bool = False  # so has this one
+    drafted_at: float = 0.0
+    draft_seconds: float = 0.0  # not hidden by the pass before
+    pass_seconds: float = 0.0
+    candidates: DraftTree | None = None  # before it was cut
+    expected_tokens: float = 1.0
+
+
 class DraftPolicy:
-    """Limits of the next tree.
+    """Chooses the size of every tree, from measured times and learnt chances of acceptance.
+
+    A round emits 1 + sum of P tokens, P being the chance of each node of its tree to be accepted,
+    and takes T(rows) + drafting seconds. With λ tokens per second, the speed so far, a node is
+    worth P tokens and costs λ·(seconds it adds): the tree with the largest difference is the one
+    with the largest tokens per second in the long run (Dinkelbach 1967, on ratios).
+
+    Called in this order every round: `limits`, `trim`, `should_draft_ahead`, `observe`. The time
+    from `limits` to `trim` is drafting that nothing hid, the time from `trim` to `observe` is the
+    pass and what follows it.
 
     Args:
         config: what the user fixed; the rest is chosen here.
-        cost: of a pass of the target.
+        cost: of a pass of the target, as planned.
         max_context: tokens that a sequence may have.
         draft_cost: of running one level of a tree through the draft model, if there is one.
         max_nodes: most draft tokens that memory was set aside for.
+        experience: of earlier generations; a fresh one when left out.
+        temperature: of the sampling; acceptance is learnt apart for each.
+        clock: seconds.
     """
 
     def __init__(
@@ -63,25 +103,39 @@ class DraftPolicy:
         max_context: int,
         draft_cost: PassCost | None = None,
         max_nodes: int | None = None,
+        *,
+        experience: Experience | None = None,
+        temperature: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._config = config
         self._max_context = max_context
-        self._has_waiting_passes = draft_cost is not None and cost.read_seconds > 0.0
+        self._clock = clock
+        self._is_chain = config.acceptance != "match"
         if config.num_draft_tokens is not None:
             self._n_nodes = config.num_draft_tokens
         else:
-            most = MAX_AUTO_NODES if max_nodes is None else max_nodes
-            self._n_nodes = min(cost.free_rows() - 1, MAX_AUTO_NODES, most)
-        self._depth = self._choose_depth(cost, draft_cost)
+            most = cost.free_rows() - 1 if max_nodes is None else max_nodes
+            self._n_nodes = min(most, MAX_AUTO_NODES)
+        self._depth = _best_depth(config, cost, draft_cost, self._n_nodes)
+        self._has_model = draft_cost is not None and "draft" in config.drafters
+        self._proposes_alone = not self._has_model or "ngram" in config.drafters
+        self._experience = experience or new_experience(cost, draft_cost, self._n_nodes)
+        self._lessons = self._experience.lessons(
+            (config.drafters, config.acceptance, _temperature_class(temperature)),
+            lambda: self._first_choice(cost, draft_cost),
+        )
+        self._shape = TreeShape(config, self._experience, self._lessons, self._has_model)
+        self._round = _Round(0.0, False)
 
     @property
     def n_nodes(self) -> int:
-        """Draft tokens of a tree when nothing else bounds it."""
+        """Draft tokens of a tree when nothing else bounds it: what memory is set aside for."""
         return self._n_nodes
 
     @property
     def depth(self) -> int:
-        """Levels of a tree when nothing else bounds it."""
+        """Levels of a tree that the plan's costs make best."""
         return self._depth
 
     def limits(self, context_length: int, max_tokens: int, node_room: int) -> TreeLimits:
@@ -91,38 +145,139 @@ class DraftPolicy:
 
         The last token wanted is never drafted: the target emits it itself.
         """
-        room = self._max_context - context_length
-        most = max(0, min(room, max_tokens - 1))
-        return TreeLimits(
-            min(self._n_nodes, node_room - 1),
-            min(self._depth, most),
-            self._config.width,
-            # The next tree begins at the latest one level below this one's last.
-            max_ahead_depth=min(2 * self._depth + 1, most),
-        )
+        room = min(self._max_context - context_length, max_tokens - 1)
+        most = max(0, min(self._n_nodes, node_room - 1))
+        if self._config.num_draft_tokens is not None:
+            self._round = _Round(self._clock(), self._has_model)
+            depth, ahead = (max(0, min(d, room)) for d in (self._depth, 2 * self._depth + 1))
+            return TreeLimits(most, depth, self._config.width, max_ahead_depth=ahead)
+        depth = max(0, min(self._config.depth, room))
+        self._round = self._begin(is_typical=depth >= _TYPICAL_DEPTH)
+        if not self._round.uses_draft and not self._proposes_alone:
+            return TreeLimits(0, depth, self._config.width)
+        limits = self._shape.limits(most, depth, self._round.uses_draft)
+        # The next tree begins at the latest one level below this one's last.
+        return replace(limits, max_ahead_depth=max(0, min(2 * limits.max_depth + 1, room)))
+
+    def trim(self, tree: DraftTree) -> DraftTree:
+        """The part of the proposed tree that is worth verifying.
+
+        Where the user fixed the number of nodes, or a rule verifies a chain drawn from q, all of
+        it: a drawn token that is dropped because it looks unlikely was not drawn from q any more,
+        and the emitted tokens would not have the target's distribution.
+        """
+        now, this = self._clock(), self._round
+        this.drafted_at, this.candidates = now, tree
+        self._note_drafting(tree.n_runs, now - this.began)
+        if self._config.num_draft_tokens is not None:
+            return tree
+        if self._is_chain:
+            this.expected_tokens = self._shape.chain_tokens(tree.n_drafted)
+            return tree
+        kept, this.expected_tokens = self._shape.best_part(tree, this.uses_draft)
+        return kept
 
     def should_draft_ahead(self) -> bool:
-        """Whether the next pass runs with the drafter at work beside it.
+        """Whether to draft the next tree while this one is verified."""
+        if self._config.draft_ahead != "auto":
+            is_ahead = self._config.draft_ahead == "on"
+        else:
+            is_ahead = self._round.uses_draft and self._experience.ahead.next_is_ahead()
+        self._round.is_ahead = is_ahead
+        return is_ahead
 
-        "auto": where a draft model can use the time that passes wait for storage.
-        """
-        if self._config.draft_ahead == "auto":
-            return self._has_waiting_passes
-        return self._config.draft_ahead == "on"
+    def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
+        """The round is over: `tree`, as verified, and its outcome."""
+        now, this = self._clock(), self._round
+        emitted = acceptance.emitted(tree)
+        if self._is_chain:
+            self._lessons.chain.observe(tree.n_drafted, len(tree.follow(emitted)) - 1)
+        elif this.candidates is not None:
+            self._lessons.calibration.observe(this.candidates, emitted)
+        self._note_pass(len(tree), now - this.drafted_at)
+        if this.is_typical and self._config.num_draft_tokens is None:
+            seconds = this.draft_seconds + this.pass_seconds
+            expected = this.expected_tokens
+            self._lessons.choice.record(this.uses_draft, expected, len(emitted), seconds)
 
-    def _choose_depth(self, cost: PassCost, draft_cost: PassCost | None) -> int:
-        """The depth with the best expected tokens per second, drafting before each pass.
+    # --- a round's parts -----------------------------------------------------------------------
 
-        A level that is reached with probability a^d costs one run of the draft (Leviathan et al.
-        2023, theorem 3.8, with a tree's acceptance for a).
-        """
-        if self._config.draft_depth is not None or draft_cost is None:
-            return self._config.depth
-        pass_seconds = cost.seconds(1 + self._n_nodes)
-        per_level = level_seconds(draft_cost, self._n_nodes)
+    def _begin(self, is_typical: bool) -> _Round:
+        choice, before = self._lessons.choice, self._round
+        uses_draft = choice.is_drafting
+        if is_typical:
+            uses_draft = choice.next_uses_draft(self._known_plain_seconds())
+        return _Round(
+            self._clock(),
+            uses_draft,
+            is_catching_up=uses_draft and not before.uses_draft,
+            is_typical=is_typical,
+            follows_ahead=before.is_ahead,
+        )
 
-        def rate(depth: int) -> float:
-            tokens = sum(ASSUMED_LEVEL_ACCEPTANCE**level for level in range(depth + 1))
-            return tokens / (pass_seconds + depth * per_level)
+    def _known_plain_seconds(self) -> float | None:
+        """Of a round without the draft model, where it emits one token and was measured lately."""
+        passes = self._experience.passes
+        if self._proposes_alone or passes.evidence()[0] < 1.0:
+            return None
+        return passes.of(1)
 
-        return max(range(1, self._config.depth + 1), key=rate)
+    def _note_drafting(self, n_runs: int, seconds: float) -> None:
+        this, experience = self._round, self._experience
+        this.draft_seconds = seconds
+        if this.is_catching_up:  # that much is not what drafting usually takes
+            this.draft_seconds = min(seconds, experience.drafts.seconds(n_runs))
+        elif this.uses_draft:
+            experience.ahead.record_drafting(this.follows_ahead, seconds)
+            if not this.follows_ahead:
+                experience.drafts.observe(n_runs, seconds)
+
+    def _note_pass(self, n_rows: int, seconds: float) -> None:
+        this, experience = self._round, self._experience
+        usual = experience.passes.of(n_rows)
+        if not this.is_ahead:
+            experience.passes.observe(n_rows, seconds)
+            usual = experience.passes.of(n_rows)
+        experience.ahead.record_pass(this.is_ahead, seconds, usual)
+        this.pass_seconds = min(seconds, _STUMBLE * usual)
+
+    def _first_choice(self, cost: PassCost, draft_cost: PassCost | None) -> DraftChoice:
+        """By what the plan expects of a round with the draft model and without."""
+        plain = cost.seconds(1)
+        if draft_cost is None or not self._has_model:
+            return DraftChoice(None, plain)
+        drafting = self._depth * level_seconds(draft_cost, self._n_nodes)
+        tokens = _expected_tokens(min(self._depth, self._n_nodes))
+        return DraftChoice((tokens, cost.seconds(1 + self._n_nodes) + drafting), plain)
+
+
+def new_experience(cost: PassCost, draft_cost: PassCost | None, n_nodes: int) -> Experience:
+    """Nothing but what the plan expects, for trees of at most `n_nodes` draft tokens."""
+    run_seconds = 0.0 if draft_cost is None else level_seconds(draft_cost, n_nodes)
+    return Experience(cost.seconds, run_seconds, 1 + n_nodes, ASSUMED_LEVEL_ACCEPTANCE)
+
+
+def _best_depth(
+    config: SpecConfig, cost: PassCost, draft_cost: PassCost | None, n_nodes: int
+) -> int:
+    """The depth with the best expected tokens per second, drafting before each pass.
+
+    A level that is reached with probability a^d costs one run of the draft (Leviathan et al.
+    2023, theorem 3.8, with a tree's acceptance for a).
+    """
+    if config.draft_depth is not None or draft_cost is None:
+        return config.depth
+    pass_seconds = cost.seconds(1 + n_nodes)
+    per_level = level_seconds(draft_cost, n_nodes)
+    depths = range(1, config.depth + 1)
+    return max(depths, key=lambda d: _expected_tokens(d) / (pass_seconds + d * per_level))
+
+
+def _expected_tokens(depth: int) -> float:
+    """Per pass with a tree of that depth, before anything is observed."""
+    return sum(ASSUMED_LEVEL_ACCEPTANCE**level for level in range(depth + 1))
+
+
+def _temperature_class(temperature: float) -> float:
+    """Acceptance differs between greedy, cool, usual and hot sampling; 0 is greedy."""
+    return min(math.ceil(2.0 * temperature) / 2.0, 2.0)

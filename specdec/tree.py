@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 ROOT = 0
 ROOT_SOURCE = "root"
+DRAFT_SOURCE = "draft"
 
 
 class DraftTree:
@@ -30,6 +31,7 @@ class DraftTree:
         sources: who proposed the node: ("root",), ("draft",), ("draft", "ngram"), ... in order.
         draft_probs: the full row q the token was drawn from, float64 [vocab], where the acceptance
             rule needs it, else None.
+        n_runs: passes of a draft model that the tree took.
     """
 
     __slots__ = (
@@ -40,6 +42,7 @@ class DraftTree:
         "depths",
         "sources",
         "draft_probs",
+        "n_runs",
         "_children",
     )
 
@@ -51,6 +54,7 @@ class DraftTree:
         self.depths: list[int] = [0]
         self.sources: list[tuple[str, ...]] = [(ROOT_SOURCE,)]
         self.draft_probs: list[NDArray[np.float64] | None] = [None]
+        self.n_runs = 0
         self._children: list[dict[int, int]] = [{}]
 
     def __len__(self) -> int:
@@ -70,7 +74,7 @@ class DraftTree:
         parent: int,
         token_id: int,
         log_prob: float,
-        source: str | tuple[str, ...] = "draft",
+        source: str | tuple[str, ...] = DRAFT_SOURCE,
         draft_probs: NDArray[np.float64] | None = None,
     ) -> int:
         """Add a candidate below `parent` and return its index.
@@ -162,6 +166,7 @@ class DraftTree:
     def subset(self, indices: Sequence[int]) -> DraftTree:
         """A new tree of these nodes: ascending, prefix-closed, starting with the root."""
         tree = DraftTree(self.token_ids[ROOT])
+        tree.n_runs = self.n_runs
         new_index = {ROOT: ROOT}
         for i in indices:
             if i == ROOT:

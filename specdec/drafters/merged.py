@@ -74,6 +74,7 @@ def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:
             raise ValueError("trees with different root tokens cannot be merged")
         if any(row is not None for row in tree.draft_probs):
             raise ValueError("a chain that was drawn from its draft cannot be merged")
+        merged.n_runs += tree.n_runs
         new_index = [ROOT]
         for i in range(1, len(tree)):
             new_index.append(

@@ -73,14 +73,19 @@ class ModelDrafter(Drafter):
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
         self._limits = limits
         depth = self._within_context(limits.max_depth, len(context_ids))
-        if limits.max_nodes == 0 or depth < 1:
+        if limits.max_nodes == 0 or depth < 1 or limits.min_level_probability > 1.0:
+            # Not even the root, whose path has the probability 1, is worth a run.
             return DraftTree(context_ids[-1])
         if self._chain is not None:
             return self._draw_chain(context_ids, min(limits.max_nodes, depth), *self._chain)
+        n_runs = 0 if self._tree else 1
         tree = self._tree or self._start_tree(context_ids)
         while level := self._best_level(tree, depth):
             self._run(level)
-        return tree.best_tree(limits.max_nodes, depth, limits.width)
+            n_runs += 1
+        proposal = tree.best_tree(limits.max_nodes, depth, limits.width)
+        proposal.n_runs = n_runs
+        return proposal
 
     @property
     def can_draft_ahead(self) -> bool:
@@ -195,6 +200,7 @@ class ModelDrafter(Drafter):
         tree, prefix, index = DraftTree(context_ids[-1]), list(context_ids), ROOT
         self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, [])
         node = self._tree.root
+        tree.n_runs = length
         for n_drawn in range(1, length + 1):
             q = sampler.probs(prefix, row[: self._n_tokens])
             token = sample_index(q, rng.random())

@@ -1,9 +1,26 @@
-"""How many nodes are free, and what bounds a tree."""
+"""How many nodes are free, what bounds a tree, and which part of it is worth verifying."""
 
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
 import pytest
+from exact_rules import Case, chain_error, table_rows
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_world import Clock
 
+from specdec.acceptance import Acceptance, rejection_walk
+from specdec.block_verification import block_walk
 from specdec.config import SpecConfig
+from specdec.drafters.base import TreeLimits
 from specdec.policy import ASSUMED_LEVEL_ACCEPTANCE, MAX_AUTO_NODES, DraftPolicy, PassCost
+from specdec.tree import DraftTree
+
+FREE = PassCost(read_seconds=9.0, row_free_seconds=0.0, seconds_per_row=0.001)
+DRAFT = PassCost(read_seconds=0.01, row_free_seconds=0.0, seconds_per_row=1e-6)
 
 
 def test_nodes_are_free_while_reading_takes_longer():
@@ -20,10 +37,9 @@ def test_a_resident_target_gets_a_small_tree():
 
 
 def test_auto_is_bounded_and_an_explicit_number_is_not_changed():
-    cost = PassCost(read_seconds=9.0, row_free_seconds=0.0, seconds_per_row=0.001)
-    assert DraftPolicy(SpecConfig(), cost, 1000).n_nodes == MAX_AUTO_NODES
-    assert DraftPolicy(SpecConfig(num_draft_tokens=500), cost, 1000).n_nodes == 500
-    assert DraftPolicy(SpecConfig(num_draft_tokens=0), cost, 1000).n_nodes == 0
+    assert DraftPolicy(SpecConfig(), FREE, 1000).n_nodes == MAX_AUTO_NODES
+    assert DraftPolicy(SpecConfig(num_draft_tokens=500), FREE, 1000).n_nodes == 500
+    assert DraftPolicy(SpecConfig(num_draft_tokens=0), FREE, 1000).n_nodes == 0
 
 
 @pytest.mark.parametrize(
@@ -36,8 +52,7 @@ def test_depth_stays_within_context_and_tokens_wanted(context, wanted, depth):
 
 
 def test_a_tree_has_no_more_nodes_than_the_target_has_room_for():
-    cost = PassCost(read_seconds=9.0, row_free_seconds=0.0, seconds_per_row=0.001)
-    policy = DraftPolicy(SpecConfig(), cost, 1000)
+    policy = DraftPolicy(SpecConfig(), FREE, 1000)
     assert policy.limits(10, 64, node_room=33).max_nodes == 32
     assert policy.limits(10, 64, node_room=1).max_nodes == 0
 
@@ -60,30 +75,119 @@ def test_a_slow_draft_is_asked_for_fewer_levels():
 
 
 def test_a_fixed_depth_is_kept():
-    cost, slow = PassCost(2.0, 0.1, 0.1), PassCost(9.0, 0.0, 1e-9)
-    assert DraftPolicy(SpecConfig(draft_depth=7), cost, 1000, slow).depth == 7
+    policy = DraftPolicy(SpecConfig(draft_depth=7), PassCost(2.0, 0.1, 0.1), 1000, DRAFT)
+    assert policy.depth == 7
+    limits = policy.limits(10, 64, 1000)
+    assert (limits.max_depth, limits.min_level_probability) == (7, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("mode", "streams", "has_draft", "expected"),
-    [
-        ("on", False, False, True),
-        ("off", True, True, False),
-        ("auto", True, True, True),
-        ("auto", False, True, False),
-        ("auto", True, False, False),
-    ],
-)
-def test_when_to_draft_ahead(mode, streams, has_draft, expected):
-    cost = PassCost(2.0 if streams else 0.0, 0.1, 0.1)
-    policy = DraftPolicy(SpecConfig(draft_ahead=mode), cost, 100, cost if has_draft else None)
-    assert policy.should_draft_ahead() is expected
+# --- the part of a tree that is verified ---------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("context", "wanted", "depth"), [(10, 64, 15), (10, 9, 8), (10, 1, 0), (95, 64, 5)]
-)
-def test_ahead_reaches_one_more_tree_and_no_further_than_the_text(context, wanted, depth):
-    cost = PassCost(read_seconds=1.0, row_free_seconds=0.0, seconds_per_row=0.01)
-    policy = DraftPolicy(SpecConfig(draft_depth=7), cost, 100)
-    assert policy.limits(context, wanted, 1000).max_ahead_depth == depth
+@st.composite
+def proposals(draw: st.DrawFn) -> DraftTree:
+    tree = DraftTree(0)
+    for _ in range(draw(st.integers(0, 8))):
+        parent = draw(st.integers(0, len(tree) - 1))
+        tree.add(parent, draw(st.integers(0, 4)), math.log(draw(st.floats(0.01, 0.99))))
+    return tree
+
+
+@given(proposals(), st.floats(0.001, 0.05))
+def test_no_other_subtree_is_worth_more(tree: DraftTree, per_row: float) -> None:
+    """Against every prefix-closed set of nodes: tokens - λ * seconds."""
+    policy = DraftPolicy(SpecConfig(), PassCost(0.0, 1.0, per_row), 1000)
+    policy.limits(10, 64, 1000)
+    seconds = policy._shape.pass_seconds(len(tree))
+    kept = policy.trim(tree)
+    rate = policy._lessons.choice.rate
+    chances = np.exp(tree.path_log_probs)
+
+    def value(nodes: tuple[int, ...]) -> float:
+        return 1.0 + sum(chances[i] for i in nodes) - rate * seconds[len(nodes)]
+
+    closed = (
+        nodes
+        for n in range(len(tree))
+        for nodes in itertools.combinations(range(1, len(tree)), n)
+        if all(tree.parents[i] in (0, *nodes) for i in nodes)
+    )
+    expected = 1.0 + sum(np.exp(kept.path_log_probs[1:])) - rate * seconds[kept.n_drafted]
+    assert expected == pytest.approx(max(value(nodes) for nodes in closed), abs=1e-9)
+
+
+def unlikely_chain() -> DraftTree:
+    tree, node = DraftTree(0), 0
+    for token in range(6):
+        node = tree.add(node, token, -9.0)
+    return tree
+
+
+def test_a_number_that_the_user_fixed_is_kept():
+    cost = PassCost(0.0, 0.1, 1.0)
+    policy = DraftPolicy(SpecConfig(num_draft_tokens=6, tree_width=3), cost, 1000, DRAFT)
+    tree = unlikely_chain()
+    for _ in range(50):  # however often it fails
+        limits = policy.limits(10, 64, 1000)
+        assert (limits.max_nodes, limits.width) == (6, 3)
+        assert limits.min_level_probability == 0.0
+        assert policy.trim(tree) is tree
+        policy.observe(Acceptance((0,), 99, False), tree)
+
+
+def test_what_is_not_worth_its_row_is_cut():
+    policy = DraftPolicy(SpecConfig(), PassCost(0.0, 1.0, 0.1), 1000)
+    policy.limits(10, 64, 1000)
+    assert policy.trim(unlikely_chain().best_subset(4)).n_drafted == 0
+
+
+# --- chains of the rejection rule ----------------------------------------------------------------
+
+CHAIN = SpecConfig(("draft",), acceptance="rejection")
+
+
+def test_a_drawn_chain_is_never_cut_and_never_stopped_by_its_own_tokens():
+    policy = DraftPolicy(CHAIN, PassCost(0.0, 1.0, 0.1), 1000, DRAFT)
+    limits = policy.limits(10, 64, 1000)
+    assert limits.width == 1
+    assert limits.min_level_probability == 0.0
+    tree = unlikely_chain()
+    assert policy.trim(tree) is tree
+
+
+def test_the_length_of_a_chain_follows_the_fate_of_earlier_ones():
+    def length(n_accepted: int) -> int:
+        clock = Clock()
+        policy = DraftPolicy(CHAIN, FREE, 1000, PassCost(0.8, 0.0, 1e-6), clock=clock)
+        limits = TreeLimits(0, 0, 1)
+        for _ in range(150):
+            limits = policy.limits(10, 64, 1000)
+            tree, node = DraftTree(0), 0
+            for token in range(limits.max_nodes):
+                node = tree.add(node, token, -1.0)
+                tree.n_runs += 1
+            clock.now += 0.8 * tree.n_runs
+            tree = policy.trim(tree)
+            clock.now += FREE.seconds(len(tree))
+            n = min(n_accepted, tree.n_drafted)
+            policy.observe(Acceptance(tuple(range(n + 1)), 99, n == tree.n_drafted), tree)
+        return limits.max_nodes
+
+    assert length(1) < length(4) < length(20)
+
+
+@pytest.mark.parametrize("rule", [rejection_walk, block_walk])
+def test_cutting_drawn_tokens_would_change_the_distribution(rule):
+    """Why: exactly, over all chains and decisions. A length that is fixed before is harmless."""
+    case = Case(3, 2, table_rows(3, 1), table_rows(3, 2))
+
+    def cut_afterwards(tree, *args, **options):
+        n = 2 if tree.path_log_probs[2] > math.log(0.2) else 1
+        return rule(tree.subset(range(n + 1)), *args, **options)
+
+    def shorter_from_the_start(tree, *args, **options):
+        return rule(tree.subset(range(2)), *args, **options)
+
+    assert chain_error(rule, case) < 1e-12
+    assert chain_error(shorter_from_the_start, case) < 1e-12
+    assert chain_error(cut_afterwards, case) > 1e-3

@@ -1,0 +1,154 @@
+"""The automatic policy against fixed sizes of trees: how near does it come to the best one?
+
+One loaded pair decodes every prompt in every way, in turns that rotate, so that a drift of the
+machine falls on all of them. Each way has an experience of its own: the automatic one learns
+nothing from the fixed ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from bench import aggregate
+from bench.child import quiet_libraries
+from bench.measure import WARM_UP_TOKENS, Record
+from bench.provenance import collect
+from bench.workloads import Prompt
+from offload.errors import SpecdecError
+from specdec.config import SpecConfig
+from specdec.policy import new_experience
+from specdec.stats import ratio
+
+if TYPE_CHECKING:
+    from specdec.api import LLM
+
+AUTO, PLAIN = "auto", "plain"
+
+
+class SweepMistake(SpecdecError, ValueError):
+    """Sizes of trees that make no sense."""
+
+
+@dataclass(frozen=True)
+class TreeSize:
+    """A fixed size: draft tokens and levels."""
+
+    n_nodes: int
+    depth: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.n_nodes}x{self.depth}"
+
+
+def parse_sizes(text: str) -> tuple[TreeSize, ...]:
+    """From "8x4,16x8": draft tokens x levels. Raises SweepMistake."""
+    sizes = []
+    for part in text.split(","):
+        left, x, right = part.strip().partition("x")
+        if not (x and left.isdigit() and right.isdigit() and int(left) and int(right)):
+            raise SweepMistake(f"--sizes has {part!r}: give draft tokens x levels, e.g. 8x4,16x8")
+        sizes.append(TreeSize(int(left), int(right)))
+    return tuple(sizes)
+
+
+def run_sweep(
+    load: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    sampling: Mapping[str, Any],
+    sizes: Sequence[TreeSize],
+    argv: Sequence[str],
+    out: TextIO = sys.stderr,
+) -> dict[str, Any]:
+    """Decode every prompt in every way; rows by way, the two ratios that matter, all records."""
+    from specdec.api import load as load_models
+
+    quiet_libraries()
+    provenance = collect(argv, Path(load["model"]))
+    most = max(size.n_nodes for size in sizes)
+    with load_models(**{**load, "num_draft_tokens": most}) as llm:
+        plan = llm.plan.to_dict()
+        records = _measure_all(llm, prompts, sampling, _ways(llm.spec, sizes), out)
+    return {**summarise(records), "plan": plan, "provenance": provenance, "records": records}
+
+
+def _ways(spec: SpecConfig, sizes: Sequence[TreeSize]) -> dict[str, SpecConfig]:
+    fixed = {
+        size.name: replace(spec, num_draft_tokens=size.n_nodes, draft_depth=size.depth)
+        for size in sizes
+    }
+    auto = replace(spec, num_draft_tokens=None, draft_depth=None)
+    return {PLAIN: replace(spec, spec_type=()), **fixed, AUTO: auto}
+
+
+def _measure_all(
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    sampling: Mapping[str, Any],
+    ways: Mapping[str, SpecConfig],
+    out: TextIO,
+) -> list[dict[str, Any]]:
+    plan = llm.plan
+    experiences = {
+        name: new_experience(plan.pass_cost, plan.draft_cost, plan.n_draft_tokens) for name in ways
+    }
+    for spec in ways.values():  # threads, caches and scratch memory, not the policy
+        llm.generate(prompts[0].text, spec=spec, **{**sampling, "max_tokens": WARM_UP_TOKENS})
+    names, records = list(ways), []
+    for i, prompt in enumerate(prompts):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            llm.experience = experiences[name]
+            result = llm.generate(prompt.text, spec=ways[name], **sampling)
+            stats = result.stats.to_dict()
+            tokens = [int(token) for token in result.token_ids]
+            record = Record(prompt.name, name, tokens, result.finish_reason, stats, 0.0)
+            records.append(asdict(record))
+            speed = result.stats.tokens_per_second
+            print(f"{prompt.name} {name}: {speed:.2f} tok/s", file=out, flush=True)
+    return records
+
+
+def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One row for each way; the automatic one against the best fixed one and against plain."""
+    rows = []
+    for name in dict.fromkeys(record["mode"] for record in records):
+        of_way = aggregate.of_mode(records, name)
+        stats = aggregate.aggregate_stats(of_way)
+        rows.append(
+            {
+                "way": name,
+                "tokens_per_second": stats["tokens_per_second"],
+                "mean_acceptance_length": stats["mean_acceptance_length"],
+                "mean_tree_nodes": ratio(stats["drafted_tokens"], stats["passes"]),
+                "draft_share": ratio(stats["draft_seconds"], stats["decode_seconds"]),
+            }
+        )
+    speeds = {row["way"]: float(row["tokens_per_second"]) for row in rows}
+    fixed = {name: speed for name, speed in speeds.items() if name != AUTO}
+    best = max(fixed, key=lambda name: fixed[name])
+    return {
+        "rows": rows,
+        "best_fixed": best,
+        "auto_versus_best_fixed": ratio(speeds[AUTO], fixed[best]),
+        "auto_versus_plain": ratio(speeds[AUTO], speeds[PLAIN]),
+    }
+
+
+def format_sweep(result: Mapping[str, Any]) -> str:
+    """One line for each way."""
+    lines = ["way      tok/s  tokens/pass  tree nodes  drafting"]
+    for row in result["rows"]:
+        lines.append(
+            f"{row['way']:<7} {row['tokens_per_second']:6.2f}"
+            f"  {row['mean_acceptance_length']:11.2f}"
+            f"  {row['mean_tree_nodes']:10.1f}  {100 * row['draft_share']:6.0f} %"
+        )
+    lines.append(
+        f"auto is {result['auto_versus_best_fixed']:.3f} x the best fixed size "
+        f"({result['best_fixed']}), {result['auto_versus_plain']:.3f} x plain decoding"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,242 @@
+"""Whether to draft with the model at all, and whether ahead of time: two measured choices.
+
+Both compare what recent rounds of either kind cost and brought. The kind that is not in use is
+tried now and then, because texts and machines change; what that costs is kept to a small share of
+the time.
+"""
+
+from __future__ import annotations
+
+_HYSTERESIS = 1.03  # the other way must look this much faster
+_FADE_IN_USE = 2.0 ** (-1 / 32)  # weight of a round after the next one of its kind
+_FADE_IDLE = 2.0 ** (-1 / 128)  # after a round of the other kind
+_BIAS_STRENGTH = 2.0  # tokens: how many it takes to doubt the calibrated expectation
+_PROBE_SHARE = 0.015  # of the time may go into trying the way that looked slower
+_CREDIT = 3.0  # rounds without the draft that trying it may cost beyond that
+_BUDGET_FADE = 2.0 ** (-1 / 512)
+_N_FIRST = 2  # rounds with small trees, before the draft is given large ones
+_FIRST_INTERVAL, _LONGEST_INTERVAL = 6, 64  # rounds between probes
+
+
+class Pace:
+    """Tokens per second of one way of decoding: fading sums over its rounds.
+
+    Tokens are the calibrated expectations, which scatter less than what came out, times the ratio
+    of what came out to what was expected, which is near 1 once the calibration has learnt.
+    """
+
+    def __init__(self, tokens: float, seconds: float, weight: float) -> None:
+        self._n = weight
+        self._expected = self._actual = weight * tokens
+        self._seconds = weight * seconds
+
+    def add(self, expected: float, actual: float, seconds: float) -> None:
+        self.fade(_FADE_IN_USE)
+        self._n += 1.0
+        self._expected += expected
+        self._actual += actual
+        self._seconds += seconds
+
+    def fade(self, factor: float) -> None:
+        self._n *= factor
+        self._expected *= factor
+        self._actual *= factor
+        self._seconds *= factor
+
+    @property
+    def tokens(self) -> float:
+        """Per round."""
+        bias = (self._actual + _BIAS_STRENGTH) / (self._expected + _BIAS_STRENGTH)
+        return bias * self._expected / self._n
+
+    @property
+    def seconds(self) -> float:
+        """Per round."""
+        return self._seconds / self._n
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+class DraftChoice:
+    """With the draft model or without it (n-grams alone, or plain decoding).
+
+    Args:
+        with_draft: (tokens, seconds) of a round as planned; None where there is no draft model.
+        plain_seconds: of a pass of one token as planned.
+    """
+
+    def __init__(self, with_draft: tuple[float, float] | None, plain_seconds: float) -> None:
+        self._paces = {False: Pace(1.0, plain_seconds, weight=0.5)}
+        if with_draft is not None:
+            self._paces[True] = Pace(*with_draft, weight=1.0)
+        self._settled = max(self._paces, key=lambda kind: self._paces[kind].rate)
+        self._lost_seconds = self._all_seconds = 0.0
+        self._interval = _FIRST_INTERVAL
+        self._n_settled = 0  # rounds since the last probe
+        self._n_drafts = 0
+        self._is_winning = False  # the last round was a probe that paid
+        self.is_on_trial = False
+        """Whether the draft is to show with a small tree what it is worth: at first, and when it
+        was given up; not after a trial that paid."""
+
+    @property
+    def is_drafting(self) -> bool:
+        """The way in use."""
+        return self._settled
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the way in use: what a second is worth."""
+        return self._paces[self._settled].rate
+
+    def next_uses_draft(self, plain_seconds: float | None = None) -> bool:
+        """For the next round.
+
+        plain_seconds: of a round without the draft, where that is plain decoding and has been
+            measured, so that trying it would teach nothing.
+        """
+        self.is_on_trial = False
+        if plain_seconds is not None:
+            self._paces[False] = Pace(1.0, plain_seconds, weight=1.0)
+        if len(self._paces) == 1:
+            return False
+        here, there = self._paces[self._settled], self._paces[not self._settled]
+        if there.rate > _HYSTERESIS * here.rate:
+            self._settle(not self._settled)
+            return self._settled
+        is_known = self._settled and plain_seconds is not None
+        may_probe = not is_known and self._may_probe(here, there)
+        uses_draft = self._settled != may_probe
+        is_new = self._n_drafts < _N_FIRST
+        self.is_on_trial = uses_draft and (is_new or (may_probe and not self._is_winning))
+        return uses_draft
+
+    def record(self, uses_draft: bool, expected: float, actual: float, seconds: float) -> None:
+        """A round brought `actual` tokens, of `expected` ones, in so many seconds."""
+        for kind, pace in self._paces.items():
+            if kind == uses_draft:
+                pace.add(expected, actual, seconds)
+            else:
+                pace.fade(_FADE_IDLE)
+        self._n_drafts += uses_draft
+        self._all_seconds = self._all_seconds * _BUDGET_FADE + seconds
+        self._lost_seconds *= _BUDGET_FADE
+        if uses_draft == self._settled:
+            self._is_winning = False
+            self._n_settled += 1
+            return
+        loss = seconds - actual / self.rate
+        self._lost_seconds = max(0.0, self._lost_seconds + loss)
+        self._is_winning = loss < 0.0
+        self._n_settled = 0
+        longer = _FIRST_INTERVAL if self._is_winning else 2 * self._interval
+        self._interval = min(longer, _LONGEST_INTERVAL)
+
+    def _settle(self, kind: bool) -> None:
+        self._settled = kind
+        self._interval, self._n_settled = _FIRST_INTERVAL, 0
+        self._is_winning = False
+
+    def _may_probe(self, here: Pace, there: Pace) -> bool:
+        """Whether a round of the other kind is due, and what it will lose is within the budget.
+
+        A probe that paid is followed by another one at once.
+        """
+        if self._is_winning:
+            return True
+        if self._n_settled < self._interval:
+            return False
+        if not self._settled and self._n_drafts < _N_FIRST:
+            return True  # nothing but the plan speaks against it
+        loss = max(0.0, there.seconds - there.tokens / here.rate)
+        # The draft may have been given up in haste: it gets a chance before there is time enough.
+        credit = 0.0 if self._settled else _CREDIT * here.seconds
+        return self._lost_seconds + loss <= _PROBE_SHARE * self._all_seconds + credit
+
+
+_AHEAD_FADE = 0.9
+_ENOUGH = 2.0  # fading count of rounds before a figure is believed
+_BLOCK = 4  # rounds of one trial: the first of them still drafts as before
+_WORTH_TRYING = 0.05  # share of a round that drafting must take
+_LEAST_GAIN = 0.01  # of a round
+
+
+class _Mean:
+    """A fading mean."""
+
+    def __init__(self) -> None:
+        self._sum = self._n = 0.0
+
+    def add(self, value: float) -> None:
+        self._sum = self._sum * _AHEAD_FADE + value
+        self._n = self._n * _AHEAD_FADE + 1.0
+
+    def value(self, default: float) -> float:
+        return self._sum / self._n if self._n else default
+
+    @property
+    def is_known(self) -> bool:
+        return self._n >= _ENOUGH
+
+
+class AheadChoice:
+    """Whether to draft the next tree while the pass runs.
+
+    It saves the drafting that it hides, and costs what it slows the pass: both are times, measured
+    in rounds with and without it.
+    """
+
+    def __init__(self) -> None:
+        self._drafting = {False: _Mean(), True: _Mean()}  # unhidden seconds, by kind of round
+        self._slowdown = _Mean()  # pass seconds with / without
+        self._pass = _Mean()  # seconds without
+        self._settled = False
+        self._trial_left = 0
+        self._n_settled = 0
+        self._interval = _FIRST_INTERVAL
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long a pass takes with drafting beside it."""
+        return max(1.0, self._slowdown.value(1.0))
+
+    def record_drafting(self, is_ahead: bool, seconds: float) -> None:
+        """Drafting that nothing hid, after a pass with (or without) drafting beside it."""
+        self._drafting[is_ahead].add(seconds)
+
+    def record_pass(self, is_ahead: bool, seconds: float, usual_seconds: float) -> None:
+        self._pass.add(usual_seconds)
+        if is_ahead:
+            self._slowdown.add(seconds / usual_seconds)
+
+    def next_is_ahead(self) -> bool:
+        """For the pass that is about to begin."""
+        if self._trial_left:
+            self._trial_left -= 1
+            if self._trial_left:
+                return not self._settled
+            self._decide()
+            return self._settled
+        self._n_settled += 1
+        if self._n_settled > self._interval and self._is_worth_trying():
+            self._trial_left = _BLOCK
+            return not self._settled
+        return self._settled
+
+    def _is_worth_trying(self) -> bool:
+        drafting = self._drafting[False].value(0.0)
+        return self._settled or drafting > _WORTH_TRYING * (self._pass.value(0.0) + drafting)
+
+    def _decide(self) -> None:
+        """After a trial of the other kind."""
+        was = self._settled
+        if self._slowdown.is_known and all(mean.is_known for mean in self._drafting.values()):
+            usual, drafting = self._pass.value(0.0), self._drafting[False].value(0.0)
+            saved = drafting - self._drafting[True].value(0.0)
+            gain = saved - (self.slowdown - 1.0) * usual
+            margin = _LEAST_GAIN * (usual + drafting)
+            self._settled = gain > (-margin if was else margin)
+        longer = 2 * self._interval if self._settled == was else _FIRST_INTERVAL
+        self._interval, self._n_settled = min(longer, _LONGEST_INTERVAL), 0

@@ -1,0 +1,115 @@
+"""What a loaded pair of models has shown so far; it survives generations.
+
+How long passes and drafts take holds for every text. How often the draft is right is learnt apart
+for each way of choosing tokens: a greedy target takes its likeliest token, a sampled one does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.calibration import Calibration, ChainSurvival
+from specdec.draft_choice import AheadChoice, DraftChoice
+from specdec.measured_costs import DraftTimes, PassTimes
+
+MAX_CHAIN = 128  # tokens of a sampled chain about which anything is learnt
+_N_KEPT = 8
+_VARIED = 16  # trees of which one is cut in half
+_LEVEL_FADE = 0.9  # weight of a tree's levels after the next tree
+_SLOPES = (0.5, 8.0)
+_LEAST_GAIN = 0.01
+_ON_DIAGONAL = np.array([2.0, -2.0, -2.0, 4.0, 4.0])
+"""Sums of 1, x, y, x*x, x*y over the points (0, 0) and (-2, -2)."""
+
+
+class LevelYield:
+    """What one more level of the draft's brings, by the draft probability of the level above it.
+
+    The drafter must decide while it knows nothing but its own probabilities. An overconfident one
+    is the more wrong the deeper it goes, so the relation is a power: a line through
+    (log draft probability of a level, log of the tokens that the next one gained), fitted to
+    recent trees, beginning with "as the draft says".
+    """
+
+    def __init__(self) -> None:
+        self._sums = _ON_DIAGONAL
+
+    def observe(self, draft: NDArray[np.float64], gains: NDArray[np.float64]) -> None:
+        """Total draft probability of levels, and tokens gained by the level below each."""
+        x, y = (np.log(np.maximum(values, _LEAST_GAIN)) for values in (draft, gains))
+        new = np.array([len(x), x.sum(), y.sum(), (x * x).sum(), (x * y).sum()])
+        if not len(x):  # trees of one level teach nothing: doubt what made them so
+            new = (1.0 - _LEVEL_FADE) * _ON_DIAGONAL
+        self._sums = _LEVEL_FADE * self._sums + new
+
+    def draft_probability(self, gain: float) -> float:
+        """Of the level below which the next one gains so many tokens."""
+        n, x, y, xx, xy = self._sums / self._sums[0]
+        spread = xx - x * x
+        slope = (xy - x * y) / spread if spread > 1e-6 else 1.0
+        slope = min(max(slope, _SLOPES[0]), _SLOPES[1])
+        log_probability = x + (math.log(max(gain, _LEAST_GAIN)) - y) / slope
+        return math.exp(min(log_probability, 0.0))
+
+
+class Lessons:
+    """What was learnt of the draft where tokens are chosen in one way."""
+
+    def __init__(self, choice: DraftChoice, level_acceptance: float) -> None:
+        self.choice = choice
+        self.calibration = Calibration()
+        self.chain = ChainSurvival(level_acceptance, MAX_CHAIN)
+        self.levels = LevelYield()
+        self._kept: deque[int] = deque(maxlen=_N_KEPT)
+        self._n_trees = 0
+
+    def should_vary_size(self) -> bool:
+        """Whether to verify a smaller tree than the best one, once in a while.
+
+        How long passes of other sizes take by now shows only by running them.
+        """
+        self._n_trees += 1
+        return self._n_trees % _VARIED == 0
+
+    def note_kept(self, n_nodes: int) -> None:
+        """A tree of so many nodes was worth verifying."""
+        self._kept.append(n_nodes)
+
+    def n_candidates(self, most: int) -> int:
+        """Nodes to ask a draft model for: somewhat more than recent trees had use for."""
+        return min(most, 4 + 3 * max(self._kept) // 2) if self._kept else most
+
+
+class Experience:
+    """Costs, and lessons for each way of choosing tokens.
+
+    Args:
+        pass_seconds: of a pass of so many rows, as planned.
+        run_seconds: of one level of a tree through the draft model, as planned.
+        max_rows: most rows of a pass.
+        level_acceptance: chance that a token of a chain is accepted, before any is.
+    """
+
+    def __init__(
+        self,
+        pass_seconds: Callable[[int], float],
+        run_seconds: float,
+        max_rows: int,
+        level_acceptance: float,
+    ) -> None:
+        self.passes = PassTimes(pass_seconds, max_rows)
+        self.drafts = DraftTimes(run_seconds)
+        self.ahead = AheadChoice()
+        self._level_acceptance = level_acceptance
+        self._lessons: dict[tuple[object, ...], Lessons] = {}
+
+    def lessons(self, key: tuple[object, ...], make: Callable[[], DraftChoice]) -> Lessons:
+        """Those of one way of choosing tokens; new ones begin with `make`'s choice."""
+        if key not in self._lessons:
+            self._lessons[key] = Lessons(make(), self._level_acceptance)
+        return self._lessons[key]

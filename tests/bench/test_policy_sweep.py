@@ -1,0 +1,57 @@
+"""The automatic policy against fixed trees: figures from records, and a run on tiny models."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from tiny_pair import save_model
+
+from bench.__main__ import main
+from bench.policy_sweep import SweepMistake, TreeSize, format_sweep, parse_sizes, summarise
+from specdec.stats import StatsRecorder
+
+
+def record(way: str, seconds: float) -> dict[str, object]:
+    stats = StatsRecorder(prompt_tokens=1).finish().to_dict()
+    made = {"generated_tokens": 11, "passes": 5, "drafted_tokens": 20, "accepted_tokens": 5}
+    return {"mode": way, "stats": {**stats, **made, "decode_seconds": seconds}}
+
+
+def test_sizes_are_draft_tokens_by_levels() -> None:
+    assert parse_sizes("8x4, 16x8") == (TreeSize(8, 4), TreeSize(16, 8))
+    assert TreeSize(8, 4).name == "8x4"
+
+
+@pytest.mark.parametrize("text", ["", "8", "8x", "x4", "0x4", "8x4,", "axb", "8x-1"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(SweepMistake, match="give draft tokens x levels"):
+        parse_sizes(text)
+
+
+def test_auto_is_held_against_the_best_of_the_others() -> None:
+    seconds = {"plain": 10.0, "2x2": 4.0, "8x4": 5.0, "auto": 4.4}
+    result = summarise([record(way, s) for way, s in seconds.items() for _ in range(2)])
+    assert result["best_fixed"] == "2x2"
+    assert result["auto_versus_best_fixed"] == pytest.approx(4.0 / 4.4)
+    assert result["auto_versus_plain"] == pytest.approx(10.0 / 4.4)
+    assert {row["mean_tree_nodes"] for row in result["rows"]} == {4.0}
+    assert "0.909 x the best fixed size (2x2), 2.273 x plain" in format_sweep(result)
+
+
+def test_a_sweep_decodes_the_same_text_in_every_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    target, draft = save_model(tmp_path / "target", 1), save_model(tmp_path / "draft", 1)
+    report = tmp_path / "report.json"
+    argv = ["policy", "-m", str(target), "-md", str(draft), "--sizes", "2x2,6x3", "-n", "8"]
+    argv += ["--n-prompts", "1", "-c", "512", "--output-file", str(report)]
+    assert main(argv) == 0
+    result = json.loads(report.read_text())
+    assert [row["way"] for row in result["rows"]] == ["plain", "2x2", "6x3", "auto"]
+    assert len({tuple(record["token_ids"]) for record in result["records"]}) == 1
+    assert "x plain decoding" in capsys.readouterr().out

@@ -1,0 +1,273 @@
+"""A world without models, in virtual time: texts, a draft that is wrong in known ways, and costs.
+
+The text is fixed in advance, token by token. At every position the draft offers WIDTH candidates
+with probabilities q that depend on the position (easy and hard passages) and on the token before,
+whether that one is right or not: nodes off the text look as good as those on it. The text's token
+is candidate k with probability c_k, and c differs from q: `sharpness` and `bias` bend it (the
+draft is over- or underconfident), so a policy that believes q is misled. Times carry noise, and
+the plan that the policy starts from is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from specdec.acceptance import match_walk
+from specdec.config import SpecConfig
+from specdec.drafters.base import Drafter, TreeLimits
+from specdec.drafters.merged import MergedDrafter
+from specdec.experience import Experience
+from specdec.policy import DraftPolicy, PassCost, new_experience
+from specdec.tree import ROOT, DraftTree
+
+WIDTH = 6
+OTHER = WIDTH  # the text's token is none of the candidates
+MAX_BEAMS = 12
+MAX_NODES = 96
+NEVER = 10**9
+
+
+@dataclass(frozen=True)
+class Draft:
+    """How a draft model behaves. Probabilities in logits."""
+
+    ease: float = 1.5  # mean of logit(q) of the best candidate
+    spread: float = 1.5  # of its slow changes over the text
+    jitter: float = 1.0  # of its changes from node to node
+    sharpness: float = 1.0
+    bias: float = 0.0  # logit of the truth = sharpness * logit(q) + bias
+    coverage: float = 0.8  # chance that another candidate is right where the best one is not
+    run_seconds: float = 0.02
+    run_node_seconds: float = 0.0005
+
+
+@dataclass(frozen=True)
+class World:
+    """Costs and texts. The second kind of text and speed begin at `change_at`."""
+
+    target: PassCost
+    draft: Draft | None = None
+    copied_share: float = 0.0  # of the text in passages that n-grams predict
+    planned_error: float = 0.7  # of arithmetic: planned / true
+    pass_noise: float = 0.05
+    change_at: int = NEVER
+    slower: float = 1.0  # reads take so many times as long after the change
+    draft_after: Draft | None = None
+    seed: int = 0
+    hit_rate: float = 0.0  # of drafting ahead
+    slowdown: float = 1.0  # of a pass with drafting beside it
+
+    def planned(self) -> PassCost:
+        off, cost = self.planned_error, self.target
+        return PassCost(cost.read_seconds, off * cost.row_free_seconds, off * cost.seconds_per_row)
+
+    def planned_draft(self) -> PassCost | None:
+        if self.draft is None:
+            return None
+        off = self.planned_error
+        return PassCost(0.0, off * self.draft.run_seconds, off * self.draft.run_node_seconds)
+
+
+class Text:
+    """The tokens that the target will choose, and what the draft thinks at each place."""
+
+    def __init__(self, world: World, n_tokens: int) -> None:
+        rng = np.random.default_rng(world.seed)
+        size = n_tokens + 80
+        self.logit_q = np.zeros((size, WIDTH + 1))  # [position, token before], best candidate
+        self.tokens = np.full(size, OTHER)
+        self.is_copied = np.zeros(size, dtype=bool)
+        draft = world.draft or Draft()
+        slow, before = 0.0, 0
+        passage = 0
+        for t in range(size):
+            if t == world.change_at and world.draft_after is not None:
+                draft = world.draft_after
+            slow = 0.95 * slow + np.sqrt(1 - 0.95**2) * rng.normal()
+            jitter = draft.jitter * rng.normal(size=WIDTH + 1)
+            self.logit_q[t] = draft.ease + draft.spread * slow + jitter
+            if passage == 0 and rng.random() < world.copied_share / 30:
+                passage = int(rng.integers(20, 50))
+            passage = max(0, passage - 1)
+            self.is_copied[t] = passage > 0
+            before = self.tokens[t] = self._draw(draft, self.logit_q[t, before], rng.random())
+
+    @staticmethod
+    def _draw(draft: Draft, logit_q: float, uniform: float) -> int:
+        best = _sigmoid(draft.sharpness * logit_q + draft.bias)
+        rest = (1.0 - best) * draft.coverage * candidate_shares()[1:]
+        chances = np.concatenate(([best], rest))
+        return int(np.searchsorted(np.cumsum(chances), uniform))
+
+
+def candidate_shares() -> np.ndarray:
+    """Of what the best candidate leaves, the share of each other one; index 0 is the best."""
+    shares = 0.5 ** np.arange(WIDTH)
+    shares[0] = 0.0
+    return shares / shares.sum()
+
+
+def _sigmoid(x: float) -> float:
+    return float(1.0 / (1.0 + np.exp(-x)))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class SimulatedDraft(Drafter):
+    """Grows trees level by level as ModelDrafter does, and takes virtual time for it."""
+
+    text: Text
+    draft: Draft
+    clock: Clock
+    noise: np.random.Generator
+    is_hidden: bool = False  # this drafting was done ahead
+    log_shares: np.ndarray = field(default_factory=lambda: np.log(candidate_shares()[1:]))
+
+    def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+        tree = DraftTree(context_ids[-1])
+        if min(limits.max_nodes, limits.max_depth) < 1 or limits.min_level_probability > 1.0:
+            return tree
+        began, level = self.clock.now, [ROOT]
+        for depth in range(1, limits.max_depth + 1):
+            self._run(tree, len(level))
+            newest = self._branch(tree, level, len(context_ids) + depth - 1, limits)
+            worst = _nth_best(tree, limits.max_nodes)
+            ranked = sorted(newest, key=lambda i: -tree.path_log_probs[i])[:MAX_BEAMS]
+            level = [i for i in ranked if tree.path_log_probs[i] > worst]
+            chance = sum(np.exp(tree.path_log_probs[i]) for i in level)
+            if not level or chance < limits.min_level_probability:
+                break
+        if self.is_hidden:
+            self.clock.now = began
+        return tree.best_subset(limits.max_nodes)
+
+    def _run(self, tree: DraftTree, n_nodes: int) -> None:
+        seconds = self.draft.run_seconds + n_nodes * self.draft.run_node_seconds
+        self.clock.now += seconds * (1.0 + 0.05 * abs(self.noise.normal()))
+        tree.n_runs += 1
+
+    def _branch(
+        self, tree: DraftTree, level: list[int], position: int, limits: TreeLimits
+    ) -> list[int]:
+        worst, newest = _nth_best(tree, limits.max_nodes), []
+        for node in level:
+            best = _sigmoid(self.text.logit_q[position, tree.token_ids[node]])
+            log_qs = [np.log(best), *(np.log1p(-best) + self.log_shares)]
+            for token, log_q in enumerate(log_qs[: limits.width]):
+                if tree.path_log_probs[node] + log_q <= worst:
+                    break
+                newest.append(tree.add(node, token, float(log_q)))
+        return newest
+
+
+@dataclass
+class SimulatedNgrams(Drafter):
+    """Right in copied passages; elsewhere it sometimes offers what is mostly wrong."""
+
+    text: Text
+
+    def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+        tree, start = DraftTree(context_ids[-1]), len(context_ids)
+        is_copied = self.text.is_copied[start]
+        if not is_copied and start % 3:
+            return tree
+        node = ROOT
+        for t in range(start, start + min(limits.max_depth, limits.max_nodes)):
+            right = int(self.text.tokens[t])
+            is_right = is_copied and self.text.is_copied[t] and t % 17
+            token = right if is_right else (right + 1) % (WIDTH + 1)
+            node = tree.add(node, token, float(np.log(0.85 if is_copied else 0.5)), "ngram")
+        return tree
+
+
+def _nth_best(tree: DraftTree, n: int) -> float:
+    if tree.n_drafted < n:
+        return -np.inf
+    return sorted(tree.path_log_probs[1:], reverse=True)[n - 1]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """(virtual time, tokens so far) after every round, and the sizes of the trees."""
+
+    times: list[float]
+    counts: list[int]
+    sizes: list[int]
+
+    def rate(self, first: int = 0) -> float:
+        """Tokens per second from the first-th token on."""
+        start = next(i for i, count in enumerate(self.counts) if count >= first)
+        return (self.counts[-1] - self.counts[start]) / (self.times[-1] - self.times[start])
+
+
+def simulate(world: World, spec: SpecConfig, n_tokens: int) -> Outcome:
+    """Decode a text with the policy that `spec` asks for."""
+    text, clock = Text(world, n_tokens), Clock()
+    noise = np.random.default_rng((world.seed, 1))
+    if world.draft is None:
+        spec = replace(spec, spec_type=tuple(set(spec.spec_type) - {"draft"}))
+    drafter, model = _drafters(world, spec, text, clock, noise)
+    planned, planned_draft = world.planned(), world.planned_draft()
+    most = MAX_NODES if spec.num_draft_tokens is None else spec.num_draft_tokens
+    experience: Experience = new_experience(planned, planned_draft, most)
+    policy = DraftPolicy(
+        spec, planned, NEVER, planned_draft, most, experience=experience, clock=clock
+    )
+    policy._n_nodes = most  # as if memory were set aside for as many, whatever the plan thinks
+    context, n = [0], 0
+    result = Outcome([0.0], [0], [])
+    while n < n_tokens:
+        limits = policy.limits(len(context), NEVER, NEVER)
+        tree = policy.trim(drafter.propose(context, limits))
+        is_ahead = policy.should_draft_ahead()
+        clock.now += _pass_seconds(world, len(tree), n, is_ahead) * (
+            1.0 + world.pass_noise * abs(noise.normal())
+        )
+        start = len(context)
+        acceptance = match_walk(tree, _chooser(text, tree, start))
+        policy.observe(acceptance, tree)
+        tokens = acceptance.emitted(tree)
+        context.extend(tokens)
+        n += len(tokens)
+        if model is not None:
+            model.is_hidden = is_ahead and noise.random() < world.hit_rate
+            if n >= world.change_at and world.draft_after is not None:
+                model.draft = world.draft_after
+        result.times.append(clock.now)
+        result.counts.append(n)
+        result.sizes.append(tree.n_drafted)
+    return result
+
+
+def _chooser(text: Text, tree: DraftTree, start: int) -> Callable[[int], int]:
+    return lambda node: int(text.tokens[start + tree.depths[node]])
+
+
+def _drafters(
+    world: World, spec: SpecConfig, text: Text, clock: Clock, noise: np.random.Generator
+) -> tuple[Drafter, SimulatedDraft | None]:
+    drafters: list[Drafter] = []
+    model = None
+    if world.draft is not None and "draft" in spec.drafters:
+        model = SimulatedDraft(text, world.draft, clock, noise)
+        drafters.append(model)
+    if world.copied_share and "ngram" in spec.drafters:
+        drafters.append(SimulatedNgrams(text))
+    return (drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)), model
+
+
+def _pass_seconds(world: World, n_rows: int, n_done: int, is_ahead: bool) -> float:
+    cost = world.target
+    if n_done >= world.change_at:
+        cost = replace(cost, read_seconds=world.slower * cost.read_seconds)
+    return cost.seconds(n_rows) * (world.slowdown if is_ahead else 1.0)

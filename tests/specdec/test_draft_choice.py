@@ -1,0 +1,82 @@
+"""Which way of decoding is used, and what finding out may cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.draft_choice import AheadChoice, DraftChoice
+
+ROUNDS = 3000
+
+
+def play(choice: DraftChoice, costs: dict[bool, tuple[float, float]], n: int = ROUNDS) -> dict:
+    """Rounds of fixed (tokens, seconds) for each way; how much time each one got."""
+    spent = {False: 0.0, True: 0.0}
+    for _ in range(n):
+        kind = choice.next_uses_draft()
+        tokens, seconds = costs[kind]
+        choice.record(kind, tokens, tokens, seconds)
+        spent[kind] += seconds
+    return spent
+
+
+@pytest.mark.parametrize("promised", [(5.0, 1.0), (1.0, 9.0)])
+@pytest.mark.parametrize("draft", [(1.1, 3.0), (1.0, 40.0), (1.0, 1.2)])
+def test_a_useless_draft_gets_little_of_the_time(promised, draft) -> None:
+    costs = {False: (1.0, 1.0), True: draft}
+    spent = play(DraftChoice(promised, 1.0), costs)
+    lost = spent[True] * (1.0 - draft[0] / draft[1])
+    assert lost < 0.03 * sum(spent.values())
+
+
+@pytest.mark.parametrize("promised", [(5.0, 1.0), (1.0, 9.0)])
+def test_a_useful_draft_gets_nearly_all_of_it(promised) -> None:
+    spent = play(DraftChoice(promised, 1.0), {False: (1.0, 1.0), True: (4.0, 2.0)})
+    assert spent[True] > 0.95 * sum(spent.values())
+
+
+def test_a_draft_that_becomes_useful_is_noticed_and_left_again() -> None:
+    choice = DraftChoice((3.0, 2.0), 1.0)
+    bad, good = {False: (1.0, 1.0), True: (1.0, 2.0)}, {False: (1.0, 1.0), True: (4.0, 2.0)}
+    play(choice, bad, 500)
+    assert not choice.is_drafting
+    play(choice, good, 300)
+    assert choice.is_drafting
+    play(choice, bad, 60)
+    assert not choice.is_drafting
+
+
+def test_what_came_out_corrects_what_was_expected() -> None:
+    """A calibration that has not learnt yet promises four tokens, and one comes."""
+    choice = DraftChoice((4.0, 1.5), 1.0)
+    n_drafted = 0
+    for _ in range(30):
+        kind = choice.next_uses_draft()
+        n_drafted += kind
+        choice.record(kind, 4.0 if kind else 1.0, 1.0, 1.5 if kind else 1.0)
+    assert n_drafted <= 11
+
+
+def test_without_a_draft_model_there_is_nothing_to_choose() -> None:
+    assert play(DraftChoice(None, 1.0), {False: (1.0, 1.0)}, 100)[True] == 0.0
+
+
+def ahead_share(drafting: float, hidden: float, slowdown: float, n: int = 600) -> float:
+    """Share of rounds with drafting ahead: passes of 1 s, drafting of so long, less when hidden."""
+    choice, is_ahead, n_ahead = AheadChoice(), False, 0
+    for _ in range(n):
+        choice.record_drafting(is_ahead, hidden if is_ahead else drafting)
+        is_ahead = choice.next_is_ahead()
+        n_ahead += is_ahead
+        choice.record_pass(is_ahead, slowdown if is_ahead else 1.0, 1.0)
+    return n_ahead / n
+
+
+def test_drafting_ahead_is_used_where_it_saves_more_than_it_slows() -> None:
+    assert ahead_share(drafting=0.8, hidden=0.2, slowdown=1.1) > 0.9
+    assert ahead_share(drafting=0.8, hidden=0.2, slowdown=1.9) < 0.08
+    assert ahead_share(drafting=0.8, hidden=0.8, slowdown=1.0) < 0.08
+
+
+def test_drafting_that_takes_no_time_is_not_worth_a_trial() -> None:
+    assert ahead_share(drafting=0.02, hidden=0.0, slowdown=1.0) == 0.0

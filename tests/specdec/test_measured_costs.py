@@ -1,0 +1,81 @@
+"""Seconds of passes and drafts from noisy, changing measurements."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specdec.measured_costs import DraftTimes, PassTimes
+from specdec.policy import PassCost
+
+COST = PassCost(read_seconds=1.0, row_free_seconds=0.2, seconds_per_row=0.05)
+
+
+def test_the_plan_holds_until_something_is_measured() -> None:
+    times = PassTimes(COST.seconds, 40)
+    assert times.seconds() == pytest.approx([COST.seconds(n) for n in range(1, 41)])
+    assert not times.evidence().any()
+
+
+def test_measured_sizes_are_what_was_measured_and_the_plan_is_the_shape_between() -> None:
+    times = PassTimes(COST.seconds, 40)
+    for _ in range(5):
+        for n in (1, 32):
+            times.observe(n, 2.0 * COST.seconds(n))
+    assert times.seconds() == pytest.approx([2.0 * COST.seconds(n) for n in range(1, 41)])
+    evidence = times.evidence()
+    assert min(evidence[0], evidence[31]) > 4.0
+    assert evidence[5] < 0.1
+
+
+def test_a_size_of_its_own_is_not_drowned_by_many_passes_of_another() -> None:
+    times = PassTimes(COST.seconds, 40)
+    times.observe(1, 0.3)
+    for _ in range(60):
+        times.observe(4, 5.0)
+    assert times.of(1) == pytest.approx(0.3)
+    assert times.of(4) == pytest.approx(5.0)
+
+
+def test_single_stumbles_do_not_count() -> None:
+    times = PassTimes(COST.seconds, 40)
+    rng = np.random.default_rng(1)
+    for i in range(40):
+        times.observe(8, 30.0 if i % 4 == 0 else 1.5 * (1.0 + 0.05 * rng.random()))
+    assert times.of(8) == pytest.approx(1.5, rel=0.06)
+
+
+def test_a_change_of_speed_is_followed_within_the_passes_that_are_kept() -> None:
+    times = PassTimes(COST.seconds, 40)
+    for _ in range(100):
+        times.observe(8, 1.0)
+    for _ in range(8):
+        times.observe(8, 4.0)
+    assert times.of(8) == pytest.approx(4.0)
+
+
+def test_a_size_that_is_long_out_of_use_follows_the_others() -> None:
+    times = PassTimes(COST.seconds, 40)
+    times.observe(1, 1.0)
+    for _ in range(2000):
+        times.observe(8, 4.0)
+    assert times.of(1) == pytest.approx(4.0)  # both are bound by the same reads
+
+
+def test_what_is_fixed_in_drafting_is_told_from_what_each_run_takes() -> None:
+    times = DraftTimes(prior_run_seconds=9.0)
+    assert times.seconds(3) == pytest.approx(27.0)
+    rng = np.random.default_rng(2)
+    for i in range(24):
+        n = int(rng.integers(1, 9))
+        times.observe(n, 5.0 if i % 6 == 0 else 0.3 + 0.1 * n)
+    assert times.run_seconds == pytest.approx(0.1, rel=0.1)
+    assert times.fixed_seconds == pytest.approx(0.3, rel=0.1)
+    assert times.seconds(0) == 0.0
+
+
+def test_drafts_of_one_size_give_their_mean_for_each_run() -> None:
+    times = DraftTimes(prior_run_seconds=9.0)
+    times.observe(4, 0.8)
+    assert times.run_seconds == pytest.approx(0.2)
+    assert times.fixed_seconds == 0.0
