@@ -18,5 +18,7 @@ walk       LayerWalk: which read belongs to which layer, for the two that follow
 streamer   WeightStreamer: layers in order, read ahead, wrapping around
 address_space, spans, paging_plan, paged_memory, pager
            Pager: the same for a file that somebody else has mapped, by moving pages
+mapped_file  safetensors files that are written and read in place, whole or not at all
+fingerprint  which model this is, told by its tensors
 profile    measure_storage: bandwidth of this machine, remembered
 """
