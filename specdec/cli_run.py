@@ -37,6 +37,7 @@ def run(
     prompt: Prompt = None,
     file: PromptFile = None,
     max_tokens: options.MaxTokens = 64,
+    prompt_cache_file: options.PromptCacheFile = None,
     enforce: options.Enforce = False,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -48,7 +49,7 @@ def run(
     text = read_prompt(prompt, file)
     check_prompt(text)
     keywords = {"max_tokens": max_tokens, **sampling.as_keywords()}
-    with open_model(load) as llm:
+    with open_model(load, prompt_cache_file) as llm:
         if json:
             write_json(result_to_dict(llm.generate(text, **keywords)))
         else:
@@ -61,6 +62,7 @@ def chat(
     load: options.LoadOptions,
     sampling: options.SamplingOptions,
     max_tokens: options.MaxTokens = 512,
+    prompt_cache_file: options.PromptCacheFile = None,
     enforce: options.Enforce = False,
     debug: options.Debug = False,
 ) -> None:
@@ -71,7 +73,7 @@ def chat(
 
     keywords = {"max_tokens": max_tokens, **sampling.as_keywords()}
     messages: list[dict[str, str]] = []
-    with open_model(load) as llm:
+    with open_model(load, prompt_cache_file) as llm:
         check_chat_template(llm, load.model)
         while (line := read_line()) is not None:
             messages.append({"role": "user", "content": line})
@@ -95,12 +97,16 @@ def run_again_enforced(context: typer.Context, memory_budget: str) -> None:
 
 
 @contextmanager
-def open_model(load_options: options.LoadOptions) -> Iterator[LLM]:
+def open_model(
+    load_options: options.LoadOptions, prompt_cache_file: Path | None = None
+) -> Iterator[LLM]:
     check_models(load_options)
     from specdec.api import load
 
     with loading_progress(f"loading {load_options.model}") as progress:
-        llm = load(**load_options.as_keywords(), progress=progress)
+        llm = load(
+            **load_options.as_keywords(), prompt_cache_file=prompt_cache_file, progress=progress
+        )
     with llm:
         note_context(load_options, llm.plan.ctx_size)
         yield llm

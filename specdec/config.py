@@ -25,6 +25,7 @@ ACCEPTANCE_RULES = ("match", "rejection")
 DEFAULT_TREE_WIDTH = 8
 DEFAULT_DRAFT_DEPTH = 32
 MAX_DRAFT_TOKENS = 1024
+MIN_DRAFT_WINDOW = 16
 
 SequenceBias = tuple[tuple[tuple[int, ...], float], ...]
 
@@ -139,6 +140,7 @@ class SpecConfig:
     tree_width: int | None = None  # children of one node
     draft_depth: int | None = None
     acceptance: str = "match"
+    draft_window: int | None = None  # recent tokens that a draft model is shown; None = all
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spec_type", parse_spec_type(self.spec_type))
@@ -149,6 +151,7 @@ class SpecConfig:
         _check("num_draft_tokens", self.num_draft_tokens, int, 0, MAX_DRAFT_TOKENS)
         _check("tree_width", self.tree_width, int, 1, MAX_DRAFT_TOKENS)
         _check("draft_depth", self.draft_depth, int, 1, MAX_DRAFT_TOKENS)
+        _check("draft_window", self.draft_window, int, MIN_DRAFT_WINDOW)
         if self.acceptance == "rejection" and (self.tree_width or 1) > 1:
             raise ConfigError(
                 f"acceptance 'rejection' verifies one chain, but tree_width is {self.tree_width}: "

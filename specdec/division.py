@@ -17,6 +17,7 @@ from offload.memory import process_memory
 from offload.plan import DEFAULT_N_SLOTS, ResidencyPlan, plan_residency
 from offload.units import MIB
 from specdec.drafters.model import MAX_BEAMS
+from specdec.drafters.window import draft_context_size
 from specdec.options import RunOptions
 
 DEFAULT_CTX_SIZE = 2048
@@ -144,8 +145,10 @@ class Divider:
             draft = self._draft.source
             parts["draft embeddings and head"] = draft.outer_bytes
             n_run = most_draft_nodes(self._n_drafted, draft.max_tree_leaves)
-            parts["draft KV cache"] = draft.kv_bytes(ctx_size, n_run)
-            parts["draft activations"] = draft.scratch_bytes(ctx_size, MAX_BEAMS, n_run)
+            window = self._options.spec.draft_window
+            draft_ctx = draft_context_size(window, ctx_size, draft.max_context, n_run)
+            parts["draft KV cache"] = draft.kv_bytes(draft_ctx, n_run)
+            parts["draft activations"] = draft.scratch_bytes(draft_ctx, MAX_BEAMS, n_run)
             parts["draft probabilities"] = self._probability_bytes(draft)
         return parts
 

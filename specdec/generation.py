@@ -83,8 +83,10 @@ class GenerationStream:
         *,
         speculative: bool,
         processors: Sequence[Any],
+        cache_prompt: bool = True,
     ) -> None:
         self._llm = llm
+        self._cache_prompt = cache_prompt
         self._prompt_ids = prompt_ids
         self._params = params
         self._sampler = Sampler(
@@ -177,7 +179,8 @@ class GenerationStream:
         try:
             self._llm.begin(self)
             self._llm.check_open()
-            self._llm.target.rollback(0)
+            if not self._cache_prompt:
+                self._llm.forget_prompt()
             self._use_before = self._llm.target.stream_use
             # The request begins with the first chunk asked for, not when the stream was made.
             self._recorder = StatsRecorder(prompt_tokens=len(self._prompt_ids))
@@ -218,9 +221,8 @@ class GenerationStream:
         llm = self._llm
         use = llm.target.stream_use
         before = self._use_before or use
-        backends = [llm.target] if llm.draft is None else [llm.target, llm.draft]
-        kv_bytes = sum(backend.kv_bytes for backend in backends)
-        used = sum(b.kv_bytes * b.n_committed / max(1, b.n_kv_allocated) for b in backends)
+        kv_bytes = sum(backend.kv_bytes for backend in llm.backends)
+        used = sum(b.kv_bytes * b.n_committed / max(1, b.n_kv_allocated) for b in llm.backends)
         return self._recorder.finish(
             bytes_streamed=use.bytes_streamed - before.bytes_streamed,
             stall_seconds=use.stall_seconds - before.stall_seconds,
@@ -252,13 +254,17 @@ class GenerationStream:
             temperature = self._params.temperature or GREEDY_DRAFT_TEMPERATURE
             drafters.append(
                 ModelDrafter(
-                    self._llm.draft, self._sampler.n_tokens, chain=chain, temperature=temperature
+                    self._llm.draft,
+                    self._sampler.n_tokens,
+                    chain=chain,
+                    temperature=temperature,
+                    window=self._llm.draft_window,
                 )
             )
         if "ngram" in spec.drafters:
-            drafters.append(self._llm.ngram_drafter())
-        for drafter in drafters:
-            drafter.reset()
+            ngram = self._llm.ngram_drafter()
+            ngram.reset()  # a model's drafter finds by itself what its cache holds of the context
+            drafters.append(ngram)
         if not drafters:
             return NoDrafter()
         return drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)

@@ -24,6 +24,7 @@ class GenerationStats:
     """
 
     prompt_tokens: int = 0
+    reused_prompt_tokens: int = 0  # whose KV the target still held from an earlier generation
     generated_tokens: int = 0  # the first one, from the prefill, included
     passes: int = 0  # decode passes of the target
     drafted_tokens: int = 0  # nodes that passes verified, roots not counted
@@ -113,14 +114,15 @@ class StatsRecorder:
         self.prompt_tokens = prompt_tokens
         self.clock = clock
         self._first: float | None = None
-        self._generated = self._passes = self._drafted = self._accepted = 0
+        self._reused = self._generated = self._passes = self._drafted = self._accepted = 0
         self._ngram_hits = self._bonus = 0
         self._pass_seconds = self._draft_seconds = 0.0
         self._token_seconds: list[float] = []
         self._started = self._last = clock()
 
-    def record_first_token(self) -> None:
-        """The prefill has yielded the first token."""
+    def record_first_token(self, n_reused: int = 0) -> None:
+        """The prefill, of all but `n_reused` tokens of the prompt, has yielded the first token."""
+        self._reused = n_reused
         self._first = self._last = self.clock()
         self._generated += 1
 
@@ -177,6 +179,7 @@ class StatsRecorder:
         first = self._last if self._first is None else self._first
         return GenerationStats(
             prompt_tokens=self.prompt_tokens,
+            reused_prompt_tokens=self._reused,
             generated_tokens=self._generated,
             passes=self._passes,
             drafted_tokens=self._drafted,

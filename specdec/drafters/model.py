@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from backends.base import PREFIX, Backend
 from specdec.acceptance import Acceptance, sample_index
 from specdec.drafters.base import Drafter, TreeLimits
+from specdec.drafters.window import DraftWindow
 from specdec.sampling import Sampler
 from specdec.tree import ROOT, DraftTree
 
@@ -25,9 +26,9 @@ MAX_BEAMS = 32
 class ModelDrafter(Drafter):
     """Drafts with its own model and its own KV cache.
 
-    The draft's cache holds the context up to and including the pending token. After a round the
-    accepted nodes that the draft had expanded are committed in place; only what it had not run
-    yet (the last accepted leaf, the recovered or bonus token) is computed next time.
+    The draft's cache holds the context, or a window of it, up to and including the pending token.
+    After a round the accepted nodes that the draft had expanded are committed in place; only what
+    it had not run yet (the last accepted leaf, the recovered or bonus token) is computed next time.
 
     Args:
         backend: the draft model; it outlives the drafter.
@@ -35,6 +36,7 @@ class ModelDrafter(Drafter):
         chain: (sampler, rng) to *draw* chains with, for the rejection rule; without it, trees of
             the likeliest tokens are built, for the match walk.
         temperature: of the distribution that ranks candidates.
+        window: what the draft's cache holds of the context.
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class ModelDrafter(Drafter):
         *,
         chain: tuple[Sampler, np.random.Generator] | None = None,
         temperature: float = 1.0,
+        window: DraftWindow = DraftWindow(),  # noqa: B008 (immutable)
     ) -> None:
         self._backend = backend
+        self._window = window
         self._n_tokens = min(n_tokens, backend.vocab_size)
         self._chain = chain
         self._temperature = temperature
@@ -54,11 +58,12 @@ class ModelDrafter(Drafter):
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
         tree = DraftTree(context_ids[-1])
         self._node_ids = {}
-        depth = min(limits.max_depth, self._backend.max_context - len(context_ids) + 1)
+        view = self._window.view(context_ids)
+        depth = min(limits.max_depth, self._backend.max_context - len(view) + 1)
         if limits.max_nodes == 0 or depth < 1:
             return tree
         limits = TreeLimits(limits.max_nodes, depth, limits.width)
-        row = self._advance(context_ids)
+        row = self._advance(view)
         if self._chain is not None:
             self._draw_chain(tree, row, context_ids, limits, *self._chain)
             return tree
@@ -81,10 +86,10 @@ class ModelDrafter(Drafter):
         self._backend.rollback(0)
         self._node_ids = {}
 
-    def _advance(self, context_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Run what the cache lacks of the context; logits after the pending token [vocab]."""
-        missing = list(context_ids[self._backend.n_committed :])
-        return self._backend.prefill(missing)
+    def _advance(self, view: Sequence[int]) -> NDArray[np.float32]:
+        """Run what the cache lacks of the view; logits after the pending token [vocab]."""
+        _, row = self._backend.prefill_from(view)
+        return row
 
     # --- trees ---------------------------------------------------------------------------------
 

@@ -44,6 +44,9 @@ class PaperModel(ModelSource):
 
     outer_bytes = 10 * MIB
 
+    def fingerprint(self) -> str:
+        raise NotImplementedError
+
     def streaming_overhead_bytes(self, n_slots: int) -> int:
         return n_slots * self._overhead_bytes
 

@@ -1,0 +1,264 @@
+"""KV caches that outlive the process: the next one goes on as the same one would have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from command_line import expect_error
+from gguf_models import save_tiny_gguf
+from tiny_pair import save_model
+
+import specdec
+from offload.errors import SpecdecError
+from offload.mapped_file import TensorShape, read_mapped, write_mapped
+from specdec.cli import main
+from specdec.prompt_cache import PromptCacheError
+
+PROMPT = list(range(10, 40))
+OPTIONS = {"ctx_size": 128, "num_draft_tokens": 4, "draft_depth": 3}
+ASKED = {"max_tokens": 6, "ignore_eos": True, "logprobs": True}
+
+
+class Pair(NamedTuple):
+    target: Path
+    draft: Path
+    others: tuple[Path, Path]
+    """Models of the same shape: only the weights' values differ."""
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("gguf", marks=pytest.mark.gguf)])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folders = [tmp_path_factory.mktemp("model") for _ in range(4)]
+    if request.param == "torch":
+        paths = [save_model(folder, seed=seed) for seed, folder in enumerate(folders)]
+    else:
+        pytest.importorskip("llama_cpp")
+        paths = [
+            save_tiny_gguf("llama", folder / "m.gguf", seed=seed)
+            for seed, folder in enumerate(folders)
+        ]
+    return Pair(paths[0], paths[1], (paths[2], paths[3]))
+
+
+@pytest.fixture(scope="module")
+def file(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a generation that ended; not to be changed."""
+    path = tmp_path_factory.mktemp("cache") / "prompt.safetensors"
+    with specdec.load(pair.target, pair.draft, prompt_cache_file=path, **OPTIONS) as llm:
+        llm.generate(PROMPT, **ASKED)
+    return path
+
+
+@pytest.fixture
+def copy(file: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "copy"
+    path.write_bytes(file.read_bytes())
+    return path
+
+
+def check_same(result: specdec.api.GenerationResult, other: specdec.api.GenerationResult) -> None:
+    assert result.token_ids == other.token_ids
+    assert np.abs(np.array(result.logprobs) - other.logprobs).max() < 1e-4
+    for name in ("reused_prompt_tokens", "drafted_tokens", "accepted_tokens", "passes"):
+        assert getattr(result.stats, name) == getattr(other.stats, name)
+
+
+@pytest.mark.parametrize(
+    "prompt", [PROMPT, PROMPT[:-5], [*PROMPT[:12], 7, 8, 9], [50, 51]], ids=lambda p: str(len(p))
+)
+def test_the_next_process_goes_on(pair: Pair, copy: Path, prompt: list[int]) -> None:
+    with specdec.load(pair.target, pair.draft, **OPTIONS) as llm:
+        llm.generate(PROMPT, **ASKED)
+        expected = llm.generate(prompt, **ASKED)
+    with specdec.load(pair.target, pair.draft, prompt_cache_file=copy, **OPTIONS) as llm:
+        assert llm.draft is not None
+        assert llm.draft.n_committed > len(PROMPT) // 2
+        assert llm.target.n_committed == len(PROMPT) + ASKED["max_tokens"] - 1
+        check_same(llm.generate(prompt, **ASKED), expected)
+    with specdec.load(pair.target, pair.draft, prompt_cache_file=copy, **OPTIONS) as llm:
+        assert list(llm.target.committed_ids) == [*prompt, *expected.token_ids[:-1]]
+
+
+def test_a_file_that_is_up_to_date_is_left_alone(pair: Pair, copy: Path) -> None:
+    before = copy.stat().st_ino
+    with specdec.load(pair.target, pair.draft, prompt_cache_file=copy, **OPTIONS) as llm:
+        pass
+    assert copy.stat().st_ino == before
+    with specdec.load(pair.target, pair.draft, prompt_cache_file=copy, **OPTIONS) as llm:
+        llm.generate(PROMPT, **ASKED)
+    with specdec.load(pair.target, pair.draft, prompt_cache_file=copy, **OPTIONS) as llm:
+        llm.generate([5, 6], **ASKED)
+        llm.save_prompt_cache()
+        saved = copy.stat().st_ino
+        assert saved != before
+    assert copy.stat().st_ino == saved
+
+
+def test_an_error_in_the_block_saves_nothing(pair: Pair, copy: Path) -> None:
+    before = copy.stat().st_ino
+    llm = specdec.load(pair.target, prompt_cache_file=copy, **OPTIONS)
+    llm.generate([5, 6], **ASKED)
+    with pytest.raises(KeyboardInterrupt), llm:
+        raise KeyboardInterrupt
+    assert copy.stat().st_ino == before
+    with pytest.raises(SpecdecError, match="closed"):
+        llm.generate([5, 6])
+
+
+def test_another_target_is_refused(pair: Pair, file: Path) -> None:
+    with pytest.raises(PromptCacheError, match="another target model"):
+        specdec.load(pair.others[0], prompt_cache_file=file, **OPTIONS)
+
+
+def test_another_draft_begins_anew(pair: Pair, copy: Path) -> None:
+    with specdec.load(pair.target, pair.others[1], prompt_cache_file=copy, **OPTIONS) as llm:
+        assert llm.draft is not None
+        assert llm.draft.n_committed == 0
+        result = llm.generate(PROMPT, **ASKED)
+        assert result.stats.reused_prompt_tokens == len(PROMPT) - 1
+        expected = llm.generate(PROMPT, speculative=False, cache_prompt=False, **ASKED)
+        assert result.token_ids == expected.token_ids
+
+
+def test_a_context_that_is_too_short(pair: Pair, file: Path) -> None:
+    with pytest.raises(PromptCacheError, match=r"35 tokens do not fit .* of 32 \(raise --ctx-size"):
+        specdec.load(pair.target, prompt_cache_file=file, ctx_size=32, num_draft_tokens=4)
+
+
+Forge = Callable[[dict[str, TensorShape], dict[str, bytes]], None]
+
+
+def without_tokens(shapes: dict[str, TensorShape], data: dict[str, bytes]) -> None:
+    del shapes["target.token_ids"]
+
+
+def foreign_tokens(shapes: dict[str, TensorShape], data: dict[str, bytes]) -> None:
+    data["target.token_ids"] = np.full(35, 10**6, "<i4").tobytes()
+
+
+def negative_tokens(shapes: dict[str, TensorShape], data: dict[str, bytes]) -> None:
+    data["target.token_ids"] = np.full(35, -1, "<i4").tobytes()
+
+
+def fewer_tokens(shapes: dict[str, TensorShape], data: dict[str, bytes]) -> None:
+    shapes["target.token_ids"] = TensorShape("target.token_ids", "I32", (30,))
+    data["target.token_ids"] = data["target.token_ids"][:120]
+
+
+def kv_of_bytes(shapes: dict[str, TensorShape], data: dict[str, bytes]) -> None:
+    name = max(name for name in shapes if name.startswith("target.") and "token" not in name)
+    shapes[name] = TensorShape(name, "U8", (len(data[name]) - 4,))
+    data[name] = data[name][:-4]
+
+
+def no_kv(shapes: dict[str, TensorShape], data: dict[str, bytes]) -> None:
+    for name in [n for n in shapes if n.startswith("target.") and "token" not in n]:
+        del shapes[name]
+
+
+def one_more(shapes: dict[str, TensorShape], data: dict[str, bytes]) -> None:
+    shapes["target.more"] = TensorShape("target.more", "U8", (3,))
+    data["target.more"] = b"abc"
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        without_tokens,
+        foreign_tokens,
+        negative_tokens,
+        fewer_tokens,
+        kv_of_bytes,
+        no_kv,
+        one_more,
+    ],
+)
+def test_forged_files_are_refused(pair: Pair, file: Path, tmp_path: Path, forge: Forge) -> None:
+    """With a good checksum and the right model's fingerprint."""
+    rewrite(file, tmp_path / "forged", forge)
+    with pytest.raises(PromptCacheError, match="forged cannot be used: .*: remove it"):
+        specdec.load(pair.target, pair.draft, prompt_cache_file=tmp_path / "forged", **OPTIONS)
+
+
+def rewrite(file: Path, forged: Path, forge: Forge) -> None:
+    original = read_mapped(file)
+    shapes = {r.name: TensorShape(r.name, r.dtype, r.shape) for r in original.records.values()}
+    data = {name: bytes(buffer) for name, buffer in original.buffers.items()}
+    forge(shapes, data)
+
+    def fill(buffers: Mapping[str, memoryview]) -> None:
+        for name, buffer in buffers.items():
+            buffer[:] = data[name]
+
+    write_mapped(forged, list(shapes.values()), dict(original.metadata), fill)
+
+
+def test_heads_of_another_shape(tmp_path: Path) -> None:
+    """As many numbers as the model's: told at the latest when they meet the model's own."""
+    target = save_model(tmp_path / "target", seed=0)
+    path, forged = tmp_path / "file", tmp_path / "forged"
+    with specdec.load(target, prompt_cache_file=path, **OPTIONS) as llm:
+        llm.generate(PROMPT, **ASKED)
+
+    def forge(shapes: dict[str, TensorShape], data: dict[str, bytes]) -> None:
+        for name, shape in shapes.items():
+            if "layers" in name:
+                heads, n_tokens, dim = shape.shape
+                shapes[name] = TensorShape(name, shape.dtype, (heads * 2, n_tokens, dim // 2))
+
+    rewrite(path, forged, forge)
+    with (
+        pytest.raises(SpecdecError, match="remove the prompt cache file"),
+        specdec.load(target, prompt_cache_file=forged, **OPTIONS) as llm,
+    ):
+        llm.generate(PROMPT, **ASKED)
+
+
+@pytest.mark.gguf
+def test_a_sliding_window_on_llama_cpp(pair: Pair, tmp_path: Path) -> None:
+    """What llama.cpp saves of it is of no use to another prompt; as a draft it is left out."""
+    pytest.importorskip("llama_cpp")
+    sliding = save_tiny_gguf("gemma2", tmp_path / "model.gguf")
+    path = tmp_path / "file"
+    with pytest.raises(PromptCacheError, match="sliding window.*without a prompt cache file"):
+        specdec.load(sliding, prompt_cache_file=path, **OPTIONS)
+    if pair.target.is_file():
+        for n_reused in (0, len(PROMPT) - 1):
+            with specdec.load(pair.target, sliding, prompt_cache_file=path, **OPTIONS) as llm:
+                result = llm.generate(PROMPT, **ASKED)
+                assert result.stats.reused_prompt_tokens == n_reused
+
+
+def test_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "prompt"
+    target = save_model(tmp_path / "target", seed=0)
+    argv = ["run", "-m", str(target), "-c", "128", "-n", "4"]
+    argv += ["--prompt-cache-file", str(path), "-p", "def f(x):"]
+    reused = []
+    for _ in range(2):
+        assert main([*argv, "--json"]) == 0
+        stats = json.loads(capsys.readouterr().out)["stats"]
+        reused.append((stats["reused_prompt_tokens"], stats["prompt_tokens"]))
+    assert reused[0][0] == 0
+    assert reused[1][0] == reused[1][1] - 1
+    path.write_text("notes of mine")
+    expect_error(capsys, argv, "prompt cannot be used", "remove it, or name another one")
+    assert path.read_text() == "notes of mine"
+    argv[argv.index(str(path))] = str(tmp_path / "nowhere" / "prompt")
+    expect_error(capsys, argv, "folder that is not there")
+
+
+def test_saving_needs_a_file(pair: Pair) -> None:
+    with (
+        specdec.load(pair.target, **OPTIONS) as llm,
+        pytest.raises(SpecdecError, match="no prompt_cache_file"),
+    ):
+        llm.save_prompt_cache()
