@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,10 +14,13 @@ from gguf_models import save_tiny_gguf
 from tiny_pair import save_model
 
 import specdec
+from backends.source import BackendOptions
 from offload.errors import SpecdecError
 from offload.mapped_file import TensorShape, read_mapped, write_mapped
+from specdec.api import LLM, GenerationResult
 from specdec.cli import main
-from specdec.prompt_cache import PromptCacheError
+from specdec.formats import OpenedModel, open_model
+from specdec.prompt_cache import PromptCache, PromptCacheError
 
 PROMPT = list(range(10, 40))
 OPTIONS = {"ctx_size": 128, "num_draft_tokens": 4, "draft_depth": 3}
@@ -46,11 +49,32 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def file(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llm(pair: Pair) -> Iterator[LLM]:
+    """One that all tests use: they begin with empty caches, or do not care."""
+    with specdec.load(pair.target, pair.draft, **OPTIONS) as loaded:
+        yield loaded
+
+
+class Opened(NamedTuple):
+    target: OpenedModel
+    draft: OpenedModel
+    others: tuple[OpenedModel, OpenedModel]
+
+
+@pytest.fixture(scope="module")
+def opened(pair: Pair) -> Opened:
+    target, draft, *others = (
+        open_model(path, BackendOptions()) for path in (pair.target, pair.draft, *pair.others)
+    )
+    return Opened(target, draft, (others[0], others[1]))
+
+
+@pytest.fixture(scope="module")
+def file(llm: LLM, opened: Opened, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a generation that ended; not to be changed."""
     path = tmp_path_factory.mktemp("cache") / "prompt.safetensors"
-    with specdec.load(pair.target, pair.draft, prompt_cache_file=path, **OPTIONS) as llm:
-        llm.generate(PROMPT, **ASKED)
+    llm.generate(PROMPT, cache_prompt=False, **ASKED)
+    PromptCache(path, opened.target, opened.draft).save(*llm.backends)
     return path
 
 
@@ -61,41 +85,46 @@ def copy(file: Path, tmp_path: Path) -> Path:
     return path
 
 
-def check_same(result: specdec.api.GenerationResult, other: specdec.api.GenerationResult) -> None:
+def check_same(result: GenerationResult, other: GenerationResult) -> None:
     assert result.token_ids == other.token_ids
     assert np.abs(np.array(result.logprobs) - other.logprobs).max() < 1e-4
     for name in ("reused_prompt_tokens", "drafted_tokens", "accepted_tokens", "passes"):
         assert getattr(result.stats, name) == getattr(other.stats, name)
 
 
+def test_the_next_process_goes_on(pair: Pair, llm: LLM, copy: Path) -> None:
+    llm.generate(PROMPT, cache_prompt=False, **ASKED)
+    expected = llm.generate([*PROMPT, 7], **ASKED)
+    with specdec.load(pair.target, pair.draft, prompt_cache_file=copy, **OPTIONS) as other:
+        assert other.target.n_committed == len(PROMPT) + ASKED["max_tokens"] - 1
+        check_same(other.generate([*PROMPT, 7], **ASKED), expected)
+    with specdec.load(pair.target, prompt_cache_file=copy, **OPTIONS) as other:
+        assert list(other.target.committed_ids) == [*PROMPT, 7, *expected.token_ids[:-1]]
+
+
 @pytest.mark.parametrize(
     "prompt", [PROMPT, PROMPT[:-5], [*PROMPT[:12], 7, 8, 9], [50, 51]], ids=lambda p: str(len(p))
 )
-def test_the_next_process_goes_on(pair: Pair, copy: Path, prompt: list[int]) -> None:
-    with specdec.load(pair.target, pair.draft, **OPTIONS) as llm:
-        llm.generate(PROMPT, **ASKED)
-        expected = llm.generate(prompt, **ASKED)
-    with specdec.load(pair.target, pair.draft, prompt_cache_file=copy, **OPTIONS) as llm:
-        assert llm.draft is not None
-        assert llm.draft.n_committed > len(PROMPT) // 2
-        assert llm.target.n_committed == len(PROMPT) + ASKED["max_tokens"] - 1
-        check_same(llm.generate(prompt, **ASKED), expected)
-    with specdec.load(pair.target, pair.draft, prompt_cache_file=copy, **OPTIONS) as llm:
-        assert list(llm.target.committed_ids) == [*prompt, *expected.token_ids[:-1]]
+def test_any_prompt_goes_on(llm: LLM, opened: Opened, file: Path, prompt: list[int]) -> None:
+    llm.generate(PROMPT, cache_prompt=False, **ASKED)
+    expected = llm.generate(prompt, **ASKED)
+    llm.forget_prompt()
+    PromptCache(file, opened.target, opened.draft).restore(*llm.backends)
+    assert all(backend.n_committed > len(PROMPT) // 2 for backend in llm.backends)
+    check_same(llm.generate(prompt, **ASKED), expected)
 
 
-def test_a_file_that_is_up_to_date_is_left_alone(pair: Pair, copy: Path) -> None:
-    before = copy.stat().st_ino
-    with specdec.load(pair.target, pair.draft, prompt_cache_file=copy, **OPTIONS) as llm:
-        pass
+def test_a_file_that_is_up_to_date_is_left_alone(llm: LLM, opened: Opened, copy: Path) -> None:
+    llm.forget_prompt()
+    prompt_cache, before = PromptCache(copy, opened.target, opened.draft), copy.stat().st_ino
+    prompt_cache.restore(*llm.backends)
+    prompt_cache.save(*llm.backends)
     assert copy.stat().st_ino == before
-    with specdec.load(pair.target, pair.draft, prompt_cache_file=copy, **OPTIONS) as llm:
-        llm.generate(PROMPT, **ASKED)
-    with specdec.load(pair.target, pair.draft, prompt_cache_file=copy, **OPTIONS) as llm:
-        llm.generate([5, 6], **ASKED)
-        llm.save_prompt_cache()
-        saved = copy.stat().st_ino
-        assert saved != before
+    llm.generate([5, 6], **ASKED)
+    prompt_cache.save(*llm.backends)
+    saved = copy.stat().st_ino
+    assert saved != before
+    prompt_cache.save(*llm.backends)
     assert copy.stat().st_ino == saved
 
 
@@ -110,24 +139,26 @@ def test_an_error_in_the_block_saves_nothing(pair: Pair, copy: Path) -> None:
         llm.generate([5, 6])
 
 
-def test_another_target_is_refused(pair: Pair, file: Path) -> None:
+def test_another_target_is_refused(opened: Opened, file: Path) -> None:
     with pytest.raises(PromptCacheError, match="another target model"):
-        specdec.load(pair.others[0], prompt_cache_file=file, **OPTIONS)
+        PromptCache(file, opened.others[0], None)
 
 
-def test_another_draft_begins_anew(pair: Pair, copy: Path) -> None:
-    with specdec.load(pair.target, pair.others[1], prompt_cache_file=copy, **OPTIONS) as llm:
-        assert llm.draft is not None
-        assert llm.draft.n_committed == 0
-        result = llm.generate(PROMPT, **ASKED)
-        assert result.stats.reused_prompt_tokens == len(PROMPT) - 1
-        expected = llm.generate(PROMPT, speculative=False, cache_prompt=False, **ASKED)
-        assert result.token_ids == expected.token_ids
+def test_another_draft_begins_anew(llm: LLM, opened: Opened, file: Path) -> None:
+    llm.forget_prompt()
+    PromptCache(file, opened.target, opened.others[1]).restore(*llm.backends)
+    assert [backend.n_committed for backend in llm.backends] == [35, 0]
+    result = llm.generate(PROMPT, **ASKED)
+    assert result.stats.reused_prompt_tokens == len(PROMPT) - 1
 
 
-def test_a_context_that_is_too_short(pair: Pair, file: Path) -> None:
+def test_a_context_that_is_too_short(
+    llm: LLM, opened: Opened, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm.forget_prompt()
+    monkeypatch.setattr(llm.target, "max_context", 32)
     with pytest.raises(PromptCacheError, match=r"35 tokens do not fit .* of 32 \(raise --ctx-size"):
-        specdec.load(pair.target, prompt_cache_file=file, ctx_size=32, num_draft_tokens=4)
+        PromptCache(file, opened.target, None).restore(llm.target, None)
 
 
 Forge = Callable[[dict[str, TensorShape], dict[str, bytes]], None]
@@ -178,11 +209,16 @@ def one_more(shapes: dict[str, TensorShape], data: dict[str, bytes]) -> None:
         one_more,
     ],
 )
-def test_forged_files_are_refused(pair: Pair, file: Path, tmp_path: Path, forge: Forge) -> None:
+def test_forged_files_are_refused(
+    llm: LLM, opened: Opened, file: Path, tmp_path: Path, forge: Forge
+) -> None:
     """With a good checksum and the right model's fingerprint."""
+    llm.forget_prompt()
     rewrite(file, tmp_path / "forged", forge)
+    prompt_cache = PromptCache(tmp_path / "forged", opened.target, opened.draft)
     with pytest.raises(PromptCacheError, match="forged cannot be used: .*: remove it"):
-        specdec.load(pair.target, pair.draft, prompt_cache_file=tmp_path / "forged", **OPTIONS)
+        prompt_cache.restore(*llm.backends)
+    assert llm.target.n_committed == 0
 
 
 def rewrite(file: Path, forged: Path, forge: Forge) -> None:
@@ -200,10 +236,8 @@ def rewrite(file: Path, forged: Path, forge: Forge) -> None:
 
 def test_heads_of_another_shape(tmp_path: Path) -> None:
     """As many numbers as the model's: told at the latest when they meet the model's own."""
-    target = save_model(tmp_path / "target", seed=0)
     path, forged = tmp_path / "file", tmp_path / "forged"
-    with specdec.load(target, prompt_cache_file=path, **OPTIONS) as llm:
-        llm.generate(PROMPT, **ASKED)
+    target = save_model(tmp_path / "target", seed=0)
 
     def forge(shapes: dict[str, TensorShape], data: dict[str, bytes]) -> None:
         for name, shape in shapes.items():
@@ -211,27 +245,30 @@ def test_heads_of_another_shape(tmp_path: Path) -> None:
                 heads, n_tokens, dim = shape.shape
                 shapes[name] = TensorShape(name, shape.dtype, (heads * 2, n_tokens, dim // 2))
 
-    rewrite(path, forged, forge)
-    with (
-        pytest.raises(SpecdecError, match="remove the prompt cache file"),
-        specdec.load(target, prompt_cache_file=forged, **OPTIONS) as llm,
-    ):
+    with specdec.load(target, prompt_cache_file=path, **OPTIONS) as llm:
         llm.generate(PROMPT, **ASKED)
+        llm.save_prompt_cache()
+        rewrite(path, forged, forge)
+        llm.forget_prompt()
+        PromptCache(forged, open_model(target, BackendOptions()), None).restore(llm.target, None)
+        with pytest.raises(SpecdecError, match="remove the prompt cache file"):
+            llm.generate(PROMPT, **ASKED)
+        llm.forget_prompt()
 
 
 @pytest.mark.gguf
-def test_a_sliding_window_on_llama_cpp(pair: Pair, tmp_path: Path) -> None:
+def test_a_sliding_window_on_llama_cpp(tmp_path: Path) -> None:
     """What llama.cpp saves of it is of no use to another prompt; as a draft it is left out."""
     pytest.importorskip("llama_cpp")
     sliding = save_tiny_gguf("gemma2", tmp_path / "model.gguf")
     path = tmp_path / "file"
     with pytest.raises(PromptCacheError, match="sliding window.*without a prompt cache file"):
         specdec.load(sliding, prompt_cache_file=path, **OPTIONS)
-    if pair.target.is_file():
-        for n_reused in (0, len(PROMPT) - 1):
-            with specdec.load(pair.target, sliding, prompt_cache_file=path, **OPTIONS) as llm:
-                result = llm.generate(PROMPT, **ASKED)
-                assert result.stats.reused_prompt_tokens == n_reused
+    target = save_tiny_gguf("llama", tmp_path / "target.gguf")
+    for n_reused in (0, len(PROMPT) - 1):
+        with specdec.load(target, sliding, prompt_cache_file=path, **OPTIONS) as llm:
+            result = llm.generate(PROMPT, **ASKED)
+            assert result.stats.reused_prompt_tokens == n_reused
 
 
 def test_on_the_command_line(
@@ -256,9 +293,6 @@ def test_on_the_command_line(
     expect_error(capsys, argv, "folder that is not there")
 
 
-def test_saving_needs_a_file(pair: Pair) -> None:
-    with (
-        specdec.load(pair.target, **OPTIONS) as llm,
-        pytest.raises(SpecdecError, match="no prompt_cache_file"),
-    ):
+def test_saving_needs_a_file(llm: LLM) -> None:
+    with pytest.raises(SpecdecError, match="no prompt_cache_file"):
         llm.save_prompt_cache()
