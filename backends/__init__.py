@@ -1,10 +1,12 @@
 """Models, tensors and KV caches behind one contract (`base.Backend`).
 
 base          the contract
+shared_source the target as its own draft
 mending       repairs after an operation that broke off, the same for every backend
 source        a model before its weights, as the planner sees it
 node_table    which rows tentative nodes occupy and who sees whom
 kv_cache      a transformers Cache over growing blocks, with commit and rollback
+torch_prefix  its rows as tensors of a file
 masks         attention masks for prefixes, trees and sliding windows
 raw_config    the figures of a config.json, read with distrust
 hf_config     what a config says: whether the model can run, its context, its KV cache
@@ -21,6 +23,7 @@ llama_lib, llama_log, llama_batch   llama.cpp's C interface
 interruptible              C calls that Ctrl-C can end
 llama_tree, llama_memory   trees as sequences of one KV cache
 llama_graph, llama_stream  the layers of a graph, and the pager that brings them
+llama_prefix               its cells as one tensor of a file
 llama_context              what a backend asks of llama.cpp
 llama_passes, llama_cpp    the llama.cpp backend
 ggml_compute  how fast llama.cpp multiplies

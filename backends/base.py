@@ -9,7 +9,7 @@ Logits are numpy float32 arrays, so that a backend without torch fits the same c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -17,6 +17,10 @@ import numpy as np
 from typing_extensions import Self
 
 from offload.errors import SpecdecError
+from offload.mapped_file import TensorShape
+
+SavedTensors = Mapping[str, tuple[TensorShape, memoryview]]
+"""Tensors by name, each with its bytes, which may be written to."""
 
 PREFIX = -1
 """Parent of a node that follows the last committed token directly."""
@@ -47,6 +51,15 @@ class StreamUse(NamedTuple):
     stall_seconds: float = 0.0
 
 
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the longest common prefix of two sequences of tokens."""
+    n_tokens = min(len(first), len(second))
+    if first[:n_tokens] == second[:n_tokens]:  # usual, and quick
+        return n_tokens
+    pairs = zip(first, second, strict=False)
+    return next(i for i, (one, other) in enumerate(pairs) if one != other)
+
+
 class Backend(ABC):
     """One model and its KV cache.
 
@@ -68,8 +81,13 @@ class Backend(ABC):
 
     @property
     @abstractmethod
+    def committed_ids(self) -> Sequence[int]:
+        """The tokens whose KV is the committed prefix; exact at all times, not to be changed."""
+
+    @property
     def n_committed(self) -> int:
-        """Tokens whose KV is the committed prefix; exact at all times."""
+        """Length of the committed prefix."""
+        return len(self.committed_ids)
 
     @property
     @abstractmethod
@@ -115,6 +133,53 @@ class Backend(ABC):
     @abstractmethod
     def rollback(self, length: int) -> None:
         """Cut the committed prefix to `length` tokens (absolute) and drop all live nodes."""
+
+    def prefill_from(self, token_ids: Sequence[int]) -> tuple[int, np.ndarray]:
+        """Make `token_ids` the committed prefix, keeping the KV of the beginning they share.
+
+        The last token is computed in any case, for its logits.
+        Returns the number of tokens whose KV was kept, and the last one's logits [vocab].
+        """
+        wanted = list(token_ids)
+        n_kept = common_length(list(self.committed_ids), wanted[:-1])
+        if n_kept < self.n_committed:
+            self.rollback(n_kept)
+        return n_kept, self.prefill(wanted[n_kept:])
+
+    @property
+    def can_save_prefix(self) -> bool:
+        """Whether a saved prefix could be cut back like any other once it is restored.
+
+        llama.cpp saves only the last window of layers with a sliding window.
+        """
+        return True
+
+    @abstractmethod
+    def prefix_tensors(self) -> tuple[TensorShape, ...]:
+        """The tensors that hold the KV of the committed prefix. Live nodes are dropped."""
+
+    @abstractmethod
+    def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
+        """Write the tensors of `prefix_tensors` into the buffers of their names.
+
+        Takes no memory beside the buffers.
+        """
+
+    @abstractmethod
+    def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
+        """Make `token_ids` the committed prefix, with the KV that `save_prefix` wrote for it.
+
+        Raises BackendError where the tensors are not those of such a prefix of this model; the
+        cache is empty then.
+        """
+
+    def sibling(self, *, max_context: int, max_nodes: int, max_rows: int) -> Backend:
+        """A backend with a KV cache of its own over this one's weights, which must be in memory.
+
+        max_rows: most nodes of one call of `extend`.
+        Two threads may use the two. Close the sibling first.
+        """
+        raise BackendError("this backend cannot share its weights")
 
     @property
     def stream_use(self) -> StreamUse:

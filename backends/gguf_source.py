@@ -10,10 +10,11 @@ from backends.ggml_compute import measure_ggml_compute
 from backends.gguf_model import GgufModel, load_gguf_model
 from backends.llama_context import context_options
 from backends.llama_cpp import LlamaBackend
-from backends.llama_lib import MAX_SEQUENCES, default_threads
+from backends.llama_lib import MAX_SEQUENCES, default_threads, llama_version
 from backends.llama_memory import context_memory
 from backends.llama_stream import resident_outer_records
 from backends.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
+from offload.fingerprint import fingerprint
 from offload.gguf_header import GGML_TYPES
 from offload.memory import reset_peak_rss
 from offload.paged_memory import move_seconds_per_byte
@@ -53,6 +54,13 @@ class GgufSource(ModelSource):
     @property
     def weight_file(self) -> Path:
         return max(self.model.index.paths, key=lambda path: path.stat().st_size)
+
+    def fingerprint(self) -> str:
+        metadata = self.model.index.metadata
+        single = [key for key in sorted(metadata) if metadata.array_length(key) is None]
+        description = {key: metadata[key] for key in single}  # arrays: the tokenizer's
+        formats = (self._type_k, self._type_v, llama_version())
+        return fingerprint(self.model.index.values(), f"{description} {formats}")
 
     @property
     def outer_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import BLOCK_ROWS
 from backends.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.torch_cpu import TorchBackend
+from offload.fingerprint import fingerprint
 from offload.plan import LayerWeights
 from offload.reading import resident_footprint
 
@@ -42,6 +44,14 @@ class HfSource(ModelSource):
     def weight_file(self) -> Path:
         paths = {record.path for layer in self.layers for record in layer.tensors}
         return max(paths, key=lambda path: path.stat().st_size)
+
+    def fingerprint(self) -> str:
+        config = self.model.config.to_dict()
+        for of_the_copy in ("transformers_version", "_name_or_path"):
+            config.pop(of_the_copy, None)
+        description = f"{json.dumps(config, sort_keys=True, default=str)} {self.model.dtype}"
+        layers = [record for layer in self.layers for record in layer.tensors]
+        return fingerprint((*self.model.outer_records, *layers), description)
 
     @property
     def outer_bytes(self) -> int:

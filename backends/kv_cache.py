@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from backends.base import BackendError
 from backends.node_table import NodeTable
 
 BLOCK_ROWS = 256
@@ -42,13 +43,21 @@ class TreeCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.n_rows + key_states.shape[-2]
-        self._ensure_capacity(end)
         assert self.keys is not None
         assert self.values is not None
+        _check_shape(self.keys, key_states)
+        _check_shape(self.values, value_states)
+        self._ensure_capacity(end)
         self.keys[:, :, self.n_rows : end] = key_states
         self.values[:, :, self.n_rows : end] = value_states
         self.n_rows = end
         return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def restore(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Let these states [1, heads, n, dim] be all rows, whatever was known of their shape."""
+        self.lazy_initialization(key_states, value_states)
+        self.n_rows = 0
+        self.update(key_states, value_states)
 
     def get_seq_length(self) -> int:
         return self.n_rows
@@ -104,18 +113,18 @@ class TreeCache(Cache):
         super().__init__(layers=[TreeCacheLayer() for _ in range(n_layers)])
         self.table = NodeTable()
 
-    def begin(self, parents: Sequence[int]) -> list[int]:
+    def begin(self, parents: Sequence[int], token_ids: Sequence[int]) -> list[int]:
         """Register nodes below `parents`, whose rows the next forward appends; return ids."""
-        return self.table.add(parents)
+        return self.table.add(parents, token_ids)
 
     def expect(self, n_rows: int) -> None:
         """The next forward will bring the cache to `n_rows` rows."""
         for layer in self.layers:
             layer.n_expected = n_rows
 
-    def commit_prefill(self, n_tokens: int) -> None:
-        """Count the n_tokens rows that a forward appended to the bare prefix as committed."""
-        self.table.n_committed += n_tokens
+    def commit_prefill(self, token_ids: Sequence[int]) -> None:
+        """Count the rows that a forward of these tokens appended to the prefix as committed."""
+        self.table.append(token_ids)
         self.check_integrity()
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
@@ -137,13 +146,13 @@ class TreeCache(Cache):
             n_intact: rows that an interrupted operation did not touch; no more stay committed.
         """
         if n_intact is not None:
-            self.table.n_committed = min(self.table.n_committed, n_intact)
+            self.table.cut(n_intact)
         self.table.drop_live()
         self._truncate()
 
     def free(self) -> None:
         """Give the memory back; the cache is empty afterwards."""
-        self.table = NodeTable()
+        self.table.rollback(0)  # the ids of nodes are never used twice
         for layer in self.layers:
             layer.keys = layer.values = None
             layer.is_initialized, layer.n_rows = False, 0
@@ -176,6 +185,15 @@ class TreeCache(Cache):
     def _truncate(self) -> None:
         for layer in self.layers:
             layer.n_rows = min(layer.n_rows, self.table.n_rows)
+
+
+def _check_shape(rows: torch.Tensor, states: torch.Tensor) -> None:
+    """Restored rows may be of another shape than the model's: their file was made by hand."""
+    if (rows.shape[1], rows.shape[3]) != (states.shape[1], states.shape[3]):
+        raise BackendError(
+            f"the KV cache holds {rows.shape[1]} heads of {rows.shape[3]} numbers, the model has "
+            f"{states.shape[1]} of {states.shape[3]}: remove the prompt cache file"
+        )
 
 
 def _empty_rows(like: torch.Tensor, n_rows: int) -> torch.Tensor:

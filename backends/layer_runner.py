@@ -76,7 +76,7 @@ class LayerRunner:
         self._forward = module.forward
         self._signature = inspect.signature(module.forward)
         self._tensors = tensors
-        self._open_layer = open_layer
+        self.open_layer = open_layer
         self._window = window
         self._dtype = dtype
         self._module = module
@@ -86,7 +86,7 @@ class LayerRunner:
         module.forward = self
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with self._open_layer(self._index) as tensors:
+        with self.open_layer(self._index) as tensors:
             if not self._is_bound:
                 bind(self._tensors, tensors, self._dtype)
                 self._is_bound = self._is_resident

@@ -1,8 +1,13 @@
-"""The llama.cpp context that a backend asks for."""
+"""The llama.cpp context that a backend asks for, and what it refuses."""
 
 from __future__ import annotations
 
+from backends.base import UnsupportedModel
+from backends.gguf_model import GgufModel
 from backends.llama_lib import MAX_SEQUENCES, ContextOptions, default_threads
+from offload.plan import ResidencyPlan
+
+LOAD_MODES = ("stream", "mmap", "ram")
 
 PREFILL_ROWS = 512
 """Tokens of a prompt that go through the layers together. A streamed model is read once for so
@@ -33,3 +38,24 @@ def context_options(
         cache_type_v=cache_type_v,
         flash_attention=flash_attention,
     )
+
+
+def recurrent_model(model: GgufModel) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{model.path} ({model.architecture}) keeps a recurrent state, which cannot be rolled back "
+        "to an earlier token: use a model with attention in every layer"
+    )
+
+
+def check_options(
+    model: GgufModel, max_nodes: int, residency: ResidencyPlan | None, load_mode: str
+) -> None:
+    """Raise for a backend that cannot be."""
+    if load_mode not in LOAD_MODES:
+        raise ValueError(f"load_mode {load_mode!r} is not one of {', '.join(LOAD_MODES)}")
+    if residency is not None and residency.n_slots and load_mode != "stream":
+        raise ValueError(f"load_mode {load_mode!r} holds the whole model: it takes no residency")
+    if max_nodes < 1:
+        raise ValueError(f"max_nodes must be 1 or more, not {max_nodes}")
+    if model.is_recurrent:
+        raise recurrent_model(model)

@@ -7,22 +7,25 @@ Python meanwhile and ends it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from backends.base import BackendError, ContextFull, StreamUse, UnsupportedModel
+from backends.base import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.gguf_model import GgufModel
 from backends.llama_batch import Batch
-from backends.llama_context import context_options
+from backends.llama_context import check_options, context_options, recurrent_model
 from backends.llama_lib import ContextOptions, LlamaContext, LlamaModel, Progress
 from backends.llama_passes import PassThread
+from backends.llama_prefix import LlamaPrefix
 from backends.llama_stream import StreamedLayers, mapped_ranges
 from backends.llama_tree import TreeSequences
 from backends.mending import MendingBackend
+from backends.node_table import NodeTable
+from offload.mapped_file import TensorShape
 from offload.plan import ResidencyPlan
 
-_LOAD_MODES = ("stream", "mmap", "ram")
 _QUICK_BYTES = 4e9  # weights times rows that take less than about a second: no thread for those
 
 
@@ -64,7 +67,7 @@ class LlamaBackend(MendingBackend):
         n_readers: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        _check(model, max_nodes, residency, load_mode)
+        check_options(model, max_nodes, residency, load_mode)
         self.max_context = min(max_context or model.max_context, model.max_context)
         self.max_nodes = max_nodes
         options = context_options(
@@ -76,7 +79,6 @@ class LlamaBackend(MendingBackend):
             flash_attention,
             max_outputs,
         )
-        self._max_outputs = options.max_outputs
         self._closing: list[Callable[[], None]] = []
         self._kv_bytes_per_token = model.kv_bytes_per_token(
             cache_type_k, cache_type_v, flash_attention=flash_attention is not False
@@ -104,34 +106,62 @@ class LlamaBackend(MendingBackend):
         self._closing.append(self._model.close)
         self.vocab_size = self._model.vocab_size
         if self._model.is_recurrent:
-            raise UnsupportedModel(_RECURRENT.format(model.path, model.architecture))
+            raise recurrent_model(model)
         self._stream = None
         if is_streamed and residency is not None:
             self._stream = StreamedLayers(self._model, model, residency.layers, before)
+        self._open_context(options)
+        if self._stream and residency is not None:
+            self._closing.append(self._stream.close)
+            self._stream.start(self._context, residency.n_slots, n_readers, progress)
+        self._open_thread()
+
+    def _open_context(self, options: ContextOptions) -> None:
         callback = self._stream.callback if self._stream else None
+        self._options = options
         self._context = LlamaContext(self._model, options, callback)
         self._closing.append(self._context.close)
         self.max_rows = options.max_rows
         self._tree = TreeSequences(self._model, self._context, options.n_sequences - 1)
-        if self._stream and residency is not None:
-            self._closing.append(self._stream.close)
-            self._stream.start(self._context, residency.n_slots, n_readers, progress)
+        self._prefix = LlamaPrefix(self._model, self._context)
+
+    def _open_thread(self) -> None:
         self._thread = PassThread(self._context)
         self._closing.append(self._thread.close)
+
+    def sibling(self, *, max_context: int, max_nodes: int, max_rows: int) -> LlamaBackend:
+        """See Backend.sibling."""
+        if self._stream is not None:
+            raise BackendError("a streamed model cannot share its weights")
+        other, present = copy.copy(self), self._options
+        other.max_context, other.max_nodes = min(max_context, self.max_context), max_nodes
+        other._closing = []
+        options = context_options(
+            other.max_context,
+            max_nodes,
+            present.n_threads,
+            present.cache_type_k,
+            present.cache_type_v,
+            present.flash_attention,
+            max_rows,
+        )
+        try:
+            other._open_context(options)
+            other._open_thread()
+        except BaseException:
+            other.close()
+            raise
+        return other
 
     # --- the contract ----------------------------------------------------------------------
 
     @property
-    def n_committed(self) -> int:
-        return self._tree.table.n_committed
+    def _table(self) -> NodeTable:
+        return self._tree.table
 
     @property
     def node_room(self) -> int:
         return min(self.max_nodes, self._context.n_cells - self.n_committed)
-
-    @property
-    def next_node_id(self) -> int:
-        return self._tree.table.next_id
 
     @property
     def stream_use(self) -> StreamUse:
@@ -175,6 +205,20 @@ class LlamaBackend(MendingBackend):
         n_intact = length if 0 <= length <= self.n_committed else None
         self._mending(lambda: self._tree.rollback(length), n_intact)
 
+    @property
+    def can_save_prefix(self) -> bool:
+        return self._model.sliding_window == 0
+
+    def prefix_tensors(self) -> tuple[TensorShape, ...]:
+        self._mending(self._tree.abort)  # live nodes lie in the sequence that is saved
+        return self._prefix.tensors()
+
+    def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
+        self._mending(lambda: self._prefix.save(buffers))
+
+    def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
+        self._mending(lambda: self._load_prefix(token_ids, tensors), n_intact=0)
+
     def request_cancel(self) -> None:
         """End a running pass soon with PassCancelled; any thread may call this."""
         self._thread.cancel()
@@ -211,7 +255,7 @@ class LlamaBackend(MendingBackend):
             positions = np.arange(first, first + len(chunk))
             rows = [len(chunk) - 1] if is_last else []
             logits = self._run(Batch(chunk, positions, [sequences] * len(chunk), rows))
-        table.n_committed += n_tokens
+        table.append(token_ids)
         self._tree.check_integrity()
         return logits[0]
 
@@ -221,12 +265,19 @@ class LlamaBackend(MendingBackend):
         table, n_tokens = self._tree.table, len(token_ids)
         n_live = len(table)
         self._check_room(n_live + n_tokens, n_tokens, len(wanted))
-        node_ids, sequences = self._tree.extend(parents)
+        node_ids, sequences = self._tree.extend(parents, token_ids)
         if self.n_committed + table.max_depth > self.max_context:
             raise ContextFull(n_tokens, self.n_committed, self.max_context)
         logits = self._run(Batch(token_ids, table.positions(n_live), sequences, wanted))
         self._tree.check_integrity()
         return node_ids, logits
+
+    def _load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
+        self._tree.rollback(0)
+        if len(token_ids) > self.max_context:
+            raise ContextFull(len(token_ids), 0, self.max_context)
+        self._prefix.load(token_ids, tensors)
+        self._tree.adopt(token_ids)
 
     def _check_room(self, n_nodes: int, n_new: int, n_outputs: int) -> None:
         if n_nodes > self.max_nodes:
@@ -236,9 +287,10 @@ class LlamaBackend(MendingBackend):
             )
         if n_nodes > self.node_room:
             raise ContextFull(n_new, self.n_committed, self.max_context)
-        if n_outputs > self._max_outputs:
+        most = self._options.max_outputs
+        if n_outputs > most:
             raise BackendError(
-                f"{n_outputs} rows of logits are more than the {self._max_outputs} that this "
+                f"{n_outputs} rows of logits are more than the {most} that this "
                 "backend was made for: ask for fewer rows or raise max_outputs"
             )
 
@@ -246,22 +298,3 @@ class LlamaBackend(MendingBackend):
         self._tree.abort(n_intact)
         if self._stream is not None:
             self._stream.restart()
-
-
-_RECURRENT = (
-    "{} ({}) keeps a recurrent state, which cannot be rolled back to an earlier token: "
-    "use a model with attention in every layer"
-)
-
-
-def _check(
-    model: GgufModel, max_nodes: int, residency: ResidencyPlan | None, load_mode: str
-) -> None:
-    if load_mode not in _LOAD_MODES:
-        raise ValueError(f"load_mode {load_mode!r} is not one of {', '.join(_LOAD_MODES)}")
-    if residency is not None and residency.n_slots and load_mode != "stream":
-        raise ValueError(f"load_mode {load_mode!r} holds the whole model: it takes no residency")
-    if max_nodes < 1:
-        raise ValueError(f"max_nodes must be 1 or more, not {max_nodes}")
-    if model.is_recurrent:
-        raise UnsupportedModel(_RECURRENT.format(model.path, model.architecture))

@@ -74,6 +74,14 @@ def _check_fields(structure: type[ctypes.Structure], wanted: str) -> None:
         )
 
 
+def llama_version() -> str:
+    """Of llama-cpp-python, which brings its llama.cpp along."""
+    load_library()
+    import llama_cpp
+
+    return str(llama_cpp.__version__)
+
+
 def default_threads() -> int:
     """The processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -54,12 +54,14 @@ class TreeSequences:
 
     # --- growing ---------------------------------------------------------------------------
 
-    def extend(self, parents: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+    def extend(
+        self, parents: Sequence[int], token_ids: Sequence[int]
+    ) -> tuple[list[int], list[list[int]]]:
         """Register nodes; return their ids and the sequences that each is to be decoded with.
 
         Raises BackendError where a parent is not live, or there are more leaves than sequences.
         """
-        ids = self.table.add(parents)
+        ids = self.table.add(parents, token_ids)
         self._parents.update(zip(ids, parents, strict=True))
         self._check_window()
         new = dict(zip(ids, range(len(ids)), strict=True))
@@ -153,13 +155,20 @@ class TreeSequences:
         self.table.rollback(length)
         self._drop_from(length)
 
+    def adopt(self, token_ids: Sequence[int]) -> None:
+        """Sequence 0 of an empty cache was filled with these tokens: they are the prefix."""
+        self.table.append(token_ids)
+        for sequence in self._idle[1:]:
+            self._copy(0, sequence, 0, len(token_ids))
+        self.check_integrity()
+
     def abort(self, n_intact: int | None = None) -> None:
         """Drop every live node, and cells that a broken pass left behind the prefix.
 
         n_intact: committed tokens that an operation left alone that broke off; None: all.
         """
         if n_intact is not None:
-            self.table.n_committed = min(n_intact, self.table.n_committed)
+            self.table.cut(n_intact)
         self.table.drop_live()
         self._drop_from(self.table.n_committed)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from backends.base import Backend, BackendError
+from backends.node_table import NodeTable
 
 _T = TypeVar("_T")
 
@@ -17,6 +18,21 @@ class MendingBackend(Backend):
     _is_closed = False
     _n_intact: int | None = None
     """While an operation runs, or was cut short: the committed tokens that it leaves alone."""
+
+    @property
+    @abstractmethod
+    def _table(self) -> NodeTable:
+        """The committed prefix and the live nodes."""
+
+    @property
+    def committed_ids(self) -> Sequence[int]:
+        """See Backend.committed_ids; before a repair, what the repair will leave."""
+        held = self._table.committed
+        return held if self._n_intact is None else held[: self._n_intact]
+
+    @property
+    def next_node_id(self) -> int:
+        return self._table.next_id
 
     @abstractmethod
     def _repair(self, n_intact: int) -> None:

@@ -20,15 +20,21 @@ class NodeTable:
     """Live nodes in row order, their parents, depths and ancestors."""
 
     def __init__(self) -> None:
-        self.n_committed = 0
+        self.committed: list[int] = []
+        """Token ids of the prefix, in order; the one record of how long it is."""
         self.next_id = 0
         self._ids: list[int] = []
+        self._tokens: list[int] = []
         self._parents: list[int] = []
         self._depths: list[int] = []
         self._ancestors = np.zeros((0, 0), dtype=bool)  # [live, live], own column included
 
     def __len__(self) -> int:
         return len(self._ids)
+
+    @property
+    def n_committed(self) -> int:
+        return len(self.committed)
 
     @property
     def n_rows(self) -> int:
@@ -57,8 +63,19 @@ class NodeTable:
         row = self._rows()[node]
         return [self._ids[r] for r in np.flatnonzero(self._ancestors[row])]
 
-    def add(self, parents: Sequence[int]) -> list[int]:
-        """Append nodes below `parents`; return their ids. Unknown parents raise, adding nothing."""
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Lengthen the prefix by tokens that were no nodes before: a prompt's."""
+        self.committed += [int(token) for token in token_ids]
+
+    def cut(self, length: int) -> None:
+        """Shorten the prefix to `length` tokens, if it is longer."""
+        del self.committed[length:]
+
+    def add(self, parents: Sequence[int], token_ids: Sequence[int]) -> list[int]:
+        """Append nodes with these tokens below `parents`; return their ids.
+
+        Unknown parents raise, adding nothing.
+        """
         ids, rows = list(range(self.next_id, self.next_id + len(parents))), self._rows()
         for i, parent in enumerate(parents):
             if parent != PREFIX and parent not in rows and parent not in ids[:i]:
@@ -73,6 +90,7 @@ class NodeTable:
             rows[node] = row
             self._depths.append(0 if parent == PREFIX else self._depths[rows[parent]] + 1)
         self._ids += ids
+        self._tokens += [int(token) for token in token_ids]
         self._parents += parents
         self._ancestors = grown
         self.next_id += len(ids)
@@ -87,7 +105,7 @@ class NodeTable:
         self._check_chain(path, rows)
         kept = self._subtrees(keep, rows, below=path[-1] if path else PREFIX)
         order = [rows[node] for node in path] + kept
-        self.n_committed += len(path)
+        self.committed += [self._tokens[rows[node]] for node in path]
         self._select(kept, root=path[-1] if path else PREFIX, lift=len(path))
         return order
 
@@ -105,7 +123,7 @@ class NodeTable:
         """Cut the prefix to `length` tokens and drop all live nodes."""
         if not 0 <= length <= self.n_committed:
             raise BackendError(f"cannot roll back to {length}: {self.n_committed} are committed")
-        self.n_committed = length
+        self.cut(length)
         self.drop_live()
 
     def drop_live(self) -> None:
@@ -139,6 +157,7 @@ class NodeTable:
     def _select(self, rows: list[int], root: int = PREFIX, lift: int = 0) -> None:
         """Keep these rows; nodes whose parent was `root` now follow the prefix."""
         self._ids = [self._ids[r] for r in rows]
+        self._tokens = [self._tokens[r] for r in rows]
         self._parents = [PREFIX if self._parents[r] == root else self._parents[r] for r in rows]
         self._depths = [self._depths[r] - lift for r in rows]
         self._ancestors = self._ancestors[np.ix_(rows, rows)]

@@ -91,6 +91,13 @@ class ModelSource(ABC):
     def weight_file(self) -> Path:
         """A file to measure the storage with: the longest, steadiest reads are possible there."""
 
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Tells whether KV that was computed elsewhere is this model's: weights, config, formats.
+
+        Reads a few KB of every tensor. Raises CheckpointError where that fails.
+        """
+
     @property
     @abstractmethod
     def outer_bytes(self) -> int:

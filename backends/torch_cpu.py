@@ -7,6 +7,8 @@ Embeddings, final norm and head stay in memory.
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,12 +16,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from backends.base import BackendError, ContextFull, StreamUse
+from backends.base import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import TreeCache
 from backends.layer_runner import LayerRunner, PassState, bind, unbind
 from backends.masks import CausalLayout, PassLayout
 from backends.mending import MendingBackend
+from backends.node_table import NodeTable
+from backends.torch_prefix import load_prefix, prefix_tensors, save_prefix
+from offload.mapped_file import TensorShape
 from offload.plan import LayerWeights
 from offload.reading import DEFAULT_N_READERS
 from offload.streamer import WeightStreamer, load_resident
@@ -44,7 +49,7 @@ class TorchBackend(MendingBackend):
         n_readers: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._layers = model, tuple(layers)
         self.max_nodes = max_nodes
         self.vocab_size = model.vocab_size
         self.max_context = min(max_context or model.max_context, model.max_context)
@@ -55,6 +60,8 @@ class TorchBackend(MendingBackend):
             layers, n_slots, n_readers=n_readers or DEFAULT_N_READERS, progress=progress
         )
         self._is_cancelled = False
+        self._owner: TorchBackend | None = None
+        self._turn = threading.Lock()  # siblings walk the same modules, one at a time
         self._slopes = _alibi_slopes(model)
         self._runners = [
             LayerRunner(
@@ -85,13 +92,20 @@ class TorchBackend(MendingBackend):
         ]
         return cls(model, layers, 0, max_context=max_context)
 
-    @property
-    def n_committed(self) -> int:
-        return self._cache.table.n_committed
+    def sibling(self, *, max_context: int, max_nodes: int, max_rows: int) -> TorchBackend:
+        """See Backend.sibling; the passes of the two take turns."""
+        if any(weights.layout.extents for weights in self._layers):
+            raise BackendError("a streamed model cannot share its weights")
+        other = copy.copy(self)
+        other._owner = self
+        other._cache = TreeCache(len(self._model.layers))
+        other.max_context = min(max_context, self._model.max_context)
+        other.max_nodes = max_nodes
+        return other
 
     @property
-    def next_node_id(self) -> int:
-        return self._cache.table.next_id
+    def _table(self) -> NodeTable:
+        return self._cache.table
 
     @property
     def stream_use(self) -> StreamUse:
@@ -132,12 +146,27 @@ class TorchBackend(MendingBackend):
         n_intact = length if 0 <= length <= self.n_committed else None
         self._mending(lambda: self._cache.rollback(length), n_intact)
 
+    def prefix_tensors(self) -> tuple[TensorShape, ...]:
+        self._mending(self._cache.abort)
+        return prefix_tensors(self._cache)
+
+    @torch.inference_mode()
+    def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
+        self._mending(lambda: save_prefix(self._cache, buffers))
+
+    @torch.inference_mode()
+    def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
+        self._mending(lambda: self._load_prefix(token_ids, tensors), n_intact=0)
+
     def request_cancel(self) -> None:
         """End a running pass at its next layer with a BackendError; any thread may call this."""
         self._is_cancelled = True
 
     def close(self) -> None:
         self._is_closed = True
+        if self._owner is not None:
+            self._cache.free()
+            return
         self._streamer.close()
         for runner in self._runners:
             runner.detach()
@@ -151,7 +180,7 @@ class TorchBackend(MendingBackend):
         layout = CausalLayout(self.n_committed, len(token_ids))
         self._cache.expect(self.n_committed + len(token_ids))
         logits = self._forward(token_ids, layout, [len(token_ids) - 1])
-        self._cache.commit_prefill(len(token_ids))
+        self._cache.commit_prefill(token_ids)
         return logits[0]
 
     def _extend(
@@ -164,12 +193,22 @@ class TorchBackend(MendingBackend):
                 f"{n_live + n_tokens} live nodes are more than the {self.max_nodes} that this "
                 "backend was made for: draft fewer tokens or raise max_nodes"
             )
-        node_ids = self._cache.begin(parents)
+        node_ids = self._cache.begin(parents, token_ids)
         self._check_room(table.max_depth, n_tokens)
         layout = PassLayout(self.n_committed, table.positions(), table.visible(n_live))
         logits = self._forward(token_ids, layout, rows)
         self._cache.check_integrity()
         return node_ids, logits
+
+    def _load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
+        self._cache.free()
+        if len(token_ids) > self.max_context:
+            raise ContextFull(len(token_ids), 0, self.max_context)
+        try:
+            load_prefix(self._cache, self._model, list(token_ids), tensors)
+        except BackendError:
+            self._cache.free()  # with the shapes that it took from the file
+            raise
 
     def _open_layer(self, index: int) -> AbstractContextManager[Mapping[str, memoryview]]:
         if self._is_cancelled:
@@ -182,10 +221,10 @@ class TorchBackend(MendingBackend):
         """Run the model over new rows; float32 logits [len(rows) or n, vocab]."""
         self._is_cancelled = False
         state = PassState(layout, self._model.dtype, CHUNK_ROWS, self._slopes)
-        for runner in self._runners:
-            runner.state = state
         wanted = range(layout.n_new) if rows is None else rows
-        with torch.inference_mode():
+        with self._turn, torch.inference_mode():
+            for runner in self._runners:
+                runner.state, runner.open_layer = state, self._open_layer
             output = self._model.model(
                 input_ids=torch.tensor([list(token_ids)]),
                 position_ids=torch.from_numpy(layout.new_positions)[None],
@@ -204,7 +243,8 @@ class TorchBackend(MendingBackend):
 
     def _repair(self, n_intact: int) -> None:
         self._cache.abort(n_intact)
-        self._streamer.restart()
+        with self._turn:
+            self._streamer.restart()
 
 
 def _alibi_slopes(model: HfModel) -> torch.Tensor | None:

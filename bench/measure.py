@@ -152,7 +152,10 @@ def _measure_one(
     llm: LLM, prompt: Prompt, mode: str, sampling: dict[str, Any], probe: Probe
 ) -> Record:
     before = probe.latest()
-    result = llm.generate(prompt.text, speculative=mode == "speculative", **sampling)
+    # The prompt's time is measured too, so the other mode's KV of it is of no use here.
+    result = llm.generate(
+        prompt.text, speculative=mode == "speculative", cache_prompt=False, **sampling
+    )
     after = probe.measure()
     return Record(
         prompt=prompt.name,

@@ -18,6 +18,8 @@ walk       LayerWalk: which read belongs to which layer, for the two that follow
 streamer   WeightStreamer: layers in order, read ahead, wrapping around
 address_space, spans, paging_plan, paged_memory, pager
            Pager: the same for a file that somebody else has mapped, by moving pages
+mapped_file  safetensors files that are written and read in place, whole or not at all
+fingerprint  which model this is, told by its tensors
 throttle   ReadLimit: slower storage, by a limit of the kernel
 profile    measure_storage: bandwidth of this machine, remembered
 ring_model simulate_passes: how long a streamed pass takes

@@ -47,7 +47,14 @@ class TensorRecord:
 
 
 def read_header(path: Path) -> dict[str, TensorRecord]:
+    """The tensors of one safetensors file; see `read_header_and_metadata`."""
+    return read_header_and_metadata(path)[1]
+
+
+def read_header_and_metadata(path: Path) -> tuple[dict[str, str], dict[str, TensorRecord]]:
     """Read and check the header of one safetensors file.
+
+    Of the metadata, whatever is not text is left out.
 
     Raises:
         CheckpointError: the file cannot be read or its header is malformed.
@@ -62,10 +69,12 @@ def read_header(path: Path) -> dict[str, TensorRecord]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     table = parse_json_object(header, path)
-    table.pop("__metadata__", None)
+    metadata = table.pop("__metadata__", None)
+    items = metadata.items() if isinstance(metadata, dict) else ()
     records = [_make_record(path, name, entry, data_start) for name, entry in table.items()]
     _check_coverage(path, records, data_start, status.st_size)
-    return {record.name: record for record in records}
+    texts = {name: value for name, value in items if isinstance(value, str)}
+    return texts, {record.name: record for record in records}
 
 
 def _read_header_bytes(file: BinaryIO, path: Path, file_bytes: int) -> tuple[bytes, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from typing_extensions import Self
 
 from backends.base import Backend
+from backends.shared_source import SharedSource
 from backends.source import Loading
 from offload.plan import ResidencyPlan
 from specdec.config import ConfigError, SamplingParams, SpecConfig
@@ -26,11 +27,13 @@ from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter
 from specdec.drafters.model import MAX_BEAMS
 from specdec.drafters.ngram import NgramDrafter
+from specdec.drafters.window import DraftWindow, draft_context_size
 from specdec.formats import OpenedModel
 from specdec.generation import PLAIN, GenerationStream, ModelBusy, ModelClosed
 from specdec.options import RunOptions, run_options
 from specdec.planning import PlannedModels, plan_models
 from specdec.policy import DraftPolicy, new_experience
+from specdec.prompt_cache import PromptCache
 from specdec.prompts import Prompt, PromptError, check_room, encode_prompt
 from specdec.run_plan import RunPlan
 from specdec.sequences import CompletionOutput, GenerationResult, StreamChunk
@@ -72,6 +75,8 @@ def load(
             acceptance: "match" (any tree, reproducible), "rejection" or "block" (a sampled chain).
             accept_threshold: lossy; accept draft tokens of at least this target probability.
             draft_ahead: "auto", "on" or "off": draft while the target's pass runs.
+            prompt_cache_file: KV of the last text, restored from there and saved at the end.
+            draft_window: recent tokens that the draft is shown of a long context; all when None.
             load_mode: "auto", "stream", "ram" or "mmap" (GGUF).
             cache_type_k, cache_type_v: "f16", "q8_0" or "q4_0" (GGUF).
             num_beams: beams that `generate(num_beams=...)` may use; beam_span: tokens that they may
@@ -103,8 +108,13 @@ class LLM:
             self.tokenizer = planned.target.tokenizer
             self.eos_token_ids = planned.target.eos_token_ids
             self._model_context = planned.target.source.max_context
+            self._prompt_cache: PromptCache | None = None
+            if options.prompt_cache_file is not None:
+                path = options.prompt_cache_file
+                self._prompt_cache = PromptCache(path, planned.target, planned.draft)
             self.target: Backend = stack.enter_context(self._load_target(planned, progress))
             self.draft: Backend | None = None
+            self.draft_window = DraftWindow()
             if planned.draft is not None and self.plan.draft_residency is not None:
                 draft = self._load_draft(planned.draft, self.plan.draft_residency)
                 self.draft = stack.enter_context(draft)
@@ -114,6 +124,8 @@ class LLM:
             self.experience = new_experience(
                 self.plan.pass_cost, self.plan.draft_cost, self.plan.n_draft_tokens
             )
+            if self._prompt_cache is not None:
+                self._prompt_cache.restore(self.target, self.draft)
             stack.pop_all()  # from here on `close` does it
 
     @property
@@ -148,6 +160,7 @@ class LLM:
         speculative: bool = True,
         spec: SpecConfig | None = None,
         logits_processors: Sequence[Any] = (),
+        cache_prompt: bool = True,
         **overrides: Any,
     ) -> GenerationStream:
         """Iterate over chunks of text; `.result` holds everything once the iterator is exhausted.
@@ -162,6 +175,8 @@ class LLM:
             speculative: False decodes plainly, one token per pass.
             spec: how to draft, instead of what the models were loaded with.
             logits_processors: further transformers LogitsProcessors for the target's rows.
+            cache_prompt: keep the KV of the tokens that this prompt and the text before it begin
+                with; False computes the whole prompt anew.
             overrides: single options of SamplingParams, such as max_tokens=128.
 
         Raises:
@@ -180,7 +195,26 @@ class LLM:
             params,
             spec=(spec or self.spec) if speculative else PLAIN,
             processors=logits_processors,
+            cache_prompt=cache_prompt,
         )
+
+    def save_prompt_cache(self) -> None:
+        """Write the KV of the last prompt and its text to the `prompt_cache_file`.
+
+        Done at the end of a `with` block that ends without an error, too.
+
+        Raises:
+            PromptCacheError: the file cannot be written; ConfigError: none was named.
+            ModelClosed, ModelBusy.
+        """
+        if self._prompt_cache is None:
+            raise ConfigError("there is no prompt_cache_file to save to: name one when loading")
+        self.check_open()
+        with self._starting:
+            if self._running is not None:
+                self._running.cancel()
+            self.ahead.settle()  # an interrupt may have left it at work
+            self._prompt_cache.save(self.target, self.draft)
 
     def close(self) -> None:
         """Free the models. Idempotent.
@@ -188,13 +222,12 @@ class LLM:
         Another thread's generation ends with ModelClosed; this waits for it.
         """
         self._is_closed = True
-        backends = [self.target] if self.draft is None else [self.draft, self.target]
         while self._running is not None and self._running.is_computing_elsewhere:
-            for backend in backends:
+            for backend in self.backends:
                 backend.request_cancel()
             time.sleep(_POLL_SECONDS)
         with self._closing, ExitStack() as stack:  # one caller frees, the others wait for it
-            for backend in backends:
+            for backend in self.backends:
                 stack.callback(backend.close)
             stack.callback(self.ahead.close)  # first, since it uses the draft
 
@@ -207,7 +240,9 @@ class LLM:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        with closing(self):
+            if exc is None and self._prompt_cache is not None and not self._is_closed:
+                self.save_prompt_cache()
 
     # --- parts -----------------------------------------------------------------------------
 
@@ -220,6 +255,16 @@ class LLM:
             if self._running is not None and self._running is not stream:
                 self._running.cancel()
             self._running = stream
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """The target, and the draft if there is one."""
+        return (self.target,) if self.draft is None else (self.target, self.draft)
+
+    def forget_prompt(self) -> None:
+        """Empty the KV caches: the next prompt is computed from its first token on."""
+        for backend in self.backends:
+            backend.rollback(0)
 
     @property
     def is_closed(self) -> bool:
@@ -258,14 +303,12 @@ class LLM:
         if "draft" in spec.spec_type and self.draft is None:
             raise ConfigError("spec_type has 'draft' but no draft model was loaded")
 
-    def _loading(self, residency: ResidencyPlan, **more: Any) -> Loading:
-        return Loading(residency, max_context=self.plan.ctx_size, **more)
-
     def _load_target(self, planned: PlannedModels, progress: Any) -> Backend:
         options = self._options
         return planned.target.source.load(
-            self._loading(
+            Loading(
                 planned.plan.residency,
+                max_context=self.plan.ctx_size,
                 max_nodes=options.target_nodes(planned.plan.n_draft_tokens),
                 max_rows=options.target_rows(planned.plan.n_draft_tokens),
                 load_mode=_target_load_mode(options.load_mode, planned.plan.residency),
@@ -275,10 +318,17 @@ class LLM:
         )
 
     def _load_draft(self, draft: OpenedModel, residency: ResidencyPlan) -> Backend:
-        return draft.source.load(
-            self._loading(
+        source, wanted = draft.source, self.spec.draft_window
+        if isinstance(source, SharedSource):
+            source.lend(self.target)
+        n_nodes = most_draft_nodes(self.plan.n_draft_tokens, source.max_tree_leaves)
+        context = draft_context_size(wanted, self.plan.ctx_size, source.max_context, n_nodes)
+        self.draft_window = DraftWindow.fitting(wanted, context, self.max_context, n_nodes)
+        return source.load(
+            Loading(
                 residency,
-                max_nodes=most_draft_nodes(self.plan.n_draft_tokens, draft.source.max_tree_leaves),
+                max_context=context,
+                max_nodes=n_nodes,
                 max_rows=MAX_BEAMS,
                 load_mode="stream" if residency.n_slots else "ram",
             )

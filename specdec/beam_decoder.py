@@ -73,6 +73,7 @@ class BeamDecoder:
         params = sampler.params
         self._target, self._sampler, self._prompt = target, sampler, list(prompt_ids)
         self._limit = max_new_tokens
+        self.n_reused = 0  # tokens of the prompt whose KV was there
         self._parents: dict[int, int] = {}  # live node -> its parent
         self._nodes: dict[tuple[int, int], int] = {}  # of the last pass: (parent, token) -> node
         self._rows: dict[int, NDArray[np.float32]] = {}  # of the last pass: node -> logits
@@ -93,8 +94,8 @@ class BeamDecoder:
 
     def start(self) -> None:
         """Run the prompt and choose the beams' first tokens."""
-        self._target.rollback(0)
-        self._rows = {PREFIX: self._target.prefill(self._prompt)}
+        self.n_reused, row = self._target.prefill_from(self._prompt)
+        self._rows = {PREFIX: row}
         self._advance([PREFIX] * len(self.search.running))
 
     @property

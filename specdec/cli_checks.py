@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from specdec.cli_options import LoadOptions, OptionError
 from specdec.cli_output import say
 from specdec.models import check_local_name
+from specdec.options import SELF_DRAFT
 
 if TYPE_CHECKING:
     from specdec.api import LLM
@@ -16,10 +17,13 @@ def check_models(load: LoadOptions) -> None:
     """Raise ModelNotFound for names that lead nowhere; say what will not be used."""
     check_local_name(load.model)
     if load.draft_model is not None:
-        check_local_name(load.draft_model)
+        if not load.draft_model.startswith(SELF_DRAFT):
+            check_local_name(load.draft_model)
         why = _why_no_draft(load)
         if why:
             say(f"note: the draft model {load.draft_model} is not used: {why}")
+    if load.draft_window is not None and (load.draft_model is None or _why_no_draft(load)):
+        say("note: --draft-window has no effect without a draft model")
 
 
 def check_prompt(text: str) -> None:

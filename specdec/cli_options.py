@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from offload.errors import SpecdecError
-from specdec.config import SamplingParams, parse_spec_type
+from specdec.config import MIN_DRAFT_WINDOW, SamplingParams, parse_spec_type
 from specdec.options import run_options
 
 _MODEL, _MEMORY, _SPECULATION, _SAMPLING = "Models", "Memory", "Speculation", "Sampling"
@@ -190,6 +191,25 @@ DraftAhead = Annotated[
         rich_help_panel=_SPECULATION,
     ),
 ]
+DraftWindow = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-window",
+        min=MIN_DRAFT_WINDOW,
+        help="Show the draft model only so many recent tokens of a long context.",
+        rich_help_panel=_SPECULATION,
+        show_default="all of them",
+    ),
+]
+PromptCacheFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompt-cache-file",
+        help="Restore the KV of the last prompt and its text from this file, and save it there.",
+        rich_help_panel=_MEMORY,
+        show_default="none",
+    ),
+]
 MaxTokens = Annotated[
     int,
     typer.Option("-n", "--max-tokens", min=1, help="Most tokens to generate."),
@@ -312,6 +332,7 @@ class LoadOptions:
     acceptance: Acceptance = "match"
     accept_threshold: AcceptThreshold = None
     draft_ahead: DraftAhead = "auto"
+    draft_window: DraftWindow = None
 
     def __post_init__(self) -> None:
         """Raise SpecdecError for a mistake before anything is started."""

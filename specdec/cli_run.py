@@ -39,6 +39,7 @@ def run(
     prompt: Prompt = None,
     file: PromptFile = None,
     max_tokens: options.MaxTokens = 64,
+    prompt_cache_file: options.PromptCacheFile = None,
     enforce: options.Enforce = False,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -48,7 +49,7 @@ def run(
     given = {**sampling.as_keywords(), **sequences.sampling_keywords()}
     keywords = {"max_tokens": max_tokens, **given}
     check_sampling(keywords)
-    loading = sequences.load_keywords(load)
+    loading = {**sequences.load_keywords(load), "prompt_cache_file": prompt_cache_file}
     if enforce:
         run_again_enforced(context, load.memory_budget)
     text = read_prompt(prompt, file)
@@ -66,6 +67,7 @@ def chat(
     load: options.LoadOptions,
     sampling: options.SamplingOptions,
     max_tokens: options.MaxTokens = 512,
+    prompt_cache_file: options.PromptCacheFile = None,
     enforce: options.Enforce = False,
     debug: options.Debug = False,
 ) -> None:
@@ -76,7 +78,8 @@ def chat(
 
     keywords = {"max_tokens": max_tokens, **sampling.as_keywords()}
     messages: list[dict[str, str]] = []
-    with open_model(load) as llm:
+    loading = {**load.as_keywords(), "prompt_cache_file": prompt_cache_file}
+    with open_model(load, loading) as llm:
         check_chat_template(llm, load.model)
         while (line := read_line()) is not None:
             messages.append({"role": "user", "content": line})
@@ -100,15 +103,13 @@ def run_again_enforced(context: typer.Context, memory_budget: str) -> None:
 
 
 @contextmanager
-def open_model(
-    load_options: options.LoadOptions, keywords: dict[str, Any] | None = None
-) -> Iterator[LLM]:
-    """keywords: of `specdec.load`; those of the options when None."""
+def open_model(load_options: options.LoadOptions, keywords: dict[str, Any]) -> Iterator[LLM]:
+    """keywords: of `specdec.load`."""
     check_models(load_options)
     from specdec.api import load
 
     with loading_progress(f"loading {load_options.model}") as progress:
-        llm = load(**(keywords or load_options.as_keywords()), progress=progress)
+        llm = load(**keywords, progress=progress)
     with llm:
         note_context(load_options, llm.plan.ctx_size)
         yield llm

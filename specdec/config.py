@@ -26,6 +26,7 @@ DRAFT_AHEAD_MODES = ("auto", "on", "off")
 DEFAULT_TREE_WIDTH = 8
 DEFAULT_DRAFT_DEPTH = 32
 MAX_DRAFT_TOKENS = 1024
+MIN_DRAFT_WINDOW = 16
 
 SequenceBias = tuple[tuple[tuple[int, ...], float], ...]
 
@@ -147,6 +148,7 @@ class SpecConfig:
     acceptance: str = "match"
     accept_threshold: float | None = None  # in (0, 1]; None is lossless
     draft_ahead: str = "auto"  # draft while the target's pass runs; a drawn chain never is
+    draft_window: int | None = None  # recent tokens that a draft model is shown; None = all
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spec_type", parse_spec_type(self.spec_type))
@@ -161,6 +163,7 @@ class SpecConfig:
         _check("tree_width", self.tree_width, int, 1, MAX_DRAFT_TOKENS)
         _check("draft_depth", self.draft_depth, int, 1, MAX_DRAFT_TOKENS)
         _check("accept_threshold", self.accept_threshold, float, 0.0, 1.0, open_low=True)
+        _check("draft_window", self.draft_window, int, MIN_DRAFT_WINDOW)
         if self.draws_chains and (self.tree_width or 1) > 1:
             raise ConfigError(
                 f"acceptance {self.acceptance!r} verifies one chain, but tree_width is "

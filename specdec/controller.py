@@ -47,7 +47,8 @@ class Controller:
     """Generates tokens with one target, one drafter and one rule of acceptance.
 
     Args:
-        target: the model whose output is wanted; its cache must be empty.
+        target: the model whose output is wanted; KV in its cache that the prompt begins with is
+            used.
         drafter: guesses; it never sees the target's logits.
         sampler: the target's choice of a token from a row of logits.
         policy: how large a tree to ask for.
@@ -93,11 +94,11 @@ class Controller:
     def start(self, prompt_ids: Sequence[int]) -> int:
         """Run the prompt; return the first token, which is pending from now on."""
         self.context = list(prompt_ids)
-        logits = self._target.prefill(self.context)
+        n_reused, logits = self._target.prefill_from(self.context)
         token = self._sampler.choose(self.context, logits, position=len(self.context))
         self._note_logprobs([logits], [token])
         self.context.append(token)
-        self._recorder.record_first_token()
+        self._recorder.record_first_token(n_reused)
         return token
 
     def step(self, max_tokens: int) -> Round:

@@ -20,6 +20,7 @@ from offload.plan import DEFAULT_N_SLOTS, ResidencyPlan, plan_residency
 from offload.units import MIB
 from specdec.drafters.candidates import MAX_NOISE_POSITIONS
 from specdec.drafters.model import MAX_BEAMS
+from specdec.drafters.window import draft_context_size
 from specdec.options import RunOptions
 
 DEFAULT_CTX_SIZE = 2048
@@ -207,8 +208,10 @@ class Divider:
             model = draft.source
             parts["draft embeddings and head"] = model.outer_bytes
             n_run = most_draft_nodes(n_drafted, model.max_tree_leaves)
-            parts["draft KV cache"] = model.kv_bytes(ctx_size, n_run)
-            parts["draft activations"] = model.scratch_bytes(ctx_size, MAX_BEAMS, n_run)
+            window = self._options.spec.draft_window
+            draft_ctx = draft_context_size(window, ctx_size, model.max_context, n_run)
+            parts["draft KV cache"] = model.kv_bytes(draft_ctx, n_run)
+            parts["draft activations"] = model.scratch_bytes(draft_ctx, MAX_BEAMS, n_run)
             parts["draft probabilities"] = self._probability_bytes(model, n_drafted)
         return parts
 

@@ -66,8 +66,10 @@ class GenerationStream:
         *,
         spec: SpecConfig,
         processors: Sequence[Any],
+        cache_prompt: bool = True,
     ) -> None:
         self._llm = llm
+        self._cache_prompt = cache_prompt
         self._prompt_ids = prompt_ids
         self._params = params
         self._processors = processors
@@ -147,7 +149,8 @@ class GenerationStream:
             self._llm.begin(self)
             self._llm.check_open()
             self._llm.ahead.settle()  # an interrupt may have left it at work
-            self._llm.target.rollback(0)
+            if not self._cache_prompt:
+                self._llm.forget_prompt()
             self._use_before = self._llm.target.stream_use
             # The request begins with the first chunk asked for, not when the stream was made.
             self._recorder = StatsRecorder(prompt_tokens=len(self._prompt_ids))
@@ -196,7 +199,7 @@ class GenerationStream:
         decoder = BeamDecoder(self._llm.target, sampler, self._prompt_ids, self._limit, stops)
         try:
             decoder.start()
-            self._recorder.record_first_token()
+            self._recorder.record_first_token(decoder.n_reused)
             while not decoder.is_over:
                 self._llm.check_open()
                 with self._recorder.verifying():
@@ -241,9 +244,8 @@ class GenerationStream:
         llm = self._llm
         use = llm.target.stream_use
         before = self._use_before or use
-        backends = [llm.target] if llm.draft is None else [llm.target, llm.draft]
-        kv_bytes = sum(backend.kv_bytes for backend in backends)
-        used = sum(b.kv_bytes * b.n_committed / max(1, b.n_kv_allocated) for b in backends)
+        kv_bytes = sum(backend.kv_bytes for backend in llm.backends)
+        used = sum(b.kv_bytes * b.n_committed / max(1, b.n_kv_allocated) for b in llm.backends)
         return self._recorder.finish(
             bytes_streamed=use.bytes_streamed - before.bytes_streamed,
             stall_seconds=use.stall_seconds - before.stall_seconds,
@@ -279,11 +281,14 @@ class GenerationStream:
             chain = (sampler, rng) if spec.draws_chains else None
             n_tokens = min(sampler.n_tokens, self._llm.draft.vocab_size)
             ranker = CandidateRanker.for_target(sampler, n_tokens)
-            drafters.append(ModelDrafter(self._llm.draft, n_tokens, chain=chain, ranker=ranker))
+            window = self._llm.draft_window
+            drafters.append(
+                ModelDrafter(self._llm.draft, n_tokens, chain=chain, ranker=ranker, window=window)
+            )
         if "ngram" in spec.drafters:
-            drafters.append(self._llm.ngram_drafter())
-        for drafter in drafters:
-            drafter.reset()
+            ngram = self._llm.ngram_drafter()
+            ngram.reset()  # a model's drafter finds by itself what its cache holds of the context
+            drafters.append(ngram)
         if not drafters:
             return NoDrafter()
         return drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from offload.units import parse_bytes
 from specdec.config import ConfigError, SpecConfig
 from specdec.sampling_checks import MAX_BEAMS
 
+SELF_DRAFT = "self:"
 MAX_THREADS = 256
 MAX_IO_THREADS = 64
 MAX_PREFETCH_DEPTH = 64
@@ -25,6 +27,7 @@ class RunOptions:
 
     model: str | Path
     draft_model: str | Path | None = None
+    """SELF_DRAFT: the target drafts for itself, with the window of `spec`."""
     memory_budget: str | int = "auto"
     ctx_size: int | None = None
     prefetch_depth: int | None = None
@@ -32,6 +35,7 @@ class RunOptions:
     load_mode: str = "auto"
     backend: BackendOptions = BackendOptions()
     spec: SpecConfig = SpecConfig()
+    prompt_cache_file: str | Path | None = None
     num_beams: int = 1
     beam_span: int = DEFAULT_BEAM_SPAN
 
@@ -66,10 +70,13 @@ def run_options(
     cache_type_v: str | None = None,
     num_beams: int = 1,
     beam_span: int = DEFAULT_BEAM_SPAN,
+    draft_window: int | None = None,
+    prompt_cache_file: str | Path | None = None,
 ) -> RunOptions:
     """The options that these keywords mean. Raises ConfigError for contradictions."""
     if spec_type is None:
         spec_type = ("draft", "ngram") if draft_model is not None else ("ngram",)
+    draft_model, draft_window = _split_self(draft_model, draft_window)
     if num_draft_tokens == 0:
         spec_type = ()  # no tokens from anywhere: plain decoding, and no draft to load
     spec = SpecConfig(
@@ -80,6 +87,7 @@ def run_options(
         acceptance,
         accept_threshold,
         draft_ahead,
+        draft_window=draft_window,
     )
     if "draft" in spec.spec_type and draft_model is None:
         raise ConfigError("spec_type has 'draft' but no draft model was named: use -md")
@@ -111,7 +119,25 @@ def run_options(
         spec=spec,
         num_beams=num_beams,
         beam_span=beam_span,
+        prompt_cache_file=prompt_cache_file,
     )
+
+
+def _split_self(
+    draft_model: str | Path | None, draft_window: int | None
+) -> tuple[str | Path | None, int | None]:
+    """(SELF_DRAFT, N) for a draft of the name self:window=N."""
+    if not str(draft_model).startswith(SELF_DRAFT):
+        return draft_model, draft_window
+    found = re.fullmatch(r"self:window=([0-9]{1,9})", str(draft_model))
+    if found is None:
+        raise ConfigError(
+            f"the draft model is {str(draft_model)!r}: the target drafts for itself with "
+            "self:window=N, N being the recent tokens that it is shown, say self:window=512"
+        )
+    if draft_window is not None:
+        raise ConfigError(f"{draft_model} names its window already: leave out draft_window")
+    return SELF_DRAFT, int(found[1])
 
 
 def _most_threads() -> int:

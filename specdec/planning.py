@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import gc
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from backends.shared_source import SharedSource
 from backends.source import BackendOptions, ModelSource
 from offload.memory import memory_limit, process_memory
 from offload.profile import measure_storage
-from offload.units import parse_bytes
+from offload.units import format_bytes, parse_bytes
 from specdec.allocator import free_large_blocks_at_once, give_back_freed
 from specdec.alternatives import Figures, Weighing
 from specdec.compat import compare_vocabularies
 from specdec.config import ConfigError
-from specdec.division import Divider
+from specdec.division import Divider, Division
 from specdec.formats import OpenedModel, open_model
-from specdec.options import RunOptions, run_options
+from specdec.options import SELF_DRAFT, RunOptions, run_options
 from specdec.run_plan import RunPlan
 
 _WORTH_SAYING = 1.05
@@ -70,7 +71,9 @@ def open_pair(options: RunOptions) -> OpenedPair:
     """Read what the models are. Raises what `plan_run` raises, BudgetExceeded excepted."""
     target = open_model(options.model, options.backend)
     draft = None
-    if options.draft_model is not None:
+    if options.draft_model == SELF_DRAFT:
+        draft = replace(target, source=SharedSource(target.source))
+    elif options.draft_model is not None:
         # Cache types are the target's: a draft's KV is small.
         draft = open_model(options.draft_model, BackendOptions(options.backend.n_threads))
         compare_vocabularies(target.vocabulary, draft.vocabulary).require_compatible()
@@ -107,6 +110,8 @@ def make_plan(
         fixed_slots=options.prefetch_depth is not None,
     )
     chosen = weighing.choose(total_bytes)
+    if options.draft_model == SELF_DRAFT:
+        _check_in_memory(options, chosen.division)
     warnings = target.warnings
     fastest = max(weighing.weighed, key=lambda one: one.tokens_per_second)
     if chosen.draft is not None and fastest.draft is None:
@@ -140,6 +145,18 @@ def _check_options(options: RunOptions, target: ModelSource) -> None:
         raise ConfigError(
             f"num_draft_tokens is {asked}, but a GGUF target verifies at most {most} at a time"
         )
+
+
+def _check_in_memory(options: RunOptions, division: Division) -> None:
+    """Raise ConfigError for a target that drafts for itself and streams."""
+    if options.load_mode != "mmap" and not division.target.streamed_bytes:
+        return
+    whole = sum(r.n_bytes for layer in division.target.layers for r in layer.tensors)
+    raise ConfigError(
+        f"{options.model} is not held in memory, where its layers would take "
+        f"{format_bytes(whole)}: as its own draft it would be read once for each level of a tree: "
+        "raise the budget, or use a small draft model or --spec-type ngram"
+    )
 
 
 def _budget(memory_budget: str | int) -> tuple[int, str]:

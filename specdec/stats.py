@@ -30,6 +30,7 @@ class GenerationStats:
     """
 
     prompt_tokens: int = 0
+    reused_prompt_tokens: int = 0  # whose KV the target still held from an earlier generation
     generated_tokens: int = 0  # the first one, from the prefill, included
     passes: int = 0  # decode passes of the target
     drafted_tokens: int = 0  # nodes that passes verified, roots not counted
@@ -144,7 +145,7 @@ class StatsRecorder:
         self.prompt_tokens = prompt_tokens
         self.clock = clock
         self._first: float | None = None
-        self._generated = self._passes = self._drafted = self._accepted = 0
+        self._reused = self._generated = self._passes = self._drafted = self._accepted = 0
         self._ngram_hits = self._bonus = 0
         self._pass_seconds = self._draft_seconds = self._overlapped_seconds = 0.0
         self._ahead_hits = self._ahead_misses = 0
@@ -159,11 +160,14 @@ class StatsRecorder:
         self._started = self._last = clock()
         self._made = time.perf_counter()  # for a recording, whatever the clock
 
-    def record_first_token(self) -> None:
-        """The prompt has yielded the first token, of further sequences once more."""
+    def record_first_token(self, n_reused: int = 0) -> None:
+        """The prompt, all but `n_reused` tokens of it computed now, has yielded the first token.
+
+        Of further sequences of the prompt it is called once more.
+        """
         now = self.clock()
         if self._first is None:
-            self._first = now
+            self._first, self._reused = now, n_reused
         else:
             self._token_seconds.append(now - self._last)
         self._last = now
@@ -266,6 +270,7 @@ class StatsRecorder:
         slowed, unslowed = self._compared_pass_seconds()
         return GenerationStats(
             prompt_tokens=self.prompt_tokens,
+            reused_prompt_tokens=self._reused,
             generated_tokens=self._generated,
             passes=self._passes,
             drafted_tokens=self._drafted,

@@ -1,6 +1,6 @@
 """A target that remembers: the prompt's last row for further sequences, log-probabilities of rows.
 
-Both come from the contract of a backend alone: `prefill` gives the row that the first token is
+Both come from the contract of a backend alone: `prefill_from` gives the row that the first token is
 chosen from, and of an `extend` the rows of the nodes that are committed are those that the next
 tokens were chosen from.
 """
@@ -32,22 +32,24 @@ class WatchedTarget:
         self._prompt_row: NDArray[np.float32] | None = None
         self._rows: dict[int, NDArray[np.float32]] = {}
         self.top_logprobs: list[TopLogprobs] = []
-        """One for each token that was chosen since the last `prefill`."""
+        """One for each token that was chosen since the last `prefill_from`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def prefill(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Backend.prefill; the prompt of the call before is taken up again without a pass."""
+    def prefill_from(self, token_ids: Sequence[int]) -> tuple[int, NDArray[np.float32]]:
+        """Backend.prefill_from; the prompt of the call before is taken up without a pass."""
         ids = list(token_ids)
+        n_kept = len(ids)
         if self._prompt_row is None or ids != self._prompt:
-            self._prompt_row, self._prompt = self._backend.prefill(ids), ids
+            n_kept, self._prompt_row = self._backend.prefill_from(ids)
+            self._prompt = ids
         else:
-            self._backend.rollback(len(ids))
+            self._backend.rollback(n_kept)
         self._rows = {}
         self.top_logprobs = []
         self._note(self._prompt_row)
-        return self._prompt_row
+        return n_kept, self._prompt_row
 
     def extend(
         self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None

@@ -51,6 +51,9 @@ class PaperModel(ModelSource):
         self._curve = curve
         self._kv_bytes_per_token = kv_bytes_per_token
 
+    def fingerprint(self) -> str:
+        raise NotImplementedError
+
     def streaming_overhead_bytes(self, n_slots: int) -> int:
         return n_slots * self._overhead_bytes
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from exact_rules import Rows
 
-from backends.base import Backend
+from backends.base import Backend, SavedTensors
 from backends.node_table import NodeTable
+from offload.mapped_file import TensorShape
 
 
 class TableBackend(Backend):
@@ -19,12 +20,11 @@ class TableBackend(Backend):
         self.max_context = max_context
         self._rows = rows
         self._table = NodeTable()
-        self._committed: list[int] = []
         self._tokens: dict[int, int] = {}
 
     @property
-    def n_committed(self) -> int:
-        return len(self._committed)
+    def committed_ids(self) -> Sequence[int]:
+        return self._table.committed
 
     @property
     def next_node_id(self) -> int:
@@ -37,29 +37,36 @@ class TableBackend(Backend):
         if not token_ids:
             raise ValueError("prefill needs at least one token")
         self._table.drop_live()
-        self._committed += token_ids
-        self._table.n_committed = len(self._committed)
-        return self.logits(self._committed)
+        self._table.append(token_ids)
+        return self.logits(self.committed_ids)
 
     def extend(
         self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
     ) -> tuple[list[int], np.ndarray]:
         assert rows is None
-        ids = self._table.add(parents)
+        ids = self._table.add(parents, token_ids)
         self._tokens.update(zip(ids, token_ids, strict=True))
         paths = ([self._tokens[n] for n in self._table.path(node)] for node in ids)
-        return ids, np.stack([self.logits([*self._committed, *path]) for path in paths])
+        return ids, np.stack([self.logits([*self.committed_ids, *path]) for path in paths])
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
         self._table.commit(path, keep)
-        self._committed += [self._tokens[node] for node in path]
 
     def prune(self, nodes: Collection[int]) -> None:
         self._table.prune(nodes)
 
     def rollback(self, length: int) -> None:
         self._table.rollback(length)
-        del self._committed[length:]
+
+    def prefix_tensors(self) -> tuple[TensorShape, ...]:
+        return ()
+
+    def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
+        pass
+
+    def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
+        self.rollback(0)
+        self._table.append(token_ids)
 
     @property
     def kv_bytes(self) -> int:

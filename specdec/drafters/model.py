@@ -22,6 +22,7 @@ from specdec.acceptance import Acceptance, sample_index
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.grown_tree import GrownNode, GrownTree
+from specdec.drafters.window import DraftWindow
 from specdec.sampling import Sampler
 from specdec.tree import ROOT, DraftTree
 
@@ -40,11 +41,11 @@ Level = list[Pair]
 class ModelDrafter(Drafter):
     """Drafts with its own model and its own KV cache.
 
-    While it has a tree, the draft's cache holds the context up to and including the pending token,
-    which is the tree's root, and the KV of the nodes that were run. After a round the accepted
-    nodes are committed in place. Where the target's next token was run as well, it becomes the root
-    and keeps what is below it. Otherwise the tree is dropped, and what the cache lacks (the last
-    accepted leaf, the recovered or bonus token) is computed next time.
+    While it has a tree, the draft's cache holds the context, or a window of it, up to and including
+    the pending token, which is the tree's root, and the KV of the nodes that were run. After a
+    round the accepted nodes are committed in place. Where the target's next token was run as well,
+    it becomes the root and keeps what is below it. Otherwise the tree is dropped, and what the
+    cache lacks (the last accepted leaf, the recovered or bonus token) is computed next time.
 
     Args:
         backend: the draft model; it outlives the drafter.
@@ -52,6 +53,7 @@ class ModelDrafter(Drafter):
         chain: (sampler, rng) to *draw* chains with, for the rejection rule; without it, trees of
             the likeliest tokens are built, for the match walk.
         ranker: which tokens are likeliest; by default those with the draft's largest logits.
+        window: what the draft's cache holds of the context.
     """
 
     def __init__(
@@ -61,25 +63,33 @@ class ModelDrafter(Drafter):
         *,
         chain: tuple[Sampler, np.random.Generator] | None = None,
         ranker: CandidateRanker | None = None,
+        window: DraftWindow = DraftWindow(),  # noqa: B008 (immutable)
     ) -> None:
         self._backend = backend
+        self._window = window
         self._n_tokens = min(n_tokens, backend.vocab_size)
         self._chain = chain
         self._ranker = ranker or CandidateRanker(self._n_tokens)
         self._limits = TreeLimits(0, 0, 1)
         self._tree: GrownTree | None = None
+        self._n_hidden = 0  # tokens of the context that the window leaves out
         self._is_hit = False
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
         self._limits = limits
-        depth = self._within_context(limits.max_depth, len(context_ids))
+        view = self._window.view(context_ids)
+        n_hidden = len(context_ids) - len(view)
+        if n_hidden != self._n_hidden:
+            self._tree, self._n_hidden = None, n_hidden  # the window has jumped
+        depth = self._within_context(limits.max_depth, len(view))
         if limits.max_nodes == 0 or depth < 1 or limits.min_level_probability > 1.0:
             # Not even the root, whose path has the probability 1, is worth a run.
             return DraftTree(context_ids[-1])
         if self._chain is not None:
-            return self._draw_chain(context_ids, min(limits.max_nodes, depth), *self._chain)
+            length = min(limits.max_nodes, depth)
+            return self._draw_chain(context_ids, self._advance(view), length, *self._chain)
         n_runs = 0 if self._tree else 1
-        tree = self._tree or self._start_tree(context_ids)
+        tree = self._tree or self._start_tree(context_ids, self._advance(view))
         while level := self._best_level(tree, depth):
             self._run(level)
             n_runs += 1
@@ -139,17 +149,15 @@ class ModelDrafter(Drafter):
 
     # --- trees ---------------------------------------------------------------------------------
 
-    def _start_tree(self, context_ids: Sequence[int]) -> GrownTree:
-        (candidates,) = self._ranker.rank(
-            self._advance(context_ids)[None], [len(context_ids)], self._limits.width
-        )
+    def _start_tree(self, context_ids: Sequence[int], row: NDArray[np.float32]) -> GrownTree:
+        (candidates,) = self._ranker.rank(row[None], [len(context_ids)], self._limits.width)
         self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, candidates)
         return self._tree
 
-    def _advance(self, context_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Run what the cache lacks of the context; logits after the pending token [vocab]."""
-        missing = list(context_ids[self._backend.n_committed :])
-        return self._backend.prefill(missing)
+    def _advance(self, view: Sequence[int]) -> NDArray[np.float32]:
+        """Run what the cache lacks of the view; logits after the pending token [vocab]."""
+        _, row = self._backend.prefill_from(view)
+        return row
 
     def _best_level(self, tree: GrownTree, depth: int) -> Level:
         """What has to be run before the best nodes are known; empty when they are.
@@ -193,10 +201,14 @@ class ModelDrafter(Drafter):
     # --- chains --------------------------------------------------------------------------------
 
     def _draw_chain(
-        self, context_ids: Sequence[int], length: int, sampler: Sampler, rng: np.random.Generator
+        self,
+        context_ids: Sequence[int],
+        row: NDArray[np.float32],
+        length: int,
+        sampler: Sampler,
+        rng: np.random.Generator,
     ) -> DraftTree:
         """Draw token after token from q, the draft's distribution after its own processors."""
-        row = self._advance(context_ids)
         tree, prefix, index = DraftTree(context_ids[-1]), list(context_ids), ROOT
         self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, [])
         node = self._tree.root

@@ -47,9 +47,9 @@ def rows(backend: TorchBackend) -> np.ndarray:
 
 
 def interrupt_everywhere(act: Callable[[], object], check: Callable[[], None]) -> set[str]:
-    """`act` interrupted at every third call, and at some calls of what the interrupt starts."""
+    """`act` interrupted at every second call, and at some calls of what the interrupt starts."""
     places: set[str] = set()
-    for first in range(1, 2000, 3):
+    for first in range(1, 2000, 2):
         then = SECONDS[first % len(SECONDS)]
         with interrupted(first, then, FOLDERS) as interrupts:
             act()

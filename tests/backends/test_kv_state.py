@@ -99,13 +99,23 @@ class KvMachine(RuleBasedStateMachine):
         self.text += tokens
         self.check(self.backend.prefill(tokens), self.text)
 
+    @rule(data=st.data(), tokens=st.lists(st.integers(3, 95), min_size=1, max_size=5))
+    def prefill_from(self, data, tokens):
+        """Another text, which may begin like the present one."""
+        n_shared = data.draw(st.integers(0, len(self.text)))
+        wanted = (self.text[:n_shared] + tokens)[:CONTEXT]
+        n_kept, logits = self.backend.prefill_from(wanted)
+        assert min(n_shared, len(wanted) - 1) <= n_kept < len(wanted)
+        self.text, self.live = wanted, {}
+        self.check(logits, wanted)
+
     def ids_on_path(self, node):
         return self.backend._cache.table.path(node)
 
     @invariant()
     def lengths_are_exact(self):
         if hasattr(self, "backend"):
-            assert self.backend.n_committed == len(self.text)
+            assert list(self.backend.committed_ids) == self.text
             self.backend._cache.check_integrity()
 
     def teardown(self):

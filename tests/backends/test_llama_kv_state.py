@@ -132,6 +132,16 @@ class KvMachine(RuleBasedStateMachine):
         self.text += tokens
         self.check(self.backend.prefill(tokens), self.text)
 
+    @rule(data=st.data(), tokens=st.lists(st.integers(3, 95), min_size=1, max_size=5))
+    def prefill_from(self, data, tokens):
+        """Another text, which may begin like the present one."""
+        n_shared = data.draw(st.integers(0, len(self.text)))
+        wanted = (self.text[:n_shared] + tokens)[:CONTEXT]
+        n_kept, logits = self.backend.prefill_from(wanted)
+        assert min(n_shared, len(wanted) - 1) <= n_kept < len(wanted)
+        self.text, self.live = wanted, {}
+        self.check(logits, wanted)
+
     @precondition(lambda self: self.live)
     @rule()
     def commit_of_no_chain_drops_the_live_nodes(self):
@@ -145,7 +155,7 @@ class KvMachine(RuleBasedStateMachine):
     @invariant()
     def lengths_are_exact(self):
         if hasattr(self, "text"):
-            assert self.backend.n_committed == len(self.text)
+            assert list(self.backend.committed_ids) == self.text
             assert set(self.backend._tree.table.ids) == set(self.live)
             inner = {node for n in self.live for node in self.ids_on_path(n)[:-1]}
             ends = self.backend._tree._ends.values()

@@ -42,11 +42,11 @@ def test_option_names_are_an_interface(
     loading = (
         "-m --model -md --draft-model --memory-budget -c --ctx-size --threads --prefetch-depth "
         "--io-threads --spec-type --num-draft-tokens --tree-width --acceptance --accept-threshold "
-        "--draft-ahead"
+        "--draft-ahead --draft-window"
     ).split()
     sampling = (
         "--temperature --top-k --top-p --min-p --repetition-penalty --seed --stop -n --max-tokens "
-        "--enforce"
+        "--enforce --prompt-cache-file"
     ).split()
     own = {"run": ["-p", "--prompt", "-f", "--file", "--json"], "chat": [], "plan": ["--json"]}
     for command, more in own.items():

@@ -261,16 +261,16 @@ IN_CONTROLLER = {
 }
 IN_DRAFTER = {
     "KV: the last accepted token is missing": (
-        "missing = list(context_ids[self._backend.n_committed :])",
-        "missing = list(context_ids[-1:] if self._backend.n_committed else context_ids)",
+        "prefill_from(view)",
+        "prefill_from([*view[:-2], *view[-1:]])",
     ),
     "KV: the first token is missing": (
-        "context_ids[self._backend.n_committed :]",
-        "context_ids[self._backend.n_committed or 1 :]",
+        "prefill_from(view)",
+        "prefill_from(view[1:])",
     ),
-    "KV: accepted nodes are committed twice": (
-        "missing = list(context_ids[self._backend.n_committed :])",
-        "missing = list(context_ids[max(self._backend.n_committed - 1, 0) :])",
+    "KV: the pending token is computed twice": (
+        "prefill_from(view)",
+        "prefill_from([*view, view[-1]])",
     ),
     "chain: q before its processors": (
         "draft_probs=q)",

@@ -1,0 +1,98 @@
+"""The KV of a committed prefix in llama.cpp's own form: one sequence's cells, as bytes.
+
+The form belongs to the version of llama.cpp; whoever keeps it must keep that, too. What is checked
+here before llama.cpp reads it are its counts and sizes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from backends.base import BackendError, SavedTensors
+from backends.llama_lib import LlamaContext, LlamaModel
+from offload.mapped_file import TensorShape
+
+_NAME = "sequence"
+_SEQUENCE = 0
+_HEAD_BYTES = 8  # magic and version
+_CELL_BYTES = (12, 20)  # position, one, sequence; and a place in two dimensions (M-RoPE)
+_MAX_LAYERS = 10_000
+
+
+class LlamaPrefix:
+    """Saves and restores sequence 0 of a context."""
+
+    def __init__(self, model: LlamaModel, context: LlamaContext) -> None:
+        self._library, self._context = model.library, context
+
+    def tensors(self) -> tuple[TensorShape, ...]:
+        n_bytes = self._library.llama_state_seq_get_size(self._context.handle, _SEQUENCE)
+        return (TensorShape(_NAME, "U8", (n_bytes,)),)
+
+    def save(self, buffers: Mapping[str, memoryview]) -> None:
+        buffer = buffers[_NAME]
+        n_written = self._library.llama_state_seq_get_data(
+            self._context.handle, _pointer(buffer), len(buffer), _SEQUENCE
+        )
+        if n_written != len(buffer):
+            raise BackendError(
+                f"llama.cpp wrote {n_written} of {len(buffer)} bytes of its KV cache"
+            )
+
+    def load(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
+        """Into an empty cache; the sequence's positions are for the caller to check."""
+        if set(tensors) != {_NAME}:
+            raise BackendError("the saved KV is not llama.cpp's")
+        _, buffer = tensors[_NAME]
+        _check(buffer, len(token_ids))
+        n_read = self._library.llama_state_seq_set_data(
+            self._context.handle, _pointer(buffer), len(buffer), _SEQUENCE
+        )
+        if n_read != len(buffer):
+            raise BackendError("llama.cpp does not accept the saved KV")
+
+
+def _check(buffer: memoryview, n_tokens: int) -> None:
+    """Raise BackendError for what is not the cells of so many tokens: llama.cpp allocates by it."""
+    if not any(_is_state(buffer, n_tokens, n) for n in _CELL_BYTES):
+        raise BackendError(f"the saved KV is not llama.cpp's of {n_tokens} tokens")
+
+
+def _is_state(buffer: memoryview, n_tokens: int, cell_bytes: int) -> bool:
+    """Whether the bytes are a cache of one stream, from its first figure to its last row.
+
+    Streams, cells; for each cell its position, one and its sequence; whether the values are
+    transposed, layers; for each layer the type and the row size of its keys, with the rows; the
+    same for the values, or the type, the number size and the numbers of a token.
+    """
+    try:
+        n_streams, n_cells = struct.unpack_from("<2I", buffer, _HEAD_BYTES)
+        start = _HEAD_BYTES + 8
+        position = start + n_tokens * cell_bytes
+        cells = np.frombuffer(buffer[start:position], "<i4").reshape(n_tokens, -1)
+        if not np.array_equal(np.sort(cells[:, 0]), np.arange(n_tokens)) or np.any(
+            cells[:, 1] != 1
+        ):
+            return False
+        is_transposed, n_layers = struct.unpack_from("<2I", buffer, position)
+        if (n_streams, n_cells) != (1, n_tokens) or n_layers > _MAX_LAYERS:
+            return False
+        position += 8
+        for i in range(2 * n_layers):
+            if is_transposed and i >= n_layers:
+                _, number, width = struct.unpack_from("<3I", buffer, position)
+                n_row_bytes = number * width
+            else:
+                _, n_row_bytes = struct.unpack_from("<iQ", buffer, position)
+            position += 12 + n_tokens * n_row_bytes
+    except (struct.error, OverflowError, ValueError):  # it ends inside a figure, or before
+        return False
+    return position == len(buffer)
+
+
+def _pointer(buffer: memoryview) -> ctypes._Pointer[ctypes.c_uint8]:
+    return np.frombuffer(buffer, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

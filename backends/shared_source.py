@@ -1,0 +1,65 @@
+"""The draft that is the target itself: a second KV cache over weights that are loaded already."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from backends.base import Backend, BackendError
+from backends.source import Loading, ModelCompute, ModelSource
+
+
+class SharedSource(ModelSource):
+    """What a second cache for `source`'s weights takes: everything but those.
+
+    `load` needs the backend that has them: see `lend`.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+        self._owner: Backend | None = None
+        self.path = source.path
+        self.vocab_size = source.vocab_size
+        self.max_context = source.max_context
+        self.max_tree_leaves = source.max_tree_leaves
+        self.layers = ()
+
+    def lend(self, owner: Backend) -> None:
+        """From now on `load` makes a cache over this backend's weights."""
+        self._owner = owner
+
+    @property
+    def weight_file(self) -> Path:
+        return self._source.weight_file
+
+    def fingerprint(self) -> str:
+        return self._source.fingerprint()
+
+    @property
+    def outer_bytes(self) -> int:
+        return 0
+
+    def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
+        return self._source.kv_bytes(ctx_size, max_nodes, cache_type)
+
+    def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
+        return self._source.scratch_bytes(ctx_size, max_rows, max_nodes)
+
+    @property
+    def head_bytes(self) -> int:
+        """All weights that a pass multiplies with: none of its own layers does it."""
+        layers = sum(record.n_bytes for layer in self._source.layers for record in layer.tensors)
+        return layers + self._source.head_bytes
+
+    def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
+        compute = self._source.measure_compute(beside_reads)
+        return replace(compute, head_bytes=self.head_bytes)
+
+    def load(self, loading: Loading) -> Backend:
+        if self._owner is None:
+            raise BackendError("the weights that were to be shared are not loaded")
+        return self._owner.sibling(
+            max_context=loading.max_context,
+            max_nodes=loading.max_nodes,
+            max_rows=loading.max_rows,
+        )

@@ -1,0 +1,36 @@
+"""Which model this is, told by its tensors: the same for a copy, another one for a fine-tune."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from offload.header import CheckpointError, TensorRecord
+
+SAMPLE_BYTES = 4096
+"""Read of every tensor: fine-tunes of one model differ in nothing but the weights' values."""
+
+
+def fingerprint(records: Iterable[TensorRecord], description: str) -> str:
+    """SHA-256 in hex of names, dtypes, shapes, a sample of each tensor's bytes, and `description`.
+
+    Neither the files' times nor how the tensors are spread over files matter.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    digest = hashlib.sha256(description.encode())
+    for record in sorted(records, key=lambda record: record.name):
+        digest.update(f"\n{record.name!r} {record.dtype} {record.shape}\n".encode())
+        digest.update(_middle(record))
+    return digest.hexdigest()
+
+
+def _middle(record: TensorRecord) -> bytes:
+    n_bytes = min(SAMPLE_BYTES, record.n_bytes)
+    try:
+        with record.path.open("rb", buffering=0) as file:
+            file.seek(record.offset + (record.n_bytes - n_bytes) // 2)
+            return file.read(n_bytes)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {record.path}: {error.strerror or error}") from error

@@ -1,0 +1,147 @@
+"""Safetensors files whose tensors are written and read in place, through a mapping.
+
+Nothing is held twice: whoever has the tensors writes them into the file's pages, and takes them
+from there. A file is written aside and renamed when it is whole and on the disk, so that nobody
+ever sees half of one, and it is checked against its own digest before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.header import DTYPE_BITS, CheckpointError, TensorRecord, read_header_and_metadata
+
+_ALIGNMENT = 64
+_DIGEST_KEY = "sha256"
+_NO_DIGEST = "0" * 64
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """One tensor of a file to be written."""
+
+    name: str
+    dtype: str  # safetensors' name: "BF16", "U8", ...
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        n_bits = DTYPE_BITS[self.dtype]
+        for size in self.shape:
+            n_bits *= size
+        return n_bits // 8
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """A file that was read: what it says of itself, and its tensors where they lie."""
+
+    metadata: Mapping[str, str]
+    records: Mapping[str, TensorRecord]
+    buffers: Mapping[str, memoryview]
+    """Bytes of each tensor. Changes to them stay in this process."""
+
+
+def write_mapped(
+    path: Path,
+    tensors: Sequence[TensorShape],
+    metadata: Mapping[str, str],
+    fill: Callable[[Mapping[str, memoryview]], None],
+) -> None:
+    """Let `fill` write every tensor's bytes; then the file takes the place of `path`.
+
+    Raises:
+        OSError: no room, no permission.
+        whatever `fill` raises. Then `path` is as it was.
+    """
+    place = Path(os.path.realpath(path))  # a link stays a link
+    # The widest dtypes first: each tensor is aligned to its own.
+    tensors = sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype])
+    header = _header(tensors, metadata, _NO_DIGEST)
+    n_bytes = len(header) + sum(tensor.n_bytes for tensor in tensors)
+    descriptor, aside = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
+    try:
+        try:
+            os.posix_fallocate(descriptor, 0, n_bytes)  # a full disk would be a signal later
+            pages = mmap.mmap(descriptor, n_bytes)
+            fill(_buffers(pages, len(header), tensors))
+            digest = hashlib.sha256(memoryview(pages)[len(header) :]).hexdigest()
+            pages[: len(header)] = _header(tensors, metadata, digest)
+            pages.flush()
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(aside, place)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(aside)
+        raise
+    _sync_folder(place.parent)
+
+
+def read_mapped(path: Path) -> MappedFile:
+    """Map a file that `write_mapped` has written.
+
+    Raises:
+        CheckpointError: it is no such file, or damaged.
+    """
+    metadata, records = read_header_and_metadata(path)
+    if _DIGEST_KEY not in metadata:
+        raise CheckpointError(f"{path} was written by another program")
+    try:
+        with path.open("rb") as file:
+            pages = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    ends = [record.offset + record.n_bytes for record in records.values()]
+    if len(pages) != max(ends, default=len(pages)):
+        raise CheckpointError(f"{path} was changed while it was read")
+    start = min((record.offset for record in records.values()), default=len(pages))
+    if hashlib.sha256(pages[start:]).hexdigest() != metadata[_DIGEST_KEY]:
+        raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
+    buffers = {r.name: pages[r.offset : r.offset + r.n_bytes] for r in records.values()}
+    return MappedFile(metadata, records, buffers)
+
+
+def _header(tensors: Sequence[TensorShape], metadata: Mapping[str, str], digest: str) -> bytes:
+    """Length, JSON and spaces, so that the data begins aligned; as long for any digest."""
+    table: dict[str, object] = {"__metadata__": {**metadata, _DIGEST_KEY: digest}}
+    position = 0
+    for tensor in tensors:
+        end = position + tensor.n_bytes
+        table[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(table).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _buffers(
+    pages: mmap.mmap, position: int, tensors: Sequence[TensorShape]
+) -> dict[str, memoryview]:
+    buffers = {}
+    for tensor in tensors:
+        buffers[tensor.name] = memoryview(pages)[position : position + tensor.n_bytes]
+        position += tensor.n_bytes
+    return buffers
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,184 @@
+"""A file that carries the KV caches from one process to the next.
+
+It is a safetensors file: for the target and, where there is one, for the draft the tokens and the
+KV of all of them, under `target.` and `draft.`. KV is of use to the very model that it was computed
+by, so the file tells which that was: the target of another is refused. A draft's is left out then:
+without it the output is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from backends.base import Backend, BackendError, SavedTensors
+from offload.errors import SpecdecError
+from offload.header import CheckpointError
+from offload.mapped_file import MappedFile, TensorShape, read_mapped, write_mapped
+from offload.memory import reset_peak_rss
+from specdec.formats import OpenedModel
+
+_FORMAT = "specdec prompt cache 1"
+_TOKENS = "token_ids"
+_TARGET, _DRAFT = "target", "draft"
+_T = TypeVar("_T")
+
+
+class PromptCacheError(SpecdecError):
+    """A prompt cache file cannot be used or not be written."""
+
+
+class _Saved(NamedTuple):
+    """What a file holds of one model."""
+
+    token_ids: list[int]
+    tensors: SavedTensors
+
+
+def fingerprint(model: OpenedModel) -> str:
+    """Of the model and what its token ids mean, SHA-256 in hex."""
+    digest = hashlib.sha256(model.source.fingerprint().encode())
+    digest.update("\0".join(token or "" for token in model.vocabulary.tokens).encode())
+    return digest.hexdigest()
+
+
+class PromptCache:
+    """One file, and the models whose KV it may hold.
+
+    Reads and checks the file, if there is one, before the models' weights are loaded.
+
+    Raises:
+        PromptCacheError: there can be no such file, or it is no prompt cache, damaged, or of
+            another target.
+    """
+
+    def __init__(self, path: str | Path, target: OpenedModel, draft: OpenedModel | None) -> None:
+        self.path = Path(path).expanduser()
+        if self.path.is_dir() or not self.path.parent.is_dir():
+            problem = "is a folder" if self.path.is_dir() else "lies in a folder that is not there"
+            raise PromptCacheError(f"the prompt cache file {path} {problem}: name another file")
+        opened = {_TARGET: target} if draft is None else {_TARGET: target, _DRAFT: draft}
+        self._fingerprints = {role: fingerprint(model) for role, model in opened.items()}
+        self._in_file: dict[str, list[int]] = {}  # tokens of each model whose KV the file has
+        self._file = self._read()
+
+    def _read(self) -> MappedFile | None:
+        if not os.path.lexists(self.path):
+            return None
+        try:
+            file = read_mapped(self.path)
+        except CheckpointError as error:
+            raise self._refusal(str(error).removesuffix("; download it again")) from error
+        if file.metadata.get("format") != _FORMAT:
+            raise self._refusal("it was not written by this version of specdec")
+        if file.metadata.get(_TARGET) != self._fingerprints[_TARGET]:
+            raise self._refusal("it belongs to another target model, or to other cache types")
+        return file
+
+    def restore(self, target: Backend, draft: Backend | None) -> None:
+        """Fill the empty caches with what the file has; done once.
+
+        Raises PromptCacheError where it cannot be this model's, or the model's KV not be saved.
+        """
+        if not target.can_save_prefix:
+            raise PromptCacheError(
+                "llama.cpp saves only the last window of a model with a sliding window, which the "
+                "next prompt cannot go on from: run it without a prompt cache file"
+            )
+        file, self._file = self._file, None
+        if file is None:
+            return
+        backends = _by_role(target, draft)
+        for role, backend in backends.items():
+            if file.metadata.get(role) == self._fingerprints[role]:
+                self._fill(role, backend, file)
+        self._in_file = _held(backends)
+        reset_peak_rss()  # the file's pages were this process's for a moment
+
+    def save(self, target: Backend, draft: Backend | None) -> None:
+        """Write what the caches hold, unless that is what the file has.
+
+        Raises PromptCacheError, and leaves the file as it was.
+        """
+        backends = _by_role(target, draft)
+        held = _held(backends)
+        if held == self._in_file or _TARGET not in held:
+            return
+        tensors = []
+        for role, token_ids in held.items():
+            tensors.append(TensorShape(f"{role}.{_TOKENS}", "I32", (len(token_ids),)))
+            for tensor in backends[role].prefix_tensors():
+                name = f"{role}.{tensor.name}"
+                tensors.append(TensorShape(name, tensor.dtype, tensor.shape))
+
+        def fill(buffers: Mapping[str, memoryview]) -> None:
+            for role, token_ids in held.items():
+                own = _below(role, buffers)
+                own.pop(_TOKENS)[:] = np.array(token_ids, dtype="<i4").tobytes()
+                backends[role].save_prefix(own)
+
+        metadata = {role: self._fingerprints[role] for role in held}
+        try:
+            write_mapped(self.path, tensors, {"format": _FORMAT, **metadata}, fill)
+        except OSError as error:
+            raise PromptCacheError(
+                f"cannot write the prompt cache {self.path}: {error.strerror or error}: "
+                "name another file"
+            ) from error
+        self._in_file = held
+
+    def _fill(self, role: str, backend: Backend, file: MappedFile) -> None:
+        saved = self._saved(role, backend.vocab_size, file)
+        if len(saved.token_ids) > backend.max_context:
+            if role == _DRAFT:
+                return  # a shorter window than then
+            raise self._refusal(
+                f"its {len(saved.token_ids)} tokens do not fit in the context of "
+                f"{backend.max_context} (raise --ctx-size)"
+            )
+        try:
+            backend.load_prefix(saved.token_ids, saved.tensors)
+        except BackendError as error:
+            raise self._refusal(str(error)) from error
+
+    def _saved(self, role: str, vocab_size: int, file: MappedFile) -> _Saved:
+        records, buffers = _below(role, file.records), _below(role, file.buffers)
+        tokens = records.pop(_TOKENS, None)
+        if tokens is None or tokens.dtype != "I32" or len(tokens.shape) != 1 or not tokens.n_bytes:
+            raise self._refusal(f"it has no tokens of the {role}")
+        ids = np.frombuffer(bytes(buffers.pop(_TOKENS)), dtype="<i4")
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            raise self._refusal(f"it has tokens outside of the {role}'s vocabulary")
+        tensors = {
+            name: (TensorShape(name, record.dtype, record.shape), buffers[name])
+            for name, record in records.items()
+        }
+        return _Saved(ids.tolist(), tensors)
+
+    def _refusal(self, reason: str) -> PromptCacheError:
+        return PromptCacheError(
+            f"the prompt cache {self.path} cannot be used: {reason}: remove it, or name another one"
+        )
+
+
+def _by_role(target: Backend, draft: Backend | None) -> dict[str, Backend]:
+    if draft is None or not draft.can_save_prefix:
+        return {_TARGET: target}
+    return {_TARGET: target, _DRAFT: draft}
+
+
+def _held(backends: Mapping[str, Backend]) -> dict[str, list[int]]:
+    """Tokens of each cache that is not empty."""
+    held = {role: list(backend.committed_ids) for role, backend in backends.items()}
+    return {role: token_ids for role, token_ids in held.items() if token_ids}
+
+
+def _below(role: str, named: Mapping[str, _T]) -> dict[str, _T]:
+    """What is named `role.`, without that."""
+    start = f"{role}."
+    return {n.removeprefix(start): value for n, value in named.items() if n.startswith(start)}

@@ -1,0 +1,156 @@
+"""The draft sees a window of the context, the target all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gguf_models import save_tiny_gguf
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_pair import save_model
+
+import specdec
+from specdec.config import ConfigError
+from specdec.drafters.window import N_SINKS, DraftWindow, draft_context_size
+
+OPTIONS = {"ctx_size": 256, "num_draft_tokens": 8, "draft_depth": 4, "spec_type": "draft"}
+LONG = {"max_tokens": 200, "ignore_eos": True, "repetition_penalty": 1.3}
+
+
+@given(n_recent=st.integers(1, 40), n_tokens=st.integers(1, 300))
+def test_the_view(n_recent: int, n_tokens: int) -> None:
+    context = list(range(n_tokens))
+    view = DraftWindow(n_recent).view(context)
+    assert view[:N_SINKS] == context[:N_SINKS]
+    assert view[-1] == context[-1]
+    n_shown = len(view) - N_SINKS
+    assert n_shown <= n_recent
+    assert view[N_SINKS:] == (context[-n_shown:] if n_shown > 0 else [])
+    if n_tokens > N_SINKS + n_recent:
+        assert n_shown > n_recent - max(1, n_recent // 2)
+    else:
+        assert view == context
+
+
+@given(n_recent=st.integers(2, 40), n_tokens=st.integers(50, 200))
+def test_each_token_is_computed_about_twice(n_recent: int, n_tokens: int) -> None:
+    """The view grows by the new token, or begins anew, half a window after the last time."""
+    window, before, n_rows, n_jumps = DraftWindow(n_recent), [], 0, 0
+    for n in range(1, n_tokens + 1):
+        view = window.view(range(n))
+        is_jump = view[:-1] != before
+        n_rows += len(view) - N_SINKS if is_jump else 1
+        n_jumps += is_jump
+        before = view
+    step = n_recent // 2
+    assert n_jumps <= n_tokens / step
+    assert n_rows <= n_tokens + n_jumps * (n_recent - step + 1) + N_SINKS
+
+
+@given(
+    wanted=st.none() | st.integers(16, 600),
+    draft_max=st.integers(40, 600),
+    ctx_size=st.integers(40, 600),
+    n_nodes=st.integers(1, 300),
+)
+def test_it_fits_the_drafts_cache(
+    wanted: int | None, draft_max: int, ctx_size: int, n_nodes: int
+) -> None:
+    room = draft_context_size(wanted, ctx_size, draft_max, n_nodes)
+    window = DraftWindow.fitting(wanted, room, ctx_size, n_nodes)
+    assert room <= min(ctx_size, draft_max)
+    longest = max(len(window.view(range(n))) for n in range(1, ctx_size + 1))
+    assert longest <= room
+    if wanted is not None and room < min(ctx_size, draft_max):
+        assert window.n_recent == wanted
+    if window.n_recent is None:
+        assert room == ctx_size
+    else:
+        assert longest < ctx_size
+        assert longest < room or n_nodes == 0 or room == ctx_size
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("target"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("draft"), seed=0, num_hidden_layers=1)
+
+
+def test_a_windowed_draft_leaves_the_output_alone(target: Path, draft: Path) -> None:
+    with specdec.load(target, draft, draft_window=16, **OPTIONS) as llm:
+        assert llm.draft is not None
+        held = []
+        prefill = llm.draft.prefill
+
+        def record(ids):
+            logits = prefill(ids)
+            held.append((len(ids), llm.draft.n_committed))
+            return logits
+
+        llm.draft.prefill = record  # type: ignore[method-assign]
+        result = llm.generate("def f(x):", **LONG)
+        plain = llm.generate("def f(x):", speculative=False, **LONG)
+    assert result.token_ids == plain.token_ids
+    assert result.stats.drafted_tokens > 0
+    assert max(n_held for _, n_held in held) <= N_SINKS + 16
+    assert sum(n_run for n_run, _ in held) < 3 * len(result.token_ids)
+
+
+def test_a_window_as_long_as_the_text_changes_nothing(target: Path, draft: Path) -> None:
+    results = []
+    for window in (None, 250):
+        with specdec.load(target, draft, draft_window=window, **OPTIONS) as llm:
+            assert llm.draft_window.n_recent in (None, 250)
+            results.append(llm.generate("def f(x):", **LONG))
+    figures = {(r.token_ids, r.stats.accepted_tokens, r.stats.drafted_tokens) for r in results}
+    assert len(figures) == 1
+
+
+def drafted_after(llm: specdec.api.LLM, n_tokens: int) -> int:
+    """Draft tokens of a text that is already longer than `n_tokens`."""
+    prompt = list(range(10, 80)) * 4
+    assert len(prompt) > n_tokens
+    return llm.generate(
+        prompt[: n_tokens + 20], max_tokens=16, ignore_eos=True
+    ).stats.drafted_tokens
+
+
+def test_a_draft_with_a_shorter_context_serves_a_longer_text(target: Path, tmp_path: Path) -> None:
+    short = save_model(tmp_path, seed=0, num_hidden_layers=1, max_position_embeddings=64)
+    with specdec.load(target, short, **OPTIONS) as llm:
+        assert drafted_after(llm, 64) > 0
+        assert llm.draft is not None
+        assert llm.draft.n_committed <= 64
+
+
+@pytest.mark.gguf
+def test_on_llama_cpp(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    model = save_tiny_gguf("llama", tmp_path / "model.gguf")
+    prompt = list(range(3, 90)) * 2
+    options = {"max_tokens": 40, "ignore_eos": True}
+    with specdec.load(model, model, draft_window=16, **{**OPTIONS, "num_draft_tokens": 4}) as llm:
+        result = llm.generate(prompt, **options)
+        assert llm.draft is not None
+        assert llm.draft.n_committed <= N_SINKS + 16 + 4
+        assert result.stats.drafted_tokens > 0
+        assert result.token_ids == llm.generate(prompt, speculative=False, **options).token_ids
+
+
+def test_the_plan_counts_the_window_only(target: Path, draft: Path) -> None:
+    def kv_bytes(ctx_size: int, **options: int) -> int:
+        plan = specdec.plan_run(target, draft, **{**OPTIONS, "ctx_size": ctx_size}, **options)
+        return dict(plan.parts)["draft KV cache"]
+
+    assert kv_bytes(8192, draft_window=64) == kv_bytes(4096, draft_window=64) < kv_bytes(4096) / 4
+
+
+@pytest.mark.parametrize("window", [0, 15, -1, 2.5])
+def test_bad_windows(target: Path, draft: Path, window: object) -> None:
+    with pytest.raises(ConfigError, match="draft_window is .*, must be an integer at least 16"):
+        specdec.plan_run(target, draft, draft_window=window)

@@ -1,0 +1,128 @@
+"""A prompt that begins like the text before it: the KV of what they share is kept, and only that.
+
+Every result is compared with that of a second model, which computes each prompt anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from checkpoints import save_tiny_checkpoint
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from interrupting import interrupted
+from tiny_pair import save_model, save_tokenizer
+
+import specdec
+from specdec.api import LLM
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+FOLDERS = ("specdec", "backends", "offload")
+TEXT = [5, 17, 60, 33, 8, 41, 9, 70, 12, 23, 64, 5, 17, 60, 33, 90]
+TOLERANCE = 1e-4
+OPTIONS = {"ctx_size": 96, "num_draft_tokens": 6, "draft_depth": 3}
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def models(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LLM, LLM]]:
+    """(one that is used again and again, one that forgets); mistral has a sliding window."""
+    target = save_tiny_checkpoint(request.param, tmp_path_factory.mktemp("target"), vocab_size=259)
+    save_tokenizer(target)
+    draft = save_model(tmp_path_factory.mktemp("draft"), seed=1, num_hidden_layers=1)
+    with specdec.load(target, draft, **OPTIONS) as one, specdec.load(target, **OPTIONS) as other:
+        yield one, other
+
+
+def check(llm: LLM, fresh: LLM, prompt: list[int], **options: object) -> int:
+    """The same tokens with the same probabilities; how many tokens were reused."""
+    options = {"logprobs": True, "max_tokens": 8, "ignore_eos": True, **options}
+    result = llm.generate(prompt, **options)
+    options["speculative"] = False
+    expected = fresh.generate(prompt, cache_prompt=False, **options)
+    assert result.token_ids == expected.token_ids
+    assert np.abs(np.array(result.logprobs) - expected.logprobs).max() < TOLERANCE
+    assert expected.stats.reused_prompt_tokens == 0
+    return result.stats.reused_prompt_tokens
+
+
+prompts = st.builds(
+    lambda n, tail: TEXT[:n] + tail,
+    st.integers(0, len(TEXT)),
+    st.lists(st.sampled_from(TEXT), min_size=1, max_size=4),
+)
+requests = st.tuples(
+    prompts, st.sampled_from([0.0, 1.0]), st.booleans(), st.sampled_from(["end", "cancel"])
+)
+
+
+@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data(), history=st.lists(requests, min_size=2, max_size=5))
+def test_any_history_of_prompts(
+    models: tuple[LLM, LLM], data: st.DataObject, history: list[tuple]
+) -> None:
+    llm, fresh = models
+    for prompt, temperature, speculative, end in history:
+        options = {"temperature": temperature, "seed": 3, "ignore_eos": True}
+        if end == "cancel":
+            stream = llm.stream(prompt, speculative=speculative, **options)
+            for _ in range(data.draw(st.integers(0, 3))):
+                next(stream)
+            stream.cancel()
+        held = list(llm.target.committed_ids)
+        n_reused = check(llm, fresh, prompt, speculative=speculative, **options)
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(held, prompt[:-1], strict=False)) if a != b),
+            min(len(held), len(prompt) - 1),
+        )
+        assert n_reused == shared
+
+
+def test_a_conversation_computes_its_new_words_only(models: tuple[LLM, LLM]) -> None:
+    llm, fresh = models
+    prompt = [200, *TEXT]
+    for turn in range(3):
+        n_reused = check(llm, fresh, prompt)
+        # All but the last token of the answer, which was emitted and never run.
+        assert n_reused == (0 if turn == 0 else len(prompt) - 4)
+        prompt += [*fresh.generate(prompt, max_tokens=8, ignore_eos=True).token_ids, 7, 8, 9]
+
+
+def test_the_draft_keeps_its_own(models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, _ = models
+    assert llm.draft is not None
+    llm.generate([201, *TEXT], max_tokens=4)
+    runs: list[int] = []
+    prefill = llm.draft.prefill
+    monkeypatch.setattr(llm.draft, "prefill", lambda ids: runs.append(len(ids)) or prefill(ids))
+    llm.generate([201, *TEXT, 6, 7], max_tokens=4)
+    assert max(runs) <= 2 + 4 + 1  # the words of the first answer differ from the new prompt
+
+
+def test_switched_off(models: tuple[LLM, LLM]) -> None:
+    llm, _ = models
+    results = [llm.generate(TEXT, max_tokens=4, cache_prompt=on) for on in (True, False, True)]
+    assert results[1].stats.reused_prompt_tokens == 0
+    assert results[2].stats.reused_prompt_tokens == len(TEXT) - 1
+    assert results[0].token_ids == results[1].token_ids == results[2].token_ids
+
+
+def test_interrupts_anywhere(models: tuple[LLM, LLM]) -> None:
+    """Whatever was cut short, what is believed to be in the caches is what is in them."""
+    llm, fresh = models
+    n_interrupted = 0
+    for first in range(1, 100_000, 97):
+        then = None if first % 2 else 1 + first % 29
+        with interrupted(first, then, FOLDERS) as interrupts:
+            llm.generate(TEXT[: 4 + first % 9], max_tokens=4)
+        for backend in llm.backends:
+            held = list(backend.committed_ids)
+            assert backend.prefill_from([*held, 11])[0] == len(held), interrupts.places
+        check(llm, fresh, TEXT[: 5 + first % 7], max_tokens=2)
+        if not interrupts.places:
+            break
+        n_interrupted += 1
+    assert n_interrupted > 5

@@ -1,0 +1,132 @@
+"""The target as its own draft: the same weights, a KV cache of its own, a window of the context."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forced_streaming import force_streaming
+from gguf_models import save_tiny_gguf
+from tiny_pair import save_model
+
+import specdec
+from backends.base import Backend, BackendError
+from backends.gguf_model import load_gguf_model
+from backends.llama_cpp import LlamaBackend
+from backends.torch_cpu import TorchBackend
+from specdec.config import ConfigError
+
+OPTIONS = {
+    "ctx_size": 200,
+    "num_draft_tokens": 4,
+    "draft_depth": 4,
+    "tree_width": 1,
+    "spec_type": "draft",
+}
+PROMPT = list(range(10, 70))
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("gguf", marks=pytest.mark.gguf)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    if request.param == "torch":
+        return save_model(folder, seed=0)
+    pytest.importorskip("llama_cpp")
+    return save_tiny_gguf("llama", folder / "model.gguf")
+
+
+@pytest.fixture
+def backend(model: Path) -> Iterator[Backend]:
+    if model.is_dir():
+        loaded: Backend = TorchBackend.resident(model, max_context=128)
+    else:
+        options = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": False}
+        loaded = LlamaBackend(
+            load_gguf_model(model), max_context=128, n_threads=1, load_mode="mmap", **options
+        )
+    with loaded:
+        yield loaded
+
+
+def test_siblings_keep_apart(backend: Backend) -> None:
+    with backend.sibling(max_context=64, max_nodes=8, max_rows=8) as other:
+        assert other.max_context == 64
+        expected = backend.prefill(PROMPT)
+        other.prefill([5, 6, 7])
+        ids, rows = other.extend([8, 9], [-1, -1])
+        assert list(backend.committed_ids) == PROMPT
+        assert list(other.committed_ids) == [5, 6, 7]
+        backend.rollback(0)
+        assert np.abs(backend.prefill([5, 6, 7, 9]) - rows[1]).max() < 1e-4
+        other.commit([ids[0]])
+        assert list(other.committed_ids) == [5, 6, 7, 8]
+    backend.rollback(0)
+    assert np.array_equal(backend.prefill(PROMPT), expected)
+    with pytest.raises(BackendError, match="closed"):
+        other.prefill([1])
+
+
+def test_siblings_in_two_threads(backend: Backend) -> None:
+    expected = backend.prefill(PROMPT)
+    with backend.sibling(max_context=64, max_nodes=8, max_rows=8) as other:
+        found: list[np.ndarray] = []
+
+        def work(one: Backend) -> None:
+            for _ in range(10):
+                one.rollback(0)
+                found.append(one.prefill(PROMPT))
+
+        threads = [threading.Thread(target=work, args=(one,)) for one in (backend, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 20
+    assert all(np.array_equal(one, expected) for one in found)
+
+
+def test_with_the_whole_text_in_its_window_it_is_always_right(model: Path) -> None:
+    with specdec.load(model, "self:window=180", **OPTIONS) as llm:
+        result = llm.generate(PROMPT, max_tokens=60, ignore_eos=True)
+        plain = llm.generate(PROMPT, max_tokens=60, ignore_eos=True, speculative=False)
+        assert result.token_ids == plain.token_ids
+        assert result.stats.accepted_tokens == result.stats.drafted_tokens > 40
+
+
+def test_with_a_short_window_the_output_is_the_same(model: Path) -> None:
+    with specdec.load(model, "self:window=16", **OPTIONS) as llm:
+        result = llm.generate(PROMPT, max_tokens=60, ignore_eos=True)
+        plain = llm.generate(PROMPT, max_tokens=60, ignore_eos=True, speculative=False)
+        assert result.token_ids == plain.token_ids
+        assert result.stats.drafted_tokens > 0
+        assert llm.draft is not None
+        assert llm.draft.n_committed <= 4 + 16 + 4
+
+
+def test_it_is_planned_without_weights(model: Path) -> None:
+    parts = dict(specdec.plan_run(model, "self:window=16", **OPTIONS).parts)
+    assert parts["draft KV cache"] > 0
+    assert not any(parts.get(name) for name in ("draft pinned layers", "draft ring"))
+    assert parts["draft embeddings and head"] == 0
+
+
+def test_a_target_that_streams_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_streaming(monkeypatch)
+    with pytest.raises(ConfigError, match="read once for each level of a tree"):
+        specdec.load(model, "self:window=16", **OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["self:", "self:window=", "self:window=x", "self:window=-3"])
+def test_bad_names(model: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="self:window=N"):
+        specdec.plan_run(model, name)
+
+
+def test_bad_windows(model: Path) -> None:
+    with pytest.raises(ConfigError, match="draft_window is 3, must be an integer at least 16"):
+        specdec.plan_run(model, "self:window=3")
+    with pytest.raises(ConfigError, match="leave out draft_window"):
+        specdec.plan_run(model, "self:window=64", draft_window=32)
