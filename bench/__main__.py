@@ -31,6 +31,7 @@ from bench.sweep_cli import sweep_command
 from bench.workloads import BUILT_IN, read_prompts
 from specdec import cli_options as options
 from specdec.cli_errors import run_app
+from specdec.cli_groups import LoadOptions, SamplingOptions
 from specdec.cli_info import COMMAND_NAME
 from specdec.cli_signature import with_debug, with_options
 
@@ -63,8 +64,8 @@ Log = Annotated[
 @with_options
 def speedup(
     context: typer.Context,
-    load: options.LoadOptions,
-    sampling: options.SamplingOptions,
+    load: LoadOptions,
+    sampling: SamplingOptions,
     prompts: Prompts = BUILT_IN,
     n_prompts: NPrompts = 16,
     max_tokens: options.MaxTokens = 64,
@@ -111,8 +112,8 @@ def speedup(
 @with_options
 def budgets(
     context: typer.Context,
-    load: options.LoadOptions,
-    sampling: options.SamplingOptions,
+    load: LoadOptions,
+    sampling: SamplingOptions,
     sizes: Annotated[
         str, typer.Option("--budgets", metavar="SIZE,SIZE,...", help="Memory budgets to try.")
     ],
@@ -154,8 +155,8 @@ def budgets(
 @with_options
 def timeline(
     context: typer.Context,
-    load: options.LoadOptions,
-    sampling: options.SamplingOptions,
+    load: LoadOptions,
+    sampling: SamplingOptions,
     picture: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="PNG", help="Where to draw the picture."),
@@ -272,7 +273,7 @@ def _pass_on(name: str, module: str, function: str, argv: Sequence[str]) -> None
 def _check_choices(
     output: str,
     peer: str | None,
-    load: options.LoadOptions,
+    load: LoadOptions,
     enforce: bool,
     file: Path | None,
     log: Path | None,
@@ -286,7 +287,7 @@ def _check_choices(
     check_writable("--log", log)
 
 
-def _check_peer(name: str, load: options.LoadOptions) -> None:
+def _check_peer(name: str, load: LoadOptions) -> None:
     from bench.peers import PEERS, Weights, why_not
     from specdec.models import resolve_model
 

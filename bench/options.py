@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from offload.errors import SpecdecError
-from specdec import cli_options as options
+from specdec.cli_groups import SamplingOptions
 
 
 class UsageMistake(SpecdecError):
@@ -85,8 +85,6 @@ def check_writable(option: str, path: Path | None) -> None:
         path.unlink()
 
 
-def sampling_keywords(
-    max_tokens: int, ignore_eos: bool, given: options.SamplingOptions
-) -> dict[str, Any]:
+def sampling_keywords(max_tokens: int, ignore_eos: bool, given: SamplingOptions) -> dict[str, Any]:
     """Both decodings get the same seed, so that their tokens can be compared."""
     return {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "seed": 0, **given.as_keywords()}

@@ -25,6 +25,7 @@ from bench.peers import GGUF, HF, PEERS, Weights
 from bench.workloads import BUILT_IN, read_prompts, spread
 from offload.units import parse_bytes
 from specdec import cli_options as options
+from specdec.cli_groups import LoadOptions
 from specdec.pair import PAIR_PREFIX
 
 ALL_PEERS = ",".join(PEERS)
@@ -65,7 +66,7 @@ TimeLimit = Annotated[
 
 def peers_command(
     context: typer.Context,
-    load: options.LoadOptions,
+    load: LoadOptions,
     prompts: Prompts = BUILT_IN,
     n_prompts: SpreadPrompts = 16,
     max_tokens: options.MaxTokens = 64,

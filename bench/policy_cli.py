@@ -9,12 +9,13 @@ import typer
 from bench.options import IgnoreEos, NPrompts, OutputFile, Prompts, sampling_keywords
 from bench.workloads import BUILT_IN, read_prompts
 from specdec import cli_options as options
+from specdec.cli_groups import LoadOptions, SamplingOptions
 
 
 def policy_command(
     context: typer.Context,
-    load: options.LoadOptions,
-    sampling: options.SamplingOptions,
+    load: LoadOptions,
+    sampling: SamplingOptions,
     sizes: Annotated[
         str,
         typer.Option("--sizes", metavar="NxD,NxD,...", help="Fixed trees: draft tokens x levels."),

@@ -15,6 +15,7 @@ from bench.sweep import STORAGE_SPEEDS
 from bench.workloads import BUILT_IN, read_prompts, spread
 from offload.units import format_bytes, parse_bytes
 from specdec import cli_options as options
+from specdec.cli_groups import LoadOptions, parse_num_draft_tokens
 
 Budgets = Annotated[
     str,
@@ -49,7 +50,7 @@ Lines = Annotated[
 
 def sweep_command(
     context: typer.Context,
-    load: options.LoadOptions,
+    load: LoadOptions,
     output_file: Lines,
     budgets: Budgets = "auto",
     storage: Storage = "full",
@@ -118,10 +119,10 @@ def parse_speeds(text: str) -> list[float | None]:
 
 def parse_trees(text: str) -> list[int | None]:
     """Draft tokens per pass; None is auto."""
-    return list(dict.fromkeys(options.parse_num_draft_tokens(name) for name in text.split(",")))
+    return list(dict.fromkeys(parse_num_draft_tokens(name) for name in text.split(",")))
 
 
-def find_budgets(text: str, load: options.LoadOptions) -> list[int]:
+def find_budgets(text: str, load: LoadOptions) -> list[int]:
     """Bytes, in the order given."""
     if text != "auto":
         return list(dict.fromkeys(parse_bytes(name) for name in text.split(",")))

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from specdec import cli_options as options
+from specdec.cli_groups import LoadOptions, SamplingOptions
 from specdec.cli_output import write_json, write_text
 from specdec.cli_signature import with_options
 from specdec.models import check_local_name
@@ -39,8 +40,8 @@ NPrompts = Annotated[
 
 @with_options
 def check(
-    load: options.LoadOptions,
-    sampling: options.SamplingOptions,
+    load: LoadOptions,
+    sampling: SamplingOptions,
     rank: Rank = False,
     prompts: Prompts = None,
     n_prompts: NPrompts = 8,
@@ -74,7 +75,7 @@ def check(
         write_text("\n".join(ranking.lines()) + "\n")
 
 
-def _compare(load: options.LoadOptions, json: bool) -> None:
+def _compare(load: LoadOptions, json: bool) -> None:
     if load.draft_model is None:
         raise options.OptionError("no draft model was named: use -md (--draft-model)")
     from specdec.formats import compare_models
@@ -87,7 +88,7 @@ def _compare(load: options.LoadOptions, json: bool) -> None:
     result.require_compatible()
 
 
-def _check_drafts(load: options.LoadOptions) -> None:
+def _check_drafts(load: LoadOptions) -> None:
     """Raise for names that lead nowhere, and where no draft model would be used."""
     if not load.draft_models:
         raise options.OptionError(

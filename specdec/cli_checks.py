@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specdec.cli_options import LoadOptions, OptionError
+from specdec.cli_groups import LoadOptions
+from specdec.cli_options import OptionError
 from specdec.cli_output import say
 from specdec.models import check_local_name
 from specdec.options import SELF_DRAFT

@@ -13,6 +13,7 @@ import typer
 from offload.units import format_bytes
 from specdec import cli_options as options
 from specdec.cli_checks import check_models, note_context
+from specdec.cli_groups import LoadOptions
 from specdec.cli_output import write_json, write_text
 from specdec.cli_signature import with_options
 from specdec.enforce import child_environment
@@ -29,7 +30,7 @@ DemoArguments = Annotated[
 
 @with_options
 def plan(
-    load: options.LoadOptions,
+    load: LoadOptions,
     on: options.OnDevice = None,
     json: options.Json = False,
     debug: options.Debug = False,

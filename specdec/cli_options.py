@@ -7,16 +7,13 @@ with underscores. A command takes `LoadOptions` and `SamplingOptions` as paramet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from offload.errors import SpecdecError
-from specdec.config import MIN_DRAFT_WINDOW, SamplingParams, parse_spec_type
-from specdec.options import run_options
+from specdec.config import MIN_DRAFT_WINDOW
 
 _MODEL, _MEMORY, _SPECULATION, _SAMPLING = "Models", "Memory", "Speculation", "Sampling"
 
@@ -301,88 +298,3 @@ Debug = Annotated[
     bool,
     typer.Option("--debug", help="Show the traceback of an error (also SPECDEC_DEBUG=1)."),
 ]
-
-
-def parse_num_draft_tokens(text: str) -> int | None:
-    """Parse a count; "auto" -> None."""
-    if text == "auto":
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise OptionError(f"--num-draft-tokens is {text!r}, must be auto or a number")
-    return int(text)
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """What `specdec.load` is called with."""
-
-    model: Model
-    draft_models: DraftModel = None
-    memory_budget: MemoryBudget = "auto"
-    ctx_size: CtxSize = None
-    threads: Threads = None
-    prefetch_depth: PrefetchDepth = None
-    io_threads: IoThreads = None
-    load_mode: LoadMode = "auto"
-    cache_type_k: CacheTypeK = None
-    cache_type_v: CacheTypeV = None
-    spec_type: SpecType = None
-    num_draft_tokens: NumDraftTokens = "auto"
-    tree_width: TreeWidth = None
-    acceptance: Acceptance = "match"
-    accept_threshold: AcceptThreshold = None
-    draft_ahead: DraftAhead = "auto"
-    draft_window: DraftWindow = None
-
-    def __post_init__(self) -> None:
-        """Raise SpecdecError for a mistake before anything is started."""
-        drafts: Sequence[str | None] = self.draft_models or [None]
-        for draft_model in drafts:
-            run_options(**self.keywords_with(draft_model))
-
-    @property
-    def draft_model(self) -> str | None:
-        """The draft of a run. Raises OptionError where several were named."""
-        drafts = self.draft_models or []
-        if len(drafts) > 1:
-            raise OptionError(
-                f"{len(drafts)} draft models were named ({', '.join(drafts)}), but a run uses one: "
-                "`specdec check --rank --prompts FILE` measures which one serves best"
-            )
-        return drafts[0] if drafts else None
-
-    def as_keywords(self) -> dict[str, Any]:
-        """The keywords of `specdec.load`; spec_type None means its default, () plain decoding."""
-        return self.keywords_with(self.draft_model)
-
-    def keywords_with(self, draft_model: str | None) -> dict[str, Any]:
-        """The same with one of the drafts, or none."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        del values["draft_models"]
-        if self.spec_type is not None:
-            values["spec_type"] = parse_spec_type(self.spec_type)
-        values["num_draft_tokens"] = parse_num_draft_tokens(self.num_draft_tokens)
-        return {**values, "draft_model": draft_model}
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How tokens are chosen; None leaves the default alone."""
-
-    temperature: Temperature = None
-    top_k: TopK = None
-    top_p: TopP = None
-    min_p: MinP = None
-    repetition_penalty: RepetitionPenalty = None
-    seed: Seed = None
-    stop: Stop = None
-
-    def __post_init__(self) -> None:
-        """Raise SpecdecError for a mistake before a model is loaded."""
-        SamplingParams.from_options(self.as_keywords())
-
-    def as_keywords(self) -> dict[str, Any]:
-        """Only what was given."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["stop"] = tuple(self.stop or ()) or None
-        return {name: value for name, value in values.items() if value is not None}

@@ -12,6 +12,7 @@ import typer
 
 from specdec import cli_options as options
 from specdec.cli_checks import check_chat_template, check_models, check_prompt, note_context
+from specdec.cli_groups import LoadOptions, SamplingOptions
 from specdec.cli_output import loading_progress, perf_line, say, write_json, write_text
 from specdec.cli_sequences import SequenceOptions, check_sampling
 from specdec.cli_signature import with_options
@@ -33,8 +34,8 @@ PromptFile = Annotated[
 @with_options
 def run(
     context: typer.Context,
-    load: options.LoadOptions,
-    sampling: options.SamplingOptions,
+    load: LoadOptions,
+    sampling: SamplingOptions,
     sequences: SequenceOptions,
     prompt: Prompt = None,
     file: PromptFile = None,
@@ -64,8 +65,8 @@ def run(
 @with_options
 def chat(
     context: typer.Context,
-    load: options.LoadOptions,
-    sampling: options.SamplingOptions,
+    load: LoadOptions,
+    sampling: SamplingOptions,
     max_tokens: options.MaxTokens = 512,
     prompt_cache_file: options.PromptCacheFile = None,
     enforce: options.Enforce = False,
@@ -103,7 +104,7 @@ def run_again_enforced(context: typer.Context, memory_budget: str) -> None:
 
 
 @contextmanager
-def open_model(load_options: options.LoadOptions, keywords: dict[str, Any]) -> Iterator[LLM]:
+def open_model(load_options: LoadOptions, keywords: dict[str, Any]) -> Iterator[LLM]:
     """keywords: of `specdec.load`."""
     check_models(load_options)
     from specdec.api import load

@@ -21,7 +21,7 @@ from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.policy import DraftPolicy
 from specdec.sampling import Sampler
-from specdec.stats import StatsRecorder
+from specdec.stats_recorder import StatsRecorder
 from specdec.tree import DraftTree
 
 ChainRule = Callable[..., Acceptance]

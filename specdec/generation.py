@@ -22,7 +22,8 @@ from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.sampling import Sampler
 from specdec.sequences import GeneratedSequence, GenerationResult, StreamChunk, sequence_seed
-from specdec.stats import GenerationStats, StatsRecorder
+from specdec.stats import GenerationStats
+from specdec.stats_recorder import StatsRecorder
 from specdec.text import TextStream
 from specdec.tree import DraftTree
 from specdec.watched_target import WatchedTarget

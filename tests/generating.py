@@ -16,7 +16,7 @@ from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.policy import DraftPolicy, PassCost
 from specdec.sampling import Sampler
-from specdec.stats import StatsRecorder
+from specdec.stats_recorder import StatsRecorder
 from specdec.tree import ROOT, DraftTree
 
 FREE = PassCost(read_seconds=1.0, row_free_seconds=0.0, seconds_per_row=0.01)

@@ -17,7 +17,7 @@ PROMPTS = [Prompt("a", "x"), Prompt("b", "y")]
 
 
 def record(prompt: str, tokens: list[int]) -> dict[str, object]:
-    from specdec.stats import StatsRecorder
+    from specdec.stats_recorder import StatsRecorder
 
     stats = StatsRecorder(prompt_tokens=1).finish(
         bytes_streamed=0,

@@ -11,7 +11,7 @@ from tiny_pair import save_model
 
 from bench.__main__ import main
 from bench.policy_sweep import SweepMistake, TreeSize, format_sweep, parse_sizes, summarise
-from specdec.stats import StatsRecorder
+from specdec.stats_recorder import StatsRecorder
 
 
 def record(way: str, seconds: float) -> dict[str, object]:

@@ -33,7 +33,7 @@ from specdec.controller import Controller, NoDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.policy import DraftPolicy
 from specdec.sampling import Sampler
-from specdec.stats import StatsRecorder
+from specdec.stats_recorder import StatsRecorder
 from specdec.tree import DraftTree
 
 EXACT, CAUGHT = 1e-12, 1e-6

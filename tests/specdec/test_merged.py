@@ -21,7 +21,7 @@ from specdec.drafters.merged import merge_trees, narrowed
 from specdec.drafters.model import ModelDrafter
 from specdec.policy import DraftPolicy
 from specdec.sampling import Sampler
-from specdec.stats import StatsRecorder
+from specdec.stats_recorder import StatsRecorder
 from specdec.tree import DraftTree
 
 LIMITS = TreeLimits(max_nodes=32, max_depth=8, width=4)

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from specdec.acceptance import Acceptance
-from specdec.stats import GenerationStats, StatsRecorder, percentile
+from specdec.stats import GenerationStats, percentile
+from specdec.stats_recorder import StatsRecorder
 from specdec.tree import DraftTree
 
 CONTRACT = {

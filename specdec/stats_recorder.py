@@ -1,0 +1,195 @@
+"""Collects the figures of one generation while it runs: clocks, counts, events of a recording."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from offload.trace import record_since, recorded
+from specdec.acceptance import Acceptance
+from specdec.stats import ACCEPT, DRAFT, PASS, PREFILL, GenerationStats, percentile
+from specdec.tree import DraftTree
+
+
+class StatsRecorder:
+    """Collects the figures of one generation while it runs.
+
+    `clock` gives seconds. The request begins when the recorder is made; call `record_first_token`
+    after the prefill, `record_round` after every round, and `finish` at the end (also of a
+    cancelled generation).
+    """
+
+    def __init__(
+        self, prompt_tokens: int = 0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.clock = clock
+        self._first: float | None = None
+        self._reused = self._generated = self._passes = self._drafted = self._accepted = 0
+        self._ngram_hits = self._bonus = 0
+        self._pass_seconds = self._draft_seconds = self._overlapped_seconds = 0.0
+        self._ahead_hits = self._ahead_misses = 0
+        # Of the last pass, and of the drafting beside it: (began, ended).
+        self._last_pass = self._last_ahead = (0.0, 0.0)
+        self._is_ahead_open = False  # drafting ran beside a pass whose outcome is not known yet
+        # (rows, drafting beside it?) -> seconds of each such pass
+        self._seconds_by_rows: dict[tuple[int, bool], list[float]] = defaultdict(list)
+        self._token_seconds: list[float] = []
+        self._tried: Counter[int] = Counter()  # by depth
+        self._accepted_at: Counter[int] = Counter()
+        self._started = self._last = clock()
+        self._made = time.perf_counter()  # for a recording, whatever the clock
+
+    def record_first_token(self, n_reused: int = 0) -> None:
+        """The prompt, all but `n_reused` tokens of it computed now, has yielded the first token.
+
+        Of further sequences of the prompt it is called once more.
+        """
+        now = self.clock()
+        if self._first is None:
+            self._first, self._reused = now, n_reused
+        else:
+            self._token_seconds.append(now - self._last)
+        self._last = now
+        self._generated += 1
+        record_since(self._made, PREFILL, f"prompt of {self.prompt_tokens}")
+
+    @recorded(DRAFT, "draft")
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Time of the block counts as draft_seconds."""
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self._draft_seconds += self.clock() - began
+
+    @recorded(PASS, "pass")
+    @contextmanager
+    def verifying(self, n_rows: int = 1, *, is_drafting: bool = False) -> Iterator[None]:
+        """Time of the block counts as pass_seconds: a pass of `n_rows`.
+
+        is_drafting: another thread drafts meanwhile (`drafting_ahead`).
+        """
+        began = self.clock()
+        try:
+            yield
+        finally:
+            ended = self.clock()
+            self._pass_seconds += ended - began
+        self._last_pass = (began, ended)
+        self._seconds_by_rows[n_rows, is_drafting].append(ended - began)
+
+    @recorded(DRAFT, "draft ahead")
+    @contextmanager
+    def drafting_ahead(self) -> Iterator[None]:
+        """The block, in another thread, drafts while a pass runs; counted by `record_outcome`."""
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self._last_ahead = (began, self.clock())
+            self._is_ahead_open = True
+
+    def record_outcome(self, *, was_ahead: bool) -> None:
+        """The pass and the drafting beside it, if there was any, are over.
+
+        was_ahead: the drafter had already run the token that the target chose.
+        """
+        if not self._is_ahead_open:
+            return
+        self._is_ahead_open = False
+        self._ahead_hits += int(was_ahead)
+        self._ahead_misses += int(not was_ahead)
+        (pass_began, pass_ended), (began, ended) = self._last_pass, self._last_ahead
+        self._draft_seconds += ended - began
+        self._overlapped_seconds += max(0.0, min(pass_ended, ended) - max(pass_began, began))
+
+    def record_round(
+        self, tree: DraftTree, acceptance: Acceptance, n_emitted: int | None = None
+    ) -> None:
+        """A pass verified `tree`, and `n_emitted` tokens of its outcome reached the caller.
+
+        `n_emitted` is by default all of them; it is smaller where a stop string cuts the round.
+        """
+        now = self.clock()
+        n_tokens = acceptance.n_accepted + 1 if n_emitted is None else n_emitted
+        accepted = acceptance.path[1 : n_tokens + 1]  # those that reached the caller
+        is_whole = n_tokens > acceptance.n_accepted
+        self._passes += 1
+        self._drafted += tree.n_drafted
+        self._accepted += len(accepted)
+        self._accepted_at.update(range(1, len(accepted) + 1))
+        self._tried.update(range(1, len(accepted) + 1))
+        guesses = tree.children(acceptance.path[-1])
+        # A right guess at the end of the path was left out for the length's sake.
+        if is_whole and guesses and acceptance.next_token not in guesses:
+            self._tried[len(accepted) + 1] += 1
+        self._ngram_hits += sum("ngram" in tree.sources[i] for i in accepted)
+        self._bonus += int(acceptance.is_bonus and tree.n_drafted > 0 and is_whole)
+        self._generated += n_tokens
+        # Tokens of a round arrive together: each is charged an equal share of the round.
+        self._token_seconds.extend([(now - self._last) / max(n_tokens, 1)] * n_tokens)
+        self._last = now
+        name = f"{acceptance.n_accepted} of {tree.n_drafted} accepted"
+        record_since(time.perf_counter(), ACCEPT, name)
+
+    def finish(
+        self,
+        *,
+        bytes_streamed: int = 0,
+        stall_seconds: float = 0.0,
+        peak_memory_bytes: int = 0,
+        memory_budget_bytes: int = 0,
+        kv_bytes: int = 0,
+        kv_used_fraction: float = 0.0,
+        is_lossless: bool = True,
+    ) -> GenerationStats:
+        """The figures so far, with those that only the backend and the system know."""
+        first = self._last if self._first is None else self._first
+        slowed, unslowed = self._compared_pass_seconds()
+        return GenerationStats(
+            prompt_tokens=self.prompt_tokens,
+            reused_prompt_tokens=self._reused,
+            generated_tokens=self._generated,
+            passes=self._passes,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
+            ngram_hits=self._ngram_hits,
+            bonus_tokens=self._bonus,
+            time_to_first_token=0.0 if self._first is None else self._first - self._started,
+            decode_seconds=self._last - first,
+            time_per_output_token_p90=percentile(self._token_seconds, 0.9),
+            pass_seconds=self._pass_seconds,
+            draft_seconds=self._draft_seconds,
+            overlapped_draft_seconds=self._overlapped_seconds,
+            draft_ahead_hits=self._ahead_hits,
+            draft_ahead_misses=self._ahead_misses,
+            slowed_pass_seconds=slowed,
+            unslowed_pass_seconds=unslowed,
+            stall_seconds=stall_seconds,
+            bytes_streamed=bytes_streamed,
+            peak_memory_bytes=peak_memory_bytes,
+            memory_budget_bytes=memory_budget_bytes,
+            kv_bytes=kv_bytes,
+            kv_used_fraction=kv_used_fraction,
+            is_lossless=is_lossless,
+            tried_by_depth=self._at_depths(self._tried),
+            accepted_by_depth=self._at_depths(self._accepted_at),
+        )
+
+    def _at_depths(self, counts: Counter[int]) -> tuple[int, ...]:
+        return tuple(counts[depth] for depth in range(1, max(self._tried, default=0) + 1))
+
+    def _compared_pass_seconds(self) -> tuple[float, float]:
+        """Seconds of the passes with drafting beside them, and of as many without; of those sizes
+        of which there are both."""
+        slowed = unslowed = 0.0
+        for (n_rows, is_drafting), seconds in self._seconds_by_rows.items():
+            alone = self._seconds_by_rows.get((n_rows, False))
+            if is_drafting and alone:
+                slowed += sum(seconds)
+                unslowed += len(seconds) * sum(alone) / len(alone)
+        return slowed, unslowed
