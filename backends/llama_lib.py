@@ -58,11 +58,15 @@ def load_library() -> ModuleType:
         ) from error
     _check_fields(library.llama_model_params, _MODEL_FIELDS)
     _check_fields(library.llama_context_params, _CONTEXT_FIELDS)
-    callback = library.llama_log_callback(lambda level, text, _: LOG.write(level, text))
-    _KEPT_ALIVE.append(callback)
-    library.llama_log_set(callback, None)
+    _KEPT_ALIVE.append(library.llama_log_callback(lambda level, text, _: LOG.write(level, text)))
+    _listen(library)
     library.llama_backend_init()
     return library
+
+
+def _listen(library: Any) -> None:
+    """Take llama.cpp's log, of which a process has only one, from whoever had it before."""
+    library.llama_log_set(_KEPT_ALIVE[0], None)
 
 
 def _check_fields(structure: type[ctypes.Structure], wanted: str) -> None:
@@ -109,6 +113,7 @@ class LlamaModel:
         params.use_extra_bufts = load_mode == "ram" and not _has_amx(library)
         loading = _Loading(library, path, progress)
         params.progress_callback = loading.callback
+        _listen(library)
         LOG.clear()
         self._handle = None
         try:
@@ -219,6 +224,7 @@ class LlamaContext:
         strlen = ctypes.CDLL(None).strlen
         params.abort_callback = ctypes.cast(strlen, self._library.ggml_abort_callback)
         params.abort_callback_data = ctypes.cast(self._stop, ctypes.c_void_p)
+        _listen(self._library)
         LOG.clear()
         self._handle = self._library.llama_init_from_model(model.handle, params)
         self.log = LOG.lines()

@@ -113,11 +113,14 @@ class DraftPolicy:
         self._clock = clock
         self._is_chain = config.acceptance != "match"
         if config.num_draft_tokens is not None:
-            self._n_nodes = config.num_draft_tokens
+            self._n_nodes = self._n_likely = config.num_draft_tokens
         else:
-            most = cost.free_rows() - 1 if max_nodes is None else max_nodes
-            self._n_nodes = min(most, MAX_AUTO_NODES)
-        self._depth = _best_depth(config, cost, draft_cost, self._n_nodes)
+            n_free = cost.free_rows() - 1
+            self._n_nodes = min(n_free if max_nodes is None else max_nodes, MAX_AUTO_NODES)
+            # What a tree is likely to have, before anything is measured: memory for more may be
+            # there where a pass is not free of charge.
+            self._n_likely = min(n_free, self._n_nodes)
+        self._depth = _best_depth(config, cost, draft_cost, self._n_likely)
         self._has_model = draft_cost is not None and "draft" in config.drafters
         self._proposes_alone = not self._has_model or "ngram" in config.drafters
         self._experience = experience or new_experience(cost, draft_cost, self._n_nodes)
@@ -246,9 +249,9 @@ class DraftPolicy:
         plain = cost.seconds(1)
         if draft_cost is None or not self._has_model:
             return DraftChoice(None, plain)
-        drafting = self._depth * level_seconds(draft_cost, self._n_nodes)
-        tokens = _expected_tokens(min(self._depth, self._n_nodes))
-        return DraftChoice((tokens, cost.seconds(1 + self._n_nodes) + drafting), plain)
+        drafting = self._depth * level_seconds(draft_cost, self._n_likely)
+        tokens = _expected_tokens(min(self._depth, self._n_likely))
+        return DraftChoice((tokens, cost.seconds(1 + self._n_likely) + drafting), plain)
 
 
 def new_experience(cost: PassCost, draft_cost: PassCost | None, n_nodes: int) -> Experience:

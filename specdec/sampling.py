@@ -165,7 +165,7 @@ class Sampler:
 
         Raises SamplingError if nothing can be chosen: NaN or +inf, or every token ruled out.
         """
-        row = np.asarray(logits, dtype=np.float32)[: self.n_tokens]
+        row = self._real(logits)
         scores = self._pipeline(prefix_ids, row)
         best = scores.max() if len(scores) else np.float32(-np.inf)
         if not np.isfinite(best):  # max() propagates NaN
@@ -180,7 +180,7 @@ class Sampler:
         The processors see log-probabilities here and logits elsewhere, as in `generate`; a row
         without any possible token is no error, because other beams go on.
         """
-        row = np.asarray(logits, dtype=np.float32)[: self.n_tokens]
+        row = self._real(logits)
         with np.errstate(invalid="ignore"):
             log_p = np_forms.log_softmax(row).astype(np.float32)
         scores = self._pipeline(prefix_ids, log_p)
@@ -221,6 +221,10 @@ class Sampler:
         alive = np.flatnonzero(scores != np_forms.NEG_INF)
         noise = gumbel_at(self.seed, position, alive)
         return int(alive[(scores[alive].astype(np.float64) + noise).argmax()])
+
+    def _real(self, logits: NDArray[np.float32]) -> Scores:
+        """The row without the vocabulary's padding."""
+        return np.asarray(logits, dtype=np.float32)[: self.n_tokens]
 
     def chooser(
         self,

@@ -70,7 +70,7 @@ def test_specdec_plain_and_with_a_draft(run: Callable[..., dict[str, Any]], draf
     from bench.peer_specdec import program
 
     plain = run(program, options={"spec_type": "none"})
-    drafted = run(program, draft)
+    drafted = run(program, draft, options={"num_draft_tokens": 4})
     for one, other in zip(plain["prompts"], drafted["prompts"], strict=True):
         assert one["token_ids"] == other["token_ids"]
         assert [n for _, n in one["arrivals"]] == [1] * 12

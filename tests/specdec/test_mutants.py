@@ -396,8 +396,8 @@ IN_SAMPLER = {
         "return int((scores[alive].astype(np.float64) + noise).argmax())",
     ),
     "padding rows": (
-        "row = np.asarray(logits, dtype=np.float32)[: self.n_tokens]",
-        "row = np.asarray(logits, dtype=np.float32)",
+        "return np.asarray(logits, dtype=np.float32)[: self.n_tokens]",
+        "return np.asarray(logits, dtype=np.float32)",
     ),
     "processors left out": ("scores = self._pipeline(prefix_ids, row)", "scores = row"),
     "processors do not see the last token": (
