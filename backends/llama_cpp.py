@@ -295,6 +295,7 @@ class LlamaBackend(MendingBackend):
             )
 
     def _repair(self, n_intact: int) -> None:
+        self._thread.settle()
         self._tree.abort(n_intact)
         if self._stream is not None:
             self._stream.restart()

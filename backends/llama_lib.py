@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from backends.base import BackendError
-from backends.interruptible import CallThread
+from backends.interruptible import call_aside
 from backends.llama_batch import Batch
 from backends.llama_log import LlamaLog
 from offload.errors import SpecdecError
@@ -163,11 +163,7 @@ class _Loading:
         self.callback = library.llama_progress_callback(self._report)
 
     def run(self, load: Callable[[], None]) -> None:
-        thread = CallThread("specdec-load")
-        try:
-            thread.run(load, self._stop)
-        finally:
-            thread.close()
+        call_aside("specdec-load", load, self._stop)
         if self._error is not None:
             raise self._error
 
@@ -226,7 +222,12 @@ class LlamaContext:
         params.abort_callback_data = ctypes.cast(self._stop, ctypes.c_void_p)
         _listen(self._library)
         LOG.clear()
-        self._handle = self._library.llama_init_from_model(model.handle, params)
+        self._handle = None
+        try:
+            call_aside("specdec-context", lambda: self._open(params))
+        except BaseException:
+            self.close()
+            raise
         self.log = LOG.lines()
         if not self._handle:
             raise LlamaError(
@@ -235,6 +236,9 @@ class LlamaContext:
             )
         self.memory = self._library.llama_get_memory(self._handle)
         self.n_cells: int = self._library.llama_n_ctx(self._handle)
+
+    def _open(self, params: Any) -> None:
+        self._handle = self._library.llama_init_from_model(self._model.handle, params)
 
     def _params(self, options: ContextOptions) -> Any:
         params = self._library.llama_context_default_params()

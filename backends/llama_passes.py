@@ -32,9 +32,11 @@ class PassThread:
         Raises:
             PassCancelled: `cancel` was called meanwhile.
             whatever `decode` raises, or a signal handler in this thread (KeyboardInterrupt). The
-            pass has ended then.
+            pass has ended then, or ends in `settle`.
         """
+        self.settle()
         with self._lock:
+            self._context.request_stop(False)  # whatever ended the pass before
             self._is_running = True
         try:
             if is_quick:
@@ -44,7 +46,6 @@ class PassThread:
         finally:
             with self._lock:
                 self._is_running = False
-                self._context.request_stop(False)
         if code != 0:
             raise PassCancelled
 
@@ -53,6 +54,10 @@ class PassThread:
         with self._lock:
             if self._is_running:
                 self._context.request_stop()
+
+    def settle(self) -> None:
+        """End the pass that two interrupts in a row left running."""
+        self._thread.settle()
 
     def close(self) -> None:
         self.cancel()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from backends.base import StreamUse
 from backends.gguf_model import GgufModel
+from backends.interruptible import call_aside
 from backends.llama_batch import Batch
 from backends.llama_graph import GraphReader, Node, PassSchedule, make_schedule
 from backends.llama_lib import LlamaContext, LlamaError, LlamaModel, Progress
@@ -90,7 +91,7 @@ class StreamedLayers:
         _check_one_split(context.log)
         self._context = context
         self._scratch = self._library.llama_n_seq_max(context.handle) - 1
-        self._schedule(1, 1)
+        call_aside("specdec-look", lambda: self._schedule(1, 1))  # it calls back
         outer = resident_outer_records(self._model)
         kept = {record.name for record in outer}
         untouched = [r for r in self._model.outer_records if r.name not in kept]

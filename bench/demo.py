@@ -13,16 +13,18 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.child import check_child, run_child
 from bench.speedup import SpeedupRun, run_speedup
+from bench.stand_in import StandIn, smallest_budget
 from bench.table import format_report
 from bench.workloads import BUILT_IN, read_prompts
+from offload.budget import format_up
 from offload.errors import SpecdecError
-from offload.units import format_bytes, parse_bytes
+from offload.units import MIB, format_bytes, parse_bytes
 from specdec.models import resolve_model
 from specdec.storage import largest_weight_file, weight_files
 
@@ -32,6 +34,11 @@ MOST_TOKENS = 48
 LEAST_TOKENS = 8
 # Plain decoding reads the model once per token: on slow storage fewer tokens are shown.
 PLAIN_SECONDS = 90.0
+# The process that measures is larger than the one that plans ahead.
+_MARGIN_BYTES = 48 * MIB
+_LEAST_SIZE_TRIED = 500_000_000
+_SIZE_STEP_BYTES = 100_000_000
+_MOST_SIZES_TRIED = 10
 
 
 @dataclass(frozen=True)
@@ -40,13 +47,13 @@ class _Format:
 
     target_name: str
     draft: str
-    synth_options: tuple[str, ...] = ()
+    dtype: str
 
 
 # q8_0 has fewer weights per byte than q4_0, so less of the demo is arithmetic.
 FORMATS = {
-    "hf": _Format("target", "pair:draft"),
-    "gguf": _Format("target.gguf", "pair:draft.gguf", ("--format", "gguf", "--dtype", "q8_0")),
+    "hf": _Format("target", "pair:draft", "bf16"),
+    "gguf": _Format("target.gguf", "pair:draft.gguf", "q8_0"),
 }
 
 
@@ -69,7 +76,8 @@ def run_demo(
         raise DemoError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
     form = FORMATS[format]
     n_bytes = parse_bytes(DEFAULT_SIZE if size == "auto" else size)
-    budget_bytes = n_bytes * 9 // 20 if memory_budget == "auto" else parse_bytes(memory_budget)
+    is_auto = memory_budget == "auto"
+    budget_bytes = _auto_budget(n_bytes) if is_auto else parse_bytes(memory_budget)
     if 2 * budget_bytes > n_bytes:
         raise DemoError(
             f"a budget of {format_bytes(budget_bytes)} is more than half of "
@@ -77,6 +85,8 @@ def run_demo(
         )
     parent = directory if directory is not None else _cache_directory()
     _check_room(parent, n_bytes)
+    stand_in = StandIn(source, format, form.dtype, n_bytes, _vocab_size(source), form.draft)
+    _check_budget(stand_in, budget_bytes, is_auto)
     made = _make_folders(parent)
     folder = None
     try:
@@ -85,7 +95,8 @@ def run_demo(
         target = folder / form.target_name
         _say(f"growing {source} to {n_bytes / 1e9:.2f} GB ({format_bytes(n_bytes)}) in {target}")
         argv = ["synth", "--from", source, "--size", str(n_bytes), "-o", str(target)]
-        argv += ["--vocab-size", str(_vocab_size(source)), *form.synth_options]
+        argv += ["--vocab-size", str(stand_in.vocab_size)]
+        argv += ["--format", format, "--dtype", form.dtype]
         check_child(run_child("bench", argv, None), "synth")
         os.sync()  # what is still being written would slow the reads
         result = _run(target, form.draft, budget_bytes, enforce)
@@ -96,6 +107,43 @@ def run_demo(
     print(_show_text(result))
     print(format_report(result))
     print(f"demo              {time.monotonic() - started:.0f} s in all")
+
+
+def _auto_budget(n_bytes: int) -> int:
+    return n_bytes * 9 // 20
+
+
+def _check_budget(stand_in: StandIn, budget_bytes: int, is_auto: bool) -> None:
+    """Raise DemoError for a budget that is too small, before anything is written."""
+    needed = smallest_budget(stand_in)
+    if needed is not None and needed + _MARGIN_BYTES <= budget_bytes:
+        return
+    size = format_bytes(stand_in.n_bytes)
+    if needed is None:
+        problem = f"no target of {size} can be grown"
+    else:
+        needed += _MARGIN_BYTES
+        problem = f"a target of {size} needs a budget of {format_up(needed)}"
+        if not is_auto and 2 * needed <= stand_in.n_bytes:
+            raise DemoError(f"{problem}: give --memory-budget {format_up(needed)}")
+        problem += ", and the demo gives it less than half of its size"
+    raise DemoError(f"{problem}: give --size {_least_size(stand_in) / 1e9:.1f}GB or more")
+
+
+def _least_size(stand_in: StandIn) -> int:
+    """The least size, in whole steps, whose automatic budget is enough."""
+    n_bytes = _LEAST_SIZE_TRIED
+    for _ in range(_MOST_SIZES_TRIED):
+        needed = smallest_budget(replace(stand_in, n_bytes=n_bytes))
+        if needed is None:
+            n_bytes += _SIZE_STEP_BYTES
+            continue
+        n_steps = -(-(needed + _MARGIN_BYTES) * 20 // (9 * _SIZE_STEP_BYTES))
+        if n_steps * _SIZE_STEP_BYTES <= n_bytes:
+            return n_bytes
+        # What a budget must hold grows more slowly than the target.
+        n_bytes = n_steps * _SIZE_STEP_BYTES
+    raise DemoError(f"no --size works with {stand_in.source} and {stand_in.draft}")
 
 
 def _run(target: Path, draft: str, budget_bytes: int, enforce: bool) -> dict[str, Any]:

@@ -63,6 +63,7 @@ def grow(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     source_name: str | None = None,
     progress: ProgressFunction | None = None,
+    with_data: bool = True,
 ) -> GrowReport:
     """Writes a checkpoint of `shape` that computes the same function as the one in `source_dir`.
 
@@ -78,6 +79,7 @@ def grow(
         shard_bytes: a new file begins where the present one would exceed this.
         source_name: how the model card calls the source; by default its folder.
         progress: called after each chunk.
+        with_data: False leaves holes for the tensors: enough to plan on, and no space on disk.
 
     Raises:
         SynthError: the source is no plain Llama, does not fit the shape, the disk lacks room, or
@@ -93,12 +95,12 @@ def grow(
         GrowthPlanner(source.shape, grown).tensors(), form.block_bytes, shard_bytes
     )
     n_bytes = form.n_bytes(grown.parameters)
-    check_folder(out_dir, source.folder, n_bytes, force)
+    check_folder(out_dir, source.folder, n_bytes if with_data else 0, force)
     partial = out_dir.with_name(f".{out_dir.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
         maker = TensorMaker(source.read, lambda plan: form, seed)
-        write_shards(partial, shards, maker, form, n_bytes, progress)
+        write_shards(partial, shards, maker, form, n_bytes, progress, with_data)
         card = model_card(source, grown, dtype, n_bytes, seed, source_name)
         write_side_files(partial, source, grown_config(source, grown, dtype), card)
         _replace_folder(partial, out_dir)
@@ -144,14 +146,19 @@ def write_shards(
     form: WeightFormat,
     n_bytes: int,
     progress: ProgressFunction | None = None,
+    with_data: bool = True,
 ) -> None:
     """Writes all shards and, if there are several, their index."""
     n_written = 0
     for shard in shards:
         header = shard_header(shard, form)
+        shard_bytes = len(header) + _shard_bytes(shard, form)
         with open(folder / shard.name, "wb") as file:
-            reserve_blocks(file.fileno(), len(header) + _shard_bytes(shard, form))
             file.write(header)
+            if not with_data:
+                file.truncate(shard_bytes)
+                continue
+            reserve_blocks(file.fileno(), shard_bytes)
             for plan in shard.plans:
                 for chunk in maker.chunks(plan):
                     file.write(chunk)

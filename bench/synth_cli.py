@@ -82,7 +82,7 @@ def synth_command(
     folder = resolve_model(source)
     form = (GGUF_FORMATS if format == "gguf" else FORMATS)[dtype]
     small = SourceModel(folder).shape
-    shape = _choose_shape(small, base, n_bytes, vocab_size, form.bytes_per_weight)
+    shape = choose_shape(small, base, n_bytes, vocab_size, form.bytes_per_weight)
     with _ProgressBar(out.name) as bar:
         report = (grow_gguf if format == "gguf" else grow)(
             folder,
@@ -113,7 +113,7 @@ def _check_dtype(format: str, dtype: str | None) -> str:
     return dtype
 
 
-def _choose_shape(
+def choose_shape(
     source: LlamaShape,
     base: LlamaShape | None,
     n_bytes: int | None,

@@ -56,6 +56,7 @@ def grow_gguf(
     force: bool = False,
     source_name: str | None = None,
     progress: ProgressFunction | None = None,
+    with_data: bool = True,
 ) -> GrowReport:
     """Writes one GGUF file of `shape` that computes the same function as the source.
 
@@ -77,7 +78,7 @@ def grow_gguf(
     )
     tensors = _tensors(GrowthPlanner(source.shape, grown).tensors(), grown, maker, dtype)
     n_bytes = sum(tensor.n_bytes for tensor in tensors)
-    check_gguf_file(out_file, n_bytes, force)
+    check_gguf_file(out_file, n_bytes if with_data else 0, force)
 
     def add_metadata(writer: GGUFWriter) -> None:
         name = f"{source_name or source.folder.name} grown to {grown.parameters / 1e9:.1f} G"
@@ -88,7 +89,9 @@ def grow_gguf(
         writer.add_description(card)
         add_tokenizer(writer, source.folder, grown.vocab_size)
 
-    _write_atomically(out_file, add_metadata, tensors, progress)
+    _write_atomically(
+        out_file, lambda path: write_gguf(path, add_metadata, tensors, progress, with_data)
+    )
     return GrowReport(out_file, grown, grown.parameters, n_bytes, 1)
 
 
@@ -124,17 +127,12 @@ def _tensors(
     return tensors
 
 
-def _write_atomically(
-    out_file: Path,
-    add_metadata: Callable[[GGUFWriter], None],
-    tensors: list[GgufTensor],
-    progress: ProgressFunction | None,
-) -> None:
+def _write_atomically(out_file: Path, write: Callable[[Path], None]) -> None:
     """Writes beside the destination and renames; an error or Ctrl-C leaves nothing behind."""
     unfinished = out_file.with_name(f".{out_file.name}.partial-{os.getpid()}")
     try:
         out_file.parent.mkdir(parents=True, exist_ok=True)
-        write_gguf(unfinished, add_metadata, tensors, progress)
+        write(unfinished)
         unfinished.replace(out_file)
     except OSError as error:
         raise SynthError(f"cannot write {out_file}: {error.strerror or error}") from error

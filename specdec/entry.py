@@ -17,9 +17,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_default:
         signal.signal(signal.SIGINT, _leave)
     from specdec.cli import main as run
+    from specdec.dropped_interrupts import send_dropped_interrupts_again
 
     try:
         if is_default:
+            send_dropped_interrupts_again()
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return run(argv)
     except KeyboardInterrupt:  # before or after the command itself, which tells its own

@@ -46,12 +46,13 @@ def open_model(name: str | Path, options: BackendOptions) -> OpenedModel:
 
 
 def read_vocabulary(name: str | Path) -> Vocabulary:
-    """What a model's token ids mean; its weights need not be there."""
+    """What a model's token ids mean; a checkpoint's weights need not be there.
+
+    The header of a GGUF file is checked as for a run, before llama.cpp reads it.
+    """
     path = resolve_model(name)
     if is_gguf(path):
-        from specdec.gguf_text import GgufTokenizer
-
-        return GgufTokenizer.from_file(path).vocabulary()
+        return _open_gguf(path, BackendOptions()).vocabulary
     from backends.hf_config import load_config
     from backends.layer_count import refuse_absurd_count
     from backends.raw_config import refuse_nonsense

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from backends.interruptible import call_aside
 from backends.llama_lib import LOG, load_library
 from specdec.chat_template import ChatTemplateError, render_chat
 from specdec.compat import Vocabulary
@@ -31,7 +32,10 @@ class GgufTokenizer:
         params.vocab_only = True
         params.n_gpu_layers = 0
         LOG.clear()
-        self._model = library.llama_model_load_from_file(os.fsencode(self.path), params)
+        self._model = call_aside(
+            "specdec-vocabulary",
+            lambda: library.llama_model_load_from_file(os.fsencode(self.path), params),
+        )
         if not self._model:
             raise TokenizerError(f"cannot load a tokenizer from {path}: {LOG.reason()}")
         self._free = weakref.finalize(self, library.llama_model_free, self._model)

@@ -101,7 +101,7 @@ def _embedded(name: str) -> Path:
 
 def _in_directory(directory: Path, part: str = "") -> Path:
     """The directory itself, or its GGUF model where that is what it holds."""
-    if not part and ((directory / "config.json").exists() or any(directory.glob("*.safetensors"))):
+    if not part and (directory / "config.json").exists():
         return directory
     files = sorted(path for path in directory.glob("*.gguf") if part.lower() in path.name.lower())
     models = [path for path in files if not _is_later_split(path)]
@@ -110,7 +110,9 @@ def _in_directory(directory: Path, part: str = "") -> Path:
         raise ModelNotFound(f"{directory} holds {len(models)} GGUF models: name one of {names}")
     if part and not models:
         raise ModelNotFound(f"{directory} has no GGUF file with {part!r} in its name")
-    return models[0] if models else directory
+    if not models:
+        raise ModelNotFound(f"{directory} has no config.json: not a model directory")
+    return models[0]
 
 
 def _is_later_split(path: Path) -> bool:

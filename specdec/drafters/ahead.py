@@ -1,8 +1,7 @@
 """AheadThread: drafting in one thread while the target's pass runs in the caller's.
 
 The pass stays where Ctrl-C arrives, so that may come at any point of what the caller's thread does
-here. Locks made of Python code (Event, Condition, the executors' queues) can stay locked for ever
-then; only `SimpleQueue` and plain attributes are used, whose operations are one step.
+here: as in `backends.interruptible`, there are no locks made of Python code.
 
 The thread is started once and kept, because torch and OpenMP hold workers for every thread that
 computes.
@@ -13,10 +12,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from itertools import count
-from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TypeVar
+
+from backends.interruptible import JobQueue
 
 T = TypeVar("T")
 
@@ -30,7 +29,7 @@ class AheadThread:
     """Runs one function at a time beside the caller."""
 
     def __init__(self) -> None:
-        self._queue = _Queue()
+        self._queue = JobQueue()
         self._should_stop = True
         self._is_busy = False
         self._error: BaseException | None = None
@@ -108,48 +107,6 @@ class AheadThread:
                     return
                 cancel_pass()
                 time.sleep(_POLL_SECONDS)
-
-
-class _Queue:
-    """Jobs for one thread, which does them in order."""
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | int | None] = SimpleQueue()
-        self._wakeups: SimpleQueue[None] = SimpleQueue()
-        self._numbers = count()
-        self._n_reached = -1
-
-    def put(self, job: Callable[[], None]) -> None:
-        """A job that raises nothing."""
-        self._jobs.put(job)
-
-    def wait_until_empty(self, poll: Callable[[], None] | None = None) -> None:
-        """Return when all jobs that were put before are done; meanwhile `poll` every now and then.
-
-        What an interrupt leaves behind does no harm: every call waits for a number of its own.
-        """
-        number = next(self._numbers)
-        self._jobs.put(number)
-        while self._n_reached < number:
-            if poll is not None:
-                poll()
-            try:
-                self._wakeups.get(timeout=_POLL_SECONDS)
-            except Empty:
-                continue
-
-    def end(self) -> None:
-        """Let the thread end after the jobs that are waiting."""
-        self._jobs.put(None)
-
-    def serve(self) -> None:
-        """In the thread: do the jobs."""
-        while (job := self._jobs.get()) is not None:
-            if isinstance(job, int):
-                self._n_reached = job
-                self._wakeups.put(None)
-            else:
-                job()
 
 
 def _nothing() -> None:

@@ -95,6 +95,7 @@ def write_gguf(
     add_metadata: Callable[[GGUFWriter], None],
     tensors: Iterable[GgufTensor],
     progress: ProgressFunction | None = None,
+    with_data: bool = True,
 ) -> None:
     """Writes one GGUF file; the caller removes it when an error leaves it unfinished.
 
@@ -103,6 +104,7 @@ def write_gguf(
         add_metadata: adds everything but `general.architecture`.
         tensors: in the order in which they shall lie in the file.
         progress: called after each chunk.
+        with_data: False leaves a hole for the tensors: enough to plan on, and no space on disk.
     """
     gguf = import_gguf()
     writer = gguf.GGUFWriter(None, "llama")
@@ -118,7 +120,10 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         assert writer.fout is not None
-        _write_data(writer.fout[0], tensors, progress)
+        if with_data:
+            _write_data(writer.fout[0], tensors, progress)
+        else:
+            _leave_hole(writer.fout[0], tensors)
     finally:
         writer.close()
 
@@ -126,9 +131,8 @@ def write_gguf(
 def _write_data(file: Any, tensors: list[GgufTensor], progress: ProgressFunction | None) -> None:
     file.write(bytes(-file.tell() % ALIGNMENT))
     total = sum(tensor.n_bytes for tensor in tensors)
-    padded = sum(tensor.n_bytes + -tensor.n_bytes % ALIGNMENT for tensor in tensors)
     file.flush()
-    reserve_blocks(file.fileno(), file.tell() + padded)
+    reserve_blocks(file.fileno(), file.tell() + _padded_bytes(tensors))
     n_written = 0
     for tensor in tensors:
         begin = n_written
@@ -142,6 +146,15 @@ def _write_data(file: Any, tensors: list[GgufTensor], progress: ProgressFunction
         file.write(bytes(-tensor.n_bytes % ALIGNMENT))
     file.flush()
     os.fsync(file.fileno())  # a full disk must be noticed here, not when reading
+
+
+def _leave_hole(file: Any, tensors: list[GgufTensor]) -> None:
+    begin = file.tell() + -file.tell() % ALIGNMENT
+    file.truncate(begin + _padded_bytes(tensors))
+
+
+def _padded_bytes(tensors: list[GgufTensor]) -> int:
+    return sum(tensor.n_bytes + -tensor.n_bytes % ALIGNMENT for tensor in tensors)
 
 
 def reserve_blocks(descriptor: int, n_bytes: int) -> None:
