@@ -222,7 +222,7 @@ class LlamaContext:
         params.abort_callback_data = ctypes.cast(self._stop, ctypes.c_void_p)
         _listen(self._library)
         LOG.clear()
-        self._handle = None
+        self._handle: Any = None
         try:
             call_aside("specdec-context", lambda: self._open(params))
         except BaseException:
@@ -234,7 +234,7 @@ class LlamaContext:
                 f"llama.cpp cannot make a context of {options.n_cells} tokens with a "
                 f"{options.cache_type_k}/{options.cache_type_v} cache: {LOG.reason()}"
             )
-        self.memory = self._library.llama_get_memory(self._handle)
+        self.memory: Any = self._library.llama_get_memory(self._handle)
         self.n_cells: int = self._library.llama_n_ctx(self._handle)
 
     def _open(self, params: Any) -> None:
