@@ -20,8 +20,8 @@ MAX_HIDDEN_SIZE = 2**20
 MAX_CONTEXT = 2**31 - 1
 MAX_EXPERTS = 2**14
 
-# Of these llama.cpp refuses others (load_hparams of src/llama-model.cpp).
-_WHOLLY_ROTATED = ("llama", "deci", "falcon")
+# llama.cpp refuses these without rotated dimensions; others may have none.
+_ALWAYS_ROTATED = ("llama", "deci", "falcon")
 
 CACHE_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 """Names of the KV cache's types -> names of ggml's types."""
@@ -149,8 +149,8 @@ def read_kv_shape(keys: Keys, n_layers: int, hidden_size: int, keeps_kv: list[bo
     _check_heads(keys, heads, kv_heads, keeps_kv)
     size = hidden_size // next((n for n in heads if n), 1)
     lengths = [_lengths(keys, size, suffix) for suffix in ("", "_swa")]
-    if heads[0]:
-        _check_rotated(keys, lengths[0][0])
+    if keys.architecture in _ALWAYS_ROTATED:
+        keys.integer("rope.dimension_count", 1, MAX_HEAD_SIZE, 1)
     windowed = _windowed_layers(keys, n_layers)
     index_length = keys.integer("attention.indexer.key_length", 0, MAX_HEAD_SIZE, 0)
     n_shared = keys.integer("attention.shared_kv_layers", 0, n_layers - 1, 0)
@@ -176,15 +176,6 @@ def _check_heads(
                 f"{keys.path} has {n} attention heads for {n_kv} of keys and values in layer {i}, "
                 "not a multiple: the file is damaged"
             )
-
-
-def _check_rotated(keys: Keys, key_length: int) -> None:
-    n_rotated = keys.integer("rope.dimension_count", 0, MAX_HEAD_SIZE, key_length)
-    if keys.architecture in _WHOLLY_ROTATED and n_rotated != key_length:
-        raise GgufError(
-            f"{keys.path} has {keys.full('rope.dimension_count')} of {n_rotated} for heads of "
-            f"length {key_length}, of which all is rotated: the file is damaged"
-        )
 
 
 def _lengths(keys: Keys, head_size: int, suffix: str) -> tuple[int, int]:

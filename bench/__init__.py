@@ -13,6 +13,7 @@ report_page      results of all these as one page; report_* its data, tables and
 provenance       what was measured, where, with which versions
 table            speedup's report for people
 demo             a grown target on this machine, in about two minutes
+stand_in         what a grown model would need, before it is written
 synth            grows a small model to any size
 train_pair       trains the embedded pair
 """

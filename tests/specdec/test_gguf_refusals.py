@@ -21,7 +21,7 @@ HOSTILE = [
     ("block_count", 0, "block_count of 0; 1 to 1024 are accepted"),
     ("block_count", 2**32 - 1, "block_count of 4294967295; 1 to 1024 are accepted"),
     ("embedding_length", 3, "for a hidden size of 3"),
-    ("rope.dimension_count", 0, "rope.dimension_count of 0 for heads of length 32"),
+    ("rope.dimension_count", 0, "rope.dimension_count of 0; 1 to 16384 are accepted"),
 ]
 
 
