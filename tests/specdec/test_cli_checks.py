@@ -124,6 +124,36 @@ def test_a_full_stdout_is_named(models: Models) -> None:
     assert run.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("specdec run -m ./none -p x", "specdec"),
+        ("specdec --version", "specdec"),
+        ("bench demo --keep", "specdec-bench"),
+    ],
+)
+def test_a_closed_stdout_is_told_before_anything_else(command: str, name: str) -> None:
+    run = run_in_shell(f"-m {command} >&-")
+    assert run.returncode == 2
+    assert run.stderr == f"{name}: error: stdout is closed: send it to a file, or to /dev/null\n"
+
+
+def test_closed_streams_do_no_harm(models: Models, tmp_path: Path) -> None:
+    argv = f"-m specdec run -m {models.target} -n 2"
+    run = run_in_shell(f"{argv} -p ab 2>&-")
+    assert run.returncode == 0
+    assert run.stdout
+    run = run_in_shell(f"{argv} -p - <&-")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == "specdec: error: the prompt is empty: give some text with -p or -f\n"
+    assert run_in_shell(f"{argv} -p a --bogus <&- >&- 2>&-").returncode == 2
+
+
+def run_in_shell(words: str) -> subprocess.CompletedProcess[str]:
+    command = f"exec {sys.executable} {words}"
+    return subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+
+
 def test_the_libraries_hints_are_not_shown(models: Models, tmp_path: Path) -> None:
     """transformers tells of a prompt above the tokenizer's own figure on stderr."""
     model = shutil.copytree(models.target, tmp_path / "model")
