@@ -14,7 +14,7 @@ import typer
 
 from offload.units import MIB, format_bytes
 from specdec import cli_options as options
-from specdec.cli_checks import check_chat_template, check_models, check_prompt, note_context
+from specdec.cli_checks import check_chat_template, check_models, check_prompt, note_plan
 from specdec.cli_groups import LoadOptions, SamplingOptions
 from specdec.cli_output import loading_progress, perf_line, say, write_json, write_text
 from specdec.cli_sequences import SequenceOptions, check_sampling
@@ -117,7 +117,7 @@ def open_model(load_options: LoadOptions, keywords: dict[str, Any]) -> Iterator[
     with loading_progress(f"loading {load_options.model}") as progress:
         llm = load(**keywords, progress=progress)
     with llm:
-        note_context(load_options, llm.plan.ctx_size)
+        note_plan(load_options, llm.plan)
         yield llm
 
 
