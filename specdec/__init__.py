@@ -69,8 +69,8 @@ def _check_neighbours(root: str) -> None:
         else:
             problem = f"{places[0]} is in the way"
         raise ImportError(
-            f"specdec needs its own package `{name}` from {os.path.join(root, name)}, but {problem}: "
-            "rename it, remove it from sys.path, or start from another directory"
+            f"specdec needs its own package `{name}` from {os.path.join(root, name)}, "
+            f"but {problem}: rename it, remove it from sys.path, or start from another directory"
         )
 
 

@@ -41,8 +41,10 @@ def plan(
     from specdec.planning import plan_run
 
     keywords = load.as_keywords()
-    found = plan_run(**keywords) if on is None else plan_on(on, **keywords)
-    note_plan(load, found)
+    elsewhere = None if on is None else plan_on(on, **keywords)
+    here = plan_run(**keywords) if elsewhere is None else elsewhere.plan
+    note_plan(load, here)
+    found = elsewhere or here
     if json:
         write_json(found.to_dict())
     else:

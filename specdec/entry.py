@@ -39,7 +39,7 @@ def _leave(*_: object) -> None:
 
 
 def _tell() -> None:
-    try:
+    try:  # noqa: SIM105  # nothing is imported here that takes its time
         os.write(2, _LINE)
     except OSError:  # stderr is closed
         pass

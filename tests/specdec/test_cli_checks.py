@@ -105,9 +105,7 @@ def test_options_without_effect_are_noted(
 
 
 @pytest.mark.gguf
-def test_notes_on_files_that_are_mapped(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_notes_on_files_that_are_mapped(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
     path = save_tiny_gguf("llama", tmp_path / "model.gguf")
