@@ -10,18 +10,18 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from types import FrameType
 
 from offload.errors import SpecdecError
+from offload.launch import run_forwarding, tied_argv
 from offload.memory import CgroupLocation, memory_cgroups
 from offload.units import format_bytes
 
@@ -33,11 +33,7 @@ _PEAK_FILES = {1: "memory.max_usage_in_bytes", 2: "memory.peak"}
 _EVENT_FILES = {1: "memory.oom_control", 2: "memory.events"}
 _ANONYMOUS_KEYS = {1: "rss", 2: "anon"}
 _REMOVE_SECONDS = 2.0  # a cgroup stays busy for a moment after its last process ended
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGINT)
-
-# The child moves itself before it becomes the program: unlike a hook between fork and exec, this
-# is safe in a process with threads. 125: the move failed, as container runtimes report it.
-_ENTER_SCRIPT = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
+_OUR_NAME = re.compile(r"specdec-(?P<creator>\d{1,9})-[0-9a-f]{8}")
 
 
 class CgroupUnavailable(SpecdecError):
@@ -104,9 +100,11 @@ class MemoryCgroup:
         return int(figures.get(_ANONYMOUS_KEYS[self.version], "0"))
 
     def command_inside(self, argv: Sequence[str], further: Sequence[Path] = ()) -> list[str]:
-        """A command that moves itself in, and into `further` cgroups, and then becomes `argv`."""
-        entered = [str(path) for path in (self.procs_path, *further)]
-        return ["/bin/sh", "-c", _ENTER_SCRIPT, "sh", *entered, "--", *argv]
+        """A command that moves itself in, and into `further` cgroups, and then becomes `argv`.
+
+        It must be started by this process, and does not outlive it.
+        """
+        return tied_argv(argv, (self.procs_path, *further))
 
     @property
     def oom_kills(self) -> int:
@@ -138,13 +136,16 @@ def run_in_cgroup(
     limit_bytes: int,
     env: Mapping[str, str] | None = None,
     further: FurtherLimits | None = None,
+    *,
+    name: str | None = None,
 ) -> int:
     """Run a program under a memory limit and wait for it; standard streams are shared.
 
-    Signals that this process gets meanwhile are passed on.
+    Signals that this process gets meanwhile are passed on. The program dies with this process.
 
     Args:
         further: limits of other kinds, such as `offload.throttle.ReadLimit.applied`.
+        name: what messages call the program; argv[0] when left out.
 
     Returns:
         the program's exit code; 128 + n where signal n ended it, so 137 where it was killed for
@@ -158,11 +159,12 @@ def run_in_cgroup(
     except CgroupUnavailable as error:
         if further is not None:
             raise
-        return _run(_systemd_argv(argv, limit_bytes, error), env)
+        return run_forwarding(_systemd_argv(tied_argv(argv), limit_bytes, error), env)
     with group, nullcontext(()) if further is None else further(group) as more:
-        code = _run(group.command_inside(argv, more), env)
+        code = run_forwarding(group.command_inside(argv, more), env)
         if group.oom_kills:
-            victim = argv[0] if code == OOM_EXIT_CODE else f"a process started by {argv[0]}"
+            name = name or argv[0]
+            victim = name if code == OOM_EXIT_CODE else f"a process started by {name}"
             print(
                 f"{victim} was killed by the kernel: it needed more memory than the limit of "
                 f"{format_bytes(limit_bytes)}; raise the limit",
@@ -202,11 +204,7 @@ def _hands_memory_down(directory: Path) -> bool:
 
 
 def _create_below(parent: Path, version: int, limit_bytes: int) -> MemoryCgroup:
-    path = parent / f"specdec-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        path.mkdir()
-    except OSError as error:
-        raise CgroupUnavailable(f"cannot create {path}: {error.strerror}") from error
+    path = make_cgroup(parent)
     group = MemoryCgroup(path, version, limit_bytes)
     try:
         if version == 1:
@@ -222,6 +220,36 @@ def _create_below(parent: Path, version: int, limit_bytes: int) -> MemoryCgroup:
         group.remove()
         raise
     return group
+
+
+def make_cgroup(parent: Path) -> Path:
+    """A new directory of a cgroup that tells who made it; what dead processes left is swept away.
+
+    Raises:
+        CgroupUnavailable: no permission.
+    """
+    for path in parent.glob("specdec-*"):
+        made = _OUR_NAME.fullmatch(path.name)
+        if made is not None and not _is_running(int(made["creator"])):
+            with suppress(OSError):  # one that holds a process is busy, and stays
+                path.rmdir()
+    path = parent / f"specdec-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        path.mkdir()
+    except OSError as error:
+        raise CgroupUnavailable(f"cannot create {path}: {error.strerror}") from error
+    return path
+
+
+def _is_running(pid: int) -> bool:
+    """Whether there is such a process; another one may have the number by now."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def _words(path: Path) -> list[str]:
@@ -270,41 +298,3 @@ def _systemd_argv(argv: Sequence[str], limit_bytes: int, error: CgroupUnavailabl
         raise error
     limits = ["-p", f"MemoryMax={limit_bytes}", "-p", "MemorySwapMax=0"]
     return [*scope, *limits, "--", *argv]
-
-
-# --- running -----------------------------------------------------------------------------------
-
-
-def _run(argv: Sequence[str], env: Mapping[str, str] | None) -> int:
-    """Run `argv` to its end, passing signals on; the exit code as a shell would report it."""
-    children: list[subprocess.Popen[bytes]] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        # A terminal sends Ctrl-C to the child by itself; a second one would break its clean-up.
-        if children and not (number == signal.SIGINT and _terminal_is_ours()):
-            children[0].send_signal(number)
-
-    with _handlers(forward):
-        children.append(subprocess.Popen(argv, env=env))
-        code = children[0].wait()
-    return 128 - code if code < 0 else code
-
-
-@contextmanager
-def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    try:
-        previous = {number: signal.signal(number, handler) for number in _FORWARDED}
-    except ValueError:  # not the main thread: signals go to the main thread's handlers
-        previous = {}
-    try:
-        yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
-
-
-def _terminal_is_ours() -> bool:
-    try:
-        return os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:
-        return False

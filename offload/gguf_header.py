@@ -145,7 +145,8 @@ def _check_count(cursor: Cursor, what: str, count: int, limit: int, min_bytes: i
         raise cursor.refuse(f"claims {count} {what}; at most {limit} are accepted")
     if count * min_bytes > cursor.n_left:
         raise cursor.refuse(
-            f"claims {count} {what}, too many for its {cursor.file_bytes} bytes; get it again"
+            f"claims {count} {what}, too many for its {cursor.file_bytes} bytes: "
+            "it seems to be cut; download it again"
         )
 
 

@@ -101,7 +101,7 @@ class Cursor:
         return self._window[start : self._at]
 
     def skip(self, n_bytes: int) -> None:
-        self._check(n_bytes)
+        self.check_left(n_bytes)
         if self._at + n_bytes <= len(self._window):
             self._at += n_bytes
         else:
@@ -146,19 +146,23 @@ class Cursor:
         if n_bytes > MAX_STRING_BYTES:
             limit = format_bytes(MAX_STRING_BYTES)
             raise self.refuse(f"has a string of {n_bytes} bytes; at most {limit} is accepted")
-        self._check(n_bytes)
+        self.check_left(n_bytes)
         return n_bytes
 
-    def _check(self, n_bytes: int) -> None:
+    def check_left(self, n_bytes: int) -> None:
+        """Raise unless the header can have so many more bytes."""
         if n_bytes <= self.n_left:
             return
         if self._end < self.file_bytes:
             limit = format_bytes(MAX_HEADER_BYTES)
             raise self.refuse(f"has a header of more than {limit}, which is not accepted")
-        raise self.refuse(f"has {self.file_bytes} bytes and ends inside its header; get it again")
+        raise self.refuse(
+            f"has {self.file_bytes} bytes and ends inside its header: it seems to be cut; "
+            "download it again"
+        )
 
     def _refill(self, n_bytes: int) -> None:
-        self._check(n_bytes)
+        self.check_left(n_bytes)
         self._start, self._at = self.position, 0
         self._file.seek(self._start)
         self._window = self._file.read(min(max(n_bytes, _WINDOW_BYTES), self._end - self._start))
@@ -279,12 +283,11 @@ def _read_scalar(cursor: Cursor, kind: _ValueType) -> _Entry:
 def _measure_array(cursor: Cursor, key: str) -> _Entry:
     kind = _value_type(cursor, key, cursor.u32())
     count = cursor.u64()
-    # A string takes at least its length's 8 bytes.
-    if count > MAX_ARRAY_LENGTH or count * (kind.n_bytes or 8) > cursor.n_left:
+    if count > MAX_ARRAY_LENGTH:
         raise cursor.refuse(
-            f"claims {count} elements in {key[:200]!r}; at most {MAX_ARRAY_LENGTH} are accepted, "
-            f"and {format_bytes(cursor.n_left)} are left in the file or the header's limit"
+            f"claims {count} elements in {key[:200]!r}; at most {MAX_ARRAY_LENGTH} are accepted"
         )
+    cursor.check_left(count * (kind.n_bytes or 8))  # a string takes its length's 8 bytes at least
     start = cursor.position
     if kind is _STRING:
         cursor.skip_strings(count)

@@ -11,13 +11,18 @@ where they reach the device. Sources: cgroup-v1/blkio-controller.rst and cgroup-
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.cgroup import CgroupUnavailable, MemoryCgroup, remove_cgroup, write_cgroup
+from offload.cgroup import (
+    CgroupUnavailable,
+    MemoryCgroup,
+    make_cgroup,
+    remove_cgroup,
+    write_cgroup,
+)
 from offload.direct_io import StorageError
 from offload.memory import controller_cgroups
 
@@ -56,7 +61,7 @@ class ReadLimit:
             )
         for location in controller_cgroups("blkio", proc):
             if location.version == 1:
-                path = _make_below(location.directory)
+                path = make_cgroup(location.directory)
                 try:
                     write_cgroup(path / _V1_FILE, f"{device} {self.bytes_per_second}")
                     yield (path / "cgroup.procs",)
@@ -119,12 +124,3 @@ def _enable_io(parent: Path) -> None:
     control = parent / "cgroup.subtree_control"
     if "io" not in control.read_text().split():
         write_cgroup(control, "+io")
-
-
-def _make_below(parent: Path) -> Path:
-    path = parent / f"specdec-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        path.mkdir()
-    except OSError as error:
-        raise CgroupUnavailable(f"cannot create {path}: {error.strerror}") from error
-    return path

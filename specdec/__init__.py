@@ -11,14 +11,17 @@ transformers.
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import os
+import sys
 
 __version__ = "0.1.0"
 
+# The command line imports this before it can catch Ctrl-C: not even `typing` is worth its time.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from typing import Any
+
     from offload.errors import SpecdecError as SpecdecError
     from specdec.api import LLM as LLM
     from specdec.api import CompletionOutput as CompletionOutput
@@ -49,35 +52,45 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 
-def _check_neighbours(root: Path) -> None:
+def _check_neighbours(root: str) -> None:
     """Raise ImportError unless `offload` and `backends` are the ones that lie in `root`.
 
     Their names are generic: a folder of the same name in the working directory, or another
     package, would be imported in their place and fail in a puzzling way much later.
     """
     for name in ("offload", "backends"):
-        spec = find_spec(name)
+        spec = _find_spec(name)
         places = list(spec.submodule_search_locations or ()) if spec else []
         if not places:
             found = spec.origin if spec else None
             problem = f"{found} is in the way" if found else "it is missing"
-        elif Path(places[0]).resolve() == root / name:
+        elif os.path.realpath(places[0]) == os.path.join(root, name):
             continue
         else:
             problem = f"{places[0]} is in the way"
         raise ImportError(
-            f"specdec needs its own package `{name}` from {root / name}, but {problem}: "
-            "rename it, remove it from sys.path, or start from another directory"
+            f"specdec needs its own package `{name}` from {os.path.join(root, name)}, "
+            f"but {problem}: rename it, remove it from sys.path, or start from another directory"
         )
 
 
-_check_neighbours(Path(__file__).resolve().parent.parent)
+def _find_spec(name: str) -> ModuleSpec | None:
+    """importlib.util.find_spec of a top-level package, without its imports."""
+    if name in sys.modules:
+        return sys.modules[name].__spec__
+    found = (finder.find_spec(name, None) for finder in sys.meta_path)
+    return next((spec for spec in found if spec is not None), None)
+
+
+_check_neighbours(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 
 def __getattr__(name: str) -> Any:
     module = _PUBLIC.get(name)
     if module is None:
         raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+    from importlib import import_module
+
     value = getattr(import_module(module), name)
     globals()[name] = value
     return value

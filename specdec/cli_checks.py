@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from offload.units import format_bytes
 from specdec.cli_groups import LoadOptions
 from specdec.cli_options import OptionError
 from specdec.cli_output import say
-from specdec.models import check_local_name
+from specdec.models import check_local_name, resolve_headers
 from specdec.options import SELF_DRAFT
+from specdec.storage import weight_files
 
 if TYPE_CHECKING:
     from specdec.api import LLM
+    from specdec.run_plan import RunPlan
 
 
 def check_models(load: LoadOptions) -> None:
@@ -32,10 +35,29 @@ def check_prompt(text: str) -> None:
         raise OptionError("the prompt is empty: give some text with -p or -f")
 
 
-def note_context(load: LoadOptions, ctx_size: int) -> None:
-    """Say that the context is shorter than asked for."""
-    if load.ctx_size is not None and ctx_size < load.ctx_size:
-        say(f"note: --ctx-size {load.ctx_size} is cut to the model's {ctx_size}")
+def note_plan(load: LoadOptions, plan: RunPlan) -> None:
+    """Say where a run will not be what its options look like."""
+    if load.ctx_size is not None and plan.ctx_size < load.ctx_size:
+        say(f"note: --ctx-size {load.ctx_size} is cut to the model's {plan.ctx_size}")
+    if not plan.residency.n_streamed_layers:
+        if load.prefetch_depth is not None:
+            say("note: --prefetch-depth has no effect: no layer of the target streams")
+        # The weights of a GGUF file that are not streamed are llama.cpp's to read.
+        if load.io_threads is not None and resolve_headers(load.model).is_file():
+            say("note: --io-threads has no effect: no layer of the target streams")
+    if plan.uses_mmap:
+        _note_mapped(load, plan.budget_bytes)
+
+
+def _note_mapped(load: LoadOptions, budget_bytes: int) -> None:
+    files = weight_files(resolve_headers(load.model))
+    n_bytes = sum(path.stat().st_size for path in files)
+    if n_bytes > budget_bytes:
+        say(
+            f"note: --load-mode mmap maps {format_bytes(n_bytes)} of weights, more than the memory "
+            f"budget of {format_bytes(budget_bytes)}: their pages are the page cache's, which "
+            "specdec neither counts nor limits; the peak shown may be above the budget"
+        )
 
 
 def check_chat_template(llm: LLM, name: str) -> None:

@@ -83,8 +83,11 @@ def _hide_flag_types(command: Any) -> None:
 def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
     """Call `work`; turn the ways in which it may end into exit codes and at most one line."""
     debug = debug or os.environ.get("SPECDEC_DEBUG", "") not in ("", "0")
+    is_stdout_closed = _open_standard_streams()
     _make_output_robust()
     try:
+        if is_stdout_closed:
+            raise OutputError("stdout is closed: send it to a file, or to /dev/null")
         work()
         write_text("")  # what is still buffered
         return 0
@@ -136,6 +139,22 @@ def _describe(error: OSError) -> str:
 def _command_path(name: str, error: TyperException) -> str:
     context = getattr(error, "ctx", None)
     return context.command_path if context is not None else name
+
+
+def _open_standard_streams() -> bool:
+    """Point standard streams that are closed at nothing; whether stdout was one of them.
+
+    Python leaves None in their place. A file that is opened later, such as a model's, must not
+    get their numbers: what libraries print would go into it.
+    """
+    is_stdout_closed = sys.stdout is None
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)  # children would find it closed again
+    os.close(descriptor)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    return is_stdout_closed
 
 
 def _make_output_robust() -> None:

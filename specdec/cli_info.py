@@ -12,7 +12,7 @@ import typer
 
 from offload.units import format_bytes
 from specdec import cli_options as options
-from specdec.cli_checks import check_models, note_context
+from specdec.cli_checks import check_models, note_plan
 from specdec.cli_groups import LoadOptions
 from specdec.cli_output import write_json, write_text
 from specdec.cli_signature import with_options
@@ -41,8 +41,10 @@ def plan(
     from specdec.planning import plan_run
 
     keywords = load.as_keywords()
-    found = plan_run(**keywords) if on is None else plan_on(on, **keywords)
-    note_context(load, found.ctx_size)
+    elsewhere = None if on is None else plan_on(on, **keywords)
+    here = plan_run(**keywords) if elsewhere is None else elsewhere.plan
+    note_plan(load, here)
+    found = elsewhere or here
     if json:
         write_json(found.to_dict())
     else:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
+from offload.units import MIB, format_bytes
 from specdec import cli_options as options
-from specdec.cli_checks import check_chat_template, check_models, check_prompt, note_context
+from specdec.cli_checks import check_chat_template, check_models, check_prompt, note_plan
 from specdec.cli_groups import LoadOptions, SamplingOptions
 from specdec.cli_output import loading_progress, perf_line, say, write_json, write_text
 from specdec.cli_sequences import SequenceOptions, check_sampling
@@ -20,6 +23,8 @@ from specdec.enforce import enforced_bytes, run_enforced
 
 if TYPE_CHECKING:
     from specdec.api import LLM, CompletionOutput, GenerationResult
+
+MAX_PROMPT_BYTES = 64 * MIB  # far above any context
 
 Prompt = Annotated[
     str | None,
@@ -112,7 +117,7 @@ def open_model(load_options: LoadOptions, keywords: dict[str, Any]) -> Iterator[
     with loading_progress(f"loading {load_options.model}") as progress:
         llm = load(**keywords, progress=progress)
     with llm:
-        note_context(load_options, llm.plan.ctx_size)
+        note_plan(load_options, llm.plan)
         yield llm
 
 
@@ -164,7 +169,11 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and prompt != "-":
         return prompt
     source = "stdin" if file is None else str(file)
-    raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
+    if file is None:
+        raw = read_bounded(sys.stdin.buffer, source)
+    else:
+        with file.open("rb") as opened:
+            raw = read_bounded(opened, source)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -172,6 +181,27 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
             f"{source}: byte {error.start} is not UTF-8; the prompt must be UTF-8 text"
         ) from None
     return text.removesuffix("\n").removesuffix("\r")
+
+
+def read_bounded(stream: BinaryIO, source: str) -> bytes:
+    """All of a regular file, pipe or terminal, but never without end.
+
+    Raises OptionError for other devices, and for more than MAX_PROMPT_BYTES.
+    """
+    mode = os.fstat(stream.fileno()).st_mode
+    if stat.S_ISBLK(mode) or (stat.S_ISCHR(mode) and not _is_known(stream.fileno())):
+        raise options.OptionError(f"{source} is a device: the prompt must be a file or a pipe")
+    raw = stream.read(MAX_PROMPT_BYTES + 1)
+    if len(raw) > MAX_PROMPT_BYTES:
+        limit = format_bytes(MAX_PROMPT_BYTES)
+        raise options.OptionError(f"{source} has more than {limit}: no context is as long as that")
+    return raw
+
+
+def _is_known(descriptor: int) -> bool:
+    """Character devices that come to an end: a terminal, and /dev/null."""
+    number = os.fstat(descriptor).st_rdev
+    return os.isatty(descriptor) or number == os.stat(os.devnull).st_rdev
 
 
 def read_line() -> str | None:

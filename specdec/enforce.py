@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.errors import SpecdecError
+from offload.launch import exit_code, tied_argv
 from offload.memory import memory_limit as limit_of_this_process
 from offload.units import format_bytes, parse_bytes
 
@@ -61,7 +62,9 @@ def run_enforced(
         )
     command = [sys.executable, "-m", module, *argv]
     environment = child_environment({_MARK: str(limit_bytes)})
-    return run_in_cgroup(command, limit_bytes, environment, reads.applied if reads else None)
+    name = f"specdec {argv[0]}" if module == "specdec" and argv else module
+    further = reads.applied if reads else None
+    return run_in_cgroup(command, limit_bytes, environment, further, name=name)
 
 
 def run_child(
@@ -72,26 +75,24 @@ def run_child(
 ) -> int:
     """Run `python -m module argv...` and return its exit code; None means no limit.
 
+    The child does not outlive this process, however that ends.
+
     reads: how fast it may read from storage, to stand in for a slower one.
     """
     if reads is not None and memory_limit is None:
         memory_limit = limit_of_this_process().n_bytes  # the cgroup has to have some
     if memory_limit is not None:
         return run_enforced(module, argv, memory_limit, reads)
-    process = subprocess.Popen([sys.executable, "-m", module, *argv], env=child_environment())
+    command = tied_argv([sys.executable, "-m", module, *argv])
+    process = subprocess.Popen(command, env=child_environment())
     try:
-        return _exit_code(process.wait())
+        return exit_code(process.wait())
     except KeyboardInterrupt:  # the child got the same signal: let it clean up first
         process.wait()
         raise
     finally:
         if process.poll() is None:
             process.kill()
-
-
-def _exit_code(status: int) -> int:
-    """subprocess reports a signal as its negative number, shells as 128 + number."""
-    return 128 - status if status < 0 else status
 
 
 def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:

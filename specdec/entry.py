@@ -1,10 +1,16 @@
-"""Where the `specdec` command begins: Ctrl-C is one line, also while modules are being imported."""
+"""Where the `specdec` command begins: Ctrl-C is one line, also while modules are being imported.
+
+This module and `specdec/__init__.py` import next to nothing, so that it is so from the start.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _LINE = b"specdec: interrupted\n"
@@ -25,10 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return run(argv)
     except KeyboardInterrupt:  # before or after the command itself, which tells its own
-        os.write(2, _LINE)
+        _tell()
         return _INTERRUPTED
 
 
 def _leave(*_: object) -> None:
-    os.write(2, _LINE)
+    _tell()
     os._exit(_INTERRUPTED)
+
+
+def _tell() -> None:
+    try:  # noqa: SIM105  # nothing is imported here that takes its time
+        os.write(2, _LINE)
+    except OSError:  # stderr is closed
+        pass

@@ -37,6 +37,8 @@ def resolve_model(name: str | Path) -> Path:
     Raises ModelNotFound with what was tried.
     """
     text = str(name)
+    if not text.strip():
+        raise ModelNotFound("the model's name is empty: give a directory, a GGUF file or a hub id")
     if text.startswith(PAIR_PREFIX):
         return _embedded(text)
     path = Path(name).expanduser()
@@ -44,6 +46,10 @@ def resolve_model(name: str | Path) -> Path:
         return _in_directory(path)
     if path.is_file() and path.suffix == ".gguf":
         return path
+    if path.exists() and not path.is_file():
+        raise ModelNotFound(
+            f"{path} is not a regular file: name a GGUF file or the checkpoint's directory"
+        )
     if path.exists():
         raise ModelNotFound(f"{path} is a file: name a GGUF file or the checkpoint's directory")
     if text.startswith(_PATH_STARTS):

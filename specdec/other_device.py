@@ -43,10 +43,6 @@ class DevicePlan:
     upgrades: tuple[Upgrade, ...]
     """The most useful first."""
 
-    @property
-    def ctx_size(self) -> int:
-        return self.plan.ctx_size
-
     def to_dict(self) -> dict[str, Any]:
         return {
             **self.plan.to_dict(),

@@ -52,6 +52,13 @@ def test_a_program_beyond_the_limit_is_killed_and_told(capfd: pytest.CaptureFixt
 
 
 @needs_cgroup
+def test_a_killed_program_is_called_by_its_name(capfd: pytest.CaptureFixture[str]) -> None:
+    argv = [sys.executable, "-c", ALLOCATE, str(300 * MIB)]
+    assert run_in_cgroup(argv, 100 * MIB, name="specdec run") == 137
+    assert capfd.readouterr().err.startswith("specdec run was killed by the kernel: it needed")
+
+
+@needs_cgroup
 def test_a_killed_grandchild_is_told_apart(capfd: pytest.CaptureFixture[str]) -> None:
     script = (
         "import subprocess, sys; "
@@ -155,6 +162,19 @@ def test_v1_writes_the_limit(tmp_path: Path) -> None:
     (group.path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
     (group.path / "memory.max_usage_in_bytes").write_text("12345\n")
     assert (group.oom_kills, group.peak_bytes) == (3, 12345)
+
+
+def test_what_dead_processes_left_is_swept_away(tmp_path: Path) -> None:
+    parent = _fake_v1(tmp_path)
+    ended = subprocess.Popen(["/bin/true"])
+    ended.wait()
+    stale, busy = parent / f"specdec-{ended.pid}-01234567", parent / f"specdec-{ended.pid}-89abcdef"
+    ours, foreign = parent / f"specdec-{os.getpid()}-01234567", parent / "specdec-notes"
+    for path in (stale, busy, ours, foreign):
+        path.mkdir()
+    (busy / "process").touch()  # cannot be removed, as a cgroup that holds one
+    group = MemoryCgroup.create(100 * MIB, proc=tmp_path / "proc")
+    assert set(parent.iterdir()) == {busy, ours, foreign, group.path}
 
 
 def test_v2_uses_a_parent_that_hands_memory_down(tmp_path: Path) -> None:

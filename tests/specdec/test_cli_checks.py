@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from command_line import ROOT, Models, expect_error, save_models
+from gguf_models import save_tiny_gguf
 
 from specdec.cli import main
 
@@ -90,6 +91,7 @@ def test_nonsense_is_refused(
         (["--spec-type", "ngram"], "is not used: --spec-type is ngram"),
         (["--num-draft-tokens", "0"], "is not used: --num-draft-tokens is 0"),
         (["-c", "99999"], "--ctx-size 99999 is cut to the model's 32768"),
+        (["--load-mode", "ram", "--prefetch-depth", "3"], "--prefetch-depth has no effect: no l"),
     ],
 )
 def test_options_without_effect_are_noted(
@@ -100,6 +102,24 @@ def test_options_without_effect_are_noted(
     assert first.startswith("specdec: note: ")
     assert note in first
     assert len(rest) == 1  # the perf line
+
+
+@pytest.mark.gguf
+def test_notes_on_files_that_are_mapped(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    path = save_tiny_gguf("llama", tmp_path / "model.gguf")
+    argv = ["plan", "-m", str(path), "--load-mode", "mmap", "--memory-budget", "1GiB"]
+    assert main([*argv, "--io-threads", "2"]) == 0
+    assert capsys.readouterr().err == (
+        "specdec: note: --io-threads has no effect: no layer of the target streams\n"
+    )
+    os.truncate(path, 2**31)  # what follows the tensors is nobody's, but mapped all the same
+    assert main(argv) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("specdec: note: --load-mode mmap maps 2.00 GiB of weights, more than")
+    assert "specdec neither counts nor limits" in err
+    assert err.count("\n") == 1
 
 
 def test_chat_without_a_template_is_told_before_the_user_types(
@@ -122,6 +142,36 @@ def test_a_full_stdout_is_named(models: Models) -> None:
     assert run.returncode == 2
     assert run.stderr.startswith("specdec: error: cannot write to stdout: No space left")
     assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("specdec run -m ./none -p x", "specdec"),
+        ("specdec --version", "specdec"),
+        ("bench demo --keep", "specdec-bench"),
+    ],
+)
+def test_a_closed_stdout_is_told_before_anything_else(command: str, name: str) -> None:
+    run = run_in_shell(f"-m {command} >&-")
+    assert run.returncode == 2
+    assert run.stderr == f"{name}: error: stdout is closed: send it to a file, or to /dev/null\n"
+
+
+def test_closed_streams_do_no_harm(models: Models, tmp_path: Path) -> None:
+    argv = f"-m specdec run -m {models.target} -n 2"
+    run = run_in_shell(f"{argv} -p ab 2>&-")
+    assert run.returncode == 0
+    assert run.stdout
+    run = run_in_shell(f"{argv} -p - <&-")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == "specdec: error: the prompt is empty: give some text with -p or -f\n"
+    assert run_in_shell(f"{argv} -p a --bogus <&- >&- 2>&-").returncode == 2
+
+
+def run_in_shell(words: str) -> subprocess.CompletedProcess[str]:
+    command = f"exec {sys.executable} {words}"
+    return subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_the_libraries_hints_are_not_shown(models: Models, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from command_line import Models, expect_error, save_models
 
 from specdec.cli import main
+from specdec.cli_run import read_prompt
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,28 @@ def test_prompt_that_is_not_utf8(
 ) -> None:
     (tmp_path / "binary").write_bytes(b"ab\xff")
     expect_error(capsys, models.run_argv("-f", str(tmp_path / "binary")), "byte 2 is not UTF-8")
+
+
+def test_a_prompt_without_an_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["run", "-m", "pair:target", "-f"]
+    expect_error(capsys, [*argv, "/dev/zero"], "/dev/zero is a device: the prompt must be a file")
+    expect_error(capsys, [*argv, "/dev/null"], "the prompt is empty")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**36)
+    expect_error(capsys, [*argv, str(tmp_path / "huge")], "huge has more than 64.00 MiB")
+
+
+def test_stdin_without_an_end_and_pipes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/zero") as zero:
+        monkeypatch.setattr("sys.stdin", zero)
+        expect_error(capsys, ["run", "-m", "pair:target", "-p", "-"], "stdin is a device")
+    reading, writing = os.pipe()
+    os.write(writing, b"some text\n")
+    os.close(writing)
+    assert read_prompt(None, Path(f"/dev/fd/{reading}")) == "some text"
+    os.close(reading)
 
 
 def test_a_draft_with_another_vocabulary(

@@ -27,3 +27,14 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(module: str) -> None:
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
     assert run.returncode == 130
     assert run.stderr == b"specdec: interrupted\n"
+
+
+def test_next_to_nothing_is_imported_before_ctrl_c_is_caught() -> None:
+    code = (
+        "import sys; before = set(sys.modules); import specdec.entry; "
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    imported = set(run.stdout.split())
+    assert {"specdec", "specdec.entry"} <= imported
+    assert not {"typing", "pathlib", "contextlib", "re", "importlib.util"} & imported

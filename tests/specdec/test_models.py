@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from specdec.models import ModelNotFound, resolve_headers, resolve_model
+from specdec.models import ModelNotFound, check_local_name, resolve_headers, resolve_model
 
 
 @pytest.fixture
@@ -45,14 +46,28 @@ def test_of_several_gguf_models_one_must_be_named(folder: Path) -> None:
     ("name", "reason"),
     [
         ("weights.bin", "is a file: name a GGUF file or the checkpoint's directory"),
+        ("pipe.gguf", "is not a regular file: name a GGUF file or"),
         ("missing.gguf", "no such model"),
         ("none/at/all", "no such model"),
     ],
 )
 def test_what_is_no_model_is_said(folder: Path, name: str, reason: str) -> None:
     (folder / "weights.bin").write_bytes(b"x")
+    os.mkfifo(folder / "pipe.gguf")
     with pytest.raises(ModelNotFound, match=reason):
         resolve_model(folder / name)
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_not_the_working_directory(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "config.json").write_text("{}")
+    monkeypatch.chdir(folder)
+    for find in (resolve_model, resolve_headers, check_local_name):
+        with pytest.raises(ModelNotFound, match="the model's name is empty: give a directory"):
+            find(name)
+    assert resolve_model(".") == Path()
 
 
 @pytest.fixture
