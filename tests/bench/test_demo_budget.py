@@ -80,7 +80,7 @@ def test_a_checkpoint_s_stand_in_is_planned_for() -> None:
     pytest.importorskip("torch")
     needed = smallest_budget(replace(STAND_IN, format="hf", dtype="bf16", draft="pair:draft"))
     assert needed is not None
-    assert 200 * MIB < needed < 1_000_000_000
+    assert 200 * MIB < needed < 1_287 * MIB  # what the demo takes by itself
 
 
 @pytest.mark.gguf

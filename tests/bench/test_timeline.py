@@ -53,7 +53,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Timeline
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         force_streaming(patch)
-        with load(model, draft, threads=1) as llm:
+        with load(model, draft, threads=1, num_draft_tokens=4) as llm:
             return record_run(llm, "Hello", {"max_tokens": 9, "ignore_eos": True}, draft)
 
 
