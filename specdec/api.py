@@ -302,6 +302,11 @@ class LLM:
             )
         if "draft" in spec.spec_type and self.draft is None:
             raise ConfigError("spec_type has 'draft' but no draft model was loaded")
+        if "draft" in spec.spec_type and spec.draft_window != self.spec.draft_window:
+            raise ConfigError(
+                f"draft_window is {spec.draft_window}, but the draft was loaded with "
+                f"{self.spec.draft_window}: give it when loading"
+            )
 
     def _load_target(self, planned: PlannedModels, progress: Any) -> Backend:
         options = self._options

@@ -43,6 +43,8 @@ class PassTimes:
         self._births = np.full(shape, -np.inf)  # -inf: empty
         self._next = [0] * len(_KNOTS)
         self._n_passes = 0
+        self.most_rows = 0
+        """Of the largest pass that was measured."""
         self._seconds = self._prior
         self._evidence = np.zeros(max_rows)
 
@@ -51,6 +53,7 @@ class PassTimes:
         if seconds <= 0.0:
             return
         self._n_passes += 1
+        self.most_rows = max(self.most_rows, n_rows)
         knot = int(np.abs(_KNOTS - np.log2(n_rows)).argmin())
         slot = self._next[knot] % _PER_KNOT
         self._next[knot] += 1

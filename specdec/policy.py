@@ -28,6 +28,8 @@ ASSUMED_LEVEL_ACCEPTANCE = 0.85
 """Chance that a tree holds the target's next token, before anything is observed."""
 _TYPICAL_DEPTH = 4
 """A round that may emit fewer tokens tells nothing of the draft: it is the end of a text."""
+_GROWTH = 4
+"""How many times larger than the largest pass so far a tree may be."""
 _STUMBLE = 2.0
 """A pass that took so many times as long as usual was disturbed; it counts as one that was not."""
 
@@ -154,6 +156,9 @@ class DraftPolicy:
             self._round = _Round(self._clock(), self._has_model)
             depth, ahead = (max(0, min(d, room)) for d in (self._depth, 2 * self._depth + 1))
             return TreeLimits(most, depth, self._config.width, max_ahead_depth=ahead)
+        # The plan's curve is a guess beyond what was measured: trees grow step by step.
+        known = max(self._n_likely, _GROWTH * self._experience.passes.most_rows)
+        most = min(most, known)
         depth = max(0, min(self._config.depth, room))
         self._round = self._begin(is_typical=depth >= _TYPICAL_DEPTH)
         if not self._round.uses_draft and not self._proposes_alone:

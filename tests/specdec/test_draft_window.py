@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,11 @@ def test_the_plan_counts_the_window_only(target: Path, draft: Path) -> None:
 def test_bad_windows(target: Path, draft: Path, window: object) -> None:
     with pytest.raises(ConfigError, match="draft_window is .*, must be an integer at least 16"):
         specdec.plan_run(target, draft, draft_window=window)
+
+
+def test_a_call_cannot_change_the_window_of_a_loaded_draft(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", seed=1)
+    with specdec.load(model, model, draft_window=32, **OPTIONS) as llm:
+        other = dataclasses.replace(llm.spec, draft_window=None)
+        with pytest.raises(ConfigError, match="draft_window is None, .* loaded with 32"):
+            llm.generate("a", spec=other)

@@ -124,4 +124,5 @@ def test_drafting_ahead_is_chosen_where_it_pays(slowdown, hit_rate, is_better) -
     world = World(STREAMED, draft, slowdown=slowdown, hit_rate=hit_rate)
     rates = {kind: simulate(world, SpecConfig(draft_ahead=kind), 600).rate() for kind in AHEAD}
     assert (rates["on"] > rates["off"]) == is_better
-    assert rates["auto"] > 0.93 * max(rates["on"], rates["off"])
+    # The first rounds go without, and trees grow from what the plan thinks free.
+    assert rates["auto"] > 0.9 * max(rates["on"], rates["off"])
