@@ -136,14 +136,23 @@ def most_draft_nodes(n_drafted: int, most_leaves: int | None) -> int:
 
 
 class Divider:
-    """Divides budgets for one pair of models and one set of options."""
+    """Divides budgets for one pair of models and one set of options.
 
-    def __init__(self, target: ModelSource, draft: ModelSource | None, options: RunOptions) -> None:
+    `base_bytes` is what the process takes already; measured unless given.
+    """
+
+    def __init__(
+        self,
+        target: ModelSource,
+        draft: ModelSource | None,
+        options: RunOptions,
+        base_bytes: int | None = None,
+    ) -> None:
         self._options = options
         self._target = _Tenant(target, options.load_mode, options.prefetch_depth)
         self._draft = None if draft is None else _Tenant(draft, "auto", None)
         self._ctx_size = min(options.ctx_size or DEFAULT_CTX_SIZE, target.max_context)
-        self._base_bytes = process_memory().rss_bytes
+        self._base_bytes = process_memory().rss_bytes if base_bytes is None else base_bytes
 
     @property
     def draft_layer_bytes(self) -> int:

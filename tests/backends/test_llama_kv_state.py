@@ -23,7 +23,9 @@ from backends.llama_cpp import LlamaBackend
 
 pytestmark = pytest.mark.gguf
 
-TOLERANCE = 2e-5
+TOLERANCE = 5e-4
+"""Of the largest logit. Chunks of other lengths round otherwise (at most 4e-5 seen, where a
+prompt is ill-conditioned); a row that read a wrong cell differs by a hundredth or more."""
 CONTEXT, MAX_NODES = 60, 20
 
 

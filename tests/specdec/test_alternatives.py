@@ -24,6 +24,10 @@ FREE = ComputeCurve.linear(1e-12, 1e-15)
 """Of a machine whose arithmetic costs next to nothing."""
 
 
+BASE_BYTES = 300 * MIB
+"""Of a process of its own: what this one takes depends on the tests that ran before."""
+
+
 def weigh(
     target: PaperModel,
     draft: PaperModel | None,
@@ -40,7 +44,7 @@ def weigh(
         None if draft is None else PaperModel("d", 1, 1, curve=compute).measure_compute(),
     )
     weighing = Weighing(
-        Divider(target, draft, asked),
+        Divider(target, draft, asked, base_bytes=BASE_BYTES),
         figures,
         asked.spec,
         target.max_tree_leaves,
