@@ -20,6 +20,10 @@ def policy_command(
         str,
         typer.Option("--sizes", metavar="NxD,NxD,...", help="Fixed trees: draft tokens x levels."),
     ] = "2x2,4x4,8x4,8x8,16x8,32x8,64x16",
+    with_plain: Annotated[
+        bool,
+        typer.Option("--plain/--no-plain", help="Also plain decoding, which may take long."),
+    ] = True,
     prompts: Prompts = BUILT_IN,
     n_prompts: NPrompts = 2,
     max_tokens: options.MaxTokens = 64,
@@ -37,6 +41,7 @@ def policy_command(
         read_prompts(prompts, n_prompts),
         sampling_keywords(max_tokens, ignore_eos, sampling),
         parse_sizes(sizes),
+        with_plain,
         ["specdec-bench", *context.obj.argv],
     )
     if output_file is not None:

@@ -61,6 +61,7 @@ def run_sweep(
     prompts: Sequence[Prompt],
     sampling: Mapping[str, Any],
     sizes: Sequence[TreeSize],
+    with_plain: bool,
     argv: Sequence[str],
     out: TextIO = sys.stderr,
 ) -> dict[str, Any]:
@@ -72,17 +73,18 @@ def run_sweep(
     most = max(size.n_nodes for size in sizes)
     with load_models(**{**load, "num_draft_tokens": most}) as llm:
         plan = llm.plan.to_dict()
-        records = _measure_all(llm, prompts, sampling, _ways(llm.spec, sizes), out)
+        records = _measure_all(llm, prompts, sampling, _ways(llm.spec, sizes, with_plain), out)
     return {**summarise(records), "plan": plan, "provenance": provenance, "records": records}
 
 
-def _ways(spec: SpecConfig, sizes: Sequence[TreeSize]) -> dict[str, SpecConfig]:
+def _ways(spec: SpecConfig, sizes: Sequence[TreeSize], with_plain: bool) -> dict[str, SpecConfig]:
     fixed = {
         size.name: replace(spec, num_draft_tokens=size.n_nodes, draft_depth=size.depth)
         for size in sizes
     }
     auto = replace(spec, num_draft_tokens=None, draft_depth=None)
-    return {PLAIN: replace(spec, spec_type=()), **fixed, AUTO: auto}
+    plain = {PLAIN: replace(spec, spec_type=())} if with_plain else {}
+    return {**plain, **fixed, AUTO: auto}
 
 
 def _measure_all(
@@ -134,7 +136,7 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "rows": rows,
         "best_fixed": best,
         "auto_versus_best_fixed": ratio(speeds[AUTO], fixed[best]),
-        "auto_versus_plain": ratio(speeds[AUTO], speeds[PLAIN]),
+        "auto_versus_plain": ratio(speeds[AUTO], speeds[PLAIN]) if PLAIN in speeds else None,
     }
 
 
@@ -147,8 +149,11 @@ def format_sweep(result: Mapping[str, Any]) -> str:
             f"  {row['mean_acceptance_length']:11.2f}"
             f"  {row['mean_tree_nodes']:10.1f}  {100 * row['draft_share']:6.0f} %"
         )
-    lines.append(
+    last = (
         f"auto is {result['auto_versus_best_fixed']:.3f} x the best fixed size "
-        f"({result['best_fixed']}), {result['auto_versus_plain']:.3f} x plain decoding"
+        f"({result['best_fixed']})"
     )
+    if result["auto_versus_plain"] is not None:
+        last += f", {result['auto_versus_plain']:.3f} x plain decoding"
+    lines.append(last)
     return "\n".join(lines)
