@@ -18,7 +18,11 @@ def policy_command(
     sampling: SamplingOptions,
     sizes: Annotated[
         str,
-        typer.Option("--sizes", metavar="NxD,NxD,...", help="Fixed trees: draft tokens x levels."),
+        typer.Option(
+            "--sizes",
+            metavar="NxD,NxD,...",
+            help="Fixed trees: draft tokens x levels[:on|off] (drafting ahead).",
+        ),
     ] = "2x2,4x4,8x4,8x8,16x8,32x8,64x16",
     with_plain: Annotated[
         bool,

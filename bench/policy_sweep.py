@@ -35,25 +35,39 @@ class SweepMistake(SpecdecError, ValueError):
 
 @dataclass(frozen=True)
 class TreeSize:
-    """A fixed size: draft tokens and levels."""
+    """A fixed size: draft tokens and levels; drafting ahead as asked for elsewhere, or as here."""
 
     n_nodes: int
     depth: int
+    draft_ahead: str | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.n_nodes}x{self.depth}"
+        size = f"{self.n_nodes}x{self.depth}"
+        return size if self.draft_ahead is None else f"{size}:{self.draft_ahead}"
+
+    def apply(self, spec: SpecConfig) -> SpecConfig:
+        ahead = self.draft_ahead or spec.draft_ahead
+        return replace(
+            spec, num_draft_tokens=self.n_nodes, draft_depth=self.depth, draft_ahead=ahead
+        )
 
 
 def parse_sizes(text: str) -> tuple[TreeSize, ...]:
-    """From "8x4,16x8": draft tokens x levels. Raises SweepMistake."""
-    sizes = []
-    for part in text.split(","):
-        left, x, right = part.strip().partition("x")
-        if not (x and left.isdigit() and right.isdigit() and int(left) and int(right)):
-            raise SweepMistake(f"--sizes has {part!r}: give draft tokens x levels, e.g. 8x4,16x8")
-        sizes.append(TreeSize(int(left), int(right)))
-    return tuple(sizes)
+    """From "8x4,16x8:on": draft tokens x levels, drafting ahead or not. Raises SweepMistake."""
+    return tuple(_parse_size(part.strip()) for part in text.split(","))
+
+
+def _parse_size(text: str) -> TreeSize:
+    size, colon, ahead = text.partition(":")
+    left, x, right = size.partition("x")
+    is_size = x and left.isdigit() and right.isdigit() and int(left) and int(right)
+    if not is_size or (colon and ahead not in ("on", "off")):
+        raise SweepMistake(
+            f"--sizes has {text!r}: give draft tokens x levels, e.g. 8x4,16x8; "
+            "16x8:on and 16x8:off draft ahead or not"
+        )
+    return TreeSize(int(left), int(right), ahead or None)
 
 
 def run_sweep(
@@ -78,10 +92,7 @@ def run_sweep(
 
 
 def _ways(spec: SpecConfig, sizes: Sequence[TreeSize], with_plain: bool) -> dict[str, SpecConfig]:
-    fixed = {
-        size.name: replace(spec, num_draft_tokens=size.n_nodes, draft_depth=size.depth)
-        for size in sizes
-    }
+    fixed = {size.name: size.apply(spec) for size in sizes}
     auto = replace(spec, num_draft_tokens=None, draft_depth=None)
     plain = {PLAIN: replace(spec, spec_type=())} if with_plain else {}
     return {**plain, **fixed, AUTO: auto}

@@ -28,7 +28,7 @@ from specdec.tree import ROOT, DraftTree
 
 MAX_BEAMS = 32
 """Nodes that the draft runs at a time; more make a level slow and add little."""
-_LEAST_SHARE = 0.25
+_LEAST_SHARE = 0.08
 """Of the likeliest node's chance, for another node to be run ahead together with it: many small
 levels find more of the likeliest nodes than few wide ones."""
 

@@ -11,6 +11,7 @@ from tiny_pair import save_model
 
 from bench.__main__ import main
 from bench.policy_sweep import SweepMistake, TreeSize, format_sweep, parse_sizes, summarise
+from specdec.config import SpecConfig
 from specdec.stats_recorder import StatsRecorder
 
 
@@ -23,9 +24,20 @@ def record(way: str, seconds: float) -> dict[str, object]:
 def test_sizes_are_draft_tokens_by_levels() -> None:
     assert parse_sizes("8x4, 16x8") == (TreeSize(8, 4), TreeSize(16, 8))
     assert TreeSize(8, 4).name == "8x4"
+    assert parse_sizes("8x4:on") == (TreeSize(8, 4, "on"),)
+    assert TreeSize(8, 4, "on").name == "8x4:on"
 
 
-@pytest.mark.parametrize("text", ["", "8", "8x", "x4", "0x4", "8x4,", "axb", "8x-1"])
+def test_a_size_fixes_the_tree_and_drafting_ahead_where_it_says_so() -> None:
+    spec = SpecConfig(draft_ahead="off")
+    assert TreeSize(8, 4).apply(spec).draft_ahead == "off"
+    applied = TreeSize(8, 4, "on").apply(spec)
+    assert (applied.num_draft_tokens, applied.depth, applied.draft_ahead) == (8, 4, "on")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8", "8x", "x4", "0x4", "8x4,", "axb", "8x-1", "8x4:", "8x4:auto"]
+)
 def test_other_sizes_are_refused(text: str) -> None:
     with pytest.raises(SweepMistake, match="give draft tokens x levels"):
         parse_sizes(text)
