@@ -18,6 +18,7 @@ from typing import Any
 from typing_extensions import Self
 
 from backends.base import Backend
+from offload.interruptible import POLL_SECONDS
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter
@@ -44,8 +45,6 @@ __all__ = [
     "load",
 ]
 
-_POLL_SECONDS = 0.01
-
 
 def load(
     model: str | Path,
@@ -59,7 +58,7 @@ def load(
     Args:
         model: directory, GGUF file, hub id or `pair:target`; layers stream where they do not fit.
         draft_model: a small model with the same vocabulary, of either format.
-        progress: called with (bytes done, bytes in total) while weights are read.
+        progress: called with (bytes done, bytes in total) by another thread while weights are read.
         options:
             memory_budget: limit of the whole process, "3.5GiB", bytes, or "auto" (the cgroup's
                 limit, or what other processes leave free if that is less).
@@ -217,7 +216,7 @@ class LLM:
         while self._running is not None and self._running.is_computing_elsewhere:
             for backend in self.backends:
                 backend.request_cancel()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         with self._closing, ExitStack() as stack:  # one caller frees, the others wait for it
             for backend in self.backends:
                 stack.callback(backend.close)

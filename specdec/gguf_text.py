@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from backends.interruptible import call_aside
 from backends.llama_lib import LOG, load_library
+from offload.interruptible import call_aside
 from specdec.chat_template import ChatTemplateError, render_chat
 from specdec.compat import Vocabulary
 from specdec.text import TokenizerError
