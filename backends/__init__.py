@@ -20,7 +20,6 @@ hf_source     Hugging Face checkpoints as a ModelSource
 
 gguf_hparams, gguf_model   a GGUF model as its header describes it
 llama_lib, llama_log, llama_batch   llama.cpp's C interface
-interruptible              C calls that Ctrl-C can end
 llama_tree, llama_memory   trees as sequences of one KV cache
 llama_graph, llama_stream  the layers of a graph, and the pager that brings them
 llama_prefix               its cells as one tensor of a file

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 
 from backends.base import BackendError
-from backends.interruptible import CallThread
 from backends.llama_lib import LlamaContext
+from offload.interruptible import CallThread
 
 
 class PassCancelled(BackendError):

@@ -21,13 +21,13 @@ from pathlib import Path
 
 from backends.base import StreamUse
 from backends.gguf_model import GgufModel
-from backends.interruptible import call_aside
 from backends.llama_batch import Batch
 from backends.llama_graph import GraphReader, Node, PassSchedule, make_schedule
 from backends.llama_lib import LlamaContext, LlamaError, LlamaModel, Progress
 from backends.llama_tree import check_lengths
 from offload.address_space import MappedRange, find_mapping
 from offload.header import TensorRecord
+from offload.interruptible import call_aside
 from offload.pager import Pager
 from offload.plan import LayerWeights
 from offload.reading import DEFAULT_N_READERS

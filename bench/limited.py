@@ -9,13 +9,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from offload.cgroup import MemoryCgroup
+from offload.signals import handling
 from offload.throttle import ReadLimit
 
 OK, OOM_KILLED, TIMED_OUT, FAILED = "ok", "oom-killed", "timeout", "failed"
@@ -69,7 +70,7 @@ def run_limited(argv: Sequence[str], limits: Limits, env: Mapping[str, str], log
             command, env=env, stdout=output, stderr=output, start_new_session=True
         )
         try:
-            with _ended_by_signals():
+            with handling(_ENDING, _end):
                 is_late, peak = _watch(process, group, started + limits.seconds)
         finally:
             _kill_all(process)
@@ -93,22 +94,9 @@ def _cause(code: int, is_late: bool, group: MemoryCgroup | None) -> str:
     return OK if code == 0 else FAILED
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Signals that would end us at once end the block instead: the process must not outlive us."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    try:
-        previous = {number: signal.signal(number, end) for number in _ENDING}
-    except ValueError:  # not the main thread: signals go to the main thread's handlers
-        previous = {}
-    try:
-        yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
+def _end(number: int, frame: FrameType | None) -> None:
+    """Instead of ending us at once a signal ends the block: the process must not outlive us."""
+    raise SystemExit(128 + number)
 
 
 def _watch(

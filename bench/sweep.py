@@ -32,8 +32,6 @@ from bench.workloads import Prompt
 from specdec.run_plan import RunPlan
 from specdec.storage import weight_files
 
-STORAGE_SPEEDS = {"sd-card": 90.0, "sata": 500.0, "ufs-3.1": 1500.0, "full": None}
-"""MB/s that reads are held to, by name."""
 N_AUTO_BUDGETS = 6
 
 

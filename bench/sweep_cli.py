@@ -11,11 +11,13 @@ import psutil
 import typer
 
 from bench.options import EnforceAlways, Prompts, SpreadPrompts, UsageMistake, check_writable
-from bench.sweep import STORAGE_SPEEDS
 from bench.workloads import BUILT_IN, read_prompts, spread
 from offload.units import format_bytes, parse_bytes
 from specdec import cli_options as options
 from specdec.cli_groups import LoadOptions, parse_num_draft_tokens
+
+STORAGE_SPEEDS = {"sd-card": 90.0, "sata": 500.0, "ufs-3.1": 1500.0, "full": None}
+"""MB/s that reads are held to, by name."""
 
 Budgets = Annotated[
     str,

@@ -4,8 +4,12 @@ errors     SpecdecError, the base of every error a user may see
 units      parse_bytes, format_bytes
 memory     memory_limit (cgroup before machine), process_memory
 budget     MemoryBudget.reserve() -> Reservation; BudgetExceeded
+interruptible
+           Worker, CallThread, call_aside: threads and long calls that Ctrl-C can end
+signals    handling: what is called for a signal within a block
 launch     tied_argv: programs that do not outlive this process; enter.py is what starts them
-cgroup     MemoryCgroup, run_in_cgroup: a budget that the kernel enforces
+cgroup, cgroup_files
+           MemoryCgroup, run_in_cgroup: a budget that the kernel enforces
 header     read_header: one safetensors header, read with distrust
 index      WeightIndex: where each tensor of a checkpoint lies
 gguf_header, gguf_metadata, gguf_index

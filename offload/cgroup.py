@@ -7,37 +7,24 @@ fresh process that is inside before it begins: `run_in_cgroup`.
 
 from __future__ import annotations
 
-import errno
-import logging
-import os
-import re
-import secrets
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from offload.errors import SpecdecError
+from offload.cgroup_files import CgroupUnavailable as CgroupUnavailable
+from offload.cgroup_files import make_cgroup, read_words, remove_cgroup, usable_parent, write_cgroup
 from offload.launch import run_forwarding, tied_argv
-from offload.memory import CgroupLocation, memory_cgroups
+from offload.memory import memory_cgroups
 from offload.units import format_bytes
-
-logger = logging.getLogger(__name__)
 
 OOM_EXIT_CODE = 137  # 128 + SIGKILL, as shells and container runtimes report it
 
 _PEAK_FILES = {1: "memory.max_usage_in_bytes", 2: "memory.peak"}
 _EVENT_FILES = {1: "memory.oom_control", 2: "memory.events"}
 _ANONYMOUS_KEYS = {1: "rss", 2: "anon"}
-_REMOVE_SECONDS = 2.0  # a cgroup stays busy for a moment after its last process ended
-_OUR_NAME = re.compile(r"specdec-(?P<creator>\d{1,9})-[0-9a-f]{8}")
-
-
-class CgroupUnavailable(SpecdecError):
-    """No memory cgroup can be made here; the message says what is missing."""
 
 
 class MemoryCgroup:
@@ -62,7 +49,7 @@ class MemoryCgroup:
         reasons = []
         for location in locations:
             try:
-                return _create_below(_usable_parent(location), location.version, limit_bytes)
+                return _create_below(usable_parent(location), location.version, limit_bytes)
             except CgroupUnavailable as error:
                 reasons.append(str(error))
         if not reasons:
@@ -174,35 +161,6 @@ def run_in_cgroup(
         return code
 
 
-# --- making one --------------------------------------------------------------------------------
-
-
-def _usable_parent(location: CgroupLocation) -> Path:
-    """The directory to make a cgroup in."""
-    if location.version == 1:
-        return location.directory
-    directories = location.upwards()
-    if not any("memory" in _words(d / "cgroup.controllers") for d in directories):
-        raise CgroupUnavailable(f"the memory controller is not enabled in {location.directory}")
-    for directory in directories:
-        # A cgroup that holds processes cannot hand controllers down, unless it is the root.
-        if _hands_memory_down(directory) and os.access(directory, os.W_OK):
-            return directory
-    raise CgroupUnavailable(
-        f"no writable cgroup from {location.directory} upwards hands the memory controller down"
-    )
-
-
-def _hands_memory_down(directory: Path) -> bool:
-    control = directory / "cgroup.subtree_control"
-    if "memory" not in _words(control) and "memory" in _words(directory / "cgroup.controllers"):
-        try:
-            write_cgroup(control, "+memory")
-        except CgroupUnavailable:
-            return False
-    return "memory" in _words(control)
-
-
 def _create_below(parent: Path, version: int, limit_bytes: int) -> MemoryCgroup:
     path = make_cgroup(parent)
     group = MemoryCgroup(path, version, limit_bytes)
@@ -222,73 +180,12 @@ def _create_below(parent: Path, version: int, limit_bytes: int) -> MemoryCgroup:
     return group
 
 
-def make_cgroup(parent: Path) -> Path:
-    """A new directory of a cgroup that tells who made it; what dead processes left is swept away.
-
-    Raises:
-        CgroupUnavailable: no permission.
-    """
-    for path in parent.glob("specdec-*"):
-        made = _OUR_NAME.fullmatch(path.name)
-        if made is not None and not _is_running(int(made["creator"])):
-            with suppress(OSError):  # one that holds a process is busy, and stays
-                path.rmdir()
-    path = parent / f"specdec-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        path.mkdir()
-    except OSError as error:
-        raise CgroupUnavailable(f"cannot create {path}: {error.strerror}") from error
-    return path
-
-
-def _is_running(pid: int) -> bool:
-    """Whether there is such a process; another one may have the number by now."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:
-        return []
-
-
-def remove_cgroup(path: Path) -> None:
-    """Remove a cgroup whose processes have ended, or do so presently."""
-    deadline = time.monotonic() + _REMOVE_SECONDS
-    while True:
-        try:
-            path.rmdir()
-            return
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            if error.errno != errno.EBUSY or time.monotonic() > deadline:
-                logger.warning("cannot remove the cgroup %s: %s", path, error.strerror)
-                return
-        time.sleep(0.01)
-
-
-def write_cgroup(path: Path, value: int | str) -> None:
-    """Write to a control file. Raises CgroupUnavailable."""
-    try:
-        path.write_text(f"{value}\n")
-    except OSError as error:
-        raise CgroupUnavailable(f"cannot write {value} to {path}: {error.strerror}") from error
-
-
 def _systemd_argv(argv: Sequence[str], limit_bytes: int, error: CgroupUnavailable) -> list[str]:
     """`argv` under systemd-run where a user session can limit memory; otherwise raises `error`."""
     scope = ["systemd-run", "--user", "--scope", "--quiet"]
     # With version 1 a user session accepts the limit and ignores it.
     has_v2 = any(
-        "memory" in _words(location.mount / "cgroup.controllers")
+        "memory" in read_words(location.mount / "cgroup.controllers")
         for location in memory_cgroups()
         if location.version == 2
     )

@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+
+from offload.signals import handling
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGINT)
 _ENTER = str(Path(__file__).resolve().with_name("enter.py"))
@@ -41,22 +42,9 @@ def run_forwarding(argv: Sequence[str], env: Mapping[str, str] | None) -> int:
         if children and not (number == signal.SIGINT and _terminal_is_ours()):
             children[0].send_signal(number)
 
-    with _handlers(forward):
+    with handling(_FORWARDED, forward):
         children.append(subprocess.Popen(argv, env=env))
         return exit_code(children[0].wait())
-
-
-@contextmanager
-def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    try:
-        previous = {number: signal.signal(number, handler) for number in _FORWARDED}
-    except ValueError:  # not the main thread: signals go to the main thread's handlers
-        previous = {}
-    try:
-        yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
 
 
 def _terminal_is_ours() -> bool:

@@ -17,6 +17,7 @@ from offload.direct_io import (
     buffer_bytes,
 )
 from offload.index import TensorRecord
+from offload.interruptible import call_aside
 from offload.layout import Layout, Piece, make_layout
 from offload.slots import SlotRing
 from offload.trace import READ, record_since
@@ -116,7 +117,7 @@ def load_resident(
     """Read tensors into memory for good (embeddings, norms, head, pinned layers).
 
     Args:
-        progress: called in this thread after each read.
+        progress: called after each read, in another thread.
 
     Raises:
         StorageError: the first read that failed; the others are given up.
@@ -145,21 +146,52 @@ def read_pieces(
 
     Raises:
         StorageError: the first read that failed; the others are given up.
+        whatever `progress` raises, or a signal handler in this thread (KeyboardInterrupt).
     """
-    n_total = sum(piece.n_needed for piece in pieces)
-    files = OpenFiles((piece.path for piece in pieces), storage)
-    pool = ThreadPoolExecutor(max_workers=n_readers, thread_name_prefix="specdec-load")
-    try:
-        jobs = {pool.submit(files.read, piece, memory): piece for piece in pieces}
-        n_done = 0
-        for job in as_completed(jobs):
-            job.result()
-            n_done += jobs[job].n_needed
-            if progress is not None:
-                progress(n_done, n_total)
-    finally:
-        pool.shutdown(cancel_futures=True)  # waits for the running reads: they use the memory
-        files.close()
+    job = _Reading(pieces, memory, progress, n_readers, storage)
+    call_aside("specdec-load", job.run, job.give_up)
+
+
+class _Reading:
+    """Pieces on their way into memory."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        memory: memoryview,
+        progress: Progress | None,
+        n_readers: int,
+        storage: OpenStorage,
+    ) -> None:
+        self._pieces, self._memory, self._progress = pieces, memory, progress
+        self._n_readers, self._storage = n_readers, storage
+        self._is_given_up = False
+
+    def give_up(self) -> None:
+        """Let `run` return after the reads that are running."""
+        self._is_given_up = True
+
+    def run(self) -> None:
+        """Read them all. Not in the main thread: an executor's locks are made of Python code."""
+        n_done, n_total = 0, sum(piece.n_needed for piece in self._pieces)
+        files = OpenFiles((piece.path for piece in self._pieces), self._storage)
+        pool = ThreadPoolExecutor(self._n_readers, thread_name_prefix="specdec-load")
+        try:
+            jobs = {pool.submit(self._read, files, piece): piece for piece in self._pieces}
+            for job in as_completed(jobs):
+                job.result()
+                n_done += jobs[job].n_needed
+                if self._is_given_up:
+                    return
+                if self._progress is not None:
+                    self._progress(n_done, n_total)
+        finally:
+            pool.shutdown(cancel_futures=True)  # waits for the running reads: they use the memory
+            files.close()
+
+    def _read(self, files: OpenFiles, piece: Piece) -> None:
+        if not self._is_given_up:
+            files.read(piece, self._memory)
 
 
 class ReaderThreads:

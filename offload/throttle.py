@@ -16,13 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.cgroup import (
-    CgroupUnavailable,
-    MemoryCgroup,
-    make_cgroup,
-    remove_cgroup,
-    write_cgroup,
-)
+from offload.cgroup import MemoryCgroup
+from offload.cgroup_files import CgroupUnavailable, make_cgroup, remove_cgroup, write_cgroup
 from offload.direct_io import StorageError
 from offload.memory import controller_cgroups
 

@@ -18,20 +18,15 @@ from typing import Any
 from typing_extensions import Self
 
 from backends.base import Backend
-from backends.shared_source import SharedSource
-from backends.source import Loading
-from offload.plan import ResidencyPlan
+from offload.interruptible import POLL_SECONDS
 from specdec.config import ConfigError, SamplingParams, SpecConfig
-from specdec.division import most_draft_nodes
 from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter
-from specdec.drafters.model import MAX_BEAMS
 from specdec.drafters.ngram import NgramDrafter
-from specdec.drafters.window import DraftWindow, draft_context_size
-from specdec.formats import OpenedModel
 from specdec.generation import PLAIN, GenerationStream, ModelBusy, ModelClosed
+from specdec.loading import check_spec, load_draft, load_target
 from specdec.options import RunOptions, run_options
-from specdec.planning import PlannedModels, plan_models
+from specdec.planning import plan_models
 from specdec.policy import DraftPolicy, new_experience
 from specdec.prompt_cache import PromptCache
 from specdec.prompts import Prompt, PromptError, check_room, encode_prompt
@@ -50,8 +45,6 @@ __all__ = [
     "load",
 ]
 
-_POLL_SECONDS = 0.01
-
 
 def load(
     model: str | Path,
@@ -65,7 +58,7 @@ def load(
     Args:
         model: directory, GGUF file, hub id or `pair:target`; layers stream where they do not fit.
         draft_model: a small model with the same vocabulary, of either format.
-        progress: called with (bytes done, bytes in total) while weights are read.
+        progress: called with (bytes done, bytes in total) by another thread while weights are read.
         options:
             memory_budget: limit of the whole process, "3.5GiB", bytes, or "auto" (the cgroup's
                 limit, or what other processes leave free if that is less).
@@ -112,12 +105,10 @@ class LLM:
             if options.prompt_cache_file is not None:
                 path = options.prompt_cache_file
                 self._prompt_cache = PromptCache(path, planned.target, planned.draft)
-            self.target: Backend = stack.enter_context(self._load_target(planned, progress))
-            self.draft: Backend | None = None
-            self.draft_window = DraftWindow()
-            if planned.draft is not None and self.plan.draft_residency is not None:
-                draft = self._load_draft(planned.draft, self.plan.draft_residency)
-                self.draft = stack.enter_context(draft)
+            self.target: Backend = stack.enter_context(load_target(planned, options, progress))
+            self.draft, self.draft_window = load_draft(planned, options.spec, self.target)
+            if self.draft is not None:
+                stack.enter_context(self.draft)
             self._ngram = NgramDrafter()
             self.ahead = AheadThread()
             # What the policy has learnt of these models: of one LLM only, it knows its costs.
@@ -186,7 +177,7 @@ class LLM:
         params = _sampling_params(sampling, generation_config, overrides)
         self.check_open()
         if spec is not None:
-            self._check_spec(spec)
+            check_spec(spec, self.spec, self.plan, has_draft=self.draft is not None)
         prompt_ids = encode_prompt(prompt, self.tokenizer)
         check_room(len(prompt_ids), self.max_context, self._model_context)
         return GenerationStream(
@@ -225,7 +216,7 @@ class LLM:
         while self._running is not None and self._running.is_computing_elsewhere:
             for backend in self.backends:
                 backend.request_cancel()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         with self._closing, ExitStack() as stack:  # one caller frees, the others wait for it
             for backend in self.backends:
                 stack.callback(backend.close)
@@ -291,60 +282,6 @@ class LLM:
     def ngram_drafter(self) -> Drafter:
         """The n-gram drafter; what it learned about its own hit rate lives as long as the model."""
         return self._ngram
-
-    def _check_spec(self, spec: SpecConfig) -> None:
-        """Memory was set aside when the models were loaded."""
-        asked, most = spec.num_draft_tokens or 0, self.plan.n_draft_tokens
-        if asked > most:
-            raise ConfigError(
-                f"num_draft_tokens is {asked}, but the models were loaded with room for {most}: "
-                f"load them with num_draft_tokens={asked}"
-            )
-        if "draft" in spec.spec_type and self.draft is None:
-            raise ConfigError("spec_type has 'draft' but no draft model was loaded")
-        if "draft" in spec.spec_type and spec.draft_window != self.spec.draft_window:
-            raise ConfigError(
-                f"draft_window is {spec.draft_window}, but the draft was loaded with "
-                f"{self.spec.draft_window}: give it when loading"
-            )
-
-    def _load_target(self, planned: PlannedModels, progress: Any) -> Backend:
-        options = self._options
-        return planned.target.source.load(
-            Loading(
-                planned.plan.residency,
-                max_context=self.plan.ctx_size,
-                max_nodes=options.target_nodes(planned.plan.n_draft_tokens),
-                max_rows=options.target_rows(planned.plan.n_draft_tokens),
-                load_mode=_target_load_mode(options.load_mode, planned.plan.residency),
-                n_readers=options.io_threads,
-                progress=progress,
-            )
-        )
-
-    def _load_draft(self, draft: OpenedModel, residency: ResidencyPlan) -> Backend:
-        source, wanted = draft.source, self.spec.draft_window
-        if isinstance(source, SharedSource):
-            source.lend(self.target)
-        n_nodes = most_draft_nodes(self.plan.n_draft_tokens, source.max_tree_leaves)
-        context = draft_context_size(wanted, self.plan.ctx_size, source.max_context, n_nodes)
-        self.draft_window = DraftWindow.fitting(wanted, context, self.max_context, n_nodes)
-        return source.load(
-            Loading(
-                residency,
-                max_context=context,
-                max_nodes=n_nodes,
-                max_rows=MAX_BEAMS,
-                load_mode="stream" if residency.n_slots else "ram",
-            )
-        )
-
-
-def _target_load_mode(wanted: str, residency: ResidencyPlan) -> str:
-    """A target that fits is held in the layout of its file, whose logits are a streamed one's."""
-    if wanted in ("ram", "mmap"):
-        return wanted
-    return "stream" if residency.n_slots else "mmap"
 
 
 def _sampling_params(

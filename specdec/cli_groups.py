@@ -12,7 +12,6 @@ from typing import Any
 
 from specdec import cli_options as options
 from specdec.config import SamplingParams, parse_spec_type
-from specdec.options import run_options
 
 
 def parse_num_draft_tokens(text: str) -> int | None:
@@ -48,6 +47,8 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         """Raise SpecdecError for a mistake before anything is started."""
+        from specdec.options import run_options  # the help does without
+
         drafts: Sequence[str | None] = self.draft_models or [None]
         for draft_model in drafts:
             run_options(**self.keywords_with(draft_model))

@@ -17,9 +17,7 @@ from specdec.cli_groups import LoadOptions
 from specdec.cli_output import write_json, write_text
 from specdec.cli_signature import with_options
 from specdec.enforce import child_environment
-
-COMMAND_NAME = "SPECDEC_COMMAND_NAME"
-"""Environment variable: what the benchmark's program calls itself."""
+from specdec.entry import COMMAND_NAME
 
 Refresh = Annotated[bool, typer.Option("--refresh", help="Measure again, ignoring the cache.")]
 DemoArguments = Annotated[

@@ -1,4 +1,4 @@
-"""Where the `specdec` command begins: Ctrl-C is one line, also while modules are being imported.
+"""Where commands begin: Ctrl-C is one line, also while modules are being imported.
 
 This module and `specdec/__init__.py` import next to nothing, so that it is so from the start.
 """
@@ -10,19 +10,43 @@ import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    Run = Callable[[Sequence[str] | None], int]
+
+COMMAND_NAME = "SPECDEC_COMMAND_NAME"
+"""Environment variable: what the benchmark's program calls itself."""
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-_LINE = b"specdec: interrupted\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+    """Run the `specdec` command line and return its exit code."""
+
+    def load() -> Run:
+        from specdec.cli import main as run
+
+        return run
+
+    return run_command("specdec", load, argv)
+
+
+def run_command(name: str, load: Callable[[], Run], argv: Sequence[str] | None) -> int:
+    """Import a command line, which `load` does, and run it; returns its exit code.
+
+    Args:
+        name: of the command, for the line about Ctrl-C.
+    """
     # A KeyboardInterrupt inside of an import ends in a traceback, or in a library's own error.
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    line = f"{name}: interrupted\n".encode()
+
+    def leave(*_: object) -> None:
+        _tell(line)
+        os._exit(_INTERRUPTED)
+
     if is_default:
-        signal.signal(signal.SIGINT, _leave)
-    from specdec.cli import main as run
+        signal.signal(signal.SIGINT, leave)
+    run = load()
     from specdec.dropped_interrupts import send_dropped_interrupts_again
 
     try:
@@ -31,17 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return run(argv)
     except KeyboardInterrupt:  # before or after the command itself, which tells its own
-        _tell()
+        _tell(line)
         return _INTERRUPTED
 
 
-def _leave(*_: object) -> None:
-    _tell()
-    os._exit(_INTERRUPTED)
-
-
-def _tell() -> None:
+def _tell(line: bytes) -> None:
     try:  # noqa: SIM105  # nothing is imported here that takes its time
-        os.write(2, _LINE)
+        os.write(2, line)
     except OSError:  # stderr is closed
         pass

@@ -15,7 +15,7 @@ from backends.source import BackendOptions, ModelSource
 from offload.index import CheckpointError
 from specdec.compat import Compatibility, Vocabulary, compare_vocabularies
 from specdec.models import resolve_model
-from specdec.text import ChatTokenizer, Tokenizer
+from specdec.tokenizer import ChatTokenizer, Tokenizer
 
 GGUF_SUFFIX = ".gguf"
 

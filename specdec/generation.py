@@ -7,19 +7,13 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
 from backends.base import Backend, StreamUse
 from offload.errors import SpecdecError
 from offload.memory import process_memory
 from specdec.acceptance import Acceptance
+from specdec.assembly import make_controller
 from specdec.beam_decoder import BeamDecoder, Hypothesis, check_beams
 from specdec.config import ConfigError, SamplingParams, SpecConfig
-from specdec.controller import Controller, NoDrafter
-from specdec.drafters.base import Drafter
-from specdec.drafters.candidates import CandidateRanker
-from specdec.drafters.merged import MergedDrafter
-from specdec.drafters.model import ModelDrafter
 from specdec.sampling import Sampler
 from specdec.sequences import GeneratedSequence, GenerationResult, StreamChunk, sequence_seed
 from specdec.stats import GenerationStats
@@ -32,9 +26,6 @@ if TYPE_CHECKING:
     from specdec.api import LLM
 
 PLAIN = SpecConfig(spec_type=())
-_CHAIN_STREAM = 2**64 - 1
-"""Key word of the chain rules' random numbers; positions, the match rule's, never get there."""
-
 _ONE_TOKEN = (DraftTree(0), Acceptance((0,), 0, is_bonus=False))
 """For the statistics: a pass of beam search brings all beams one token further."""
 
@@ -175,7 +166,9 @@ class GenerationStream:
     def _decode(
         self, sequence: GeneratedSequence, target: Backend
     ) -> Generator[tuple[str, tuple[int, ...]], None, None]:
-        controller = self._make_controller(self._spec, sequence.sampler, target)
+        controller = make_controller(
+            self._llm, target, sequence.sampler, self._params, self._spec, self._recorder
+        )
         sequence.logprobs = controller.logprobs
         first = controller.start(self._prompt_ids)
         if isinstance(target, WatchedTarget):
@@ -256,43 +249,6 @@ class GenerationStream:
             kv_used_fraction=used / kv_bytes if kv_bytes else 0.0,
             is_lossless=self._spec.is_lossless,
         )
-
-    def _make_controller(self, spec: SpecConfig, sampler: Sampler, target: Backend) -> Controller:
-        rng = np.random.Generator(
-            np.random.Philox(key=np.array([sampler.seed, _CHAIN_STREAM], dtype=np.uint64))
-        )
-        return Controller(
-            target,
-            self._make_drafter(spec, sampler, rng),
-            sampler,
-            self._llm.policy(spec, self._params.temperature),
-            recorder=self._recorder,
-            ahead=self._llm.ahead,
-            acceptance=spec.acceptance,
-            accept_threshold=spec.accept_threshold,
-            rng=rng,
-            wants_logprobs=bool(self._params.logprobs),
-        )
-
-    def _make_drafter(
-        self, spec: SpecConfig, sampler: Sampler, rng: np.random.Generator
-    ) -> Drafter:
-        drafters: list[Drafter] = []
-        if "draft" in spec.drafters and self._llm.draft is not None:
-            chain = (sampler, rng) if spec.draws_chains else None
-            n_tokens = min(sampler.n_tokens, self._llm.draft.vocab_size)
-            ranker = CandidateRanker.for_target(sampler, n_tokens)
-            window = self._llm.draft_window
-            drafters.append(
-                ModelDrafter(self._llm.draft, n_tokens, chain=chain, ranker=ranker, window=window)
-            )
-        if "ngram" in spec.drafters:
-            ngram = self._llm.ngram_drafter()
-            ngram.reset()  # a model's drafter finds by itself what its cache holds of the context
-            drafters.append(ngram)
-        if not drafters:
-            return NoDrafter()
-        return drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)
 
 
 def _token_limit(params: SamplingParams, n_prompt: int, max_context: int) -> int:

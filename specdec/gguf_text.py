@@ -1,6 +1,6 @@
 """Text and token ids of a GGUF model: llama.cpp's own tokenizer, without its weights.
 
-The same members as `specdec.text.Tokenizer`, so that everything there works with it unchanged.
+The same members as `specdec.tokenizer.Tokenizer`, so that everything there works with it unchanged.
 Neither torch nor transformers is imported.
 """
 
@@ -14,11 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from backends.interruptible import call_aside
 from backends.llama_lib import LOG, load_library
+from offload.interruptible import call_aside
 from specdec.chat_template import ChatTemplateError, render_chat
 from specdec.compat import Vocabulary
-from specdec.text import TokenizerError
+from specdec.tokenizer import TokenizerError
 
 
 class GgufTokenizer:

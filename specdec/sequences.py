@@ -9,7 +9,8 @@ from specdec.logprobs import TopLogprobs, with_chosen
 from specdec.sampling import Sampler
 from specdec.sampling_checks import SEED_LIMIT
 from specdec.stats import GenerationStats
-from specdec.text import TextStream, TokenDecoder
+from specdec.text import TextStream
+from specdec.tokenizer import TokenDecoder
 
 
 def sequence_seed(seed: int, index: int) -> int:

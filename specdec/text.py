@@ -1,101 +1,21 @@
-"""Between text and token ids: tokenizer, incremental detokenizer, stop strings.
+"""From tokens to text: incremental detokenizer, stop strings.
 
-Nothing here imports transformers until a tokenizer is loaded from a checkpoint. Everything else
-works with any object that has the three members of TokenDecoder.
+Everything here works with any object that has the three members of TokenDecoder.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
 
-from specdec.tokenizer_files import TokenizerError as TokenizerError
-from specdec.tokenizer_files import load_hf_tokenizer
+from specdec.tokenizer import TokenDecoder
 
 UNFINISHED = "\ufffd"  # what decoders give for bytes that are no complete character (yet)
 CONTEXT_TOKENS = 6  # of the prompt: enough for decoders that look at the neighbours of a token
 MAX_EXTRA_CONTEXT_TOKENS = 16
 MAX_PENDING_TOKENS = 16  # of unfinished text in a window before its middle is given up
 _CHARACTER_BYTES = 4  # the longest in UTF-8; every token with text has at least one byte
-
-
-class TokenDecoder(Protocol):
-    """The part of a tokenizer that the controller and the detokenizer need."""
-
-    @property
-    def n_tokens(self) -> int: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-
-class ChatTokenizer(TokenDecoder, Protocol):
-    """What a generation needs of a tokenizer, whatever the model's format."""
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def has_chat_template(self) -> bool: ...
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
-
-
-class Tokenizer:
-    """A transformers tokenizer with the few operations that generation needs."""
-
-    def __init__(self, hf_tokenizer: Any) -> None:
-        self.hf_tokenizer = hf_tokenizer
-        ids = hf_tokenizer.get_vocab().values()
-        self._n_tokens = max(len(hf_tokenizer), max(ids, default=-1) + 1)
-
-    @classmethod
-    def from_pretrained(cls, path: str | Path) -> Tokenizer:
-        """Load from a checkpoint directory; code that the checkpoint may carry is never run."""
-        return cls(load_hf_tokenizer(Path(path)))
-
-    @property
-    def n_tokens(self) -> int:
-        """Ids from here on are padding rows of the vocabulary: they have no text."""
-        return self._n_tokens
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's end-of-sequence id, if it has one (a model may define more)."""
-        eos = self.hf_tokenizer.eos_token_id
-        return () if eos is None else (int(eos),)
-
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(getattr(self.hf_tokenizer, "chat_template", None))
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids = self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return [int(i) for i in ids]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens; special tokens have none."""
-        return str(
-            self.hf_tokenizer.decode(
-                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer."""
-        if not self.has_chat_template:
-            raise TokenizerError("the model has no chat template: give the prompt as one string")
-        try:
-            text = self.hf_tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # templates are programs of the checkpoint
-            raise TokenizerError(f"the model's chat template failed: {error}") from error
-        return self.encode(str(text), add_special_tokens=False)  # the template writes them
 
 
 class IncrementalDetokenizer:

@@ -1,9 +1,17 @@
-"""Modules made anew from their own source with one mistake in it."""
+"""Modules made anew from their own source with one mistake in it.
+
+A test that no wrong rule can fail proves nothing: every mistake must be caught.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import ModuleType
+
+import numpy as np
+
+from specdec.sampling import SamplingError
 
 
 def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
@@ -16,3 +24,15 @@ def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
     changed = ModuleType(module.__name__)
     exec(compile(source.replace(old, new), f"mutant of {module.__name__}", "exec"), vars(changed))
     return changed
+
+
+def is_caught(
+    module: ModuleType, mistake: tuple[str, str], check: Callable[[ModuleType], bool]
+) -> bool:
+    """Whether `check` fails the module with the mistake: by a wrong result, or by an error."""
+    changed = mutated(module, *mistake)
+    with np.errstate(all="ignore"):
+        try:
+            return not check(changed)
+        except (ValueError, IndexError, SamplingError):
+            return True

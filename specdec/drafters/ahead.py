@@ -1,7 +1,7 @@
 """AheadThread: drafting in one thread while the target's pass runs in the caller's.
 
 The pass stays where Ctrl-C arrives, so that may come at any point of what the caller's thread does
-here: as in `backends.interruptible`, there are no locks made of Python code.
+here: as everywhere in `offload.interruptible`, there are no locks made of Python code.
 
 The thread is started once and kept, because torch and OpenMP hold workers for every thread that
 computes.
@@ -10,33 +10,22 @@ computes.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
-from threading import Thread
 from typing import TypeVar
 
-from backends.interruptible import JobQueue
+from offload.interruptible import POLL_SECONDS, Worker
 
 T = TypeVar("T")
 
-_POLL_SECONDS = 0.01
-"""Between two requests to cancel: one that comes before a pass has begun is lost."""
 _MAX_POLLS = 1000
 """Then the pass is over, whatever kept the caller from saying so."""
 
 
-class AheadThread:
+class AheadThread(Worker):
     """Runs one function at a time beside the caller."""
 
     def __init__(self) -> None:
-        self._queue = JobQueue()
-        self._should_stop = True
-        self._is_busy = False
-        self._error: BaseException | None = None
-        self._cancel: Callable[[], None] = _nothing
-        self._thread = Thread(target=self._queue.serve, name="specdec-ahead", daemon=True)
-        weakref.finalize(self, self._queue.end)  # also where starting is interrupted
-        self._thread.start()
+        super().__init__("specdec-ahead")
 
     def beside(
         self,
@@ -52,62 +41,49 @@ class AheadThread:
         is cancelled. Of two errors the one that came first is raised.
         """
         self.settle()
-        self._error, self._cancel, self._should_stop = None, cancel_draft, False
+        work = _Draft(cancel_pass, cancel_draft)
         try:
-            self._is_busy = True
-            self._queue.put(lambda: self._draft(draft, cancel_pass))
+            self.begin(lambda: work.run(draft), work.cancel)
             result = run_pass()
-            self._should_stop = True
-            self._queue.wait_until_empty()
-            self._is_busy = False
+            work.should_stop = True
+            self.wait()
         except BaseException as error:
-            self._should_stop = True
-            first, self._error = self._error, None
+            work.should_stop = True
+            first = work.take_error()
             self.settle()
             if first is not None and isinstance(error, Exception):
                 raise first from None  # it had the pass cancelled
             raise
-        late, self._error = self._error, None
+        late = work.take_error()
         if late is not None:
             raise late
         return result
 
-    def settle(self) -> None:
-        """Wait until the thread is idle, and cancel what it does. Needed after an interrupt.
 
-        Ctrl-C meanwhile is raised once it is idle.
-        """
-        interrupt: KeyboardInterrupt | None = None
-        while self._is_busy:
-            try:
-                self._should_stop = True
-                self._queue.wait_until_empty(self._cancel)
-                self._is_busy = False
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+class _Draft:
+    """What runs beside one pass, and what came of it."""
 
-    def close(self) -> None:
-        """End the thread. Idempotent."""
-        self.settle()
-        self._queue.end()
-        self._thread.join()
+    def __init__(self, cancel_pass: Callable[[], None], cancel_draft: Callable[[], None]) -> None:
+        self.should_stop = False
+        self._cancel_pass, self._cancel_draft = cancel_pass, cancel_draft
+        self._error: BaseException | None = None
 
-    def _draft(
-        self, draft: Callable[[Callable[[], bool]], None], cancel_pass: Callable[[], None]
-    ) -> None:
+    def run(self, draft: Callable[[Callable[[], bool]], None]) -> None:
         """In the thread."""
         try:
-            draft(lambda: self._should_stop)
+            draft(lambda: self.should_stop)
         except BaseException as error:
             self._error = error
             for _ in range(_MAX_POLLS):
-                if self._should_stop:
+                if self.should_stop:
                     return
-                cancel_pass()
-                time.sleep(_POLL_SECONDS)
+                self._cancel_pass()
+                time.sleep(POLL_SECONDS)
 
+    def cancel(self) -> None:
+        self.should_stop = True
+        self._cancel_draft()
 
-def _nothing() -> None:
-    pass
+    def take_error(self) -> BaseException | None:
+        error, self._error = self._error, None  # no cycle through the traceback
+        return error

@@ -1,4 +1,4 @@
-"""What a GGUF header says about a model: layers, sizes, memory per token, and refusals."""
+"""What a GGUF header says about a model: layers, sizes, memory per token."""
 
 from __future__ import annotations
 
@@ -7,29 +7,13 @@ from typing import Any
 
 import gguf_bytes as gb
 import pytest
+from gguf_loading import load, refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backends import gguf_model
 from backends.base import UnsupportedModel
-from backends.gguf_model import GgufModel, load_gguf_model
+from backends.gguf_model import load_gguf_model
 from offload.gguf_index import GgufError
-
-
-def load(folder: Path, metadata: dict | None = None, tensors: dict | None = None) -> GgufModel:
-    return load_gguf_model(gb.write_model(folder / "m.gguf", metadata, tensors))
-
-
-def refused(
-    folder: Path,
-    match: str,
-    metadata: dict | None = None,
-    tensors: dict | None = None,
-    error: type[Exception] = GgufError,
-) -> None:
-    with pytest.raises(error, match=match) as caught:
-        load(folder, metadata, tensors)
-    assert "\n" not in str(caught.value)
 
 
 def hybrid_tensors(*kinds: str) -> dict:
@@ -201,124 +185,3 @@ def test_any_figures_load_or_are_refused(
         assert 1 <= model.max_context < 2**31
     assert "\n" not in message
     assert len(message) < 600 + len(str(path))
-
-
-# --- refusals ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("architecture", sorted(gguf_model._REFUSED))
-def test_architectures_refused_by_name(tmp_path: Path, architecture: str) -> None:
-    refused(
-        tmp_path,
-        rf"\({architecture}\) is a",
-        gb.model_metadata(architecture),
-        error=UnsupportedModel,
-    )
-
-
-def test_other_kinds_of_files(tmp_path: Path) -> None:
-    for kind, match in (("adapter", "LoRA"), ("mmproj", "projector"), ("imatrix", "importance")):
-        metadata = {"general.type": ("str", kind)} | gb.model_metadata()
-        refused(tmp_path, match, metadata, error=UnsupportedModel)
-    load(tmp_path, {"general.type": ("str", "model")} | gb.model_metadata())
-    causal = gb.model_metadata("qwen3", attention__causal=("bool", False))
-    refused(tmp_path, "encoder", causal, error=UnsupportedModel)
-    causal = gb.model_metadata("qwen3", attention__causal=("bool", True))
-    assert load(tmp_path, causal).architecture == "qwen3"
-    loops = gb.model_metadata("new", num_loops=("u32", 2))
-    refused(tmp_path, "several times per token", loops, error=UnsupportedModel)
-    refused(tmp_path, "names no general.architecture", {"a": ("u8", 1)})
-    for item in (("u32", 5), ("str", ""), ("str", "x" * 65), ("str", "a\nb"), ("[str]", ["llama"])):
-        metadata = gb.model_metadata() | {"general.architecture": item}
-        refused(tmp_path, "names no general.architecture", metadata)
-
-
-RANGES = {
-    "block_count": [0, 1025, 10**9, 2**64 - 1],
-    "context_length": [0, 2**31, 2**64 - 1],
-    "embedding_length": [0, 2**20 + 1, 2**64 - 1],
-    "attention__head_count": [2**14 + 1, 2**64 - 1],
-    "attention__head_count_kv": [2**14 + 1, 2**64 - 1],
-    "attention__key_length": [0, 2**14 + 1],
-    "attention__value_length": [0, 2**14 + 1],
-    "expert_count": [2**14 + 1],
-    "attention__sliding_window": [2**31],
-    "nextn_predict_layers": [2, 2**64 - 1],
-    "attention__shared_kv_layers": [2],
-    "attention__indexer__key_length": [2**14 + 1],
-}
-
-
-@pytest.mark.parametrize(("key", "value"), [(k, v) for k, vs in RANGES.items() for v in vs])
-def test_figures_out_of_range(tmp_path: Path, key: str, value: int) -> None:
-    metadata = gb.model_metadata(**{key: ("u64", value)})
-    name = f"llama.{key.replace('__', '.')}"
-    refused(tmp_path, rf"{name} of {value}; \d+ to \d+ are accepted", metadata)
-
-
-@pytest.mark.parametrize("key", RANGES)
-def test_figures_of_a_wrong_type(tmp_path: Path, key: str) -> None:
-    for item in (("str", "2"), ("f32", 2.0), ("i32", -1)):
-        refused(tmp_path, "are accepted", gb.model_metadata(**{key: item}))
-    by_layer = key.startswith("attention__head_count")
-    match = "3 values in .* for 2 layers" if by_layer else "a list in"
-    refused(tmp_path, match, gb.model_metadata(**{key: ("[u32]", [1, 1, 1])}))
-    if by_layer:
-        refused(tmp_path, "accepted", gb.model_metadata(**{key: ("[i32]", [4, -1])}))
-        refused(tmp_path, "accepted", gb.model_metadata(**{key: ("[str]", ["4", "4"])}))
-
-
-@pytest.mark.parametrize(
-    "key", ["block_count", "context_length", "embedding_length", "attention__head_count"]
-)
-def test_figures_that_are_missing(tmp_path: Path, key: str) -> None:
-    name = f"llama.{key.replace('__', '.')}"
-    refused(tmp_path, f"has no {name}: it is no complete model", gb.model_metadata(**{key: None}))
-
-
-def test_head_counts_that_make_no_sense(tmp_path: Path) -> None:
-    zero = ("u32", 0)
-    refused(tmp_path, "head_count of 0", gb.model_metadata(attention__head_count=zero))
-    zeros = gb.model_metadata(attention__head_count=("[u32]", [0, 0]))
-    refused(tmp_path, "head_count of 0", zeros)
-    for n_kv in (3, 8):
-        metadata = gb.model_metadata(attention__head_count_kv=("u32", n_kv))
-        refused(tmp_path, f"4 attention heads for {n_kv} .* layer 0, not a multiple", metadata)
-    metadata = gb.model_metadata(attention__head_count=("u32", 128))
-    refused(tmp_path, "more attention heads than the hidden size", metadata)
-
-
-def test_tensors_and_figures_that_disagree(tmp_path: Path) -> None:
-    def changed(**shapes: tuple[int, ...] | None) -> dict:
-        tensors = gb.model_tensors()
-        for name, shape in shapes.items():
-            tensors.pop(f"{name}.weight")
-            if shape is not None:
-                tensors[f"{name}.weight"] = ("F32", shape)
-        return tensors
-
-    refused(tmp_path, "has no token_embd.weight", tensors=changed(token_embd=None))
-    wrong = changed(token_embd=(gb.VOCAB, 32))
-    refused(tmp_path, r"token_embd.weight of shape \(96, 32\) for a hidden size of 64", None, wrong)
-    refused(tmp_path, "token_embd.weight of shape", None, changed(token_embd=(gb.VOCAB,)))
-    refused(tmp_path, "head of shape", None, changed(output=(gb.VOCAB - 1, gb.HIDDEN)))
-    metadata = gb.model_metadata()
-    metadata["tokenizer.ggml.tokens"] = ("[str]", ["a"] * 95)
-    refused(tmp_path, "lists 95 tokens but has 96 embeddings", metadata)
-
-    refused(tmp_path, r"holds 'blk\.2\..*block_count is 2", None, gb.model_tensors(3))
-    four = gb.model_metadata(block_count=("u32", 4))
-    refused(tmp_path, r"no tensors of 2 of its 4 layers \(blk\.2 is the first", four)
-    only_one = {k: v for k, v in gb.model_tensors().items() if not k.startswith("blk.0.")}
-    refused(tmp_path, r"no tensors of 1 of its 2 layers \(blk\.0", None, only_one)
-
-
-@pytest.mark.gguf
-def test_the_names_are_those_of_llama_cpp() -> None:
-    package = pytest.importorskip("llama_cpp")
-    library = Path(package.__file__).parent / "lib" / "libllama.so"
-    if not library.exists():
-        pytest.skip(f"no {library}")
-    content = library.read_bytes()
-    names = {*gguf_model._REFUSED, *gguf_model._RECURRENT, *gguf_model._HYBRID}
-    assert [name for name in sorted(names) if name.encode() + b"\0" not in content] == []

@@ -11,7 +11,7 @@ import pytest
 from tiny_pair import save_model
 
 from bench import peer_runs
-from bench.__main__ import main
+from bench.cli import main
 from bench.compare import NOT_RUN, compare
 from bench.limited import FAILED, OK, OOM_KILLED, TIMED_OUT
 from bench.peer_runs import ProgramRunner, RunSettings

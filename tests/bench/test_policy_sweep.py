@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_pair import save_model
 
-from bench.__main__ import main
+from bench.cli import main
 from bench.policy_sweep import SweepMistake, TreeSize, format_sweep, parse_sizes, summarise
 from specdec.config import SpecConfig
 from specdec.stats_recorder import StatsRecorder

@@ -8,7 +8,7 @@ import pytest
 from tiny_pair import save_model
 from typer.testing import CliRunner
 
-from bench.__main__ import app
+from bench.cli import app
 from bench.prediction import (
     PredictionError,
     Setting,

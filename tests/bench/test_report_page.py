@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from bench.__main__ import main
 from bench.aggregate import aggregate_stats
+from bench.cli import main
 from bench.report_data import Point, bars, depths, points
 from bench.results import ResultsError, read_results
 from offload.units import GIB

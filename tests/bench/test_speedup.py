@@ -13,8 +13,8 @@ import pytest
 import typer
 from tiny_pair import save_model
 
-from bench.__main__ import main
 from bench.child import KILLED, ChildFailed, check_child, run_child
+from bench.cli import main
 from bench.limited import OK, OOM_KILLED
 from bench.measure import MeasureSpec, _without_probe
 from bench.peer_runs import ProcessRun, ProgramRunner

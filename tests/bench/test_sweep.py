@@ -12,7 +12,7 @@ import pytest
 from tiny_pair import save_model
 
 from bench import peers
-from bench.__main__ import main
+from bench.cli import main
 from bench.peer_runs import RunSettings
 from bench.peers import Peer, Weights
 from bench.results import ResultsError, read_results

@@ -8,7 +8,7 @@ import pytest
 from grown_models import LARGE, SMALL, altered, save_source
 
 from bench import synth_disk
-from bench.__main__ import main
+from bench.cli import main
 from bench.shapes import SynthError
 from bench.source_model import source_shape
 from bench.synth import grow

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_pair import save_model
 
-from bench.__main__ import main
+from bench.cli import main
 from bench.timeline import (
     ACCEPTANCE,
     DRAFTING,

@@ -101,7 +101,12 @@ def test_ordinary_source_is_taken_without_its_header() -> None:
     ]
 
 
-def test_a_corpus_names_its_sources(tmp_path: Path) -> None:
+def test_a_corpus_names_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stdlib = tmp_path / "stdlib"
+    (stdlib / "tests").mkdir(parents=True)
+    for path in (stdlib / "adding.py", stdlib / "tests" / "adding.py"):
+        path.write_text(SOURCE + f"# {path.parent.name}\n" * 20)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(stdlib)})
     for name, licence in (("good", "MIT"), ("bad", "GPL-3.0-only")):
         info = tmp_path / f"{name}-1.0.dist-info"
         info.mkdir()
@@ -113,8 +118,9 @@ def test_a_corpus_names_its_sources(tmp_path: Path) -> None:
             (tmp_path / folder).mkdir(exist_ok=True)
             (tmp_path / folder / f"{name}.py").write_text(SOURCE + f"# {name}\n" * 20)
     corpus: Corpus = collect([tmp_path], cap_bytes=200_000)
-    assert [(s.name, s.n_files) for s in corpus.sources if s.name != "python-stdlib"] == [
-        ("good", 1)  # its copy is a duplicate, tests are skipped
+    assert [(s.name, s.n_files) for s in corpus.sources] == [
+        ("python-stdlib", 1),
+        ("good", 1),  # its copy is a duplicate, tests are skipped
     ]
     assert corpus.refused == ["bad 1.0: GPL-3.0-only"]
 

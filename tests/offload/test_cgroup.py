@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offload import cgroup
+from offload import cgroup, cgroup_files
 from offload.cgroup import CgroupUnavailable, MemoryCgroup, run_in_cgroup
 from offload.memory import memory_cgroups
 from offload.units import MIB
@@ -234,7 +234,7 @@ def test_a_systemd_user_session_is_the_last_resort(
     _fake_v2(tmp_path)
     locations = memory_cgroups(tmp_path / "proc")
     monkeypatch.setattr(cgroup, "memory_cgroups", lambda *arguments: locations)
-    monkeypatch.setattr(cgroup, "_hands_memory_down", lambda directory: False)
+    monkeypatch.setattr(cgroup_files, "_hands_memory_down", lambda directory: False)
     fake = tmp_path / "bin" / "systemd-run"
     fake.parent.mkdir()
     run = 'echo "$@" >> log; while [ "$1" != -- ] && [ "$1" != true ]; do shift; done; '

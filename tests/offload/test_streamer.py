@@ -14,12 +14,7 @@ from weight_files import FaultyReads, write_weights
 
 from offload import slots
 from offload.direct_io import ALIGNMENT
-from offload.streamer import (
-    StreamStats,
-    WeightStreamer,
-    load_resident,
-    resident_footprint,
-)
+from offload.streamer import StreamStats, WeightStreamer, resident_footprint
 
 PAGE = ALIGNMENT
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
@@ -163,16 +158,3 @@ def test_figures(tmp_path: Path) -> None:
         span = streamer.stats - before
         assert span.passes == 1
         assert PAGE * 8 <= span.bytes_read <= PAGE * 16
-
-
-def test_load_resident(tmp_path: Path) -> None:
-    weights = write_weights(tmp_path, [[70_000, 5, 0, 8192]], n_files=2)
-    records = weights.layers[0].tensors
-    loaded = load_resident(records)
-    weights.check(0, {record.name: loaded[record.name] for record in records})
-    assert loaded.n_bytes == resident_footprint(records)
-    assert len(loaded) == 4
-    loaded.close()
-    empty = load_resident([])
-    assert (len(empty), empty.n_bytes) == (0, 0)
-    empty.close()

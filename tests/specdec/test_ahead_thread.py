@@ -252,8 +252,12 @@ def test_ctrl_c_at_any_time(ahead: AheadThread, alarm: list[float]) -> None:
 def test_closing_ends_the_draft(draft: Work) -> None:
     """From another thread, say, after an interrupt that left it at work."""
     ahead = AheadThread()
-    ahead._is_busy, ahead._cancel = True, draft.cancel
-    ahead._queue.put(lambda: ahead._draft(draft.until_cancelled, lambda: None))
+
+    def run_draft() -> None:
+        with suppress(RuntimeError):
+            draft.until_cancelled()
+
+    ahead.begin(run_draft, draft.cancel)
     draft.began.wait()
     ahead.close()
     ahead.close()

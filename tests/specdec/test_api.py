@@ -54,7 +54,7 @@ def test_greedy_is_what_transformers_generates(llm, target):
 
 def test_every_stop_position_cuts_the_text_there(target):
     """The target is its own draft, so that stops fall inside accepted runs, at every offset."""
-    size = {"num_draft_tokens": 200, "tree_width": 64}
+    size = {"num_draft_tokens": 64, "tree_width": 32}
     with specdec.load(target, target, ctx_size=256, **size) as llm:
         letters = {t: llm.tokenizer.decode([t]) for t in range(llm.tokenizer.n_tokens)}
         other = [t for t, text in letters.items() if not (text.isprintable() and text.isascii())]
@@ -151,8 +151,8 @@ def test_the_same_output_at_every_budget(tmp_path, draft):
         plan = specdec.plan_run(wide, draft, memory_budget="8GiB", **options)
         budget = plan.smallest_budget_bytes + more_bytes
         with specdec.load(wide, draft, memory_budget=budget, **options) as llm:
-            plain = llm.generate(PROMPT, max_tokens=16, speculative=False)
-            sampled = llm.generate(PROMPT, max_tokens=16, temperature=1.0, seed=4)
+            plain = llm.generate(PROMPT, max_tokens=8, speculative=False)
+            sampled = llm.generate(PROMPT, max_tokens=8, temperature=1.0, seed=4)
             outputs.add((plain.token_ids, sampled.token_ids))
             streamed.append(plain.stats.bytes_streamed)
     assert len(outputs) == 1

@@ -1,4 +1,4 @@
-"""Beam search against transformers' own, against exhaustive search, and its use of the KV cache."""
+"""Beam search on tables: against exhaustive search, and its use of the KV cache."""
 
 from __future__ import annotations
 
@@ -7,134 +7,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from beams import search
 from exact_rules import table_rows
-from gguf_models import save_tiny_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from table_backend import TableBackend
-from transformers import AutoModelForCausalLM, GenerationConfig
 
-from backends.base import Backend
-from backends.torch_cpu import TorchBackend
-from specdec.beam_decoder import BeamDecoder, BeamMemoryFull, Hypothesis
+from specdec.beam_decoder import BeamDecoder, BeamMemoryFull
 from specdec.beam_search import BeamRules, BeamSearch, best_continuations, drawn_continuations
 from specdec.config import SamplingParams
 from specdec.sampling import Sampler, gumbel_at
 
-VOCAB = 96  # of the tiny checkpoints
-PAD = 1
 REJECT_BELOW = 1e-6
-
-
-def search(
-    target: Backend, prompt: list[int], params: SamplingParams, eos: tuple[int, ...] = ()
-) -> list[tuple[Hypothesis, float]]:
-    target.rollback(0)
-    sampler = Sampler(
-        params, n_tokens=target.vocab_size, eos_token_ids=eos, prompt_length=len(prompt)
-    )
-    decoder = BeamDecoder(target, sampler, prompt, params.token_limit(len(prompt)))
-    decoder.start()
-    while not decoder.is_over:
-        decoder.step()
-    return decoder.results(params.n)
-
-
-# --- transformers ---------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=range(3))
-def pair(request, checkpoint_factory):
-    """The same random model here and there."""
-    folder = checkpoint_factory("llama", seed=request.param)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with TorchBackend.resident(folder) as backend:
-        yield backend, model
-
-
-def random_config(rng: np.random.Generator) -> dict[str, Any]:
-    num_beams = int(rng.integers(2, 7))
-    n_eos = int(rng.choice([0, 1, 2, 8, 30]))
-    options: dict[str, Any] = {
-        "num_beams": num_beams,
-        "num_return_sequences": int(rng.integers(1, num_beams + 1)),
-        "max_new_tokens": int(rng.integers(1, 18)),
-        "length_penalty": float(rng.choice([-2.0, 0.0, 0.6, 1.0, 2.5])),
-        "early_stopping": [True, False, "never"][int(rng.integers(3))],
-        "eos_token_id": rng.choice(np.arange(1, VOCAB), n_eos, replace=False).tolist(),
-        "pad_token_id": PAD,
-    }
-    if rng.random() < 0.3:
-        options["repetition_penalty"] = 1.3
-    if rng.random() < 0.3:
-        options["no_repeat_ngram_size"] = 2
-    if n_eos and rng.random() < 0.3:
-        options["min_new_tokens"] = min(4, options["max_new_tokens"])
-    return options
-
-
-def expected_beams(model, config: GenerationConfig, prompt: list[int]):
-    config.return_dict_in_generate = config.output_scores = True
-    found = model.generate(torch.tensor([prompt]), generation_config=config)
-    return found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist()
-
-
-def assert_same_beams(ours, model, config: GenerationConfig, prompt: list[int]) -> None:
-    sequences, scores = expected_beams(model, config, prompt)
-    # A place that no finished sequence took holds the bare prompt there and is left out here.
-    sequences = [s for s, score in zip(sequences, scores, strict=True) if score > -1e8]
-    assert len(ours) == len(sequences)
-    for (found, score), wanted, wanted_score in zip(ours, sequences, scores, strict=False):
-        n_tokens = len(found.token_ids)
-        assert list(found.token_ids) == wanted[:n_tokens]
-        assert set(wanted[n_tokens:]) <= {PAD, -1}  # the latter without an EOS
-        assert score == pytest.approx(wanted_score, rel=1e-4, abs=1e-4)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_sequences_and_scores_equal_those_of_generate(seed, pair):
-    backend, model = pair
-    rng = np.random.default_rng(seed)
-    options = random_config(rng)
-    prompt = rng.integers(1, VOCAB, size=int(rng.integers(1, 9))).tolist()
-    config = GenerationConfig(**options)
-    params = SamplingParams.from_generation_config(config)
-    ours = search(backend, prompt, params, params.eos_token_ids or ())
-    assert_same_beams(ours, model, config, prompt)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_beam_sampling_equals_generate_with_the_same_draws(seed, pair, monkeypatch):
-    """torch.multinomial draws with our noise: all else of the strategy must then agree."""
-    backend, model = pair
-    rng = np.random.default_rng(100 + seed)
-    options = random_config(rng)
-    options |= {"do_sample": True, "temperature": 0.8, "top_k": int(rng.choice([3, 20, 50]))}
-    if seed % 2:
-        options |= {"top_p": 0.8, "min_p": 0.05}
-    prompt = rng.integers(1, VOCAB, size=5).tolist()
-    position = itertools.count(len(prompt))
-
-    def draw(probs: torch.Tensor, num_samples: int) -> torch.Tensor:
-        log_p = torch.log(probs[0]).numpy()
-        where = next(position)
-        taken = drawn_continuations(log_p, num_samples, lambda ids: gumbel_at(seed, where, ids))
-        return torch.from_numpy(taken)[None]
-
-    monkeypatch.setattr(torch, "multinomial", draw)
-    config = GenerationConfig(**options)
-    params = SamplingParams.from_generation_config(config).replace(seed=seed)
-    ours = search(backend, prompt, params, params.eos_token_ids or ())
-    assert_same_beams(ours, model, config, prompt)
-
-
-# --- without a model ------------------------------------------------------------------------
 
 
 def test_draws_are_without_replacement_in_the_right_proportions():
@@ -241,59 +129,6 @@ def test_early_stopping_bounds_the_search():
     pairs = zip(lengths[True], lengths[False], lengths["never"], strict=True)
     assert all(one <= two <= three for one, two, three in pairs)
     assert sum(lengths[True]) < sum(lengths[False]) < sum(lengths["never"])
-
-
-# --- llama.cpp ------------------------------------------------------------------------------
-
-
-@pytest.mark.gguf
-@pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_gguf_beams_equal_those_computed_anew(family, is_streamed, tmp_path):
-    """The tree of a llama.cpp cache against one prompt for every row."""
-    pytest.importorskip("llama_cpp")
-    from backends.gguf_model import load_gguf_model
-    from backends.llama_cpp import LlamaBackend
-    from offload.plan import ResidencyPlan
-
-    model = load_gguf_model(save_tiny_gguf(family, tmp_path / "model.gguf", seed=4))
-    options: dict[str, Any] = {
-        "max_context": 60,
-        "n_threads": 1,
-        "cache_type_k": "f32",
-        "cache_type_v": "f32",
-        "flash_attention": False,
-    }
-    plan = ResidencyPlan(tuple(model.layers), 2, 0, 0, 0, 0, 0)
-    loading = {"residency": plan, "load_mode": "stream"} if is_streamed else {"load_mode": "mmap"}
-    with (
-        LlamaBackend(model, load_mode="mmap", **options) as plain,
-        LlamaBackend(model, max_nodes=80, **loading, **options) as tree,
-    ):
-
-        def rows(prefix: tuple[int, ...]) -> np.ndarray:
-            plain.rollback(0)
-            logits = plain.prefill(prefix).astype(np.float64)
-            return np.exp(logits - logits.max())
-
-        for seed, (num_beams, temperature) in enumerate(((3, 0.0), (5, 0.0), (3, 0.9))):
-            params = SamplingParams(
-                num_beams=num_beams,
-                n=num_beams,
-                max_tokens=12,
-                temperature=temperature,
-                seed=seed,
-                length_penalty=0.7,
-            )
-            prompt = [3 + seed, 17, 5, 60]
-            found = search(tree, prompt, params, eos=tuple(range(2, VOCAB, 5)))
-            expected = search(
-                TableBackend(rows, VOCAB), prompt, params, eos=tuple(range(2, VOCAB, 5))
-            )
-            assert [one.token_ids for one, _ in found] == [one.token_ids for one, _ in expected]
-            np.testing.assert_allclose(
-                [score for _, score in found], [score for _, score in expected], atol=1e-3
-            )
 
 
 def test_beams_need_neither_torch_nor_transformers():

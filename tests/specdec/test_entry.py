@@ -1,4 +1,4 @@
-"""Ctrl-C before the command line is there."""
+"""Ctrl-C before the command line is there, of either command."""
 
 from __future__ import annotations
 
@@ -16,25 +16,37 @@ class Interrupting:
         if name == "{module}":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupting())
-from specdec.entry import main
-sys.exit(main(["--version"]))
+from {entry} import main
+sys.exit(main(["--help"]))
 """
 
 
-@pytest.mark.parametrize("module", ["specdec.cli", "typer", "specdec.cli_run"])
-def test_ctrl_c_while_modules_are_imported_is_one_line(module: str) -> None:
-    code = AT_IMPORT.format(module=module)
+@pytest.mark.parametrize(
+    ("entry", "module"),
+    [
+        ("specdec.entry", "specdec.cli"),
+        ("specdec.entry", "typer"),
+        ("specdec.entry", "specdec.cli_run"),
+        ("bench.__main__", "bench.cli"),
+        ("bench.__main__", "typer"),
+        ("bench.__main__", "bench.speedup_cli"),
+    ],
+)
+def test_ctrl_c_while_modules_are_imported_is_one_line(entry: str, module: str) -> None:
+    code = AT_IMPORT.format(entry=entry, module=module)
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
     assert run.returncode == 130
-    assert run.stderr == b"specdec: interrupted\n"
+    name = b"specdec-bench" if entry == "bench.__main__" else b"specdec"
+    assert run.stderr == name + b": interrupted\n"
 
 
-def test_next_to_nothing_is_imported_before_ctrl_c_is_caught() -> None:
+@pytest.mark.parametrize("entry", ["specdec.entry", "bench.__main__"])
+def test_next_to_nothing_is_imported_before_ctrl_c_is_caught(entry: str) -> None:
     code = (
-        "import sys; before = set(sys.modules); import specdec.entry; "
+        f"import sys; before = set(sys.modules); import {entry}; "
         "print(*sorted(set(sys.modules) - before))"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     imported = set(run.stdout.split())
-    assert {"specdec", "specdec.entry"} <= imported
+    assert {"specdec", "specdec.entry", entry} <= imported
     assert not {"typing", "pathlib", "contextlib", "re", "importlib.util"} & imported

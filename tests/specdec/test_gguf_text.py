@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from specdec.compat import Vocabulary, compare_vocabularies
 from specdec.pair import pair_path
-from specdec.text import IncrementalDetokenizer, Tokenizer, TokenizerError
+from specdec.text import IncrementalDetokenizer
+from specdec.tokenizer import Tokenizer, TokenizerError
 
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")

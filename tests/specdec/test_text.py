@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.text import (
-    UNFINISHED,
-    IncrementalDetokenizer,
-    StopStrings,
-    TextStream,
-    Tokenizer,
-    TokenizerError,
-)
+from specdec.text import UNFINISHED, IncrementalDetokenizer, StopStrings, TextStream
+from specdec.tokenizer import Tokenizer, TokenizerError
 
 tokenizers = pytest.importorskip("tokenizers")
 

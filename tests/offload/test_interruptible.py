@@ -12,14 +12,13 @@ from contextlib import suppress
 import pytest
 from interrupting import interrupted
 
-from backends.interruptible import CallThread, call_aside
+from offload.interruptible import CallThread, call_aside
 
 # An interrupt inside of what is being dropped is reported, not raised.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-FOLDERS = ("backends",)
 SIGNALS = """
 import os, random, signal, sys, threading, time
-from backends.interruptible import CallThread
+from offload.interruptible import CallThread
 
 thread, rng = CallThread("calls"), random.Random({seed})
 ended, n_interrupted = time.monotonic() + {seconds}, 0
@@ -125,7 +124,7 @@ def test_an_interrupt_at_every_call(thread: CallThread, then: int | None) -> Non
     places: set[str] = set()
     for first in range(1, 100):
         work = Work()
-        with interrupted(first, then, FOLDERS) as interrupts:
+        with interrupted(first, then) as interrupts:
             thread.run(work.call, work.stopped.set) if first < 6 else thread.run(int, int)
         thread.settle()
         assert not work.is_running
@@ -138,7 +137,7 @@ def test_an_interrupt_at_every_call(thread: CallThread, then: int | None) -> Non
 
 def test_a_thread_for_one_call_ends_with_it() -> None:
     for first in range(1, 100):
-        with interrupted(first, None, FOLDERS) as interrupts:
+        with interrupted(first) as interrupts:
             assert call_aside("test-aside", lambda: 7) == 7
         if not interrupts.places:
             break
@@ -150,8 +149,7 @@ def test_a_thread_for_one_call_ends_with_it() -> None:
 
 def test_closing_ends_a_call_that_was_left_running() -> None:
     thread, work = CallThread("test-calls"), Work()
-    thread._is_busy, thread._stop = True, work.stopped.set
-    thread._jobs.put(lambda: void(work))
+    thread.begin(lambda: void(work), work.stopped.set)
     work.began.wait()
     thread.close()
     assert not work.is_running

@@ -1,4 +1,4 @@
-"""C calls that Ctrl-C can end.
+"""Threads beside the main one, and long calls, that Ctrl-C can end.
 
 While a C function runs, Python handles no signal in the thread that called it, and an exception
 raised inside a ctypes callback is lost. So a long call, or one that calls back, runs on a thread of
@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_POLL_SECONDS = 0.01
+POLL_SECONDS = 0.01
 """Between two requests to cancel: one that comes before a pass has begun may be lost."""
 
 
@@ -48,7 +48,7 @@ class JobQueue:
             if poll is not None:
                 poll()
             try:
-                self._wakeups.get(timeout=_POLL_SECONDS)
+                self._wakeups.get(timeout=POLL_SECONDS)
             except Empty:
                 continue
 
@@ -67,8 +67,8 @@ class JobQueue:
             del job  # what it holds is not kept until the next one
 
 
-class CallThread:
-    """A thread for one call at a time."""
+class Worker:
+    """A thread beside the caller, for one job at a time."""
 
     def __init__(self, name: str) -> None:
         self._jobs = JobQueue()
@@ -77,6 +77,44 @@ class CallThread:
         self._thread = Thread(target=self._jobs.serve, name=name, daemon=True)
         weakref.finalize(self, self._jobs.end)  # also where starting is interrupted
         self._thread.start()
+
+    def begin(self, job: Callable[[], None], stop: Callable[[], None]) -> None:
+        """Start `job`, which raises nothing; the one before it has ended: see `settle`.
+
+        `stop` should let it return soon. It may be called before the job has begun, and again.
+        """
+        self._stop = stop
+        self._is_busy = True
+        self._jobs.put(job)
+
+    def wait(self, poll: Callable[[], None] | None = None) -> None:
+        """Return when the job has ended; meanwhile `poll` every now and then."""
+        self._jobs.wait_until_empty(poll)
+        self._is_busy = False
+
+    def settle(self) -> None:
+        """Stop the job that an interrupt left running, and wait for its end.
+
+        Ctrl-C meanwhile is raised once the thread is idle.
+        """
+        interrupt: KeyboardInterrupt | None = None
+        while self._is_busy:
+            try:
+                self.wait(self._stop)
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def close(self) -> None:
+        """Stop a running job, wait for it, and end the thread. Idempotent."""
+        self.settle()
+        self._jobs.end()
+        self._thread.join()
+
+
+class CallThread(Worker):
+    """A thread for one call at a time."""
 
     def run(self, call: Callable[[], T], stop: Callable[[], None]) -> T:
         """The result of `call`.
@@ -87,37 +125,13 @@ class CallThread:
         """
         self.settle()
         work = _Call(call)
-        self._stop = stop
         try:
-            self._is_busy = True
-            self._jobs.put(work.run)
-            self._jobs.wait_until_empty()
-            self._is_busy = False
+            self.begin(work.run, stop)
+            self.wait()
         except BaseException:
             self.settle()
             raise
         return work.result()
-
-    def settle(self) -> None:
-        """Stop the call that an interrupt left running, and wait for its end.
-
-        Ctrl-C meanwhile is raised once the thread is idle.
-        """
-        interrupt: KeyboardInterrupt | None = None
-        while self._is_busy:
-            try:
-                self._jobs.wait_until_empty(self._stop)
-                self._is_busy = False
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
-
-    def close(self) -> None:
-        """Stop a running call, wait for it, and end the thread. Idempotent."""
-        self.settle()
-        self._jobs.end()
-        self._thread.join()
 
 
 def call_aside(name: str, call: Callable[[], T], stop: Callable[[], None] | None = None) -> T:

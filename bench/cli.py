@@ -1,0 +1,86 @@
+"""The `specdec-bench` command."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from bench.budgets_cli import budgets_command
+from bench.demo_cli import demo_command
+from bench.peers_cli import peers_command
+from bench.policy_cli import policy_command
+from bench.report_cli import report_command
+from bench.speedup_cli import speedup_command
+from bench.sweep_cli import sweep_command
+from bench.timeline_cli import timeline_command
+from specdec.cli_errors import run_app
+from specdec.cli_signature import with_debug, with_options
+
+NAME = "specdec-bench"
+
+app = typer.Typer(
+    name=NAME,
+    help="Measure specdec, and grow models to measure with.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_PASSED_ON = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "help_option_names": [],
+}
+
+app.command("speedup")(with_options(speedup_command))
+app.command("budgets")(with_options(budgets_command))
+app.command("timeline")(with_options(timeline_command))
+app.command("demo")(demo_command)
+app.command("peers")(with_options(peers_command))
+app.command("policy")(with_options(policy_command))
+app.command("sweep")(with_options(sweep_command))
+app.command("report")(with_debug(report_command))
+
+
+@app.command(context_settings=_PASSED_ON)
+def synth(context: typer.Context) -> None:
+    """Grow a small model to any size; its text stays the same."""
+    _pass_on("synth", "bench.synth_cli", "synth_command", context.args)
+
+
+@app.command(context_settings=_PASSED_ON)
+def predict(context: typer.Context) -> None:
+    """Predicted against measured speed, over models, budgets and storage speeds."""
+    _pass_on("predict", "bench.prediction", "predict_command", context.args)
+
+
+@app.command("train-pair", context_settings=_PASSED_ON)
+def train_pair(context: typer.Context) -> None:
+    """Train the embedded pair from Python source found on this machine."""
+    _pass_on("train-pair", "bench.train_pair", "main", context.args)
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _pass_on(name: str, module: str, function: str, argv: Sequence[str]) -> None:
+    """Run a command that lives in a module of its own, imported only now (it needs torch)."""
+    one = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    one.command()(with_debug(getattr(importlib.import_module(module), function)))
+    raise typer.Exit(run_app(one, f"{NAME} {name}", argv))
+
+
+def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
+    """Run the command line, by which `name` it calls itself, and return its exit code."""
+    return run_app(app, name, sys.argv[1:] if argv is None else argv)

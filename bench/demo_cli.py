@@ -1,0 +1,31 @@
+"""`specdec-bench demo`, which `specdec demo` becomes: the speedup on this machine, at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specdec import cli_options as options
+
+
+def demo_command(
+    size: Annotated[str, typer.Option("--size", help="Size of the grown target.")] = "auto",
+    memory_budget: Annotated[
+        str, typer.Option("--memory-budget", help="At most half the target.")
+    ] = "auto",
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Where to put the target.", show_default="the cache folder"),
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the grown target.")] = False,
+    format: Annotated[
+        str, typer.Option("--format", metavar="hf|gguf", help="Format of the target and draft.")
+    ] = "hf",
+    debug: options.Debug = False,
+) -> None:
+    """A grown target of at least twice its budget, plain against speculative; about two minutes."""
+    from bench.demo import run_demo
+
+    run_demo(size=size, memory_budget=memory_budget, directory=directory, keep=keep, format=format)

@@ -1,0 +1,114 @@
+"""`specdec-bench speedup`: plain streamed decoding against speculative decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench.options import (
+    IgnoreEos,
+    NPrompts,
+    Output,
+    OutputFile,
+    PeerMemory,
+    Prompts,
+    UsageMistake,
+    check_output,
+    check_writable,
+    sampling_keywords,
+)
+from bench.workloads import BUILT_IN, read_prompts
+from specdec import cli_options as options
+from specdec.cli_groups import LoadOptions, SamplingOptions
+
+SpeedupPeer = Annotated[
+    str | None,
+    typer.Option(
+        "--peer",
+        metavar="accelerate|llama.cpp|llama.cpp-draft",
+        help="Compare with this program too.",
+    ),
+]
+PeerPrompts = Annotated[int, typer.Option("--peer-prompts", min=1, help="Prompts for the peer.")]
+PeerTokens = Annotated[int, typer.Option("--peer-tokens", min=2, help="Tokens per prompt.")]
+Log = Annotated[
+    Path | None,
+    typer.Option("--log", help="Append each prompt's records here at once, as JSON lines."),
+]
+
+
+def speedup_command(
+    context: typer.Context,
+    load: LoadOptions,
+    sampling: SamplingOptions,
+    prompts: Prompts = BUILT_IN,
+    n_prompts: NPrompts = 16,
+    max_tokens: options.MaxTokens = 64,
+    enforce: options.Enforce = False,
+    ignore_eos: IgnoreEos = False,
+    peer: SpeedupPeer = None,
+    peer_prompts: PeerPrompts = 4,
+    peer_tokens: PeerTokens = 8,
+    peer_cpu_memory: PeerMemory = None,
+    output: Output = "table",
+    output_file: OutputFile = None,
+    log: Log = None,
+    debug: options.Debug = False,
+) -> None:
+    """Plain streamed decoding against speculative decoding of the same target."""
+    from bench.results import write_json
+    from bench.speedup import SpeedupRun, run_speedup
+    from bench.table import format_report
+    from offload.units import parse_bytes
+    from specdec.models import resolve_model
+
+    _check_choices(output, peer, load, enforce, output_file, log)
+    run = SpeedupRun(
+        load={**load.as_keywords(), "model": str(resolve_model(load.model))},
+        prompts=read_prompts(prompts, n_prompts),
+        sampling=sampling_keywords(max_tokens, ignore_eos, sampling),
+        enforce=enforce,
+        log=log,
+        peer=peer,
+        peer_prompts=peer_prompts,
+        peer_tokens=peer_tokens,
+        peer_cpu_memory=parse_bytes(peer_cpu_memory) if peer_cpu_memory else None,
+    )
+    result = run_speedup(run, ["specdec-bench", *context.obj.argv])
+    if output_file is not None:
+        write_json(result, output_file)
+    if output == "json":
+        write_json(result, None)
+    else:
+        typer.echo(format_report(result))
+
+
+def _check_choices(
+    output: str,
+    peer: str | None,
+    load: LoadOptions,
+    enforce: bool,
+    file: Path | None,
+    log: Path | None,
+) -> None:
+    check_output(output)
+    if peer is not None:
+        _check_peer(peer, load)
+    if load.memory_budget == "auto" and (peer is not None or enforce):
+        raise UsageMistake("--peer and --enforce need a --memory-budget with a size, e.g. 3.5GiB")
+    check_writable("--output-file", file)
+    check_writable("--log", log)
+
+
+def _check_peer(name: str, load: LoadOptions) -> None:
+    from bench.peers import PEERS, Weights, why_not
+    from specdec.models import resolve_model
+
+    if name not in PEERS:
+        raise UsageMistake(f"--peer {name!r} is not known; choose one of {', '.join(PEERS)}")
+    draft = None if load.draft_model is None else resolve_model(load.draft_model)
+    problem = why_not(PEERS[name], Weights.of(resolve_model(load.model), draft))
+    if problem is not None:
+        raise UsageMistake(f"--peer {name} cannot run: {problem}")

@@ -1,0 +1,60 @@
+"""`specdec-bench timeline`: one run as a Gantt chart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench.options import IgnoreEos, Prompts, UsageMistake, check_writable, sampling_keywords
+from bench.workloads import BUILT_IN, read_prompts
+from specdec import cli_options as options
+from specdec.cli_groups import LoadOptions, SamplingOptions
+
+
+def timeline_command(
+    context: typer.Context,
+    load: LoadOptions,
+    sampling: SamplingOptions,
+    picture: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="PNG", help="Where to draw the picture."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="JSON", help="Write all events for chrome://tracing or Perfetto."
+        ),
+    ] = None,
+    prompts: Prompts = BUILT_IN,
+    max_tokens: options.MaxTokens = 32,
+    rounds: Annotated[
+        int,
+        typer.Option("--rounds", min=0, help="Rounds to draw, from the middle; 0 draws all."),
+    ] = 3,
+    plain: Annotated[bool, typer.Option("--plain", help="Decode without speculation.")] = False,
+    ignore_eos: IgnoreEos = False,
+    debug: options.Debug = False,
+) -> None:
+    """Draw one run as a Gantt chart: reads, target layers, drafting, acceptance."""
+    from bench.timeline_run import TimelineRun, run_timeline
+
+    if picture is None and trace is None:
+        raise UsageMistake("nowhere to draw: give -o PICTURE.png, --trace EVENTS.json or both")
+    for option, path in (("--output", picture), ("--trace", trace)):
+        if path is not None:
+            check_writable(option, path)
+    run = TimelineRun(
+        load=load.as_keywords(),
+        prompt=read_prompts(prompts, 1)[0],
+        generation={
+            **sampling_keywords(max_tokens, ignore_eos, sampling),
+            "speculative": not plain,
+        },
+        picture=picture,
+        trace=trace,
+        n_rounds=rounds,
+        command=["specdec-bench", *context.obj.argv],
+    )
+    typer.echo("\n".join(run_timeline(run)))

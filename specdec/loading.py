@@ -1,0 +1,94 @@
+"""From a plan to models with weights, and what may be asked of them afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backends.base import Backend
+from backends.shared_source import SharedSource
+from backends.source import Loading
+from offload.plan import ResidencyPlan
+from specdec.config import ConfigError, SpecConfig
+from specdec.division import most_draft_nodes
+from specdec.drafters.model import MAX_BEAMS
+from specdec.drafters.window import DraftWindow, draft_context_size
+from specdec.options import RunOptions
+from specdec.planning import PlannedModels
+from specdec.run_plan import RunPlan
+
+
+def load_target(planned: PlannedModels, options: RunOptions, progress: Any = None) -> Backend:
+    """The target's weights where the plan wants them.
+
+    Args:
+        progress: called with (bytes done, bytes in total) while weights are read.
+    """
+    plan = planned.plan
+    return planned.target.source.load(
+        Loading(
+            plan.residency,
+            max_context=plan.ctx_size,
+            max_nodes=options.target_nodes(plan.n_draft_tokens),
+            max_rows=options.target_rows(plan.n_draft_tokens),
+            load_mode=_target_load_mode(options.load_mode, plan.residency),
+            n_readers=options.io_threads,
+            progress=progress,
+        )
+    )
+
+
+def load_draft(
+    planned: PlannedModels, spec: SpecConfig, target: Backend
+) -> tuple[Backend | None, DraftWindow]:
+    """The draft and what it is shown of a text; (None, the whole text) where none is planned.
+
+    Args:
+        target: loaded; its weights are the draft's where it drafts for itself.
+    """
+    plan, residency = planned.plan, planned.plan.draft_residency
+    if planned.draft is None or residency is None:
+        return None, DraftWindow()
+    source, wanted = planned.draft.source, spec.draft_window
+    if isinstance(source, SharedSource):
+        source.lend(target)
+    n_nodes = most_draft_nodes(plan.n_draft_tokens, source.max_tree_leaves)
+    context = draft_context_size(wanted, plan.ctx_size, source.max_context, n_nodes)
+    loading = Loading(
+        residency,
+        max_context=context,
+        max_nodes=n_nodes,
+        max_rows=MAX_BEAMS,
+        load_mode="stream" if residency.n_slots else "ram",
+    )
+    window = DraftWindow.fitting(wanted, context, target.max_context, n_nodes)
+    return source.load(loading), window
+
+
+def check_spec(spec: SpecConfig, loaded: SpecConfig, plan: RunPlan, has_draft: bool) -> None:
+    """Raise ConfigError where `spec` asks for more than memory was set aside for.
+
+    Args:
+        loaded: how to draft, as it was said when the models were loaded.
+    """
+    asked, most = spec.num_draft_tokens or 0, plan.n_draft_tokens
+    if asked > most:
+        raise ConfigError(
+            f"num_draft_tokens is {asked}, but the models were loaded with room for {most}: "
+            f"load them with num_draft_tokens={asked}"
+        )
+    if "draft" not in spec.spec_type:
+        return
+    if not has_draft:
+        raise ConfigError("spec_type has 'draft' but no draft model was loaded")
+    if spec.draft_window != loaded.draft_window:
+        raise ConfigError(
+            f"draft_window is {spec.draft_window}, but the draft was loaded with "
+            f"{loaded.draft_window}: give it when loading"
+        )
+
+
+def _target_load_mode(wanted: str, residency: ResidencyPlan) -> str:
+    """A target that fits is held in the layout of its file, whose logits are a streamed one's."""
+    if wanted in ("ram", "mmap"):
+        return wanted
+    return "stream" if residency.n_slots else "mmap"

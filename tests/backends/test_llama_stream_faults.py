@@ -1,0 +1,162 @@
+"""Streamed GGUF models: failing reads, cancelled passes, graphs that are refused, the end."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from weight_files import FaultyReads
+
+pytest.importorskip("llama_cpp")
+pytest.importorskip("gguf")
+
+from gguf_streaming import PROMPT, exercise, in_memory, pinned, same, streamed
+
+import backends.llama_graph
+import backends.llama_stream
+from backends.base import PREFIX, UnsupportedModel
+from backends.llama_graph import make_schedule
+from backends.llama_lib import LlamaError
+from backends.llama_passes import PassCancelled
+from backends.llama_stream import _QUICK_HANDOVER
+from offload.direct_io import StorageError
+from offload.plan import LayerWeights
+
+pytestmark = pytest.mark.gguf
+
+
+def keep_extending(backend):
+    for _ in range(5):
+        backend.extend([7, 8], [PREFIX] * 2)
+        backend.rollback(len(PROMPT))
+
+
+def test_every_failing_read_surfaces_and_the_next_pass_is_right(models, paging):
+    model = models("llama", n_layers=4)
+    with in_memory(model) as expected:
+        expected.prefill(PROMPT)
+        ids, first = expected.extend([7, 8], [PREFIX] * 2)
+    armed = threading.Event()
+
+    def fault(call, length):
+        if armed.is_set():
+            armed.clear()
+            raise OSError(5, "Input/output error")
+
+    paging(storage=FaultyReads(fault).storage)
+    with streamed(model) as backend:
+        backend.prefill(PROMPT)
+        for _ in range(8):
+            armed.set()
+            with pytest.raises(StorageError, match="Input/output error"):
+                keep_extending(backend)  # what was read ahead may suffice for one more pass
+            assert not armed.is_set()
+            assert backend.n_committed == len(PROMPT)
+            assert np.array_equal(backend.extend([7, 8], [PREFIX] * 2)[1], first)
+            backend.rollback(len(PROMPT))
+
+
+class SlowStorage:
+    """Reads that wait while `slow` is set, and say when one has begun."""
+
+    def __init__(self):
+        self.slow, self.has_begun = threading.Event(), threading.Event()
+        self.storage = FaultyReads(self.wait).storage
+
+    def wait(self, call, length):
+        if self.slow.is_set():
+            self.has_begun.set()
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "request"])
+def test_cancel_in_the_middle_of_a_pass(how, models, paging):
+    model = models("llama", n_layers=40)
+    disk = SlowStorage()
+    paging(storage=disk.storage)
+    with in_memory(model) as reference:
+        expected = exercise(reference)
+    with streamed(model) as backend:
+        backend.prefill(PROMPT)
+        disk.slow.set()
+
+        def interrupt():
+            disk.has_begun.wait(10)
+            if how == "ctrl-c":
+                os.kill(os.getpid(), signal.SIGINT)
+            while how == "request" and not was_ended.wait(0.001):
+                backend.request_cancel()
+
+        was_ended = threading.Event()
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        before = backend.stream_use.bytes_streamed
+        with pytest.raises(KeyboardInterrupt if how == "ctrl-c" else PassCancelled):
+            keep_extending(backend)
+        was_ended.set()
+        thread.join()
+        disk.slow.clear()
+        one_pass = sum(layer.slot_bytes for layer in model.layers)
+        assert backend.stream_use.bytes_streamed - before < 2 * one_pass
+        assert backend.n_committed == len(PROMPT)
+        backend.rollback(0)
+        assert same(exercise(backend), expected)
+
+
+def test_a_layer_that_is_read_too_early_is_refused(models):
+    layers = models("llama", n_layers=2).layers
+    nodes = [frozenset(), frozenset({0}), frozenset({1}), frozenset({0}), frozenset()]
+    with pytest.raises(UnsupportedModel, match="reads layer 1 before"):
+        make_schedule(nodes, layers)
+    with pytest.raises(UnsupportedModel, match="does not read layer 1"):
+        make_schedule(nodes[:2], layers)
+    with pytest.raises(UnsupportedModel, match="reads layer 0 before"):
+        make_schedule([frozenset({0}), frozenset({1})], layers)
+    schedule = make_schedule([*nodes[:2], *nodes[1:3], frozenset()], layers)
+    assert schedule.ends == {2: 0, 3: 1}
+    assert schedule.n_nodes == 5
+    kept = [pinned(layers[0], lambda name: True), LayerWeights(layers[1].tensors)]
+    assert make_schedule(nodes, kept).ends == {2: 1}
+
+
+def test_a_graph_in_several_parts_is_refused(models, monkeypatch):
+    log = ["sched_reserve: graph: nodes = 99, splits = 3, input objects = 4"]
+    with pytest.raises(LlamaError, match="divides the graph into 3 parts"):
+        backends.llama_stream._check_one_split(log)
+    with pytest.raises(LlamaError, match="an unknown number of parts"):
+        backends.llama_stream._check_one_split([])
+
+
+def test_another_layout_of_ggml_tensor_is_noticed(models, paging, monkeypatch):
+    fields = [field for field in backends.llama_graph.Tensor._fields_ if field[0] != "view_offs"]
+    other = type("Other", (ctypes.Structure,), {"_fields_": fields})
+    monkeypatch.setattr(backends.llama_graph, "Tensor", other)
+    with pytest.raises(LlamaError, match="lays out ggml_tensor in another way"):
+        streamed(models("llama"))
+
+
+def test_close_is_idempotent_and_ends_the_readers(models, paging):
+    before = threading.active_count()
+    backend = streamed(models("llama"))
+    backend.prefill(PROMPT)
+    backend.close()
+    backend.close()
+    assert threading.active_count() == before
+
+
+def test_passes_of_two_models_at_once_put_the_switch_interval_back() -> None:
+    """Whichever ends first."""
+    before = sys.getswitchinterval()
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(_QUICK_HANDOVER)
+    second.enter_context(_QUICK_HANDOVER)
+    assert sys.getswitchinterval() < before
+    first.close()
+    assert sys.getswitchinterval() < before
+    second.close()
+    assert sys.getswitchinterval() == before

@@ -1,0 +1,185 @@
+"""What is true of whole rounds of the controller and the model drafter, on tables.
+
+Each check takes the two classes, so that it also runs on copies with a mistake in their source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import repeat
+from typing import Any
+
+import generating
+import numpy as np
+import pytest
+from exact_rules import (
+    Case,
+    ScriptedDecisions,
+    completed_joint,
+    enumerate_outcomes,
+    table_rows,
+    target_joint,
+)
+from generating import FREE, SteppedAhead, make_controller, run
+from table_backend import TableBackend
+
+from specdec.config import CHAIN_RULES, SamplingParams, SpecConfig
+from specdec.controller import Controller, NoDrafter
+from specdec.drafters.model import ModelDrafter
+from specdec.policy import DraftPolicy
+from specdec.sampling import Sampler
+from specdec.stats_recorder import StatsRecorder
+from specdec.tree import DraftTree
+
+CAUGHT = 1e-6  # far above rounding, far below the error of any mutant
+VOCAB, DEPTH, N_TOKENS = 8, 2, 40
+PROMPT = [1, 2]
+TARGET, OTHER = table_rows(VOCAB, seed=3), table_rows(VOCAB, seed=4)
+# The penalty makes a row depend on the prefix that the processors are given.
+PARAMS = SamplingParams(temperature=0.8, top_k=2, repetition_penalty=1.4, seed=6)
+
+
+class Recording(ScriptedDecisions):
+    """Scripted decisions that also stand for the generator which the drafter draws with."""
+
+    def random(self) -> Recording:
+        return self
+
+
+def chain_controller(
+    controller: type[Controller],
+    drafter: type[ModelDrafter],
+    draft_rows: Any,
+    rng: Any,
+    depth: int,
+    rule: str = "rejection",
+) -> Controller:
+    spec = SpecConfig(num_draft_tokens=depth, draft_depth=depth, acceptance=rule)
+    sampler = Sampler(PARAMS, n_tokens=VOCAB, prompt_length=len(PROMPT))
+    return controller(
+        TableBackend(TARGET, VOCAB),
+        drafter(TableBackend(draft_rows, VOCAB), VOCAB, chain=(sampler, rng)),
+        sampler,
+        DraftPolicy(spec, FREE, 256),
+        recorder=StatsRecorder(),
+        acceptance=rule,
+        rng=rng,
+    )
+
+
+def rounds_error(
+    controller: type[Controller], drafter: type[ModelDrafter], rule: str = "rejection"
+) -> float:
+    """Largest error of the distribution that two rounds of a rule for chains emit.
+
+    All decisions are enumerated: what the drafter draws and what the rule decides.
+    """
+
+    def two_rounds(decisions: ScriptedDecisions) -> tuple[int, ...]:
+        recording = Recording(decisions._script)
+        made = chain_controller(controller, drafter, OTHER, recording, DEPTH, rule)
+        made.start(PROMPT)
+        tokens = [token for _ in range(2) for token in made.step(99).tokens]
+        vars(decisions).update(vars(recording))
+        return tuple(tokens)
+
+    names = drafter.propose.__globals__
+    original = names["sample_index"]
+    names["sample_index"] = lambda probs, decisions: decisions.categorical(probs)
+    try:
+        emitted: dict[tuple[int, ...], float] = {}
+        for tokens, weight in enumerate_outcomes(two_rounds):
+            emitted[tokens] = emitted.get(tokens, 0.0) + weight
+    finally:
+        names["sample_index"] = original
+    case = Case(VOCAB, 2 * (DEPTH + 1) - 1, target_after_start(), OTHER)
+    expected = target_joint(case.target, VOCAB, case.depth + 1)
+    return float(np.abs(completed_joint(emitted, case) - expected).max())
+
+
+def rounds_are_exact(controller: type[Controller], drafter: type[ModelDrafter]) -> bool:
+    return all(rounds_error(controller, drafter, rule) <= CAUGHT for rule in CHAIN_RULES)
+
+
+def target_after_start() -> Callable[[tuple[int, ...]], np.ndarray]:
+    """p after the prompt, its first token (the seed's) and some more, by the sampler itself."""
+    sampler = Sampler(PARAMS, n_tokens=VOCAB, prompt_length=len(PROMPT))
+    backend = TableBackend(TARGET, VOCAB)
+    first = sampler.choose(PROMPT, backend.logits(PROMPT), position=len(PROMPT))
+
+    @cache
+    def rows(tokens: tuple[int, ...]) -> np.ndarray:
+        prefix = [*PROMPT, first, *tokens]
+        return sampler.probs(prefix, backend.logits(prefix))
+
+    return rows
+
+
+def equals_plain_decoding(controller: type[Controller], drafter: type[ModelDrafter]) -> bool:
+    """Greedy and sampled tokens are those of plain decoding, with a good and with a bad draft."""
+
+    def make(target: Any, drafter: Any, *rest: Any, **options: Any) -> Controller:
+        # Plain decoding is the reference: it stays whole.
+        kind = Controller if isinstance(drafter, NoDrafter) else controller
+        return kind(target, drafter, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generating, "Controller", make)
+        for params in (SamplingParams(), PARAMS):
+            plain = run(TableBackend(TARGET, VOCAB), PROMPT, N_TOKENS, params=params)
+            for rows in (TARGET, OTHER):
+                guess = drafter(TableBackend(rows, VOCAB), VOCAB)
+                spec = SpecConfig(num_draft_tokens=6, draft_depth=4)
+                target = TableBackend(TARGET, VOCAB)
+                if run(target, PROMPT, N_TOKENS, guess, params, spec=spec) != plain:
+                    return False
+    return True
+
+
+def accepts_itself(controller: type[Controller], drafter: type[ModelDrafter]) -> bool:
+    """A target that drafts for itself has every chain accepted whole, by either rule."""
+    depth, rng = 4, np.random.default_rng(2)
+    spec = SpecConfig(num_draft_tokens=depth, tree_width=1, draft_depth=depth)
+    for last in range(VOCAB):
+        sampled = chain_controller(controller, drafter, TARGET, rng, depth)
+        target, draft = TableBackend(TARGET, VOCAB), TableBackend(TARGET, VOCAB)
+        greedy = make_controller(target, drafter(draft, VOCAB), spec=spec)
+        for made in (sampled, greedy):
+            made.start([*PROMPT, last])
+            if any(made.step(99).acceptance.n_accepted < depth for _ in range(4)):
+                return False
+    return True
+
+
+def drafts_what_a_new_drafter_drafts(
+    controller: type[Controller], drafter: type[ModelDrafter]
+) -> bool:
+    """Whatever was drafted ahead, each proposal is the one that begins with nothing."""
+    spec = SpecConfig(num_draft_tokens=6, tree_width=3, draft_depth=4, draft_ahead="on")
+    for rows, n_levels in ((TARGET, 4), (OTHER, 1), (OTHER, 6)):
+        guess = drafter(TableBackend(rows, VOCAB), VOCAB)
+        made = make_controller(
+            TableBackend(TARGET, VOCAB), guess, spec=spec, ahead=SteppedAhead(repeat(n_levels))
+        )
+        made.start(PROMPT)
+        for _ in range(12):
+            context = list(made.context)
+            tree = made.step(99).tree
+            limits = made._policy.limits(len(context), 99, 256)
+            new = ModelDrafter(TableBackend(rows, VOCAB), VOCAB).propose(context, limits)
+            if paths_of(tree) != paths_of(new):
+                return False
+    return True
+
+
+def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
+    return {tree.tokens_on_path(i): round(tree.log_probs[i], 6) for i in range(len(tree))}
+
+
+CHECKS = (
+    equals_plain_decoding,
+    accepts_itself,
+    rounds_are_exact,
+    drafts_what_a_new_drafter_drafts,
+)

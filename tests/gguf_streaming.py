@@ -1,0 +1,51 @@
+"""Backends of tiny GGUF models, in memory and streamed, and a sequence of calls that tries all."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from backends.base import PREFIX
+from backends.llama_cpp import LlamaBackend
+from offload.plan import ResidencyPlan
+
+PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
+TREE_TOKENS = [7, 20, 30, 21, 22, 31, 40]
+TREE_PARENTS = [-1, 0, 0, 1, 3, 2, 3]
+OPTIONS = {"max_context": 60, "max_nodes": 20, "n_threads": 2}
+
+
+def residency(layers, n_slots=2):
+    return ResidencyPlan(tuple(layers), n_slots, 0, 0, 0, 0, 0)
+
+
+def pinned(layer, choose):
+    return layer.with_resident(frozenset(r.name for r in layer.tensors if choose(r.name)))
+
+
+def in_memory(model, **options):
+    return LlamaBackend(model, load_mode="mmap", **{**OPTIONS, **options})
+
+
+def streamed(model, layers=None, n_slots=2, **options):
+    plan = residency(layers or model.layers, n_slots)
+    return LlamaBackend(model, residency=plan, **{**OPTIONS, **options})
+
+
+def exercise(backend):
+    """The logits of two rounds with trees, chains, commits, prunes and rollbacks."""
+    found = []
+    for _ in range(2):
+        found.append(backend.prefill(PROMPT))
+        first = backend.next_node_id
+        parents = [PREFIX if p == -1 else first + p for p in TREE_PARENTS]
+        found.append(backend.extend(TREE_TOKENS, parents)[1])
+        backend.commit([first, first + 1, first + 3], keep=[first + 6])
+        found.append(backend.extend([50, 51], [first + 6, PREFIX], rows=[1])[1])
+        backend.prune([first + 6])
+        found.append(backend.extend([9], [PREFIX])[1])
+        backend.rollback(7)
+    return found
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))

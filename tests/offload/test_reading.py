@@ -1,0 +1,99 @@
+"""Tensors read into memory for good: Ctrl-C and errors end every read before the call ends."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from interrupting import interrupted
+from weight_files import FaultyReads, Weights, write_weights
+
+from offload.direct_io import ALIGNMENT
+from offload.reading import ResidentWeights, _Reading, load_resident, resident_footprint
+
+pytestmark = [
+    pytest.mark.usefixtures("no_thread_is_left"),
+    # An interrupt inside of what is being dropped is reported, not raised.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Weights:
+    return write_weights(tmp_path, [[70_000, 5, 0, 8192]], n_files=2)
+
+
+def load(weights: Weights, reads: FaultyReads | None = None, **options) -> ResidentWeights:
+    storage = (reads or FaultyReads()).storage
+    records = weights.layers[0].tensors
+    return load_resident(records, read_bytes=ALIGNMENT, storage=storage, **options)
+
+
+def check_and_close(weights: Weights, loaded: ResidentWeights) -> None:
+    weights.check(0, {name: loaded[name] for name in weights.contents})
+    loaded.close()
+
+
+def test_load_resident(weights: Weights) -> None:
+    loaded = load(weights)
+    assert loaded.n_bytes == resident_footprint(weights.layers[0].tensors)
+    assert len(loaded) == 4
+    check_and_close(weights, loaded)
+    empty = load_resident([])
+    assert (len(empty), empty.n_bytes) == (0, 0)
+    empty.close()
+
+
+def test_progress_counts_up_to_all_bytes(weights: Weights) -> None:
+    seen: list[tuple[int, int]] = []
+    load(weights, progress=lambda done, total: seen.append((done, total))).close()
+    done, totals = zip(*seen, strict=True)
+    assert list(done) == sorted(done)
+    assert set(totals) == {done[-1]}
+    assert done[-1] >= sum(len(content) for content in weights.contents.values())
+
+
+def test_an_error_of_progress_ends_the_reading(weights: Weights) -> None:
+    def progress(done: int, total: int) -> None:
+        raise ValueError("no terminal")
+
+    with pytest.raises(ValueError, match="no terminal"):
+        load(weights, progress=progress)
+
+
+def test_an_interrupt_at_every_call(weights: Weights) -> None:
+    places: set[str] = set()
+    for first in range(1, 1000):
+        reads = FaultyReads()
+        with interrupted(first) as interrupts:
+            load(weights, reads).close()
+        n_calls = reads.n_calls
+        places.update(interrupts.places)
+        check_and_close(weights, load(weights))
+        assert reads.n_calls == n_calls, "a read began after the end"
+        if not interrupts.places:
+            break
+    assert {"interruptible.py:run", "interruptible.py:wait_until_empty"} <= places
+
+
+def test_ctrl_c_gives_up_the_reads_that_have_not_begun(
+    weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has begun is waited for: it uses the memory."""
+    given_up, finished = threading.Event(), []
+
+    def give_up(job: _Reading) -> None:
+        job._is_given_up = True
+        given_up.set()
+
+    def press(call: int, length: int) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        assert given_up.wait(10)
+        finished.append(call)
+
+    monkeypatch.setattr(_Reading, "give_up", give_up)
+    with pytest.raises(KeyboardInterrupt):
+        load(weights, FaultyReads(press), n_readers=1)
+    assert finished == [0]

@@ -1,0 +1,124 @@
+"""Every sampled strategy has exactly the distribution of `transformers.generate` in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference_decoding import (
+    PROMPT,
+    config_of,
+    load_pair,
+    load_reference,
+    save_draft,
+    save_target,
+)
+from scipy import stats
+from tiny_pair import VOCAB
+from transformers import GenerationConfig
+
+from specdec.config import SamplingParams
+from specdec.sampling import Sampler
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.6, "top_k": 0},
+    "top-k": {"temperature": 0.8, "top_k": 5},
+    "top-p": {"top_p": 0.7},
+    "min-p": {"min_p": 0.15},
+    "typical": {"typical_p": 0.6},
+    "top-h": {"top_h": 0.5},
+    "epsilon": {"epsilon_cutoff": 0.02},
+    "eta": {"eta_cutoff": 0.02},
+    "penalised": {"top_k": 8, "repetition_penalty": 1.5, "suppress_tokens": [4, 5, 6]},
+}
+N_DRAWS = 400
+REJECT_BELOW = 1e-6  # our seeds are fixed: a correct sampler passes always
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def model(target):
+    return load_reference(target)
+
+
+@pytest.fixture(scope="module")
+def resident(target, tmp_path_factory):
+    draft = save_draft(tmp_path_factory.mktemp("draft"))
+    with load_pair(target, draft) as llm:
+        assert llm.plan.residency.n_streamed_layers == 0
+        yield llm
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_strategies_have_generates_distribution(name, model, resident):
+    """Pairs of the first two tokens: their exact chances from the model's own probabilities.
+
+    The chances come from `generate`'s processed scores, so that every processor is transformers'.
+    """
+    config = config_of(
+        {"do_sample": True, "max_new_tokens": 2, "eos_token_id": [], **SAMPLED[name]}
+    )
+    chances = exact_pairs(model, config)
+    params = SamplingParams.from_generation_config(config)
+    counts: dict[tuple[int, ...], int] = dict.fromkeys(chances, 0)
+    rows = {(): first_row(resident.target)}
+    for seed in range(N_DRAWS):
+        pair = draw_pair(resident.target, params.replace(seed=seed), rows)
+        counts[pair] += 1  # KeyError: a pair that cannot be
+        if seed % 100 == 0:  # that is what a generation does with the same seed
+            assert resident.generate(PROMPT, params, seed=seed).token_ids == pair
+    likely = sorted(chances, key=lambda pair: -chances[pair])
+    likely = [pair for pair in likely if chances[pair] * N_DRAWS >= 5]
+    rest = 1.0 - sum(chances[pair] for pair in likely)
+    observed = [counts[pair] for pair in likely]
+    expected = [chances[pair] * N_DRAWS for pair in likely]
+    if rest * N_DRAWS > 1e-6:
+        observed.append(N_DRAWS - sum(observed))
+        expected.append(rest * N_DRAWS)
+    if len(observed) > 1:
+        assert stats.chisquare(observed, expected).pvalue > REJECT_BELOW
+
+
+def first_row(target) -> np.ndarray:
+    target.rollback(0)
+    return target.prefill(PROMPT)
+
+
+def draw_pair(target, params: SamplingParams, rows: dict) -> tuple[int, ...]:
+    """Two tokens; rows of logits are computed once for each prefix."""
+    sampler = Sampler(params, n_tokens=VOCAB, prompt_length=len(PROMPT))
+    tokens: tuple[int, ...] = ()
+    while len(tokens) < 2:
+        if tokens not in rows:
+            target.rollback(0)
+            rows[tokens] = target.prefill([*PROMPT, *tokens])
+        prefix = [*PROMPT, *tokens]
+        tokens = (*tokens, sampler.choose(prefix, rows[tokens], position=len(prefix)))
+    return tokens
+
+
+def exact_pairs(model, config: GenerationConfig) -> dict[tuple[int, ...], float]:
+    one = GenerationConfig(
+        **{**config.to_diff_dict(), "output_scores": True, "return_dict_in_generate": True}
+    )
+    one.max_new_tokens = 1
+
+    def next_probs(prompts: list[list[int]]) -> np.ndarray:
+        with torch.no_grad():
+            scores = model.generate(torch.tensor(prompts), generation_config=one).scores[0]
+        return scores.double().softmax(-1).numpy()
+
+    first = next_probs([PROMPT])[0]
+    alive = np.flatnonzero(first).tolist()
+    second = next_probs([[*PROMPT, token] for token in alive])
+    return {
+        (one, int(two)): float(first[one] * row[two])
+        for one, row in zip(alive, second, strict=True)
+        for two in np.flatnonzero(row)
+    }
