@@ -68,6 +68,7 @@ class GenerationStream:
         spec: SpecConfig,
         processors: Sequence[Any],
         cache_prompt: bool = True,
+        drafter: Drafter | None = None,
     ) -> None:
         self._llm = llm
         self._cache_prompt = cache_prompt
@@ -75,6 +76,7 @@ class GenerationStream:
         self._params = params
         self._processors = processors
         self._spec = spec
+        self._drafter = drafter
         self._recorder = StatsRecorder(prompt_tokens=len(prompt_ids))
         self._limit = _token_limit(params, len(prompt_ids), llm.max_context)
         self._sequences = [self._new_sequence(params)]
@@ -277,6 +279,9 @@ class GenerationStream:
     def _make_drafter(
         self, spec: SpecConfig, sampler: Sampler, rng: np.random.Generator
     ) -> Drafter:
+        if self._drafter is not None:
+            self._drafter.reset()
+            return self._drafter
         drafters: list[Drafter] = []
         if "draft" in spec.drafters and self._llm.draft is not None:
             chain = (sampler, rng) if spec.draws_chains else None
