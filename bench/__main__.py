@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from bench.curve_cli import curve_command
 from bench.options import (
     IgnoreEos,
     NPrompts,
@@ -229,6 +230,7 @@ _PASSED_ON = {
 }
 
 
+app.command("curve")(with_options(curve_command))
 app.command("peers")(with_options(peers_command))
 app.command("policy")(with_options(policy_command))
 app.command("sweep")(with_options(sweep_command))

@@ -8,7 +8,8 @@ from typing import Any
 
 from bench import aggregate
 from bench.compare import label
-from bench.results import BUDGETS, PEERS, SPEEDUP, SWEEP, Results
+from bench.known_drafter import expected_tokens
+from bench.results import BUDGETS, CURVE, PEERS, SPEEDUP, SWEEP, Results
 from specdec.stats import ratio
 
 PLAIN = "plain"
@@ -58,6 +59,21 @@ class Depths:
     name: str
     tried: tuple[int, ...]
     accepted: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Speedups with chains of one length."""
+
+    n_draft_tokens: int
+    relative_pass_seconds: float
+    """T(N) / T(1), over all rates."""
+    measured: tuple[tuple[float, float], ...]
+    """(acceptance rate, speedup)."""
+
+    def predicted(self, rate: float) -> float:
+        """Speedup if nothing but passes took time."""
+        return expected_tokens(rate, self.n_draft_tokens) / self.relative_pass_seconds
 
 
 def bars(results: Results) -> list[Bar]:
@@ -221,3 +237,20 @@ def _sweep_depths(lines: Sequence[Mapping[str, Any]]) -> list[Depths]:
 def share(numerators: Sequence[int], denominators: Sequence[int]) -> list[float]:
     """Element by element."""
     return [ratio(n, d) for n, d in zip(numerators, denominators, strict=True)]
+
+
+def curves(results: Results) -> list[Curve]:
+    """One for each length of which passes were timed, shortest first."""
+    if results.kind != CURVE:
+        return []
+    seconds = {one["n_rows"]: one["seconds"] for one in results.value["pass_seconds"]}
+    points = results.value["points"]
+    return [
+        Curve(
+            length,
+            seconds[1 + length] / seconds[1],
+            tuple((p["rate"], p["speedup"]) for p in points if p["n_draft_tokens"] == length),
+        )
+        for length in sorted({point["n_draft_tokens"] for point in points})
+        if 1 in seconds and 1 + length in seconds
+    ]
