@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 DEFAULT_RATES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 DEFAULT_LENGTHS = (1, 2, 4, 8, 16, 32, 64)
 _PLAIN = 0  # draft tokens
+_PLAIN_SHARE = 4  # plain decoding has no luck to average out: a part of the text will do
+_LEAST_PLAIN_TOKENS = 9
 
 
 class CurveError(SpecdecError):
@@ -53,7 +55,7 @@ class CurveSettings:
     lengths: tuple[int, ...] = DEFAULT_LENGTHS
     """Draft tokens of a chain."""
     max_tokens: int = 64
-    """Of each decoding; one with a draft ends with the round that reaches them."""
+    """Of each decoding with a draft, which ends with the round that reaches them."""
     ignore_eos: bool = False
     seed: int = 0
     """Of the guesses."""
@@ -62,6 +64,12 @@ class CurveSettings:
     def text_tokens(self) -> int:
         """Of the text that the drafter knows: so many that no chain is cut off."""
         return self.max_tokens + max(self.lengths)
+
+    def wanted_tokens(self, n_drafted: int) -> int:
+        """Of a decoding with so many draft tokens."""
+        if n_drafted != _PLAIN:
+            return self.max_tokens
+        return min(self.max_tokens, max(_LEAST_PLAIN_TOKENS, self.max_tokens // _PLAIN_SHARE))
 
 
 @dataclass(frozen=True)
@@ -179,7 +187,8 @@ class _Turns:
         self._decode(1.0, max(self._settings.lengths), n_wanted=2)
 
     def decode(self, rate: float, n_drafted: int) -> dict[str, Any]:
-        tokens, stats = self._decode(rate, n_drafted, self._settings.max_tokens)
+        n_wanted = self._settings.wanted_tokens(n_drafted)
+        tokens, stats = self._decode(rate, n_drafted, n_wanted)
         return {
             "prompt": self._prompt.name,
             "rate": rate,

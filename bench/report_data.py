@@ -68,8 +68,8 @@ class Curve:
     n_draft_tokens: int
     relative_pass_seconds: float
     """T(N) / T(1), over all rates."""
-    measured: tuple[tuple[float, float], ...]
-    """(acceptance rate, speedup)."""
+    measured: tuple[tuple[float, float, float], ...]
+    """(acceptance rate, speedup, its standard error for the luck of the guesses)."""
 
     def predicted(self, rate: float) -> float:
         """Speedup if nothing but passes took time."""
@@ -249,8 +249,13 @@ def curves(results: Results) -> list[Curve]:
         Curve(
             length,
             seconds[1 + length] / seconds[1],
-            tuple((p["rate"], p["speedup"]) for p in points if p["n_draft_tokens"] == length),
+            tuple(_measured(point) for point in points if point["n_draft_tokens"] == length),
         )
         for length in sorted({point["n_draft_tokens"] for point in points})
         if 1 in seconds and 1 + length in seconds
     ]
+
+
+def _measured(point: Mapping[str, Any]) -> tuple[float, float, float]:
+    relative = ratio(point["standard_error"], point["expected_tokens_per_pass"])
+    return point["rate"], point["speedup"], point["speedup"] * relative

@@ -102,32 +102,25 @@ def acceptance_by_depth(several: Sequence[Depths], title: str) -> Any:
 
 def speedup_curves(curves: Sequence[Curve], title: str) -> Any:
     """Measured points on the lines that the times of passes predict, by length of the chain."""
-    figure = _figure(8.0, 4.9)
+    figure = _figure(8.6, 4.9)
     from matplotlib import colormaps
     from matplotlib.lines import Line2D
 
     axes = figure.add_subplot()
-    rates = sorted({rate for curve in curves for rate, _ in curve.measured})
-    low, high = max(0.0, rates[0] - 0.03), min(1.0, rates[-1] + 0.02)
-    at = [low + (high - low) * i / 200 for i in range(201)]
+    rates = [rate for curve in curves for rate, *_ in curve.measured]
+    low, high = max(0.0, min(rates) - 0.03), min(1.0, max(rates) + 0.02)
     for i, curve in enumerate(curves):
         colour = colormaps["viridis"](0.9 * i / max(1, len(curves) - 1))
-        axes.plot(at, [curve.predicted(rate) for rate in at], "-", color=colour, lw=1.4)
-        n, cost = curve.n_draft_tokens, curve.relative_pass_seconds
-        axes.plot(
-            *zip(*curve.measured, strict=True),
-            "o",
-            color=colour,
-            ms=5,
-            label=f"{n} draft token{'s' * (n > 1)}, pass x {cost:.2f}",
-        )
+        _draw_curve(axes, curve, colour, low, high)
     axes.axhline(1.0, color=_FAINT, lw=0.9, ls=":")
-    axes.annotate("plain decoding", (low, 1.0), xytext=(3, 3), textcoords="offset points",
-                  fontsize=8.5, color=_FAINT)  # fmt: skip
-    speedups = [speedup for curve in curves for _, speedup in curve.measured]
-    lines = [curve.predicted(rate) for curve in curves for rate in (low, high)]
+    axes.annotate(
+        "plain decoding", (low, 1.0), xytext=(3, 3), textcoords="offset points",
+        fontsize=8.5, color=_FAINT,
+    )  # fmt: skip
+    shown = [1.0, *(speedup for curve in curves for _, speedup, _ in curve.measured)]
+    shown += [curve.predicted(rate) for curve in curves for rate in (low, high)]
     _tidy_log_ticks(axes)
-    axes.set_ylim(min(*speedups, *lines, 1.0) / 1.15, max(*speedups, *lines, 1.0) * 1.15)
+    axes.set_ylim(min(shown) / 1.15, max(shown) * 1.15)
     axes.set_xlim(low, high)
     axes.set_xlabel("acceptance rate: chance that a draft token is right")
     axes.set_ylabel("speedup over plain decoding")
@@ -136,7 +129,7 @@ def speedup_curves(curves: Sequence[Curve], title: str) -> Any:
         Line2D([], [], color=_FAINT, lw=1.4),
         Line2D([], [], color=_FAINT, marker="o", ls=""),
     ]
-    labels += ["expected tokens per pass x T(1) / T(N)", "measured"]
+    labels += ["expected tokens per pass\nx T(1) / T(N)", "measured; bars: luck of\nthe guesses"]
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8.5)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
@@ -174,6 +167,18 @@ def _draw_series(axes: Any, points: Sequence[Point], colour: str, name: str) -> 
         color=colour,
         alpha=0.13,
         linewidth=0,
+    )
+
+
+def _draw_curve(axes: Any, curve: Curve, colour: Any, low: float, high: float) -> None:
+    """The line between two rates, and the points with their standard errors."""
+    at = [low + (high - low) * i / 200 for i in range(201)]
+    axes.plot(at, [curve.predicted(rate) for rate in at], "-", color=colour, lw=1.4)
+    rates, speedups, errors = zip(*curve.measured, strict=True)
+    tokens = "token" if curve.n_draft_tokens == 1 else "tokens"
+    label = f"{curve.n_draft_tokens} draft {tokens}, T(N) = {curve.relative_pass_seconds:.2f} T(1)"
+    axes.errorbar(
+        rates, speedups, errors, fmt="o", color=colour, ms=4.5, elinewidth=0.9, label=label
     )
 
 

@@ -70,7 +70,8 @@ def test_every_text_is_that_of_plain_decoding(result: dict[str, Any]) -> None:
         texts = [r["token_ids"] for r in result["records"] if r["prompt"] == prompt.name]
         longest = max(texts, key=len)
         assert all(text == longest[: len(text)] for text in texts)
-        assert min(map(len, texts)) == SETTINGS.max_tokens
+        assert sorted(map(len, texts))[:2] == [SETTINGS.max_tokens // 4] * 2  # plain decoding
+        assert sorted(map(len, texts))[2] >= SETTINGS.max_tokens
 
 
 def test_no_chain_is_cut_off(result: dict[str, Any]) -> None:

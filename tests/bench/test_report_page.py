@@ -223,7 +223,10 @@ def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 def test_a_curves_lines_and_points(files: dict[str, Path]) -> None:
     found = curves(read_results(files["curve"]))
     assert [one.n_draft_tokens for one in found] == [2, 8]
-    assert found[0].measured == ((0.5, pytest.approx(2.4)), (0.9, pytest.approx(2.8)))
+    rates, speedups, errors = zip(*found[0].measured, strict=True)
+    assert rates == (0.5, 0.9)
+    assert speedups == pytest.approx((2.4, 2.8))
+    assert errors == pytest.approx((2.4 * 0.1 / 2.1, 2.8 * 0.1 / 2.1))
     assert found[0].relative_pass_seconds == pytest.approx(1.03 / 1.01)
     assert found[0].predicted(0.5) == pytest.approx((1 + 0.5 + 0.25) * 1.01 / 1.03)
     assert curves(read_results(files["speedup"])) == []
