@@ -108,7 +108,7 @@ HEADINGS = (
     "rate", "chain", "tok/pass", "expected", "tok/s", "speedup", "model", "T(1) s", "T(N) s",
     "efficiency",
 )  # fmt: skip
-_WIDTHS = (5, 6, 9, 14, 7, 8, 7, 8, 8, 11)
+_WIDTHS = (5, 6, 9, 14, 9, 8, 8, 8, 8, 11)
 
 
 def cells(point: Mapping[str, Any]) -> tuple[str, ...]:

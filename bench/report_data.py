@@ -244,16 +244,12 @@ def curves(results: Results) -> list[Curve]:
     if results.kind != CURVE:
         return []
     seconds = {one["n_rows"]: one["seconds"] for one in results.value["pass_seconds"]}
-    points = results.value["points"]
-    return [
-        Curve(
-            length,
-            seconds[1 + length] / seconds[1],
-            tuple(_measured(point) for point in points if point["n_draft_tokens"] == length),
-        )
-        for length in sorted({point["n_draft_tokens"] for point in points})
-        if 1 in seconds and 1 + length in seconds
-    ]
+    points = [point for point in results.value["points"] if point["efficiency"] is not None]
+    found = []
+    for length in sorted({point["n_draft_tokens"] for point in points}):
+        measured = tuple(_measured(p) for p in points if p["n_draft_tokens"] == length)
+        found.append(Curve(length, seconds[1 + length] / seconds[1], measured))
+    return found
 
 
 def _measured(point: Mapping[str, Any]) -> tuple[float, float, float]:

@@ -109,15 +109,18 @@ def speedup_curves(curves: Sequence[Curve], title: str) -> Any:
     axes = figure.add_subplot()
     rates = [rate for curve in curves for rate, *_ in curve.measured]
     low, high = max(0.0, min(rates) - 0.03), min(1.0, max(rates) + 0.02)
+    step = 0.006 * (high - low)  # side by side, so that their bars can be told apart
     for i, curve in enumerate(curves):
         colour = colormaps["viridis"](0.9 * i / max(1, len(curves) - 1))
-        _draw_curve(axes, curve, colour, low, high)
+        aside = step * (i - (len(curves) - 1) / 2)
+        _draw_curve(axes, curve, colour, (low, high), aside)
     axes.axhline(1.0, color=_FAINT, lw=0.9, ls=":")
     axes.annotate(
         "plain decoding", (low, 1.0), xytext=(3, 3), textcoords="offset points",
         fontsize=8.5, color=_FAINT,
     )  # fmt: skip
-    shown = [1.0, *(speedup for curve in curves for _, speedup, _ in curve.measured)]
+    shown = [1.0]
+    shown += [value for c in curves for _, s, error in c.measured for value in (s, s + error)]
     shown += [curve.predicted(rate) for curve in curves for rate in (low, high)]
     _tidy_log_ticks(axes)
     axes.set_ylim(min(shown) / 1.15, max(shown) * 1.15)
@@ -170,15 +173,19 @@ def _draw_series(axes: Any, points: Sequence[Point], colour: str, name: str) -> 
     )
 
 
-def _draw_curve(axes: Any, curve: Curve, colour: Any, low: float, high: float) -> None:
-    """The line between two rates, and the points with their standard errors."""
+def _draw_curve(
+    axes: Any, curve: Curve, colour: Any, between: tuple[float, float], aside: float
+) -> None:
+    """The line between two rates, and the points with their standard errors, so far aside."""
+    low, high = between
     at = [low + (high - low) * i / 200 for i in range(201)]
     axes.plot(at, [curve.predicted(rate) for rate in at], "-", color=colour, lw=1.4)
     rates, speedups, errors = zip(*curve.measured, strict=True)
+    beside = [rate + aside for rate in rates]
     tokens = "token" if curve.n_draft_tokens == 1 else "tokens"
     label = f"{curve.n_draft_tokens} draft {tokens}, T(N) = {curve.relative_pass_seconds:.2f} T(1)"
     axes.errorbar(
-        rates, speedups, errors, fmt="o", color=colour, ms=4.5, elinewidth=0.9, label=label
+        beside, speedups, errors, fmt="o", color=colour, ms=4.5, elinewidth=0.9, label=label
     )
 
 

@@ -230,3 +230,13 @@ def test_a_curves_lines_and_points(files: dict[str, Path]) -> None:
     assert found[0].relative_pass_seconds == pytest.approx(1.03 / 1.01)
     assert found[0].predicted(0.5) == pytest.approx((1 + 0.5 + 0.25) * 1.01 / 1.03)
     assert curves(read_results(files["speedup"])) == []
+
+
+def test_points_without_a_pass_are_not_drawn(tmp_path: Path) -> None:
+    value = curve()
+    for point in value["points"]:
+        if point["n_draft_tokens"] == 8:
+            point |= {"pass_seconds": None, "efficiency": None, "speedup": 0.0}
+    path = tmp_path / "curve.json"
+    path.write_text(json.dumps(value))
+    assert [one.n_draft_tokens for one in curves(read_results(path))] == [2]
