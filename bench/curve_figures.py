@@ -41,7 +41,6 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             efficiency              speedup / (tokens per pass · T(1) / T(N))
             passes
         best            for each rate, n_draft_tokens and speedup of the fastest chain
-        pass_seconds    for each size of a pass over all rates: n_rows, seconds (median), passes
 
     Args:
         records: of `bench.curve.measure_curve`; n_draft_tokens is 0 for plain decoding.
@@ -59,7 +58,7 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             (point for point in points if point["rate"] == rate), key=lambda one: one["speedup"]
         )
         best.append({key: fastest[key] for key in ("rate", "n_draft_tokens", "speedup")})
-    return {"points": points, "best": best, "pass_seconds": _pass_seconds(records)}
+    return {"points": points, "best": best}
 
 
 def _point(
@@ -88,18 +87,6 @@ def _point(
         "efficiency": efficiency(speedup, stats["mean_acceptance_length"], seconds_1, seconds_n),
         "passes": stats["passes"],
     }
-
-
-def _pass_seconds(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    found = []
-    for length in sorted({record["n_draft_tokens"] for record in records}):
-        times = pass_times_of(r for r in records if r["n_draft_tokens"] == length)
-        n_rows = PLAIN_ROWS + length
-        seconds = median_pass_seconds(times, n_rows)
-        if seconds is not None:
-            n_passes = sum(one.n_rows == n_rows for one in times)
-            found.append({"n_rows": n_rows, "seconds": seconds, "passes": n_passes})
-    return found
 
 
 # --- for people --------------------------------------------------------------------------------

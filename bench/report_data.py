@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import geometric_mean
 from typing import Any
 
 from bench import aggregate
@@ -67,7 +68,7 @@ class Curve:
 
     n_draft_tokens: int
     relative_pass_seconds: float
-    """T(N) / T(1), over all rates."""
+    """T(N) / T(1): geometric mean of those of each rate, which were measured in turns."""
     measured: tuple[tuple[float, float, float], ...]
     """(acceptance rate, speedup, its standard error for the luck of the guesses)."""
 
@@ -243,12 +244,12 @@ def curves(results: Results) -> list[Curve]:
     """One for each length of which passes were timed, shortest first."""
     if results.kind != CURVE:
         return []
-    seconds = {one["n_rows"]: one["seconds"] for one in results.value["pass_seconds"]}
     points = [point for point in results.value["points"] if point["efficiency"] is not None]
     found = []
     for length in sorted({point["n_draft_tokens"] for point in points}):
-        measured = tuple(_measured(p) for p in points if p["n_draft_tokens"] == length)
-        found.append(Curve(length, seconds[1 + length] / seconds[1], measured))
+        chosen = [point for point in points if point["n_draft_tokens"] == length]
+        relative = geometric_mean(p["pass_seconds"] / p["plain_pass_seconds"] for p in chosen)
+        found.append(Curve(length, relative, tuple(map(_measured, chosen))))
     return found
 
 

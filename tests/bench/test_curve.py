@@ -78,8 +78,6 @@ def test_no_chain_is_cut_off(result: dict[str, Any]) -> None:
     for record in result["records"]:
         assert {one[0] for one in record["pass_times"]} == {1 + record["n_draft_tokens"]}
         assert len(record["pass_times"]) == record["stats"]["passes"]
-    sizes = {one["n_rows"]: one["passes"] for one in result["pass_seconds"]}
-    assert sizes.keys() == {1, 2, 5, 9}
 
 
 def test_turns_begin_with_another_length_each_time(result: dict[str, Any]) -> None:
@@ -148,7 +146,6 @@ def test_the_fastest_chain_of_each_rate() -> None:
     assert result["best"] == [
         {"rate": 0.5, "n_draft_tokens": 2, "speedup": pytest.approx(2.0 / 1.25)}
     ]
-    assert [one["n_rows"] for one in result["pass_seconds"]] == [1, 3, 5]
 
 
 # --- command -----------------------------------------------------------------------------------

@@ -101,15 +101,14 @@ def curve() -> dict[str, Any]:
         {
             "rate": rate, "n_draft_tokens": n, "accuracy": rate, "tokens_per_pass": 2.0,
             "expected_tokens_per_pass": 2.1, "standard_error": 0.1, "tokens_per_second": 3.0,
-            "speedup": 1.9 + rate, "predicted_speedup": 2.0 + rate, "pass_seconds": 1.1,
+            "speedup": 1.9 + rate, "predicted_speedup": 2.0 + rate, "pass_seconds": 1.0 + n * rate,
             "plain_pass_seconds": 1.0, "efficiency": 0.97, "passes": 30,
         }
         for rate in (0.5, 0.9)
         for n in (2, 8)
     ]  # fmt: skip
-    seconds = [{"n_rows": n, "seconds": 1.0 + 0.01 * n, "passes": 60} for n in (1, 3, 9)]
     return {
-        "points": points, "pass_seconds": seconds,
+        "points": points,
         "best": [{"rate": 0.5, "n_draft_tokens": 2, "speedup": 2.4}],
         "differences": [], "n_texts": 6, "records": [], "model": "/m/grown",
         "memory_budget_bytes": GIB, "n_prompts": 1, "max_tokens": 9, "provenance": PROVENANCE,
@@ -227,8 +226,8 @@ def test_a_curves_lines_and_points(files: dict[str, Path]) -> None:
     assert rates == (0.5, 0.9)
     assert speedups == pytest.approx((2.4, 2.8))
     assert errors == pytest.approx((2.4 * 0.1 / 2.1, 2.8 * 0.1 / 2.1))
-    assert found[0].relative_pass_seconds == pytest.approx(1.03 / 1.01)
-    assert found[0].predicted(0.5) == pytest.approx((1 + 0.5 + 0.25) * 1.01 / 1.03)
+    assert found[0].relative_pass_seconds == pytest.approx((2.0 * 2.8) ** 0.5)
+    assert found[0].predicted(0.5) == pytest.approx((1 + 0.5 + 0.25) / (2.0 * 2.8) ** 0.5)
     assert curves(read_results(files["speedup"])) == []
 
 
