@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from bench.budgets_cli import budgets_command
+from bench.curve_cli import curve_command
 from bench.demo_cli import demo_command
 from bench.peers_cli import peers_command
 from bench.policy_cli import policy_command
@@ -39,6 +40,7 @@ _PASSED_ON = {
 app.command("speedup")(with_options(speedup_command))
 app.command("budgets")(with_options(budgets_command))
 app.command("timeline")(with_options(timeline_command))
+app.command("curve")(with_options(curve_command))
 app.command("demo")(demo_command)
 app.command("peers")(with_options(peers_command))
 app.command("policy")(with_options(policy_command))

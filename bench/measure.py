@@ -25,7 +25,7 @@ from bench.near_ties import examine
 from bench.probe import BUFFER_BYTES, probe_bandwidth
 from bench.workloads import Prompt
 from offload.units import parse_bytes
-from specdec.stats import ratio
+from specdec.stats import PassTime, ratio
 from specdec.storage import largest_weight_file
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class Record:
     storage_bytes_per_second: float
     """Mean of the probes just before and just after."""
     text: str = field(default="")
+    pass_times: list[PassTime] = field(default_factory=list)
+    """Of every decode pass: rows, seconds, and whether there was drafting beside it."""
 
 
 def measure_in_child(spec: MeasureSpec, *, enforce: bool) -> dict[str, Any]:
@@ -165,6 +167,7 @@ def _measure_one(
         stats=result.stats.to_dict(),
         storage_bytes_per_second=(before + after) / 2,
         text=result.text,
+        pass_times=list(result.stats.pass_times),
     )
 
 

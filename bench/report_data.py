@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import geometric_mean
 from typing import Any
 
 from bench import aggregate
 from bench.compare import label
-from bench.results import BUDGETS, PEERS, SPEEDUP, SWEEP, Results
+from bench.known_drafter import expected_tokens
+from bench.results import BUDGETS, CURVE, PEERS, SPEEDUP, SWEEP, Results
 from specdec.stats import ratio
 
 PLAIN = "plain"
@@ -58,6 +60,21 @@ class Depths:
     name: str
     tried: tuple[int, ...]
     accepted: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Speedups with chains of one length."""
+
+    n_draft_tokens: int
+    relative_pass_seconds: float
+    """T(N) / T(1): geometric mean of those of each rate, which were measured in turns."""
+    measured: tuple[tuple[float, float, float], ...]
+    """(acceptance rate, speedup, its standard error for the luck of the guesses)."""
+
+    def predicted(self, rate: float) -> float:
+        """Speedup if nothing but passes took time."""
+        return expected_tokens(rate, self.n_draft_tokens) / self.relative_pass_seconds
 
 
 def bars(results: Results) -> list[Bar]:
@@ -221,3 +238,21 @@ def _sweep_depths(lines: Sequence[Mapping[str, Any]]) -> list[Depths]:
 def share(numerators: Sequence[int], denominators: Sequence[int]) -> list[float]:
     """Element by element."""
     return [ratio(n, d) for n, d in zip(numerators, denominators, strict=True)]
+
+
+def curves(results: Results) -> list[Curve]:
+    """One for each length of which passes were timed, shortest first."""
+    if results.kind != CURVE:
+        return []
+    points = [point for point in results.value["points"] if point["efficiency"] is not None]
+    found = []
+    for length in sorted({point["n_draft_tokens"] for point in points}):
+        chosen = [point for point in points if point["n_draft_tokens"] == length]
+        relative = geometric_mean(p["pass_seconds"] / p["plain_pass_seconds"] for p in chosen)
+        found.append(Curve(length, relative, tuple(map(_measured, chosen))))
+    return found
+
+
+def _measured(point: Mapping[str, Any]) -> tuple[float, float, float]:
+    relative = ratio(point["standard_error"], point["expected_tokens_per_pass"])
+    return point["rate"], point["speedup"], point["speedup"] * relative

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report_plots as plots
-from bench.report_data import bars, depths, points
+from bench.report_data import bars, curves, depths, points
 from bench.report_tables import Table, tables
 from bench.results import BUDGETS, PICTURE, SPEEDUP, SWEEP, Results
 
@@ -55,6 +55,11 @@ def draw(several: Sequence[Results]) -> list[Picture]:
             heading = f"Speed against memory budget: {name}"
             png = plots.to_png(plots.speed_against_budget(found, heading))
             pictures.append(Picture(f"budgets-{name}", heading, png))
+    for results in several:
+        if lines := curves(results):
+            stem = results.path.stem
+            png = plots.to_png(plots.speedup_curves(lines, describe(results)))
+            pictures.append(Picture(f"curve-{stem}", f"Speedup against acceptance: {stem}", png))
     if counts := depths(several):
         figure = plots.acceptance_by_depth(counts, "Acceptance by depth")
         pictures.append(Picture("acceptance", "Acceptance by depth", plots.to_png(figure)))

@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.report_data import PLAIN, Bar, Depths, Point, share
+from bench.report_data import PLAIN, Bar, Curve, Depths, Point, share
 from offload.errors import SpecdecError
 from offload.units import GIB
 
@@ -100,6 +100,44 @@ def acceptance_by_depth(several: Sequence[Depths], title: str) -> Any:
     return figure
 
 
+def speedup_curves(curves: Sequence[Curve], title: str) -> Any:
+    """Measured points on the lines that the times of passes predict, by length of the chain."""
+    figure = _figure(8.6, 4.9)
+    from matplotlib import colormaps
+    from matplotlib.lines import Line2D
+
+    axes = figure.add_subplot()
+    rates = [rate for curve in curves for rate, *_ in curve.measured]
+    low, high = max(0.0, min(rates) - 0.03), min(1.0, max(rates) + 0.02)
+    step = 0.006 * (high - low)  # side by side, so that their bars can be told apart
+    for i, curve in enumerate(curves):
+        colour = colormaps["viridis"](0.9 * i / max(1, len(curves) - 1))
+        aside = step * (i - (len(curves) - 1) / 2)
+        _draw_curve(axes, curve, colour, (low, high), aside)
+    axes.axhline(1.0, color=_FAINT, lw=0.9, ls=":")
+    axes.annotate(
+        "plain decoding", (low, 1.0), xytext=(3, 3), textcoords="offset points",
+        fontsize=8.5, color=_FAINT,
+    )  # fmt: skip
+    shown = [1.0]
+    shown += [value for c in curves for _, s, error in c.measured for value in (s, s + error)]
+    shown += [curve.predicted(rate) for curve in curves for rate in (low, high)]
+    _tidy_log_ticks(axes)
+    axes.set_ylim(min(shown) / 1.15, max(shown) * 1.15)
+    axes.set_xlim(low, high)
+    axes.set_xlabel("acceptance rate: chance that a draft token is right")
+    axes.set_ylabel("speedup over plain decoding")
+    handles, labels = axes.get_legend_handles_labels()
+    handles += [
+        Line2D([], [], color=_FAINT, lw=1.4),
+        Line2D([], [], color=_FAINT, marker="o", ls=""),
+    ]
+    labels += ["expected tokens per pass\nx T(1) / T(N)", "measured; bars: luck of\nthe guesses"]
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8.5)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
 def to_png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
@@ -135,16 +173,37 @@ def _draw_series(axes: Any, points: Sequence[Point], colour: str, name: str) -> 
     )
 
 
-def _tidy_log_axis(axes: Any, points: Sequence[Point]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+def _draw_curve(
+    axes: Any, curve: Curve, colour: Any, between: tuple[float, float], aside: float
+) -> None:
+    """The line between two rates, and the points with their standard errors, so far aside."""
+    low, high = between
+    at = [low + (high - low) * i / 200 for i in range(201)]
+    axes.plot(at, [curve.predicted(rate) for rate in at], "-", color=colour, lw=1.4)
+    rates, speedups, errors = zip(*curve.measured, strict=True)
+    beside = [rate + aside for rate in rates]
+    tokens = "token" if curve.n_draft_tokens == 1 else "tokens"
+    label = f"{curve.n_draft_tokens} draft {tokens}, T(N) = {curve.relative_pass_seconds:.2f} T(1)"
+    axes.errorbar(
+        beside, speedups, errors, fmt="o", color=colour, ms=4.5, elinewidth=0.9, label=label
+    )
 
-    axes.set_yscale("log")
+
+def _tidy_log_axis(axes: Any, points: Sequence[Point]) -> None:
+    _tidy_log_ticks(axes)
     rooflines = [p.roofline for p in points if p.roofline is not None]
     measured = [p.tokens_per_second for p in points]
     # Rooflines run away to infinity where almost nothing is read.
     highest = max(max(measured), min(max(rooflines, default=0.0), 2.5 * max(measured)))
     axes.set_ylim(min(measured) / 1.5, highest * 1.4)
     axes.set_xlim(left=0)
+
+
+def _tidy_log_ticks(axes: Any) -> None:
+    """1, 2, 5, 10 ... as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.compare import label
-from bench.peer_table import COLUMNS, category_cell, cells
+from bench.curve_figures import HEADINGS, best_line, cells
+from bench.peer_table import COLUMNS, category_cell
+from bench.peer_table import cells as peer_cells
 from bench.report_data import series_name
-from bench.results import BUDGETS, PEERS, SPEEDUP, SWEEP, Results
+from bench.results import BUDGETS, CURVE, PEERS, SPEEDUP, SWEEP, Results
 from bench.table import ROWS
 from offload.units import GIB, format_bytes
 
@@ -26,7 +28,10 @@ class Table:
 
 def tables(results: Results) -> list[Table]:
     """One or more for each kind of results; none for a trace."""
-    make = {PEERS: _peers, SPEEDUP: _speedup, BUDGETS: _budgets, SWEEP: _sweep}.get(results.kind)
+    makers = {
+        PEERS: _peers, SPEEDUP: _speedup, BUDGETS: _budgets, SWEEP: _sweep, CURVE: _curve,
+    }  # fmt: skip
+    make = makers.get(results.kind)
     return [] if make is None else make(results)
 
 
@@ -41,7 +46,7 @@ def _peers(results: Results) -> list[Table]:
     figures = Table(
         f"Programs: {name}",
         ("", *(heading for heading, *_ in COLUMNS), "exit"),
-        tuple((label(row, rows), *cells(row), _exit(row)) for row in rows),
+        tuple((label(row, rows), *peer_cells(row), _exit(row)) for row in rows),
         note,
     )
     return [figures, *_ratios(value, name), *_categories(rows, name)]
@@ -96,6 +101,8 @@ def _speedup(results: Results) -> list[Table]:
     headings = ("", *(heading for heading, *_ in ROWS))
     equal = f"{value['prompts_equal']} of {value['n_prompts']}"
     note = f"Speculative is {value['speedup']:.2f} times plain; {equal} texts are equal."
+    if value.get("efficiency") is not None:
+        note += f" Efficiency {value['efficiency']:.2f}: of tokens per pass times T(1) / T(N)."
     return [Table(f"Plain and speculative: {results.path.stem}", headings, rows, note)]
 
 
@@ -155,3 +162,14 @@ def _sweep_row(line: Mapping[str, Any]) -> tuple[str, ...]:
         str(line["n_tokens"]),
         _exit(line),
     )
+
+
+def _curve(results: Results) -> list[Table]:
+    value = results.value
+    n_equal = value["n_texts"] - len(value["differences"])
+    note = (
+        f"Every draft token is right with the probability in the first column; {best_line(value)}. "
+        f"{n_equal} of {value['n_texts']} texts equal plain decoding's."
+    )
+    rows = tuple(cells(point) for point in value["points"])
+    return [Table(f"Speedup against acceptance: {results.path.stem}", HEADINGS, rows, note)]

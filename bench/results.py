@@ -11,7 +11,8 @@ from typing import Any
 
 from offload.errors import SpecdecError
 
-PEERS, SPEEDUP, BUDGETS, SWEEP, PICTURE = "peers", "speedup", "budgets", "sweep", "picture"
+PEERS, SPEEDUP, BUDGETS, SWEEP = "peers", "speedup", "budgets", "sweep"
+CURVE, PICTURE = "curve", "picture"
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -25,7 +26,7 @@ class Results:
 
     path: Path
     kind: str
-    """PEERS, SPEEDUP, BUDGETS, SWEEP or PICTURE."""
+    """PEERS, SPEEDUP, BUDGETS, SWEEP, CURVE or PICTURE."""
     value: dict[str, Any]
     """The file's JSON object; of a sweep {"settings": [its lines]}."""
     png: bytes = b""
@@ -78,6 +79,8 @@ def _kind(value: Any) -> str | None:
         return SPEEDUP
     if isinstance(value.get("budgets"), list):
         return BUDGETS
+    if isinstance(value.get("points"), list):
+        return CURVE
     return SWEEP if "setting" in value else None
 
 
@@ -102,6 +105,6 @@ def _sweep_lines(path: Path, text: str) -> list[dict[str, Any]]:
 
 def _unknown(path: Path) -> ResultsError:
     return ResultsError(
-        f"{path} holds no results: give JSON of specdec-bench peers, speedup or budgets, "
-        "JSON lines of sweep, or the PNG of timeline"
+        f"{path} holds no results: give JSON of specdec-bench peers, speedup, budgets or "
+        "curve, JSON lines of sweep, or the PNG of timeline"
     )

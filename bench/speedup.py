@@ -16,6 +16,7 @@ import psutil
 
 from bench import aggregate, limited
 from bench.child import quiet_libraries
+from bench.efficiency import efficiency, pass_times_of, typical_pass_seconds
 from bench.measure import MeasureSpec, measure_in_child
 from bench.peer_figures import summarise, token_match
 from bench.peer_runs import ProcessRun, ProgramRunner, RunSettings
@@ -114,10 +115,13 @@ def build_report(run: SpeedupRun, measured: dict[str, Any]) -> dict[str, Any]:
     stats = {"plain": aggregate.aggregate_stats(plain)}
     stats["speculative"] = aggregate.aggregate_stats(speculative)
     speeds = [stats[mode]["tokens_per_second"] for mode in ("speculative", "plain")]
+    speedup = ratio(*speeds)
+    length = stats["speculative"]["mean_acceptance_length"]
     bytes_per_pass = int(measured["plan"]["streamed_bytes_per_pass"])
     return {
         **stats,
-        "speedup": ratio(*speeds),
+        "speedup": speedup,
+        **_efficiency(speedup, length, plain, speculative),
         "storage_roofline_fraction": aggregate.roofline_fraction(plain, bytes_per_pass),
         **aggregate.compare_tokens(plain, speculative),
         "near_ties": measured["near_ties"],
@@ -133,6 +137,23 @@ def build_report(run: SpeedupRun, measured: dict[str, Any]) -> dict[str, Any]:
         "peer": None,
         "plan": measured["plan"],
         "records": records,
+    }
+
+
+def _efficiency(
+    speedup: float,
+    tokens_per_pass: float,
+    plain: Sequence[aggregate.Record],
+    speculative: Sequence[aggregate.Record],
+) -> dict[str, float | None]:
+    """T(1), T(N) and what of their promise arrives; N is what the trees came to."""
+    seconds_1, seconds_n = (
+        typical_pass_seconds(pass_times_of(records)) for records in (plain, speculative)
+    )
+    return {
+        "plain_pass_seconds": seconds_1,
+        "speculative_pass_seconds": seconds_n,
+        "efficiency": efficiency(speedup, tokens_per_pass, seconds_1, seconds_n),
     }
 
 

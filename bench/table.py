@@ -65,6 +65,12 @@ def _verdict(report: Mapping[str, Any]) -> list[str]:
     fraction = report["storage_roofline_fraction"]
     bandwidth = report["storage_bytes_per_second"] / 1e9
     lines = [f"speedup           {report['speedup']:.2f}x over plain"]
+    if report.get("efficiency") is not None:
+        lines.append(
+            f"efficiency        {report['efficiency']:.2f} of tokens per pass x T(1) / T(N), "
+            f"passes of {report['plain_pass_seconds']:.3f} and "
+            f"{report['speculative_pass_seconds']:.3f} s"
+        )
     if report.get("peer"):
         versus = report["plain_versus_peer"]
         lines.append(f"plain             {versus:.2f}x the speed of {report['peer']['name']}")

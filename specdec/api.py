@@ -152,6 +152,7 @@ class LLM:
         spec: SpecConfig | None = None,
         logits_processors: Sequence[Any] = (),
         cache_prompt: bool = True,
+        drafter: Drafter | None = None,
         **overrides: Any,
     ) -> GenerationStream:
         """Iterate over chunks of text; `.result` holds everything once the iterator is exhausted.
@@ -168,6 +169,7 @@ class LLM:
             logits_processors: further transformers LogitsProcessors for the target's rows.
             cache_prompt: keep the KV of the tokens that this prompt and the text before it begin
                 with; False computes the whole prompt anew.
+            drafter: of your own, asked instead of those that the spec names; you close it.
             overrides: single options of SamplingParams, such as max_tokens=128.
 
         Raises:
@@ -178,15 +180,19 @@ class LLM:
         self.check_open()
         if spec is not None:
             check_spec(spec, self.spec, self.plan, has_draft=self.draft is not None)
+        spec = (spec or self.spec) if speculative else PLAIN
+        if drafter is not None and not spec.drafters:
+            raise ConfigError("a drafter was given, but this is plain decoding: leave one out")
         prompt_ids = encode_prompt(prompt, self.tokenizer)
         check_room(len(prompt_ids), self.max_context, self._model_context)
         return GenerationStream(
             self,
             prompt_ids,
             params,
-            spec=(spec or self.spec) if speculative else PLAIN,
+            spec=spec,
             processors=logits_processors,
             cache_prompt=cache_prompt,
+            drafter=drafter,
         )
 
     def save_prompt_cache(self) -> None:

@@ -30,19 +30,23 @@ def make_controller(
     params: SamplingParams,
     spec: SpecConfig,
     recorder: StatsRecorder,
+    drafter: Drafter | None = None,
 ) -> Controller:
     """The loop of one sequence.
 
     Args:
         target: the LLM's, or a stand-in that watches it.
         sampler: the sequence's, with its own seed.
+        drafter: of the caller's own, instead of those that `spec` names.
     """
+    if drafter is not None:
+        drafter.reset()
     rng = np.random.Generator(
         np.random.Philox(key=np.array([sampler.seed, _CHAIN_STREAM], dtype=np.uint64))
     )
     return Controller(
         target,
-        _make_drafter(llm, spec, sampler, rng),
+        drafter or _make_drafter(llm, spec, sampler, rng),
         sampler,
         llm.policy(spec, params.temperature),
         recorder=recorder,

@@ -24,11 +24,10 @@ def parse_num_draft_tokens(text: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class LoadOptions:
-    """What `specdec.load` is called with."""
+class TargetOptions:
+    """What a target is loaded with: keywords of `specdec.load`."""
 
     model: options.Model
-    draft_models: options.DraftModel = None
     memory_budget: options.MemoryBudget = "auto"
     ctx_size: options.CtxSize = None
     threads: options.Threads = None
@@ -37,6 +36,23 @@ class LoadOptions:
     load_mode: options.LoadMode = "auto"
     cache_type_k: options.CacheTypeK = None
     cache_type_v: options.CacheTypeV = None
+
+    def __post_init__(self) -> None:
+        """Raise SpecdecError for a mistake before anything is started."""
+        from specdec.options import run_options  # the help does without
+
+        run_options(**self.as_keywords())
+
+    def as_keywords(self) -> dict[str, Any]:
+        """The keywords of `specdec.load`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class LoadOptions(TargetOptions):
+    """What `specdec.load` is called with."""
+
+    draft_models: options.DraftModel = None
     spec_type: options.SpecType = None
     num_draft_tokens: options.NumDraftTokens = "auto"
     tree_width: options.TreeWidth = None

@@ -14,6 +14,7 @@ from specdec.acceptance import Acceptance
 from specdec.assembly import make_controller
 from specdec.beam_decoder import BeamDecoder, Hypothesis, check_beams
 from specdec.config import ConfigError, SamplingParams, SpecConfig
+from specdec.drafters.base import Drafter
 from specdec.sampling import Sampler
 from specdec.sequences import GeneratedSequence, GenerationResult, StreamChunk, sequence_seed
 from specdec.stats import GenerationStats
@@ -59,6 +60,7 @@ class GenerationStream:
         spec: SpecConfig,
         processors: Sequence[Any],
         cache_prompt: bool = True,
+        drafter: Drafter | None = None,
     ) -> None:
         self._llm = llm
         self._cache_prompt = cache_prompt
@@ -66,6 +68,7 @@ class GenerationStream:
         self._params = params
         self._processors = processors
         self._spec = spec
+        self._drafter = drafter
         self._recorder = StatsRecorder(prompt_tokens=len(prompt_ids))
         self._limit = _token_limit(params, len(prompt_ids), llm.max_context)
         self._sequences = [self._new_sequence(params)]
@@ -167,7 +170,13 @@ class GenerationStream:
         self, sequence: GeneratedSequence, target: Backend
     ) -> Generator[tuple[str, tuple[int, ...]], None, None]:
         controller = make_controller(
-            self._llm, target, sequence.sampler, self._params, self._spec, self._recorder
+            self._llm,
+            target,
+            sequence.sampler,
+            self._params,
+            self._spec,
+            self._recorder,
+            self._drafter,
         )
         sequence.logprobs = controller.logprobs
         first = controller.start(self._prompt_ids)

@@ -7,11 +7,19 @@ the first token and is no decode pass: it counts in the time to first token and 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 PREFILL, PASS, DRAFT, ACCEPT = "prefill", "pass", "draft", "accept"
 """Kinds of events in a recording (offload.trace): of the prompt, and a round's three parts. That of
 acceptance marks its end."""
+
+
+class PassTime(NamedTuple):
+    """One decode pass of the target."""
+
+    n_rows: int
+    seconds: float
+    is_drafting: bool = False  # another thread drafted meanwhile
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class GenerationStats:
     is_lossless: bool = True  # False: draft tokens were put up with (accept_threshold)
     tried_by_depth: tuple[int, ...] = ()  # rounds whose walk came to have a guess at depth 1, 2, ..
     accepted_by_depth: tuple[int, ...] = ()  # rounds where one of these guesses was right
+    pass_times: tuple[PassTime, ...] = ()  # of every decode pass, in order; not in `to_dict`
 
     @property
     def tokens_per_second(self) -> float:
@@ -106,7 +115,7 @@ RATES = (
     "pass_slowdown",
 )
 """The properties that `to_dict` reports beside all fields."""
-_FIELDS = tuple(field.name for field in fields(GenerationStats))
+_FIELDS = tuple(field.name for field in fields(GenerationStats) if field.name != "pass_times")
 
 # How the fields of several generations make those of all of them; the rates follow from these.
 LARGEST = (

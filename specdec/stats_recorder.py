@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from offload.trace import record_since, recorded
 from specdec.acceptance import Acceptance
-from specdec.stats import ACCEPT, DRAFT, PASS, PREFILL, GenerationStats, percentile
+from specdec.stats import ACCEPT, DRAFT, PASS, PREFILL, GenerationStats, PassTime, percentile
 from specdec.tree import DraftTree
 
 
@@ -34,8 +34,7 @@ class StatsRecorder:
         # Of the last pass, and of the drafting beside it: (began, ended).
         self._last_pass = self._last_ahead = (0.0, 0.0)
         self._is_ahead_open = False  # drafting ran beside a pass whose outcome is not known yet
-        # (rows, drafting beside it?) -> seconds of each such pass
-        self._seconds_by_rows: dict[tuple[int, bool], list[float]] = defaultdict(list)
+        self._pass_times: list[PassTime] = []
         self._token_seconds: list[float] = []
         self._tried: Counter[int] = Counter()  # by depth
         self._accepted_at: Counter[int] = Counter()
@@ -80,7 +79,7 @@ class StatsRecorder:
             ended = self.clock()
             self._pass_seconds += ended - began
         self._last_pass = (began, ended)
-        self._seconds_by_rows[n_rows, is_drafting].append(ended - began)
+        self._pass_times.append(PassTime(n_rows, ended - began, is_drafting))
 
     @recorded(DRAFT, "draft ahead")
     @contextmanager
@@ -178,6 +177,7 @@ class StatsRecorder:
             is_lossless=is_lossless,
             tried_by_depth=self._at_depths(self._tried),
             accepted_by_depth=self._at_depths(self._accepted_at),
+            pass_times=tuple(self._pass_times),
         )
 
     def _at_depths(self, counts: Counter[int]) -> tuple[int, ...]:
@@ -186,9 +186,12 @@ class StatsRecorder:
     def _compared_pass_seconds(self) -> tuple[float, float]:
         """Seconds of the passes with drafting beside them, and of as many without; of those sizes
         of which there are both."""
+        seconds_by_rows: dict[tuple[int, bool], list[float]] = defaultdict(list)
+        for one in self._pass_times:
+            seconds_by_rows[one.n_rows, one.is_drafting].append(one.seconds)
         slowed = unslowed = 0.0
-        for (n_rows, is_drafting), seconds in self._seconds_by_rows.items():
-            alone = self._seconds_by_rows.get((n_rows, False))
+        for (n_rows, is_drafting), seconds in seconds_by_rows.items():
+            alone = seconds_by_rows.get((n_rows, False))
             if is_drafting and alone:
                 slowed += sum(seconds)
                 unslowed += len(seconds) * sum(alone) / len(alone)

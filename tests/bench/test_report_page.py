@@ -11,7 +11,7 @@ import pytest
 
 from bench.aggregate import aggregate_stats
 from bench.cli import main
-from bench.report_data import Point, bars, depths, points
+from bench.report_data import Point, bars, curves, depths, points
 from bench.results import ResultsError, read_results
 from offload.units import GIB
 from specdec.stats import GenerationStats
@@ -96,12 +96,33 @@ def sweep_line(budget: int, mbps: float | None, tree: int | None, speed: float |
     }  # fmt: skip
 
 
+def curve() -> dict[str, Any]:
+    points = [
+        {
+            "rate": rate, "n_draft_tokens": n, "accuracy": rate, "tokens_per_pass": 2.0,
+            "expected_tokens_per_pass": 2.1, "standard_error": 0.1, "tokens_per_second": 3.0,
+            "speedup": 1.9 + rate, "predicted_speedup": 2.0 + rate, "pass_seconds": 1.0 + n * rate,
+            "plain_pass_seconds": 1.0, "efficiency": 0.97, "passes": 30,
+        }
+        for rate in (0.5, 0.9)
+        for n in (2, 8)
+    ]  # fmt: skip
+    return {
+        "points": points,
+        "best": [{"rate": 0.5, "n_draft_tokens": 2, "speedup": 2.4}],
+        "differences": [], "n_texts": 6, "records": [], "model": "/m/grown",
+        "memory_budget_bytes": GIB, "n_prompts": 1, "max_tokens": 9, "provenance": PROVENANCE,
+    }  # fmt: skip
+
+
 PICTURE = b"\x89PNG\r\n\x1a\n and so on"
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
-    values = {"peers": comparison(), "speedup": speedup(), "budgets": budgets()}
+    values = {
+        "peers": comparison(), "speedup": speedup(), "budgets": budgets(), "curve": curve(),
+    }  # fmt: skip
     found = {}
     for kind, value in values.items():
         found[kind] = tmp_path / f"{kind}.json"
@@ -132,6 +153,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
         ),
         ("budgets", ["budgets-grown"], ["killed by the kernel", "1.5GiB"]),
         ("sweep", ["budgets-sweep", "acceptance"], ["tree: auto", "oom-killed"]),
+        ("curve", ["curve-curve"], ["0.50: 2 (2.40x)", "2.10 ± 0.10", "6 of 6 texts"]),
         ("picture", ["timeline-run"], []),
     ],
 )
@@ -158,7 +180,7 @@ def test_a_page_from_each_kind(
 def test_all_kinds_on_one_page(files: dict[str, Path], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert main(["report", *map(str, files.values()), "-o", str(page)]) == 0
-    assert page.read_text().count("<details>") == 4  # a picture has no provenance
+    assert page.read_text().count("<details>") == 5  # a picture has no provenance
 
 
 def test_the_roofline_of_a_point() -> None:
@@ -195,3 +217,25 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
 def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "none.json"), "-o", str(tmp_path / "r.html")]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+def test_a_curves_lines_and_points(files: dict[str, Path]) -> None:
+    found = curves(read_results(files["curve"]))
+    assert [one.n_draft_tokens for one in found] == [2, 8]
+    rates, speedups, errors = zip(*found[0].measured, strict=True)
+    assert rates == (0.5, 0.9)
+    assert speedups == pytest.approx((2.4, 2.8))
+    assert errors == pytest.approx((2.4 * 0.1 / 2.1, 2.8 * 0.1 / 2.1))
+    assert found[0].relative_pass_seconds == pytest.approx((2.0 * 2.8) ** 0.5)
+    assert found[0].predicted(0.5) == pytest.approx((1 + 0.5 + 0.25) / (2.0 * 2.8) ** 0.5)
+    assert curves(read_results(files["speedup"])) == []
+
+
+def test_points_without_a_pass_are_not_drawn(tmp_path: Path) -> None:
+    value = curve()
+    for point in value["points"]:
+        if point["n_draft_tokens"] == 8:
+            point |= {"pass_seconds": None, "efficiency": None, "speedup": 0.0}
+    path = tmp_path / "curve.json"
+    path.write_text(json.dumps(value))
+    assert [one.n_draft_tokens for one in curves(read_results(path))] == [2]

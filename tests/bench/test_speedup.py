@@ -58,6 +58,11 @@ def test_json_report(
         assert report[mode]["generated_tokens"] == 8
         assert report[mode]["tokens_per_second"] > 0
     assert report["plain"]["mean_acceptance_length"] == 1.0
+    assert report["plain_pass_seconds"] > 0
+    promised = report["speculative"]["mean_acceptance_length"] * report["plain_pass_seconds"]
+    assert report["efficiency"] == pytest.approx(
+        report["speedup"] * report["speculative_pass_seconds"] / promised
+    )
     assert report["speculative"]["passes"] < report["plain"]["passes"]  # it is its own draft
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert [record["mode"] for record in records] == [

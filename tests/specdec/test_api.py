@@ -10,6 +10,9 @@ import specdec
 from offload.budget import BudgetExceeded
 from offload.errors import SpecdecError
 from offload.units import MIB
+from specdec.config import SpecConfig
+from specdec.drafters.base import Drafter
+from specdec.tree import DraftTree
 
 PROMPT = "def add(a, b):"
 WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 24}  # 100 MB in fp32
@@ -211,3 +214,37 @@ def test_hub_ids_come_from_the_local_cache(target, tmp_path, monkeypatch):
         assert len(llm.generate(PROMPT, max_tokens=3).token_ids) == 3
     with pytest.raises(SpecdecError, match="someone/other is neither a model on this disk nor"):
         specdec.load("someone/other")
+
+
+class Oracle(Drafter):
+    """Knows the text, so that it is always right."""
+
+    def __init__(self, text):
+        self.text, self.n_resets = text, 0
+
+    def propose(self, context_ids, limits):
+        tree, node = DraftTree(context_ids[-1]), 0
+        for token in self.text[len(context_ids) :][: min(limits.max_nodes, limits.max_depth)]:
+            node = tree.add(node, token, -0.1)
+        return tree
+
+    def reset(self):
+        self.n_resets += 1
+
+
+def test_a_drafter_of_ones_own(llm):
+    prompt = llm.tokenizer.encode(PROMPT)
+    plain = llm.generate(prompt, speculative=False, max_tokens=21, ignore_eos=True)
+    oracle = Oracle([*prompt, *plain.token_ids])
+    spec = SpecConfig(("ngram",), num_draft_tokens=3, tree_width=1, draft_depth=3)
+    result = llm.generate(prompt, spec=spec, drafter=oracle, max_tokens=21, ignore_eos=True)
+    assert result.token_ids == plain.token_ids
+    assert result.stats.passes == 5
+    assert [one.n_rows for one in result.stats.pass_times] == [4] * 5
+    assert oracle.n_resets == 1
+
+
+@pytest.mark.parametrize("plainly", [{"speculative": False}, {"spec": SpecConfig(())}])
+def test_a_drafter_and_plain_decoding_contradict(llm, plainly):
+    with pytest.raises(SpecdecError, match="plain decoding"):
+        llm.generate(PROMPT, drafter=Oracle([]), **plainly)

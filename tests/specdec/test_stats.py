@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specdec.acceptance import Acceptance
-from specdec.stats import GenerationStats, percentile
+from specdec.stats import GenerationStats, PassTime, percentile
 from specdec.stats_recorder import StatsRecorder
 from specdec.tree import DraftTree
 
@@ -217,3 +217,13 @@ def test_a_pass_that_fails_took_its_time() -> None:
 )  # fmt: skip
 def test_percentile_is_the_nearest_rank(values: list, fraction: float, expected: float) -> None:
     assert percentile(values, fraction) == expected
+
+
+def test_times_of_passes_in_order_beside_the_plain_figures() -> None:
+    clock = Clock()
+    recorder = StatsRecorder(clock=clock)
+    run_pass(recorder, clock, 1.0)
+    run_pass_beside(recorder, clock, 2.5, 1.0, n_rows=9)
+    stats = recorder.finish()
+    assert stats.pass_times == (PassTime(4, 1.0), PassTime(9, 2.5, is_drafting=True))
+    assert "pass_times" not in stats.to_dict()  # one for each pass: too many to show

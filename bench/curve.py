@@ -1,0 +1,304 @@
+"""Speedup curves: real passes of a real target, and a drafter whose accuracy is known.
+
+A speedup depends on the machine, on the target and on how often the draft is right. The first two
+are measured here, the third is set, so that readers can place a pair of their own:
+
+    python -m bench.curve SPEC.json RESULT.json
+
+For every prompt the target first decodes plainly: that text is what the drafter knows. Then, for
+every rate, plain decoding and chains of every length take turns, which begin with another one each
+time, so that a drift of the storage's speed falls on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from bench.aggregate import first_mismatch
+from bench.child import check_child, quiet_libraries, run_child
+from bench.curve_figures import summarise
+from bench.known_drafter import KnownAccuracyDrafter
+from bench.near_ties import examine
+from bench.provenance import collect
+from bench.workloads import Prompt
+from offload.errors import SpecdecError
+from specdec.config import SpecConfig
+
+if TYPE_CHECKING:
+    from specdec.api import LLM
+    from specdec.stats import GenerationStats
+
+DEFAULT_RATES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+DEFAULT_LENGTHS = (1, 2, 4, 8, 16, 32, 64)
+_PLAIN = 0  # draft tokens
+_PLAIN_SHARE = 4  # plain decoding has no luck to average out: a part of the text will do
+_LEAST_PLAIN_TOKENS = 9
+
+
+class CurveError(SpecdecError):
+    """A curve cannot be measured as asked."""
+
+
+@dataclass(frozen=True)
+class CurveSettings:
+    """What to measure."""
+
+    rates: tuple[float, ...] = DEFAULT_RATES
+    """Chances that a draft token is right."""
+    lengths: tuple[int, ...] = DEFAULT_LENGTHS
+    """Draft tokens of a chain."""
+    max_tokens: int = 64
+    """Of each decoding with a draft, which ends with the round that reaches them."""
+    ignore_eos: bool = False
+    seed: int = 0
+    """Of the guesses."""
+
+    @property
+    def text_tokens(self) -> int:
+        """Of the text that the drafter knows: so many that no chain is cut off."""
+        return self.max_tokens + max(self.lengths)
+
+    def wanted_tokens(self, n_drafted: int) -> int:
+        """Of a decoding with so many draft tokens."""
+        if n_drafted != _PLAIN:
+            return self.max_tokens
+        return min(self.max_tokens, max(_LEAST_PLAIN_TOKENS, self.max_tokens // _PLAIN_SHARE))
+
+
+@dataclass(frozen=True)
+class CurveSpec:
+    """A measurement; written as JSON for the process that does it."""
+
+    load: dict[str, Any]
+    """Keywords of `specdec.load` without a draft; "model" is a local path."""
+    prompts: list[Prompt]
+    settings: CurveSettings = field(default_factory=CurveSettings)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> CurveSpec:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        settings = values["settings"]
+        settings |= {name: tuple(settings[name]) for name in ("rates", "lengths")}
+        prompts = [Prompt(**prompt) for prompt in values["prompts"]]
+        return cls(values["load"], prompts, CurveSettings(**settings))
+
+
+def run_curve(spec: CurveSpec, argv: Sequence[str], *, enforce: bool) -> dict[str, Any]:
+    """Measure in a process of its own, inside the memory budget if enforced.
+
+    The keys of `measure_curve`, and model, enforced, provenance.
+    """
+    quiet_libraries()
+    provenance = collect(argv, Path(spec.load["model"]))
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
+        spec_path, result_path = Path(folder) / "spec.json", Path(folder) / "result.json"
+        spec.write(spec_path)
+        limit = spec.load["memory_budget"] if enforce else None
+        code = run_child("bench.curve", [str(spec_path), str(result_path)], limit)
+        check_child(code, "the measurement")
+        result: dict[str, Any] = json.loads(result_path.read_text(encoding="utf-8"))
+    return {**result, "model": spec.load["model"], "enforced": enforce, "provenance": provenance}
+
+
+def load_keywords(load: dict[str, Any], settings: CurveSettings) -> dict[str, Any]:
+    """For `specdec.load`: room for the longest chain, and no draft model."""
+    return {**load, "spec_type": ("ngram",), "num_draft_tokens": max(settings.lengths)}
+
+
+def measure_curve(
+    llm: LLM, prompts: Sequence[Prompt], settings: CurveSettings, out: TextIO = sys.stderr
+) -> dict[str, Any]:
+    """Measure with a loaded target (`specdec.load(**load_keywords(...))`).
+
+    Returns:
+        the keys of `curve_figures.summarise`, and
+        differences     texts that are not plain decoding's: prompt, rate, n_draft_tokens, and
+                        position, tokens, gap, drift, explained of `near_ties.NearTie`
+        n_texts         that were compared
+        plan, n_prompts, max_tokens, memory_budget_bytes
+        records         prompt, rate, n_draft_tokens (0: plain), token_ids, stats, pass_times
+
+    Raises:
+        CurveError: a prompt and its text do not fit in the context.
+    """
+    progress = _Progress(out, len(prompts) * len(settings.rates) * (1 + len(settings.lengths)))
+    records: list[dict[str, Any]] = []
+    differences: list[dict[str, Any]] = []
+    for index, prompt in enumerate(prompts):
+        turns = _Turns(llm, prompt, index, settings)
+        turns.warm_up()
+        made = []
+        for way in turns.order():
+            made.append(turns.decode(*way))
+            progress.say(made[-1])
+        differences += turns.differences(made)
+        records += made
+    return {
+        **summarise(records),
+        "differences": differences,
+        "n_texts": len(records),
+        "plan": llm.plan.to_dict(),
+        "n_prompts": len(prompts),
+        "max_tokens": settings.max_tokens,
+        "memory_budget_bytes": llm.plan.budget_bytes,
+        "records": records,
+    }
+
+
+class _Turns:
+    """One prompt: its text, and the decodings that repeat it."""
+
+    def __init__(self, llm: LLM, prompt: Prompt, index: int, settings: CurveSettings) -> None:
+        self._llm, self._prompt, self._index = llm, prompt, index
+        self._settings = settings
+        self._prompt_ids = llm.tokenizer.encode(prompt.text)
+        wanted = len(self._prompt_ids) + settings.text_tokens
+        if wanted > llm.max_context:
+            raise CurveError(
+                f"{prompt.name} takes {len(self._prompt_ids)} tokens and its text "
+                f"{settings.text_tokens} (-n and the longest chain), together more than the "
+                f"context of {llm.max_context}: give -c {wanted}, shorter chains or a smaller -n"
+            )
+        # All decodings, this first one too, take up the KV of the prompt from the one before.
+        self._run(1, None, speculative=False)
+        self._text, _ = self._run(settings.text_tokens, None, speculative=False)
+
+    def order(self) -> list[tuple[float, int]]:
+        """(rate, draft tokens): rate by rate, beginning with another length each time."""
+        lengths = [_PLAIN, *self._settings.lengths]
+        ways = []
+        for i, rate in enumerate(self._settings.rates):
+            first = (self._index + i) % len(lengths)
+            ways += [(rate, n) for n in lengths[first:] + lengths[:first]]
+        return ways
+
+    def warm_up(self) -> None:
+        """The first pass of the largest size pays for scratch memory."""
+        self._decode(1.0, max(self._settings.lengths), n_wanted=2)
+
+    def decode(self, rate: float, n_drafted: int) -> dict[str, Any]:
+        n_wanted = self._settings.wanted_tokens(n_drafted)
+        tokens, stats = self._decode(rate, n_drafted, n_wanted)
+        return {
+            "prompt": self._prompt.name,
+            "rate": rate,
+            "n_draft_tokens": n_drafted,
+            "token_ids": tokens,
+            "stats": stats.to_dict(),
+            "pass_times": [list(one) for one in stats.pass_times],
+        }
+
+    def differences(self, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Of the texts that are not plain decoding's: near ties?"""
+        known: dict[tuple[int, int], dict[str, Any]] = {}  # by position and token
+        found = []
+        for record in records:
+            tokens = record["token_ids"]
+            at = first_mismatch(self._text[: len(tokens)], tokens)
+            if at is None:
+                continue
+            place = (at, tokens[at])
+            if place not in known:
+                tie = examine(self._llm.target, self._prompt_ids, self._text, tokens)
+                assert tie is not None, "the texts differ"
+                known[place] = {**asdict(tie), "explained": tie.is_explained}
+            where = {key: record[key] for key in ("prompt", "rate", "n_draft_tokens")}
+            found.append({**where, **known[place]})
+        return found
+
+    def _decode(
+        self, rate: float, n_drafted: int, n_wanted: int
+    ) -> tuple[list[int], GenerationStats]:
+        if n_drafted == _PLAIN:
+            return self._run(n_wanted, self._text, speculative=False)
+        tokenizer, target = self._llm.tokenizer, self._llm.target
+        drafter = KnownAccuracyDrafter(
+            [*self._prompt_ids, *self._text],
+            rate,
+            min(tokenizer.n_tokens, target.vocab_size),
+            (self._settings.seed, self._index, round(1e6 * rate), n_drafted),
+        )
+        chain = SpecConfig(
+            ("ngram",), n_drafted, tree_width=1, draft_depth=n_drafted, draft_ahead="off"
+        )
+        return self._run(n_wanted, self._text, spec=chain, drafter=drafter)
+
+    def _run(
+        self, n_wanted: int, text: Sequence[int] | None, **how: Any
+    ) -> tuple[list[int], GenerationStats]:
+        """Decode at least so many tokens, greedily, unless the text ends.
+
+        Where it leaves the `text` of plain decoding, what follows is unknown to the drafter: that
+        is where it ends, too.
+        """
+        stream = self._llm.stream(
+            self._prompt_ids,
+            max_tokens=self._settings.text_tokens,
+            ignore_eos=self._settings.ignore_eos,
+            **how,
+        )
+        tokens: list[int] = []
+        for chunk in stream:
+            tokens += map(int, chunk.token_ids)
+            is_other = text is not None and tokens != text[: len(tokens)]
+            if len(tokens) >= n_wanted or is_other:
+                break
+        stream.cancel()
+        return tokens, stream.result.stats
+
+
+class _Progress:
+    """A line for each decoding."""
+
+    def __init__(self, out: TextIO, n_total: int) -> None:
+        self._out, self._n_total, self._n_done = out, n_total, 0
+        self._began = time.monotonic()
+
+    def say(self, record: dict[str, Any]) -> None:
+        self._n_done += 1
+        seconds = (time.monotonic() - self._began) / self._n_done * (self._n_total - self._n_done)
+        n, stats = record["n_draft_tokens"], record["stats"]
+        way = f"rate {record['rate']:.2f} chain {n}" if n else "plain"
+        print(
+            f"{self._n_done}/{self._n_total} ({record['prompt']}) {way}: "
+            f"{stats['tokens_per_second']:.2f} tok/s, "
+            f"{stats['mean_acceptance_length']:.2f} tokens per pass | {seconds:.0f} s left",
+            file=self._out,
+            flush=True,
+        )
+
+
+def measure(spec: CurveSpec, out: TextIO) -> dict[str, Any]:
+    """Load the target and measure; progress goes to `out`."""
+    from specdec.api import load
+    from specdec.cli_output import loading_progress
+
+    with loading_progress(f"loading {spec.load['model']}") as progress:
+        llm = load(**load_keywords(spec.load, spec.settings), progress=progress)
+    with llm:
+        return measure_curve(llm, spec.prompts, spec.settings, out)
+
+
+def main(argv: Sequence[str]) -> int:
+    from specdec.cli_errors import guard
+
+    def work() -> None:
+        spec_path, result_path = map(Path, argv)
+        result = measure(CurveSpec.read(spec_path), sys.stderr)
+        result_path.write_text(json.dumps(result), encoding="utf-8")
+
+    return guard("specdec-bench", work)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""`specdec-bench curve`: what a pair of any acceptance rate would gain on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from bench.options import (
+    IgnoreEos,
+    NPrompts,
+    Output,
+    OutputFile,
+    Prompts,
+    UsageMistake,
+    check_output,
+    check_writable,
+)
+from bench.workloads import BUILT_IN, read_prompts
+from specdec import cli_options as options
+from specdec.cli_groups import TargetOptions
+from specdec.config import MAX_DRAFT_TOKENS
+
+Rates = Annotated[
+    str,
+    typer.Option("--rates", metavar="P,P,...", help="Chances that a draft token is right."),
+]
+Sizes = Annotated[
+    str, typer.Option("--sizes", metavar="N,N,...", help="Draft tokens of the chains.")
+]
+GuessSeed = Annotated[int, typer.Option("--seed", min=0, help="Of the guesses.")]
+
+
+def curve_command(
+    context: typer.Context,
+    load: TargetOptions,
+    rates: Rates = "0.5,0.6,0.7,0.8,0.9,0.95",
+    sizes: Sizes = "1,2,4,8,16,32,64",
+    prompts: Prompts = BUILT_IN,
+    n_prompts: NPrompts = 2,
+    max_tokens: options.MaxTokens = 64,
+    seed: GuessSeed = 0,
+    enforce: options.Enforce = False,
+    ignore_eos: IgnoreEos = False,
+    output: Output = "table",
+    output_file: OutputFile = None,
+    debug: options.Debug = False,
+) -> None:
+    """Speedup against acceptance rate, with a drafter of known accuracy."""
+    from bench.curve import CurveError, CurveSettings, CurveSpec, run_curve
+    from bench.curve_figures import format_curve
+    from bench.results import write_json
+    from specdec.models import resolve_model
+
+    settings = CurveSettings(parse_rates(rates), parse_lengths(sizes), max_tokens, ignore_eos, seed)
+    check_output(output)
+    check_writable("--output-file", output_file)
+    if enforce and load.memory_budget == "auto":
+        raise UsageMistake("--enforce needs a --memory-budget with a size, e.g. 3.5GiB")
+    spec = CurveSpec(
+        {**load.as_keywords(), "model": str(resolve_model(load.model))},
+        read_prompts(prompts, n_prompts),
+        settings,
+    )
+    result = run_curve(spec, ["specdec-bench", *context.obj.argv], enforce=enforce)
+    if output_file is not None:
+        write_json(result, output_file)
+    if output == "json":
+        write_json(result, None)
+    else:
+        typer.echo(format_curve(result))
+    n_unexplained = sum(not one["explained"] for one in result["differences"])
+    if n_unexplained:
+        raise CurveError(
+            f"{n_unexplained} of {result['n_texts']} texts are not those of plain decoding, by "
+            "more than a near tie: this should not happen, please report it"
+        )
+
+
+def parse_rates(text: str) -> tuple[float, ...]:
+    """Different numbers above 0 and at most 1. Raises UsageMistake."""
+    found = []
+    for part in text.split(","):
+        try:
+            rate = float(part)
+        except ValueError:
+            rate = 0.0
+        if not 0.0 < rate <= 1.0:
+            raise UsageMistake(
+                f"--rates has {part!r}: give numbers above 0 and at most 1, e.g. 0.7,0.9"
+            )
+        found.append(rate)
+    return tuple(dict.fromkeys(found))
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Different counts from 1 to MAX_DRAFT_TOKENS. Raises UsageMistake."""
+    found = []
+    for part in map(str.strip, text.split(",")):
+        is_count = part.isascii() and part.isdigit() and len(part) < 10
+        if not is_count or not 1 <= int(part) <= MAX_DRAFT_TOKENS:
+            raise UsageMistake(
+                f"--sizes has {part!r}: give draft tokens from 1 to {MAX_DRAFT_TOKENS}, e.g. 4,16"
+            )
+        found.append(int(part))
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,164 @@
+"""From the records of a speedup curve to its points, and to a table. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import aggregate
+from bench.efficiency import efficiency, median_pass_seconds, pass_times_of
+from bench.known_drafter import expected_tokens
+from offload.units import format_bytes
+from specdec.stats import ratio
+
+PLAIN_ROWS = 1
+"""A pass over the pending token alone."""
+
+
+def standard_error(accuracy: float, n_drafted: int, n_passes: int) -> float:
+    """Of the mean of the tokens of so many passes over chains of known accuracy.
+
+    E[X²] = Σ (2k - 1)·P(X ≥ k), and P(X ≥ k) = a^(k-1) for the k-th of at most n + 1 tokens.
+    """
+    square = sum((2 * k + 1) * accuracy**k for k in range(n_drafted + 1))
+    variance = max(0.0, square - expected_tokens(accuracy, n_drafted) ** 2)
+    return math.sqrt(ratio(variance, n_passes))
+
+
+def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The curve's points.
+
+        points          for each rate and chain length:
+            rate, n_draft_tokens    asked for
+            accuracy                accepted / tried guesses: what the rate came out as
+            tokens_per_pass, expected_tokens_per_pass, standard_error (of the former's mean)
+            tokens_per_second, speedup (over plain decoding in the turns of the same rate)
+            predicted_speedup       expected tokens per pass · T(1) / T(N)
+            pass_seconds            T(N), median of the passes of N = n_draft_tokens + 1 rows
+            plain_pass_seconds      T(1) in the same turns
+            efficiency              speedup / (tokens per pass · T(1) / T(N))
+            passes
+        best            for each rate, n_draft_tokens and speedup of the fastest chain
+
+    Args:
+        records: of `bench.curve.measure_curve`; n_draft_tokens is 0 for plain decoding.
+    """
+    points = []
+    for rate in dict.fromkeys(record["rate"] for record in records):
+        turns = [record for record in records if record["rate"] == rate]
+        plain = [record for record in turns if not record["n_draft_tokens"]]
+        for length in sorted({r["n_draft_tokens"] for r in turns} - {0}):
+            chains = [record for record in turns if record["n_draft_tokens"] == length]
+            points.append(_point(rate, length, plain, chains))
+    best = []
+    for rate in dict.fromkeys(point["rate"] for point in points):
+        fastest = max(
+            (point for point in points if point["rate"] == rate), key=lambda one: one["speedup"]
+        )
+        best.append({key: fastest[key] for key in ("rate", "n_draft_tokens", "speedup")})
+    return {"points": points, "best": best}
+
+
+def _point(
+    rate: float,
+    length: int,
+    plain: Sequence[Mapping[str, Any]],
+    chains: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    stats, plain_stats = aggregate.aggregate_stats(chains), aggregate.aggregate_stats(plain)
+    speedup = ratio(stats["tokens_per_second"], plain_stats["tokens_per_second"])
+    seconds_1 = median_pass_seconds(pass_times_of(plain), PLAIN_ROWS)
+    seconds_n = median_pass_seconds(pass_times_of(chains), PLAIN_ROWS + length)
+    expected = expected_tokens(rate, length)
+    return {
+        "rate": rate,
+        "n_draft_tokens": length,
+        "accuracy": ratio(sum(stats["accepted_by_depth"]), sum(stats["tried_by_depth"])),
+        "tokens_per_pass": stats["mean_acceptance_length"],
+        "expected_tokens_per_pass": expected,
+        "standard_error": standard_error(rate, length, stats["passes"]),
+        "tokens_per_second": stats["tokens_per_second"],
+        "speedup": speedup,
+        "predicted_speedup": expected * ratio(seconds_1 or 0.0, seconds_n or 0.0),
+        "pass_seconds": seconds_n,
+        "plain_pass_seconds": seconds_1,
+        "efficiency": efficiency(speedup, stats["mean_acceptance_length"], seconds_1, seconds_n),
+        "passes": stats["passes"],
+    }
+
+
+# --- for people --------------------------------------------------------------------------------
+
+HEADINGS = (
+    "rate", "chain", "tok/pass", "expected", "tok/s", "speedup", "model", "T(1) s", "T(N) s",
+    "efficiency",
+)  # fmt: skip
+_WIDTHS = (5, 6, 9, 14, 9, 8, 8, 8, 8, 11)
+
+
+def cells(point: Mapping[str, Any]) -> tuple[str, ...]:
+    """A point under `HEADINGS`."""
+    return (
+        f"{point['rate']:.2f}",
+        str(point["n_draft_tokens"]),
+        f"{point['tokens_per_pass']:.2f}",
+        f"{point['expected_tokens_per_pass']:.2f} ± {point['standard_error']:.2f}",
+        f"{point['tokens_per_second']:.2f}",
+        f"{point['speedup']:.2f}x",
+        f"{point['predicted_speedup']:.2f}x",
+        _figure(point["plain_pass_seconds"], ".3f"),
+        _figure(point["pass_seconds"], ".3f"),
+        _figure(point["efficiency"], ".2f"),
+    )
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def best_line(result: Mapping[str, Any]) -> str:
+    return "fastest chain by rate: " + ", ".join(
+        f"{one['rate']:.2f}: {one['n_draft_tokens']} ({one['speedup']:.2f}x)"
+        for one in result["best"]
+    )
+
+
+def format_curve(result: Mapping[str, Any]) -> str:
+    """The whole result as text."""
+    kept = "enforced by a cgroup" if result["enforced"] else "not enforced"
+    lines = [
+        f"target  {Path(result['model']).name}",
+        f"budget  {format_bytes(result['memory_budget_bytes'])} ({kept})",
+        f"prompts {result['n_prompts']} x {result['max_tokens']} tokens, greedy; every draft token "
+        "is right with the probability `rate`",
+        "",
+        _row(HEADINGS),
+    ]
+    rate = None
+    for point in result["points"]:
+        if rate not in (None, point["rate"]):
+            lines.append("")
+        rate = point["rate"]
+        lines.append(_row(cells(point)))
+    return "\n".join([*lines, "", best_line(result), *difference_lines(result)])
+
+
+def _row(texts: Sequence[str]) -> str:
+    return "".join(text.rjust(width) for text, width in zip(texts, _WIDTHS, strict=True))
+
+
+def difference_lines(result: Mapping[str, Any]) -> list[str]:
+    """How many texts are plain decoding's, and where and why others are not."""
+    differences = result["differences"]
+    n_equal = result["n_texts"] - len(differences)
+    lines = [f"texts equal to plain decoding's: {n_equal} of {result['n_texts']}"]
+    for place in dict.fromkeys((one["prompt"], one["position"]) for one in differences):
+        same = [one for one in differences if (one["prompt"], one["position"]) == place]
+        verdict = "a near tie" if all(one["explained"] for one in same) else "NOT a near tie"
+        lines.append(
+            f"  {place[0]} differs from token {place[1]} on, {len(same)} times: {verdict}, logits "
+            f"{same[0]['gap']:.3g} apart, drift between passes {same[0]['drift']:.3g}"
+        )
+    return lines
