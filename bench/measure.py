@@ -73,6 +73,8 @@ class Record:
     storage_bytes_per_second: float
     """Mean of the probes just before and just after."""
     text: str = field(default="")
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """(seconds since the prompt was handed over, tokens that came at once), as of the peers."""
 
 
 def measure_in_child(spec: MeasureSpec, *, enforce: bool) -> dict[str, Any]:
@@ -153,9 +155,15 @@ def _measure_one(
 ) -> Record:
     before = probe.latest()
     # The prompt's time is measured too, so the other mode's KV of it is of no use here.
-    result = llm.generate(
+    stream = llm.stream(
         prompt.text, speculative=mode == "speculative", cache_prompt=False, **sampling
     )
+    arrivals = []
+    started = time.perf_counter()
+    for chunk in stream:
+        if chunk.token_ids:  # the last one may bring text alone
+            arrivals.append((time.perf_counter() - started, len(chunk.token_ids)))
+    result = stream.result
     after = probe.measure()
     return Record(
         prompt=prompt.name,
@@ -165,6 +173,7 @@ def _measure_one(
         stats=result.stats.to_dict(),
         storage_bytes_per_second=(before + after) / 2,
         text=result.text,
+        arrivals=arrivals,
     )
 
 

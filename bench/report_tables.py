@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.compare import label
+from bench.peer_figures import describe_ratio
 from bench.peer_table import COLUMNS, category_cell, cells
 from bench.report_data import series_name
 from bench.results import BUDGETS, PEERS, SPEEDUP, SWEEP, Results
@@ -60,7 +61,7 @@ def _ratios(value: Mapping[str, Any], name: str) -> list[Table]:
         (
             one,
             *(
-                f"{ratios[one][other]['ratio']:.2f} ({ratios[one][other]['n_prompts']})"
+                f"{ratios[one][other]['ratio']:.2f} ({describe_ratio(ratios[one][other])})"
                 if other in ratios[one]
                 else "-"
                 for other in names
@@ -68,7 +69,7 @@ def _ratios(value: Mapping[str, Any], name: str) -> list[Table]:
         )
         for one in names
     )
-    note = "Speed of the row / speed of the column, on the prompts that both decoded (how many)."
+    note = "Speed of the row / speed of the column, on the tokens that both decoded (how many)."
     return [Table(f"Ratios: {name}", ("", *names), rows, note)]
 
 
@@ -96,6 +97,9 @@ def _speedup(results: Results) -> list[Table]:
     headings = ("", *(heading for heading, *_ in ROWS))
     equal = f"{value['prompts_equal']} of {value['n_prompts']}"
     note = f"Speculative is {value['speedup']:.2f} times plain; {equal} texts are equal."
+    for mode, found in value.get("ratios", {}).items():
+        note += f" {mode.capitalize()} is {found['ratio']:.2f} times {value['peer']['name']}, over "
+        note += f"the same {describe_ratio(found)}."
     return [Table(f"Plain and speculative: {results.path.stem}", headings, rows, note)]
 
 

@@ -12,6 +12,7 @@ import pytest
 from bench.__main__ import main
 from bench.aggregate import aggregate_stats
 from bench.report_data import Point, bars, depths, points
+from bench.report_tables import tables
 from bench.results import ResultsError, read_results
 from offload.units import GIB
 from specdec.stats import GenerationStats
@@ -153,6 +154,26 @@ def test_a_page_from_each_kind(
     assert not re.search(r"(src|href)=\"(?!data:)", text)
     assert "<x>" not in text
     assert (page.parent / f"page-{pictures[0]}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bars_over_other_texts_say_over_which(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    record = {"prompt": "a", "token_ids": [1, 2, 3]}
+    peer = {**speedup()["plain"], "name": "llama.cpp", "prompts": [record, record]}
+    ratios = {"plain": {"ratio": 2.5, "n_prompts": 2, "n_tokens": 4}}
+    path.write_text(json.dumps({**speedup(), "peer": peer, "ratios": ratios}))
+    results = read_results(path)
+    assert [bar.note for bar in bars(results)] == [
+        "2 prompts, 6 tokens",
+        "4 prompts, 41 tokens",
+        "4.0 tokens per pass; 4 prompts, 41 tokens",
+    ]
+    [table] = tables(results)
+    assert "Plain is 2.50 times llama.cpp, over the same 2 prompts, 4 tokens." in table.note
+    rows = [peer_row("accelerate", 0.5, n_tokens=9), peer_row("specdec", 1.0)]
+    path.write_text(json.dumps({**comparison(), "peers": rows}))
+    notes = [bar.note for bar in bars(read_results(path))]
+    assert notes == ["2 prompts, 9 tokens", "2 prompts, 20 tokens"]
 
 
 def test_all_kinds_on_one_page(files: dict[str, Path], tmp_path: Path) -> None:
