@@ -88,7 +88,7 @@ PEERS = {
             "llama.cpp-draft",
             "bench.peer_llama",
             (GGUF,),
-            "the same with a chain of draft tokens, as in its speculative-simple, the fastest length",
+            "the same with a chain of draft tokens, as in speculative-simple, the fastest length",
             uses_draft=True,
             package="llama_cpp",
             install="pip install 'specdec[gguf]'",

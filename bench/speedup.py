@@ -2,7 +2,7 @@
 
 This process only directs: every measurement is a fresh process, inside the same memory limit. The
 peer runs half of its prompts before ours and half after, so that a drift of the storage's speed
-falls on both. It decodes fewer prompts and fewer tokens than we do: `ratios` are over those of both.
+falls on both. It decodes fewer prompts and tokens than we do: `ratios` are over those of both.
 """
 
 from __future__ import annotations

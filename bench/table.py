@@ -102,11 +102,8 @@ def _versus_peer(report: Mapping[str, Any]) -> list[str]:
         f"{mode:<17} {found['ratio']:.2f}x the speed of {name} (the same {describe_ratio(found)})"
         for mode, found in report["ratios"].items()
     ]
-    n_prompts, n_tokens = report["peer"]["n_prompts"], report["peer"]["n_tokens"]
-    lines.append(
-        f"peer              its column is over {n_prompts} prompts, {n_tokens} tokens, not warmed up "
-        "but by each prompt's own pass"
-    )
+    counts = describe_ratio(report["peer"])
+    lines.append(f"peer              its column is over {counts}, after each prompt's pass alone")
     return lines
 
 

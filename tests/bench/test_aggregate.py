@@ -115,7 +115,10 @@ def test_the_table_shows_every_column() -> None:
             "plain": stats,
             "speculative": stats,
             "peer": {
-                "name": "accelerate", "tokens_per_second": 0.4, "n_prompts": 2, "n_tokens": 16
+                "name": "accelerate",
+                "tokens_per_second": 0.4,
+                "n_prompts": 2,
+                "n_tokens": 16,
             },
             "ratios": {"plain": {"ratio": 2.5, "n_prompts": 2, "n_tokens": 14}},
             "speedup": 4.0,

@@ -18,7 +18,16 @@ from bench.limited import FAILED, OK, OOM_KILLED, TIMED_OUT
 from bench.peer_program import Task
 from bench.peer_runs import ProgramRunner, RunSettings
 from bench.peer_table import format_comparison
-from bench.peers import DRAFT_CHAINS, DRAFTING, MEMORY, PEERS, Peer, Weights, memory_amounts, why_not
+from bench.peers import (
+    DRAFT_CHAINS,
+    DRAFTING,
+    MEMORY,
+    PEERS,
+    Peer,
+    Weights,
+    memory_amounts,
+    why_not,
+)
 from bench.peers_cli import UsageMistake, all_weights, parse_peers
 from bench.workloads import Prompt
 from offload.cgroup import CgroupUnavailable, MemoryCgroup

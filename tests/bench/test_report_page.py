@@ -55,7 +55,7 @@ def comparison() -> dict[str, Any]:
             peer_row("specdec", 9.3, mean_acceptance_length=11.9, acceptance_by_depth=depth,
                      by_category={"writing": figures}),
         ],
-        "ratios": {"specdec": {"accelerate": {"ratio": 37.2, "n_prompts": 2}},
+        "ratios": {"specdec": {"accelerate": {"ratio": 37.2, "n_prompts": 2, "n_tokens": 14}},
                    "accelerate": {"specdec": {"ratio": 0.0269, "n_prompts": 2}}},
         "weights": [{"model": "/m/grown-6gb", "draft": None, "n_bytes": GIB, "types": {}}],
         "memory_budget_bytes": GIB, "enforced": True, "storage_mbps": 500.0,
@@ -125,7 +125,11 @@ def files(tmp_path: Path) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("kind", "pictures", "words"),
     [
-        ("peers", ["speed-peers", "acceptance"], ["37.20 (2)", "&lt;airllm&gt;", "writing"]),
+        (
+            "peers",
+            ["speed-peers", "acceptance"],
+            ["37.20 (2 prompts, 14 tokens)", "&lt;airllm&gt;", "writing"],
+        ),
         (
             "speedup",
             ["speed-speedup", "budgets-grown", "acceptance"],
