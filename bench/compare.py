@@ -18,7 +18,8 @@ The result (JSON; `null` where there is nothing to say):
         settings, trials        how the program was set up; what was tried for that
         processes               exit, seconds, memory and probed storage speed of each process
         prompts                 the records of bench.peer_program
-    ratios          peer -> other -> {ratio, n_prompts}: speed over speed, on the prompts of both
+    ratios          peer -> other -> {ratio, n_prompts, n_tokens}: speed over speed, on the tokens
+                    that both decoded
     weights         for each format: model, draft, n_bytes, types (share of the bytes by type)
     memory_budget_bytes, enforced, storage_mbps, storage_bytes_per_second (probed, mean),
     n_prompts, max_tokens, time_limit_seconds, n_threads, ctx_size, provenance

@@ -75,6 +75,8 @@ class Record:
     text: str = field(default="")
     pass_times: list[PassTime] = field(default_factory=list)
     """Of every decode pass: rows, seconds, and whether there was drafting beside it."""
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """(seconds since the prompt was handed over, tokens that came at once), as of the peers."""
 
 
 def measure_in_child(spec: MeasureSpec, *, enforce: bool) -> dict[str, Any]:
@@ -155,9 +157,15 @@ def _measure_one(
 ) -> Record:
     before = probe.latest()
     # The prompt's time is measured too, so the other mode's KV of it is of no use here.
-    result = llm.generate(
+    stream = llm.stream(
         prompt.text, speculative=mode == "speculative", cache_prompt=False, **sampling
     )
+    arrivals = []
+    started = time.perf_counter()
+    for chunk in stream:
+        if chunk.token_ids:  # the last one may bring text alone
+            arrivals.append((time.perf_counter() - started, len(chunk.token_ids)))
+    result = stream.result
     after = probe.measure()
     return Record(
         prompt=prompt.name,
@@ -168,6 +176,7 @@ def _measure_one(
         storage_bytes_per_second=(before + after) / 2,
         text=result.text,
         pass_times=list(result.stats.pass_times),
+        arrivals=arrivals,
     )
 
 

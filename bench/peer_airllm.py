@@ -40,7 +40,7 @@ def program(task: Task, journal: Journal) -> None:
             "dtype": str(dtype).removeprefix("torch."),
             "max_seq_len": task.n_ctx,
             "compression": None,
-            "prefetching": True,
+            "prefetching": getattr(model, "prefetching", None),
             "threads": task.n_threads,
         }
     )

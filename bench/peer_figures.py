@@ -6,7 +6,7 @@ after it, as for our own figures. Tokens that came together are charged an equal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -71,20 +71,31 @@ def acceptance_by_depth(stats: Iterable[Mapping[str, Any] | None]) -> list[dict[
 
 
 def pairwise_ratios(runs: Mapping[str, Sequence[Record]]) -> dict[str, dict[str, Any]]:
-    """speed of one / speed of the other, over the prompts that both decoded.
+    """name -> other -> {ratio, n_prompts, n_tokens}: speed over speed, on the tokens of both.
 
-    A slow program measures fewer prompts; comparing it with another's mean over all of them would
-    compare prompts, not programs. Pairs without a common prompt are left out.
+    A slow program measures fewer prompts and fewer tokens of each; comparing it with another's mean
+    over all of them would compare texts, not programs. So both are cut to the shorter, prompt by
+    prompt: to the same positions of the text, `n_tokens` in all. Pairs without any are left out.
     """
     ratios: dict[str, dict[str, Any]] = {}
     for name, records in runs.items():
         ratios[name] = {}
         for other, others in runs.items():
-            shared = _names(records) & _names(others)
-            speeds = [_speed(some, shared) for some in (records, others)]
-            if name != other and shared and all(speeds):
-                ratios[name][other] = {"ratio": ratio(*speeds), "n_prompts": len(shared)}
+            pairs = list(_same_tokens(records, others)) if name != other else []
+            seconds = [sum(sum(pair[i]) for pair in pairs) for i in (0, 1)]
+            if all(seconds):
+                ratios[name][other] = {
+                    "ratio": ratio(seconds[1], seconds[0]),
+                    "n_prompts": len(pairs),
+                    "n_tokens": sum(len(own) for own, _ in pairs),
+                }
     return ratios
+
+
+def describe_ratio(found: Mapping[str, Any]) -> str:
+    """What a ratio is over; results of earlier versions do not know the tokens."""
+    text = f"{found['n_prompts']} prompts"
+    return f"{text}, {found['n_tokens']} tokens" if "n_tokens" in found else text
 
 
 def token_match(records: Sequence[Record], reference: Sequence[Record]) -> float | None:
@@ -111,10 +122,19 @@ def _bytes_per_token(records: Sequence[Record]) -> float | None:
     return n_bytes / n_tokens if n_tokens else None
 
 
-def _names(records: Sequence[Record]) -> set[str]:
-    return {record["prompt"] for record in records}
+def _same_tokens(
+    records: Sequence[Record], others: Sequence[Record]
+) -> Iterator[tuple[list[float], list[float]]]:
+    """Seconds of the same tokens in both, for every prompt that has some."""
+    theirs = {record["prompt"]: _seconds_by_position(record) for record in others}
+    for record in records:
+        own, other = _seconds_by_position(record), theirs.get(record["prompt"], {})
+        shared = own.keys() & other.keys()
+        if shared:
+            yield [own[at] for at in shared], [other[at] for at in shared]
 
 
-def _speed(records: Sequence[Record], names: set[str]) -> float:
-    seconds = [s for r in records if r["prompt"] in names for s in seconds_of_tokens(r)]
-    return ratio(len(seconds), sum(seconds))
+def _seconds_by_position(record: Record) -> dict[int, float]:
+    """Position in the generated text -> seconds, of every token after the first arrival."""
+    first = record["arrivals"][0][1] if record["arrivals"] else 0
+    return dict(enumerate(seconds_of_tokens(record), start=first))

@@ -1,10 +1,16 @@
 """The peer: the same GGUF file on plain llama.cpp, its weights mapped from the file.
 
 Plain greedy decoding or, with a draft, a chain of draft tokens verified in one batch, as
-llama.cpp's own `speculative-simple` example does (its defaults: at most 16 draft tokens, and
-drafting stops below a probability of 0.75). The low-level API is used, because the high-level class
-of llama-cpp-python cannot switch repacked weights off: those are anonymous memory, and the kernel
-kills a process that repacks a file larger than its limit.
+llama.cpp's own `speculative-simple` example does (common/speculative.cpp, "draft-simple"): the
+draft's likeliest token at each step, until the chain is as long as allowed or its probability
+*among the ten likeliest* falls below a threshold. Length and threshold are the caller's, as their
+defaults changed between versions (bench.peers.DRAFT_CHAINS). Two things are done in the peer's
+favour: the draft keeps its cache of the tokens that it proposed, where the example decodes every
+verified batch again, and the prompt's last token is not decoded in a pass of its own.
+
+The low-level API is used, because the high-level class of llama-cpp-python cannot switch repacked
+weights off: those are anonymous memory, and the kernel kills a process that repacks a file larger
+than its limit.
 
     python -m bench.peer_llama TASK.json JOURNAL.jsonl       (see bench.peer_program)
 """
@@ -14,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +32,20 @@ from bench.peer_program import Clock, Journal, Task, run_program
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
 
-MAX_DRAFT_TOKENS = 16
-LEAST_DRAFT_PROBABILITY = 0.75
+_N_CANDIDATES = 10
+"""Tokens that a draft's probability is taken among: top_k of draft-simple's sampler."""
+_N_UBATCH = 512
+"""Tokens that are computed at once, llama.cpp's default: scratch memory grows with them, and what
+it takes is lost to the page cache of the weights."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """How many tokens a draft proposes."""
+
+    n_most: int
+    least_probability: float
+    """Among the _N_CANDIDATES likeliest tokens; the chain ends before one below it."""
 
 
 class Model:
@@ -40,12 +59,17 @@ class Model:
         if not self._model:
             raise SpecdecError(f"llama.cpp cannot load {path}")
         settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx = settings.n_batch = settings.n_ubatch = n_ctx
+        settings.n_ctx = settings.n_batch = n_ctx
+        settings.n_ubatch = min(n_ctx, _N_UBATCH)
         settings.n_threads = settings.n_threads_batch = n_threads
         self._context = llama_cpp.llama_init_from_model(self._model, settings)
         if not self._context:
             raise SpecdecError(f"llama.cpp cannot make a context of {n_ctx} tokens for {path}")
         self._memory = llama_cpp.llama_get_memory(self._context)
+        self.batch_sizes = {
+            "n_batch": llama_cpp.llama_n_batch(self._context),
+            "n_ubatch": llama_cpp.llama_n_ubatch(self._context),
+        }
         self.vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(self.vocab)
         self.tokens: list[int] = []
@@ -92,16 +116,24 @@ class Model:
 class Decoder:
     """Greedy decoding with a target and, if given, a draft."""
 
-    def __init__(self, target: Model, draft: Model | None, n_tokens: int, ignore_eos: bool) -> None:
-        self._target, self._draft = target, draft
+    def __init__(
+        self,
+        target: Model,
+        draft: Model | None,
+        chain: Chain,
+        n_tokens: int,
+        ignore_eos: bool,
+    ) -> None:
+        self._target, self._draft, self._chain = target, draft, chain
         self._n_tokens, self._ignore_eos = n_tokens, ignore_eos
 
     def run(self, prompt: Prompt, clock: Clock) -> dict[str, Any]:
         self._target.cut(0)
-        if self._draft is not None:
-            self._draft.cut(0)
         ids = self._target.tokenize(prompt.text)
         tokens = [int(self._target.decode(ids).argmax())]
+        if self._draft is not None:  # reads the prompt before the first token, as the example does
+            self._draft.cut(0)
+            self._draft.decode(ids)
         clock.arrive(1)
         while len(tokens) < self._n_tokens and not self._is_over(tokens) and not clock.is_up:
             new = self._round(ids + tokens, self._n_tokens - len(tokens))
@@ -114,7 +146,7 @@ class Decoder:
 
     def _round(self, context: Sequence[int], n_wanted: int) -> list[int]:
         """One batch of the target: the pending token and the draft's guesses."""
-        drafted = self._propose(context, min(MAX_DRAFT_TOKENS, n_wanted - 1))
+        drafted = self._propose(context, min(self._chain.n_most, n_wanted - 1))
         rows = self._target.decode([context[-1], *drafted], all_rows=True)
         emitted: list[int] = []
         for row, guess in zip(rows, [*drafted, None], strict=True):
@@ -133,13 +165,19 @@ class Decoder:
         drafted: list[int] = []
         while len(drafted) < n_most:
             best = int(row.argmax())
-            shifted = row.astype(np.float64) - row[best]
-            if 1.0 / np.exp(shifted).sum() < LEAST_DRAFT_PROBABILITY:
+            if probability_of_best(row) < self._chain.least_probability:
                 break
             drafted.append(best)
             if len(drafted) < n_most:
                 row = self._draft.decode([best])[-1]
         return drafted
+
+
+def probability_of_best(row: NDArray[np.float32]) -> float:
+    """Of the likeliest token among the _N_CANDIDATES likeliest, of logits [vocab]."""
+    n = min(_N_CANDIDATES, len(row))
+    top = np.partition(row, len(row) - n)[-n:].astype(np.float64)
+    return float(1.0 / np.exp(top - top.max()).sum())
 
 
 def _n_common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -153,25 +191,30 @@ def _n_common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def program(task: Task, journal: Journal) -> None:
+    """`options`, with a draft: most_draft_tokens, least_draft_probability."""
     llama_cpp.llama_log_set(_say_nothing, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     target = Model(Path(task.model), task.n_ctx, task.n_threads)
-    draft = None if task.draft is None else Model(Path(task.draft), task.n_ctx, task.n_threads)
+    draft, chain = None, Chain(0, 0.0)
+    if task.draft is not None:
+        draft = Model(Path(task.draft), task.n_ctx, task.n_threads)
+        options = task.options
+        chain = Chain(options["most_draft_tokens"], options["least_draft_probability"])
     settings: dict[str, Any] = {
         "load_mode": "mmap",
         "use_extra_bufts": False,
         "n_ctx": task.n_ctx,
-        "n_batch": task.n_ctx,
+        **target.batch_sizes,
         "threads": task.n_threads,
     }
     if draft is not None:
         settings |= {
             "draft": task.draft,
-            "most_draft_tokens": MAX_DRAFT_TOKENS,
-            "least_draft_probability": LEAST_DRAFT_PROBABILITY,
+            "most_draft_tokens": chain.n_most,
+            "least_draft_probability": chain.least_probability,
         }
     journal.loaded(settings)
-    journal.decode(Decoder(target, draft, task.n_tokens, task.ignore_eos).run)
+    journal.decode(Decoder(target, draft, chain, task.n_tokens, task.ignore_eos).run)
 
 
 @llama_cpp.llama_log_callback

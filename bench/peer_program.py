@@ -30,6 +30,9 @@ from offload.errors import SpecdecError
 
 LEAST_TOKENS = 5
 """Of each prompt that is begun, however slow: below that a rate says little."""
+LEAST_SPECULATED_TOKENS = 16
+"""The same where a draft proposes: some passes, and not just the first, which may wait for the
+draft to read the prompt."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Task:
     memory_bytes: int
     n_threads: int
     n_ctx: int
+    least_tokens: int = LEAST_TOKENS
+    """Of each prompt that is begun, also when its time is over."""
     ignore_eos: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -79,7 +84,7 @@ class Journal:
         for prompt in self._task.prompts:
             if self._pace.is_over:
                 break
-            clock = Clock(self._task.n_tokens, self._pace.allowance())
+            clock = Clock(self._task.n_tokens, self._pace.allowance(), self._task.least_tokens)
             extras = decode(prompt, clock)
             self._pace.count()
             record = {"prompt": prompt.name, "category": prompt.category, **clock.record()}
@@ -103,8 +108,8 @@ class Journal:
 class Clock:
     """When the tokens of one prompt came, and how much was read for them."""
 
-    def __init__(self, n_wanted: int, allowance_seconds: float) -> None:
-        self._n_wanted = n_wanted
+    def __init__(self, n_wanted: int, allowance_seconds: float, n_least: int) -> None:
+        self._n_wanted, self._n_least = n_wanted, n_least
         self._allowance = allowance_seconds
         self._arrivals: list[tuple[float, int]] = []
         self._read = [bytes_read()]
@@ -124,7 +129,7 @@ class Clock:
     def is_up(self) -> bool:
         """Whether this prompt has had its share of the time."""
         seconds = time.perf_counter() - self._started
-        return self.n_tokens >= LEAST_TOKENS and seconds > self._allowance
+        return self.n_tokens >= self._n_least and seconds > self._allowance
 
     def record(self) -> dict[str, Any]:
         read = [*self._read, bytes_read()]

@@ -14,18 +14,20 @@ from bench import limited
 from bench.child import forget_files, forget_model
 from bench.limited import Limits
 from bench.peer_figures import summarise
-from bench.peer_program import Task
-from bench.peers import LEAST_AMOUNT_BYTES, Peer, Weights, memory_amounts
+from bench.peer_program import LEAST_SPECULATED_TOKENS, LEAST_TOKENS, Task
+from bench.peers import LEAST_AMOUNT_BYTES, MEMORY, Peer, Weights, settings_to_try
 from bench.probe import probe_bandwidth
 from bench.workloads import Prompt
 from offload.throttle import ReadLimit
-from offload.units import format_bytes
+from offload.units import GIB
 from specdec.enforce import child_environment
 from specdec.storage import largest_weight_file, weight_files
 
 LOAD_SECONDS = 300.0
 """Allowed beside the time for decoding, which may be overrun once more for the last prompt."""
 TRIAL_TOKENS = 4
+TRIAL_SPECULATED_TOKENS = LEAST_SPECULATED_TOKENS
+_AMOUNT = "cpu_memory_bytes"
 _QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 
 
@@ -78,8 +80,10 @@ class ProgramRunner:
     def __init__(self, peer: Peer, weights: Weights, settings: RunSettings) -> None:
         self.peer, self.weights, self.settings = peer, weights, settings
         self.trials: list[dict[str, Any]] = []
-        """Amounts of memory that were tried before the best was chosen."""
-        self._cpu_memory_bytes = settings.cpu_memory_bytes if peer.tunes_memory else None
+        """Settings that were tried before the best was chosen, and how fast they were."""
+        self._tuned: dict[str, Any] | None = None
+        if peer.tunes == MEMORY and settings.cpu_memory_bytes is not None:
+            self._tuned = {_AMOUNT: settings.cpu_memory_bytes}
         self._shards: tempfile.TemporaryDirectory[str] | None = None
 
     def close(self) -> None:
@@ -89,42 +93,45 @@ class ProgramRunner:
 
     def learn_from(self, others: Iterable[ProgramRunner | None]) -> None:
         """Take over the best amount of memory, less the draft's, from one with the same target."""
-        if not self.peer.tunes_memory or self._cpu_memory_bytes is not None:
+        if self.peer.tunes != MEMORY or self._tuned is not None:
             return
         for other in others:
             if (
                 other is not None
-                and other._cpu_memory_bytes is not None
+                and other._tuned is not None
                 and (other.peer.module, other.weights) == (self.peer.module, self.weights)
             ):
                 draft = self.weights.draft if self.peer.uses_draft else None
                 used = sum(p.stat().st_size for p in weight_files(draft)) if draft else 0
-                self._cpu_memory_bytes = max(other._cpu_memory_bytes - used, LEAST_AMOUNT_BYTES)
+                self._tuned = {_AMOUNT: max(other._tuned[_AMOUNT] - used, LEAST_AMOUNT_BYTES)}
 
     def run(self, prompts: Sequence[Prompt], seconds: float) -> ProcessRun:
         """One process for these prompts."""
-        if self.peer.tunes_memory and self._cpu_memory_bytes is None:
-            self._cpu_memory_bytes, failed = self._find_amount(prompts[0])
+        if self.peer.tunes and self._tuned is None:
+            self._tuned, failed = self._find_fastest(prompts[0])
             if failed is not None:
                 return failed
-        return self._run(prompts, self.settings.n_tokens, seconds, self._cpu_memory_bytes)
+        return self._run(prompts, self.settings.n_tokens, seconds, self._tuned or {})
 
-    def _find_amount(self, prompt: Prompt) -> tuple[int | None, ProcessRun | None]:
-        """(the fastest amount, None), or (None, the last run) where none works."""
-        best: tuple[float, int] | None = None
+    def _find_fastest(self, prompt: Prompt) -> tuple[dict[str, Any] | None, ProcessRun | None]:
+        """(the fastest settings, None), or (None, the last run) where none works."""
+        n_tokens = TRIAL_TOKENS if self.peer.tunes == MEMORY else TRIAL_SPECULATED_TOKENS
+        best: tuple[float, dict[str, Any]] | None = None
         run = None
-        for amount in memory_amounts(self.settings.memory_bytes):
-            run = self._run([prompt], TRIAL_TOKENS, LOAD_SECONDS, amount)
+        for tried in settings_to_try(self.peer, self.settings.memory_bytes):
+            run = self._run([prompt], n_tokens, LOAD_SECONDS, tried)
             speed = summarise(run.records)["tokens_per_second"]
-            self.trials.append(
-                {"cpu_memory_bytes": amount, "tokens_per_second": speed, "exit": run.exit}
-            )
+            self.trials.append({**tried, "tokens_per_second": speed, "exit": run.exit})
             if run.exit == limited.OK and speed and (best is None or speed > best[0]):
-                best = speed, amount
+                best = speed, tried
         return (best[1], None) if best is not None else (None, run)
 
     def _run(
-        self, prompts: Sequence[Prompt], n_tokens: int, seconds: float, amount: int | None
+        self,
+        prompts: Sequence[Prompt],
+        n_tokens: int,
+        seconds: float,
+        tuned: Mapping[str, Any],
     ) -> ProcessRun:
         settings = self.settings
         task = Task(
@@ -136,10 +143,11 @@ class ProgramRunner:
             memory_bytes=settings.memory_bytes,
             n_threads=settings.n_threads,
             n_ctx=settings.n_ctx,
+            least_tokens=LEAST_SPECULATED_TOKENS if self.peer.speculates else LEAST_TOKENS,
             ignore_eos=settings.ignore_eos,
-            options=self._options(amount),
+            options={**self._options(), **tuned},
         )
-        more = f", {format_bytes(amount)} for its weights" if amount is not None else ""
+        more = "".join(f", {describe_tuned(name, value)}" for name, value in tuned.items())
         say(f"{self.peer.name}: {len(prompts)} prompts x {n_tokens} tokens{more}")
         bandwidth = probe_bandwidth(largest_weight_file(self.weights.model)).bytes_per_second
         self._forget_cached()
@@ -168,12 +176,12 @@ class ProgramRunner:
     def _forget_cached(self) -> None:
         """Every process begins with cold storage."""
         forget_model(self.weights.model)
+        if self.weights.draft is not None:
+            forget_model(self.weights.draft)
         if self._shards is not None:
             forget_files(path for path in Path(self._shards.name).rglob("*") if path.is_file())
 
-    def _options(self, amount: int | None) -> dict[str, Any]:
-        if self.peer.tunes_memory:
-            return {"cpu_memory_bytes": amount}
+    def _options(self) -> dict[str, Any]:
         if self.peer.module == "bench.peer_airllm":
             if self._shards is None:  # on the model's own storage
                 parent = self.weights.model.parent
@@ -191,6 +199,13 @@ class ProgramRunner:
             seconds=LOAD_SECONDS + 2 * seconds,
             reads=None if mbps is None else ReadLimit(model, int(mbps * 1e6)),
         )
+
+
+def describe_tuned(name: str, value: float) -> str:
+    """A setting that was sought, for people."""
+    if name == _AMOUNT:
+        return f"weights in {value / GIB:.2f} GiB"
+    return f"{name.replace('_', ' ')} {value:g}"
 
 
 def say(line: str) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from bench.compare import NOT_RUN, label
 from bench.limited import OK
+from bench.peer_figures import describe_ratio
+from bench.peer_runs import describe_tuned
 from bench.peers import PEERS
 from offload.units import GIB, format_bytes
 
@@ -82,11 +84,11 @@ def _heading(result: Mapping[str, Any]) -> list[str]:
 
 
 def _ratio_lines(result: Mapping[str, Any]) -> list[str]:
-    """Of specdec over all others: on the prompts that both decoded."""
+    """Of specdec over all others: on the tokens that both decoded."""
     lines = []
     for name, others in result["ratios"].items():
         if name.startswith("specdec") and others:
-            parts = [f"{v['ratio']:.2f}x {o} ({v['n_prompts']} prompts)" for o, v in others.items()]
+            parts = [f"{v['ratio']:.2f}x {o} ({describe_ratio(v)})" for o, v in others.items()]
             lines.append(f"{name}: " + ", ".join(parts))
     return lines
 
@@ -119,7 +121,17 @@ def _setting_lines(rows: Sequence[Row]) -> list[str]:
         shown = {k: v for k, v in row["settings"].items() if k != "plan" and v is not None}
         text = ", ".join(f"{key}={value}" for key, value in shown.items())
         lines.append(f"  {label(row, rows)}: {PEERS[row['peer']].about}; {text or '-'}")
+        if row["trials"]:
+            lines.append("    tried: " + "; ".join(map(_trial, row["trials"])))
         match = row["token_match"]
         if match is not None and match < 1 and row["exit"] == OK:
             lines.append(f"    {match:.1%} of its tokens are those of specdec-plain")
     return lines
+
+
+def _trial(trial: Mapping[str, Any]) -> str:
+    """One of the settings that were tried, and how fast it was."""
+    known = ("tokens_per_second", "exit")
+    what = " ".join(describe_tuned(k, v) for k, v in trial.items() if k not in known)
+    speed = trial["tokens_per_second"]
+    return f"{what}: {trial['exit'] if speed is None else f'{speed:.2f} tok/s'}"

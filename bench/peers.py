@@ -10,16 +10,28 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from offload.units import MIB
 
 HF, GGUF = "hf", "gguf"
+MEMORY, DRAFTING = "memory", "drafting"
 _FORMAT_NAMES = {HF: "a Hugging Face checkpoint", GGUF: "a GGUF file"}
 
 # What an interpreter with torch and transformers takes before any weight is loaded.
 _LEAST_OVERHEAD_BYTES = 512 * MIB
 LEAST_AMOUNT_BYTES = 64 * MIB
 _STEPS = 4
+
+# llama.cpp's defaults (common/common.h, as in llama-cpp-python 0.3.36), the length in the README of
+# its speculative-simple, and the defaults of 2025 with and without their threshold. A pass that
+# waits for storage takes more rows nearly for free; a draft that is itself read again does not.
+DRAFT_CHAINS = (
+    {"most_draft_tokens": 3, "least_draft_probability": 0.0},
+    {"most_draft_tokens": 7, "least_draft_probability": 0.0},
+    {"most_draft_tokens": 16, "least_draft_probability": 0.0},
+    {"most_draft_tokens": 16, "least_draft_probability": 0.75},
+)
 
 
 @dataclass(frozen=True)
@@ -35,8 +47,8 @@ class Peer:
     package: str = ""
     """What must be importable for it."""
     install: str = ""
-    tunes_memory: bool = False
-    """Whether it is told how much memory its weights may take, and the best amount is sought."""
+    tunes: str = ""
+    """Which of its settings the fastest is sought for, on one prompt: MEMORY or DRAFTING."""
     speculates: bool = False
     """Whether it has a mean acceptance length to report."""
 
@@ -51,7 +63,7 @@ PEERS = {
             "transformers + accelerate, disk offload, the fastest max_memory",
             package="accelerate",
             install="pip install 'specdec[bench]'",
-            tunes_memory=True,
+            tunes=MEMORY,
         ),
         Peer(
             "accelerate-assisted",
@@ -61,7 +73,7 @@ PEERS = {
             uses_draft=True,
             package="accelerate",
             install="pip install 'specdec[bench]'",
-            tunes_memory=True,
+            tunes=MEMORY,
             speculates=True,
         ),
         Peer(
@@ -76,10 +88,11 @@ PEERS = {
             "llama.cpp-draft",
             "bench.peer_llama",
             (GGUF,),
-            "the same with a chain of draft tokens, as in its speculative-simple",
+            "the same with a chain of draft tokens, as in speculative-simple, the fastest length",
             uses_draft=True,
             package="llama_cpp",
             install="pip install 'specdec[gguf]'",
+            tunes=DRAFTING,
             speculates=True,
         ),
         Peer(
@@ -129,6 +142,13 @@ def why_not(peer: Peer, weights: Weights | None) -> str | None:
     if peer.uses_draft and draft is not None and Weights.of(draft).format not in peer.formats:
         return f"its draft must be {_FORMAT_NAMES[weights.format]}"
     return None
+
+
+def settings_to_try(peer: Peer, budget_bytes: int) -> list[dict[str, Any]]:
+    """`Task.options` of which the fastest is sought; empty where nothing is."""
+    if peer.tunes == MEMORY:
+        return [{"cpu_memory_bytes": amount} for amount in memory_amounts(budget_bytes)]
+    return [dict(one) for one in DRAFT_CHAINS] if peer.tunes == DRAFTING else []
 
 
 def memory_amounts(budget_bytes: int) -> Iterator[int]:

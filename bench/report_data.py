@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import Any
@@ -80,15 +80,12 @@ class Curve:
 def bars(results: Results) -> list[Bar]:
     """Of a comparison of programs, or of a speedup."""
     if results.kind == PEERS:
-        rows = results.value["peers"]
-        return [_peer_bar(row, rows) for row in rows]
+        return _peer_bars(results.value["peers"])
     if results.kind == SPEEDUP:
         value = results.value
         found = [_speedup_bar("specdec-plain", value["plain"], True)]
         found.append(_speedup_bar("specdec", value["speculative"], True))
-        if value.get("peer"):
-            found.insert(0, _speedup_bar(value["peer"]["name"], value["peer"], False))
-        return found
+        return [*_with_peer(value, found)] if value.get("peer") else found
     return []
 
 
@@ -136,6 +133,17 @@ def _cut(one: Depths) -> Depths:
     return Depths(one.name, one.tried[:n], one.accepted[:n])
 
 
+def _peer_bars(rows: Sequence[Mapping[str, Any]]) -> list[Bar]:
+    """Programs that decoded more than others say how much, as their speeds are of other texts."""
+    counts = {(row["n_prompts"], row["n_tokens"]) for row in rows if row["tokens_per_second"]}
+    return [
+        _counted(bar, row["n_prompts"], row["n_tokens"])
+        if len(counts) > 1 and row["tokens_per_second"]
+        else bar
+        for row, bar in ((row, _peer_bar(row, rows)) for row in rows)
+    ]
+
+
 def _peer_bar(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Bar:
     note = ""
     if row["exit"] != "ok":
@@ -150,6 +158,21 @@ def _speedup_bar(name: str, stats: Mapping[str, Any], is_ours: bool) -> Bar:
     length = stats.get("mean_acceptance_length", 1.0)
     note = f"{length:.1f} tokens per pass" if length > 1 else ""
     return Bar(name, stats["tokens_per_second"], note, is_ours)
+
+
+def _with_peer(value: Mapping[str, Any], ours: Sequence[Bar]) -> Iterator[Bar]:
+    """The peer before ours. It decodes fewer prompts and tokens, so every bar says of how many."""
+    peer = value["peer"]
+    counts = [(len(peer["prompts"]), sum(len(record["token_ids"]) for record in peer["prompts"]))]
+    modes = (PLAIN, SPECULATIVE)
+    counts += [(value["n_prompts"], value[mode]["generated_tokens"]) for mode in modes]
+    for bar, count in zip([_speedup_bar(peer["name"], peer, False), *ours], counts, strict=True):
+        yield _counted(bar, *count)
+
+
+def _counted(bar: Bar, n_prompts: int, n_tokens: int) -> Bar:
+    counts = f"{n_prompts} prompts, {n_tokens} tokens"
+    return replace(bar, note=f"{bar.note}; {counts}" if bar.note else counts)
 
 
 def _sweep_point(line: Mapping[str, Any]) -> Point:

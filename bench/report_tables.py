@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.compare import label
 from bench.curve_figures import HEADINGS, best_line, cells
+from bench.peer_figures import describe_ratio
 from bench.peer_table import COLUMNS, category_cell
 from bench.peer_table import cells as peer_cells
 from bench.report_data import series_name
@@ -65,7 +66,7 @@ def _ratios(value: Mapping[str, Any], name: str) -> list[Table]:
         (
             one,
             *(
-                f"{ratios[one][other]['ratio']:.2f} ({ratios[one][other]['n_prompts']})"
+                f"{ratios[one][other]['ratio']:.2f} ({describe_ratio(ratios[one][other])})"
                 if other in ratios[one]
                 else "-"
                 for other in names
@@ -73,7 +74,7 @@ def _ratios(value: Mapping[str, Any], name: str) -> list[Table]:
         )
         for one in names
     )
-    note = "Speed of the row / speed of the column, on the prompts that both decoded (how many)."
+    note = "Speed of the row / speed of the column, on the tokens that both decoded (how many)."
     return [Table(f"Ratios: {name}", ("", *names), rows, note)]
 
 
@@ -103,6 +104,9 @@ def _speedup(results: Results) -> list[Table]:
     note = f"Speculative is {value['speedup']:.2f} times plain; {equal} texts are equal."
     if value.get("efficiency") is not None:
         note += f" Efficiency {value['efficiency']:.2f}: of tokens per pass times T(1) / T(N)."
+    for mode, found in value.get("ratios", {}).items():
+        note += f" {mode.capitalize()} is {found['ratio']:.2f} times {value['peer']['name']}, over "
+        note += f"the same {describe_ratio(found)}."
     return [Table(f"Plain and speculative: {results.path.stem}", headings, rows, note)]
 
 

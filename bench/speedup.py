@@ -2,12 +2,12 @@
 
 This process only directs: every measurement is a fresh process, inside the same memory limit. The
 peer runs half of its prompts before ours and half after, so that a drift of the storage's speed
-falls on both.
+falls on both. It decodes fewer prompts and tokens than we do: `ratios` are over those of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from bench import aggregate, limited
 from bench.child import quiet_libraries
 from bench.efficiency import efficiency, pass_times_of, typical_pass_seconds
 from bench.measure import MeasureSpec, measure_in_child
-from bench.peer_figures import summarise, token_match
+from bench.peer_figures import pairwise_ratios, summarise, token_match
 from bench.peer_runs import ProcessRun, ProgramRunner, RunSettings
 from bench.peers import PEERS, Weights
 from bench.provenance import collect
@@ -31,6 +31,7 @@ from specdec.stats import ratio
 
 # Its prompts and tokens are few and given: no other limit is wanted.
 _PEER_SECONDS = 3600.0
+_PEER = "peer"
 
 
 class PeerError(SpecdecError):
@@ -71,8 +72,7 @@ def run_speedup(run: SpeedupRun, argv: Sequence[str]) -> dict[str, Any]:
     result = build_report(run, measured)
     if peer is not None:
         result["peer"] = _peer_column(peer, peer_runs, measured["records"])
-        speed = result["peer"]["tokens_per_second"]
-        result["plain_versus_peer"] = ratio(result["plain"]["tokens_per_second"], speed)
+        result["ratios"] = _ratios(measured["records"], result["peer"])
         peer.close()
     result["provenance"] = provenance
     return result
@@ -108,6 +108,16 @@ def _peer_column(
     }
 
 
+def _ratios(ours: Sequence[dict[str, Any]], peer: Mapping[str, Any]) -> dict[str, Any]:
+    """Of plain and speculative decoding over the peer: the same tokens of the same prompts.
+
+    See bench.peer_figures.pairwise_ratios for the keys.
+    """
+    runs = {mode: aggregate.of_mode(ours, mode) for mode in ("plain", "speculative")}
+    found = pairwise_ratios({**runs, _PEER: peer["prompts"]})
+    return {mode: found[mode][_PEER] for mode in runs if _PEER in found[mode]}
+
+
 def build_report(run: SpeedupRun, measured: dict[str, Any]) -> dict[str, Any]:
     """The figures of our own runs."""
     records = measured["records"]
@@ -135,6 +145,7 @@ def build_report(run: SpeedupRun, measured: dict[str, Any]) -> dict[str, Any]:
         "n_prompts": len(run.prompts),
         "sampling": run.sampling,
         "peer": None,
+        "ratios": {},
         "plan": measured["plan"],
         "records": records,
     }

@@ -114,8 +114,13 @@ def test_the_table_shows_every_column() -> None:
         {
             "plain": stats,
             "speculative": stats,
-            "peer": {"name": "accelerate", "tokens_per_second": 0.4},
-            "plain_versus_peer": 2.5,
+            "peer": {
+                "name": "accelerate",
+                "tokens_per_second": 0.4,
+                "n_prompts": 2,
+                "n_tokens": 16,
+            },
+            "ratios": {"plain": {"ratio": 2.5, "n_prompts": 2, "n_tokens": 14}},
             "speedup": 4.0,
             "storage_roofline_fraction": 0.93,
             "storage_bytes_per_second": 2.2e9,
@@ -140,6 +145,8 @@ def test_the_table_shows_every_column() -> None:
         "0.93 of 2.20 GB/s (plain decode passes; probed with O_DIRECT)",
         "from token 17 on: a near tie",
         "1.00 GiB",
+        "plain             2.50x the speed of accelerate (the same 2 prompts, 14 tokens)",
+        "its column is over 2 prompts, 16 tokens",
         "a tree drafts several for each position",
     ):
         assert part in text

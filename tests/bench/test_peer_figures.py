@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bench.peer_figures import (
     acceptance_by_depth,
     by_category,
+    describe_ratio,
     pairwise_ratios,
     summarise,
     token_match,
@@ -71,11 +74,73 @@ def test_categories() -> None:
 
 def test_ratios_are_over_common_prompts_only() -> None:
     ours = [record("a", [(0.0, 1), (1.0, 4)]), record("b", [(0.0, 1), (1.0, 100)])]
-    theirs = [record("a", [(0.0, 1), (2.0, 2)])]
+    theirs = [record("a", [(0.0, 1), (2.0, 4)])]
     ratios = pairwise_ratios({"ours": ours, "theirs": theirs, "none": []})
-    assert ratios["ours"] == {"theirs": {"ratio": pytest.approx(4.0), "n_prompts": 1}}
-    assert ratios["theirs"]["ours"]["ratio"] == pytest.approx(0.25)
+    assert ratios["ours"] == {
+        "theirs": {"ratio": pytest.approx(2.0), "n_prompts": 1, "n_tokens": 4}
+    }
+    assert ratios["theirs"]["ours"]["ratio"] == pytest.approx(0.5)
     assert ratios["none"] == {}
+
+
+def test_ratios_are_over_common_tokens_only() -> None:
+    """Ours slows down after two tokens, where theirs has ended: that is no concern of theirs."""
+    ours = [record("a", [(0.0, 1), (1.0, 2), (101.0, 2)])]
+    theirs = [record("a", [(0.0, 1), (1.0, 1), (4.0, 1)])]
+    found = pairwise_ratios({"ours": ours, "theirs": theirs})
+    assert found["ours"]["theirs"] == {"ratio": pytest.approx(4.0), "n_prompts": 1, "n_tokens": 2}
+    assert found["theirs"]["ours"]["ratio"] == pytest.approx(0.25)
+
+
+def test_tokens_of_a_pass_that_is_cut_share_its_time() -> None:
+    ours = [record("a", [(0.0, 1), (4.0, 8)])]
+    theirs = [record("a", [(0.0, 1), (1.0, 1), (2.0, 1)])]
+    assert pairwise_ratios({"ours": ours, "theirs": theirs})["ours"]["theirs"] == {
+        "ratio": pytest.approx(2.0),
+        "n_prompts": 1,
+        "n_tokens": 2,
+    }
+
+
+def test_tokens_that_came_with_the_first_one_are_not_compared() -> None:
+    """Their seconds are the prompt's: of one program three came with it, of the other one."""
+    ours = [record("a", [(9.0, 3), (10.0, 2)])]
+    theirs = [record("a", [(0.0, 1), (5.0, 2), (7.0, 2)])]
+    assert pairwise_ratios({"ours": ours, "theirs": theirs})["ours"]["theirs"] == {
+        "ratio": pytest.approx(2.0),
+        "n_prompts": 1,
+        "n_tokens": 2,
+    }
+    short = [record("a", [(9.0, 5)])]
+    assert pairwise_ratios({"short": short, "theirs": theirs})["theirs"] == {}
+
+
+ARRIVALS = st.lists(st.tuples(st.floats(0.01, 9.0), st.integers(1, 5)), min_size=1, max_size=6)
+
+
+@given(own=ARRIVALS, other=ARRIVALS)
+def test_a_ratio_and_its_reverse_are_over_the_same_tokens(
+    own: list[tuple[float, int]], other: list[tuple[float, int]]
+) -> None:
+    runs = {
+        name: [
+            record("a", [(sum(s for s, _ in steps[: i + 1]), n) for i, (_, n) in enumerate(steps)])
+        ]
+        for name, steps in (("own", own), ("other", other))
+    }
+    ratios = pairwise_ratios(runs)
+    n_shared = min(sum(n for _, n in s) for s in (own, other)) - max(own[0][1], other[0][1])
+    if n_shared < 1:
+        assert ratios == {"own": {}, "other": {}}
+        return
+    there, back = ratios["own"]["other"], ratios["other"]["own"]
+    assert there["n_tokens"] == back["n_tokens"] == n_shared
+    assert there["ratio"] * back["ratio"] == pytest.approx(1.0)
+
+
+def test_results_of_earlier_versions_do_not_know_the_tokens() -> None:
+    assert describe_ratio({"ratio": 2.0, "n_prompts": 3}) == "3 prompts"
+    assert describe_ratio({"ratio": 2.0, "n_prompts": 3, "n_tokens": 9}) == "3 prompts, 9 tokens"
 
 
 def test_token_match_is_over_the_shorter_text() -> None:

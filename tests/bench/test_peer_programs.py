@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_pair import save_model
 
@@ -131,6 +132,7 @@ def test_airllm_is_driven_as_documented(
             seen.update(options)
             model = AutoModelForCausalLM.from_pretrained(path, dtype=options["dtype"])
             model.tokenizer = AutoTokenizer.from_pretrained(path)
+            model.prefetching = False  # as where it cannot
             return model
 
     module = ModuleType("airllm")
@@ -139,6 +141,7 @@ def test_airllm_is_driven_as_documented(
     journal = run(program, options={"shards": str(tmp_path)})
     assert seen["layer_shards_saving_path"] == str(tmp_path)
     assert (seen["device"], seen["max_seq_len"]) == ("cpu", 128)
+    assert journal["loaded"]["settings"]["prefetching"] is False
     assert [record["token_ids"] for record in journal["prompts"]] == specdec_tokens(run)
 
 
@@ -150,14 +153,41 @@ def test_llama_cpp_alone_and_with_a_draft(
     from bench.peer_llama import program
     from specdec.models import resolve_model
 
-    models = {"model": str(resolve_model("pair:draft.gguf")), "n_tokens": 24}
-    alone = run(program, **models)
-    drafted = run(program, Path(models["model"]), **models)
-    assert [r["token_ids"] for r in alone["prompts"]] == [
-        r["token_ids"] for r in drafted["prompts"]
-    ]
-    assert sum(len(record["arrivals"]) for record in drafted["prompts"]) < 2 * 24
-    assert alone["loaded"]["settings"]["use_extra_bufts"] is False
+    models: dict[str, Any] = {"model": str(resolve_model("pair:draft.gguf")), "n_tokens": 24}
+    alone = run(program, **models, n_ctx=1024)
+    settings = alone["loaded"]["settings"]
+    assert settings["use_extra_bufts"] is False
+    assert (settings["n_batch"], settings["n_ubatch"]) == (1024, 512)
+
+    def arrivals(n_most: int, least: float) -> list[list[int]]:
+        options = {"most_draft_tokens": n_most, "least_draft_probability": least}
+        drafted = run(program, Path(models["model"]), **models, options=options)
+        assert [r["token_ids"] for r in alone["prompts"]] == [
+            r["token_ids"] for r in drafted["prompts"]
+        ]
+        assert options.items() <= drafted["loaded"]["settings"].items()
+        return [[n for _, n in record["arrivals"]] for record in drafted["prompts"]]
+
+    # It is its own draft: every guess is right, and a threshold of 0 lets every one through.
+    assert arrivals(3, 0.0) == [[1, 4, 4, 4, 4, 4, 3]] * 2
+    assert arrivals(16, 0.0) == [[1, 17, 6]] * 2
+    assert all(len(one) < 24 for one in arrivals(16, 0.75))
+    assert arrivals(16, 1.1) == [[1] * 24] * 2  # never sure enough: plain decoding
+
+
+@pytest.mark.gguf
+def test_a_draft_is_as_sure_as_among_the_ten_likeliest() -> None:
+    pytest.importorskip("llama_cpp")
+    from bench.peer_llama import probability_of_best
+
+    row = np.zeros(1000, np.float32)
+    row[7] = np.log(9.0)
+    assert probability_of_best(row) == pytest.approx(0.5)  # 9 / (9 + 9 others)
+    assert probability_of_best(row[:1]) == 1.0
+    rng = np.random.default_rng(0)
+    row = rng.normal(size=500).astype(np.float32) * 3
+    top = np.sort(row.astype(np.float64))[::-1][:10]
+    assert probability_of_best(row) == pytest.approx(np.exp(top[0]) / np.exp(top).sum())
 
 
 def test_a_failure_is_one_line(run: Callable[..., dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,19 @@ from bench import peer_runs
 from bench.cli import main
 from bench.compare import NOT_RUN, compare
 from bench.limited import FAILED, OK, OOM_KILLED, TIMED_OUT
+from bench.peer_program import Task
 from bench.peer_runs import ProgramRunner, RunSettings
 from bench.peer_table import format_comparison
-from bench.peers import PEERS, Peer, Weights, memory_amounts, why_not
+from bench.peers import (
+    DRAFT_CHAINS,
+    DRAFTING,
+    MEMORY,
+    PEERS,
+    Peer,
+    Weights,
+    memory_amounts,
+    why_not,
+)
 from bench.peers_cli import UsageMistake, all_weights, parse_peers
 from bench.workloads import Prompt
 from offload.cgroup import CgroupUnavailable, MemoryCgroup
@@ -143,10 +154,11 @@ def test_the_fastest_amount_of_memory_is_found(
 ) -> None:
     amounts = list(memory_amounts(GIB))
     step = dict(zip(amounts, [None, 3, 1, 2], strict=True))  # milliseconds per token; None: a kill
-    peer = Peer("tuned", "none", ("hf",), "", tunes_memory=True)
+    peer = Peer("tuned", "none", ("hf",), "", tunes=MEMORY)
     calls = []
 
-    def fake(self: ProgramRunner, prompts: Any, n_tokens: int, seconds: float, amount: int) -> Any:
+    def fake(self: Any, prompts: Any, n_tokens: int, seconds: float, tuned: Any) -> Any:
+        [amount] = tuned.values()
         calls.append(amount)
         pause = step[amount]
         records = (
@@ -161,7 +173,7 @@ def test_the_fastest_amount_of_memory_is_found(
     runner.run([Prompt("b", "y")], 1.0)
     assert calls == [*amounts, amounts[2], amounts[2]]
     assert [trial["exit"] for trial in runner.trials] == [OOM_KILLED, OK, OK, OK]
-    assisted = Peer("assisted", "none", ("hf",), "", uses_draft=True, tunes_memory=True)
+    assisted = Peer("assisted", "none", ("hf",), "", uses_draft=True, tunes=MEMORY)
     other = ProgramRunner(assisted, Weights.of(target), settings(memory_bytes=GIB))
     other.learn_from([None, runner])
     calls.clear()
@@ -170,6 +182,58 @@ def test_the_fastest_amount_of_memory_is_found(
     step.update(dict.fromkeys(amounts))
     runner = ProgramRunner(peer, Weights.of(target), settings(memory_bytes=GIB))
     assert runner.run([Prompt("a", "x")], 1.0).exit == OOM_KILLED
+
+
+def test_the_fastest_chain_of_draft_tokens_is_found_and_told(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fake is faster the more it may draft: a program of its own, its settings in its task."""
+    seen: list[dict[str, Any]] = []
+    start = ProgramRunner._run
+
+    def run_and_note(self: Any, prompts: Any, n_tokens: int, seconds: float, tuned: Any) -> Any:
+        run = start(self, prompts, n_tokens, seconds, tuned)
+        assert run.settings["options"] == tuned
+        seen.append({**tuned, "n_tokens": n_tokens})
+        pause = 1.0 / (tuned["most_draft_tokens"] + tuned["least_draft_probability"])
+        slow = [{**record, "arrivals": [(0.0, 1), (pause, 1)]} for record in run.records]
+        return replace(run, records=slow)
+
+    monkeypatch.setattr(ProgramRunner, "_run", run_and_note)
+    peer = Peer("slow", "fake_slow", ("hf",), "", tunes=DRAFTING, speculates=True)
+    monkeypatch.setitem(PEERS, "slow", peer)
+    result = run(target, ["a", "b"])
+    [row] = result["peers"]
+    trial_tokens = peer_runs.TRIAL_SPECULATED_TOKENS
+    assert seen == [
+        *({**one, "n_tokens": trial_tokens} for one in DRAFT_CHAINS),
+        *[{**DRAFT_CHAINS[-1], "n_tokens": 10}] * 2,
+    ]
+    assert [trial["tokens_per_second"] for trial in row["trials"]] == pytest.approx(
+        [3.0, 7.0, 16.0, 16.75]
+    )
+    text = format_comparison(result)
+    assert "most draft tokens 3 least draft probability 0: 3.00 tok/s; " in text
+
+
+def test_every_process_begins_with_nothing_cached_of_either_model(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = save_model(tmp_path / "draft", seed=2)
+    forgotten: list[Path] = []
+    monkeypatch.setattr(peer_runs, "forget_model", forgotten.append)
+    compare(["slow"], [Weights.of(target, draft)], [Prompt("a", "x")], settings(), [])
+    assert forgotten == [target, draft]
+
+
+@pytest.mark.parametrize(("name", "least"), [("slow", 5), ("fast", 16)])
+def test_a_program_that_speculates_decodes_more_of_a_prompt(
+    target: Path, monkeypatch: pytest.MonkeyPatch, name: str, least: int
+) -> None:
+    tasks: list[Task] = []
+    monkeypatch.setattr(Task, "write", lambda self, path: tasks.append(self))
+    run(target, ["a"], (name,))
+    assert [task.least_tokens for task in tasks] == [least]
 
 
 @pytest.mark.parametrize("budget", [GIB, 2 * GIB, 7 * GIB])

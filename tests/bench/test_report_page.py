@@ -12,6 +12,7 @@ import pytest
 from bench.aggregate import aggregate_stats
 from bench.cli import main
 from bench.report_data import Point, bars, curves, depths, points
+from bench.report_tables import tables
 from bench.results import ResultsError, read_results
 from offload.units import GIB
 from specdec.stats import GenerationStats
@@ -54,7 +55,7 @@ def comparison() -> dict[str, Any]:
             peer_row("specdec", 9.3, mean_acceptance_length=11.9, acceptance_by_depth=depth,
                      by_category={"writing": figures}),
         ],
-        "ratios": {"specdec": {"accelerate": {"ratio": 37.2, "n_prompts": 2}},
+        "ratios": {"specdec": {"accelerate": {"ratio": 37.2, "n_prompts": 2, "n_tokens": 14}},
                    "accelerate": {"specdec": {"ratio": 0.0269, "n_prompts": 2}}},
         "weights": [{"model": "/m/grown-6gb", "draft": None, "n_bytes": GIB, "types": {}}],
         "memory_budget_bytes": GIB, "enforced": True, "storage_mbps": 500.0,
@@ -145,7 +146,11 @@ def files(tmp_path: Path) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("kind", "pictures", "words"),
     [
-        ("peers", ["speed-peers", "acceptance"], ["37.20 (2)", "&lt;airllm&gt;", "writing"]),
+        (
+            "peers",
+            ["speed-peers", "acceptance"],
+            ["37.20 (2 prompts, 14 tokens)", "&lt;airllm&gt;", "writing"],
+        ),
         (
             "speedup",
             ["speed-speedup", "budgets-grown", "acceptance"],
@@ -175,6 +180,26 @@ def test_a_page_from_each_kind(
     assert not re.search(r"(src|href)=\"(?!data:)", text)
     assert "<x>" not in text
     assert (page.parent / f"page-{pictures[0]}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bars_over_other_texts_say_over_which(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    record = {"prompt": "a", "token_ids": [1, 2, 3]}
+    peer = {**speedup()["plain"], "name": "llama.cpp", "prompts": [record, record]}
+    ratios = {"plain": {"ratio": 2.5, "n_prompts": 2, "n_tokens": 4}}
+    path.write_text(json.dumps({**speedup(), "peer": peer, "ratios": ratios}))
+    results = read_results(path)
+    assert [bar.note for bar in bars(results)] == [
+        "2 prompts, 6 tokens",
+        "4 prompts, 41 tokens",
+        "4.0 tokens per pass; 4 prompts, 41 tokens",
+    ]
+    [table] = tables(results)
+    assert "Plain is 2.50 times llama.cpp, over the same 2 prompts, 4 tokens." in table.note
+    rows = [peer_row("accelerate", 0.5, n_tokens=9), peer_row("specdec", 1.0)]
+    path.write_text(json.dumps({**comparison(), "peers": rows}))
+    notes = [bar.note for bar in bars(read_results(path))]
+    assert notes == ["2 prompts, 9 tokens", "2 prompts, 20 tokens"]
 
 
 def test_all_kinds_on_one_page(files: dict[str, Path], tmp_path: Path) -> None:

@@ -170,14 +170,24 @@ def test_a_peer_is_a_column_of_the_report(
     pytest.importorskip("accelerate")
     monkeypatch.setattr("bench.measure.SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(ProgramRunner, "run", lambda *_: peer_run(OK, [1, 2]))
-    argv = f"speedup -m {target} --threads 1 --n-prompts 1 -n 2 --memory-budget 4GiB"
+    argv = f"speedup -m {target} --threads 1 --n-prompts 1 -n 4 --ignore-eos --memory-budget 4GiB"
     assert main([*argv.split(), "--peer", "accelerate", "-o", "json"]) == 0
     report = json.loads(capfd.readouterr().out)
     assert report["peer"]["name"] == "accelerate"
     assert report["peer"]["tokens_per_second"] == pytest.approx(2.0)
     assert report["peer"]["time_per_output_token"] == pytest.approx(0.5)
     assert (report["peer"]["load_seconds"], report["peer"]["peak_memory_bytes"]) == (3.0, 50)
-    assert report["plain_versus_peer"] == pytest.approx(report["plain"]["tokens_per_second"] / 2)
+    for mode in ("plain", "speculative"):
+        [record] = [one for one in report["records"] if one["mode"] == mode]
+        (first, n_first), (second, n_second) = record["arrivals"][:2]
+        assert n_first == 1
+        assert sum(n for _, n in record["arrivals"]) == 4
+        assert report["ratios"][mode] == {
+            # The peer took half a second for its only token after the first.
+            "ratio": pytest.approx(0.5 * n_second / (second - first)),
+            "n_prompts": 1,
+            "n_tokens": 1,
+        }
     assert report["peer"]["token_match"] is not None
 
     monkeypatch.setattr(ProgramRunner, "run", lambda *_: peer_run(OOM_KILLED, []))
