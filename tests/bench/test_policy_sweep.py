@@ -63,7 +63,7 @@ def test_auto_is_held_against_the_best_of_the_others() -> None:
 
 def test_a_specification_survives_the_way_to_its_process(tmp_path: Path) -> None:
     spec = PolicySpec(
-        {"model": "m"}, (Prompt("a", "x"),), {"max_tokens": 3}, (TreeSize(2, 2),), False
+        {"model": "m"}, (Prompt("a", "x"),), {"max_tokens": 3}, (TreeSize(2, 2, "on"),), False
     )
     spec.write(tmp_path / "spec.json")
     assert PolicySpec.read(tmp_path / "spec.json") == spec
