@@ -11,9 +11,9 @@ from pathlib import Path
 from backends.source import CACHE_TYPES, LOAD_MODES, BackendOptions
 from offload.units import parse_bytes
 from specdec.config import ConfigError, SpecConfig
+from specdec.models import SELF_DRAFT, is_self_draft
 from specdec.sampling_checks import MAX_BEAMS
 
-SELF_DRAFT = "self:"
 MAX_THREADS = 256
 MAX_IO_THREADS = 64
 MAX_PREFETCH_DEPTH = 64
@@ -127,7 +127,7 @@ def _split_self(
     draft_model: str | Path | None, draft_window: int | None
 ) -> tuple[str | Path | None, int | None]:
     """(SELF_DRAFT, N) for a draft of the name self:window=N."""
-    if not str(draft_model).startswith(SELF_DRAFT):
+    if draft_model is None or not is_self_draft(draft_model):
         return draft_model, draft_window
     found = re.fullmatch(r"self:window=([0-9]{1,9})", str(draft_model))
     if found is None:

@@ -21,7 +21,8 @@ from specdec.compat import compare_vocabularies
 from specdec.config import ConfigError
 from specdec.division import Divider, Division
 from specdec.formats import OpenedModel, open_model
-from specdec.options import SELF_DRAFT, RunOptions, run_options
+from specdec.models import SELF_DRAFT
+from specdec.options import RunOptions, run_options
 from specdec.run_plan import RunPlan
 
 _WORTH_SAYING = 1.05
