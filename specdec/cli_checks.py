@@ -47,6 +47,12 @@ def note_plan(load: LoadOptions, plan: RunPlan) -> None:
         _note_mapped(load, plan.budget_bytes)
 
 
+def note_left_out(plan: RunPlan) -> None:
+    """Say what a run does without, although it was named."""
+    for note in plan.notes:
+        say(f"note: {note}")
+
+
 def _note_mapped(load: LoadOptions, budget_bytes: int) -> None:
     files = weight_files(resolve_headers(load.model))
     n_bytes = sum(path.stat().st_size for path in files)

@@ -25,6 +25,7 @@ import typer
 from offload.errors import SpecdecError
 from specdec.cli_errors import EXIT_INTERRUPTED, guard
 from specdec.cli_output import loading_progress
+from specdec.config import SPEC_TYPES
 from specdec.enforce import KILLED, run_child
 from specdec.quiet import quiet_libraries
 from specdec.ranked_draft import Comparison, RankedDraft, compare_speeds, together
@@ -116,16 +117,17 @@ def rank_drafts(
         prompts: at least one; max_tokens: new tokens for each of them.
         measure: `measure_in_child`, or `measure_here`.
         load_options: further keywords of `specdec.load` for every candidate; spec_type is that of
-            the draft models.
+            the draft models, which are measured even where a plan would leave them out.
         sampling: options of SamplingParams; seed 0 unless it has one.
 
     Raises:
         RankingError: the target cannot be used, with or without a draft.
     """
+    with_draft = load_options.get("spec_type") or SPEC_TYPES
     kinds: list[tuple[str, str | None, Any]] = [
         (PLAIN, None, ()),
         (NGRAM, None, (NGRAM,)),
-        *((name, name, load_options.get("spec_type")) for name in dict.fromkeys(drafts)),
+        *((name, name, with_draft) for name in dict.fromkeys(drafts)),
     ]
     candidates = []
     for name, draft_model, spec_type in kinds:

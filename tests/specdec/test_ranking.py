@@ -148,7 +148,7 @@ def test_command(
         assert one.sampling == {"seed": 0, "temperature": 0.7, "max_tokens": N_TOKENS}
         assert (one.load["memory_budget"], one.load["threads"]) == ("2GiB", 1)
     assert [one.load["draft_model"] for one, _ in asked[:3]] == [None, None, str(models.draft)]
-    assert [one.load["spec_type"] for one, _ in asked[:3]] == [(), ("ngram",), None]
+    assert [one.load["spec_type"] for one, _ in asked[:3]] == [(), ("ngram",), ("draft", "ngram")]
     assert main([*argv, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["best"] == str(models.draft)
 
