@@ -11,6 +11,8 @@ from typing import Any
 
 from specdec.stats import AVERAGED, BY_DEPTH, LARGEST, SUMMED, TRUE_FOR_ALL, ratio
 
+LOSSY = "LOSSY (--accept-threshold)"
+
 Record = Mapping[str, Any]
 """A `bench.measure.Record` as a dictionary."""
 
@@ -40,6 +42,14 @@ def aggregate_stats(records: Sequence[Record]) -> dict[str, Any]:
         "ngram_share": ratio(total["ngram_hits"], total["accepted_tokens"]),
         **total,
     }
+
+
+def lossy_mark(figures: Mapping[str, Any]) -> str:
+    """What is written behind figures of text that is not the target's own; else nothing.
+
+    Results of versions that had no such option do not say.
+    """
+    return "" if figures.get("is_lossless", True) else f"  {LOSSY}"
 
 
 def sum_by_depth(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from bench.workloads import Prompt
 from offload.units import GIB
 
 _MODE = "speculative"
-_FIGURES = ("tokens_per_second", "mean_acceptance_length", "peak_memory_bytes")
+_FIGURES = ("tokens_per_second", "mean_acceptance_length", "peak_memory_bytes", "is_lossless")
 Tokens = dict[str, list[int]]
 """Prompt -> token ids."""
 
@@ -106,5 +106,6 @@ def format_rows(result: Mapping[str, Any]) -> str:
             f"{row['memory_budget']:<9} {row['streamed_bytes_per_pass'] / 1e9:7.2f}"
             f"  {row['tokens_per_second']:5.2f}  {row['mean_acceptance_length']:11.2f}"
             f"  {row['peak_memory_bytes'] / GIB:8.2f}  {row['n_equal_texts']} of {row['n_texts']}"
+            f"{aggregate.lossy_mark(row)}"
         )
     return "\n".join(lines)

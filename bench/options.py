@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from offload.errors import SpecdecError
-from specdec.cli_groups import SamplingOptions
+from specdec.cli_groups import LoadOptions, SamplingOptions
 
 
 class UsageMistake(SpecdecError):
@@ -83,6 +83,15 @@ def check_writable(option: str, path: Path | None) -> None:
         ) from None
     if is_new:
         path.unlink()
+
+
+def check_lossless(load: LoadOptions, command: str) -> None:
+    """Where speeds stand beside those of programs and settings that change no text."""
+    if load.accept_threshold is not None:
+        raise UsageMistake(
+            f"--accept-threshold is lossy, and {command} compares ways to the target's own text: "
+            "leave it out, or measure it with speedup"
+        )
 
 
 def sampling_keywords(max_tokens: int, ignore_eos: bool, given: SamplingOptions) -> dict[str, Any]:

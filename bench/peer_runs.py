@@ -101,7 +101,7 @@ class ProgramRunner:
                 and other._tuned is not None
                 and (other.peer.module, other.weights) == (self.peer.module, self.weights)
             ):
-                draft = self.weights.draft if self.peer.uses_draft else None
+                draft = self.weights.draft_path if self.peer.uses_draft else None
                 used = sum(p.stat().st_size for p in weight_files(draft)) if draft else 0
                 self._tuned = {_AMOUNT: max(other._tuned[_AMOUNT] - used, LEAST_AMOUNT_BYTES)}
 
@@ -176,8 +176,8 @@ class ProgramRunner:
     def _forget_cached(self) -> None:
         """Every process begins with cold storage."""
         forget_model(self.weights.model)
-        if self.weights.draft is not None:
-            forget_model(self.weights.draft)
+        if self.weights.draft_path is not None:
+            forget_model(self.weights.draft_path)
         if self._shards is not None:
             forget_files(path for path in Path(self._shards.name).rglob("*") if path.is_file())
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.units import MIB
+from specdec.models import resolve_draft, resolve_model
 
 HF, GGUF = "hf", "gguf"
 MEMORY, DRAFTING = "memory", "drafting"
@@ -49,6 +50,8 @@ class Peer:
     install: str = ""
     tunes: str = ""
     """Which of its settings the fastest is sought for, on one prompt: MEMORY or DRAFTING."""
+    drafts_with_target: bool = False
+    """Whether a draft without files, self:window=N, will do."""
     speculates: bool = False
     """Whether it has a mean acceptance length to report."""
 
@@ -110,6 +113,7 @@ PEERS = {
             (HF, GGUF),
             "specdec with the draft",
             uses_draft=True,
+            drafts_with_target=True,
             speculates=True,
         ),
     )
@@ -122,11 +126,22 @@ class Weights:
 
     format: str
     model: Path
-    draft: Path | None = None
+    draft: Path | str | None = None
+    """A text is the name of a draft without files: self:window=N."""
 
     @classmethod
-    def of(cls, model: Path, draft: Path | None = None) -> Weights:
+    def of(cls, model: Path, draft: Path | str | None = None) -> Weights:
         return cls(GGUF if model.is_file() else HF, model, draft)
+
+    @classmethod
+    def named(cls, model: str, draft: str | None = None) -> Weights:
+        """From the names that a user types. Raises specdec.models.ModelNotFound."""
+        return cls.of(resolve_model(model), resolve_draft(draft) or draft)
+
+    @property
+    def draft_path(self) -> Path | None:
+        """Of its files, where it has any."""
+        return self.draft if isinstance(self.draft, Path) else None
 
 
 def why_not(peer: Peer, weights: Weights | None) -> str | None:
@@ -138,7 +153,9 @@ def why_not(peer: Peer, weights: Weights | None) -> str | None:
         return f"it runs {needed}, which was not given"
     if peer.uses_draft and weights.draft is None:
         return "it needs a draft model: give -md"
-    draft = weights.draft
+    draft = weights.draft_path
+    if peer.uses_draft and draft is None and not peer.drafts_with_target:
+        return f"its draft must be a model of its own, which {weights.draft} is not"
     if peer.uses_draft and draft is not None and Weights.of(draft).format not in peer.formats:
         return f"its draft must be {_FORMAT_NAMES[weights.format]}"
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
@@ -18,6 +17,7 @@ from bench.options import (
     SpreadPrompts,
     StorageMbps,
     UsageMistake,
+    check_lossless,
     check_output,
     check_writable,
 )
@@ -51,7 +51,7 @@ OtherDraft = Annotated[
     typer.Option(
         "--other-draft",
         help="The draft in that format.",
-        show_default="that of the embedded pair, where -md is of it",
+        show_default="that of the embedded pair, or self:window=N, where -md is such",
     ),
 ]
 TimeLimit = Annotated[
@@ -90,6 +90,7 @@ def peers_command(
     from specdec.division import DEFAULT_CTX_SIZE
 
     check_output(output)
+    check_lossless(load, "peers")
     check_writable("--output-file", output_file)
     names = parse_peers(peers)
     if load.memory_budget == "auto":
@@ -140,20 +141,17 @@ def all_weights(
     model: str, draft: str | None, other_model: str | None, other_draft: str | None
 ) -> list[Weights]:
     """The model in one format or in both, each with its draft."""
-    from specdec.models import resolve_model
-
-    def resolve(name: str | None) -> Path | None:
-        return None if name is None else resolve_model(name)
-
-    first = Weights.of(resolve_model(model), resolve(draft))
+    first = Weights.named(model, draft)
     if other_model is None:
         if other_draft is not None:
             raise UsageMistake("--other-draft goes with --other-model, which was not given")
         return [first]
-    if other_draft is None and draft is not None and draft.startswith(PAIR_PREFIX):
+    if other_draft is None and isinstance(first.draft, str):
+        other_draft = first.draft
+    elif other_draft is None and draft is not None and draft.startswith(PAIR_PREFIX):
         wanted = GGUF if first.format == HF else HF
         other_draft = draft.removesuffix(".gguf") + (".gguf" if wanted == GGUF else "")
-    second = Weights.of(resolve_model(other_model), resolve(other_draft))
+    second = Weights.named(other_model, other_draft)
     if second.format == first.format:
         raise UsageMistake(
             f"--other-model {other_model} has the same format as -m {model}: name the GGUF file "

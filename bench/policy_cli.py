@@ -6,7 +6,15 @@ from typing import Annotated
 
 import typer
 
-from bench.options import IgnoreEos, NPrompts, OutputFile, Prompts, sampling_keywords
+from bench.options import (
+    IgnoreEos,
+    NPrompts,
+    OutputFile,
+    Prompts,
+    UsageMistake,
+    check_writable,
+    sampling_keywords,
+)
 from bench.workloads import BUILT_IN, read_prompts
 from specdec import cli_options as options
 from specdec.cli_groups import LoadOptions, SamplingOptions
@@ -31,23 +39,27 @@ def policy_command(
     prompts: Prompts = BUILT_IN,
     n_prompts: NPrompts = 2,
     max_tokens: options.MaxTokens = 64,
+    enforce: options.Enforce = False,
     ignore_eos: IgnoreEos = False,
     output_file: OutputFile = None,
     debug: options.Debug = False,
 ) -> None:
     """The automatic size of trees against fixed ones, in one process."""
-    from bench.policy_sweep import format_sweep, parse_sizes, run_sweep
+    from bench.policy_sweep import PolicySpec, format_sweep, parse_sizes, sweep_in_child
     from bench.results import write_json
     from specdec.models import resolve_model
 
-    result = run_sweep(
-        {**load.as_keywords(), "model": str(resolve_model(load.model))},
-        read_prompts(prompts, n_prompts),
-        sampling_keywords(max_tokens, ignore_eos, sampling),
-        parse_sizes(sizes),
-        with_plain,
-        ["specdec-bench", *context.obj.argv],
+    if enforce and load.memory_budget == "auto":
+        raise UsageMistake("--enforce needs a --memory-budget with a size, e.g. 3.5GiB")
+    check_writable("--output-file", output_file)
+    spec = PolicySpec(
+        load={**load.as_keywords(), "model": str(resolve_model(load.model))},
+        prompts=tuple(read_prompts(prompts, n_prompts)),
+        sampling=sampling_keywords(max_tokens, ignore_eos, sampling),
+        sizes=parse_sizes(sizes),
+        with_plain=with_plain,
     )
+    result = sweep_in_child(spec, ["specdec-bench", *context.obj.argv], enforce=enforce)
     if output_file is not None:
         write_json(result, output_file)
     typer.echo(format_sweep(result))

@@ -7,14 +7,16 @@ nothing from the fixed ones.
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from bench import aggregate
-from bench.child import quiet_libraries
+from bench.child import check_child, quiet_libraries, run_child
 from bench.measure import WARM_UP_TOKENS, Record
 from bench.provenance import collect
 from bench.workloads import Prompt
@@ -70,25 +72,57 @@ def _parse_size(text: str) -> TreeSize:
     return TreeSize(int(left), int(right), ahead or None)
 
 
-def run_sweep(
-    load: Mapping[str, Any],
-    prompts: Sequence[Prompt],
-    sampling: Mapping[str, Any],
-    sizes: Sequence[TreeSize],
-    with_plain: bool,
-    argv: Sequence[str],
-    out: TextIO = sys.stderr,
-) -> dict[str, Any]:
-    """Decode every prompt in every way; rows by way, the two ratios that matter, all records."""
-    from specdec.api import load as load_models
+@dataclass(frozen=True)
+class PolicySpec:
+    """What to measure; written as JSON for the process that does it."""
 
+    load: dict[str, Any]
+    """Keywords of `specdec.load`; "model" is a local directory or file."""
+    prompts: tuple[Prompt, ...]
+    sampling: dict[str, Any]
+    """Keywords of `LLM.generate`."""
+    sizes: tuple[TreeSize, ...]
+    with_plain: bool
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> PolicySpec:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        prompts = tuple(Prompt(**prompt) for prompt in values.pop("prompts"))
+        sizes = tuple(TreeSize(**size) for size in values.pop("sizes"))
+        return cls(prompts=prompts, sizes=sizes, **values)
+
+
+def sweep_in_child(spec: PolicySpec, argv: Sequence[str], *, enforce: bool) -> dict[str, Any]:
+    """`run_sweep` in a process of its own, inside a cgroup of the memory budget if enforced.
+
+    Raises typer.Exit with the child's exit code where that has told why it failed.
+    """
     quiet_libraries()
-    provenance = collect(argv, Path(load["model"]))
-    most = max(size.n_nodes for size in sizes)
-    with load_models(**{**load, "num_draft_tokens": most}) as llm:
+    provenance = collect(argv, Path(spec.load["model"]))
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
+        spec_path, result_path = Path(folder) / "spec.json", Path(folder) / "result.json"
+        spec.write(spec_path)
+        limit = spec.load["memory_budget"] if enforce else None
+        code = run_child("bench.policy_sweep", [str(spec_path), str(result_path)], limit)
+        check_child(code, "the measurement")
+        result = json.loads(result_path.read_text(encoding="utf-8"))
+    return {**result, "enforced": enforce, "provenance": provenance}
+
+
+def run_sweep(spec: PolicySpec, out: TextIO = sys.stderr) -> dict[str, Any]:
+    """Decode every prompt in every way; rows by way, the two ratios that matter, all records."""
+    from specdec.api import load
+
+    most = max(size.n_nodes for size in spec.sizes)
+    with load(**{**spec.load, "num_draft_tokens": most}) as llm:
         plan = llm.plan.to_dict()
-        records = _measure_all(llm, prompts, sampling, _ways(llm.spec, sizes, with_plain), out)
-    return {**summarise(records), "plan": plan, "provenance": provenance, "records": records}
+        ways = _ways(llm.spec, spec.sizes, spec.with_plain)
+        records = _measure_all(llm, spec.prompts, spec.sampling, ways, out)
+    model = str(spec.load["model"])
+    return {**summarise(records), "model": model, "plan": plan, "records": records}
 
 
 def _ways(spec: SpecConfig, sizes: Sequence[TreeSize], with_plain: bool) -> dict[str, SpecConfig]:
@@ -138,6 +172,7 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "mean_acceptance_length": stats["mean_acceptance_length"],
                 "mean_tree_nodes": ratio(stats["drafted_tokens"], stats["passes"]),
                 "draft_share": ratio(stats["draft_seconds"], stats["decode_seconds"]),
+                "is_lossless": stats["is_lossless"],
             }
         )
     speeds = {row["way"]: float(row["tokens_per_second"]) for row in rows}
@@ -159,6 +194,7 @@ def format_sweep(result: Mapping[str, Any]) -> str:
             f"{row['way']:<7} {row['tokens_per_second']:6.2f}"
             f"  {row['mean_acceptance_length']:11.2f}"
             f"  {row['mean_tree_nodes']:10.1f}  {100 * row['draft_share']:6.0f} %"
+            f"{aggregate.lossy_mark(row)}"
         )
     last = (
         f"auto is {result['auto_versus_best_fixed']:.3f} x the best fixed size "
@@ -168,3 +204,18 @@ def format_sweep(result: Mapping[str, Any]) -> str:
         last += f", {result['auto_versus_plain']:.3f} x plain decoding"
     lines.append(last)
     return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    from specdec.cli_errors import guard
+
+    def work() -> None:
+        spec_path, result_path = map(Path, argv)
+        result = run_sweep(PolicySpec.read(spec_path))
+        result_path.write_text(json.dumps(result), encoding="utf-8")
+
+    return guard("specdec-bench", work)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -24,7 +24,7 @@ from offload.errors import SpecdecError
 from offload.throttle import ReadLimit
 from offload.units import parse_bytes
 from specdec.formats import is_gguf
-from specdec.models import resolve_model
+from specdec.models import resolve_draft, resolve_model
 from specdec.storage import largest_weight_file
 
 UNLIMITED = "unlimited"
@@ -137,7 +137,9 @@ def run_setting(setting: Setting, load: Mapping[str, Any], n_rounds: int) -> dic
     if setting.storage_mbps is not None:
         weights = largest_weight_file(setting.model)
         reads = ReadLimit(weights, setting.storage_mbps * 10**6)
-    forget_model(setting.model)
+    for path in (setting.model, resolve_draft(setting.draft_model)):
+        if path is not None:
+            forget_model(path)
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
         spec_path, result_path = Path(folder) / "spec.json", Path(folder) / "result.json"
         spec.write(spec_path)

@@ -15,7 +15,8 @@ def report_command(
         list[Path],
         typer.Argument(
             metavar="RESULTS...",
-            help="JSON of peers, speedup, budgets, curve; JSON lines of sweep; PNG of timeline.",
+            help="JSON of peers, speedup, budgets, curve, policy, predict; JSON lines of sweep; "
+            "PNG of timeline.",
             show_default=False,
         ),
     ],

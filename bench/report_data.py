@@ -10,11 +10,12 @@ from typing import Any
 from bench import aggregate
 from bench.compare import label
 from bench.known_drafter import expected_tokens
-from bench.results import BUDGETS, CURVE, PEERS, SPEEDUP, SWEEP, Results
+from bench.results import BUDGETS, CURVE, PEERS, POLICY, SPEEDUP, SWEEP, Results
 from specdec.stats import ratio
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"
+AUTO = "auto"
 LEAST_TRIED = 5
 """A share of fewer rounds says nothing and is not drawn."""
 
@@ -78,7 +79,10 @@ class Curve:
 
 
 def bars(results: Results) -> list[Bar]:
-    """Of a comparison of programs, or of a speedup."""
+    """Of a comparison of programs, of a speedup, or of ways to draft."""
+    if results.kind == POLICY:
+        rows = results.value["rows"]
+        return [_speedup_bar(row["way"], row, row["way"] == AUTO) for row in rows]
     if results.kind == PEERS:
         return _peer_bars(results.value["peers"])
     if results.kind == SPEEDUP:
@@ -157,6 +161,7 @@ def _peer_bar(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Bar:
 def _speedup_bar(name: str, stats: Mapping[str, Any], is_ours: bool) -> Bar:
     length = stats.get("mean_acceptance_length", 1.0)
     note = f"{length:.1f} tokens per pass" if length > 1 else ""
+    note = (note + aggregate.lossy_mark(stats)).strip()
     return Bar(name, stats["tokens_per_second"], note, is_ours)
 
 
@@ -202,7 +207,7 @@ def _budget_points(value: Mapping[str, Any]) -> list[Point]:
 
     return [
         Point(
-            series=SPECULATIVE,
+            series=SPECULATIVE + aggregate.lossy_mark(row),
             storage_mbps=None,
             budget_bytes=parse_bytes(row["memory_budget"]),
             tokens_per_second=row["tokens_per_second"],
@@ -220,7 +225,7 @@ def _budget_points(value: Mapping[str, Any]) -> list[Point]:
 def _speedup_points(value: Mapping[str, Any]) -> list[Point]:
     return [
         Point(
-            series=mode,
+            series=mode + aggregate.lossy_mark(value[mode]),
             storage_mbps=None,
             budget_bytes=value["memory_budget_bytes"],
             tokens_per_second=value[mode]["tokens_per_second"],

@@ -126,7 +126,8 @@ def describe(results: Results) -> str:
     names = [w["model"] for w in value.get("weights", [])] or [
         value.get("model", results.path.stem)
     ]
-    budget = format_bytes(value["memory_budget_bytes"])
+    n_bytes = value.get("memory_budget_bytes") or value["plan"]["memory_budget_bytes"]
+    budget = format_bytes(n_bytes)
     slowed = value.get("storage_mbps")
     storage = "" if slowed is None else f", storage held to {slowed:g} MB/s"
     return f"{', '.join(Path(name).name for name in names)} in {budget}{storage}"

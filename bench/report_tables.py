@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from bench.aggregate import lossy_mark
 from bench.compare import label
 from bench.curve_figures import HEADINGS, best_line, cells
 from bench.peer_figures import describe_ratio
 from bench.peer_table import COLUMNS, category_cell
 from bench.peer_table import cells as peer_cells
 from bench.report_data import series_name
-from bench.results import BUDGETS, CURVE, PEERS, SPEEDUP, SWEEP, Results
+from bench.results import BUDGETS, CURVE, PEERS, POLICY, PREDICTION, SPEEDUP, SWEEP, Results
 from bench.table import ROWS
 from offload.units import GIB, format_bytes
+
+KINDS = ("plain", "speculative")
+_PREDICTED = ("predicted", "measured", "error")
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ def tables(results: Results) -> list[Table]:
     """One or more for each kind of results; none for a trace."""
     makers = {
         PEERS: _peers, SPEEDUP: _speedup, BUDGETS: _budgets, SWEEP: _sweep, CURVE: _curve,
+        POLICY: _policy, PREDICTION: _prediction,
     }  # fmt: skip
     make = makers.get(results.kind)
     return [] if make is None else make(results)
@@ -96,7 +102,10 @@ def _speedup(results: Results) -> list[Table]:
     if value.get("peer"):
         columns[value["peer"]["name"]] = value["peer"]
     rows = tuple(
-        (name, *(_figure(stats, key, form, unit) for _, key, form, unit in ROWS))
+        (
+            name + lossy_mark(stats),
+            *(_figure(stats, key, form, unit) for _, key, form, unit in ROWS),
+        )
         for name, stats in columns.items()
     )
     headings = ("", *(heading for heading, *_ in ROWS))
@@ -124,12 +133,59 @@ def _budgets(results: Results) -> list[Table]:
             f"{row['mean_acceptance_length']:.2f}",
             f"{row['streamed_bytes_per_pass'] / 1e9:.2f}",
             f"{row['peak_memory_bytes'] / GIB:.2f}",
-            f"{row['n_equal_texts']} of {row['n_texts']}",
+            f"{row['n_equal_texts']} of {row['n_texts']}{lossy_mark(row)}",
         )
         for row in results.value["budgets"]
     )
     columns = ("budget", "tok/s", "tok/pass", "GB/pass", "peak GiB", "equal texts")
     return [Table(f"Budgets: {results.path.stem}", columns, rows)]
+
+
+def _policy(results: Results) -> list[Table]:
+    value = results.value
+    rows = tuple(
+        (
+            row["way"] + lossy_mark(row),
+            f"{row['tokens_per_second']:.2f}",
+            f"{row['mean_acceptance_length']:.2f}",
+            f"{row['mean_tree_nodes']:.1f}",
+            f"{row['draft_share']:.0%}",
+        )
+        for row in value["rows"]
+    )
+    note = (
+        f"The automatic size makes {value['auto_versus_best_fixed']:.3f} times the speed of the "
+        f"best of the others ({value['best_fixed']})."
+    )
+    columns = ("", "tok/s", "tok/pass", "tree nodes", "drafting")
+    return [Table(f"Sizes of trees: {results.path.stem}", columns, rows, note)]
+
+
+def _prediction(results: Results) -> list[Table]:
+    value = results.value
+    rows = tuple(_prediction_row(setting, kind) for setting in value["settings"] for kind in KINDS)
+    note = (
+        f"Tokens per pass are the measured ones. Largest error {value['largest_error']:.1%}, of "
+        "seconds per pass and tokens per second."
+    )
+    pairs = tuple(f"{name}, {what}" for name in ("s/pass", "tok/s") for what in _PREDICTED)
+    columns = ("model", "budget", "storage MB/s", "rows", *pairs)
+    return [Table(f"Prediction: {results.path.stem}", columns, rows, note)]
+
+
+def _prediction_row(setting: Mapping[str, Any], kind: str) -> tuple[str, ...]:
+    found, mbps = setting[kind], setting["storage_mbps"]
+    cells = []
+    for key in ("pass_seconds", "tokens_per_second"):
+        cells += [f"{found[side][key]:.3f}" for side in ("predicted", "measured")]
+        cells.append(f"{found['error'][key]:+.1%}")
+    return (
+        Path(setting["model"]).name,
+        setting["memory_budget"],
+        "full" if mbps is None else f"{mbps:g}",
+        str(found["n_rows"]),
+        *cells,
+    )
 
 
 def _sweep(results: Results) -> list[Table]:

@@ -12,7 +12,7 @@ from typing import Any
 from offload.errors import SpecdecError
 
 PEERS, SPEEDUP, BUDGETS, SWEEP = "peers", "speedup", "budgets", "sweep"
-CURVE, PICTURE = "curve", "picture"
+CURVE, POLICY, PREDICTION, PICTURE = "curve", "policy", "prediction", "picture"
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -26,7 +26,7 @@ class Results:
 
     path: Path
     kind: str
-    """PEERS, SPEEDUP, BUDGETS, SWEEP, CURVE or PICTURE."""
+    """PEERS, SPEEDUP, BUDGETS, SWEEP, CURVE, POLICY, PREDICTION or PICTURE."""
     value: dict[str, Any]
     """The file's JSON object; of a sweep {"settings": [its lines]}."""
     png: bytes = b""
@@ -81,6 +81,10 @@ def _kind(value: Any) -> str | None:
         return BUDGETS
     if isinstance(value.get("points"), list):
         return CURVE
+    if {"rows", "best_fixed"} <= set(value):
+        return POLICY
+    if {"settings", "largest_error"} <= set(value):
+        return PREDICTION
     return SWEEP if "setting" in value else None
 
 
@@ -105,6 +109,6 @@ def _sweep_lines(path: Path, text: str) -> list[dict[str, Any]]:
 
 def _unknown(path: Path) -> ResultsError:
     return ResultsError(
-        f"{path} holds no results: give JSON of specdec-bench peers, speedup, budgets or "
-        "curve, JSON lines of sweep, or the PNG of timeline"
+        f"{path} holds no results: give JSON of specdec-bench peers, speedup, budgets, curve, "
+        "policy or predict, JSON lines of sweep, or the PNG of timeline"
     )

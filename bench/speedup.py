@@ -26,7 +26,6 @@ from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from offload.units import parse_bytes
 from specdec.division import DEFAULT_CTX_SIZE
-from specdec.models import resolve_model
 from specdec.stats import ratio
 
 # Its prompts and tokens are few and given: no other limit is wanted.
@@ -176,8 +175,7 @@ def _budget_bytes(run: SpeedupRun, measured: dict[str, Any]) -> int:
 def _make_peer(run: SpeedupRun) -> ProgramRunner | None:
     if run.peer is None:
         return None
-    draft = run.load.get("draft_model")
-    weights = Weights.of(Path(run.load["model"]), None if draft is None else resolve_model(draft))
+    weights = Weights.named(run.load["model"], run.load.get("draft_model"))
     settings = RunSettings(
         memory_bytes=parse_bytes(run.load["memory_budget"]),
         n_tokens=run.peer_tokens,

@@ -104,11 +104,9 @@ def _check_choices(
 
 def _check_peer(name: str, load: LoadOptions) -> None:
     from bench.peers import PEERS, Weights, why_not
-    from specdec.models import resolve_model
 
     if name not in PEERS:
         raise UsageMistake(f"--peer {name!r} is not known; choose one of {', '.join(PEERS)}")
-    draft = None if load.draft_model is None else resolve_model(load.draft_model)
-    problem = why_not(PEERS[name], Weights.of(resolve_model(load.model), draft))
+    problem = why_not(PEERS[name], Weights.named(load.model, load.draft_model))
     if problem is not None:
         raise UsageMistake(f"--peer {name} cannot run: {problem}")

@@ -10,6 +10,8 @@ Every setting is one line of a JSON Lines file, written when it is finished:
     acceptance_by_depth, peak_anonymous_bytes, cgroup_peak_bytes, storage_bytes_per_second (probed)
                 as in bench.compare
     bytes_per_pass, predicted_tokens_per_second, smallest_budget_bytes     of specdec's own plan
+    auto_budgets                the budgets that --budgets auto chose, and the key of what for; null
+                                where they were given
     model, draft_model, max_tokens, provenance
 """
 
@@ -53,6 +55,8 @@ class Sweep:
     prompts: tuple[Prompt, ...]
     base: RunSettings
     """Budget, storage and tree are replaced by each setting's."""
+    auto_budgets: tuple[int, ...] = ()
+    """What --budgets auto chose; empty where budgets were given."""
 
 
 def all_settings(
@@ -79,6 +83,20 @@ def auto_budgets(plan: Callable[[int | str], RunPlan], n: int = N_AUTO_BUDGETS) 
     return [smallest + (largest - smallest) * i // (n - 1) for i in range(n)]
 
 
+def recorded_budgets(path: Path, sweep: Sweep) -> list[int]:
+    """What --budgets auto chose for these models when the file was begun; empty where it did not.
+
+    Planned again, they would differ by a few bytes of measured memory and time, and every setting
+    would look new.
+    """
+    key = _plan_key(sweep)
+    for line in _finished_lines(path):
+        recorded = line.get("auto_budgets")
+        if recorded and recorded["key"] == key:
+            return [int(n_bytes) for n_bytes in recorded["bytes"]]
+    return []
+
+
 def whole_budget(plan: Callable[[int | str], RunPlan], smallest: int) -> int:
     """The smallest budget, within 1 %, in which all of the model stays in memory."""
     low, high = smallest, smallest
@@ -95,9 +113,14 @@ def whole_budget(plan: Callable[[int | str], RunPlan], smallest: int) -> int:
 
 def finished_keys(path: Path) -> set[str]:
     """Keys of the settings that a file already holds; a kill is a result too."""
+    return {str(line["key"]) for line in _finished_lines(path)}
+
+
+def _finished_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists() or not path.stat().st_size:
-        return set()
-    return {str(line["key"]) for line in read_results(path).value["settings"]}
+        return []
+    lines: list[dict[str, Any]] = read_results(path).value["settings"]
+    return lines
 
 
 def drop_torn_line(path: Path) -> None:
@@ -110,18 +133,33 @@ def drop_torn_line(path: Path) -> None:
 
 def setting_key(sweep: Sweep, setting: Setting) -> str:
     """The same for the same measurement: models by their files' names, sizes and times."""
-    base = sweep.base
     parts = {
+        **_planned_parts(sweep),
         "setting": asdict(setting),
-        "model": fingerprint(sweep.weights.model),
-        "draft": None if sweep.weights.draft is None else fingerprint(sweep.weights.draft),
         "prompts": [[prompt.name, prompt.text] for prompt in sweep.prompts],
-        "n_tokens": base.n_tokens,
+        "n_tokens": sweep.base.n_tokens,
+        "enforce": sweep.base.enforce,
+    }
+    return _digest(parts)
+
+
+def _plan_key(sweep: Sweep) -> str:
+    """The same for sweeps whose automatic budgets would be chosen from the same models."""
+    return _digest(_planned_parts(sweep))
+
+
+def _planned_parts(sweep: Sweep) -> dict[str, Any]:
+    base, draft = sweep.base, sweep.weights.draft
+    return {
+        "model": fingerprint(sweep.weights.model),
+        "draft": fingerprint(draft) if isinstance(draft, Path) else draft,
         "n_threads": base.n_threads,
         "n_ctx": base.n_ctx,
-        "enforce": base.enforce,
         "load": dict(base.load),
     }
+
+
+def _digest(parts: Mapping[str, Any]) -> str:
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -142,12 +180,14 @@ def run_sweep(
     """
     drop_torn_line(path)
     done = finished_keys(path)
+    chosen = {"key": _plan_key(sweep), "bytes": list(sweep.auto_budgets)}
+    more = {"auto_budgets": chosen if sweep.auto_budgets else None, "provenance": dict(provenance)}
     for setting in settings:
         key = setting_key(sweep, setting)
         if key in done:
             yield None
             continue
-        line = {**measure_setting(sweep, setting), "key": key, "provenance": dict(provenance)}
+        line = {**measure_setting(sweep, setting), "key": key, **more}
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         done.add(key)

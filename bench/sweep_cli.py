@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
 import typer
 
-from bench.options import EnforceAlways, Prompts, SpreadPrompts, UsageMistake, check_writable
+from bench.options import (
+    EnforceAlways,
+    Prompts,
+    SpreadPrompts,
+    UsageMistake,
+    check_lossless,
+    check_writable,
+)
 from bench.workloads import BUILT_IN, read_prompts, spread
 from offload.units import format_bytes, parse_bytes
 from specdec import cli_options as options
@@ -38,7 +46,9 @@ Storage = Annotated[
 Trees = Annotated[
     str,
     typer.Option(
-        "--trees", metavar="N,...", help="Draft tokens per pass; 0 is plain decoding, auto chooses."
+        "--trees",
+        metavar="N|auto,...",
+        help="Draft tokens per pass; 0 is plain decoding, auto chooses.",
     ),
 ]
 TimeLimit = Annotated[
@@ -68,18 +78,17 @@ def sweep_command(
     from bench.peer_runs import RunSettings
     from bench.peers import Weights
     from bench.provenance import collect
-    from bench.sweep import Sweep, all_settings, run_sweep
+    from bench.sweep import Sweep, all_settings, drop_torn_line, recorded_budgets, run_sweep
     from specdec.division import DEFAULT_CTX_SIZE
-    from specdec.models import resolve_model
 
     check_writable("--output-file", output_file)
+    check_lossless(load, "sweep")
     speeds, sizes = parse_speeds(storage), parse_trees(trees)
-    amounts = find_budgets(budgets, load)
+    amounts = parse_budgets(budgets)
     if not enforce and any(speed is not None for speed in speeds):
         raise UsageMistake("--storage below full needs the cgroup that --no-enforce leaves out")
-    draft = None if load.draft_model is None else resolve_model(load.draft_model)
-    weights = Weights.of(resolve_model(load.model), draft)
-    if draft is None and any(size != 0 for size in sizes):
+    weights = Weights.named(load.model, load.draft_model)
+    if weights.draft is None and any(size != 0 for size in sizes):
         raise UsageMistake("--trees above 0 need a draft model: give -md, or --trees 0")
     own = ("model", "draft_model", "memory_budget", "ctx_size", "threads", "num_draft_tokens")
     base = RunSettings(
@@ -92,6 +101,10 @@ def sweep_command(
         load={name: value for name, value in load.as_keywords().items() if name not in own},
     )
     sweep = Sweep(weights, tuple(spread(read_prompts(prompts), n_prompts)), base)
+    if not amounts:
+        drop_torn_line(output_file)
+        amounts = recorded_budgets(output_file, sweep) or find_budgets(load)
+        sweep = replace(sweep, auto_budgets=tuple(amounts))
     settings = all_settings(amounts, speeds, sizes)
     provenance = collect(["specdec-bench", *context.obj.argv], weights.model)
     with _progress(len(settings)) as advance:
@@ -124,10 +137,15 @@ def parse_trees(text: str) -> list[int | None]:
     return list(dict.fromkeys(parse_num_draft_tokens(name) for name in text.split(",")))
 
 
-def find_budgets(text: str, load: LoadOptions) -> list[int]:
-    """Bytes, in the order given."""
-    if text != "auto":
-        return list(dict.fromkeys(parse_bytes(name) for name in text.split(",")))
+def parse_budgets(text: str) -> list[int]:
+    """Bytes, in the order given; empty for "auto"."""
+    if text == "auto":
+        return []
+    return list(dict.fromkeys(parse_bytes(name) for name in text.split(",")))
+
+
+def find_budgets(load: LoadOptions) -> list[int]:
+    """Bytes, as the planner sees the models on this machine now."""
     from bench.sweep import auto_budgets
     from specdec.planning import plan_run
 

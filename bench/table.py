@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.aggregate import lossy_mark
 from bench.peer_figures import describe_ratio
 from offload.units import GIB, format_bytes
 
@@ -84,7 +85,7 @@ def _verdict(report: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"tokens equal      {report['token_match']:.1%} ({equal} of {n_prompts} prompts wholly)"
     )
-    if not report["speculative"].get("is_lossless", True):  # a report of an earlier version
+    if lossy_mark(report["speculative"]):
         lines.append(
             "LOSSY             --accept-threshold: the speculative text is not the target's own"
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.aggregate import lossy_mark
 from bench.timeline import chrome_trace, record_run, write_trace
 from bench.timeline_picture import check_matplotlib, draw
 from bench.workloads import Prompt
@@ -32,12 +33,12 @@ def run_timeline(run: TimelineRun) -> list[str]:
     """Run, draw and write; the lines to show."""
     from specdec.api import load
     from specdec.cli_output import loading_progress
-    from specdec.models import resolve_model
+    from specdec.models import resolve_draft
 
     if run.picture is not None:
         check_matplotlib()  # before minutes are spent
     name = Path(run.load["model"]).name
-    draft = None if run.load["draft_model"] is None else resolve_model(run.load["draft_model"])
+    draft = resolve_draft(run.load["draft_model"])
     with loading_progress(f"loading {name}") as progress:
         llm = load(**run.load, progress=progress)
     with llm:
@@ -52,13 +53,13 @@ def run_timeline(run: TimelineRun) -> list[str]:
     if run.picture is not None:
         title = (
             name
-            if draft is None or not run.generation["speculative"]
+            if run.load["draft_model"] is None or not run.generation["speculative"]
             else (f"{name}, draft {Path(run.load['draft_model']).name}")
         )
         speed = (
             f"{stats['tokens_per_second']:.2f} tokens/s, "
             f"{stats['mean_acceptance_length']:.2f} tokens per pass, "
-            f"{stats['bytes_streamed'] / 1e9:.2f} GB read"
+            f"{stats['bytes_streamed'] / 1e9:.2f} GB read{lossy_mark(stats)}"
         )
         sentence = draw(timeline, run.picture, title=f"{title}: {speed}", n_rounds=run.n_rounds)
         lines += [f"{run.picture}: {sentence}"]

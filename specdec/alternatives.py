@@ -35,6 +35,8 @@ _LARGE_DRAFT_BYTES = 64 << 20
 _WORTH_A_CHANGE = 1.03
 """How much faster another ring or share of the draft has to be: storage is less even than the
 simulation's, which three slots make up for."""
+_WORTH_LEAVING_OUT = 1.05
+"""How much faster the target has to be alone for its draft not to be loaded."""
 _ROOM_COSTS_LITTLE = 0.99
 """Room for larger trees than the best one is taken while it leaves so much of the speed ..."""
 _MOST_ROOM = 4
@@ -81,7 +83,7 @@ class Alternative:
         if self.draft is not None:
             share = self.draft.residency.resident_bytes / max(1, _layer_bytes(self.draft))
             parts.append("draft in memory" if share >= 1 else f"{share:.0%} of the draft in memory")
-        elif shape.n_drafted == 0:
+        elif shape.n_drafted == 0 or not shape.has_draft:
             parts.append("no draft")
         if shape.n_drafted:
             parts.append(f"room for {shape.n_drafted}")
@@ -115,6 +117,7 @@ class Weighing:
         spec: what the user fixed of the drafting.
         most_leaves: most draft tokens that the target's backend verifies at a time.
         fixed_slots: whether the user fixed the ring.
+        may_leave_out_draft: whether the target may decode alone where that should be faster.
     """
 
     def __init__(
@@ -124,28 +127,42 @@ class Weighing:
         spec: SpecConfig,
         most_leaves: int | None,
         fixed_slots: bool,
+        may_leave_out_draft: bool = False,
     ) -> None:
         self._divider, self._figures, self._spec = divider, figures, spec
         self._most_leaves = most_leaves
         self._fixed_slots = fixed_slots
+        self._may_leave_out_draft = may_leave_out_draft
         self.weighed: list[Alternative] = []
 
     def choose(self, total_bytes: int) -> Alternative:
-        """One dimension after the other, each from the best of those before.
+        """The fastest, with the draft; without it where it takes more than it brings.
 
         Raises BudgetExceeded with the smallest budget that works.
         """
         self.weighed = []
-        best = self._weigh(total_bytes, Shape(self._divider.least_drafted))
+        best = self._choose(total_bytes, has_draft=True)
+        if best.draft is None:
+            return best
+        alone = self._weigh(total_bytes, replace(best.division.shape, n_drafted=0, has_draft=False))
+        # Memory is what a draft costs for good, and what a target that streams could use. What
+        # computing alone costs is known less well, and the policy measures it.
+        if (
+            self._may_leave_out_draft
+            and best.target.residency.n_slots
+            and alone.tokens_per_second > _WORTH_LEAVING_OUT * best.tokens_per_second
+        ):
+            return self._choose(total_bytes, has_draft=False)
+        return best
+
+    def _choose(self, total_bytes: int, has_draft: bool) -> Alternative:
+        """One dimension after the other, each from the best of those before."""
+        best = self._weigh(total_bytes, Shape(self._divider.least_drafted, has_draft=has_draft))
         best = self._with_room(total_bytes, best)
         if best.target.residency.n_slots and not self._fixed_slots:
             best = self._better(total_bytes, best, ({"n_slots": n} for n in _SLOTS))
-        if self._divider.draft_layer_bytes > _LARGE_DRAFT_BYTES:
+        if best.draft is not None and self._divider.draft_layer_bytes > _LARGE_DRAFT_BYTES:
             best = self._better(total_bytes, best, ({"draft_share": s} for s in _DRAFT_SHARES))
-        if (
-            best.draft is not None
-        ):  # what the draft brings; whether to have one is the user's choice
-            self._weigh(total_bytes, replace(best.division.shape, n_drafted=0, has_draft=False))
         return best
 
     def _rooms(self) -> Iterator[dict[str, Any]]:

@@ -90,7 +90,6 @@ class LLM:
     """
 
     def __init__(self, options: RunOptions, progress: Any = None) -> None:
-        self._options = options
         self._running: GenerationStream | None = None
         self._starting = threading.Lock()
         self._closing = threading.RLock()
@@ -98,6 +97,7 @@ class LLM:
         with ExitStack() as stack:  # whatever was opened is closed when a later part fails
             planned = plan_models(options)
             self.plan: RunPlan = planned.plan
+            self._options = options = planned.options
             self.tokenizer = planned.target.tokenizer
             self.eos_token_ids = planned.target.eos_token_ids
             self._model_context = planned.target.source.max_context

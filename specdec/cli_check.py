@@ -12,7 +12,7 @@ from specdec import cli_options as options
 from specdec.cli_groups import LoadOptions, SamplingOptions
 from specdec.cli_output import write_json, write_text
 from specdec.cli_signature import with_options
-from specdec.models import check_local_name
+from specdec.models import check_local_draft, check_local_name, is_self_draft
 from specdec.prompt_files import read_prompts, spread
 from specdec.ranking import measure_in_child, rank_drafts
 
@@ -80,7 +80,8 @@ def _compare(load: LoadOptions, json: bool) -> None:
         raise options.OptionError("no draft model was named: use -md (--draft-model)")
     from specdec.formats import compare_models
 
-    result = compare_models(load.model, load.draft_model)
+    draft = load.model if is_self_draft(load.draft_model) else load.draft_model
+    result = compare_models(load.model, draft)
     if json:
         write_json(result.to_dict())
     else:
@@ -94,8 +95,9 @@ def _check_drafts(load: LoadOptions) -> None:
         raise options.OptionError(
             "no draft model was named: use -md (--draft-model), once for each"
         )
-    for name in (load.model, *load.draft_models):
-        check_local_name(name)
+    check_local_name(load.model)
+    for name in load.draft_models:
+        check_local_draft(name)
     keywords = load.keywords_with(load.draft_models[0])
     spec_type = keywords["spec_type"]
     if keywords["num_draft_tokens"] == 0 or (spec_type is not None and "draft" not in spec_type):

@@ -8,8 +8,7 @@ from offload.units import format_bytes
 from specdec.cli_groups import LoadOptions
 from specdec.cli_options import OptionError
 from specdec.cli_output import say
-from specdec.models import check_local_name, resolve_headers
-from specdec.options import SELF_DRAFT
+from specdec.models import check_local_draft, check_local_name, resolve_headers
 from specdec.storage import weight_files
 
 if TYPE_CHECKING:
@@ -21,8 +20,7 @@ def check_models(load: LoadOptions) -> None:
     """Raise ModelNotFound for names that lead nowhere; say what will not be used."""
     check_local_name(load.model)
     if load.draft_model is not None:
-        if not load.draft_model.startswith(SELF_DRAFT):
-            check_local_name(load.draft_model)
+        check_local_draft(load.draft_model)
         why = _why_no_draft(load)
         if why:
             say(f"note: the draft model {load.draft_model} is not used: {why}")
@@ -47,6 +45,12 @@ def note_plan(load: LoadOptions, plan: RunPlan) -> None:
             say("note: --io-threads has no effect: no layer of the target streams")
     if plan.uses_mmap:
         _note_mapped(load, plan.budget_bytes)
+
+
+def note_left_out(plan: RunPlan) -> None:
+    """Say what a run does without, although it was named."""
+    for note in plan.notes:
+        say(f"note: {note}")
 
 
 def _note_mapped(load: LoadOptions, budget_bytes: int) -> None:

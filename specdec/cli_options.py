@@ -184,7 +184,7 @@ DraftAhead = Annotated[
     typer.Option(
         "--draft-ahead",
         metavar="auto|on|off",
-        help="Draft while the target's pass runs; auto does where the target streams.",
+        help="Draft while the target's pass runs; auto does where that was measured to pay.",
         rich_help_panel=_SPECULATION,
     ),
 ]

@@ -14,7 +14,13 @@ import typer
 
 from offload.units import MIB, format_bytes
 from specdec import cli_options as options
-from specdec.cli_checks import check_chat_template, check_models, check_prompt, note_plan
+from specdec.cli_checks import (
+    check_chat_template,
+    check_models,
+    check_prompt,
+    note_left_out,
+    note_plan,
+)
 from specdec.cli_groups import LoadOptions, SamplingOptions
 from specdec.cli_output import loading_progress, perf_line, say, write_json, write_text
 from specdec.cli_sequences import SequenceOptions, check_sampling
@@ -118,6 +124,7 @@ def open_model(load_options: LoadOptions, keywords: dict[str, Any]) -> Iterator[
         llm = load(**keywords, progress=progress)
     with llm:
         note_plan(load_options, llm.plan)
+        note_left_out(llm.plan)
         yield llm
 
 

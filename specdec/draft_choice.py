@@ -9,12 +9,15 @@ from __future__ import annotations
 
 _HYSTERESIS = 1.03  # the other way must look this much faster
 _FADE_IN_USE = 2.0 ** (-1 / 32)  # weight of a round after the next one of its kind
+_FADE_AT_FIRST, _FADE_STEP = 0.8, 0.1  # after the first round; more after each further one
 _FADE_IDLE = 2.0 ** (-1 / 128)  # after a round of the other kind
 _BIAS_STRENGTH = 2.0  # tokens: how many it takes to doubt the calibrated expectation
+_PLAN_WEIGHT = 0.5  # rounds that the plan's word for a way counts as
 _PROBE_SHARE = 0.015  # of the time may go into trying the way that looked slower
-_CREDIT = 3.0  # rounds without the draft that trying it may cost beyond that
+_CREDIT = 2.0  # rounds without the draft that trying it may cost beyond that
 _BUDGET_FADE = 2.0 ** (-1 / 512)
 _N_FIRST = 2  # rounds with small trees, before the draft is given large ones
+_N_DOUBTED = 3  # rounds without a right guess, after which the plan's word for the draft is void
 _FIRST_INTERVAL, _LONGEST_INTERVAL = 6, 64  # rounds between probes
 
 
@@ -22,16 +25,19 @@ class Pace:
     """Tokens per second of one way of decoding: fading sums over its rounds.
 
     Tokens are the calibrated expectations, which scatter less than what came out, times the ratio
-    of what came out to what was expected, which is near 1 once the calibration has learnt.
+    of what came out to what was expected, which is near 1 once the calibration has learnt. Until
+    then later rounds know better than earlier ones, and those better than the plan.
     """
 
     def __init__(self, tokens: float, seconds: float, weight: float) -> None:
         self._n = weight
         self._expected = self._actual = weight * tokens
         self._seconds = weight * seconds
+        self._n_rounds = 0
 
     def add(self, expected: float, actual: float, seconds: float) -> None:
-        self.fade(_FADE_IN_USE)
+        self.fade(min(_FADE_AT_FIRST + _FADE_STEP * self._n_rounds, _FADE_IN_USE))
+        self._n_rounds += 1
         self._n += 1.0
         self._expected += expected
         self._actual += actual
@@ -68,18 +74,19 @@ class DraftChoice:
     """
 
     def __init__(self, with_draft: tuple[float, float] | None, plain_seconds: float) -> None:
-        self._paces = {False: Pace(1.0, plain_seconds, weight=0.5)}
+        self._paces = {False: Pace(1.0, plain_seconds, weight=_PLAN_WEIGHT)}
         if with_draft is not None:
-            self._paces[True] = Pace(*with_draft, weight=1.0)
+            self._paces[True] = Pace(*with_draft, weight=_PLAN_WEIGHT)
         self._settled = max(self._paces, key=lambda kind: self._paces[kind].rate)
         self._lost_seconds = self._all_seconds = 0.0
         self._interval = _FIRST_INTERVAL
         self._n_settled = 0  # rounds since the last probe
-        self._n_drafts = 0
+        self._n_drafts = self._n_alone = 0  # rounds with the draft and without
+        self._has_been_right = False
         self._is_winning = False  # the last round was a probe that paid
         self.is_on_trial = False
-        """Whether the draft is to show with a small tree what it is worth: at first, and when it
-        was given up; not after a trial that paid."""
+        """Whether the draft is to show with a small tree what it is worth: until it was right for
+        once, and when it was given up; not after a trial that paid."""
 
     @property
     def is_drafting(self) -> bool:
@@ -91,36 +98,51 @@ class DraftChoice:
         """Tokens per second of the way in use: what a second is worth."""
         return self._paces[self._settled].rate
 
-    def next_uses_draft(self, plain_seconds: float | None = None) -> bool:
+    def next_uses_draft(self, plain_seconds: float, is_known: bool = False) -> bool:
         """For the next round.
 
-        plain_seconds: of a round without the draft, where that is plain decoding and has been
-            measured, so that trying it would teach nothing.
+        plain_seconds: of a pass of one token, by what is known of passes.
+        is_known: that is all of a round without the draft, and was measured: trying one would teach
+            nothing.
         """
         self.is_on_trial = False
-        if plain_seconds is not None:
-            self._paces[False] = Pace(1.0, plain_seconds, weight=1.0)
+        if is_known or not self._n_alone:
+            self._paces[False] = Pace(1.0, plain_seconds, weight=1.0 if is_known else _PLAN_WEIGHT)
         if len(self._paces) == 1:
             return False
         here, there = self._paces[self._settled], self._paces[not self._settled]
-        if there.rate > _HYSTERESIS * here.rate:
+        is_doubted = self._n_drafts >= _N_DOUBTED and not self._has_been_right
+        is_better = there.rate > _HYSTERESIS * here.rate
+        if (is_better or is_doubted) if self._settled else (is_better and not is_doubted):
             self._settle(not self._settled)
             return self._settled
-        is_known = self._settled and plain_seconds is not None
-        may_probe = not is_known and self._may_probe(here, there)
+        may_probe = not (is_known and self._settled) and self._may_probe(here, there)
         uses_draft = self._settled != may_probe
-        is_new = self._n_drafts < _N_FIRST
-        self.is_on_trial = uses_draft and (is_new or (may_probe and not self._is_winning))
+        is_new = self._n_drafts < _N_FIRST or not self._has_been_right
+        is_given_up = may_probe and not self._is_winning
+        self.is_on_trial = uses_draft and (is_given_up or is_new)
         return uses_draft
 
-    def record(self, uses_draft: bool, expected: float, actual: float, seconds: float) -> None:
-        """A round brought `actual` tokens, of `expected` ones, in so many seconds."""
+    def record(
+        self,
+        uses_draft: bool,
+        expected: float,
+        actual: float,
+        seconds: float,
+        was_right: bool = True,
+    ) -> None:
+        """A round brought `actual` tokens, of `expected` ones, in so many seconds.
+
+        was_right: the draft offered the next token, whether it was verified or not.
+        """
         for kind, pace in self._paces.items():
             if kind == uses_draft:
                 pace.add(expected, actual, seconds)
             else:
                 pace.fade(_FADE_IDLE)
         self._n_drafts += uses_draft
+        self._n_alone += not uses_draft
+        self._has_been_right |= uses_draft and was_right
         self._all_seconds = self._all_seconds * _BUDGET_FADE + seconds
         self._lost_seconds *= _BUDGET_FADE
         if uses_draft == self._settled:
@@ -148,7 +170,7 @@ class DraftChoice:
             return True
         if self._n_settled < self._interval:
             return False
-        if not self._settled and self._n_drafts < _N_FIRST:
+        if not self._settled and not self._n_drafts:
             return True  # nothing but the plan speaks against it
         loss = max(0.0, there.seconds - there.tokens / here.rate)
         # The draft may have been given up in haste: it gets a chance before there is time enough.
@@ -185,7 +207,9 @@ class AheadChoice:
     """Whether to draft the next tree while the pass runs.
 
     It saves the drafting that it hides, and costs what it slows the pass: both are times, measured
-    in rounds with and without it.
+    in rounds with and without it. What passes usually take (`PassTimes`) is kept up to date by
+    those of the way in use, divided by the slowdown where that is with drafting beside them; the
+    slowdown by those of the other way, in a trial.
     """
 
     def __init__(self) -> None:
@@ -206,10 +230,20 @@ class AheadChoice:
         """Drafting that nothing hid, after a pass with (or without) drafting beside it."""
         self._drafting[is_ahead].add(seconds)
 
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether the way that is not in use is being tried."""
+        return self._trial_left > 0
+
     def record_pass(self, is_ahead: bool, seconds: float, usual_seconds: float) -> None:
+        """usual_seconds: of such a pass without drafting beside it."""
         self._pass.add(usual_seconds)
+        if not self.is_on_trial or is_ahead == self._settled:
+            return
         if is_ahead:
             self._slowdown.add(seconds / usual_seconds)
+        else:
+            self._slowdown.add(self.slowdown * usual_seconds / seconds)
 
     def next_is_ahead(self) -> bool:
         """For the pass that is about to begin."""

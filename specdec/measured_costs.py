@@ -19,6 +19,9 @@ _PER_KNOT = 12  # latest passes kept of each size
 _HALF_LIFE = 64.0  # passes of any size after which one counts half
 _CLOSENESS = 0.25  # octaves of rows at which another size's evidence counts half
 _N_DRAFTS = 24
+_N_FITS = 10
+_CLOSE_FIT = 0.02  # of a typical draft's seconds: nearer is not told apart
+_PULL = 0.01  # drafts that the prior counts as
 
 
 class PassTimes:
@@ -90,37 +93,64 @@ class PassTimes:
 
 
 class DraftTimes:
-    """Seconds of drafting a tree: fixed + per_run * runs of the draft model.
+    """Seconds of drafting a tree: fixed + per run of the draft model + per node that it runs.
 
-    The slope is Theil and Sen's median over all pairs of recent drafts.
+    Fitted to recent drafts by least absolute deviations (reweighted least squares), which single
+    drafts that were disturbed hardly move; no part is below zero. A weak pull towards "all of it is
+    per run" decides what drafts of one size do not tell apart.
 
     Args:
         prior_run_seconds: the plan's figure for one run.
     """
 
     def __init__(self, prior_run_seconds: float) -> None:
-        self._drafts: deque[tuple[int, float]] = deque(maxlen=_N_DRAFTS)
-        self.run_seconds = prior_run_seconds
-        self.fixed_seconds = 0.0
+        self._drafts: deque[tuple[float, float, float, float]] = deque(maxlen=_N_DRAFTS)
+        self._parts = np.array([0.0, prior_run_seconds, 0.0])  # fixed, per run, per node
+        self._width = 1.0  # nodes of a run, lately
 
-    @property
-    def is_measured(self) -> bool:
-        return bool(self._drafts)
-
-    def observe(self, n_runs: int, seconds: float) -> None:
+    def observe(self, n_runs: int, n_nodes: int, seconds: float) -> None:
+        """So many runs, of so many nodes in all."""
         if n_runs < 1 or seconds <= 0.0:
             return
-        self._drafts.append((n_runs, seconds))
-        runs, times = (np.array(column, dtype=float) for column in zip(*self._drafts, strict=True))
-        mean_run = float(np.median(times / runs))
-        apart = np.subtract.outer(runs, runs)
-        is_pair = apart > 0
-        if is_pair.sum() < _N_DRAFTS:  # too few sizes to tell what is fixed
-            self.run_seconds, self.fixed_seconds = mean_run, 0.0
-            return
-        slope = float(np.median(np.subtract.outer(times, times)[is_pair] / apart[is_pair]))
-        self.run_seconds = min(max(slope, 0.1 * mean_run), mean_run)
-        self.fixed_seconds = max(0.0, float(np.median(times - self.run_seconds * runs)))
+        self._drafts.append((1.0, n_runs, n_nodes, seconds))
+        *sizes, times = (np.array(column) for column in zip(*self._drafts, strict=True))
+        self._width = float(sizes[2].sum() / sizes[1].sum())
+        scale = np.array([column.mean() for column in sizes])
+        typical = float(np.median(times))
+        prior = np.array([0.0, float(np.median(times / sizes[1])) * scale[1] / typical, 0.0])
+        shares = _least_deviations(np.column_stack(sizes) / scale, times / typical, prior)
+        self._parts = shares * typical / scale
 
-    def seconds(self, n_runs: float) -> float:
-        return self.fixed_seconds + self.run_seconds * n_runs if n_runs > 0 else 0.0
+    @property
+    def run_seconds(self) -> float:
+        """Of one more run, as wide as recent ones were."""
+        return float(self._parts[1] + self._width * self._parts[2])
+
+    def seconds(self, n_runs: int, n_nodes: int) -> float:
+        return float(self._parts @ (1.0, n_runs, n_nodes)) if n_runs > 0 else 0.0
+
+
+def _least_deviations(
+    sizes: NDArray[np.float64], times: NDArray[np.float64], prior: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """x ≥ 0 with a small sum of |sizes @ x - times|, weakly pulled towards the prior."""
+    weights = np.ones(len(times))
+    found = prior
+    for _ in range(_N_FITS):
+        weighted = (sizes * weights[:, None]).T
+        pull = _PULL * np.eye(len(prior))
+        found = _least_squares(weighted @ sizes + pull, weighted @ times + _PULL * prior)
+        weights = 1.0 / np.maximum(np.abs(sizes @ found - times), _CLOSE_FIT)
+        weights /= weights.max()
+    return found
+
+
+def _least_squares(gram: NDArray[np.float64], moments: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The x ≥ 0 of these normal equations; parts that come out negative are left out."""
+    is_used = np.ones(len(moments), dtype=bool)
+    while True:
+        found = np.zeros(len(moments))
+        found[is_used] = np.linalg.solve(gram[np.ix_(is_used, is_used)], moments[is_used])
+        if (found >= 0.0).all():
+            return found
+        is_used &= found > 0.0

@@ -23,6 +23,9 @@ _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(:(?P<file>[\w.-]+))?(@(?P<revi
 _SPLIT = re.compile(r"-(?P<number>\d{5})-of-\d{5}\.gguf$")
 
 
+SELF_DRAFT = "self:"
+"""How a draft's name begins that is no model of its own: self:window=N is the target."""
+
 # No hub id begins like this.
 _PATH_STARTS = (".", "/", "~")
 
@@ -60,6 +63,18 @@ def resolve_model(name: str | Path) -> Path:
     return _from_hub(text, hub_id["repo"], hub_id["file"], hub_id["revision"])
 
 
+def is_self_draft(name: str | Path) -> bool:
+    return str(name).startswith(SELF_DRAFT)
+
+
+def resolve_draft(name: str | Path | None) -> Path | None:
+    """`resolve_model` for a draft; None where it has no files of its own: none at all, or self:...
+
+    Raises ModelNotFound.
+    """
+    return None if name is None or is_self_draft(name) else resolve_model(name)
+
+
 def resolve_headers(name: str | Path) -> Path:
     """`resolve_model` for who reads no weights: of a checkpoint on the hub that is not in the local
     cache, only the JSON files are downloaded. A GGUF file is downloaded whole.
@@ -92,6 +107,12 @@ def check_local_name(name: str | Path) -> None:
     """Raise ModelNotFound for a name that can be no model, without asking the hub."""
     if Path(name).expanduser().exists() or _HUB_ID.fullmatch(str(name)) is None:
         resolve_model(name)
+
+
+def check_local_draft(name: str | Path) -> None:
+    """The same for a draft, which may be the target itself."""
+    if not is_self_draft(name):
+        check_local_name(name)
 
 
 def _embedded(name: str) -> Path:

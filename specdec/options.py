@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backends.source import CACHE_TYPES, LOAD_MODES, BackendOptions
 from offload.units import parse_bytes
 from specdec.config import ConfigError, SpecConfig
+from specdec.models import SELF_DRAFT, is_self_draft
 from specdec.sampling_checks import MAX_BEAMS
 
-SELF_DRAFT = "self:"
 MAX_THREADS = 256
 MAX_IO_THREADS = 64
 MAX_PREFETCH_DEPTH = 64
@@ -38,6 +38,14 @@ class RunOptions:
     prompt_cache_file: str | Path | None = None
     num_beams: int = 1
     beam_span: int = DEFAULT_BEAM_SPAN
+    may_leave_out_draft: bool = False
+    """The plan decides whether the draft model is worth its memory: nothing about it was fixed."""
+
+    def without_draft(self) -> RunOptions:
+        """The same run where the plan leaves the draft model out."""
+        others = tuple(kind for kind in self.spec.spec_type if kind != "draft")
+        spec = replace(self.spec, spec_type=others, draft_window=None)
+        return replace(self, draft_model=None, spec=spec)
 
     def target_nodes(self, n_drafted: int) -> int:
         """Live nodes that the target needs room for: a tree of n_drafted tokens, or the beams."""
@@ -74,6 +82,7 @@ def run_options(
     prompt_cache_file: str | Path | None = None,
 ) -> RunOptions:
     """The options that these keywords mean. Raises ConfigError for contradictions."""
+    is_automatic = spec_type is None and num_draft_tokens is None and acceptance == "match"
     if spec_type is None:
         spec_type = ("draft", "ngram") if draft_model is not None else ("ngram",)
     draft_model, draft_window = _split_self(draft_model, draft_window)
@@ -120,6 +129,8 @@ def run_options(
         num_beams=num_beams,
         beam_span=beam_span,
         prompt_cache_file=prompt_cache_file,
+        # A target that drafts for itself takes next to no memory for it.
+        may_leave_out_draft=is_automatic and draft_model not in (None, SELF_DRAFT),
     )
 
 
@@ -127,7 +138,7 @@ def _split_self(
     draft_model: str | Path | None, draft_window: int | None
 ) -> tuple[str | Path | None, int | None]:
     """(SELF_DRAFT, N) for a draft of the name self:window=N."""
-    if not str(draft_model).startswith(SELF_DRAFT):
+    if draft_model is None or not is_self_draft(draft_model):
         return draft_model, draft_window
     found = re.fullmatch(r"self:window=([0-9]{1,9})", str(draft_model))
     if found is None:

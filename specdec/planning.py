@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from offload.memory import memory_limit, process_memory
 from offload.profile import measure_storage
 from offload.units import format_bytes, parse_bytes
 from specdec.allocator import free_large_blocks_at_once, give_back_freed
-from specdec.alternatives import Figures, Weighing
+from specdec.alternatives import Alternative, Figures, Weighing
 from specdec.compat import compare_vocabularies
 from specdec.config import ConfigError
 from specdec.division import Divider, Division
 from specdec.formats import OpenedModel, open_model
-from specdec.options import SELF_DRAFT, RunOptions, run_options
+from specdec.models import SELF_DRAFT
+from specdec.options import RunOptions, run_options
 from specdec.run_plan import RunPlan
 
 _WORTH_SAYING = 1.05
@@ -42,9 +44,11 @@ class OpenedPair:
 
 @dataclass(frozen=True)
 class PlannedModels:
-    """A plan, and the models (without weights) that it was made for."""
+    """A plan, and the models (without weights) that it was made for; None for a draft that it
+    leaves out, and options without it."""
 
     plan: RunPlan
+    options: RunOptions
     target: OpenedModel
     draft: OpenedModel | None
 
@@ -64,7 +68,9 @@ def plan_models(options: RunOptions) -> PlannedModels:
     total_bytes, source = _budget(options.memory_budget)
     figures = measure_figures(pair, total_bytes)
     plan = make_plan(options, pair, figures, total_bytes, source)
-    return PlannedModels(plan, pair.target, pair.draft)
+    if pair.draft is not None and plan.draft_residency is None:
+        return PlannedModels(plan, options.without_draft(), pair.target, None)
+    return PlannedModels(plan, options, pair.target, pair.draft)
 
 
 def open_pair(options: RunOptions) -> OpenedPair:
@@ -108,27 +114,51 @@ def make_plan(
         options.spec,
         target.max_tree_leaves,
         fixed_slots=options.prefetch_depth is not None,
+        may_leave_out_draft=options.may_leave_out_draft,
     )
     chosen = weighing.choose(total_bytes)
     if options.draft_model == SELF_DRAFT:
         _check_in_memory(options, chosen.division)
-    warnings = target.warnings
-    fastest = max(weighing.weighed, key=lambda one: one.tokens_per_second)
-    if chosen.draft is not None and fastest.draft is None:
-        gain = fastest.tokens_per_second / chosen.tokens_per_second
-        if chosen.target.residency.n_slots and gain > _WORTH_SAYING:
-            warnings += (
-                f"without the draft it should be faster: {fastest.tokens_per_second:.2f} tokens/s "
-                f"instead of {chosen.tokens_per_second:.2f}; take a smaller draft, or none",
-            )
     return RunPlan(
         budget_source=budget_source,
         chosen=chosen,
         weighed=tuple(weighing.weighed),
         uses_mmap=options.load_mode == "mmap",
         accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
-        warnings=warnings,
+        warnings=target.warnings + _burdens(chosen, weighing.weighed),
+        notes=_left_out(chosen, weighing.weighed),
     )
+
+
+def _burdens(chosen: Alternative, weighed: Sequence[Alternative]) -> tuple[str, ...]:
+    """Of a draft that the user fixed and that slows a streamed target down."""
+    fastest = max(weighed, key=_speed)
+    if chosen.draft is None or fastest.draft is not None or not chosen.target.residency.n_slots:
+        return ()
+    if _speed(fastest) < _WORTH_SAYING * _speed(chosen):
+        return ()
+    return (
+        f"without the draft it should be faster: {_speed(fastest):.2f} tokens/s "
+        f"instead of {_speed(chosen):.2f}; take a smaller draft, or none",
+    )
+
+
+def _left_out(chosen: Alternative, weighed: Sequence[Alternative]) -> tuple[str, ...]:
+    """That the draft is not loaded, and how to have it loaded all the same."""
+    with_draft = [one for one in weighed if one.draft is not None]
+    if chosen.draft is not None or not with_draft:
+        return ()
+    alone = next(one for one in weighed if one.draft is None and not one.division.n_drafted)
+    best = max(map(_speed, with_draft))
+    return (
+        f"the draft is left out: in its memory layers of the target are worth more "
+        f"({_speed(alone):.2f} tokens/s predicted without it, {best:.2f} with it); "
+        "--spec-type draft,ngram loads it all the same",
+    )
+
+
+def _speed(one: Alternative) -> float:
+    return one.tokens_per_second
 
 
 def _check_options(options: RunOptions, target: ModelSource) -> None:

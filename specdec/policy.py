@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from specdec.acceptance import Acceptance
@@ -17,7 +17,7 @@ from specdec.draft_choice import DraftChoice
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.model import MAX_BEAMS
 from specdec.experience import Experience
-from specdec.tree import DraftTree
+from specdec.tree import DRAFT_SOURCE, ROOT, DraftTree
 from specdec.tree_shape import TreeShape
 
 MAX_AUTO_NODES = 128
@@ -127,7 +127,12 @@ class DraftPolicy:
         self._proposes_alone = not self._has_model or "ngram" in config.drafters
         self._experience = experience or new_experience(cost, draft_cost, self._n_nodes)
         self._lessons = self._experience.lessons(
-            (config.drafters, config.acceptance, _temperature_class(temperature)),
+            (
+                config.drafters,
+                config.acceptance,
+                config.accept_threshold,
+                _temperature_class(temperature),
+            ),
             lambda: self._first_choice(cost, draft_cost),
         )
         self._shape = TreeShape(config, self._experience, self._lessons, self._has_model)
@@ -153,7 +158,7 @@ class DraftPolicy:
         room = min(self._max_context - context_length, max_tokens - 1)
         most = max(0, min(self._n_nodes, node_room - 1))
         if self._config.num_draft_tokens is not None:
-            self._round = _Round(self._clock(), self._has_model)
+            self._round = _Round(self._clock(), self._has_model, follows_ahead=self._round.is_ahead)
             depth, ahead = (max(0, min(d, room)) for d in (self._depth, 2 * self._depth + 1))
             return TreeLimits(most, depth, self._config.width, max_ahead_depth=ahead)
         # The plan's curve is a guess beyond what was measured: trees grow step by step.
@@ -176,7 +181,7 @@ class DraftPolicy:
         """
         now, this = self._clock(), self._round
         this.drafted_at, this.candidates = now, tree
-        self._note_drafting(tree.n_runs, now - this.began)
+        self._note_drafting(tree, now - this.began)
         if self._config.num_draft_tokens is not None:
             return tree
         if self._is_chain:
@@ -206,7 +211,8 @@ class DraftPolicy:
         if this.is_typical and self._config.num_draft_tokens is None:
             seconds = this.draft_seconds + this.pass_seconds
             expected = this.expected_tokens
-            self._lessons.choice.record(this.uses_draft, expected, len(emitted), seconds)
+            was_right = _was_right(this.candidates or tree, emitted)
+            self._lessons.choice.record(this.uses_draft, expected, len(emitted), seconds, was_right)
 
     # --- a round's parts -----------------------------------------------------------------------
 
@@ -214,7 +220,9 @@ class DraftPolicy:
         choice, before = self._lessons.choice, self._round
         uses_draft = choice.is_drafting
         if is_typical:
-            uses_draft = choice.next_uses_draft(self._known_plain_seconds())
+            passes = self._experience.passes
+            is_known = not self._proposes_alone and passes.evidence()[0] >= 1.0
+            uses_draft = choice.next_uses_draft(passes.of(1), is_known)
         return _Round(
             self._clock(),
             uses_draft,
@@ -223,31 +231,22 @@ class DraftPolicy:
             follows_ahead=before.is_ahead,
         )
 
-    def _known_plain_seconds(self) -> float | None:
-        """Of a round without the draft model, where it emits one token and was measured lately."""
-        passes = self._experience.passes
-        if self._proposes_alone or passes.evidence()[0] < 1.0:
-            return None
-        return passes.of(1)
-
-    def _note_drafting(self, n_runs: int, seconds: float) -> None:
-        this, experience = self._round, self._experience
+    def _note_drafting(self, tree: DraftTree, seconds: float) -> None:
+        this, drafts = self._round, self._experience.drafts
         this.draft_seconds = seconds
         if this.is_catching_up:  # that much is not what drafting usually takes
-            this.draft_seconds = min(seconds, experience.drafts.seconds(n_runs))
+            this.draft_seconds = min(seconds, drafts.seconds(tree.n_runs, tree.n_run_nodes))
         elif this.uses_draft:
-            experience.ahead.record_drafting(this.follows_ahead, seconds)
-            if not this.follows_ahead:
-                experience.drafts.observe(n_runs, seconds)
+            self._experience.ahead.record_drafting(this.follows_ahead, seconds)
+            drafts.observe(tree.n_runs, tree.n_run_nodes, seconds)
 
     def _note_pass(self, n_rows: int, seconds: float) -> None:
-        this, experience = self._round, self._experience
-        usual = experience.passes.of(n_rows)
-        if not this.is_ahead:
-            experience.passes.observe(n_rows, seconds)
-            usual = experience.passes.of(n_rows)
-        experience.ahead.record_pass(this.is_ahead, seconds, usual)
-        this.pass_seconds = min(seconds, _STUMBLE * usual)
+        this, passes, ahead = self._round, self._experience.passes, self._experience.ahead
+        ahead.record_pass(this.is_ahead, seconds, passes.of(n_rows))
+        slowdown = ahead.slowdown if this.is_ahead else 1.0
+        if not (this.is_ahead and ahead.is_on_trial):  # whose slowdown is not known yet
+            passes.observe(n_rows, seconds / slowdown)
+        this.pass_seconds = min(seconds, _STUMBLE * slowdown * passes.of(n_rows))
 
     def _first_choice(self, cost: PassCost, draft_cost: PassCost | None) -> DraftChoice:
         """By what the plan expects of a round with the draft model and without."""
@@ -257,6 +256,12 @@ class DraftPolicy:
         drafting = self._depth * level_seconds(draft_cost, self._n_likely)
         tokens = _expected_tokens(min(self._depth, self._n_likely))
         return DraftChoice((tokens, cost.seconds(1 + self._n_likely) + drafting), plain)
+
+
+def _was_right(candidates: DraftTree, emitted: Sequence[int]) -> bool:
+    """Whether the draft model offered the next token, verified or not."""
+    first = candidates.children(ROOT).get(emitted[0])
+    return first is not None and DRAFT_SOURCE in candidates.sources[first]
 
 
 def new_experience(cost: PassCost, draft_cost: PassCost | None, n_nodes: int) -> Experience:

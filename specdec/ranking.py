@@ -1,9 +1,13 @@
 """Which draft serves a target best: measured on the user's own prompts, not guessed.
 
-Every candidate is loaded as a run would load it, one after the other in the same budget, and
-decodes the same prompts with the same seed: no draft at all, n-grams alone, and each draft model.
-What a draft's memory takes from the target's layers is thereby part of the outcome. Each has a
-process of its own, so that none finds less memory because of what another one left behind.
+Every candidate is loaded as a run would load it, in the same budget, and decodes the same prompts
+with the same seed: no draft at all, n-grams alone, and each draft model. What a draft's memory
+takes from the target's layers is thereby part of the outcome. Each has processes of its own, so
+that none finds less memory because of what another one left behind.
+
+The machine drifts: every candidate decodes the first half of the prompts and then, in reverse
+order, every one the second half. What is left of it shows in how differently the prompts compare
+two candidates, and that is the margin within which they cannot be told apart.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +25,10 @@ import typer
 from offload.errors import SpecdecError
 from specdec.cli_errors import EXIT_INTERRUPTED, guard
 from specdec.cli_output import loading_progress
+from specdec.config import SPEC_TYPES
 from specdec.enforce import KILLED, run_child
 from specdec.quiet import quiet_libraries
+from specdec.ranked_draft import Comparison, RankedDraft, compare_speeds, together
 from specdec.stats import GenerationStats, ratio
 
 PLAIN, NGRAM = "none", "ngram"
@@ -49,26 +55,6 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class RankedDraft:
-    """How one candidate did, or why it cannot be used."""
-
-    name: str
-    """A draft model's name; "none" is plain decoding, "ngram" n-grams alone."""
-    problem: str | None = None
-    """Why it was not measured; all figures are then 0."""
-    tokens_per_second: float = 0.0
-    """Decode only, over all prompts: tokens after the first / seconds after the first."""
-    predicted_tokens_per_second: float = 0.0
-    """What the plan expected before anything was measured."""
-    mean_acceptance_length: float = 0.0
-    """Tokens per pass, over all prompts."""
-    draft_seconds: float = 0.0
-    passes: int = 0
-    generated_tokens: int = 0
-    is_lossless: bool = True
-
-
-@dataclass(frozen=True)
 class Ranking:
     """The candidates, fastest first; those that cannot be used come last."""
 
@@ -82,12 +68,19 @@ class Ranking:
     def best(self) -> RankedDraft:
         return self.candidates[0]
 
+    @property
+    def next_best(self) -> Comparison | None:
+        """How far behind the second one is; None where there is no other to be used."""
+        others = [one for one in self.candidates[1:] if one.problem is None]
+        return compare_speeds(self.best, others[0]) if others else None
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "model": self.model,
             "n_prompts": self.n_prompts,
             "max_tokens": self.max_tokens,
             "best": self.best.name,
+            "next_best": self.next_best and asdict(self.next_best),
             "candidates": [asdict(candidate) for candidate in self.candidates],
         }
 
@@ -95,9 +88,12 @@ class Ranking:
         """A table, and the best one below it."""
         width = max(len("draft"), *(len(one.name) for one in self.candidates))
         heading = f"{'draft':<{width}}  tokens/pass  draft s  tok/s  predicted"
-        rows = [f"{one.name:<{width}}  {_figures(one)}" for one in self.candidates]
+        rows = [f"{one.name:<{width}}  {one.figures()}" for one in self.candidates]
         speedup = ratio(self.best.tokens_per_second, self.plain_tokens_per_second)
-        return [heading, *rows, f"best: {self.best.name}, {speedup:.2f}x plain decoding"]
+        last = [f"best: {self.best.name}, {speedup:.2f}x plain decoding"]
+        if self.next_best is not None:
+            last.append(self.next_best.line())
+        return [heading, *rows, *last]
 
 
 Measure = Callable[[Candidate], RankedDraft]
@@ -121,29 +117,46 @@ def rank_drafts(
         prompts: at least one; max_tokens: new tokens for each of them.
         measure: `measure_in_child`, or `measure_here`.
         load_options: further keywords of `specdec.load` for every candidate; spec_type is that of
-            the draft models.
+            the draft models, which are measured even where a plan would leave them out.
         sampling: options of SamplingParams; seed 0 unless it has one.
 
     Raises:
         RankingError: the target cannot be used, with or without a draft.
     """
+    with_draft = load_options.get("spec_type") or SPEC_TYPES
     kinds: list[tuple[str, str | None, Any]] = [
         (PLAIN, None, ()),
         (NGRAM, None, (NGRAM,)),
-        *((name, name, load_options.get("spec_type")) for name in dict.fromkeys(drafts)),
+        *((name, name, with_draft) for name in dict.fromkeys(drafts)),
     ]
-    found = []
+    candidates = []
     for name, draft_model, spec_type in kinds:
         own = {"model": model, "draft_model": draft_model, "spec_type": spec_type}
         options = {"seed": 0, **sampling, "max_tokens": max_tokens}
-        candidate = Candidate(name, {**load_options, **own}, list(prompts), options)
-        ranked = measure(candidate)
-        if ranked.problem is not None and not candidate.has_draft_model:
-            raise RankingError(ranked.problem)
-        found.append(ranked)
+        candidates.append(Candidate(name, {**load_options, **own}, list(prompts), options))
+    ranked = _in_turns(candidates, measure)
+    found = [ranked[candidate.name] for candidate in candidates]
     plain = found[0].tokens_per_second
     found.sort(key=lambda one: (one.problem is not None, -one.tokens_per_second))
     return Ranking(model, len(prompts), max_tokens, plain, tuple(found))
+
+
+def _in_turns(candidates: Sequence[Candidate], measure: Measure) -> dict[str, RankedDraft]:
+    """By name. Half of the prompts, then in reverse order the other half of them."""
+    found: dict[str, RankedDraft] = {}
+    n_prompts = len(candidates[0].prompts)
+    half = (n_prompts + 1) // 2
+    for part, order in ((slice(half), candidates), (slice(half, None), candidates[::-1])):
+        for candidate in order:
+            before = found.get(candidate.name)
+            prompts = candidate.prompts[part]
+            if not prompts or (before is not None and before.problem is not None):
+                continue
+            ranked = measure(replace(candidate, prompts=prompts))
+            if ranked.problem is not None and not candidate.has_draft_model:
+                raise RankingError(ranked.problem)
+            found[candidate.name] = ranked if before is None else together(before, ranked)
+    return found
 
 
 def measure_here(candidate: Candidate) -> RankedDraft:
@@ -178,33 +191,29 @@ def measure_in_child(candidate: Candidate, *, enforce: bool = False) -> RankedDr
             return RankedDraft(candidate.name, problem=killed)
         if code != 0:
             raise RankingError(f"measuring {candidate.name} failed with exit code {code}")
-        return RankedDraft(**json.loads(answer.read_text(encoding="utf-8")))
+        values = json.loads(answer.read_text(encoding="utf-8"))
+        return RankedDraft(**{**values, "seconds_per_token": tuple(values["seconds_per_token"])})
 
 
 def _figures_of(name: str, stats: Sequence[GenerationStats], predicted: float) -> RankedDraft:
     """Totals over the prompts, not means of rates."""
     passes = sum(one.passes for one in stats)
     n_decoded = sum(max(one.generated_tokens - 1, 0) for one in stats)
+    decode_seconds = sum(one.decode_seconds for one in stats)
     return RankedDraft(
         name,
-        tokens_per_second=ratio(n_decoded, sum(one.decode_seconds for one in stats)),
+        tokens_per_second=ratio(n_decoded, decode_seconds),
+        decode_seconds=decode_seconds,
         predicted_tokens_per_second=predicted,
         mean_acceptance_length=1.0 + ratio(sum(one.accepted_tokens for one in stats), passes),
         draft_seconds=sum(one.draft_seconds for one in stats),
         passes=passes,
         generated_tokens=sum(one.generated_tokens for one in stats),
         is_lossless=all(one.is_lossless for one in stats),
+        seconds_per_token=tuple(
+            ratio(one.decode_seconds, one.generated_tokens - 1) for one in stats
+        ),
     )
-
-
-def _figures(one: RankedDraft) -> str:
-    if one.problem is not None:
-        return f"cannot be used: {one.problem}"
-    figures = (
-        f"{one.mean_acceptance_length:>11.2f}  {one.draft_seconds:>7.1f}  "
-        f"{one.tokens_per_second:>5.2f}  {one.predicted_tokens_per_second:>9.2f}"
-    )
-    return figures if one.is_lossless else f"{figures}  LOSSY"
 
 
 def main(argv: Sequence[str]) -> int:

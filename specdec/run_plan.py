@@ -12,6 +12,10 @@ from offload.units import GIB, format_bytes
 from specdec.alternatives import Alternative
 from specdec.policy import PassCost
 
+_WHY_NOT_THE_FASTEST = (
+    "the row with * may be slower than the first one: another ring, or less of the draft in "
+    "memory, has to be 3 % faster; room for larger trees may cost 1 %; a fixed draft is kept"
+)
 _HEADINGS = ("weighed", "GB/pass", "s, 1 row", "s, tree", "tokens/s")
 
 
@@ -28,6 +32,8 @@ class RunPlan:
     accept_threshold: float | None = None
     """Draft tokens of this probability are put up with: lossy."""
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Where the plan is not what its options look like."""
 
     @property
     def budget_bytes(self) -> int:
@@ -120,6 +126,7 @@ class RunPlan:
             "chosen": self.weighed.index(self.chosen),
             "weighed": [one.to_dict() for one in self.weighed],
             "warnings": list(self.warnings),
+            "notes": list(self.notes),
         }
 
     def lines(self) -> list[str]:
@@ -141,6 +148,7 @@ class RunPlan:
                 f"LOSSY: draft tokens of probability {self.accept_threshold:g} and above may "
                 "replace the target's own (--accept-threshold)"
             )
+        lines += [f"note: {note}" for note in self.notes]
         return lines + [f"warning: {warning}" for warning in self.warnings]
 
     def _speed_lines(self) -> list[str]:
@@ -174,6 +182,8 @@ class RunPlan:
                 f"{one.tokens_per_second:10.2f}",
             )
             lines.append(f"{mark + one.name:<{width}}" + "".join(figures))
+        if ranked[0] is not self.chosen:
+            lines.append(_WHY_NOT_THE_FASTEST)
         return lines
 
 

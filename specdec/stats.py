@@ -43,8 +43,9 @@ class GenerationStats:
     pass_seconds: float = 0.0  # inside decode passes
     draft_seconds: float = 0.0  # inside drafters, hidden or not
     overlapped_draft_seconds: float = 0.0  # of draft_seconds, those in which a pass ran as well
-    draft_ahead_hits: int = 0  # passes with drafting beside them whose outcome had been drafted:
-    # the draft had run the target's next token, so the next tree began with its candidates
+    draft_ahead_hits: int = 0  # passes with drafting beside them whose outcome had been drafted
+    # ahead: the target's next token was run beside this pass or an earlier one, so the next tree
+    # began with its candidates
     draft_ahead_misses: int = 0  # the other passes with drafting beside them
     slowed_pass_seconds: float = 0.0  # see pass_slowdown
     unslowed_pass_seconds: float = 0.0

@@ -95,7 +95,7 @@ class StatsRecorder:
     def record_outcome(self, *, was_ahead: bool) -> None:
         """The pass and the drafting beside it, if there was any, are over.
 
-        was_ahead: the drafter had already run the token that the target chose.
+        was_ahead: the drafter had run the token that the target chose while a pass ran.
         """
         if not self._is_ahead_open:
             return

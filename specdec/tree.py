@@ -31,7 +31,7 @@ class DraftTree:
         sources: who proposed the node: ("root",), ("draft",), ("draft", "ngram"), ... in order.
         draft_probs: the full row q the token was drawn from, float64 [vocab], where the acceptance
             rule needs it, else None.
-        n_runs: passes of a draft model that the tree took.
+        n_runs: passes of a draft model that the tree took; n_run_nodes: their rows.
     """
 
     __slots__ = (
@@ -43,6 +43,7 @@ class DraftTree:
         "sources",
         "draft_probs",
         "n_runs",
+        "n_run_nodes",
         "_children",
     )
 
@@ -54,7 +55,7 @@ class DraftTree:
         self.depths: list[int] = [0]
         self.sources: list[tuple[str, ...]] = [(ROOT_SOURCE,)]
         self.draft_probs: list[NDArray[np.float64] | None] = [None]
-        self.n_runs = 0
+        self.n_runs = self.n_run_nodes = 0
         self._children: list[dict[int, int]] = [{}]
 
     def __len__(self) -> int:
@@ -166,7 +167,7 @@ class DraftTree:
     def subset(self, indices: Sequence[int]) -> DraftTree:
         """A new tree of these nodes: ascending, prefix-closed, starting with the root."""
         tree = DraftTree(self.token_ids[ROOT])
-        tree.n_runs = self.n_runs
+        tree.n_runs, tree.n_run_nodes = self.n_runs, self.n_run_nodes
         new_index = {ROOT: ROOT}
         for i in indices:
             if i == ROOT:

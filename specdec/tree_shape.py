@@ -19,7 +19,9 @@ from specdec.tree import DRAFT_SOURCE, ROOT, DraftTree
 _OPTIMISM = 0.15
 """How much faster than estimated a size of pass may be that was never tried: so it is, once."""
 _TRIAL_NODES, _TRIAL_DEPTH = 12, 4
-"""Enough to see whether a draft has become useful, at a small price."""
+"""Enough to see whether a draft is useful, ..."""
+_TRIAL_PRICE = 0.6
+"""... for drafting that takes so much of a plain pass at most, or a single level."""
 
 
 class TreeShape:
@@ -45,7 +47,7 @@ class TreeShape:
         config = self._config
         if self._lessons.choice.is_on_trial:
             most = min(most, _TRIAL_NODES)
-            depth = depth if config.draft_depth is not None else min(depth, _TRIAL_DEPTH)
+            depth = depth if config.draft_depth is not None else min(depth, self._trial_depth())
         if config.acceptance != "match":
             return TreeLimits(self._chain_length(min(most, depth), uses_draft), depth, config.width)
         if uses_draft:
@@ -81,11 +83,18 @@ class TreeShape:
         doubt = _OPTIMISM * np.exp2(-passes.evidence()[:max_rows])
         return passes.seconds()[:max_rows] * (1.0 - doubt)
 
+    def _trial_depth(self) -> int:
+        """A level tells most of what there is to know of a draft that is wrong there."""
+        price = _TRIAL_PRICE * self._experience.passes.of(1)
+        n_levels = price / max(self._experience.drafts.run_seconds, 1e-9)
+        return int(min(max(n_levels, 1.0), _TRIAL_DEPTH))
+
     def _min_level_probability(self, uses_draft: bool) -> float:
         """Draft probability of a level from which on one more run of the draft is worth its time.
 
         In terms of the uncalibrated probabilities that the drafter knows while it grows the tree.
-        The first run of a round that uses the draft is never refused.
+        The first run of a round that uses the draft is never refused. The runs that this is about
+        are those before the pass, which nothing hides: what was drafted ahead is not run again.
         """
         if not self._has_model:
             return 0.0

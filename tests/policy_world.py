@@ -147,14 +147,15 @@ class SimulatedDraft(Drafter):
             chance = sum(np.exp(tree.path_log_probs[i]) for i in level)
             if not level or chance < limits.min_level_probability:
                 break
-        if self.is_hidden:
-            self.clock.now = began
+        if self.is_hidden:  # it was run beside the pass
+            self.clock.now, tree.n_runs, tree.n_run_nodes = began, 0, 0
         return tree.best_subset(limits.max_nodes)
 
     def _run(self, tree: DraftTree, n_nodes: int) -> None:
         seconds = self.draft.run_seconds + n_nodes * self.draft.run_node_seconds
         self.clock.now += seconds * (1.0 + 0.05 * abs(self.noise.normal()))
         tree.n_runs += 1
+        tree.n_run_nodes += n_nodes
 
     def _branch(
         self, tree: DraftTree, level: list[int], position: int, limits: TreeLimits
@@ -210,8 +211,10 @@ class Outcome:
         return (self.counts[-1] - self.counts[start]) / (self.times[-1] - self.times[start])
 
 
-def simulate(world: World, spec: SpecConfig, n_tokens: int) -> Outcome:
-    """Decode a text with the policy that `spec` asks for."""
+def simulate(
+    world: World, spec: SpecConfig, n_tokens: int, experience: Experience | None = None
+) -> Outcome:
+    """Decode a text with the policy that `spec` asks for; without experience unless given."""
     text, clock = Text(world, n_tokens), Clock()
     noise = np.random.default_rng((world.seed, 1))
     if world.draft is None:
@@ -219,7 +222,7 @@ def simulate(world: World, spec: SpecConfig, n_tokens: int) -> Outcome:
     drafter, model = _drafters(world, spec, text, clock, noise)
     planned, planned_draft = world.planned(), world.planned_draft()
     most = MAX_NODES if spec.num_draft_tokens is None else spec.num_draft_tokens
-    experience: Experience = new_experience(planned, planned_draft, most)
+    experience = experience or new_experience(planned, planned_draft, most)
     policy = DraftPolicy(
         spec, planned, NEVER, planned_draft, most, experience=experience, clock=clock
     )

@@ -38,7 +38,8 @@ class AheadThread(Worker):
 
         Both have ended when this returns or raises. When the pass ends, the draft is told to stop,
         and finishes what it has begun. After an error in either of them, or Ctrl-C, the other one
-        is cancelled. Of two errors the one that came first is raised.
+        is cancelled. Where both fail, the draft's error is raised if it was there when the pass's
+        was caught: it most likely had the pass cancelled.
         """
         self.settle()
         work = _Draft(cancel_pass, cancel_draft)

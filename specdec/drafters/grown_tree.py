@@ -26,10 +26,19 @@ class GrownNode:
         log_prob: log of the chance that it follows its parent.
         path_log_prob: sum of them on the way to the node, counted from where the tree began.
         node_id: the backend's, PREFIX once committed; None until the draft has run the node.
+        is_run_ahead: the draft ran it beside a pass of the target.
         children: {token: node} of the candidates after it, likeliest first.
     """
 
-    __slots__ = ("children", "log_prob", "node_id", "path_log_prob", "position", "token_id")
+    __slots__ = (
+        "children",
+        "is_run_ahead",
+        "log_prob",
+        "node_id",
+        "path_log_prob",
+        "position",
+        "token_id",
+    )
 
     def __init__(self, token_id: int, position: int, log_prob: float, above: float) -> None:
         self.token_id = token_id
@@ -37,6 +46,7 @@ class GrownNode:
         self.log_prob = min(log_prob, 0.0)
         self.path_log_prob = above + self.log_prob
         self.node_id: int | None = None
+        self.is_run_ahead = False
         self.children: dict[int, GrownNode] = {}
 
     @property

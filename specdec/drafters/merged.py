@@ -75,6 +75,7 @@ def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:
         if any(row is not None for row in tree.draft_probs):
             raise ValueError("a chain that was drawn from its draft cannot be merged")
         merged.n_runs += tree.n_runs
+        merged.n_run_nodes += tree.n_run_nodes
         new_index = [ROOT]
         for i in range(1, len(tree)):
             new_index.append(

@@ -88,13 +88,13 @@ class ModelDrafter(Drafter):
         if self._chain is not None:
             length = min(limits.max_nodes, depth)
             return self._draw_chain(context_ids, self._advance(view), length, *self._chain)
-        n_runs = 0 if self._tree else 1
+        widths = [] if self._tree else [1]  # of the runs that it takes
         tree = self._tree or self._start_tree(context_ids, self._advance(view))
         while level := self._best_level(tree, depth):
             self._run(level)
-            n_runs += 1
+            widths.append(len(level))
         proposal = tree.best_tree(limits.max_nodes, depth, limits.width)
-        proposal.n_runs = n_runs
+        proposal.n_runs, proposal.n_run_nodes = len(widths), sum(widths)
         return proposal
 
     @property
@@ -117,6 +117,8 @@ class ModelDrafter(Drafter):
         depth = self._within_context(self._limits.max_ahead_depth, self._backend.n_committed)
         while not should_stop() and (level := self._level_ahead(self._tree, depth)):
             self._run(level)
+            for _, node in level:
+                node.is_run_ahead = True
 
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
         """Keep the KV of accepted nodes, whichever drafter's tree they came from."""
@@ -126,18 +128,18 @@ class ModelDrafter(Drafter):
         emitted = acceptance.emitted(tree)
         run = self._tree.follow(emitted[:-1] if self._chain is not None else emitted)
         path = [node.node_id for node in run if node.node_id is not None]
-        self._is_hit = len(path) == len(emitted)
-        if not self._is_hit:
+        if len(path) < len(emitted):
             self._backend.commit(path)
             self._tree = None
             return
+        self._is_hit = run[-1].is_run_ahead
         below = [node.node_id for node in run[-1].children.values() if node.node_id is not None]
         self._backend.commit(path, keep=below)
         self._tree.move_to(run[-1])
 
     @property
     def is_ready(self) -> bool:
-        """Whether the last round ended with a token that the draft had run already."""
+        """Whether the last round ended with a token that was run while the pass ran."""
         return self._is_hit
 
     def request_cancel(self) -> None:
@@ -212,7 +214,7 @@ class ModelDrafter(Drafter):
         tree, prefix, index = DraftTree(context_ids[-1]), list(context_ids), ROOT
         self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, [])
         node = self._tree.root
-        tree.n_runs = length
+        tree.n_runs = tree.n_run_nodes = length
         for n_drawn in range(1, length + 1):
             q = sampler.probs(prefix, row[: self._n_tokens])
             token = sample_index(q, rng.random())

@@ -72,6 +72,15 @@ def test_a_kill_is_a_result(run) -> None:
     assert "2 of 2" in budgets.format_rows(result)
 
 
+def test_text_that_is_not_the_targets_own_is_told(run) -> None:
+    rows = run({"1GiB": {"a": [1]}, "2GiB": {"a": [1]}})["budgets"]
+    assert [row["is_lossless"] for row in rows] == [True, True]
+    rows[1]["is_lossless"] = False
+    _, first, second = budgets.format_rows({"budgets": rows}).splitlines()
+    assert "LOSSY" not in first
+    assert second.endswith("LOSSY (--accept-threshold)")
+
+
 def test_an_earlier_report_is_the_reference(run, tmp_path: Path) -> None:
     reference = tmp_path / "report.json"
     plain = {**record("b", [7]), "mode": "plain"}

@@ -83,6 +83,15 @@ def test_specdec_plain_and_with_a_draft(run: Callable[..., dict[str, Any]], draf
     assert drafted["done"]["peak_rss_bytes"] > 0
 
 
+def test_specdec_with_its_target_as_the_draft(run: Callable[..., dict[str, Any]]) -> None:
+    from bench.peer_specdec import program
+
+    drafted = run(program, Path("self:window=64"), options={"num_draft_tokens": 4})
+    assert [record["token_ids"] for record in drafted["prompts"]] == specdec_tokens(run)
+    assert all(record["stats"]["accepted_tokens"] > 0 for record in drafted["prompts"])
+    assert drafted["loaded"]["settings"]["draft_model"] == "self:window=64"
+
+
 def test_accelerate_from_disk_alone_and_assisted(
     run: Callable[..., dict[str, Any]], draft: Path
 ) -> None:

@@ -29,6 +29,7 @@ from bench.peers import (
     why_not,
 )
 from bench.peers_cli import UsageMistake, all_weights, parse_peers
+from bench.weights_card import describe_weights
 from bench.workloads import Prompt
 from offload.cgroup import CgroupUnavailable, MemoryCgroup
 from offload.units import GIB, MIB
@@ -282,6 +283,7 @@ def test_command_prints_json_and_writes_it(
         ("--memory-budget 1GiB --other-model {target}", "the same format"),
         ("--memory-budget 1GiB --no-enforce --storage-mbps 90", "--no-enforce leaves out"),
         ("--memory-budget 1GiB --output-file /nonexistent/r.json", "no such folder"),
+        ("--memory-budget 1GiB --accept-threshold 0.5", "--accept-threshold is lossy"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -294,6 +296,22 @@ def test_mistakes_are_one_line(
     assert out == ""
     assert err.count("\n") == 1
     assert part in err
+
+
+def test_a_draft_that_is_the_target_itself(target: Path, tmp_path: Path) -> None:
+    [weights] = all_weights(str(target), "self:window=16", None, None)
+    assert (weights.draft, weights.draft_path) == ("self:window=16", None)
+    assert why_not(PEERS["specdec"], weights) is None
+    assisted = replace(PEERS["slow"], uses_draft=True)
+    assert why_not(assisted, weights) == (
+        "its draft must be a model of its own, which self:window=16 is not"
+    )
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"")
+    assert [one.draft for one in all_weights(str(target), "self:window=16", str(file), None)] == [
+        "self:window=16"
+    ] * 2
+    assert describe_weights(weights)["draft"] == "self:window=16"
 
 
 def test_names_are_kept_once_and_in_order() -> None:

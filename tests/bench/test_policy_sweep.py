@@ -10,7 +10,15 @@ import pytest
 from tiny_pair import save_model
 
 from bench.cli import main
-from bench.policy_sweep import SweepMistake, TreeSize, format_sweep, parse_sizes, summarise
+from bench.policy_sweep import (
+    PolicySpec,
+    SweepMistake,
+    TreeSize,
+    format_sweep,
+    parse_sizes,
+    summarise,
+)
+from bench.workloads import Prompt
 from specdec.config import SpecConfig
 from specdec.stats_recorder import StatsRecorder
 
@@ -53,6 +61,42 @@ def test_auto_is_held_against_the_best_of_the_others() -> None:
     assert "0.909 x the best fixed size (2x2), 2.273 x plain" in format_sweep(result)
 
 
+def test_a_specification_survives_the_way_to_its_process(tmp_path: Path) -> None:
+    spec = PolicySpec(
+        {"model": "m"}, (Prompt("a", "x"),), {"max_tokens": 3}, (TreeSize(2, 2, "on"),), False
+    )
+    spec.write(tmp_path / "spec.json")
+    assert PolicySpec.read(tmp_path / "spec.json") == spec
+
+
+def test_the_process_is_held_to_its_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits: list[str | None] = []
+
+    def child(module: str, argv: list[str], limit: str | None) -> int:
+        limits.append(limit)
+        Path(argv[1]).write_text(json.dumps(summarise([record("2x2", 1.0), record("auto", 1.0)])))
+        return 0
+
+    monkeypatch.setattr("bench.policy_sweep.run_child", child)
+    argv = ["policy", "-m", str(save_model(tmp_path / "target", 1)), "--sizes", "2x2"]
+    assert main([*argv, "--memory-budget", "1GiB", "--enforce"]) == 0
+    assert main([*argv, "--memory-budget", "1GiB"]) == 0
+    assert limits == ["1GiB", None]
+    assert "1.000 x the best fixed size (2x2)" in capsys.readouterr().out
+    assert main([*argv, "--enforce"]) == 2
+    assert "--enforce needs a --memory-budget with a size" in capsys.readouterr().err
+
+
+def test_text_that_is_not_the_targets_own_is_told() -> None:
+    lossy = record("auto", 1.0)
+    lossy["stats"]["is_lossless"] = False  # type: ignore[index]
+    _, plain, auto, _ = format_sweep(summarise([record("2x2", 1.0), lossy])).splitlines()
+    assert "LOSSY" not in plain
+    assert auto.endswith("LOSSY (--accept-threshold)")
+
+
 def test_a_sweep_decodes_the_same_text_in_every_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,5 +109,8 @@ def test_a_sweep_decodes_the_same_text_in_every_way(
     assert main(argv) == 0
     result = json.loads(report.read_text())
     assert [row["way"] for row in result["rows"]] == ["plain", "2x2", "6x3", "auto"]
+    assert all(row["is_lossless"] for row in result["rows"])
+    assert (result["enforced"], result["model"]) == (False, str(target))
+    assert result["provenance"]["argv"][:2] == ["specdec-bench", "policy"]
     assert len({tuple(record["token_ids"]) for record in result["records"]}) == 1
     assert "x plain decoding" in capsys.readouterr().out

@@ -116,6 +116,30 @@ def curve() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def policy() -> dict[str, Any]:
+    row = {"mean_acceptance_length": 3.0, "mean_tree_nodes": 16.0, "draft_share": 0.05}
+    return {
+        "rows": [
+            {**row, "way": "16x8", "tokens_per_second": 2.0, "is_lossless": True},
+            {**row, "way": "auto", "tokens_per_second": 1.9, "is_lossless": False},
+        ],
+        "best_fixed": "16x8", "auto_versus_best_fixed": 0.95, "auto_versus_plain": None,
+        "model": "/m/grown", "plan": {"memory_budget_bytes": GIB}, "records": [],
+        "provenance": PROVENANCE,
+    }  # fmt: skip
+
+
+def prediction() -> dict[str, Any]:
+    figures = {"pass_seconds": 1.25, "tokens_per_second": 0.8}
+    error = {"pass_seconds": -0.04, "tokens_per_second": 0.05}
+    kind = {"n_rows": 17, "predicted": figures, "measured": figures, "error": error}
+    row = {"model": "/m/grown", "memory_budget": "1GiB", "storage_mbps": 800}
+    return {
+        "settings": [{**row, "plain": {**kind, "n_rows": 1}, "speculative": kind}],
+        "largest_error": 0.05, "provenance": PROVENANCE,
+    }  # fmt: skip
+
+
 PICTURE = b"\x89PNG\r\n\x1a\n and so on"
 
 
@@ -123,6 +147,7 @@ PICTURE = b"\x89PNG\r\n\x1a\n and so on"
 def files(tmp_path: Path) -> dict[str, Path]:
     values = {
         "peers": comparison(), "speedup": speedup(), "budgets": budgets(), "curve": curve(),
+        "policy": policy(), "prediction": prediction(),
     }  # fmt: skip
     found = {}
     for kind, value in values.items():
@@ -159,6 +184,8 @@ def files(tmp_path: Path) -> dict[str, Path]:
         ("budgets", ["budgets-grown"], ["killed by the kernel", "1.5GiB"]),
         ("sweep", ["budgets-sweep", "acceptance"], ["tree: auto", "oom-killed"]),
         ("curve", ["curve-curve"], ["0.50: 2 (2.40x)", "2.10 ± 0.10", "6 of 6 texts"]),
+        ("policy", ["speed-policy"], ["0.950 times the speed", "LOSSY (--accept-threshold)"]),
+        ("prediction", [], ["Largest error 5.0%", "-4.0%", "1.250"]),
         ("picture", ["timeline-run"], []),
     ],
 )
@@ -179,7 +206,8 @@ def test_a_page_from_each_kind(
     # Self-contained, and nothing of a file's text becomes a tag.
     assert not re.search(r"(src|href)=\"(?!data:)", text)
     assert "<x>" not in text
-    assert (page.parent / f"page-{pictures[0]}.png").read_bytes().startswith(b"\x89PNG")
+    for name in pictures:
+        assert (page.parent / f"page-{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bars_over_other_texts_say_over_which(tmp_path: Path) -> None:
@@ -202,10 +230,25 @@ def test_bars_over_other_texts_say_over_which(tmp_path: Path) -> None:
     assert notes == ["2 prompts, 9 tokens", "2 prompts, 20 tokens"]
 
 
+def test_text_that_is_not_the_targets_own_is_told(tmp_path: Path) -> None:
+    one = speedup()
+    one["speculative"]["is_lossless"] = False
+    (tmp_path / "speedup.json").write_text(json.dumps(one))
+    several = budgets()
+    several["budgets"][1]["is_lossless"] = False
+    (tmp_path / "budgets.json").write_text(json.dumps(several))
+    for name, n_bars in (("speedup", 1), ("budgets", 0)):
+        results = read_results(tmp_path / f"{name}.json")
+        assert sum("LOSSY" in bar.note for bar in bars(results)) == n_bars
+        assert ["LOSSY" in point.series for point in points([results])].count(True) == 1
+        [table] = tables(results)
+        assert ["LOSSY" in " ".join(row) for row in table.rows].count(True) == 1
+
+
 def test_all_kinds_on_one_page(files: dict[str, Path], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert main(["report", *map(str, files.values()), "-o", str(page)]) == 0
-    assert page.read_text().count("<details>") == 5  # a picture has no provenance
+    assert page.read_text().count("<details>") == 7  # a picture has no provenance
 
 
 def test_the_roofline_of_a_point() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,10 @@ def test_other_models_prompts_and_lengths_are_other_measurements(
         setting_key(sweep_of(target, load={"tree_width": 2}), setting),
     }
     assert len(keys) == 5
+    itself = [
+        replace(sweep_of(target), weights=Weights.of(target, f"self:window={n}")) for n in (16, 32)
+    ]
+    assert len({*keys, *(setting_key(one, setting) for one in itself)}) == 7
 
 
 def test_a_failure_is_a_result_too(target: Path, tmp_path: Path) -> None:
@@ -154,6 +158,44 @@ def test_command(capfd: pytest.CaptureFixture[str], target: Path, tmp_path: Path
     assert capfd.readouterr().err.count("already there") == 2
 
 
+def test_automatic_budgets_are_those_that_the_file_was_begun_with(
+    capfd: pytest.CaptureFixture[str],
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Measured memory and time differ from start to start by a little."""
+    jitter = iter((0, 4096, 12345))
+
+    def plan_run(model: str, *, memory_budget: int | str, **more: Any) -> Any:
+        if memory_budget == "auto":
+            plan_run.smallest = GIB + next(jitter)  # type: ignore[attr-defined]
+        smallest: int = plan_run.smallest  # type: ignore[attr-defined]
+        left = max(0, smallest * 3 - int(0 if memory_budget == "auto" else memory_budget))
+        return _Plan(smallest, _Residency(left // 100, left))
+
+    def measure(sweep: Sweep, setting: Setting) -> dict[str, Any]:
+        return {"setting": asdict(setting), "tokens_per_second": 1.0, "exit": "ok"}
+
+    monkeypatch.setattr("specdec.planning.plan_run", plan_run)
+    monkeypatch.setattr("bench.sweep.measure_setting", measure)
+    file = tmp_path / "sweep.jsonl"
+    argv = f"sweep -m {target} -md {target} --no-enforce -n 5 --n-prompts 1 --threads 1 --trees 0"
+    assert main([*argv.split(), "-o", str(file)]) == 0
+    lines = file.read_text().splitlines(keepends=True)
+    assert len(lines) == 6
+    file.write_text("".join(lines[:4]) + '{"setting": {"mem')  # ended in the fifth
+    capfd.readouterr()
+    assert main([*argv.split(), "-o", str(file)]) == 0
+    assert capfd.readouterr().err.count("already there") == 4
+    settings = [line["setting"] for line in read_results(file).value["settings"]]
+    assert settings == [json.loads(line)["setting"] for line in lines]
+    # Of other models, or with another context, they are planned anew.
+    assert main([*argv.split(), "-o", str(file), "-c", "128"]) == 0
+    assert "already there" not in capfd.readouterr().err
+    assert len(finished_keys(file)) == 12
+
+
 @pytest.mark.parametrize(
     ("more", "part"),
     [
@@ -162,6 +204,7 @@ def test_command(capfd: pytest.CaptureFixture[str], target: Path, tmp_path: Path
         ("--storage sata --no-enforce", "--no-enforce leaves out"),
         ("--trees many", "many"),
         ("--budgets lots", "lots"),
+        ("--accept-threshold 0.5", "--accept-threshold is lossy"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -261,6 +261,25 @@ def test_the_command_draws_and_writes(
     assert value["otherData"]["stats"]["passes"] > 0
 
 
+def test_the_title_says_what_drafted_and_what_is_lossy(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[str] = []
+
+    def note(timeline: Timeline, path: Path, *, title: str, n_rounds: int) -> str:
+        titles.append(title)
+        return ""
+
+    monkeypatch.setattr("bench.timeline_run.draw", note)
+    monkeypatch.setattr("bench.timeline_run.check_matplotlib", lambda: None)
+    argv = f"timeline -m {model} -md self:window=16 --threads 1 -n 8 --ignore-eos"
+    argv += f" --num-draft-tokens 4 -o {tmp_path / 'run.png'}"
+    assert main(argv.split()) == 0
+    assert main([*argv.split(), "--accept-threshold", "0.5"]) == 0
+    assert all("draft self:window=16" in title for title in titles)
+    assert ["LOSSY" in title for title in titles] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("more", "part"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_models import PaperModel
 
@@ -49,6 +49,7 @@ def weigh(
         asked.spec,
         target.max_tree_leaves,
         fixed_slots=asked.prefetch_depth is not None,
+        may_leave_out_draft=asked.may_leave_out_draft,
     )
     return weighing.choose(total_bytes), weighing.weighed
 
@@ -105,15 +106,56 @@ def test_a_target_that_fits_has_no_ring_to_choose():
     assert chosen.target.residency.streamed_bytes == 0
 
 
-def test_a_draft_nearly_as_large_as_the_target_is_seen_to_be_a_burden():
-    """It is kept, since it was asked for, but the division without it is faster."""
-    draft = PaperModel("d", 30, 40 * MIB, kv_bytes_per_token=100)  # 2.3 GiB
-    chosen, weighed = weigh(BIG, draft, 2 * GIB)
-    shares = {one.division.shape.draft_share for one in weighed}
-    assert len(shares) > 1  # some of it may go to the target
+LARGE_DRAFT = PaperModel("d", 30, 40 * MIB, kv_bytes_per_token=100)  # 2.3 GiB
+
+
+def speed_alone(weighed: list[Alternative]) -> float:
+    (plain,) = (one for one in weighed if one.draft is None and not one.division.n_drafted)
+    return plain.tokens_per_second
+
+
+def test_a_draft_that_costs_more_than_it_brings_is_left_out():
+    chosen, weighed = weigh(BIG, LARGE_DRAFT, 2 * GIB)
+    with_draft = [one for one in weighed if one.draft is not None]
+    shares = {one.division.shape.draft_share for one in with_draft}
+    assert len(shares) > 1  # some of it might have gone to the target
+    best = max(one.tokens_per_second for one in with_draft)
+    assert speed_alone(weighed) > 1.05 * best
+    assert chosen.draft is None
+    assert chosen.division.n_drafted >= 8, "n-grams go on drafting"
+    assert len({one.name for one in weighed}) == len(weighed)
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [{"spec_type": "draft,ngram"}, {"spec_type": "draft"}, {"num_draft_tokens": 16}]
+    + [{"acceptance": "rejection"}],
+)
+def test_a_draft_that_the_user_fixed_is_kept(fixed: dict[str, object]) -> None:
+    chosen, weighed = weigh(BIG, LARGE_DRAFT, 2 * GIB, **fixed)
     assert chosen.draft is not None
-    fastest = max(weighed, key=lambda one: one.tokens_per_second)
-    assert fastest.draft is None
+    assert speed_alone(weighed) > 1.05 * chosen.tokens_per_second
+
+
+def test_a_draft_is_kept_where_the_target_has_no_use_for_its_memory():
+    slow = ComputeCurve.linear(1e-10, 2e-10)
+    target = PaperModel("t", 4, 40 * MIB)
+    chosen, weighed = weigh(target, PaperModel("d", 4, 39 * MIB), 2 * GIB, compute=slow)
+    assert speed_alone(weighed) > 1.05 * chosen.tokens_per_second
+    assert chosen.draft is not None
+
+
+@given(st.integers(1, 30), st.integers(1, 60), st.floats(0.8, 3.0), st.floats(2e8, 4e9))
+@settings(max_examples=8, deadline=None)
+def test_what_streams_is_never_predicted_much_slower_than_without_a_draft(
+    n_layers: int, layer_mib: int, total_gib: float, storage: float
+) -> None:
+    draft = PaperModel("d", n_layers, layer_mib * MIB, kv_bytes_per_token=100)
+    try:
+        chosen, weighed = weigh(BIG, draft, int(total_gib * GIB), storage=storage)
+    except BudgetExceeded:
+        return
+    assert chosen.tokens_per_second > 0.95 * speed_alone(weighed)
 
 
 def test_what_does_not_fit_is_refused_with_the_smallest_budget():

@@ -121,16 +121,46 @@ def test_a_proposal_is_the_one_that_begins_with_nothing(
 
 
 def rounds(drafter: ModelDrafter, n_levels: int, n_rounds: int = 12, **size: Any) -> Any:
-    """A controller after so many rounds, and in how many the draft's prefix was the context."""
+    """A controller after so many rounds, and in how many the draft had run the next root ahead."""
     spec = SpecConfig(**{"num_draft_tokens": 4, "draft_depth": 3, "draft_ahead": "on", **size})
     target = TableBackend(TARGET, VOCAB)
     made = make_controller(target, drafter, spec=spec, ahead=SteppedAhead(repeat(n_levels)))
     made.start(PROMPT)
+    ahead = note_runs_ahead(drafter)
     n_ready = 0
     for _ in range(n_rounds):
         made.step(99)
-        n_ready += drafter._backend.n_committed == len(made.context)
+        n_ready += tuple(made.context) in ahead
     return made, n_ready
+
+
+def note_runs_ahead(drafter: ModelDrafter) -> set[tuple[int, ...]]:
+    """The texts whose last token is run inside of `draft_ahead`, from now on."""
+    found: set[tuple[int, ...]] = set()
+    draft_ahead, run_level = drafter.draft_ahead, drafter._run
+    is_ahead = False
+
+    def noted_draft_ahead(tree: Any, should_stop: Any) -> None:
+        nonlocal is_ahead
+        is_ahead = True
+        draft_ahead(tree, should_stop)
+        is_ahead = False
+
+    def noted_run(level: Any) -> None:
+        if is_ahead:
+            tree = drafter._tree
+            assert tree is not None
+            above = {id(tree.root): tuple(context())}
+            for parent, node in tree.best_first(99):
+                above[id(node)] = (*above[id(parent)], node.token_id)
+            found.update(above[id(node)] for _, node in level)
+        run_level(level)
+
+    def context() -> list[int]:
+        return list(drafter._backend.committed_ids)
+
+    drafter.draft_ahead, drafter._run = noted_draft_ahead, noted_run  # type: ignore[method-assign]
+    return found
 
 
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.0])
@@ -140,6 +170,8 @@ def test_hits_are_the_outcomes_that_the_draft_had_run(share: float, n_levels: in
     stats = made._recorder.finish()
     assert stats.draft_ahead_hits + stats.draft_ahead_misses == 12
     assert stats.draft_ahead_hits == n_ready
+    if n_levels == 0:
+        assert stats.draft_ahead_hits == 0, "also where `propose` had run the outcome"
     if share < 1.0 and n_levels == 1:
         assert 0 < stats.draft_ahead_hits < 12
 

@@ -13,7 +13,7 @@ def play(choice: DraftChoice, costs: dict[bool, tuple[float, float]], n: int = R
     """Rounds of fixed (tokens, seconds) for each way; how much time each one got."""
     spent = {False: 0.0, True: 0.0}
     for _ in range(n):
-        kind = choice.next_uses_draft()
+        kind = choice.next_uses_draft(1.0)
         tokens, seconds = costs[kind]
         choice.record(kind, tokens, tokens, seconds)
         spent[kind] += seconds
@@ -43,7 +43,8 @@ def test_a_draft_that_becomes_useful_is_noticed_and_left_again() -> None:
     play(choice, good, 300)
     assert choice.is_drafting
     play(choice, bad, 60)
-    assert not choice.is_drafting
+    spent = play(choice, bad, 20)
+    assert spent[False] > 3 * spent[True]
 
 
 def test_what_came_out_corrects_what_was_expected() -> None:
@@ -51,10 +52,20 @@ def test_what_came_out_corrects_what_was_expected() -> None:
     choice = DraftChoice((4.0, 1.5), 1.0)
     n_drafted = 0
     for _ in range(30):
-        kind = choice.next_uses_draft()
+        kind = choice.next_uses_draft(1.0)
         n_drafted += kind
         choice.record(kind, 4.0 if kind else 1.0, 1.0, 1.5 if kind else 1.0)
     assert n_drafted <= 11
+
+
+def test_a_draft_that_is_never_right_is_given_up_whatever_was_promised() -> None:
+    choice = DraftChoice((9.0, 1.0), 1.0)
+    kinds = []
+    for _ in range(9):
+        kinds.append(choice.next_uses_draft(1.0))
+        assert choice.is_on_trial == kinds[-1]
+        choice.record(kinds[-1], 9.0 if kinds[-1] else 1.0, 1.0, 1.0, was_right=False)
+    assert kinds == [True] * 3 + [False] * 6
 
 
 def test_without_a_draft_model_there_is_nothing_to_choose() -> None:

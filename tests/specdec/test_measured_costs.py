@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specdec.measured_costs import DraftTimes, PassTimes
 from specdec.policy import PassCost
@@ -64,18 +66,44 @@ def test_a_size_that_is_long_out_of_use_follows_the_others() -> None:
 
 def test_what_is_fixed_in_drafting_is_told_from_what_each_run_takes() -> None:
     times = DraftTimes(prior_run_seconds=9.0)
-    assert times.seconds(3) == pytest.approx(27.0)
+    assert times.seconds(3, 3) == pytest.approx(27.0)
     rng = np.random.default_rng(2)
     for i in range(24):
         n = int(rng.integers(1, 9))
-        times.observe(n, 5.0 if i % 6 == 0 else 0.3 + 0.1 * n)
+        times.observe(n, n, 5.0 if i % 6 == 0 else 0.3 + 0.1 * n)
     assert times.run_seconds == pytest.approx(0.1, rel=0.1)
-    assert times.fixed_seconds == pytest.approx(0.3, rel=0.1)
-    assert times.seconds(0) == 0.0
+    assert times.seconds(1, 1) == pytest.approx(0.4, rel=0.1)
+    assert times.seconds(0, 0) == 0.0
+
+
+def test_wide_runs_are_told_from_narrow_ones() -> None:
+    times = DraftTimes(prior_run_seconds=9.0)
+    rng = np.random.default_rng(3)
+    for i in range(24):
+        widths = rng.integers(1, 33, size=int(rng.integers(1, 9)))
+        seconds = 0.3 + 0.1 * len(widths) + 0.02 * widths.sum()
+        times.observe(len(widths), int(widths.sum()), 9.0 if i % 6 == 0 else seconds)
+    assert times.seconds(4, 4) == pytest.approx(0.78, rel=0.1)
+    assert times.seconds(4, 100) == pytest.approx(2.7, rel=0.1)
+    width = 16  # nodes of a run, on the average
+    assert times.run_seconds == pytest.approx(0.1 + 0.02 * width, rel=0.15)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 32), st.integers(1, 32), st.floats(1e-4, 9.0)), min_size=1)
+)
+def test_no_draft_takes_less_for_more_runs_or_nodes(
+    drafts: list[tuple[int, int, float]],
+) -> None:
+    times = DraftTimes(prior_run_seconds=1.0)
+    for n_runs, width, seconds in drafts:
+        times.observe(n_runs, n_runs * width, seconds)
+    assert times.run_seconds >= 0.0
+    assert 0.0 <= times.seconds(1, 1) <= times.seconds(2, 2) <= times.seconds(2, 40) < 1e4
 
 
 def test_drafts_of_one_size_give_their_mean_for_each_run() -> None:
     times = DraftTimes(prior_run_seconds=9.0)
-    times.observe(4, 0.8)
+    times.observe(4, 4, 0.8)
     assert times.run_seconds == pytest.approx(0.2)
-    assert times.fixed_seconds == 0.0
+    assert times.seconds(8, 8) == pytest.approx(1.6)

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from specdec.models import ModelNotFound, check_local_name, resolve_headers, resolve_model
+from specdec.models import (
+    ModelNotFound,
+    check_local_draft,
+    check_local_name,
+    is_self_draft,
+    resolve_draft,
+    resolve_headers,
+    resolve_model,
+)
 
 
 @pytest.fixture
@@ -129,3 +137,15 @@ def test_of_a_checkpoint_elsewhere_only_the_json_is_downloaded(
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_headers("someone/large@v2") == folder
     assert asked == [("someone/large", "v2", ["*.json"])]
+
+
+def test_a_draft_may_be_the_target_itself(tmp_path: Path) -> None:
+    assert resolve_draft(None) is None
+    assert resolve_draft("self:window=16") is None
+    check_local_draft("self:window=16")
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_draft(tmp_path) == resolve_model(tmp_path)
+    assert not is_self_draft(tmp_path)
+    for find in (resolve_draft, check_local_draft):
+        with pytest.raises(ModelNotFound, match="no such model directory"):
+            find(tmp_path / "none")

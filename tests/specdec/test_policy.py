@@ -16,7 +16,13 @@ from specdec.acceptance import Acceptance, rejection_walk
 from specdec.block_verification import block_walk
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
-from specdec.policy import ASSUMED_LEVEL_ACCEPTANCE, MAX_AUTO_NODES, DraftPolicy, PassCost
+from specdec.policy import (
+    ASSUMED_LEVEL_ACCEPTANCE,
+    MAX_AUTO_NODES,
+    DraftPolicy,
+    PassCost,
+    new_experience,
+)
 from specdec.tree import DraftTree
 
 FREE = PassCost(read_seconds=9.0, row_free_seconds=0.0, seconds_per_row=0.001)
@@ -79,6 +85,18 @@ def test_a_fixed_depth_is_kept():
     assert policy.depth == 7
     limits = policy.limits(10, 64, 1000)
     assert (limits.max_depth, limits.min_level_probability) == (7, 0.0)
+
+
+def test_each_way_of_accepting_learns_for_itself() -> None:
+    """A threshold that puts up with more takes more of the same draft's tokens."""
+    experience = new_experience(FREE, DRAFT, 8)
+    ways = [SpecConfig(accept_threshold=value) for value in (None, 0.1, 0.5)]
+
+    def lessons(config: SpecConfig) -> object:
+        return DraftPolicy(config, FREE, 1000, DRAFT, 8, experience=experience)._lessons
+
+    assert len({id(lessons(config)) for config in ways}) == 3
+    assert lessons(ways[1]) is lessons(ways[1])
 
 
 # --- the part of a tree that is verified ---------------------------------------------------------
@@ -166,6 +184,7 @@ def test_the_length_of_a_chain_follows_the_fate_of_earlier_ones():
             for token in range(limits.max_nodes):
                 node = tree.add(node, token, -1.0)
                 tree.n_runs += 1
+                tree.n_run_nodes += 1
             clock.now += 0.8 * tree.n_runs
             tree = policy.trim(tree)
             clock.now += FREE.seconds(len(tree))

@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from policy_world import Draft, Outcome, World, simulate
+from policy_world import MAX_NODES, Draft, Outcome, World, simulate
 
 from specdec.config import SpecConfig
-from specdec.policy import PassCost
+from specdec.policy import PassCost, new_experience
 
 N_TOKENS = 400
 AHEAD = ("on", "off", "auto")
@@ -74,6 +74,48 @@ def test_it_is_never_slower_than_plain_decoding(name: str) -> None:
     assert automatic(name).rate() > 0.95 * plain(name).rate()
 
 
+# --- short texts, in a fresh process --------------------------------------------------------------
+
+SHORT, SEEDS = 64, range(8)
+SHORT_USELESS = {
+    "useless draft": 0.945,
+    "useless draft, streamed": 0.945,
+    "draft slower than the target": 0.95,
+    "cheap, useless draft": 0.94,
+    "dear, useless draft": 0.935,  # a level of it takes a third of a pass
+}
+SHORT_GOOD = {
+    "slow storage": 0.95,
+    "fast storage": 0.95,
+    "very good draft": 0.95,
+    "expensive draft": 0.95,
+    "in memory": 0.9,
+}
+"""In memory the best of many sizes is better by chance: 64 tokens are 25 rounds."""
+SHORT_WORLDS = WORLDS | {
+    "cheap, useless draft": World(RESIDENT, replace(USELESS, run_seconds=0.006)),
+    "dear, useless draft": World(STREAMED, replace(USELESS, run_seconds=0.3)),
+}
+
+
+def short_rate(name: str, spec: SpecConfig) -> float:
+    """Tokens per second over several texts, each with nothing learnt before."""
+    worlds = [replace(SHORT_WORLDS[name], seed=seed) for seed in SEEDS]
+    outcomes = [simulate(world, spec, SHORT) for world in worlds]
+    return sum(one.counts[-1] for one in outcomes) / sum(one.times[-1] for one in outcomes)
+
+
+@pytest.mark.parametrize("name", SHORT_USELESS)
+def test_a_useless_draft_is_given_up_within_a_short_text(name: str) -> None:
+    assert short_rate(name, SpecConfig()) > SHORT_USELESS[name] * short_rate(name, PLAIN)
+
+
+@pytest.mark.parametrize("name", SHORT_GOOD)
+def test_a_good_draft_is_made_use_of_within_a_short_text(name: str) -> None:
+    best = max(short_rate(name, fixed(*size)) for size in SIZES)
+    assert short_rate(name, SpecConfig()) > SHORT_GOOD[name] * best
+
+
 def test_a_number_that_the_user_fixed_is_obeyed_though_it_does_not_pay() -> None:
     outcome = simulate(WORLDS["useless draft"], fixed(8, 4), 60)
     assert set(outcome.sizes) == {8}
@@ -107,22 +149,41 @@ def test_changes_are_followed(name: str) -> None:
     """Some rounds after the change the speed is near that of the best size for the new regime."""
     world = CHANGES[name]
     is_hopeless = world.draft_after is USELESS
-    sizes = () if is_hopeless else ((4, 4), (32, 8), (64, 16))
+    sizes = () if is_hopeless else ((4, 4), (32, 8))
     specs = [PLAIN, *(fixed(*size) for size in sizes)]
-    best = max(simulate(world, spec, END).rate(LEARNT) for spec in specs)
-    assert simulate(world, SpecConfig(), END).rate(LEARNT) > 0.9 * best
+    ratios = []
+    for one in (replace(world, seed=seed) for seed in range(3)):
+        best = max(simulate(one, spec, END).rate(LEARNT) for spec in specs)
+        ratios.append(simulate(one, SpecConfig(), END).rate(LEARNT) / best)
+    assert sum(ratios) / len(ratios) > 0.9
 
 
 # --- drafting ahead -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("size", [None, (16, 6)], ids=["automatic", "fixed"])
 @pytest.mark.parametrize(
-    ("slowdown", "hit_rate", "is_better"), [(1.05, 0.8, True), (1.6, 0.8, False), (1.3, 0.0, False)]
+    ("slowdown", "hit_rate", "is_better"), [(1.05, 0.8, True), (2.2, 0.8, False), (1.3, 0.0, False)]
 )
-def test_drafting_ahead_is_chosen_where_it_pays(slowdown, hit_rate, is_better) -> None:
+def test_drafting_ahead_is_chosen_where_it_pays(slowdown, hit_rate, is_better, size) -> None:
     draft = Draft(ease=2.0, run_seconds=0.12)
     world = World(STREAMED, draft, slowdown=slowdown, hit_rate=hit_rate)
-    rates = {kind: simulate(world, SpecConfig(draft_ahead=kind), 600).rate() for kind in AHEAD}
+    spec = SpecConfig() if size is None else fixed(*size)
+    rates = {kind: simulate(world, replace(spec, draft_ahead=kind), 600).rate() for kind in AHEAD}
     assert (rates["on"] > rates["off"]) == is_better
     # The first rounds go without, and trees grow from what the plan thinks free.
     assert rates["auto"] > 0.9 * max(rates["on"], rates["off"])
+
+
+@pytest.mark.parametrize("kind", ["on", "auto"])
+def test_passes_are_followed_while_drafting_goes_on_beside_them(kind: str) -> None:
+    """Storage becomes four times as slow where all passes have drafting beside them."""
+    draft = Draft(ease=2.0, run_seconds=0.12)
+    world = World(
+        STREAMED, draft, slowdown=1.1, hit_rate=0.9, change_at=300, slower=4.0, planned_error=0.7
+    )
+    spec, n_tokens = SpecConfig(draft_ahead=kind), 520
+    experience = new_experience(world.planned(), world.planned_draft(), MAX_NODES)
+    simulate(world, spec, n_tokens, experience)
+    slowed = 4.0 * (1.1 if kind == "on" else 1.0)  # "on" never sees what a pass takes alone
+    assert experience.passes.of(12) == pytest.approx(slowed, rel=0.15)

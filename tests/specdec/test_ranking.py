@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from command_line import Models, expect_error, save_models
 from tiny_pair import save_model
 
 from specdec.cli import main
 from specdec.prompt_files import read_prompts
+from specdec.ranked_draft import RankedDraft, compare_speeds, together
 from specdec.ranking import (
     Candidate,
-    RankedDraft,
     Ranking,
     RankingError,
     measure_here,
@@ -101,11 +103,14 @@ def test_the_fastest_is_named(ranking: Ranking) -> None:
     assert speeds == sorted(speeds, reverse=True)
     value = json.loads(json.dumps(ranking.to_dict()))
     assert value["best"] == value["candidates"][0]["name"] == ranking.best.name
-    heading, *rows, last = ranking.lines()
+    heading, *rows, last, following = ranking.lines()
     assert "tok/s" in heading
     assert [row.split()[0] for row in rows] == [one.name for one in ranking.candidates]
     assert f"cannot be used: {ranking.candidates[-1].problem}" in rows[-1]
     assert last.startswith(f"best: {ranking.best.name}, ")
+    assert following.startswith(f"next: {ranking.candidates[1].name}, ")
+    assert value["next_best"]["n_prompts"] == 2
+    assert value["next_best"]["margin"] >= 0
 
 
 def test_command(
@@ -115,43 +120,113 @@ def test_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[tuple[Candidate, bool]] = []
+    names = ["none", "ngram", str(models.draft)]
 
     def measure(candidate: Candidate, *, enforce: bool) -> RankedDraft:
         asked.append((candidate, enforce))
-        return RankedDraft(candidate.name, tokens_per_second=float(len(asked)))
+        speed = float(1 + names.index(candidate.name))
+        return RankedDraft(
+            candidate.name,
+            tokens_per_second=speed,
+            decode_seconds=1.0,
+            seconds_per_token=(1 / speed,) * len(candidate.prompts),
+        )
 
     monkeypatch.setattr("specdec.cli_check.measure_in_child", measure)
     argv = argv_of(models, prompts, models.draft, models.draft)  # named twice, measured once
     assert main([*argv, "--temperature", "0.7", "--memory-budget", "2GiB", "--enforce"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.splitlines()[-1] == f"best: {models.draft}, 3.00x plain decoding"
-    assert [one.name for one, _ in asked] == ["none", "ngram", str(models.draft)]
+    assert out.splitlines()[-2:] == [
+        f"best: {models.draft}, 3.00x plain decoding",
+        "next: ngram, 1.50 times the seconds per token (1.50 to 1.50, from 2 prompts)",
+    ]
+    assert [one.name for one, _ in asked] == [*names, *names[::-1]]  # a drift falls on all of them
+    assert [one.prompts for one, _ in asked] == [["def f(x):"]] * 3 + [["ab"]] * 3
     for one, enforce in asked:
         assert enforce
-        assert one.prompts == ["def f(x):", "ab"]
         assert one.sampling == {"seed": 0, "temperature": 0.7, "max_tokens": N_TOKENS}
         assert (one.load["memory_budget"], one.load["threads"]) == ("2GiB", 1)
-    assert [one.load["draft_model"] for one, _ in asked] == [None, None, str(models.draft)]
-    assert [one.load["spec_type"] for one, _ in asked] == [(), ("ngram",), None]
+    assert [one.load["draft_model"] for one, _ in asked[:3]] == [None, None, str(models.draft)]
+    assert [one.load["spec_type"] for one, _ in asked[:3]] == [(), ("ngram",), ("draft", "ngram")]
     assert main([*argv, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["best"] == str(models.draft)
+
+
+def test_the_target_as_its_own_draft_is_ranked(
+    capfd: pytest.CaptureFixture[str], models: Models, prompts: Path
+) -> None:
+    argv = [*argv_of(models, prompts, Path("self:window=16")), "--num-draft-tokens", "4", "--json"]
+    assert main([*argv, "--n-prompts", "1", "-n", "3"]) == 0
+    found = json.loads(capfd.readouterr().out)["candidates"]
+    [itself] = [one for one in found if one["name"] == "self:window=16"]
+    assert itself["problem"] is None
+    assert itself["generated_tokens"] == 3
+
+
+def test_the_target_has_its_own_vocabulary(
+    capsys: pytest.CaptureFixture[str], models: Models
+) -> None:
+    assert main(["check", "-m", str(models.target), "-md", "self:window=16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["compatible"] is True
+
+
+def ranked(name: str, *seconds: float, **more: Any) -> RankedDraft:
+    """Of prompts of 11 tokens that took so long for each after the first."""
+    total = 10 * sum(seconds)
+    return RankedDraft(
+        name,
+        tokens_per_second=10 * len(seconds) / total,
+        decode_seconds=total,
+        generated_tokens=11 * len(seconds),
+        seconds_per_token=seconds,
+        **more,
+    )
+
+
+def test_halves_are_put_together_from_totals() -> None:
+    first = ranked("a", 1.0, 2.0, passes=10, mean_acceptance_length=3.0, draft_seconds=1.0)
+    second = ranked("a", 6.0, passes=30, mean_acceptance_length=1.0, draft_seconds=0.5)
+    both = together(first, second)
+    assert both.tokens_per_second == pytest.approx(30 / 90)
+    assert both.mean_acceptance_length == pytest.approx(1 + 20 / 40)
+    assert (both.passes, both.generated_tokens, both.draft_seconds) == (40, 33, 1.5)
+    assert both.seconds_per_token == (1.0, 2.0, 6.0)
+    assert together(first, RankedDraft("a", problem="killed")).problem == "killed"
+
+
+def test_a_lead_within_the_noise_is_none() -> None:
+    best = ranked("a", 1.0, 1.0, 1.0)
+    clear = compare_speeds(best, ranked("b", 2.0, 2.1, 1.9))
+    assert clear.is_clear
+    assert "cannot be told apart" not in clear.line()
+    assert "2.00 times the seconds per token (1.8" in clear.line()
+    noisy = compare_speeds(best, ranked("b", 2.0, 0.8, 1.0))
+    assert not noisy.is_clear
+    assert noisy.line().endswith("from 3 prompts): they cannot be told apart")
+    # Twice the standard error of log 2, log 0.8 and 0.
+    assert noisy.margin == pytest.approx(2 * np.std(np.log([2.0, 0.8, 1.0]), ddof=1) / 3**0.5)
+    single = compare_speeds(ranked("a", 1.0), ranked("b", 2.0))
+    assert (single.margin, single.is_clear) == (None, False)
+    assert "takes more prompts" in single.line()
+    assert compare_speeds(ranked("a", 1.0, 0.0), ranked("b", 2.0, 0.0)).n_prompts == 1
 
 
 def test_a_child_measures(capfd: pytest.CaptureFixture[str], models: Models) -> None:
     load = {"model": str(models.target), "draft_model": str(models.draft), "threads": 1}
     options = {"num_draft_tokens": 4, "accept_threshold": 0.5}
     sampling = {"max_tokens": 3, "ignore_eos": True}
-    ranked = measure_in_child(Candidate("a draft", {**load, **options}, ["ab"], sampling))
-    assert (ranked.name, ranked.problem) == ("a draft", None)
-    assert ranked.generated_tokens == 3
-    assert not ranked.is_lossless
+    found = measure_in_child(Candidate("a draft", {**load, **options}, ["ab"], sampling))
+    assert (found.name, found.problem) == ("a draft", None)
+    assert found.generated_tokens == 3
+    assert not found.is_lossless
+    assert [found.decode_seconds / 2] == pytest.approx(found.seconds_per_token)
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_table_tells_what_is_lossy() -> None:
-    ranked = (RankedDraft("a", is_lossless=False), RankedDraft("none"))
-    rows = Ranking("target", 1, 4, 0.0, ranked).lines()
+    candidates = (RankedDraft("a", is_lossless=False), RankedDraft("none"))
+    rows = Ranking("target", 1, 4, 0.0, candidates).lines()
     assert rows[1].endswith("LOSSY")
     assert "LOSSY" not in rows[2]
 

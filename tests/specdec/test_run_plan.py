@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,14 @@ def test_what_was_weighed_is_a_table_and_the_chosen_one_is_marked() -> None:
     assert "2 slots" in marked[0]
     speeds = [float(row.split()[-1]) for row in rows]
     assert speeds == sorted(speeds, reverse=True)
+
+
+def test_why_the_chosen_row_is_not_the_first_one_is_said() -> None:
+    plan = make_plan(6 * MIB)
+    ranked = sorted(plan.weighed, key=lambda one: -one.tokens_per_second)
+    for chosen in ranked:
+        text = "\n".join(replace(plan, chosen=chosen).lines())
+        assert ("has to be 3 % faster" in text) == (chosen is not ranked[0])
 
 
 def test_the_json_holds_what_was_weighed() -> None:

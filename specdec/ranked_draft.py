@@ -1,0 +1,100 @@
+"""How one draft did in a ranking, and how far two of them are apart."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+
+from specdec.stats import ratio
+
+
+@dataclass(frozen=True)
+class RankedDraft:
+    """How one candidate did, or why it cannot be used."""
+
+    name: str
+    """A draft model's name; "none" is plain decoding, "ngram" n-grams alone."""
+    problem: str | None = None
+    """Why it was not measured; all figures are then 0."""
+    tokens_per_second: float = 0.0
+    """Decode only, over all prompts: tokens after the first / seconds after the first."""
+    predicted_tokens_per_second: float = 0.0
+    """What the plan expected before anything was measured."""
+    mean_acceptance_length: float = 0.0
+    """Tokens per pass, over all prompts."""
+    draft_seconds: float = 0.0
+    passes: int = 0
+    generated_tokens: int = 0
+    is_lossless: bool = True
+    decode_seconds: float = 0.0
+    seconds_per_token: tuple[float, ...] = ()
+    """Of each prompt, decode only; 0 where nothing came after the first token."""
+
+    def figures(self) -> str:
+        """Its row of the table, behind the name."""
+        if self.problem is not None:
+            return f"cannot be used: {self.problem}"
+        figures = (
+            f"{self.mean_acceptance_length:>11.2f}  {self.draft_seconds:>7.1f}  "
+            f"{self.tokens_per_second:>5.2f}  {self.predicted_tokens_per_second:>9.2f}"
+        )
+        return figures if self.is_lossless else f"{figures}  LOSSY"
+
+
+def together(one: RankedDraft, other: RankedDraft) -> RankedDraft:
+    """Both halves as one; rates from totals. A half that could not be measured speaks for all."""
+    if other.problem is not None:
+        return other
+    halves = (one, other)
+    passes = sum(half.passes for half in halves)
+    seconds = sum(half.decode_seconds for half in halves)
+    n_decoded = sum(half.decode_seconds * half.tokens_per_second for half in halves)
+    accepted = sum(half.passes * (half.mean_acceptance_length - 1.0) for half in halves)
+    return replace(
+        one,
+        tokens_per_second=ratio(n_decoded, seconds),
+        decode_seconds=seconds,
+        mean_acceptance_length=1.0 + ratio(accepted, passes),
+        draft_seconds=sum(half.draft_seconds for half in halves),
+        passes=passes,
+        generated_tokens=sum(half.generated_tokens for half in halves),
+        is_lossless=all(half.is_lossless for half in halves),
+        seconds_per_token=one.seconds_per_token + other.seconds_per_token,
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The fastest against the next, prompt by prompt."""
+
+    name: str
+    """Of the next."""
+    lead: float
+    """Mean over the prompts of log(its seconds per token / the fastest's)."""
+    margin: float | None
+    """Twice the standard error of `lead`; None where fewer than two prompts can be compared."""
+    n_prompts: int
+
+    @property
+    def is_clear(self) -> bool:
+        return self.margin is not None and self.lead > self.margin
+
+    def line(self) -> str:
+        text = f"next: {self.name}, {math.exp(self.lead):.2f} times the seconds per token"
+        if self.margin is None:
+            return f"{text}; a margin of noise takes more prompts: --n-prompts"
+        low, high = (math.exp(self.lead + sign * self.margin) for sign in (-1, 1))
+        told = "" if self.is_clear else ": they cannot be told apart"
+        return f"{text} ({low:.2f} to {high:.2f}, from {self.n_prompts} prompts){told}"
+
+
+def compare_speeds(best: RankedDraft, other: RankedDraft) -> Comparison:
+    """On the prompts for which both have a time."""
+    leads = [
+        math.log(theirs / ours)
+        for ours, theirs in zip(best.seconds_per_token, other.seconds_per_token, strict=True)
+        if ours and theirs
+    ]
+    margin = 2 * stdev(leads) / math.sqrt(len(leads)) if len(leads) > 1 else None
+    return Comparison(other.name, fmean(leads) if leads else 0.0, margin, len(leads))

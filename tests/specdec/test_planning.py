@@ -1,0 +1,61 @@
+"""What a plan does with a draft that takes more than it brings."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from paper_models import PaperModel
+
+from backends.compute_profile import ComputeCurve
+from offload.units import GIB, MIB
+from specdec import planning
+from specdec.alternatives import Figures
+from specdec.options import run_options
+from specdec.planning import OpenedPair, PlannedModels
+
+CURVE = ComputeCurve.linear(1e-12, 1e-15)
+TARGET = PaperModel("t", 40, 40 * MIB, kv_bytes_per_token=1000, curve=CURVE)
+LARGE = PaperModel("d", 30, 40 * MIB, kv_bytes_per_token=100, curve=CURVE)
+SMALL = PaperModel("d", 4, MIB, kv_bytes_per_token=100, curve=CURVE)
+
+
+def planned(draft: PaperModel, monkeypatch: pytest.MonkeyPatch, **options: Any) -> PlannedModels:
+    pair: Any = OpenedPair(SimpleNamespace(source=TARGET), SimpleNamespace(source=draft))
+    figures = Figures(1e9, TARGET.measure_compute(), draft.measure_compute())
+    monkeypatch.setattr(planning, "open_pair", lambda _: pair)
+    monkeypatch.setattr(planning, "measure_figures", lambda *_: figures)
+    monkeypatch.setattr(planning, "_budget", lambda _: (2 * GIB + 512 * MIB, "as asked"))
+    return planning.plan_models(run_options("t", "d", ctx_size=256, **options))
+
+
+def test_a_draft_that_is_left_out_is_not_loaded_and_one_note_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = planned(LARGE, monkeypatch)
+    assert (found.draft, found.plan.draft_cost) == (None, None)
+    assert found.options.draft_model is None
+    assert found.options.spec.spec_type == ("ngram",)
+    (note,) = found.plan.notes
+    assert "the draft is left out" in note
+    assert "--spec-type draft,ngram" in note
+    assert found.plan.warnings == ()
+    assert f"note: {note}" in found.plan.lines()
+
+
+@pytest.mark.parametrize("fixed", [{"spec_type": "draft,ngram"}, {"num_draft_tokens": 16}])
+def test_a_draft_that_was_fixed_is_loaded_with_a_warning(
+    fixed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = planned(LARGE, monkeypatch, **fixed)
+    assert found.draft is not None
+    assert found.plan.notes == ()
+    assert any("without the draft it should be faster" in one for one in found.plan.warnings)
+
+
+def test_a_draft_that_pays_is_loaded_and_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned(SMALL, monkeypatch)
+    assert found.draft is not None
+    assert found.options.spec.spec_type == ("draft", "ngram")
+    assert (found.plan.notes, found.plan.warnings) == ((), ())
