@@ -17,6 +17,8 @@ from offload.interruptible import POLL_SECONDS, Worker
 
 T = TypeVar("T")
 
+_NICENESS = 10
+"""The pass goes first: drafting takes what it leaves of the cores."""
 _MAX_POLLS = 1000
 """Then the pass is over, whatever kept the caller from saying so."""
 
@@ -25,7 +27,7 @@ class AheadThread(Worker):
     """Runs one function at a time beside the caller."""
 
     def __init__(self) -> None:
-        super().__init__("specdec-ahead")
+        super().__init__("specdec-ahead", _NICENESS)
 
     def beside(
         self,
