@@ -15,6 +15,7 @@ hf_model      a transformers model on the meta device, matched to its checkpoint
 activations   memory of a forward beside weights and KV cache
 layer_runner  a decoder layer whose weights arrive for the time of its forward
 compute, compute_profile   how fast this machine multiplies
+torch_weights where the torch backend's weights come from: what differs between devices
 torch_cpu     the torch CPU backend
 hf_source     Hugging Face checkpoints as a ModelSource
 

@@ -45,10 +45,16 @@ class UnsupportedModel(SpecdecError):
 
 
 class StreamUse(NamedTuple):
-    """Storage traffic of a backend since it was loaded."""
+    """Traffic of a backend's weights since it was loaded."""
 
     bytes_streamed: int = 0
+    """Read from storage."""
     stall_seconds: float = 0.0
+    """Passes waited for a layer: for it to be in memory or, on a GPU, to be on its way there."""
+    bytes_copied: int = 0
+    """Copied from host memory to a GPU."""
+    copy_stall_seconds: float = 0.0
+    """The GPU had nothing to compute, because a layer was not there yet: storage and copies."""
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from backends.base import Backend
 from backends.compute_profile import ComputeCurve
 from offload.plan import LayerWeights, ResidencyPlan
+from offload.tiers import TierPlan
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in total)"""
@@ -65,6 +66,10 @@ class Loading:
     """Most nodes of one call of `extend`."""
     load_mode: str = "stream"
     """From LOAD_MODES, decided: not "auto"."""
+    tiers: TierPlan | None = None
+    """Load the model onto a GPU like this; None: onto the CPU, by `residency`."""
+    vram_bytes: int = 0
+    """What the whole process may take of the GPU's memory; used with `tiers` only."""
     n_readers: int | None = None
     progress: Progress | None = None
 

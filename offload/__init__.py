@@ -25,6 +25,8 @@ address_space, spans, paging_plan, paged_memory, pager
            Pager: the same for a file that somebody else has mapped, by moving pages
 mapped_file  safetensors files that are written and read in place, whole or not at all
 fingerprint  which model this is, told by its tensors
+tiers      TierPlan: which tensors are on a device, pinned in host memory, or in storage
+copying    CopyEngine: copies to a device beside its computations, ordered by events
 throttle   ReadLimit: slower storage, by a limit of the kernel
 profile    measure_storage: bandwidth of this machine, remembered
 ring_model simulate_passes: how long a streamed pass takes

@@ -1,0 +1,54 @@
+"""Where the torch backend's weights come from: all that differs between the CPU and a GPU.
+
+The backend computes with a model whose parameters are tensors of `device`; a `TorchWeights` brings
+them there for the time in which they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from backends.base import StreamUse
+
+RawTensors = Mapping[str, torch.Tensor]
+"""By name, the bytes of each tensor in its file's format: uint8 [n_bytes] on the device."""
+
+
+class TorchWeights(Protocol):
+    """The weights of one model, for passes over its layers in order, again and again."""
+
+    device: torch.device
+    """Where the tensors are handed out, and the KV cache, masks and activations live."""
+
+    @property
+    def outer(self) -> RawTensors:
+        """Embeddings, final norm and head; valid until `close`."""
+
+    def layer(self, index: int) -> AbstractContextManager[RawTensors]:
+        """The tensors of one layer, valid for computations that are begun inside the with-block.
+
+        Raises StorageError as WeightStreamer.layer does.
+        """
+
+    def stays(self, index: int) -> bool:
+        """Whether the tensors of this layer are the same, at the same place, until `close`."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Around all computation on the device: its stream, and its errors as errors of ours.
+
+        Raises BudgetExceeded where the device's memory does not suffice.
+        """
+
+    def restart(self) -> None:
+        """Begin again at layer 0, as after a pass that was given up; redone where interrupted."""
+
+    @property
+    def use(self) -> StreamUse:
+        """Traffic since the load."""
+
+    def close(self) -> None:
+        """Give threads, files and memory back. Idempotent."""
