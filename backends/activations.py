@@ -13,7 +13,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from backends.hf_model import HfModel
 from backends.layer_runner import MAX_MASK_BYTES
-from backends.torch_cpu import CHUNK_ROWS
+from backends.torch_backend import CHUNK_ROWS
 
 _FLOAT32 = 4
 _CUSTOM_SCORE_BYTES = 16

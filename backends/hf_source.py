@@ -11,10 +11,14 @@ import torch
 from backends.activations import activation_bytes
 from backends.base import Backend, UnsupportedModel
 from backends.compute import measure_compute
+from backends.cuda_engine import CudaEngine
+from backends.device_weights import DeviceWeights
 from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import BLOCK_ROWS
 from backends.source import BackendOptions, Loading, ModelCompute, ModelSource
-from backends.torch_cpu import TorchBackend
+from backends.torch_backend import TorchBackend
+from backends.torch_cpu import CpuWeights
+from backends.torch_weights import TorchWeights
 from offload.fingerprint import fingerprint
 from offload.plan import LayerWeights
 from offload.reading import resident_footprint
@@ -76,10 +80,17 @@ class HfSource(ModelSource):
     def load(self, loading: Loading) -> Backend:
         return TorchBackend(
             self.model,
-            loading.residency.layers,
-            loading.residency.n_slots,
+            self._weights(loading),
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
-            n_readers=loading.n_readers,
-            progress=loading.progress,
         )
+
+    def _weights(self, loading: Loading) -> TorchWeights:
+        n_readers, progress = loading.n_readers, loading.progress
+        if loading.tiers is not None:
+            engine = CudaEngine(loading.vram_bytes)
+            return DeviceWeights(
+                self.model, loading.tiers, engine, n_readers=n_readers, progress=progress
+            )
+        layers, n_slots = loading.residency.layers, loading.residency.n_slots
+        return CpuWeights(self.model, layers, n_slots, n_readers=n_readers, progress=progress)

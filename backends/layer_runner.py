@@ -17,12 +17,12 @@ from torch import nn
 
 from backends.hf_model import TORCH_DTYPES, BoundTensor
 from backends.masks import PassLayout, additive_mask, alibi_bias
+from backends.torch_weights import RawTensors
 from offload.index import TensorRecord
 from offload.units import MIB
 
-Tensors = Any  # Mapping[str, memoryview]
 MAX_MASK_BYTES = 16 * MIB
-OpenLayer = Callable[[int], AbstractContextManager[Tensors]]
+OpenLayer = Callable[[int], AbstractContextManager[RawTensors]]
 
 
 class PassState:
@@ -34,11 +34,13 @@ class PassState:
         dtype: torch.dtype,
         chunk_rows: int,
         alibi_slopes: torch.Tensor | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.layout = layout
         self.chunk_rows = chunk_rows
         self._dtype = dtype
         self._slopes = alibi_slopes
+        self._device = device
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
     def mask(self, start: int, end: int, window: int | None) -> torch.Tensor:
@@ -47,7 +49,9 @@ class PassState:
         if key not in self._masks:
             if self._n_kept_bytes() > MAX_MASK_BYTES:
                 self._masks.clear()  # a long prompt: made anew for every layer
-            self._masks[key] = additive_mask(self.layout, start, end, window, self._dtype)
+            self._masks[key] = additive_mask(
+                self.layout, start, end, window, self._dtype, self._device
+            )
         return self._masks[key]
 
     def _n_kept_bytes(self) -> int:
@@ -133,8 +137,8 @@ class LayerRunner:
         return adapted
 
 
-def bind(bound: Sequence[BoundTensor], tensors: Tensors, dtype: torch.dtype) -> None:
-    """Let the modules' parameters be views of `tensors` (raw bytes by tensor name)."""
+def bind(bound: Sequence[BoundTensor], tensors: RawTensors, dtype: torch.dtype) -> None:
+    """Let the modules' parameters be views of `tensors`."""
     made: dict[str, torch.Tensor] = {}  # a tied tensor serves in several places
     for item in bound:
         name = item.record.name
@@ -149,10 +153,9 @@ def unbind(bound: Sequence[BoundTensor]) -> None:
         item.module._parameters[item.attribute] = torch.empty(item.record.shape, device="meta")
 
 
-def as_tensor(view: memoryview, record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over `view` without a copy, unless it is misaligned or of another dtype."""
+def as_tensor(raw: torch.Tensor, record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over the bytes `raw` without a copy, unless it is misaligned or of another dtype."""
     stored = TORCH_DTYPES[record.dtype]
-    raw = torch.frombuffer(view, dtype=torch.uint8)
     if raw.data_ptr() % stored.itemsize:
         raw = raw.clone()  # an odd header length shifts every tensor of the file
     return raw.view(stored).view(record.shape).to(dtype)

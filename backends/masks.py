@@ -74,11 +74,16 @@ class CausalLayout(PassLayout):
 
 
 def additive_mask(
-    layout: PassLayout, start: int, end: int, window: int | None, dtype: torch.dtype
+    layout: PassLayout,
+    start: int,
+    end: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
     """Mask [1, 1, end - start, keys] of the new rows start..end in `dtype`."""
-    allowed = torch.from_numpy(layout.allowed(start, end, window))
-    mask = torch.full(allowed.shape, torch.finfo(dtype).min, dtype=dtype)
+    allowed = torch.from_numpy(layout.allowed(start, end, window)).to(device)
+    mask = torch.full(allowed.shape, torch.finfo(dtype).min, dtype=dtype, device=device)
     return mask.masked_fill_(allowed, 0.0)[None, None]
 
 
@@ -90,5 +95,5 @@ def alibi_bias(
     Softmax does not change when a row is shifted, so the key's position alone serves, and
     each node of a tree gets its own depth's.
     """
-    positions = torch.from_numpy(layout.key_positions(end))
+    positions = torch.from_numpy(layout.key_positions(end)).to(slopes.device)
     return (slopes[:, None, None] * positions).to(dtype)

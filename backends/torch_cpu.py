@@ -1,42 +1,29 @@
-"""The torch CPU backend: a transformers model whose decoder layers stream from storage.
-
-A forward runs the model's own code. Each decoder layer is wrapped by a `LayerRunner`, which
-waits for its weights, binds them as zero-copy views of a ring slot and lets go afterwards.
-Embeddings, final norm and head stay in memory.
-"""
+"""Weights of the torch backend on the CPU: in memory, or streamed from storage through a ring."""
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import numpy as np
 import torch
 
-from backends.base import BackendError, ContextFull, SavedTensors, StreamUse
-from backends.hf_model import HfModel, load_hf_model
-from backends.kv_cache import TreeCache
-from backends.layer_runner import LayerRunner, PassState, bind, unbind
-from backends.masks import CausalLayout, PassLayout
-from backends.mending import MendingBackend
-from backends.node_table import NodeTable
-from backends.torch_prefix import load_prefix, prefix_tensors, save_prefix
-from offload.mapped_file import TensorShape
+from backends.base import StreamUse
+from backends.hf_model import HfModel
+from backends.torch_weights import RawTensors
 from offload.plan import LayerWeights
-from offload.reading import DEFAULT_N_READERS
+from offload.reading import DEFAULT_N_READERS, Progress
 from offload.streamer import WeightStreamer, load_resident
 
-CHUNK_ROWS = 256
-"""Rows that go through a layer at once: bounds the activations of a long prompt."""
 
-Progress = Callable[[int, int], None]
+class CpuWeights:
+    """See TorchWeights. Tensors are views of the memory that files were read into.
 
+    Args:
+        layers: which tensors stay in memory.
+        n_slots: depth of the ring for the others.
+    """
 
-class TorchBackend(MendingBackend):
-    """A Hugging Face checkpoint on the CPU, streamed as `layers` and `n_slots` say."""
+    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -44,222 +31,49 @@ class TorchBackend(MendingBackend):
         layers: Sequence[LayerWeights],
         n_slots: int,
         *,
-        max_context: int | None = None,
-        max_nodes: int | None = None,
         n_readers: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._model, self._layers = model, tuple(layers)
-        self.max_nodes = max_nodes
-        self.vocab_size = model.vocab_size
-        self.max_context = min(max_context or model.max_context, model.max_context)
-        self._cache = TreeCache(len(model.layers))
+        self._layers = tuple(layers)
         self._outer = load_resident(model.outer_records)
-        bind(model.outer_tensors, self._outer, model.dtype)
-        self._streamer = WeightStreamer(
-            layers, n_slots, n_readers=n_readers or DEFAULT_N_READERS, progress=progress
-        )
-        self._is_cancelled = False
-        self._owner: TorchBackend | None = None
-        self._turn = threading.Lock()  # siblings walk the same modules, one at a time
-        self._slopes = _alibi_slopes(model)
-        self._runners = [
-            LayerRunner(
-                i,
-                module,
-                tensors,
-                self._open_layer,
-                model.window(i),
-                model.dtype,
-                is_resident=not weights.layout.extents,
+        try:
+            self._streamer = WeightStreamer(
+                layers, n_slots, n_readers=n_readers or DEFAULT_N_READERS, progress=progress
             )
-            for i, (module, tensors, weights) in enumerate(
-                zip(model.layers, model.layer_tensors, layers, strict=True)
-            )
-        ]
-
-    @classmethod
-    def resident(cls, directory: Path, *, max_context: int | None = None) -> TorchBackend:
-        """Load a whole checkpoint into memory."""
-        return cls.held_in_memory(load_hf_model(directory), max_context=max_context)
-
-    @classmethod
-    def held_in_memory(cls, model: HfModel, *, max_context: int | None = None) -> TorchBackend:
-        """A backend that streams nothing."""
-        layers = [
-            LayerWeights(layer.tensors, frozenset(t.name for t in layer.tensors))
-            for layer in model.layer_weights
-        ]
-        return cls(model, layers, 0, max_context=max_context)
-
-    def sibling(self, *, max_context: int, max_nodes: int, max_rows: int) -> TorchBackend:
-        """See Backend.sibling; the passes of the two take turns."""
-        if any(weights.layout.extents for weights in self._layers):
-            raise BackendError("a streamed model cannot share its weights")
-        other = copy.copy(self)
-        other._owner = self
-        other._cache = TreeCache(len(self._model.layers))
-        other.max_context = min(max_context, self._model.max_context)
-        other.max_nodes = max_nodes
-        return other
+        except BaseException:
+            self._outer.close()
+            raise
 
     @property
-    def _table(self) -> NodeTable:
-        return self._cache.table
+    def outer(self) -> RawTensors:
+        return _as_tensors(self._outer)
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[RawTensors]:
+        with self._streamer.layer(index) as tensors:
+            yield _as_tensors(tensors)
+
+    def stays(self, index: int) -> bool:
+        return not self._layers[index].layout.extents
+
+    def computing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def restart(self) -> None:
+        self._streamer.restart()
 
     @property
-    def stream_use(self) -> StreamUse:
+    def use(self) -> StreamUse:
         stats = self._streamer.stats
         return StreamUse(stats.bytes_read, stats.stall_seconds)
 
-    @property
-    def kv_bytes(self) -> int:
-        return self._cache.n_bytes
-
-    @property
-    def n_kv_allocated(self) -> int:
-        return self._cache.capacity
-
-    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
-        if not token_ids:
-            raise ValueError("prefill needs at least one token")
-        return self._mending(lambda: self._prefill(token_ids))
-
-    def extend(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[list[int], np.ndarray]:
-        if len(token_ids) != len(parents):
-            raise ValueError(f"{len(token_ids)} tokens have {len(parents)} parents")
-        if not token_ids:
-            return [], np.zeros((0, self.vocab_size), dtype=np.float32)
-        return self._mending(lambda: self._extend(token_ids, parents, rows))
-
-    @torch.inference_mode()
-    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
-        self._mending(lambda: self._cache.commit(path, keep))
-
-    @torch.inference_mode()
-    def prune(self, nodes: Collection[int]) -> None:
-        self._mending(lambda: self._cache.prune(nodes))
-
-    def rollback(self, length: int) -> None:
-        n_intact = length if 0 <= length <= self.n_committed else None
-        self._mending(lambda: self._cache.rollback(length), n_intact)
-
-    def prefix_tensors(self) -> tuple[TensorShape, ...]:
-        self._mending(self._cache.abort)
-        return prefix_tensors(self._cache)
-
-    @torch.inference_mode()
-    def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
-        self._mending(lambda: save_prefix(self._cache, buffers))
-
-    @torch.inference_mode()
-    def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
-        self._mending(lambda: self._load_prefix(token_ids, tensors), n_intact=0)
-
-    def request_cancel(self) -> None:
-        """End a running pass at its next layer with a BackendError; any thread may call this."""
-        self._is_cancelled = True
+    def stop(self) -> bool:
+        return self._streamer.stop()
 
     def close(self) -> None:
-        self._is_closed = True
-        if self._owner is not None:
-            self._cache.free()
-            return
         self._streamer.close()
-        for runner in self._runners:
-            runner.detach()
-        unbind(self._model.outer_tensors)
-        self._cache.free()
         self._outer.close()
 
-    def _prefill(self, token_ids: Sequence[int]) -> np.ndarray:
-        self._cache.abort()
-        self._check_room(len(token_ids), len(token_ids))
-        layout = CausalLayout(self.n_committed, len(token_ids))
-        self._cache.expect(self.n_committed + len(token_ids))
-        logits = self._forward(token_ids, layout, [len(token_ids) - 1])
-        self._cache.commit_prefill(token_ids)
-        return logits[0]
 
-    def _extend(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None
-    ) -> tuple[list[int], np.ndarray]:
-        table = self._cache.table
-        n_live, n_tokens = len(table), len(token_ids)
-        if self.max_nodes is not None and n_live + n_tokens > self.max_nodes:
-            raise BackendError(
-                f"{n_live + n_tokens} live nodes are more than the {self.max_nodes} that this "
-                "backend was made for: draft fewer tokens or raise max_nodes"
-            )
-        node_ids = self._cache.begin(parents, token_ids)
-        self._check_room(table.max_depth, n_tokens)
-        layout = PassLayout(self.n_committed, table.positions(), table.visible(n_live))
-        logits = self._forward(token_ids, layout, rows)
-        self._cache.check_integrity()
-        return node_ids, logits
-
-    def _load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
-        self._cache.free()
-        if len(token_ids) > self.max_context:
-            raise ContextFull(len(token_ids), 0, self.max_context)
-        try:
-            load_prefix(self._cache, self._model, list(token_ids), tensors)
-        except BackendError:
-            self._cache.free()  # with the shapes that it took from the file
-            raise
-
-    def _open_layer(self, index: int) -> AbstractContextManager[Mapping[str, memoryview]]:
-        if self._is_cancelled:
-            raise BackendError("the pass was cancelled")
-        return self._streamer.layer(index)
-
-    def _forward(
-        self, token_ids: Sequence[int], layout: PassLayout, rows: Sequence[int] | None
-    ) -> np.ndarray:
-        """Run the model over new rows; float32 logits [len(rows) or n, vocab]."""
-        self._is_cancelled = False
-        state = PassState(layout, self._model.dtype, CHUNK_ROWS, self._slopes)
-        wanted = range(layout.n_new) if rows is None else rows
-        with self._turn, torch.inference_mode():
-            for runner in self._runners:
-                runner.state, runner.open_layer = state, self._open_layer
-            output = self._model.model(
-                input_ids=torch.tensor([list(token_ids)]),
-                position_ids=torch.from_numpy(layout.new_positions)[None],
-                # Four dimensions make transformers pass it to the layers as it is; each
-                # layer's runner puts the real mask in its place.
-                attention_mask=torch.zeros(1, 1, 1, 1, dtype=self._model.dtype),
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=torch.tensor(list(wanted)),
-            )
-            return output.logits[0].float().numpy()
-
-    def _check_room(self, depth: int, n_tokens: int) -> None:
-        if self.n_committed + depth > self.max_context:
-            raise ContextFull(n_tokens, self.n_committed, self.max_context)
-
-    def _repair(self, n_intact: int) -> None:
-        self._cache.abort(n_intact)
-        with self._turn:
-            self._streamer.restart()
-
-
-def _alibi_slopes(model: HfModel) -> torch.Tensor | None:
-    """Slopes [heads] of a model with ALiBi positions; its own bias becomes a placeholder."""
-    base = model.model.base_model
-    build = getattr(base, "build_alibi_tensor", None)
-    if build is None or hasattr(build, "slopes"):  # an earlier backend has replaced it
-        return getattr(build, "slopes", None)
-    ones = torch.ones(1, 2)
-    bias = base.build_alibi_tensor(ones, model.config.num_attention_heads, torch.float32)
-    slopes = bias[:, 0, 1] - bias[:, 0, 0]  # the bias grows by the slope with each position
-
-    def placeholder(*args: object, **kwargs: object) -> torch.Tensor:
-        return torch.zeros(1)
-
-    placeholder.slopes = slopes  # type: ignore[attr-defined]
-    base.build_alibi_tensor = placeholder
-    return slopes
+def _as_tensors(tensors: Mapping[str, memoryview]) -> RawTensors:
+    return {name: torch.frombuffer(view, dtype=torch.uint8) for name, view in tensors.items()}

@@ -28,7 +28,11 @@ def save_prefix(cache: TreeCache, buffers: Mapping[str, memoryview]) -> None:
 
 
 def load_prefix(
-    cache: TreeCache, model: HfModel, token_ids: list[int], tensors: SavedTensors
+    cache: TreeCache,
+    model: HfModel,
+    token_ids: list[int],
+    tensors: SavedTensors,
+    device: torch.device,
 ) -> None:
     """Fill an empty cache. Raises BackendError for tensors that are not such a prefix's."""
     names = {f"layers.{i}.{kind}" for i in range(len(cache.layers)) for kind in ("keys", "values")}
@@ -42,7 +46,7 @@ def load_prefix(
         width = sum(rows.shape[1] * rows.shape[3] for rows in (keys, values))
         if width != kv_values_per_token(model.config, module):
             raise BackendError(f"the saved KV of layer {i} has {width} numbers for a token")
-        layer.restore(keys, values)
+        layer.restore(keys.to(device), values.to(device))
     cache.commit_prefill(token_ids)
 
 

@@ -26,7 +26,7 @@ class TorchWeights(Protocol):
 
     @property
     def outer(self) -> RawTensors:
-        """Embeddings, final norm and head; valid until `close`."""
+        """Embeddings, final norm and head, valid until `close`."""
 
     def layer(self, index: int) -> AbstractContextManager[RawTensors]:
         """The tensors of one layer, valid for computations that are begun inside the with-block.
@@ -49,6 +49,9 @@ class TorchWeights(Protocol):
     @property
     def use(self) -> StreamUse:
         """Traffic since the load."""
+
+    def stop(self) -> bool:
+        """End all threads, and with StreamerClosed a pass that waits; nothing is freed yet."""
 
     def close(self) -> None:
         """Give threads, files and memory back. Idempotent."""

@@ -1,4 +1,4 @@
-"""What copies bytes from host memory to a device and knows when that is done: the engine's contract.
+"""The contract of a copy engine: brings bytes from host memory to a device, and knows when.
 
 A device works through two queues of its own, its *streams*: copies in one, computations in the
 other, each in order, both beside the host. The host enqueues and goes on. What must come before
@@ -31,7 +31,7 @@ class Event(Protocol):
         failing, in every later wait and synchronisation: nothing wrong is ever taken for a result.
         """
 
-    def seconds_after(self, earlier: Event) -> float:
+    def seconds_after(self, earlier: Any) -> float:
         """Time on the device's clock from `earlier` to this one; both are done."""
 
 
@@ -48,7 +48,10 @@ class DeviceBuffer(Protocol):
 
 
 class CopyEngine(Protocol):
-    """One device, one stream of copies and one of computations. Any thread may enqueue."""
+    """One device, one stream of copies and one of computations. Any thread may enqueue.
+
+    Buffers and events that are passed in (Any here) are those of the same engine.
+    """
 
     def allocate_pinned(self, n_bytes: int) -> SlotMemory:
         """Host memory that the device copies from by itself; aligned for O_DIRECT.
@@ -62,7 +65,7 @@ class CopyEngine(Protocol):
         Raises BudgetExceeded where it cannot be had.
         """
 
-    def copy(self, source: memoryview, target: DeviceBuffer, offset: int) -> None:
+    def copy(self, source: memoryview, target: Any, offset: int) -> None:
         """Enqueue a copy of `source`, part of pinned memory, to `target` from `offset` on.
 
         `source` must stay as it is until the copy is done. Raises where it cannot be enqueued.
@@ -74,10 +77,10 @@ class CopyEngine(Protocol):
     def record_compute(self) -> Event:
         """An event after all computations enqueued so far, of any thread."""
 
-    def copy_waits(self, event: Event) -> None:
+    def copy_waits(self, event: Any) -> None:
         """Copies enqueued from now on begin after `event`."""
 
-    def compute_waits(self, event: Event) -> None:
+    def compute_waits(self, event: Any) -> None:
         """Computations enqueued from now on begin after `event`."""
 
     def synchronize(self) -> None:

@@ -24,14 +24,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from offload.address_space import check_supported
-from offload.direct_io import DirectFile, OpenStorage
+from offload.direct_io import DirectFile, OpenStorage, buffer_bytes
+from offload.file_supply import RingOptions, walk_files
 from offload.index import TensorRecord
 from offload.paged_memory import Loan, PageMemory, load_resident, reserve_all, reserve_streamed
 from offload.paging_plan import Mappings, plan_paging
 from offload.plan import LayerWeights
 from offload.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
+from offload.slots import SlotMemory
 from offload.trace import LAYER, record_since
-from offload.walk import LayerWalk, RingOptions, StreamStats, Taken
+from offload.walk import StreamStats, Taken
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ logger = logging.getLogger(__name__)
 @dataclass(eq=False)
 class _Lease:
     index: int  # of the layer that a slot's pages are lent to
-    taken: Taken
+    taken: Taken[SlotMemory]
     loan: Loan
     is_ending: bool = False
     entered: float = field(default_factory=time.perf_counter)
@@ -91,7 +93,7 @@ class Pager:
                 plan, progress, read_bytes=read_bytes, n_readers=n_readers, storage=storage
             )
             reserve_streamed(plan)
-            self._walk = LayerWalk(
+            self._walk = walk_files(
                 reads,
                 options,
                 plan.slot_bytes,
@@ -161,7 +163,7 @@ class Pager:
     @property
     def ring_bytes(self) -> int:
         """Memory of the ring, wherever its pages are."""
-        return self._walk.ring_bytes
+        return self._walk.n_slots * buffer_bytes(self._plan.slot_bytes)
 
     def close(self) -> None:
         """Stop the readers and give the memory back; a caller that waits gets StreamerClosed.

@@ -19,7 +19,7 @@ from offload.direct_io import (
 from offload.index import TensorRecord
 from offload.interruptible import call_aside
 from offload.layout import Layout, Piece, make_layout
-from offload.slots import SlotRing
+from offload.slots import SlotMemory, SlotRing
 from offload.trace import READ, record_since
 from offload.units import MIB
 
@@ -79,8 +79,9 @@ class OpenFiles:
 class ResidentWeights(Mapping[str, memoryview]):
     """Tensors that stay in memory: name -> raw bytes, valid until `close`."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._buffer = AlignedBuffer(layout.n_bytes) if layout.n_bytes else None
+    def __init__(self, layout: Layout, allocate: Callable[[int], SlotMemory] | None = None) -> None:
+        make = allocate or AlignedBuffer
+        self._buffer = make(layout.n_bytes) if layout.n_bytes else None
         self.n_bytes = buffer_bytes(layout.n_bytes)  # memory taken, rounding included
         self.memory = self._buffer.view if self._buffer else memoryview(bytearray())
         self._tensors = layout.views(self.memory)
@@ -113,11 +114,13 @@ def load_resident(
     read_bytes: int = DEFAULT_READ_BYTES,
     n_readers: int = DEFAULT_N_READERS,
     storage: OpenStorage = DirectFile,
+    allocate: Callable[[int], SlotMemory] | None = None,
 ) -> ResidentWeights:
     """Read tensors into memory for good (embeddings, norms, head, pinned layers).
 
     Args:
         progress: called after each read, in another thread.
+        allocate: makes the memory from its size in bytes; None: an AlignedBuffer.
 
     Raises:
         StorageError: the first read that failed; the others are given up.
@@ -125,7 +128,7 @@ def load_resident(
     """
     layout = make_layout(records, merge_gap=0)
     pieces = layout.pieces(read_bytes)
-    weights = ResidentWeights(layout)
+    weights = ResidentWeights(layout, allocate)
     try:
         read_pieces(pieces, weights.memory, progress, n_readers=n_readers, storage=storage)
     except BaseException:
@@ -148,22 +151,49 @@ def read_pieces(
         StorageError: the first read that failed; the others are given up.
         whatever `progress` raises, or a signal handler in this thread (KeyboardInterrupt).
     """
-    job = _Reading(pieces, memory, progress, n_readers, storage)
+    bring_pieces(
+        pieces,
+        lambda files, piece: files.read(piece, memory),
+        progress,
+        n_readers=n_readers,
+        storage=storage,
+    )
+
+
+Bring = Callable[[OpenFiles, Piece], object]
+"""Reads one piece and takes it to where it belongs."""
+
+
+def bring_pieces(
+    pieces: Sequence[Piece],
+    bring: Bring,
+    progress: Progress | None = None,
+    *,
+    n_readers: int = DEFAULT_N_READERS,
+    storage: OpenStorage = DirectFile,
+) -> None:
+    """Call `bring` for each piece, in `n_readers` threads; none is running at the end.
+
+    Raises:
+        the first error of a `bring`; the others are given up.
+        whatever `progress` raises, or a signal handler in this thread (KeyboardInterrupt).
+    """
+    job = _Bringing(pieces, bring, progress, n_readers, storage)
     call_aside("specdec-load", job.run, job.give_up)
 
 
-class _Reading:
-    """Pieces on their way into memory."""
+class _Bringing:
+    """Pieces on their way to where they belong."""
 
     def __init__(
         self,
         pieces: Sequence[Piece],
-        memory: memoryview,
+        bring: Bring,
         progress: Progress | None,
         n_readers: int,
         storage: OpenStorage,
     ) -> None:
-        self._pieces, self._memory, self._progress = pieces, memory, progress
+        self._pieces, self._bring, self._progress = pieces, bring, progress
         self._n_readers, self._storage = n_readers, storage
         self._is_given_up = False
 
@@ -177,7 +207,7 @@ class _Reading:
         files = OpenFiles((piece.path for piece in self._pieces), self._storage)
         pool = ThreadPoolExecutor(self._n_readers, thread_name_prefix="specdec-load")
         try:
-            jobs = {pool.submit(self._read, files, piece): piece for piece in self._pieces}
+            jobs = {pool.submit(self._bring_one, files, piece): piece for piece in self._pieces}
             for job in as_completed(jobs):
                 job.result()
                 n_done += jobs[job].n_needed
@@ -189,9 +219,9 @@ class _Reading:
             pool.shutdown(cancel_futures=True)  # waits for the running reads: they use the memory
             files.close()
 
-    def _read(self, files: OpenFiles, piece: Piece) -> None:
+    def _bring_one(self, files: OpenFiles, piece: Piece) -> None:
         if not self._is_given_up:
-            files.read(piece, self._memory)
+            self._bring(files, piece)
 
 
 class ReaderThreads:
@@ -201,7 +231,7 @@ class ReaderThreads:
     more can be collected.
     """
 
-    def __init__(self, ring: SlotRing, files: OpenFiles, n_readers: int) -> None:
+    def __init__(self, ring: SlotRing[SlotMemory, Piece], files: OpenFiles, n_readers: int) -> None:
         self._threads = [
             threading.Thread(
                 target=_read_until_closed,
@@ -222,10 +252,12 @@ class ReaderThreads:
         return not any(thread.is_alive() for thread in self._threads)
 
 
-def _read_until_closed(ring: SlotRing, files: OpenFiles) -> None:
+def _read_until_closed(ring: SlotRing[SlotMemory, Piece], files: OpenFiles) -> None:
     while (work := ring.acquire_for_read()) is not None:
         started = time.perf_counter()
         try:
+            if work.slot.fence is not None:
+                work.slot.fence.wait()  # a device still copies what was in the slot
             n_bytes = files.read(work.piece, work.slot.buffer.view)
         except BaseException as error:  # whatever it is, the consumer must learn of it
             ring.publish(work, error=error)

@@ -7,6 +7,11 @@ is nothing special. A slot goes FREE -> READING -> READY -> IN_USE -> FREE:
     readers    acquire_for_read() -> Work; publish(work)   (READY after its last piece)
     consumer   wait_ready(ticket) -> Slot; release(slot)
 
+Where a slot is used by something that goes on after its release (a copy to a device, a computation
+on one), the slot is freed behind a *fence*: the event after which it may be overwritten. Whoever
+fills it next heeds the fence. The ring makes it itself whenever it frees a slot that was lent, so
+that no way of giving a slot back, an interrupt included, can forget it.
+
 `restart(ticket)` drops all that was read ahead. Reads that are still running then belong to an old
 *generation*: their result is ignored, and their slot is not filled again before they have ended.
 One lock guards everything; it is held for microseconds and never during a read.
@@ -22,16 +27,14 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from offload.direct_io import AlignedBuffer, buffer_bytes
 from offload.errors import SpecdecError
-from offload.layout import Piece
 
 # A signal that arrives between Python's check for signals and the wait itself interrupts nothing;
 # waking up now and then bounds how long a Ctrl-C may go unnoticed.
@@ -68,62 +71,77 @@ class SlotState(enum.Enum):
     IN_USE = enum.auto()
 
 
-class SlotMemory(Protocol):
-    """What a slot reads into: an AlignedBuffer, or memory of the same members."""
+class AnyMemory(Protocol):
+    """What a slot is filled in."""
+
+    def close(self) -> None: ...
+
+
+class SlotMemory(AnyMemory, Protocol):
+    """Memory that files are read into: an AlignedBuffer, or memory of the same members."""
 
     address: int
 
     @property
     def view(self) -> memoryview: ...
 
-    def close(self) -> None: ...
+
+class Fence(Protocol):
+    """An event that lies ahead, or behind."""
+
+    def wait(self) -> None: ...
+
+
+MemoryT = TypeVar("MemoryT", bound=AnyMemory)
+PieceT = TypeVar("PieceT")
+"""What is to be brought into a slot in one go: a read of a file, a copy."""
 
 
 @dataclass
-class Slot:
+class Slot(Generic[MemoryT]):
     """One buffer of the ring and what is in it."""
 
     index: int
-    buffer: SlotMemory
+    buffer: MemoryT
     state: SlotState = SlotState.FREE
     ticket: int = -1  # the layer read that the content belongs to
     n_missing: int = 0  # pieces of the ticket that have not arrived yet
     n_in_flight: int = 0  # reads into the buffer that are running, of any generation
+    fence: Fence | None = None  # nothing may be written to the buffer before it
 
 
 @dataclass(frozen=True)
-class Work:
-    """One piece to read into one slot."""
+class Work(Generic[MemoryT, PieceT]):
+    """One piece to bring into one slot, after the slot's fence."""
 
-    slot: Slot
-    piece: Piece
+    slot: Slot[MemoryT]
+    piece: PieceT
     ticket: int
     generation: int
 
 
-class SlotRing:
-    """`n_slots` buffers of `slot_bytes`, allocated once.
+class SlotRing(Generic[MemoryT, PieceT]):
+    """One slot for each of `buffers`, which `free_buffers` closes.
 
     Args:
         pieces_of: the reads of a ticket, at least one.
-        allocate: makes the memory of one slot from its size in bytes; None: an AlignedBuffer.
-        poison: overwrite a slot with 0xFF (NaN in every float format) when it is released, so that
-            a test sees a stale view at once.
+        make_fence: the event after which a slot that is given back now may be overwritten; None
+            where the consumer is done with it by then.
+        poison: overwrites a slot when it is released, so that a test sees a stale view at once; not
+            together with fences, which say that it may not be overwritten yet.
     """
 
     def __init__(
         self,
-        n_slots: int,
-        slot_bytes: int,
-        pieces_of: Callable[[int], Sequence[Piece]],
+        buffers: Iterable[MemoryT],
+        pieces_of: Callable[[int], Sequence[PieceT]],
         *,
-        allocate: Callable[[int], SlotMemory] | None = None,
-        poison: bool = False,
+        make_fence: Callable[[], Fence] | None = None,
+        poison: Callable[[MemoryT], None] | None = None,
     ) -> None:
-        allocate = allocate or AlignedBuffer
-        self.slots = tuple(Slot(index, allocate(slot_bytes)) for index in range(n_slots))
-        self.n_bytes = n_slots * buffer_bytes(slot_bytes)  # memory of all buffers
+        self.slots = tuple(Slot(index, buffer) for index, buffer in enumerate(buffers))
         self._pieces_of = pieces_of
+        self._make_fence = make_fence
         self._poison = poison
         # Reentrant: a forgotten lease may be collected, and released, while the lock is held.
         self._lock = threading.RLock()
@@ -141,7 +159,7 @@ class SlotRing:
 
     # --- readers ---------------------------------------------------------------------------
 
-    def acquire_for_read(self, *, wait: bool = True) -> Work | None:
+    def acquire_for_read(self, *, wait: bool = True) -> Work[MemoryT, PieceT] | None:
         """The next piece to read, in order; waits for a free slot. None when the ring is closed.
 
         With `wait` false also None where there is nothing to read at the moment.
@@ -155,7 +173,9 @@ class SlotRing:
                     return work
             self._may_read.wait()
 
-    def publish(self, work: Work, n_bytes: int = 0, error: BaseException | None = None) -> None:
+    def publish(
+        self, work: Work[MemoryT, PieceT], n_bytes: int = 0, error: BaseException | None = None
+    ) -> None:
         """Report that a piece arrived (`n_bytes` read), or that reading it raised `error`."""
         with self._lock:
             slot = work.slot
@@ -177,7 +197,7 @@ class SlotRing:
 
     # --- consumer --------------------------------------------------------------------------
 
-    def wait_ready(self, ticket: int) -> Slot:
+    def wait_ready(self, ticket: int) -> Slot[MemoryT]:
         """Wait until `ticket` has arrived and take its slot.
 
         Raises:
@@ -192,7 +212,7 @@ class SlotRing:
             self._may_read.ring()
             self._may_use.wait(_WAKE_SECONDS)
 
-    def release(self, slot: Slot, ticket: int) -> None:
+    def release(self, slot: Slot[MemoryT], ticket: int) -> None:
         """Give the slot of `ticket` back; nothing happens where a restart already took it."""
         with self._lock:
             if not self._closed and slot.ticket == ticket and slot.state is SlotState.IN_USE:
@@ -241,7 +261,7 @@ class SlotRing:
 
     # --- with the lock held ----------------------------------------------------------------
 
-    def _take_ready(self, ticket: int) -> Slot | None:
+    def _take_ready(self, ticket: int) -> Slot[MemoryT] | None:
         if self._closed:
             raise StreamerClosed("the weight streamer is closed; load the model again")
         if self._error is not None and self._error[0] <= ticket:
@@ -265,7 +285,7 @@ class SlotRing:
             return slot.ticket == self._ticket
         return slot.state is SlotState.FREE and slot.n_in_flight == 0
 
-    def _next_work(self) -> Work:
+    def _next_work(self) -> Work[MemoryT, PieceT]:
         slot = self.slots[self._ticket % len(self.slots)]
         pieces = self._pieces_of(self._ticket)
         if slot.state is SlotState.FREE:
@@ -280,7 +300,14 @@ class SlotRing:
         self._n_busy += 1
         return work
 
-    def _free(self, slot: Slot) -> None:
+    def _free(self, slot: Slot[MemoryT]) -> None:
+        if self._make_fence is not None and slot.state is SlotState.IN_USE:
+            slot.fence = self._make_fence()  # first: an interrupt before the next line redoes it
         slot.ticket, slot.state = -1, SlotState.FREE
-        if self._poison:
-            np.frombuffer(slot.buffer.view, dtype=np.uint8)[:] = 0xFF
+        if self._poison is not None:
+            self._poison(slot.buffer)
+
+
+def poison_memory(buffer: SlotMemory) -> None:
+    """Overwrite memory with 0xFF, NaN in every float format."""
+    np.frombuffer(buffer.view, dtype=np.uint8)[:] = 0xFF

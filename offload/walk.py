@@ -1,6 +1,7 @@
 """The walk over the layers: which read belongs to which layer, and when a pass is whole.
 
-What `WeightStreamer` (weights in slots) and `Pager` (weights at mapped addresses) have in common.
+What `WeightStreamer` (weights in slots), `Pager` (weights at mapped addresses) and `DeviceStreamer`
+(weights in slots on a device) have in common.
 One layer after another is visited, cyclically:
 
     walk.seek(i)           layer i is wanted next; where another was expected, reads begin anew
@@ -18,13 +19,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any, Generic, Protocol
 
-from offload.direct_io import OpenStorage
-from offload.layout import Layout, Piece
-from offload.reading import OpenFiles, ReaderThreads, shared_read_bytes
-from offload.slots import Slot, SlotMemory, SlotRing, StreamerClosed
+from offload.slots import MemoryT, Slot, SlotRing, StreamerClosed
 from offload.trace import WAIT, record_since
 
 _JOIN_SECONDS = 10.0  # a read that hangs longer (a dead network mount) is left behind
@@ -46,70 +45,41 @@ class StreamStats:
 
 
 @dataclass(frozen=True)
-class RingOptions:
-    """How the streamed part of the layers is read.
-
-    n_slots: depth of the ring, 1 (no overlap) or more; more than streamed layers are not made.
-    read_bytes: size of one read at most, a multiple of 4096; small layers get smaller ones.
-    n_readers: threads that read.
-    storage: opens a file for reading; tests pass one that injects faults.
-    poison: overwrite released slots, for tests.
-    """
-
-    n_slots: int
-    read_bytes: int
-    n_readers: int
-    storage: OpenStorage
-    poison: bool = False
-
-    def plan(self, layouts: Sequence[Layout | None]) -> list[tuple[Piece, ...]]:
-        """The reads of each layer; none where all of it is in memory.
-
-        Raises ValueError for options that could not work.
-        """
-        streams = any(layout is not None for layout in layouts)
-        if self.n_readers < 1 or (streams and self.n_slots < 1):
-            raise ValueError(
-                f"streaming needs a slot and a reader, not {self.n_slots} and {self.n_readers}"
-            )
-        return [() if layout is None else self._pieces(layout) for layout in layouts]
-
-    def _pieces(self, layout: Layout) -> tuple[Piece, ...]:
-        shared = shared_read_bytes(layout.n_bytes, self.n_readers, self.read_bytes)
-        return layout.pieces(shared)
-
-
-@dataclass(frozen=True)
-class Taken:
+class Taken(Generic[MemoryT]):
     """A slot with the streamed part of one layer."""
 
-    slot: Slot
+    slot: Slot[MemoryT]
     ticket: int
 
 
-class LayerWalk:
-    """The ring, its readers, and where in the cycle of layers the caller is.
+class Supply(Protocol[MemoryT]):
+    """What fills the ring of a walk: its threads, and where they have the bytes from."""
+
+    @property
+    def ring(self) -> SlotRing[MemoryT, Any]:
+        """Its ticket t is for layer t % n of the n layers that stream."""
+
+    def check_unchanged(self) -> None:
+        """Raise StorageError when what was brought so far is of a file that has changed since."""
+
+    def join(self, timeout_seconds: float) -> bool:
+        """After the ring was closed: wait for the threads; False when one still hangs."""
+
+    def free(self) -> None:
+        """Give memory and files back, when no thread is running."""
+
+
+class LayerWalk(Generic[MemoryT]):
+    """The ring, who fills it, and where in the cycle of layers the caller is.
 
     Args:
-        reads: of each layer, in the order of use, as `options.plan` made them.
-        options: of the ring.
-        slot_bytes: of the largest layer; rounded up as `allocate` needs it.
-        allocate: makes the memory of one slot from its size; None: an AlignedBuffer.
-
-    Raises:
-        StorageError: a file cannot be opened.
+        streams: whether something of each layer comes through the ring, in the order of use.
+        supply: of the ring; None where nothing streams.
     """
 
-    def __init__(
-        self,
-        reads: Sequence[tuple[Piece, ...]],
-        options: RingOptions,
-        slot_bytes: int,
-        *,
-        allocate: Callable[[int], SlotMemory] | None = None,
-    ) -> None:
-        self._n_layers = len(reads)
-        self._streamed = [index for index, pieces in enumerate(reads) if pieces]
+    def __init__(self, streams: Sequence[bool], supply: Supply[MemoryT] | None) -> None:
+        self._n_layers = len(streams)
+        self._streamed = [index for index, is_streamed in enumerate(streams) if is_streamed]
         # The layer that continues the walk; None after an error or an interrupt, and all the while
         # that one of these may leave things half done.
         self._expected: int | None = 0
@@ -117,9 +87,11 @@ class LayerWalk:
         self._stall_seconds = 0.0
         self._passes, self._is_last_in = 0, False
         self._is_closed = False
-        self._ring: SlotRing | None = None
-        if self._streamed:
-            self._start([reads[index] for index in self._streamed], options, slot_bytes, allocate)
+        self._supply = supply
+        self._ring = None if supply is None else supply.ring
+        if self._ring is not None:
+            # Ends the threads of a walk that nobody refers to any more.
+            weakref.finalize(self, self._ring.close)
 
     @property
     def stats(self) -> StreamStats:
@@ -129,10 +101,6 @@ class LayerWalk:
     @property
     def n_slots(self) -> int:
         return len(self._ring.slots) if self._ring else 0
-
-    @property
-    def ring_bytes(self) -> int:
-        return self._ring.n_bytes if self._ring else 0
 
     @property
     def is_at_start(self) -> bool:
@@ -154,7 +122,7 @@ class LayerWalk:
             self.resume_at(index)
         self._expected = None  # what follows may fail, or be interrupted
 
-    def take(self, index: int) -> Taken | None:
+    def take(self, index: int) -> Taken[MemoryT] | None:
         """Wait for the slot of layer `index`; None where nothing of it streams."""
         if self._ring is None or index not in self._streamed:
             return None
@@ -170,13 +138,13 @@ class LayerWalk:
     def arrive(self, index: int) -> None:
         """Layer `index` is in place. At the last one raises StorageError for a changed file."""
         is_last = index == self._n_layers - 1
-        if is_last and self._ring is not None:
+        if is_last and self._supply is not None:
             # At the end, because by then all bytes of the pass were read from an unchanged file.
-            self._files.check_unchanged()
+            self._supply.check_unchanged()
         self._expected = (index + 1) % self._n_layers
         self._is_last_in |= is_last
 
-    def give_back(self, taken: Taken) -> None:
+    def give_back(self, taken: Taken[MemoryT]) -> None:
         """Let the readers fill the slot; nothing happens where a restart already did."""
         if self._ring is not None:
             self._ring.release(taken.slot, taken.ticket)
@@ -207,37 +175,12 @@ class LayerWalk:
     def close(self) -> bool:
         """Stop the readers; a caller that waits gets StreamerClosed. False: a read still hangs."""
         self._is_closed = True
-        if self._ring is None:
+        if self._supply is None:
             return True
-        self._ring.close()
-        return self._readers.join(_JOIN_SECONDS)
+        self._supply.ring.close()
+        return self._supply.join(_JOIN_SECONDS)
 
     def free(self) -> None:
         """Give the memory of the ring back, once `close` has said that no reader is running."""
-        if self._ring is not None:
-            self._ring.free_buffers()
-            self._files.close()
-
-    def _start(
-        self,
-        pieces: list[tuple[Piece, ...]],
-        options: RingOptions,
-        slot_bytes: int,
-        allocate: Callable[[int], SlotMemory] | None,
-    ) -> None:
-        paths = (piece.path for layer in pieces for piece in layer)
-        self._files = OpenFiles(paths, options.storage)
-        try:
-            self._ring = SlotRing(
-                min(options.n_slots, len(pieces)),
-                slot_bytes,
-                lambda ticket: pieces[ticket % len(pieces)],
-                allocate=allocate,
-                poison=options.poison,
-            )
-        except BaseException:
-            self._files.close()
-            raise
-        self._readers = ReaderThreads(self._ring, self._files, options.n_readers)
-        # Ends the readers of a walk that nobody refers to any more.
-        weakref.finalize(self, self._ring.close)
+        if self._supply is not None:
+            self._supply.free()

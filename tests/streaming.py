@@ -13,7 +13,9 @@ from weight_files import FaultyReads, Weights, write_weights
 
 
 def reader_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("specdec-reader")]
+    """Those that fill rings, on the host or on a device."""
+    names = ("specdec-reader", "specdec-copier")
+    return [t for t in threading.enumerate() if t.name.startswith(names)]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from backends.activations import activation_bytes
 from backends.hf_model import load_hf_model
-from backends.torch_cpu import TorchBackend
+from backends.torch_backend import TorchBackend
 
 N_TOKENS = 1030  # several chunks, the last one short
 MOST_OVER = 1.4

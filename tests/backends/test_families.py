@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from backends.base import PREFIX, UnsupportedModel
 from backends.hf_model import load_hf_model
-from backends.torch_cpu import TorchBackend
+from backends.torch_backend import TorchBackend
+from backends.torch_cpu import CpuWeights
 
 TOLERANCE = 1e-5
 PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
@@ -22,7 +23,7 @@ TREE_PARENTS = [-1, 0, 0, 1, 3, 2, 3]
 def streamed(directory, **options):
     """A backend that keeps nothing of the layers in memory, behind a ring of two slots."""
     model = load_hf_model(directory)
-    return TorchBackend(model, model.layer_weights, 2, **options)
+    return TorchBackend(model, CpuWeights(model, model.layer_weights, 2), **options)
 
 
 def reference_logits(directory, token_ids):
@@ -77,7 +78,7 @@ def test_commit_continues_without_recomputing(family, checkpoint_factory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layer_major_prefill_in_chunks(family, checkpoint_factory, monkeypatch):
-    monkeypatch.setattr("backends.torch_cpu.CHUNK_ROWS", 5)
+    monkeypatch.setattr("backends.torch_backend.CHUNK_ROWS", 5)
     directory = checkpoint_factory(family)
     with streamed(directory) as backend:
         backend.prefill(PROMPT[:4])

@@ -12,7 +12,8 @@ from interrupting import interrupted
 from backends import layer_runner
 from backends.base import PREFIX, BackendError
 from backends.hf_model import load_hf_model
-from backends.torch_cpu import TorchBackend
+from backends.torch_backend import TorchBackend
+from backends.torch_cpu import CpuWeights
 
 # An interrupt inside of a generator that is being dropped is reported, not raised.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -30,7 +31,7 @@ def backend(request, checkpoint_factory, monkeypatch) -> Iterator[TorchBackend]:
     layers = list(model.layer_weights)
     if request.param == "half":
         layers[1] = layers[1].with_resident(frozenset(t.name for t in layers[1].tensors))
-    with TorchBackend(model, layers, 2) as made:
+    with TorchBackend(model, CpuWeights(model, layers, 2)) as made:
         yield made
 
 

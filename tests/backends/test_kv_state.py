@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from backends.base import PREFIX, ContextFull
-from backends.torch_cpu import TorchBackend
+from backends.torch_backend import TorchBackend
 
 TOLERANCE = 2e-5
 CONTEXT = 60

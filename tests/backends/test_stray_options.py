@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from backends.hf_model import load_hf_model
-from backends.torch_cpu import TorchBackend
+from backends.torch_backend import TorchBackend
 
 PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
 

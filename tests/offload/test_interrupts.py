@@ -72,8 +72,8 @@ def test_an_interrupt_at_every_call_of_a_pass(tmp_path: Path, n_slots: int) -> N
             streamer.restart()
             weights.walk(streamer, 2)
     # How often a wait looks again depends on the storage: not every place is hit in every run.
-    assert places & {"streamer.py:_release", "walk.py:give_back", "slots.py:release"}
-    assert {"slots.py:wait_ready", "slots.py:_take_ready", "streamer.py:_tensors"} <= places
+    assert places & {"lending.py:_release", "walk.py:give_back", "slots.py:release"}
+    assert {"slots.py:wait_ready", "slots.py:_take_ready", "streamer.py:_lend"} <= places
 
 
 def test_a_second_interrupt_at_every_call_of_the_repair(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_second_interrupt_at_every_call_of_the_repair(tmp_path: Path) -> None:
                 places.add(found[1])
             if not found:
                 break
-    assert {"streamer.py:restart", "walk.py:resume_at", "slots.py:restart"} <= places
+    assert {"lending.py:restart", "walk.py:resume_at", "slots.py:restart"} <= places
     assert "slots.py:_free" in places
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from offload.direct_io import AlignedBuffer
 from offload.layout import Piece
-from offload.slots import SlotRing, SlotState, StreamerClosed, Work
+from offload.slots import SlotRing, SlotState, StreamerClosed, Work, poison_memory
 
 BLOCK = 64  # the ring does not care for alignment: small pieces keep the simulation fast
 
@@ -27,10 +28,9 @@ class Simulation:
         self.n_pieces = [rng.randint(1, 4) for _ in range(self.n_layers)]
         n_slots = rng.randint(1, min(16, self.n_layers))
         self.ring = SlotRing(
-            n_slots,
-            4 * BLOCK,
+            [AlignedBuffer(4 * BLOCK) for _ in range(n_slots)],
             lambda ticket: [piece(i) for i in range(self.n_pieces[ticket % self.n_layers])],
-            poison=True,
+            poison=poison_memory,
         )
         self.running: list[Work] = []
         self.ticket = 0
@@ -114,7 +114,9 @@ def test_no_order_of_events_shows_stale_content(seeds: range) -> None:
 
 @pytest.fixture
 def ring() -> Iterator[SlotRing]:
-    ring = SlotRing(2, 2 * BLOCK, lambda ticket: [piece(0), piece(1)])
+    ring = SlotRing(
+        [AlignedBuffer(2 * BLOCK) for _ in range(2)], lambda ticket: [piece(0), piece(1)]
+    )
     yield ring
     ring.free_buffers()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streaming import Gate, reader_threads, uneven_sizes
 from weight_files import FaultyReads, write_weights
 
-from offload import slots
+from offload import file_supply
 from offload.direct_io import ALIGNMENT
 from offload.streamer import StreamStats, WeightStreamer, resident_footprint
 
@@ -74,7 +74,7 @@ def test_released_slots_are_poisoned_and_nothing_is_allocated(
     weights = write_weights(tmp_path, [[20_000], [30_000], [10_000]])
     gate = Gate(3)  # one read per layer: the gate shuts before the next pass
     with WeightStreamer(weights.layers, 3, storage=gate.storage, poison=True) as streamer:
-        monkeypatch.setattr(slots, "AlignedBuffer", None)  # a call would fail
+        monkeypatch.setattr(file_supply, "AlignedBuffer", None)  # a call would fail
         with streamer.layer(0) as tensors:
             view = tensors["layers.0.t0"]
             weights.check(0, tensors)

@@ -8,7 +8,7 @@ from generating import make_controller, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.torch_cpu import TorchBackend
+from backends.torch_backend import TorchBackend
 from bench.workloads import BUILT_IN, read_prompts
 from specdec.config import SamplingParams, SpecConfig
 from specdec.drafters.candidates import (

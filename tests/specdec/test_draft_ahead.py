@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from table_backend import TableBackend
 
 from backends.base import Backend
-from backends.torch_cpu import TorchBackend
+from backends.torch_backend import TorchBackend
 from specdec.config import SamplingParams, SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.candidates import CandidateRanker

@@ -5,7 +5,7 @@ import pytest
 from generating import RandomDrafter, ScriptedDrafter, make_controller, run
 
 from backends.base import PREFIX
-from backends.torch_cpu import TorchBackend
+from backends.torch_backend import TorchBackend
 from bench.near_ties import examine
 from specdec.config import CHAIN_RULES, SamplingParams, SpecConfig
 from specdec.drafters.merged import MergedDrafter

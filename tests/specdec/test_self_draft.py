@@ -16,7 +16,7 @@ import specdec
 from backends.base import Backend, BackendError
 from backends.gguf_model import load_gguf_model
 from backends.llama_cpp import LlamaBackend
-from backends.torch_cpu import TorchBackend
+from backends.torch_backend import TorchBackend
 from specdec.config import ConfigError
 
 OPTIONS = {

@@ -1,0 +1,86 @@
+"""Weights of the torch backend on a device of its own memory: there, or copied there in time.
+
+Which device that is, the engine knows. Nothing here is CUDA's.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from backends.base import StreamUse
+from backends.hf_model import HfModel
+from backends.torch_weights import RawTensors
+from offload.copying import CopyEngine
+from offload.device_loading import load_on_device
+from offload.device_streamer import DeviceStreamer
+from offload.reading import DEFAULT_N_READERS, Progress
+from offload.tiers import TierPlan
+
+
+class TorchEngine(CopyEngine, Protocol):
+    """A CopyEngine whose device torch computes on; parts of its buffers are uint8 tensors."""
+
+    device: torch.device
+
+    def computing(self) -> AbstractContextManager[None]:
+        """See TorchWeights.computing: what is computed inside is enqueued in our stream."""
+
+
+class DeviceWeights:
+    """See TorchWeights.
+
+    Args:
+        plan: for the model's layers; embeddings, norm and head stay on the device.
+    """
+
+    def __init__(
+        self,
+        model: HfModel,
+        plan: TierPlan,
+        engine: TorchEngine,
+        *,
+        n_readers: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.device = engine.device
+        self._plan, self._engine = plan, engine
+        n_readers = n_readers or DEFAULT_N_READERS
+        self._outer = load_on_device(model.outer_records, engine, n_readers=n_readers)
+        try:
+            self._streamer = DeviceStreamer(plan, engine, n_readers=n_readers, progress=progress)
+        except BaseException:
+            self._outer.close()
+            raise
+
+    @property
+    def outer(self) -> RawTensors:
+        return self._outer
+
+    def layer(self, index: int) -> AbstractContextManager[RawTensors]:
+        return self._streamer.layer(index)
+
+    def stays(self, index: int) -> bool:
+        return not self._plan.layers[index].copied_bytes
+
+    def computing(self) -> AbstractContextManager[None]:
+        return self._engine.computing()
+
+    def restart(self) -> None:
+        self._streamer.restart()
+
+    @property
+    def use(self) -> StreamUse:
+        stats = self._streamer.stats
+        return StreamUse(
+            stats.bytes_read, stats.stall_seconds, stats.bytes_copied, stats.copy_stall_seconds
+        )
+
+    def stop(self) -> bool:
+        return self._streamer.stop()
+
+    def close(self) -> None:
+        self._streamer.close()  # which waits for all that is enqueued
+        self._outer.close()

@@ -1,0 +1,280 @@
+"""The torch backend: a transformers model whose decoder layers arrive as they are needed.
+
+A forward runs the model's own code. Each decoder layer is wrapped by a `LayerRunner`, which
+waits for its weights, binds them as zero-copy views of a ring slot and lets go afterwards.
+Embeddings, final norm and head stay where they are.
+
+Where the weights come from, and on which device all this happens, is the business of a
+`TorchWeights`: one that reads them into the memory of the CPU, or one that copies them to a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from backends.base import BackendError, ContextFull, SavedTensors, StreamUse
+from backends.hf_model import HfModel, load_hf_model
+from backends.kv_cache import TreeCache
+from backends.layer_runner import LayerRunner, PassState, bind, unbind
+from backends.masks import CausalLayout, PassLayout
+from backends.mending import MendingBackend
+from backends.node_table import NodeTable
+from backends.torch_cpu import CpuWeights
+from backends.torch_prefix import load_prefix, prefix_tensors, save_prefix
+from backends.torch_weights import RawTensors, TorchWeights
+from offload.mapped_file import TensorShape
+
+CHUNK_ROWS = 256
+"""Rows that go through a layer at once: bounds the activations of a long prompt."""
+
+_T = TypeVar("_T")
+
+
+class TorchBackend(MendingBackend):
+    """A Hugging Face checkpoint, computed where `weights` has it; closes `weights` at its end."""
+
+    def __init__(
+        self,
+        model: HfModel,
+        weights: TorchWeights,
+        *,
+        max_context: int | None = None,
+        max_nodes: int | None = None,
+    ) -> None:
+        self._model, self._weights = model, weights
+        self.max_nodes = max_nodes
+        self.vocab_size = model.vocab_size
+        self.max_context = min(max_context or model.max_context, model.max_context)
+        self._cache = TreeCache(len(model.layers))
+        self._is_cancelled = False
+        self._owner: TorchBackend | None = None
+        self._turn = threading.Lock()  # siblings walk the same modules, one at a time
+        with weights.computing():
+            _move_buffers(model, weights.device)
+            bind(model.outer_tensors, weights.outer, model.dtype)
+            self._slopes = _alibi_slopes(model, weights.device)
+        self._runners = [
+            LayerRunner(
+                i,
+                module,
+                tensors,
+                self._open_layer,
+                model.window(i),
+                model.dtype,
+                is_resident=weights.stays(i),
+            )
+            for i, (module, tensors) in enumerate(
+                zip(model.layers, model.layer_tensors, strict=True)
+            )
+        ]
+
+    @classmethod
+    def resident(cls, directory: Path, *, max_context: int | None = None) -> TorchBackend:
+        """Load a whole checkpoint into the memory of the CPU."""
+        return cls.held_in_memory(load_hf_model(directory), max_context=max_context)
+
+    @classmethod
+    def held_in_memory(cls, model: HfModel, *, max_context: int | None = None) -> TorchBackend:
+        """A backend on the CPU that streams nothing."""
+        layers = [
+            layer.with_resident(frozenset(t.name for t in layer.tensors))
+            for layer in model.layer_weights
+        ]
+        return cls(model, CpuWeights(model, layers, 0), max_context=max_context)
+
+    def sibling(self, *, max_context: int, max_nodes: int, max_rows: int) -> TorchBackend:
+        """See Backend.sibling; the passes of the two take turns."""
+        if not all(self._weights.stays(i) for i in range(len(self._runners))):
+            raise BackendError("a streamed model cannot share its weights")
+        other = copy.copy(self)
+        other._owner = self
+        other._cache = TreeCache(len(self._model.layers))
+        other.max_context = min(max_context, self._model.max_context)
+        other.max_nodes = max_nodes
+        return other
+
+    @property
+    def _table(self) -> NodeTable:
+        return self._cache.table
+
+    @property
+    def stream_use(self) -> StreamUse:
+        return self._weights.use
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._cache.n_bytes
+
+    @property
+    def n_kv_allocated(self) -> int:
+        return self._cache.capacity
+
+    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
+        if not token_ids:
+            raise ValueError("prefill needs at least one token")
+        return self._computing(lambda: self._prefill(token_ids))
+
+    def extend(
+        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
+    ) -> tuple[list[int], np.ndarray]:
+        if len(token_ids) != len(parents):
+            raise ValueError(f"{len(token_ids)} tokens have {len(parents)} parents")
+        if not token_ids:
+            return [], np.zeros((0, self.vocab_size), dtype=np.float32)
+        return self._computing(lambda: self._extend(token_ids, parents, rows))
+
+    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
+        self._computing(lambda: self._cache.commit(path, keep))
+
+    def prune(self, nodes: Collection[int]) -> None:
+        self._computing(lambda: self._cache.prune(nodes))
+
+    def rollback(self, length: int) -> None:
+        n_intact = length if 0 <= length <= self.n_committed else None
+        self._mending(lambda: self._cache.rollback(length), n_intact)
+
+    def prefix_tensors(self) -> tuple[TensorShape, ...]:
+        self._mending(self._cache.abort)
+        return prefix_tensors(self._cache)
+
+    def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
+        self._computing(lambda: save_prefix(self._cache, buffers))
+
+    def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
+        self._computing(lambda: self._load_prefix(token_ids, tensors), n_intact=0)
+
+    def request_cancel(self) -> None:
+        """End a running pass at its next layer with a BackendError; any thread may call this."""
+        self._is_cancelled = True
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._owner is not None:
+            self._cache.free()
+            return
+        self._weights.stop()
+        for runner in self._runners:
+            runner.detach()
+        unbind(self._model.outer_tensors)
+        self._cache.free()
+        self._weights.close()
+
+    def _computing(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
+        """`_mending` of an operation that computes with tensors of the weights' device."""
+
+        def on_device() -> _T:
+            with self._weights.computing(), torch.inference_mode():
+                return operation()
+
+        return self._mending(on_device, n_intact)
+
+    def _prefill(self, token_ids: Sequence[int]) -> np.ndarray:
+        self._cache.abort()
+        self._check_room(len(token_ids), len(token_ids))
+        layout = CausalLayout(self.n_committed, len(token_ids))
+        self._cache.expect(self.n_committed + len(token_ids))
+        logits = self._forward(token_ids, layout, [len(token_ids) - 1])
+        self._cache.commit_prefill(token_ids)
+        return logits[0]
+
+    def _extend(
+        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None
+    ) -> tuple[list[int], np.ndarray]:
+        table = self._cache.table
+        n_live, n_tokens = len(table), len(token_ids)
+        if self.max_nodes is not None and n_live + n_tokens > self.max_nodes:
+            raise BackendError(
+                f"{n_live + n_tokens} live nodes are more than the {self.max_nodes} that this "
+                "backend was made for: draft fewer tokens or raise max_nodes"
+            )
+        node_ids = self._cache.begin(parents, token_ids)
+        self._check_room(table.max_depth, n_tokens)
+        layout = PassLayout(self.n_committed, table.positions(), table.visible(n_live))
+        logits = self._forward(token_ids, layout, rows)
+        self._cache.check_integrity()
+        return node_ids, logits
+
+    def _load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
+        self._cache.free()
+        if len(token_ids) > self.max_context:
+            raise ContextFull(len(token_ids), 0, self.max_context)
+        try:
+            device = self._weights.device
+            load_prefix(self._cache, self._model, list(token_ids), tensors, device)
+        except BackendError:
+            self._cache.free()  # with the shapes that it took from the file
+            raise
+
+    def _open_layer(self, index: int) -> AbstractContextManager[RawTensors]:
+        if self._is_cancelled:
+            raise BackendError("the pass was cancelled")
+        return self._weights.layer(index)
+
+    def _forward(
+        self, token_ids: Sequence[int], layout: PassLayout, rows: Sequence[int] | None
+    ) -> np.ndarray:
+        """Run the model over new rows; float32 logits [len(rows) or n, vocab]."""
+        self._is_cancelled = False
+        device, dtype = self._weights.device, self._model.dtype
+        state = PassState(layout, dtype, CHUNK_ROWS, self._slopes, device)
+        wanted = range(layout.n_new) if rows is None else rows
+        with self._turn:
+            for runner in self._runners:
+                runner.state, runner.open_layer = state, self._open_layer
+            output = self._model.model(
+                input_ids=torch.tensor([list(token_ids)], device=device),
+                position_ids=torch.from_numpy(layout.new_positions)[None].to(device),
+                # Four dimensions make transformers pass it to the layers as it is; each
+                # layer's runner puts the real mask in its place.
+                attention_mask=torch.zeros(1, 1, 1, 1, dtype=dtype, device=device),
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=torch.tensor(list(wanted), device=device),
+            )
+            # To the host first: half the bytes, and no float32 copy in the device's memory.
+            return output.logits[0].cpu().float().numpy()
+
+    def _check_room(self, depth: int, n_tokens: int) -> None:
+        if self.n_committed + depth > self.max_context:
+            raise ContextFull(n_tokens, self.n_committed, self.max_context)
+
+    def _repair(self, n_intact: int) -> None:
+        self._cache.abort(n_intact)
+        with self._turn:
+            self._weights.restart()
+
+
+def _move_buffers(model: HfModel, device: torch.device) -> None:
+    """Bring what is neither weight nor activation (`inv_freq`) to the device."""
+    for module in model.model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def _alibi_slopes(model: HfModel, device: torch.device) -> torch.Tensor | None:
+    """Slopes [heads] of a model with ALiBi positions; its own bias becomes a placeholder."""
+    base = model.model.base_model
+    build = getattr(base, "build_alibi_tensor", None)
+    if build is None:
+        return None
+    if hasattr(build, "slopes"):  # an earlier backend has replaced it
+        return build.slopes.to(device)
+    ones = torch.ones(1, 2)
+    bias = base.build_alibi_tensor(ones, model.config.num_attention_heads, torch.float32)
+    slopes = bias[:, 0, 1] - bias[:, 0, 0]  # the bias grows by the slope with each position
+
+    def placeholder(*args: object, **kwargs: object) -> torch.Tensor:
+        return torch.zeros(1)
+
+    placeholder.slopes = slopes  # type: ignore[attr-defined]
+    base.build_alibi_tensor = placeholder
+    return slopes.to(device)

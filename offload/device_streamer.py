@@ -1,0 +1,164 @@
+"""Layers on a device in order, copied ahead of their use, over and over.
+
+    with streamer.layer(i) as tensors:      # name -> bytes on the device
+        enqueue(tensors)                    # computations; they begin when the layer has arrived
+
+The block may end long before the computations do. Between passes the slots fill with the first
+layers of the next one, as far as what is enqueued allows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from offload.copying import CopyEngine, Event
+from offload.device_loading import load_on_device
+from offload.device_supply import CopySupply, DeviceSlot
+from offload.direct_io import DirectFile, OpenStorage
+from offload.host_tier import HostTier
+from offload.lending import LayerLender
+from offload.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
+from offload.tiers import TierPlan
+from offload.walk import LayerWalk, Taken
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DeviceStats:
+    """Cumulative figures; subtract two snapshots for those of a span."""
+
+    bytes_read: int = 0  # from storage, alignment included; what is loaded at first does not count
+    bytes_copied: int = 0  # to the device, once the copies were enqueued
+    stall_seconds: float = 0.0  # the caller waited in `layer` for a copy to be enqueued
+    copy_stall_seconds: float = 0.0  # the device computed nothing, for want of a layer
+    passes: int = 0  # the last layer was left
+
+    def __sub__(self, earlier: DeviceStats) -> DeviceStats:
+        return DeviceStats(
+            **{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
+        )
+
+
+class DeviceStreamer(LayerLender[DeviceSlot, Mapping[str, Any]]):
+    """The weights of all layers: on the device, or copied there through a ring of slots.
+
+    Args:
+        plan: which tensor lies where, and how many slots there are.
+        engine: of the device.
+        read_bytes, n_readers, storage: as for WeightStreamer.
+        progress: (bytes done, bytes in total) while tensors are read that stay on the device, and
+            again while others are read that stay pinned.
+
+    Raises:
+        StorageError: a file cannot be opened, or a tensor that is to stay cannot be read.
+        BudgetExceeded, MemoryError: the memory of the device, or of the host, cannot be had.
+    """
+
+    def __init__(
+        self,
+        plan: TierPlan,
+        engine: CopyEngine,
+        *,
+        read_bytes: int = DEFAULT_READ_BYTES,
+        n_readers: int = DEFAULT_N_READERS,
+        storage: OpenStorage = DirectFile,
+        progress: Progress | None = None,
+    ) -> None:
+        self._plan, self._engine = plan, engine
+        self._stalls = _Stalls()
+        self._host: HostTier | None = None
+        supply = None
+        # First what stays on the device: it takes no pinned memory once it is there.
+        records = {r.name: r for layer in plan.layers for r in layer.device_records}
+        self._resident = load_on_device(
+            records.values(), engine, progress, n_readers=n_readers, storage=storage
+        )
+        try:
+            copied = [layer for layer in plan.layers if layer.copied_bytes]
+            if copied:
+                self._host = host = HostTier(
+                    copied,
+                    plan.n_pinned_slots,
+                    engine,
+                    read_bytes=read_bytes,
+                    n_readers=n_readers,
+                    storage=storage,
+                    progress=progress,
+                )
+                supply = CopySupply(
+                    host, engine, len(copied), plan.n_device_slots, plan.device_slot_bytes
+                )
+        except BaseException:
+            if self._host is not None:
+                self._host.close()
+            self._resident.close()
+            raise
+        super().__init__(LayerWalk([layer.copied_bytes > 0 for layer in plan.layers], supply))
+
+    @property
+    def stats(self) -> DeviceStats:
+        """Asked for by the thread that walks the layers."""
+        walk = self._walk.stats
+        return DeviceStats(
+            bytes_read=0 if self._host is None else self._host.stats.bytes_read,
+            bytes_copied=walk.bytes_read,
+            stall_seconds=walk.stall_seconds,
+            copy_stall_seconds=self._stalls.seconds(),
+            passes=walk.passes,
+        )
+
+    def _acquire(self, index: int) -> Taken[DeviceSlot] | None:
+        self._before = self._engine.record_compute()
+        return super()._acquire(index)
+
+    def _lend(self, index: int, lease: Taken[DeviceSlot] | None) -> Mapping[str, Any]:
+        layer = self._plan.layers[index]
+        if lease is None:
+            return {record.name: self._of_no_slot(record.name) for record in layer.tensors}
+        slot = lease.slot.buffer
+        assert slot.arrived is not None, "a slot is ready once its copies are enqueued"
+        self._engine.compute_waits(slot.arrived)
+        self._stalls.add(self._before, self._engine.record_compute())
+        places = layer.slot_offsets
+        return {
+            record.name: slot.buffer.part(*places[record.name])
+            if record.name in places
+            else self._resident[record.name]
+            for record in layer.tensors
+        }
+
+    def _of_no_slot(self, name: str) -> Any:
+        """A tensor of a layer that nothing is copied of: on the device, or without bytes."""
+        return self._resident[name] if name in self._resident else self._resident.buffer.part(0, 0)
+
+    def _free(self) -> None:
+        try:
+            self._engine.synchronize()
+        except Exception as error:  # whoever waited for a result has had it raised as well
+            logger.warning("the device failed: %s", error)
+        self._walk.free()
+        self._resident.close()
+
+
+class _Stalls:
+    """How long the stream of computations stood still between pairs of its events."""
+
+    def __init__(self) -> None:
+        self._open: deque[tuple[Event, Event]] = deque()
+        self._seconds = 0.0
+
+    def add(self, before: Event, after: Event) -> None:
+        self.seconds()  # forgets events that are done
+        self._open.append((before, after))
+
+    def seconds(self) -> float:
+        """Of all pairs that are behind by now."""
+        while self._open and self._open[0][1].is_done():
+            before, after = self._open.popleft()
+            self._seconds += after.seconds_after(before)
+        return self._seconds

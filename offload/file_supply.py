@@ -1,0 +1,111 @@
+"""Layers read from files into a ring of host memory: what fills the walks of streamer and pager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from offload.direct_io import AlignedBuffer, OpenStorage
+from offload.layout import Layout, Piece
+from offload.reading import OpenFiles, ReaderThreads, shared_read_bytes
+from offload.slots import Fence, SlotMemory, SlotRing, poison_memory
+from offload.walk import LayerWalk
+
+
+@dataclass(frozen=True)
+class RingOptions:
+    """How the streamed part of the layers is read.
+
+    n_slots: depth of the ring, 1 (no overlap) or more; more than streamed layers are not made.
+    read_bytes: size of one read at most, a multiple of 4096; small layers get smaller ones.
+    n_readers: threads that read.
+    storage: opens a file for reading; tests pass one that injects faults.
+    poison: overwrite released slots, for tests.
+    """
+
+    n_slots: int
+    read_bytes: int
+    n_readers: int
+    storage: OpenStorage
+    poison: bool = False
+
+    def plan(self, layouts: Sequence[Layout | None]) -> list[tuple[Piece, ...]]:
+        """The reads of each layer; none where all of it is in memory.
+
+        Raises ValueError for options that could not work.
+        """
+        streams = any(layout is not None for layout in layouts)
+        if self.n_readers < 1 or (streams and self.n_slots < 1):
+            raise ValueError(
+                f"streaming needs a slot and a reader, not {self.n_slots} and {self.n_readers}"
+            )
+        return [() if layout is None else self._pieces(layout) for layout in layouts]
+
+    def _pieces(self, layout: Layout) -> tuple[Piece, ...]:
+        shared = shared_read_bytes(layout.n_bytes, self.n_readers, self.read_bytes)
+        return layout.pieces(shared)
+
+
+class FileSupply:
+    """Open files, and threads that read them into a ring.
+
+    Args:
+        reads: of each layer that streams, in the order of use, as `options.plan` made them.
+        slot_bytes: of the largest layer; rounded up as `allocate` needs it.
+        allocate: makes the memory of one slot from its size; None: an AlignedBuffer.
+        make_fence: see SlotRing; the readers wait for it.
+
+    Raises:
+        StorageError: a file cannot be opened.
+        MemoryError: the memory cannot be had.
+    """
+
+    def __init__(
+        self,
+        reads: Sequence[tuple[Piece, ...]],
+        options: RingOptions,
+        slot_bytes: int,
+        *,
+        allocate: Callable[[int], SlotMemory] | None = None,
+        make_fence: Callable[[], Fence] | None = None,
+    ) -> None:
+        paths = (piece.path for layer in reads for piece in layer)
+        self._files = OpenFiles(paths, options.storage)
+        try:
+            make = allocate or AlignedBuffer
+            self.ring: SlotRing[SlotMemory, Piece] = SlotRing(
+                [make(slot_bytes) for _ in range(min(options.n_slots, len(reads)))],
+                lambda ticket: reads[ticket % len(reads)],
+                make_fence=make_fence,
+                poison=poison_memory if options.poison and make_fence is None else None,
+            )
+        except BaseException:
+            self._files.close()
+            raise
+        self._readers = ReaderThreads(self.ring, self._files, options.n_readers)
+
+    def check_unchanged(self) -> None:
+        self._files.check_unchanged()
+
+    def join(self, timeout_seconds: float) -> bool:
+        return self._readers.join(timeout_seconds)
+
+    def free(self) -> None:
+        self.ring.free_buffers()
+        self._files.close()
+
+
+def walk_files(
+    reads: Sequence[tuple[Piece, ...]],
+    options: RingOptions,
+    slot_bytes: int,
+    *,
+    allocate: Callable[[int], SlotMemory] | None = None,
+    make_fence: Callable[[], Fence] | None = None,
+) -> LayerWalk[SlotMemory]:
+    """A walk over layers that are read from files; see FileSupply. `reads` has all layers."""
+    streamed = [pieces for pieces in reads if pieces]
+    supply = None
+    if streamed:
+        supply = FileSupply(streamed, options, slot_bytes, allocate=allocate, make_fence=make_fence)
+    return LayerWalk([bool(pieces) for pieces in reads], supply)

@@ -1,0 +1,129 @@
+"""The host's tier of a model on a device: pinned memory that the device copies from by itself.
+
+Of each layer that does not lie wholly on the device, some tensors may be pinned for good, others
+pass through the slots of a pinned ring, which is the ring of every streamed model; only that here a
+slot is given back while copies from it are still under way. It is freed behind a fence, and the
+reader that fills it next waits for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from offload.copying import CopyEngine
+from offload.direct_io import DirectFile, OpenStorage
+from offload.file_supply import RingOptions, walk_files
+from offload.layout import Layout
+from offload.lending import LayerLender
+from offload.reading import (
+    DEFAULT_N_READERS,
+    DEFAULT_READ_BYTES,
+    Progress,
+    ResidentWeights,
+    load_resident,
+)
+from offload.slots import SlotMemory
+from offload.tiers import TieredLayer
+from offload.walk import StreamStats, Taken
+
+
+class Part(NamedTuple):
+    """Pinned bytes, and where in a device slot they belong."""
+
+    source: memoryview
+    offset: int
+
+
+class HostTier(LayerLender[SlotMemory, tuple[Part, ...]]):
+    """The layers that are copied to a device, in the order of use, again and again.
+
+    Copies that the caller enqueues inside the with-block of a layer may run on after it.
+
+    Args:
+        layers: only those of which something lies outside the device.
+        n_slots: of the pinned ring; more than streamed layers are not made.
+        read_bytes, n_readers, storage, progress: as for WeightStreamer.
+
+    Raises:
+        StorageError: a file cannot be opened or a pinned tensor cannot be read.
+        MemoryError: so much memory cannot be pinned.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[TieredLayer],
+        n_slots: int,
+        engine: CopyEngine,
+        *,
+        read_bytes: int = DEFAULT_READ_BYTES,
+        n_readers: int = DEFAULT_N_READERS,
+        storage: OpenStorage = DirectFile,
+        progress: Progress | None = None,
+    ) -> None:
+        self._layers = tuple(layers)
+        options = RingOptions(n_slots, read_bytes, n_readers, storage)
+        reads = options.plan([_streamed_layout(layer) for layer in self._layers])
+        self._pinned: list[ResidentWeights] = []
+        try:
+            for layer, follow in zip(self._layers, _stages(self._layers, progress), strict=True):
+                self._pinned.append(
+                    load_resident(
+                        layer.host.resident_records,
+                        follow,
+                        read_bytes=read_bytes,
+                        n_readers=n_readers,
+                        storage=storage,
+                        allocate=engine.allocate_pinned,
+                    )
+                )
+            slot_bytes = max((layer.streamed_bytes for layer in self._layers), default=0)
+            super().__init__(
+                walk_files(
+                    reads,
+                    options,
+                    slot_bytes,
+                    allocate=engine.allocate_pinned,
+                    make_fence=engine.record_copy,
+                )
+            )
+        except BaseException:
+            self._close_pinned()
+            raise
+
+    @property
+    def stats(self) -> StreamStats:
+        return self._walk.stats
+
+    def _lend(self, index: int, lease: Taken[SlotMemory] | None) -> tuple[Part, ...]:
+        layer, parts = self._layers[index], []
+        if lease is not None:
+            parts.append(Part(lease.slot.buffer.view[: layer.streamed_bytes], 0))
+        if layer.pinned_layout.n_bytes:
+            pinned = self._pinned[index].memory[: layer.pinned_layout.n_bytes]
+            parts.append(Part(pinned, layer.streamed_bytes))
+        return tuple(parts)
+
+    def _free(self) -> None:
+        self._walk.free()
+        self._close_pinned()
+
+    def _close_pinned(self) -> None:
+        for weights in self._pinned:
+            weights.close()
+
+
+def _streamed_layout(layer: TieredLayer) -> Layout | None:
+    return layer.host.layout if layer.streamed_bytes else None
+
+
+def _stages(layers: Sequence[TieredLayer], progress: Progress | None) -> list[Progress | None]:
+    """For each layer a progress of its own that adds up to one of them all."""
+    if progress is None:
+        return [None] * len(layers)
+    sizes = [sum(p.n_needed for p in layer.pinned_layout.extents) for layer in layers]
+
+    def following(n_before: int) -> Progress:
+        return lambda n_done, _: progress(n_before + n_done, sum(sizes))
+
+    return [following(sum(sizes[:i])) for i in range(len(sizes))]

@@ -1,0 +1,69 @@
+"""Weights over three tiers, and passes over them on the fake device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from fake_device import FakeDevice, Policy
+from weight_files import Weights
+
+from offload.device_streamer import DeviceStreamer
+from offload.direct_io import ALIGNMENT
+from offload.tiers import TieredLayer, TierPlan
+
+DEVICE, HOST, STORAGE = "device", "host", "storage"
+POLICIES = [(copies, computations) for copies in Policy for computations in Policy]
+TierOf = Callable[[int, int], str]
+"""(layer, tensor) -> where it lives"""
+
+
+def tiered(
+    weights: Weights, tier_of: TierOf, n_device_slots: int = 2, n_pinned_slots: int = 2
+) -> TierPlan:
+    layers = []
+    for i, layer in enumerate(weights.layers):
+        names = {DEVICE: set(), HOST: set(), STORAGE: set()}
+        for j, record in enumerate(layer.tensors):
+            names[tier_of(i, j)].add(record.name)
+        layers.append(TieredLayer(layer.tensors, frozenset(names[DEVICE]), frozenset(names[HOST])))
+    return TierPlan(tuple(layers), n_device_slots, n_pinned_slots)
+
+
+@contextmanager
+def streaming(plan: TierPlan, device: FakeDevice, **options) -> Iterator[DeviceStreamer]:
+    """A streamer with small reads, which gives all memory back at the end."""
+    streamer = DeviceStreamer(plan, device, **{"read_bytes": ALIGNMENT, "n_readers": 2, **options})
+    try:
+        yield streamer
+    finally:
+        streamer.close()
+        assert (device.n_allocated, device.n_pinned) == (0, 0)
+
+
+def walk(
+    streamer: DeviceStreamer,
+    device: FakeDevice,
+    weights: Weights,
+    n_passes: int = 1,
+    *,
+    stop_before: int = -1,
+    seconds: float = 1.0,
+) -> None:
+    """Let the device check all layers of some passes, each of which ends with its results.
+
+    The last pass is left before layer `stop_before`, with all that is enqueued left to run.
+    """
+    for number in range(n_passes):
+        for index in range(len(weights.layers)):
+            if index == stop_before and number == n_passes - 1:
+                return
+            with streamer.layer(index) as tensors:
+                device.compute(partial(weights.check, index, tensors), seconds)
+        device.synchronize()
+
+
+def tiered_model(model, tier_of: Callable[[int, int], str], n_device_slots=2, n_pinned_slots=2):
+    """The same for the layers of a model."""
+    return tiered(Weights(model.layer_weights, {}), tier_of, n_device_slots, n_pinned_slots)
