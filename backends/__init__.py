@@ -16,7 +16,9 @@ activations   memory of a forward beside weights and KV cache
 layer_runner  a decoder layer whose weights arrive for the time of its forward
 compute, compute_profile   how fast this machine multiplies
 torch_weights where the torch backend's weights come from: what differs between devices
-torch_cpu     the torch CPU backend
+torch_cpu     weights on the CPU
+device_weights, cuda_engine   weights on a GPU; all that is CUDA's own
+torch_backend the torch backend
 hf_source     Hugging Face checkpoints as a ModelSource
 
 gguf_hparams, gguf_model   a GGUF model as its header describes it

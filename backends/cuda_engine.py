@@ -13,16 +13,16 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from backends.base import BackendError
 from offload.budget import BudgetExceeded, format_up
 from offload.direct_io import AlignedBuffer
-from offload.errors import SpecdecError
 from offload.units import format_bytes
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-class NoDevice(SpecdecError):
+class NoDevice(BackendError):
     """There is no GPU that torch could use."""
 
 

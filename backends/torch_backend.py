@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 class TorchBackend(MendingBackend):
-    """A Hugging Face checkpoint, computed where `weights` has it; closes `weights` at its end."""
+    """A Hugging Face checkpoint, computed where `weights` has it; `weights` is closed with it."""
 
     def __init__(
         self,
@@ -57,10 +57,15 @@ class TorchBackend(MendingBackend):
         self._is_cancelled = False
         self._owner: TorchBackend | None = None
         self._turn = threading.Lock()  # siblings walk the same modules, one at a time
-        with weights.computing():
-            _move_buffers(model, weights.device)
-            bind(model.outer_tensors, weights.outer, model.dtype)
-            self._slopes = _alibi_slopes(model, weights.device)
+        try:
+            with weights.computing():
+                _move_buffers(model, weights.device)
+                bind(model.outer_tensors, weights.outer, model.dtype)
+                self._slopes = _alibi_slopes(model, weights.device)
+        except BaseException:
+            unbind(model.outer_tensors)
+            weights.close()
+            raise
         self._runners = [
             LayerRunner(
                 i,

@@ -18,8 +18,11 @@ direct_io  AlignedBuffer, DirectFile: O_DIRECT reads that are checked
 layout     make_layout: tensors coalesced into aligned reads
 plan       plan_residency: which tensors stay in memory, how many slots
 reading    load_resident, ReaderThreads: pieces of files into buffers
+bell       Bell: wakes a waiting thread up
 slots      SlotRing: the reusable buffers of the ring, and who may touch them
-walk       LayerWalk: which read belongs to which layer, for the two that follow
+walk       LayerWalk: which read belongs to which layer, whatever fills the ring
+file_supply  FileSupply: readers of files that fill it
+lending    LayerLender: layers lent in with-blocks, whatever cuts them short
 streamer   WeightStreamer: layers in order, read ahead, wrapping around
 address_space, spans, paging_plan, paged_memory, pager
            Pager: the same for a file that somebody else has mapped, by moving pages
@@ -27,6 +30,9 @@ mapped_file  safetensors files that are written and read in place, whole or not 
 fingerprint  which model this is, told by its tensors
 tiers      TierPlan: which tensors are on a device, pinned in host memory, or in storage
 copying    CopyEngine: copies to a device beside its computations, ordered by events
+host_tier  HostTier: layers in pinned memory, for a device to copy from
+device_loading, device_supply, device_streamer
+           DeviceStreamer: layers in order on a device, copied ahead, wrapping around
 throttle   ReadLimit: slower storage, by a limit of the kernel
 profile    measure_storage: bandwidth of this machine, remembered
 ring_model simulate_passes: how long a streamed pass takes

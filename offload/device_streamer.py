@@ -10,6 +10,7 @@ layers of the next one, as far as what is enqueued allows.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -102,7 +103,6 @@ class DeviceStreamer(LayerLender[DeviceSlot, Mapping[str, Any]]):
 
     @property
     def stats(self) -> DeviceStats:
-        """Asked for by the thread that walks the layers."""
         walk = self._walk.stats
         return DeviceStats(
             bytes_read=0 if self._host is None else self._host.stats.bytes_read,
@@ -149,6 +149,7 @@ class _Stalls:
     """How long the stream of computations stood still between pairs of its events."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # figures may be asked for by another thread
         self._open: deque[tuple[Event, Event]] = deque()
         self._seconds = 0.0
 
@@ -158,7 +159,8 @@ class _Stalls:
 
     def seconds(self) -> float:
         """Of all pairs that are behind by now."""
-        while self._open and self._open[0][1].is_done():
-            before, after = self._open.popleft()
-            self._seconds += after.seconds_after(before)
-        return self._seconds
+        with self._lock:
+            while self._open and self._open[0][1].is_done():
+                before, after = self._open.popleft()
+                self._seconds += after.seconds_after(before)
+            return self._seconds

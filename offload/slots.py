@@ -28,12 +28,12 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from offload.bell import Bell
 from offload.errors import SpecdecError
 
 # A signal that arrives between Python's check for signals and the wait itself interrupts nothing;
@@ -43,25 +43,6 @@ _WAKE_SECONDS = 0.1
 
 class StreamerClosed(SpecdecError):
     """The streamer was closed while, or before, a layer was asked for."""
-
-
-class _Bell:
-    """Wakes one waiting thread up; rung while nobody waits, it is kept for the next one.
-
-    It holds no lock of Python code, so that an interrupt may come at any moment of a call.
-    """
-
-    def __init__(self) -> None:
-        self._silent = threading.Lock()
-        self._silent.acquire()
-
-    def ring(self) -> None:
-        with suppress(RuntimeError):  # it has been rung already
-            self._silent.release()
-
-    def wait(self, timeout_seconds: float = -1) -> None:
-        """Return when it was rung, or after the timeout (-1: never)."""
-        self._silent.acquire(timeout=timeout_seconds)
 
 
 class SlotState(enum.Enum):
@@ -145,8 +126,8 @@ class SlotRing(Generic[MemoryT, PieceT]):
         self._poison = poison
         # Reentrant: a forgotten lease may be collected, and released, while the lock is held.
         self._lock = threading.RLock()
-        self._may_read = _Bell()  # a slot became free, or a restart, or the end
-        self._may_use = _Bell()  # a layer arrived, or an error, or the end
+        self._may_read = Bell()  # a slot became free, or a restart, or the end
+        self._may_use = Bell()  # a layer arrived, or an error, or the end
         self._generation = 0
         self._ticket = 0  # the ticket that is being read
         self._n_taken = 0  # how many of its pieces were handed out

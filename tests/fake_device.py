@@ -147,7 +147,7 @@ class FakeDevice:
         room_bytes: int | None = None,
     ) -> None:
         self.lock = threading.RLock()
-        self.copying, self.computing = Stream(copies), Stream(computations)
+        self.copying, self.compute_stream = Stream(copies), Stream(computations)
         self.n_allocated = self.n_pinned = 0
         self.n_copies = self.n_steps = 0
         self.fail_copies, self.break_at, self.room_bytes = fail_copies, break_at, room_bytes
@@ -178,17 +178,17 @@ class FakeDevice:
         return self._record(self.copying)
 
     def record_compute(self) -> FakeEvent:
-        return self._record(self.computing)
+        return self._record(self.compute_stream)
 
     def copy_waits(self, event: FakeEvent) -> None:
         self._enqueue(self.copying, Step(waits_for=event))
 
     def compute_waits(self, event: FakeEvent) -> None:
-        self._enqueue(self.computing, Step(waits_for=event))
+        self._enqueue(self.compute_stream, Step(waits_for=event))
 
     def synchronize(self) -> None:
         with self.lock:
-            for stream in (self.computing, self.copying):
+            for stream in (self.compute_stream, self.copying):
                 self.finish(self._record(stream))
             self.check()
 
@@ -196,7 +196,7 @@ class FakeDevice:
 
     def compute(self, work: Callable[[], None], seconds: float = 1.0) -> None:
         """Enqueue a computation."""
-        self._enqueue(self.computing, Step(work, seconds))
+        self._enqueue(self.compute_stream, Step(work, seconds))
 
     # --- the device ------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class FakeDevice:
 
     def go_on(self) -> None:
         """Run what may be run now, as far as the policies say."""
-        streams = [self.copying, self.computing]
+        streams = [self.copying, self.compute_stream]
         self._rng.shuffle(streams)
         while sum(self._ran_a_step(stream) for stream in streams):  # all of them, by turns
             pass

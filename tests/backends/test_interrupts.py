@@ -7,13 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cpu_engine import CpuEngine
+from fake_device import Policy
 from interrupting import interrupted
+from tiered import DEVICE, HOST, STORAGE, tiered_model
 
 from backends import layer_runner
 from backends.base import PREFIX, BackendError
+from backends.device_weights import DeviceWeights
 from backends.hf_model import load_hf_model
 from backends.torch_backend import TorchBackend
 from backends.torch_cpu import CpuWeights
+from backends.torch_weights import TorchWeights
 
 # An interrupt inside of a generator that is being dropped is reported, not raised.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -23,15 +28,20 @@ NODES, PARENTS = [7, 20, 30], [-1, 0, 0]
 SECONDS = (None, 1, 2, 3, 5, 8, 13)
 
 
-@pytest.fixture(params=["streamed", "half"])
+@pytest.fixture(params=["streamed", "half", "device"])
 def backend(request, checkpoint_factory, monkeypatch) -> Iterator[TorchBackend]:
-    """All layers through a ring of two slots; or every second one resident."""
+    """All layers through a ring of two slots; or every second one resident; or three tiers."""
     monkeypatch.setattr("backends.kv_cache.BLOCK_ROWS", 4)  # so that the cache grows, too
     model = load_hf_model(checkpoint_factory("llama"))
     layers = list(model.layer_weights)
     if request.param == "half":
         layers[1] = layers[1].with_resident(frozenset(t.name for t in layers[1].tensors))
-    with TorchBackend(model, CpuWeights(model, layers, 2)) as made:
+    weights: TorchWeights = CpuWeights(model, layers, 2)
+    if request.param == "device":
+        weights.close()
+        plan = tiered_model(model, lambda i, j: (STORAGE, HOST, DEVICE)[(i + j) % 3])
+        weights = DeviceWeights(model, plan, CpuEngine(Policy.RANDOM))
+    with TorchBackend(model, weights) as made:
         yield made
 
 

@@ -211,3 +211,73 @@ def test_busy_time_is_counted_once(ring: SlotRing, monkeypatch: pytest.MonkeyPat
     ring.publish(second, 20)
     now[0] += 50
     assert ring.reading_figures() == (30, 5.0)
+
+
+class CountedFences:
+    """Makes fences, numbered."""
+
+    def __init__(self) -> None:
+        self.made: list[CountedFence] = []
+
+    def __call__(self) -> CountedFence:
+        self.made.append(CountedFence())
+        return self.made[-1]
+
+
+class CountedFence:
+    def wait(self) -> None:
+        raise AssertionError("the ring itself waits for nothing")
+
+
+@pytest.fixture
+def fenced() -> Iterator[tuple[SlotRing, CountedFences]]:
+    fences = CountedFences()
+    buffers = [AlignedBuffer(2 * BLOCK) for _ in range(2)]
+    ring = SlotRing(buffers, lambda ticket: [piece(0), piece(1)], make_fence=fences)
+    yield ring, fences
+    ring.free_buffers()
+
+
+def test_a_slot_that_was_lent_is_freed_behind_a_fence(fenced) -> None:
+    ring, fences = fenced
+    for ticket in range(5):
+        fill(ring)
+        slot = ring.wait_ready(ticket)
+        earlier = slot.fence
+        assert earlier is (fences.made[ticket - 2] if ticket >= 2 else None)
+        ring.release(slot, ticket)
+        assert slot.fence is fences.made[-1] is not earlier
+        ring.release(slot, ticket)  # again: it is not lent any more
+        assert len(fences.made) == ticket + 1
+
+
+def test_a_restart_fences_what_is_lent_and_only_that(fenced) -> None:
+    ring, fences = fenced
+    fill(ring)
+    fill(ring)  # ready, but nobody has used it
+    lent = ring.wait_ready(0)
+    ring.restart(10)
+    assert lent.fence is fences.made[0]
+    assert [slot.fence for slot in ring.slots if slot is not lent] == [None]
+    ring.restart(20)
+    assert len(fences.made) == 1
+    assert take(ring).slot.fence is lent.fence  # ticket 20 goes where ticket 0 was
+
+
+def test_a_fence_that_cannot_be_made_leaves_the_slot_lent(fenced) -> None:
+    """An interrupt comes at the worst moment: the restart after it makes the fence."""
+    ring, fences = fenced
+    fill(ring)
+    slot = ring.wait_ready(0)
+
+    def cut() -> CountedFence:
+        raise KeyboardInterrupt
+
+    ring._make_fence = cut
+    with pytest.raises(KeyboardInterrupt):
+        ring.release(slot, 0)
+    assert slot.state is SlotState.IN_USE
+    ring._make_fence = fences
+    ring.restart(10)
+    assert slot.state is SlotState.FREE
+    assert slot.fence is fences.made[0]
