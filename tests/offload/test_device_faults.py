@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import random
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -149,6 +150,52 @@ def test_passes_given_up_anywhere(
                 raise KeyError
             if data.draw(st.booleans()):
                 streamer.restart()
+        walk(streamer, device, weights, 2)
+
+
+@settings(
+    max_examples=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_everything_goes_wrong_at_once(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Short reads and failing ones, failing copies, passes given up; then all is well again."""
+    weights = write_weights(tmp_path_factory.mktemp("w"), uneven_sizes(5, 2), n_files=2)
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    is_well = threading.Event()
+
+    def fault(call: int, length: int) -> int | None:
+        if is_well.is_set():
+            return None
+        if rng.random() < 0.08:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rng.choice([None, None, PAGE])
+
+    device = FakeDevice(*data.draw(st.sampled_from(POLICIES)), seed=rng.randrange(99))
+    tiers = data.draw(st.lists(st.sampled_from([STORAGE, STORAGE, HOST, DEVICE]), min_size=5))
+    plan = tiered(
+        weights,
+        lambda i, j: tiers[(i + j) % len(tiers)],
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 3)),
+    )
+    is_well.set()  # while what stays is loaded
+    with streaming(plan, device, storage=FaultyReads(fault).storage) as streamer:
+        is_well.clear()
+        device.fail_copies = frozenset(rng.sample(range(200), 20))
+        for _ in range(data.draw(st.integers(1, 6))):
+            with suppress(StorageError, RuntimeError):
+                walk(streamer, device, weights, stop_before=data.draw(st.integers(0, 5)))
+            device.check()
+            if data.draw(st.booleans()):
+                streamer.restart()
+        is_well.set()
+        device.fail_copies = frozenset()
+        with suppress(StorageError, RuntimeError):  # what was read ahead meanwhile
+            walk(streamer, device, weights)
         walk(streamer, device, weights, 2)
 
 

@@ -226,6 +226,20 @@ def test_resident_layers_hide_copies(tmp_path: Path) -> None:
         assert (streamer.stats - before).copy_stall_seconds == 0.0
 
 
+@pytest.mark.parametrize("n_slots", [1, 2, 3])
+def test_little_is_enqueued_ahead_of_the_device(tmp_path: Path, n_slots: int) -> None:
+    """Else a cancel would come when the whole pass is enqueued, and wait for all of it."""
+    weights = write_weights(tmp_path, [[4096]] * 8, padding=0)
+    device = FakeDevice()  # which has computed nothing yet
+    with streaming(tiered(weights, lambda i, j: HOST, n_slots), device) as streamer:
+        for index in range(8):
+            with streamer.layer(index):
+                device.compute(lambda: None)
+                with device.lock:
+                    n_enqueued = sum(step.run is not None for step in device.copying.steps)
+                assert n_enqueued <= n_slots
+
+
 # --- figures and limits ---------------------------------------------------------------------------
 
 
