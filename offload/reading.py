@@ -178,11 +178,11 @@ def bring_pieces(
         the first error of a `bring`; the others are given up.
         whatever `progress` raises, or a signal handler in this thread (KeyboardInterrupt).
     """
-    job = _Bringing(pieces, bring, progress, n_readers, storage)
+    job = _Reading(pieces, bring, progress, n_readers, storage)
     call_aside("specdec-load", job.run, job.give_up)
 
 
-class _Bringing:
+class _Reading:
     """Pieces on their way to where they belong."""
 
     def __init__(
