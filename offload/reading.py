@@ -178,6 +178,8 @@ def bring_pieces(
         the first error of a `bring`; the others are given up.
         whatever `progress` raises, or a signal handler in this thread (KeyboardInterrupt).
     """
+    if not pieces:
+        return
     job = _Reading(pieces, bring, progress, n_readers, storage)
     call_aside("specdec-load", job.run, job.give_up)
 
