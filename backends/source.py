@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from backends.base import Backend
+from backends.base import Backend, UnsupportedModel
 from backends.compute_profile import ComputeCurve
 from offload.plan import LayerWeights, ResidencyPlan
 from offload.tiers import TierPlan
@@ -134,6 +134,22 @@ class ModelSource(ABC):
 
         beside_reads: also while the model's storage is read, which a model in memory need not know.
         """
+
+    @property
+    def can_use_gpu(self) -> bool:
+        """Whether `on_gpu` works for this format."""
+        return False
+
+    def on_gpu(self) -> ModelSource:
+        """The same model as a CUDA device would run it: with that device's activations and
+        arithmetic, and a `load` that takes a `TieredPlan`. Needs no device before it measures.
+
+        Raises UnsupportedModel for a format that runs on the CPU only.
+        """
+        raise UnsupportedModel(
+            f"{self.path} runs on the CPU only: a GPU is for Hugging Face checkpoints, or use "
+            "--device cpu"
+        )
 
     @abstractmethod
     def load(self, loading: Loading) -> Backend:
