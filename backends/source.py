@@ -69,7 +69,8 @@ class Loading:
     tiers: TierPlan | None = None
     """Load the model onto a GPU like this; None: onto the CPU, by `residency`."""
     vram_bytes: int = 0
-    """What the whole process may take of the GPU's memory; used with `tiers` only."""
+    """What the whole process may take of the GPU's memory beside CUDA's own context; used with
+    `tiers` only."""
     n_readers: int | None = None
     progress: Progress | None = None
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from backends.source import ModelSource
-from offload.errors import SpecdecError
 from offload.plan import ResidencyPlan
 from offload.profile import measure_storage
 from offload.tier_planner import TieredPlan
@@ -20,14 +19,10 @@ from specdec.options import AUTO, CPU, CUDA, RunOptions
 from specdec.run_plan import RunPlan
 
 
-class DeviceUnavailable(SpecdecError):
-    """A GPU was asked for, and there is none that could be used."""
-
-
 def find_gpu(options: RunOptions, pair: OpenedPair) -> Gpu | None:
     """The GPU that this run uses, as this machine has it; None for a run on the CPU.
 
-    Raises DeviceUnavailable, UnsupportedModel and ConfigError where it was asked for and cannot be.
+    Raises NoDevice, UnsupportedModel and ConfigError where it was asked for and cannot be.
     """
     target = pair.target.source
     if not _is_wanted(options, target):
@@ -129,9 +124,9 @@ def _is_wanted(options: RunOptions, target: ModelSource) -> bool:
         if options.device == CUDA:
             target.on_gpu()  # says why not
         return False
-    from backends.cuda_engine import cuda_problem
+    from backends import cuda_engine
 
-    problem = cuda_problem()
+    problem = cuda_engine.cuda_problem()
     if problem is not None and options.device == CUDA:
-        raise DeviceUnavailable(f"device 'cuda' cannot be used: {problem}")
+        raise cuda_engine.NoDevice(f"device 'cuda' cannot be used: {problem}")
     return problem is None

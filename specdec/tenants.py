@@ -13,6 +13,7 @@ from functools import cached_property
 
 from backends.source import ModelSource
 from offload.budget import MemoryBudget
+from offload.device_loading import LOAD_STAGING_BYTES
 from offload.plan import DEFAULT_N_SLOTS, ResidencyPlan, plan_residency
 from offload.tier_planner import (
     OnDevice,
@@ -138,8 +139,11 @@ class GpuTenant(Tenant):
     def least_bytes(self, device_bytes: int, rings: Rings) -> int:
         on_device = self._on_device(device_bytes, rings.n_device_slots)
         if self.load_mode == "ram":
-            return self.place(_PLENTY_BYTES, device_bytes, rings).total_bytes
-        return smallest_host_bytes(self.source.layers, on_device, self.n_slots or rings.n_slots)
+            least = self.place(_PLENTY_BYTES, device_bytes, rings).total_bytes
+        else:
+            n_slots = self.n_slots or rings.n_slots
+            least = smallest_host_bytes(self.source.layers, on_device, n_slots)
+        return max(least, LOAD_STAGING_BYTES)
 
     def place(self, n_bytes: int, device_bytes: int, rings: Rings) -> TieredPlan:
         return place_rest(
@@ -164,6 +168,8 @@ class GpuTenant(Tenant):
         vram.reserve(f"{prefix}slots", plan.tiers.device_ring_bytes)
         budget.reserve(f"{prefix}pinned layers", plan.resident_bytes)
         budget.reserve(f"{prefix}ring", plan.ring_bytes)
+        # Taken before the others and given back by then.
+        budget.reserve(f"{prefix}loading", max(0, LOAD_STAGING_BYTES - plan.total_bytes))
 
     def _on_device(self, device_bytes: int, n_device_slots: int) -> OnDevice:
         """The same for all that is weighed with so much of the GPU's memory."""

@@ -9,25 +9,24 @@ from pathlib import Path
 from backends.compute_profile import ComputeCurve
 from specdec.devices import DeviceError
 from specdec.formats import is_gguf
-from specdec.gpu import DeviceUnavailable
 from specdec.this_machine import ThisMachine
 
 
 class ThisGpu(ThisMachine):
     """Storage and memory of this machine, arithmetic of its GPU.
 
-    Raises DeviceUnavailable where there is none, DeviceError for a GGUF model.
+    Raises NoDevice where there is none, DeviceError for a GGUF model.
     """
 
     def __init__(self, model: Path, formats: Iterable[str]) -> None:
         super().__init__(model, formats)
         if is_gguf(model):
             raise DeviceError(f"{model} runs on the CPU only: profile a GPU with a checkpoint")
-        from backends.cuda_engine import cuda_problem
+        from backends import cuda_engine
 
-        problem = cuda_problem()
+        problem = cuda_engine.cuda_problem()
         if problem is not None:
-            raise DeviceUnavailable(f"device 'cuda' cannot be used: {problem}")
+            raise cuda_engine.NoDevice(f"device 'cuda' cannot be used: {problem}")
 
     @cached_property
     def vram_bytes(self) -> int:

@@ -15,7 +15,7 @@ from backends.shared_source import SharedSource
 from offload.units import GIB, MIB
 from specdec.config import ConfigError
 from specdec.formats import OpenedModel
-from specdec.gpu import DeviceUnavailable, find_gpu, gpu_for, placed
+from specdec.gpu import find_gpu, gpu_for, placed
 from specdec.opened import OpenedPair
 from specdec.options import RunOptions, run_options
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_is_refused(monkeypatch):
     with pytest.raises(UnsupportedModel, match="use --device cpu"):
         find_gpu(options(device="cuda"), pair(CPU_ONLY))
     without_gpu(monkeypatch)
-    with pytest.raises(DeviceUnavailable, match="torch was built without CUDA"):
+    with pytest.raises(cuda_engine.NoDevice, match="torch was built without CUDA"):
         find_gpu(options(device="cuda"), pair())
     for given in ({"draft_device": "cuda"}, {"vram_budget": "2GiB"}):
         for device in ("cpu", "auto"):
