@@ -204,7 +204,7 @@ def peer(s: Settings, note: Note) -> None:
         decoder.run(read_prompts(BUILT_IN, 1)[0], clock)
     (first, _), *_, (last, _) = arrivals = clock.record()["arrivals"]
     note("tokens_per_second", ratio(len(arrivals) - 1, last - first))
-    if s.device == CUDA:
+    if vram is not None:
         import torch
 
         note("vram_peak_bytes", torch.cuda.max_memory_reserved())
@@ -245,7 +245,7 @@ def fp32(s: Settings, note: Note) -> None:
     for name, (moves, draft, device) in ways.items():
         load = _moving(s, s.exact_target, draft) if moves else _staying(replace(s, device=device))
         with specdec.load(s.exact_target, draft, **load) as llm:
-            texts = [llm.generate(one.text, max_tokens=24, ignore_eos=True) for one in prompts]
+            texts = [llm.generate(one.text, max_tokens=s.exact_tokens, ignore_eos=True) for one in prompts]
             found[name] = [list(text.token_ids) for text in texts]
     reference = found["staying"]
     note("equal", {name: tokens == reference for name, tokens in found.items()})

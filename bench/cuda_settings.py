@@ -37,6 +37,8 @@ class Settings:
     chain_tokens: int = 16
     n_curve_passes: int = 8
     peer_tokens: int = 8
+    exact_tokens: int = 24
+    """Of each fp32 text."""
 
     @property
     def target(self) -> Path:
@@ -87,7 +89,8 @@ def tiny_settings(device: str, folder: Path) -> Settings:
         small_host_budget="smallest",
         ctx_size=256,
         plain_tokens=4,
-        speculative_tokens=24,
+        speculative_tokens=12,
+        exact_tokens=6,
         rates=(0.0, 1.0),
         chain_tokens=4,
         n_curve_passes=2,

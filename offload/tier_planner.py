@@ -180,7 +180,7 @@ def place_rest(
 
     everything = tiered([frozenset(r.name for r in layer.tensors) for layer in rest], 0)
     if everything.host_bytes <= host_bytes:
-        return _as_residency(layers, everything, smallest)
+        return as_residency(layers, everything, smallest)
     # Each layer's pinned tensors have a buffer of their own, rounded up.
     available = host_bytes - 2 * ALIGNMENT * len(rest)
     while available > 0:
@@ -191,10 +191,10 @@ def place_rest(
         found = tiered([layer.resident for layer in plan.layers], plan.n_slots)
         excess = found.host_bytes - host_bytes
         if excess <= 0:
-            return _as_residency(layers, found, smallest)
+            return as_residency(layers, found, smallest)
         available -= excess
     streamed = tiered([frozenset()] * len(rest), n_slots or MIN_N_SLOTS)
-    return _as_residency(layers, streamed, smallest)
+    return as_residency(layers, streamed, smallest)
 
 
 def smallest_host_bytes(
@@ -220,9 +220,10 @@ def _names(layer: TieredLayer) -> frozenset[str]:
     return frozenset(record.name for record in layer.tensors)
 
 
-def _as_residency(
+def as_residency(
     layers: Sequence[LayerWeights], tiers: TierPlan, smallest_bytes: int
 ) -> TieredPlan:
+    """`tiers`, as those who plan for host memory see it."""
     return TieredPlan(
         layers=tuple(
             layer.with_resident(one.on_device | one.in_host)

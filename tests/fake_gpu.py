@@ -15,6 +15,7 @@ from fake_device import Policy
 from backends.compute import measure_compute
 from backends.cuda_probe import CudaMemory
 from offload import tier_planner
+from offload.tiers import TieredLayer, TierPlan
 from offload.units import GIB
 
 PEAK_BYTES = 123
@@ -41,17 +42,20 @@ def install_fake_gpu(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def force_tiers(patch: pytest.MonkeyPatch) -> None:
-    """Of targets from now on nothing stays on the GPU, and all but the least comes from storage."""
+    """All of a target streams from now on, through one slot of each kind."""
 
     def nothing(layers: Any, device_bytes: int, n_device_slots: int) -> tier_planner.OnDevice:
         return tuple(frozenset[str]() for _ in layers)
 
-    def least(layers: Any, on_device: Any, host_bytes: int, **slots: Any) -> Any:
-        if any(on_device):
-            return tier_planner.place_rest(layers, on_device, host_bytes, **slots)
-        n_slots = slots.get("n_slots")
-        smallest = tier_planner.smallest_host_bytes(layers, on_device, n_slots)
-        return tier_planner.place_rest(layers, on_device, smallest, **slots)
+    def streamed(layers: Any, on_device: Any, host_bytes: int, **slots: Any) -> Any:
+        tiers = tuple(TieredLayer(layer.tensors) for layer in layers)
+        return tier_planner.as_residency(layers, TierPlan(tiers, 1, 1), 0)
 
     patch.setattr("specdec.tenants.choose_on_device", nothing)
-    patch.setattr("specdec.tenants.place_rest", least)
+    patch.setattr("specdec.tenants.place_rest", streamed)
+    patch.setattr("specdec.tenants.GpuResident.place", _resident)
+
+
+def _resident(self: Any, n_bytes: int, device_bytes: int, rings: Any) -> Any:
+    """A draft is held whole all the same."""
+    return tier_planner.plan_tiers(self.source.layers, n_bytes, device_bytes)
