@@ -94,10 +94,9 @@ def three_tiers(s: Settings, note: Note) -> None:
 
 def _loaded(s: Settings, host_budget: str, note: Note) -> OracleLLM:
     options: dict[str, Any] = {"device": s.device, "ctx_size": s.ctx_size}
-    options |= {"vram_budget": s.vram_budget, "memory_budget": host_budget}
-    for name in ("vram_budget", "memory_budget"):
-        if options[name] == SMALLEST:
-            options[name] = _smallest(name, s.target, s.draft, options)
+    for name, budget in (("vram_budget", s.vram_budget), ("memory_budget", host_budget)):
+        is_least = budget == SMALLEST
+        options[name] = _smallest(name, s.target, s.draft, options) if is_least else budget
     forget_model(s.target)
     started = time.perf_counter()
     llm = OracleLLM(run_options(s.target, s.draft, **options))
@@ -245,7 +244,10 @@ def fp32(s: Settings, note: Note) -> None:
     for name, (moves, draft, device) in ways.items():
         load = _moving(s, s.exact_target, draft) if moves else _staying(replace(s, device=device))
         with specdec.load(s.exact_target, draft, **load) as llm:
-            texts = [llm.generate(one.text, max_tokens=s.exact_tokens, ignore_eos=True) for one in prompts]
+            texts = [
+                llm.generate(one.text, max_tokens=s.exact_tokens, ignore_eos=True)
+                for one in prompts
+            ]
             found[name] = [list(text.token_ids) for text in texts]
     reference = found["staying"]
     note("equal", {name: tokens == reference for name, tokens in found.items()})

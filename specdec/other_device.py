@@ -149,21 +149,27 @@ def _figures(device: DeviceSpec, pair: OpenedPair, gpu: Gpu | None) -> Figures:
             device.storage_bytes_per_second,
             _compute(device, gpu.target),
             None,
-            None if gpu.draft is None else _compute(device, gpu.draft),
+            None if gpu.draft is None else _compute(device, gpu.draft, gpu.target),
             device.pcie_bytes_per_second or 0.0,
         )
     return Figures(
         device.storage_bytes_per_second,
         _compute(device, target),
-        None if draft is None else _compute(device, draft),
+        None if draft is None else _compute(device, draft, target),
     )
 
 
-def _compute(device: DeviceSpec, source: ModelSource) -> ModelCompute:
-    """The device's own, or where only its storage is known, what is measured here."""
+def _compute(
+    device: DeviceSpec, source: ModelSource, lender: ModelSource | None = None
+) -> ModelCompute:
+    """The device's own, or where only its storage is known, what is measured here.
+
+    lender: whose layers a source without any of its own shares.
+    """
     if set(device.from_this_machine) >= _ARITHMETIC:
         return source.measure_compute(beside_reads=False)
-    records = [record for layer in source.layers for record in layer.tensors]
+    layers = source.layers or (() if lender is None else lender.layers)
+    records = [record for layer in layers for record in layer.tensors]
     n_bytes = sum(record.n_bytes for record in records)
     one = device.pass_compute(records)
     curve = ComputeCurve.linear(one.fixed_seconds / n_bytes, one.seconds_per_row / n_bytes)

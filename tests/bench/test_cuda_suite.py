@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_gpu import PEAK_BYTES, install_fake_gpu
 
 from bench import cuda_suite
 from bench.cuda_checks import checks, lines
@@ -34,6 +36,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(json.dumps(summarise(settings, found, True, ["suite"])))
 
 
+@pytest.mark.slow
 def test_every_section_runs_on_a_cpu(report: dict[str, Any]) -> None:
     sections = report["sections"]
     assert list(sections) == list(SECTIONS)
@@ -50,6 +53,7 @@ def test_every_section_runs_on_a_cpu(report: dict[str, Any]) -> None:
     assert sections["drift"]["largest_difference"] == 0.0  # the same products of the same rows
 
 
+@pytest.mark.slow
 def test_the_curve_follows_the_acceptance_that_was_asked_for(report: dict[str, Any]) -> None:
     curve = report["sections"]["decode"]["curve"]
     none, all_right = curve["points"]
@@ -57,6 +61,7 @@ def test_the_curve_follows_the_acceptance_that_was_asked_for(report: dict[str, A
     assert all_right["tokens_per_pass"] > 1 + curve["chain_tokens"] / 2
 
 
+@pytest.mark.slow
 def test_a_tiny_run_is_told_from_a_measurement(report: dict[str, Any]) -> None:
     names = {one["name"] for one in report["checks"]}
     assert names == {"fp32 tokens are equal", "bf16 logits of moving layers"}
@@ -147,3 +152,25 @@ def test_an_oracle_is_right_as_often_as_it_is_to_be(rate: float) -> None:
     assert n_right / 4000 == pytest.approx(rate, abs=0.03)
     expected = sum(rate**i for i in range(4))
     assert tokens_of_chain(rate, 3) == pytest.approx(expected)
+
+
+@pytest.mark.slow
+def test_on_a_gpu_layers_are_copied_and_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fake one: nothing of what it measures means anything."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    install_fake_gpu(monkeypatch)
+    settings = replace(tiny_settings("cuda", tmp_path), rates=())
+    found = {
+        name: in_this_process(name, settings, 0.0)
+        for name in ("machine", "grow", "three tiers", "drift")
+    }
+    assert found["machine"]["pinned_copy_bytes_per_second"] == 1e9
+    one = found["three tiers"]
+    assert one["pass"]["copied_bytes"] == one["plan"]["copied_bytes_per_pass"] > 0
+    assert one["pass"]["copy_seconds"] == one["pass"]["copied_bytes"] / 1e9
+    assert one["plain"]["bytes_copied_to_device"] >= one["pass"]["copied_bytes"]
+    assert found["drift"]["largest_difference"] == 0.0
+    held = {check["name"]: check["value"] for check in checks(settings, found)}
+    assert held["VRAM peak, host of 12 GiB"] == PEAK_BYTES

@@ -9,6 +9,7 @@ import pytest
 from paper_models import PaperModel
 
 from backends.compute_profile import ComputeCurve
+from backends.shared_source import SharedSource
 from offload.units import GIB, MIB
 from specdec import other_device
 from specdec.config import ConfigError
@@ -123,3 +124,15 @@ def test_what_a_gpu_profile_cannot_tell_is_refused():
             plan("phone", **options)
     with pytest.raises(DeviceError, match="no device 'abacus'"):
         plan("abacus")
+
+
+@pytest.mark.parametrize("device", ["phone", "gpu-8gb"])
+def test_a_target_that_drafts_for_itself_has_its_own_arithmetic(
+    device: str, monkeypatch: pytest.MonkeyPatch
+):
+    shared = SharedSource(TARGET)
+    opened = OpenedPair(SimpleNamespace(source=TARGET), SimpleNamespace(source=shared))
+    monkeypatch.setattr(other_device, "open_pair", lambda options: opened)
+    found = plan_on(device, "t", "self:window=512", ctx_size=256).plan
+    per_pass = found.draft_cost.seconds(1)
+    assert per_pass == pytest.approx(found.pass_cost.seconds(1), rel=0.01)
