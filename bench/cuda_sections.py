@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from bench.child import forget_model
 from bench.cuda_settings import Settings
-from bench.oracle import OracleDrafter, OracleLLM, tokens_of_chain
+from bench.known_drafter import KnownAccuracyDrafter, expected_tokens
 from bench.provenance import versions
 from bench.workloads import BUILT_IN, Prompt, read_prompts
 from offload.budget import BudgetExceeded
+from specdec.api import LLM, load
 from specdec.config import SpecConfig
-from specdec.options import AUTO, CPU, CUDA, run_options
+from specdec.options import AUTO, CPU, CUDA
 from specdec.planning import plan_run
 from specdec.stats import GenerationStats, ratio
 
@@ -92,20 +93,20 @@ def three_tiers(s: Settings, note: Note) -> None:
         _decode_modes(llm, s, read_prompts(BUILT_IN, 1)[0], note)
 
 
-def _loaded(s: Settings, host_budget: str, note: Note) -> OracleLLM:
+def _loaded(s: Settings, host_budget: str, note: Note) -> LLM:
     options: dict[str, Any] = {"device": s.device, "ctx_size": s.ctx_size}
     for name, budget in (("vram_budget", s.vram_budget), ("memory_budget", host_budget)):
         is_least = budget == SMALLEST
         options[name] = _smallest(name, s.target, s.draft, options) if is_least else budget
     forget_model(s.target)
     started = time.perf_counter()
-    llm = OracleLLM(run_options(s.target, s.draft, **options))
+    llm = load(s.target, s.draft, **options)
     note("load_seconds", time.perf_counter() - started)
     note("plan", llm.plan.to_dict())
     return llm
 
 
-def _decode_modes(llm: OracleLLM, s: Settings, prompt: Prompt, note: Note) -> GenerationStats:
+def _decode_modes(llm: LLM, s: Settings, prompt: Prompt, note: Note) -> GenerationStats:
     for speculative in (False, True):  # warms up
         llm.generate(prompt.text, speculative=speculative, max_tokens=2)
     plain, _ = _timed(llm, s, prompt, s.plain_tokens, speculative=False)
@@ -118,7 +119,7 @@ def _decode_modes(llm: OracleLLM, s: Settings, prompt: Prompt, note: Note) -> Ge
 
 
 def _timed(
-    llm: OracleLLM, s: Settings, prompt: Prompt, n_tokens: int, **how: Any
+    llm: LLM, s: Settings, prompt: Prompt, n_tokens: int, **how: Any
 ) -> tuple[GenerationStats, tuple[int, ...]]:
     """One generation, cut short where it takes too long; its token ids."""
     started = time.perf_counter()
@@ -136,7 +137,7 @@ def _figures(stats: GenerationStats) -> dict[str, Any]:
     return {**stats.to_dict(), "seconds_per_pass": seconds_per_pass}
 
 
-def _pass_against_bounds(llm: OracleLLM, plain: GenerationStats) -> dict[str, float]:
+def _pass_against_bounds(llm: LLM, plain: GenerationStats) -> dict[str, float]:
     """A plain pass beside what its copies and its reads alone would take."""
     plan = llm.plan
     copied = plan.residency.moved_bytes if plan.device == CUDA else 0
@@ -153,7 +154,7 @@ def _pass_against_bounds(llm: OracleLLM, plain: GenerationStats) -> dict[str, fl
     }
 
 
-def _curve(llm: OracleLLM, s: Settings, prompt: Prompt, plain: GenerationStats, note: Note) -> None:
+def _curve(llm: LLM, s: Settings, prompt: Prompt, plain: GenerationStats, note: Note) -> None:
     """Speed with drafts that are right with a given probability."""
     n_chain = min(s.chain_tokens, llm.plan.n_draft_tokens)
     spec = SpecConfig(("ngram",), n_chain, 1, n_chain, draft_ahead="off")
@@ -161,9 +162,9 @@ def _curve(llm: OracleLLM, s: Settings, prompt: Prompt, plain: GenerationStats, 
     script = [*llm.tokenizer.encode(prompt.text), *known]
     points = []
     for rate in s.rates:
-        wanted = 1 + round(s.n_curve_passes * tokens_of_chain(rate, n_chain))
-        llm.oracle = OracleDrafter(script, rate, llm.tokenizer.n_tokens)
-        stats, _ = _timed(llm, s, prompt, min(wanted, len(known)), spec=spec)
+        wanted = 1 + round(s.n_curve_passes * expected_tokens(rate, n_chain))
+        drafter = KnownAccuracyDrafter(script, rate, llm.tokenizer.n_tokens, (round(1e6 * rate),))
+        stats, _ = _timed(llm, s, prompt, min(wanted, len(known)), spec=spec, drafter=drafter)
         points.append(
             {
                 "rate": rate,
@@ -173,7 +174,6 @@ def _curve(llm: OracleLLM, s: Settings, prompt: Prompt, plain: GenerationStats, 
             }
         )
         note("curve", {"chain_tokens": n_chain, "points": points})
-    llm.oracle = None
 
 
 # --- another program ------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def peer(s: Settings, note: Note) -> None:
         places: dict[str, str | int] = {"gpu": 0, "cpu": "cpu", "disk": "disk"}
         note("modules", {name: count_modules(model, place) for name, place in places.items()})
         decoder = Decoder(model, tokenizer, None, s.peer_tokens)
-        clock = Clock(s.peer_tokens, s.seconds_per_run)
+        clock = Clock(s.peer_tokens, s.seconds_per_run, n_least=2)
         decoder.run(read_prompts(BUILT_IN, 1)[0], clock)
     (first, _), *_, (last, _) = arrivals = clock.record()["arrivals"]
     note("tokens_per_second", ratio(len(arrivals) - 1, last - first))
@@ -231,8 +231,6 @@ def drift(s: Settings, note: Note) -> None:
 
 def fp32(s: Settings, note: Note) -> None:
     """Greedy tokens of an fp32 model: staying, moving, drafted for, and on the CPU."""
-    import specdec
-
     prompts = read_prompts(BUILT_IN, 2)
     ways: dict[str, tuple[bool, str | None, str]] = {  # do layers move, draft, device
         "staying": (False, None, s.device),
@@ -242,8 +240,9 @@ def fp32(s: Settings, note: Note) -> None:
     }
     found: dict[str, list[Sequence[int]]] = {}
     for name, (moves, draft, device) in ways.items():
-        load = _moving(s, s.exact_target, draft) if moves else _staying(replace(s, device=device))
-        with specdec.load(s.exact_target, draft, **load) as llm:
+        here = replace(s, device=device)
+        options = _moving(here, s.exact_target, draft) if moves else _staying(here)
+        with load(s.exact_target, draft, **options) as llm:
             texts = [
                 llm.generate(one.text, max_tokens=s.exact_tokens, ignore_eos=True)
                 for one in prompts
@@ -274,10 +273,9 @@ def _smallest(name: str, model: Path, draft: str | None, options: Mapping[str, A
 
 def _drift_of_rows(s: Settings) -> float:
     """Largest difference of a logit between passes of one and of several rows."""
-    import specdec
     from backends.base import PREFIX
 
-    with specdec.load(s.small_target, spec_type="none", num_beams=_N_ROWS, **_staying(s)) as llm:
+    with load(s.small_target, spec_type="none", num_beams=_N_ROWS, **_staying(s)) as llm:
         target, ids = llm.target, llm.tokenizer.encode(read_prompts(BUILT_IN, 1)[0].text)
         target.prefill(ids)
         rows: list[NDArray[np.float32]] = [target.extend([5], [PREFIX])[1][0]]

@@ -33,7 +33,7 @@ class Settings:
     speculative_tokens: int = 160
     seconds_per_run: float = 25.0
     """A run that takes longer is cut short."""
-    rates: tuple[float, ...] = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0)
+    rates: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0)
     chain_tokens: int = 16
     n_curve_passes: int = 8
     peer_tokens: int = 8
@@ -91,7 +91,7 @@ def tiny_settings(device: str, folder: Path) -> Settings:
         plain_tokens=4,
         speculative_tokens=12,
         exact_tokens=6,
-        rates=(0.0, 1.0),
+        rates=(0.1, 1.0),
         chain_tokens=4,
         n_curve_passes=2,
         peer_tokens=5,

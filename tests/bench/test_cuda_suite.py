@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_gpu import PEAK_BYTES, install_fake_gpu
 
@@ -15,9 +14,7 @@ from bench import cuda_suite
 from bench.cuda_checks import checks, lines
 from bench.cuda_settings import SECTIONS, Settings, full_settings, tiny_settings
 from bench.cuda_suite import do_section, in_child, run_suite, summarise
-from bench.oracle import OracleDrafter, tokens_of_chain
 from specdec.cli_errors import run_app
-from specdec.drafters.base import TreeLimits
 
 
 def in_this_process(name: str, settings: Settings, seconds: float) -> dict[str, Any]:
@@ -56,8 +53,8 @@ def test_every_section_runs_on_a_cpu(report: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_the_curve_follows_the_acceptance_that_was_asked_for(report: dict[str, Any]) -> None:
     curve = report["sections"]["decode"]["curve"]
-    none, all_right = curve["points"]
-    assert (none["rate"], none["tokens_per_pass"]) == (0.0, 1.0)
+    few, all_right = curve["points"]
+    assert 1.0 <= few["tokens_per_pass"] < 2.0
     assert all_right["tokens_per_pass"] > 1 + curve["chain_tokens"] / 2
 
 
@@ -138,20 +135,6 @@ def test_what_was_asked_for_is_compared(tmp_path: Path) -> None:
     )  # fmt: skip
     assert not any(one["holds"] for one in checks(settings, worse))
     assert checks(settings, {}) == []
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.5, 0.9, 1.0])
-def test_an_oracle_is_right_as_often_as_it_is_to_be(rate: float) -> None:
-    script = list(np.random.default_rng(0).integers(0, 50, 4000))
-    oracle = OracleDrafter(script, rate, 50)
-    n_right = 0
-    for start in range(1, len(script) - 8, 8):
-        tree = oracle.propose(script[:start], TreeLimits(8, 8, 1))
-        assert tree.is_chain
-        n_right += sum(a == b for a, b in zip(tree.token_ids[1:], script[start:], strict=False))
-    assert n_right / 4000 == pytest.approx(rate, abs=0.03)
-    expected = sum(rate**i for i in range(4))
-    assert tokens_of_chain(rate, 3) == pytest.approx(expected)
 
 
 @pytest.mark.slow
