@@ -15,7 +15,7 @@ from backends.compute_profile import WEIGHT_BYTES, ComputeCurve, Product, measur
 
 _OUT, _IN = 2048, 4096
 _ROWS = (1, 4, 16, 64, 128)
-_GPU_OUT, _GPU_IN = 8192, 8192
+_GPU_OUT, _GPU_IN = 8192, 4096
 """Larger: a launch takes as long as reading tens of MB, and a layer's matrices are large too."""
 _GPU_ROWS = (*_ROWS, 512, 1024)
 

@@ -29,10 +29,14 @@ def cuda_memory(device: int = 0) -> CudaMemory:
 
 @cache
 def measure_copies_to_gpu(device: int = 0) -> float:
-    """Bytes per second from pinned host memory; measured once in a process."""
+    """Bytes per second from pinned host memory; measured once in a process.
+
+    Gives back what measuring took, and lets the peak of `vram_peak_bytes` begin anew.
+    """
     from backends.cuda_engine import CudaEngine
 
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     speed = measure_copies(CudaEngine(total_bytes, device))
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
     return speed

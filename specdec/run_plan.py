@@ -199,6 +199,8 @@ class RunPlan:
             lines.append(_residency_line(self.residency))
         if self.draft_residency is not None and self.draft_residency.n_streamed_layers:
             lines.append("draft: " + _residency_line(self.draft_residency))
+        if self.vram_parts and self.chosen.draft is not None:
+            lines.append(f"draft: computed on the {'GPU' if self.draft_device == CUDA else 'CPU'}")
         if self.residency.n_moving_layers:
             lines += self._speed_lines()
         lines.append(f"smallest budget that works {_exact(self.smallest_budget_bytes)}")
