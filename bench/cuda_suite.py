@@ -93,10 +93,12 @@ def do_section(name: str, settings: Settings, result: Path | None) -> dict[str, 
     return figures
 
 
-def check_device(device: str) -> None:
-    """Raise SuiteError where there is no such device."""
+def check_device(device: str, tiny: bool) -> None:
+    """Raise SuiteError where there is no such device, or nothing to measure on it."""
     if device not in (CPU, CUDA):
         raise SuiteError(f"--device is {device!r}, must be cpu or cuda")
+    if device == CPU and not tiny:
+        raise SuiteError("on a CPU the suite can only be tried: add --tiny")
     if device == CUDA:
         from backends.cuda_engine import cuda_problem
 
@@ -126,7 +128,7 @@ def main(
     if section is not None and task is not None:
         do_section(section, Settings.read(task), output_file)
         return
-    check_device(device)
+    check_device(device, tiny)
     own = None if folder is not None else tempfile.mkdtemp(prefix="specdec-cuda-suite-")
     place = folder if folder is not None else Path(str(own))
     settings = (tiny_settings if tiny else full_settings)(device, place)

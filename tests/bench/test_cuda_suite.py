@@ -96,7 +96,9 @@ def test_without_a_gpu_that_is_one_line(capsys: pytest.CaptureFixture[str], monk
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "no CUDA device; --device cpu --tiny" in error
-    assert run_app(cuda_suite.app, "bench.cuda_suite", ["--device", "tpu"]) == 2
+    for argv, text in ((["--device", "tpu"], "must be cpu or cuda"), (["--device", "cpu"], "tiny")):
+        assert run_app(cuda_suite.app, "bench.cuda_suite", argv) == 2
+        assert text in capsys.readouterr().err
 
 
 def test_the_settings_of_a_run_reach_its_sections(tmp_path: Path) -> None:
