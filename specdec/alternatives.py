@@ -195,9 +195,7 @@ class Weighing:
 
     def _choose(self, total_bytes: int, has_draft: bool, draft_device: str) -> Alternative:
         """One dimension after the other, each from the best of those before."""
-        shape = Shape(
-            self._divider.least_drafted, has_draft=has_draft, draft_device=draft_device
-        )
+        shape = Shape(self._divider.least_drafted, has_draft=has_draft, draft_device=draft_device)
         best = self._with_room(total_bytes, self._weigh(total_bytes, shape))
         if best.target.residency.n_slots and not self._fixed_slots:
             best = self._better(total_bytes, best, ({"n_slots": n} for n in _SLOTS))

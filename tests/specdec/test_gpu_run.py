@@ -13,7 +13,7 @@ from tiny_pair import save_model
 import specdec
 from backends.cuda_engine import cuda_problem
 from specdec.cli import main
-from specdec.options import SELF_DRAFT
+from specdec.models import SELF_DRAFT
 
 PROMPT = "def f(x): return x"
 needs_cuda = [
