@@ -15,6 +15,9 @@ from backends.compute_profile import WEIGHT_BYTES, ComputeCurve, Product, measur
 
 _OUT, _IN = 2048, 4096
 _ROWS = (1, 4, 16, 64, 128)
+_GPU_OUT, _GPU_IN = 8192, 4096
+"""Larger: a launch takes as long as reading tens of MB, and a layer's matrices are large too."""
+_GPU_ROWS = (*_ROWS, 512, 1024)
 
 
 def measure_compute(dtype: torch.dtype, reading: Path | None = None) -> ComputeCurve:
@@ -34,10 +37,30 @@ def _measure(dtype: torch.dtype, reading: Path | None, n_threads: int) -> Comput
         return measure_curve(products, one.nbytes, reading)
 
 
+@cache
+def measure_gpu_compute(dtype: torch.dtype, device: torch.device) -> ComputeCurve:
+    """The same of a GPU, whose arithmetic reads from storage do not touch.
+
+    Each product is waited for, as a pass waits for its logits.
+    """
+    weights = [torch.ones(_GPU_OUT, _GPU_IN, dtype=dtype, device=device) for _ in range(2)]
+
+    def waited_for(product: Product) -> Product:
+        def run() -> None:
+            product()
+            torch.cuda.synchronize(device)
+
+        return run
+
+    products = {n: waited_for(_product(weights, n)) for n in _GPU_ROWS}
+    with torch.inference_mode():
+        return measure_curve(products, weights[0].nbytes)
+
+
 def _product(weights: list[torch.Tensor], n_rows: int) -> Product:
     """A product, with a norm and an activation: a decoder layer has about as many small operations
     for each byte of its weights."""
-    x = torch.ones(n_rows, _IN, dtype=weights[0].dtype)
+    x = torch.ones(n_rows, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
     turns = itertools.cycle(weights)
 
     def product() -> torch.Tensor:

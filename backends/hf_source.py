@@ -77,6 +77,15 @@ class HfSource(ModelSource):
         reading = self.weight_file if beside_reads else None
         return ModelCompute(measure_compute(self.model.dtype, reading), self.head_bytes)
 
+    @property
+    def can_use_gpu(self) -> bool:
+        return True
+
+    def on_gpu(self) -> HfSource:
+        from backends.hf_gpu_source import HfGpuSource
+
+        return HfGpuSource(self)
+
     def load(self, loading: Loading) -> Backend:
         return TorchBackend(
             self.model,

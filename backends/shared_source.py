@@ -55,6 +55,13 @@ class SharedSource(ModelSource):
         compute = self._source.measure_compute(beside_reads)
         return replace(compute, head_bytes=self.head_bytes)
 
+    @property
+    def can_use_gpu(self) -> bool:
+        return self._source.can_use_gpu
+
+    def on_gpu(self) -> SharedSource:
+        return SharedSource(self._source.on_gpu())
+
     def load(self, loading: Loading) -> Backend:
         if self._owner is None:
             raise BackendError("the weights that were to be shared are not loaded")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from backends.base import Backend
+from backends.base import Backend, UnsupportedModel
 from backends.compute_profile import ComputeCurve
 from offload.plan import LayerWeights, ResidencyPlan
 from offload.tiers import TierPlan
@@ -69,7 +69,8 @@ class Loading:
     tiers: TierPlan | None = None
     """Load the model onto a GPU like this; None: onto the CPU, by `residency`."""
     vram_bytes: int = 0
-    """What the whole process may take of the GPU's memory; used with `tiers` only."""
+    """What the whole process may take of the GPU's memory beside CUDA's own context; used with
+    `tiers` only."""
     n_readers: int | None = None
     progress: Progress | None = None
 
@@ -134,6 +135,22 @@ class ModelSource(ABC):
 
         beside_reads: also while the model's storage is read, which a model in memory need not know.
         """
+
+    @property
+    def can_use_gpu(self) -> bool:
+        """Whether `on_gpu` works for this format."""
+        return False
+
+    def on_gpu(self) -> ModelSource:
+        """The same model as a CUDA device would run it: with that device's activations and
+        arithmetic, and a `load` that takes a `TieredPlan`. Needs no device before it measures.
+
+        Raises UnsupportedModel for a format that runs on the CPU only.
+        """
+        raise UnsupportedModel(
+            f"{self.path} runs on the CPU only: a GPU is for Hugging Face checkpoints, or use "
+            "--device cpu"
+        )
 
     @abstractmethod
     def load(self, loading: Loading) -> Backend:

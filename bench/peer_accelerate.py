@@ -60,6 +60,8 @@ class Decoder:
 
         inputs = self._tokenizer(prompt.text, return_tensors="pt")
         inputs.pop("token_type_ids", None)
+        if self._model.device.type != "meta":  # a part that is on disk
+            inputs = inputs.to(self._model.device)
         with torch.inference_mode():
             output = self._model.generate(
                 **inputs,
@@ -95,8 +97,13 @@ def _all(ids: Any, is_over: bool) -> Any:
     return torch.full((ids.shape[0],), is_over, dtype=torch.bool, device=ids.device)
 
 
-def load_offloaded(model_dir: Path, cpu_memory_bytes: int, offload_dir: str) -> Any:
-    """The model with as many layers in memory as `cpu_memory_bytes` allows, the rest on disk."""
+def load_offloaded(
+    model_dir: Path, cpu_memory_bytes: int, offload_dir: str, vram_bytes: int | None = None
+) -> Any:
+    """The model with as many layers in memory as the limits allow, the rest on disk.
+
+    vram_bytes: of the first GPU; None computes on the CPU.
+    """
     from transformers import AutoModelForCausalLM
 
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # says that weights are on disk
@@ -104,7 +111,7 @@ def load_offloaded(model_dir: Path, cpu_memory_bytes: int, offload_dir: str) -> 
         model_dir,
         dtype="auto",
         device_map="auto",
-        max_memory={"cpu": cpu_memory_bytes},
+        max_memory={"cpu": cpu_memory_bytes} | ({} if vram_bytes is None else {0: vram_bytes}),
         offload_folder=offload_dir,
         local_files_only=True,
     ).eval()
@@ -131,7 +138,8 @@ def load_assistant(draft_dir: Path, vocab_size: int) -> Any:
     return assistant
 
 
-def count_modules(model: Any, place: str) -> int:
+def count_modules(model: Any, place: str | int) -> int:
+    """Of those that accelerate has placed: none where all of the model fits on the CPU."""
     return sum(where == place for where in getattr(model, "hf_device_map", {}).values())
 
 

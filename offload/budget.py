@@ -15,7 +15,10 @@ from offload.units import format_bytes
 
 
 class BudgetExceeded(SpecdecError):
-    """Something does not fit; names what asked, how much, what is left, and what would do."""
+    """Something does not fit; names what asked, how much, what is left, and what would do.
+
+    ledger: which budget, "memory" (of the host) or "VRAM".
+    """
 
     def __init__(
         self,
@@ -24,6 +27,8 @@ class BudgetExceeded(SpecdecError):
         left_bytes: int,
         smallest_budget_bytes: int,
         advice: str = "",
+        *,
+        ledger: str = "memory",
     ) -> None:
         self.name = name
         self.wanted_bytes = wanted_bytes
@@ -31,7 +36,7 @@ class BudgetExceeded(SpecdecError):
         self.smallest_budget_bytes = smallest_budget_bytes
         super().__init__(
             f"{name} needs {format_bytes(wanted_bytes)} but {format_bytes(left_bytes)} of the "
-            f"memory budget is left; the smallest budget that works is "
+            f"{ledger} budget is left; the smallest budget that works is "
             f"{format_up(smallest_budget_bytes)}{advice}"
         )
 
@@ -66,21 +71,31 @@ class Reservation:
 class MemoryBudget:
     """The memory that the whole process may use; thread-safe.
 
+    ledger: which memory it is, for errors.
+
     Raises:
         BudgetExceeded: base and headroom alone exceed the total.
     """
 
-    def __init__(self, total_bytes: int, base_bytes: int = 0, headroom_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        total_bytes: int,
+        base_bytes: int = 0,
+        headroom_bytes: int = 0,
+        *,
+        ledger: str = "memory",
+    ) -> None:
         if min(total_bytes, base_bytes, headroom_bytes) < 0:
             raise ValueError("a memory budget has no negative parts")
         self.total_bytes = total_bytes
         self.base_bytes = base_bytes
         self.headroom_bytes = headroom_bytes
+        self.ledger = ledger
         self._reservations: list[Reservation] = []
         self._lock = threading.Lock()
         if base_bytes + headroom_bytes > total_bytes:
             needed = base_bytes + headroom_bytes
-            raise BudgetExceeded("the process itself", needed, total_bytes, needed)
+            raise BudgetExceeded("the process itself", needed, total_bytes, needed, ledger=ledger)
 
     @property
     def available_bytes(self) -> int:
@@ -99,7 +114,8 @@ class MemoryBudget:
         with self._lock:
             left = self._left()
             if n_bytes > left:
-                raise BudgetExceeded(name, n_bytes, left, self.total_bytes - left + n_bytes)
+                least = self.total_bytes - left + n_bytes
+                raise BudgetExceeded(name, n_bytes, left, least, ledger=self.ledger)
             reservation = Reservation(self, name, n_bytes)
             self._reservations.append(reservation)
             return reservation

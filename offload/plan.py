@@ -94,6 +94,16 @@ class ResidencyPlan:
     def n_streamed_layers(self) -> int:
         return sum(1 for layer in self.layers if layer.layout.extents)
 
+    @property
+    def n_moving_layers(self) -> int:
+        """Layers that are not wholly where they are computed when a pass comes to them."""
+        return self.n_streamed_layers
+
+    @property
+    def moved_bytes(self) -> int:
+        """Brought there in every pass."""
+        return self.streamed_bytes
+
 
 def plan_residency(
     layers: Sequence[LayerWeights],

@@ -76,10 +76,10 @@ def simulate_passes(
     while len(passes) < _MAX_PASSES:
         for n_before, (n_ready, seconds_left) in enumerate(seen):
             if n_ready == ring.n_ready and abs(seconds_left - ring.seconds_left) <= tolerance:
-                return _mean(passes[n_before:])
+                return mean_times(passes[n_before:])
         seen.append((ring.n_ready, ring.seconds_left))
         passes.append(_one_pass(ring, layers, outer_seconds, gap_seconds))
-    return _mean(passes[_MAX_PASSES // 2 :])
+    return mean_times(passes[_MAX_PASSES // 2 :])
 
 
 def _one_pass(
@@ -98,7 +98,8 @@ def _one_pass(
     return RingTimes(seconds, stall_seconds, ring.compute(gap_seconds))
 
 
-def _mean(passes: Sequence[RingTimes]) -> RingTimes:
+def mean_times(passes: Sequence[RingTimes]) -> RingTimes:
+    """Of each figure."""
     n = len(passes)
     return RingTimes(
         sum(one.seconds for one in passes) / n,

@@ -16,9 +16,12 @@ from typing import Any
 
 from backends.source import ModelCompute
 from offload.budget import BudgetExceeded
+from offload.plan import ResidencyPlan
+from offload.tier_planner import TieredPlan
 from specdec.config import SpecConfig
 from specdec.division import Divider, Division, Shape
 from specdec.drafters.model import MAX_BEAMS
+from specdec.options import CPU, CUDA
 from specdec.pass_model import PassModel
 from specdec.policy import ASSUMED_LEVEL_ACCEPTANCE, MAX_AUTO_NODES
 
@@ -29,6 +32,7 @@ ASSUMED_NGRAM_SHARE = 0.25
 """Of a tree's worth, where n-grams alone draft: most texts repeat themselves only now and then."""
 _TREES = (8, 16, 32, 64, 128)
 _SLOTS = (2, 3, 4, 6, 8)
+_DEVICE_SLOTS = (3, 4)
 _DRAFT_SHARES = (0.5, 0.0)
 _LARGE_DRAFT_BYTES = 64 << 20
 """Of a smaller draft there is nothing to gain in leaving a part on storage."""
@@ -50,6 +54,13 @@ class Figures:
     storage_bytes_per_second: float
     target: ModelCompute
     draft: ModelCompute | None
+    """On the CPU."""
+    gpu_draft: ModelCompute | None = None
+    copy_bytes_per_second: float = 0.0
+    """From pinned host memory to the GPU's, if the target runs there."""
+
+    def draft_on(self, device: str) -> ModelCompute | None:
+        return self.gpu_draft if device == CUDA else self.draft
 
 
 @dataclass(frozen=True)
@@ -74,27 +85,41 @@ class Alternative:
         """What two divisions that are the same have in common."""
         division, target = self.division, self.target.residency
         draft = None if division.draft is None else division.draft.resident_bytes
-        return division.n_drafted, target.n_slots, target.resident_bytes, draft
+        device = division.shape.draft_device if division.draft is not None else None
+        places = division.n_drafted, target.n_slots, target.resident_bytes, draft, device
+        if isinstance(target, TieredPlan):
+            return *places, target.tiers
+        return places
 
     @property
     def name(self) -> str:
         """What is special about it."""
         shape, parts = self.division.shape, []
+        target = self.target.residency
         if self.draft is not None:
-            share = self.draft.residency.resident_bytes / max(1, _layer_bytes(self.draft))
-            parts.append("draft in memory" if share >= 1 else f"{share:.0%} of the draft in memory")
+            parts.append(self._draft_name(self.draft.residency))
         elif shape.n_drafted == 0 or not shape.has_draft:
             parts.append("no draft")
         if shape.n_drafted:
             parts.append(f"room for {shape.n_drafted}")
-        if self.target.residency.n_slots:
-            parts.append(f"{self.target.residency.n_slots} slots")
+        if target.n_slots:
+            parts.append(f"{target.n_slots} slots")
+        if isinstance(target, TieredPlan) and target.n_moving_layers:
+            parts.append(f"{target.tiers.used_device_slots} on the GPU")
         return ", ".join(parts)
+
+    def _draft_name(self, draft: ResidencyPlan) -> str:
+        if isinstance(draft, TieredPlan):
+            return "draft on the GPU"
+        share = draft.resident_bytes / max(1, _layer_bytes(draft))
+        where = "on the CPU" if isinstance(self.target.residency, TieredPlan) else "in memory"
+        return f"draft {where}" if share >= 1 else f"{share:.0%} of the draft {where}"
 
     def to_dict(self) -> dict[str, Any]:
         residency = self.target.residency
         return {
             "name": self.name,
+            "draft_device": self.division.shape.draft_device if self.draft else None,
             "n_slots": residency.n_slots,
             "num_draft_tokens": self.division.n_drafted,
             "draft_resident_bytes": self.draft.residency.resident_bytes if self.draft else 0,
@@ -141,7 +166,7 @@ class Weighing:
         Raises BudgetExceeded with the smallest budget that works.
         """
         self.weighed = []
-        best = self._choose(total_bytes, has_draft=True)
+        best = self._with_draft(total_bytes)
         if best.draft is None:
             return best
         alone = self._weigh(total_bytes, replace(best.division.shape, n_drafted=0, has_draft=False))
@@ -149,19 +174,38 @@ class Weighing:
         # computing alone costs is known less well, and the policy measures it.
         if (
             self._may_leave_out_draft
-            and best.target.residency.n_slots
+            and best.target.residency.n_moving_layers
             and alone.tokens_per_second > _WORTH_LEAVING_OUT * best.tokens_per_second
         ):
-            return self._choose(total_bytes, has_draft=False)
+            return self._choose(total_bytes, has_draft=False, draft_device=CPU)
         return best
 
-    def _choose(self, total_bytes: int, has_draft: bool) -> Alternative:
+    def _with_draft(self, total_bytes: int) -> Alternative:
+        """The best on each of the devices where the draft may be."""
+        found: list[Alternative] = []
+        refusal: BudgetExceeded | None = None
+        for device in self._divider.draft_devices:
+            try:
+                found.append(self._choose(total_bytes, has_draft=True, draft_device=device))
+            except BudgetExceeded as error:
+                refusal = refusal or error
+        if refusal is not None and not found:
+            raise refusal
+        return max(found, key=lambda one: one.tokens_per_second)
+
+    def _choose(self, total_bytes: int, has_draft: bool, draft_device: str) -> Alternative:
         """One dimension after the other, each from the best of those before."""
-        best = self._weigh(total_bytes, Shape(self._divider.least_drafted, has_draft=has_draft))
-        best = self._with_room(total_bytes, best)
+        shape = Shape(self._divider.least_drafted, has_draft=has_draft, draft_device=draft_device)
+        best = self._with_room(total_bytes, self._weigh(total_bytes, shape))
         if best.target.residency.n_slots and not self._fixed_slots:
             best = self._better(total_bytes, best, ({"n_slots": n} for n in _SLOTS))
-        if best.draft is not None and self._divider.draft_layer_bytes > _LARGE_DRAFT_BYTES:
+        residency = best.target.residency
+        if isinstance(residency, TieredPlan) and residency.n_moving_layers:
+            deeper = ({"n_device_slots": n} for n in _DEVICE_SLOTS)
+            best = self._better(total_bytes, best, deeper)
+        # On the GPU a draft is held whole.
+        n_bytes = self._divider.draft_layer_bytes(CPU) if draft_device == CPU else 0
+        if has_draft and n_bytes > _LARGE_DRAFT_BYTES:
             best = self._better(total_bytes, best, ({"draft_share": s} for s in _DRAFT_SHARES))
         return best
 
@@ -213,10 +257,11 @@ class Weighing:
 
 def predict(division: Division, figures: Figures, spec: SpecConfig) -> Alternative:
     """The speed of a division: with the best tree among those that there is room for."""
-    target = PassModel(division.target, figures.target, figures.storage_bytes_per_second)
-    draft = None
-    if division.draft is not None and figures.draft is not None:
-        draft = PassModel(division.draft, figures.draft, figures.storage_bytes_per_second)
+    speeds = figures.storage_bytes_per_second, figures.copy_bytes_per_second
+    target = PassModel(division.target, figures.target, *speeds)
+    draft, draft_compute = None, figures.draft_on(division.shape.draft_device)
+    if division.draft is not None and draft_compute is not None:
+        draft = PassModel(division.draft, draft_compute, *speeds)
     n_room = division.n_drafted
     sizes = [n for n in _TREES if n <= n_room] if spec.num_draft_tokens is None else []
     found = [_predict_tree(division, target, draft, n, spec) for n in sizes or [n_room]]
@@ -273,5 +318,5 @@ def _best_depth(spec: SpecConfig, pass_seconds: float, level_seconds: float, n_d
     )
 
 
-def _layer_bytes(model: PassModel) -> int:
-    return sum(r.n_bytes for layer in model.residency.layers for r in layer.tensors)
+def _layer_bytes(plan: ResidencyPlan) -> int:
+    return sum(r.n_bytes for layer in plan.layers for r in layer.tensors)

@@ -71,6 +71,9 @@ def load(
             prompt_cache_file: KV of the last text, restored from there and saved at the end.
             draft_window: recent tokens that the draft is shown of a long context; all when None.
             load_mode: "auto", "stream", "ram" or "mmap" (GGUF).
+            device: "cpu", "cuda" or "auto": where the target is computed (checkpoints).
+            vram_budget: GPU memory of the whole process, "8GiB", bytes, or "auto" (what is free).
+            draft_device: "cpu", "cuda" or "auto" (what should be faster).
             cache_type_k, cache_type_v: "f16", "q8_0" or "q4_0" (GGUF).
             num_beams: beams that `generate(num_beams=...)` may use; beam_span: tokens that they may
                 be apart. Memory is set aside for num_beams * beam_span live tokens.

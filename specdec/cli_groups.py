@@ -29,6 +29,8 @@ class TargetOptions:
 
     model: options.Model
     memory_budget: options.MemoryBudget = "auto"
+    device: options.Device = "cpu"
+    vram_budget: options.VramBudget = "auto"
     ctx_size: options.CtxSize = None
     threads: options.Threads = None
     prefetch_depth: options.PrefetchDepth = None
@@ -60,6 +62,7 @@ class LoadOptions(TargetOptions):
     accept_threshold: options.AcceptThreshold = None
     draft_ahead: options.DraftAhead = "auto"
     draft_window: options.DraftWindow = None
+    draft_device: options.DraftDevice = "auto"
 
     def __post_init__(self) -> None:
         """Raise SpecdecError for a mistake before anything is started."""

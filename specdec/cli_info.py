@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import asdict
 from datetime import datetime
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +18,15 @@ from specdec.cli_output import write_json, write_text
 from specdec.cli_signature import with_options
 from specdec.enforce import child_environment
 from specdec.entry import COMMAND_NAME
+from specdec.options import CPU, CUDA
 
+if TYPE_CHECKING:
+    from specdec.this_gpu import ThisGpu
+
+
+ProfileDevice = Annotated[
+    str, typer.Option("--device", metavar="cpu|cuda", help="Whose arithmetic is timed.")
+]
 Refresh = Annotated[bool, typer.Option("--refresh", help="Measure again, ignoring the cache.")]
 DemoArguments = Annotated[
     list[str] | None,
@@ -51,6 +59,7 @@ def plan(
 
 def profile(
     model: options.Model,
+    device: ProfileDevice = CPU,
     refresh: Refresh = False,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -59,16 +68,21 @@ def profile(
     from offload.profile import measure_storage
     from specdec.models import resolve_model
     from specdec.storage import largest_weight_file
+    from specdec.this_gpu import ThisGpu
     from specdec.this_machine import ThisMachine, model_formats
 
+    if device not in (CPU, CUDA):
+        raise options.OptionError(f"--device is {device!r}, must be cpu or cuda")
     path = resolve_model(model)
     result = measure_storage(largest_weight_file(path), refresh=refresh)
-    machine = ThisMachine(path, model_formats(path))
+    gpu = ThisGpu(path, model_formats(path)) if device == CUDA else None
+    machine = gpu or ThisMachine(path, model_formats(path))
     if json:
         figures = {
             "dram_bytes_per_second": machine.dram_bytes_per_second,
             "flops_per_second": machine.flops_per_second,
             "memory_bytes": machine.memory_bytes,
+            **({} if gpu is None else _gpu_figures(gpu)),
         }
         write_json({**asdict(result), **figures})
         return
@@ -84,6 +98,18 @@ def profile(
         f"{machine.dram_bytes_per_second / 1e9:.1f} GB/s through one-row products\n"
         f"arithmetic {flops}\n"
     )
+    if gpu is not None:
+        write_text(
+            f"GPU        {format_bytes(gpu.vram_bytes)}, copies from pinned memory "
+            f"{gpu.pcie_bytes_per_second / 1e9:.2f} GB/s; the arithmetic above is the GPU's\n"
+        )
+
+
+def _gpu_figures(gpu: ThisGpu) -> dict[str, float]:
+    return {
+        "vram_bytes": gpu.vram_bytes,
+        "pcie_bytes_per_second": gpu.pcie_bytes_per_second,
+    }
 
 
 def demo(arguments: DemoArguments = None) -> None:

@@ -51,6 +51,23 @@ MemoryBudget = Annotated[
         rich_help_panel=_MEMORY,
     ),
 ]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="cpu|cuda|auto",
+        help="Where the target is computed; auto takes the GPU if there is one for it.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+VramBudget = Annotated[
+    str,
+    typer.Option(
+        "--vram-budget",
+        help="GPU memory of the whole process, e.g. 8GiB; auto takes what is free.",
+        rich_help_panel=_MEMORY,
+    ),
+]
 CtxSize = Annotated[
     int | None,
     typer.Option(
@@ -185,6 +202,15 @@ DraftAhead = Annotated[
         "--draft-ahead",
         metavar="auto|on|off",
         help="Draft while the target's pass runs; auto does where that was measured to pay.",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+DraftDevice = Annotated[
+    str,
+    typer.Option(
+        "--draft-device",
+        metavar="cpu|cuda|auto",
+        help="Where the draft model is computed; auto takes what should be faster.",
         rich_help_panel=_SPECULATION,
     ),
 ]

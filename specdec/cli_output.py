@@ -81,8 +81,10 @@ def perf_line(stats: Mapping[str, Any]) -> str:
         f"{stats['tokens_per_second']:.2f} tok/s",
         f"{stats['mean_acceptance_length']:.2f} tokens/pass",
         f"{stats['bytes_streamed'] / 1e9:.1f} GB streamed",
+        *_copied(stats),
         f"stall {stall_share(stats):.0%}",
-        _memory(stats["peak_memory_bytes"], stats["memory_budget_bytes"]),
+        _memory("peak", stats["peak_memory_bytes"], stats["memory_budget_bytes"]),
+        *_vram(stats),
         *(() if stats["is_lossless"] else ("LOSSY (--accept-threshold)",)),
     ]
     return " | ".join(parts)
@@ -95,6 +97,16 @@ def stall_share(stats: Mapping[str, Any]) -> float:
     return min(stats["stall_seconds"] / seconds, 1.0) if seconds > 0 else 0.0
 
 
-def _memory(peak_bytes: int, budget_bytes: int | None) -> str:
+def _copied(stats: Mapping[str, Any]) -> list[str]:
+    n_bytes = stats.get("bytes_copied_to_device", 0)
+    return [f"{n_bytes / 1e9:.1f} GB copied"] if n_bytes else []
+
+
+def _vram(stats: Mapping[str, Any]) -> list[str]:
+    peak_bytes = stats.get("vram_peak_bytes", 0)
+    return [_memory("VRAM", peak_bytes, stats["vram_budget_bytes"])] if peak_bytes else []
+
+
+def _memory(name: str, peak_bytes: int, budget_bytes: int | None) -> str:
     limit = f" of {budget_bytes / GIB:.2f}" if budget_bytes else ""
-    return f"peak {peak_bytes / GIB:.2f}{limit} GiB"
+    return f"{name} {peak_bytes / GIB:.2f}{limit} GiB"

@@ -6,22 +6,27 @@ of both models. What is left holds layers. The draft's come first, because draft
 for every level of a tree; what of them does not fit, or is not wanted in memory, streams. The
 target gets the rest: a ring of slots through which its layers stream, and as many pinned tensors as
 fit. How much goes to each is a `Shape`, and `specdec.alternatives` chooses it.
+
+With a GPU there are two ledgers. What is computed there is in its own, of VRAM, which is divided
+first; layers for which it has no room are the host's to hold or to stream, in pinned memory.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
 from backends.source import ModelSource
 from offload.budget import BudgetExceeded, MemoryBudget, format_up
 from offload.memory import process_memory
-from offload.plan import DEFAULT_N_SLOTS, ResidencyPlan, plan_residency
+from offload.plan import ResidencyPlan
+from offload.tier_planner import VRAM
+from offload.tiers import DEFAULT_N_DEVICE_SLOTS
 from offload.units import MIB
-from specdec.drafters.candidates import MAX_NOISE_POSITIONS
-from specdec.drafters.model import MAX_BEAMS
-from specdec.drafters.window import draft_context_size
-from specdec.options import RunOptions
+from specdec.memory_parts import Parts, PartsOfRun
+from specdec.options import CPU, CUDA, RunOptions
+from specdec.tenants import GpuResident, GpuTenant, HostTenant, Rings, Tenant
 
 DEFAULT_CTX_SIZE = 2048
 HEADROOM_BYTES = 192 * MIB
@@ -31,11 +36,10 @@ SMALL_TREE = 8
 _SMALLEST_STEP_BYTES = 16 * MIB
 """The smallest budget leaves as much over, and is rounded up to it: the base varies a little."""
 _LEAST_ADVISED_CTX = 256
-_RUNS_PER_NODE = 6
-_PROBABILITY_BYTES = 8  # float64
-_RANKED_LOGIT_BYTES = 4 + 8  # float32 and int64
-_NOISE_BYTES = 4  # float32
-_PLENTY_BYTES = 1 << 62
+CUDA_CONTEXT_BYTES = 512 * MIB
+"""Of VRAM, beside what torch allocates: the driver's context and the loaded kernels. Assumed."""
+VRAM_HEADROOM_BYTES = 256 * MIB
+"""Workspaces of matrix products, and what the allocator rounds up."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,32 @@ class Shape:
     draft_share: float = 1.0
     """Of the draft's layers that are in memory, where there is room for them."""
     has_draft: bool = True
+    draft_device: str = CPU
+    n_device_slots: int = DEFAULT_N_DEVICE_SLOTS
+    """Of the target's ring on the GPU, if it runs there."""
+
+    @property
+    def rings(self) -> Rings:
+        """Of the target."""
+        return Rings(self.n_slots, self.n_device_slots)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that the target runs on."""
+
+    vram_bytes: int
+    """What the process may take of its memory."""
+    vram_source: str
+    """Where that figure comes from."""
+    target: ModelSource
+    """As it runs there."""
+    cpu_draft: ModelSource | None = None
+    """The draft as it would run beside the GPU; None where it must not."""
+    draft: ModelSource | None = None
+    """The draft as it would run there; None where it cannot."""
+    host_bytes: int = 0
+    """What its libraries take of host memory and the process does not take yet."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +92,10 @@ class Division:
     shape: Shape
     smallest_bytes: int
     """The smallest budget that works."""
+    vram: MemoryBudget | None = None
+    """The GPU's ledger, if the target runs there."""
+    smallest_vram_bytes: int = 0
+    """The smallest VRAM budget that works."""
 
     @property
     def n_drafted(self) -> int:
@@ -69,76 +103,13 @@ class Division:
         return self.shape.n_drafted
 
 
-@dataclass(frozen=True)
-class _Tenant:
-    """A model that wants memory for its layers."""
-
-    source: ModelSource
-    load_mode: str
-    n_slots: int | None
-    """What the user fixed."""
-
-    @cached_property
-    def everything(self) -> ResidencyPlan:
-        """All layers in memory; knows the least that streaming takes, too."""
-        return plan_residency(self.source.layers, _PLENTY_BYTES, n_slots=self.n_slots)
-
-    @cached_property
-    def least_bytes(self) -> int:
-        """Enough to run: all streamed, or all resident where that is less or asked for."""
-        if self.load_mode == "mmap":
-            return 0
-        if self.load_mode == "ram":
-            return self.everything.total_bytes
-        streamed = self.everything.smallest_bytes + self.overhead_bytes(self.n_slots)
-        return min(self.everything.total_bytes, streamed)
-
-    def overhead_bytes(self, n_slots: int | None) -> int:
-        """What streaming takes beside a ring of that depth."""
-        return self.source.streaming_overhead_bytes(n_slots or DEFAULT_N_SLOTS)
-
-    def place(self, available_bytes: int, n_slots: int | None = None) -> ResidencyPlan:
-        """The layers' places within so much memory, which is at least `least_bytes`.
-
-        Raises BudgetExceeded where a ring of `n_slots` does not fit.
-        """
-        everything = self.everything
-        if self.load_mode in ("mmap", "ram") or everything.total_bytes <= available_bytes:
-            return everything
-        n_slots = self.n_slots or n_slots
-        left = available_bytes - self.overhead_bytes(n_slots)
-        return plan_residency(self.source.layers, left, n_slots=n_slots)
-
-    def share_bytes(self, share: float) -> int:
-        """Memory for that share of the layers, at least what it takes to run."""
-        return max(self.least_bytes, int(share * self.everything.total_bytes))
-
-    def reserve(
-        self, budget: MemoryBudget, plan: ResidencyPlan, n_slots: int | None, prefix: str
-    ) -> None:
-        """Set aside what `place` planned for."""
-        if self.load_mode == "mmap":
-            return
-        budget.reserve(f"{prefix}pinned layers", plan.resident_bytes)
-        budget.reserve(f"{prefix}ring", plan.ring_bytes)
-        if plan.n_slots:
-            budget.reserve(f"{prefix}paging", self.overhead_bytes(self.n_slots or n_slots))
-
-
-def most_draft_nodes(n_drafted: int, most_leaves: int | None) -> int:
-    """Most nodes that the draft runs for one tree of the target, of which it keeps the KV.
-
-    A tree of the best n nodes takes about 2n runs to find, 5n at most of those observed; the rest
-    is for drafting ahead.
-    """
-    n_nodes = _RUNS_PER_NODE * max(MAX_BEAMS, 1 + n_drafted)
-    return n_nodes if most_leaves is None else min(n_nodes, most_leaves)
-
-
 class Divider:
     """Divides budgets for one pair of models and one set of options.
 
-    `base_bytes` is what the process takes already; measured unless given.
+    Args:
+        target, draft: as they run on the CPU.
+        base_bytes: what the process takes already; measured unless given.
+        gpu: where the target runs instead, and perhaps the draft.
     """
 
     def __init__(
@@ -147,17 +118,34 @@ class Divider:
         draft: ModelSource | None,
         options: RunOptions,
         base_bytes: int | None = None,
+        gpu: Gpu | None = None,
     ) -> None:
         self._options = options
-        self._target = _Tenant(target, options.load_mode, options.prefetch_depth)
-        self._draft = None if draft is None else _Tenant(draft, "auto", None)
+        self._gpu = gpu
+        how = options.load_mode, options.prefetch_depth
+        self._target: Tenant = (
+            HostTenant(target, *how) if gpu is None else GpuTenant(gpu.target, *how)
+        )
+        self._parts_of = PartsOfRun(self._target.source, options, is_on_gpu=gpu is not None)
+        self._drafts: dict[str, Tenant] = {}
+        """By device."""
+        cpu_draft = draft if gpu is None else gpu.cpu_draft
+        if cpu_draft is not None:
+            self._drafts[CPU] = HostTenant(cpu_draft, "auto", None)
+        if gpu is not None and gpu.draft is not None:
+            self._drafts[CUDA] = GpuResident(gpu.draft, "ram", None)
         self._ctx_size = min(options.ctx_size or DEFAULT_CTX_SIZE, target.max_context)
         self._base_bytes = process_memory().rss_bytes if base_bytes is None else base_bytes
+        self._base_bytes += 0 if gpu is None else gpu.host_bytes
 
     @property
-    def draft_layer_bytes(self) -> int:
-        """Memory that holds all of the draft's layers; 0 without a draft."""
-        return 0 if self._draft is None else self._draft.everything.total_bytes
+    def draft_devices(self) -> tuple[str, ...]:
+        """Where the draft may run; (CPU,) without a draft too."""
+        return tuple(self._drafts) or (CPU,)
+
+    def draft_layer_bytes(self, device: str) -> int:
+        """Memory that holds all of the draft's layers; 0 without a draft there."""
+        return self._drafts[device].all_bytes if device in self._drafts else 0
 
     @property
     def least_drafted(self) -> int:
@@ -172,78 +160,122 @@ class Divider:
 
         Raises BudgetExceeded with the smallest budget that works.
         """
-        draft = self._draft if shape.has_draft else None
-        parts = self._parts(self._ctx_size, shape.n_drafted, draft)
-        needed = self._needed(parts, draft)
+        parts = self._parts(self._ctx_size, shape)
+        vram = self._divide_vram(parts, shape)
+        needed = self._needed(parts, shape, vram)
         if needed > total_bytes:
-            advice = self._advice(needed, shape)
+            advice = self._advice(needed, shape, vram)
             raise BudgetExceeded("this run", needed, total_bytes, self.smallest_bytes, advice)
         budget = MemoryBudget(total_bytes, self._base_bytes, HEADROOM_BYTES)
-        for name, n_bytes in parts.items():
+        for name, n_bytes in parts.host.items():
             budget.reserve(name, n_bytes)
-        draft_plan = None
-        if draft is not None:
-            left = budget.available_bytes - self._target.least_bytes
-            draft_plan = draft.place(min(left, draft.share_bytes(shape.draft_share)))
-            draft.reserve(budget, draft_plan, None, "draft ")
-        target_plan = self._target.place(budget.available_bytes, shape.n_slots)
-        self._target.reserve(budget, target_plan, shape.n_slots, "")
-        return Division(budget, target_plan, draft_plan, self._ctx_size, shape, self.smallest_bytes)
+        draft_plan = self._place_draft(budget, vram, shape)
+        device_bytes = 0 if vram is None else vram.available_bytes
+        target_plan = self._target.place(budget.available_bytes, device_bytes, shape.rings)
+        self._target.reserve(budget, vram, target_plan, shape.rings, "")
+        return Division(
+            budget,
+            target_plan,
+            draft_plan,
+            self._ctx_size,
+            shape,
+            self.smallest_bytes,
+            vram,
+            self.smallest_vram_bytes,
+        )
 
     @cached_property
     def smallest_bytes(self) -> int:
         """The smallest budget that works: with the smallest tree and the least of both models."""
-        parts = self._parts(self._ctx_size, self.least_drafted, self._draft)
-        needed = self._needed(parts, self._draft)
-        return (-(-needed // _SMALLEST_STEP_BYTES) + 1) * _SMALLEST_STEP_BYTES
+        needed = []
+        for shape in self._least_shapes:
+            parts = self._parts(self._ctx_size, shape)
+            with suppress(BudgetExceeded):  # the VRAM budget has no room for the draft
+                needed.append(self._needed(parts, shape, self._divide_vram(parts, shape)))
+        return _rounded(min(needed, default=0))
 
-    def _needed(self, parts: dict[str, int], draft: _Tenant | None) -> int:
-        least = self._target.least_bytes + (draft.least_bytes if draft else 0)
-        return self._base_bytes + HEADROOM_BYTES + sum(parts.values()) + least
+    @cached_property
+    def smallest_vram_bytes(self) -> int:
+        """The smallest VRAM budget that works; 0 without a GPU."""
+        if self._gpu is None:
+            return 0
+        return _rounded(
+            min(
+                self._needed_vram(self._parts(self._ctx_size, shape), shape)
+                for shape in self._least_shapes
+            )
+        )
 
-    def _parts(
-        self, ctx_size: int, n_drafted: int, draft: _Tenant | None, cache_type: str | None = None
-    ) -> dict[str, int]:
-        """Bytes of everything but the layers, by name."""
-        target = self._target.source
-        n_nodes = self._options.target_nodes(n_drafted)
-        n_rows = self._options.target_rows(n_drafted)
-        parts = {
-            "target embeddings and head": target.outer_bytes,
-            "target KV cache": target.kv_bytes(ctx_size, n_nodes, cache_type),
-            "target activations": target.scratch_bytes(ctx_size, n_rows, n_nodes),
-        }
-        if draft is not None:
-            model = draft.source
-            parts["draft embeddings and head"] = model.outer_bytes
-            n_run = most_draft_nodes(n_drafted, model.max_tree_leaves)
-            window = self._options.spec.draft_window
-            draft_ctx = draft_context_size(window, ctx_size, model.max_context, n_run)
-            parts["draft KV cache"] = model.kv_bytes(draft_ctx, n_run)
-            parts["draft activations"] = model.scratch_bytes(draft_ctx, MAX_BEAMS, n_run)
-            parts["draft probabilities"] = self._probability_bytes(model, n_drafted)
-        return parts
+    @property
+    def _least_shapes(self) -> list[Shape]:
+        return [Shape(self.least_drafted, draft_device=device) for device in self.draft_devices]
 
-    def _probability_bytes(self, draft: ModelSource, n_drafted: int) -> int:
-        """What drafting keeps beside the draft's logits.
+    def _draft(self, shape: Shape) -> Tenant | None:
+        return self._drafts.get(shape.draft_device) if shape.has_draft else None
 
-        The rules of chains keep the row that each token was drawn from. A tree's level is ranked
-        on a copy of its logits, whose order is one int64 for each, with the noise of the
-        positions that its nodes may have.
-        """
-        spec, n_tokens = self._options.spec, min(draft.vocab_size, self._target.source.vocab_size)
-        if spec.draws_chains:
-            return min(n_drafted, spec.depth) * n_tokens * _PROBABILITY_BYTES
-        noise = MAX_NOISE_POSITIONS * n_tokens * _NOISE_BYTES
-        return MAX_BEAMS * n_tokens * _RANKED_LOGIT_BYTES + noise
+    def _place_draft(
+        self, budget: MemoryBudget, vram: MemoryBudget | None, shape: Shape
+    ) -> ResidencyPlan | None:
+        draft = self._draft(shape)
+        if draft is None:
+            return None
+        left = budget.available_bytes - self._least_of_target(shape, vram)
+        wanted = int(shape.draft_share * draft.all_bytes)
+        device_bytes = draft.least_device_bytes(Rings())
+        wanted = max(draft.least_bytes(device_bytes, Rings()), wanted)
+        plan = draft.place(min(left, wanted), device_bytes, Rings())
+        draft.reserve(budget, vram, plan, Rings(), "draft ")
+        return plan
 
-    def _advice(self, needed: int, shape: Shape) -> str:
+    def _divide_vram(self, parts: Parts, shape: Shape) -> MemoryBudget | None:
+        """The GPU's ledger, with all but the layers. Raises BudgetExceeded where these do not fit
+        in their least form."""
+        if self._gpu is None:
+            return None
+        total_bytes, needed = self._gpu.vram_bytes, self._needed_vram(parts, shape)
+        if needed > total_bytes:
+            raise BudgetExceeded(
+                "this run", needed, total_bytes, self.smallest_vram_bytes, ledger=VRAM
+            )
+        vram = MemoryBudget(total_bytes, CUDA_CONTEXT_BYTES, VRAM_HEADROOM_BYTES, ledger=VRAM)
+        for name, n_bytes in parts.gpu.items():
+            vram.reserve(name, n_bytes)
+        return vram
+
+    def _needed_vram(self, parts: Parts, shape: Shape) -> int:
+        draft = self._draft(shape)
+        least = self._target.least_device_bytes(shape.rings)
+        least += draft.least_device_bytes(Rings()) if draft else 0
+        return CUDA_CONTEXT_BYTES + VRAM_HEADROOM_BYTES + sum(parts.gpu.values()) + least
+
+    def _needed(self, parts: Parts, shape: Shape, vram: MemoryBudget | None) -> int:
+        draft = self._draft(shape)
+        least = self._least_of_target(shape, vram)
+        least += draft.least_bytes(draft.least_device_bytes(Rings()), Rings()) if draft else 0
+        return self._base_bytes + HEADROOM_BYTES + sum(parts.host.values()) + least
+
+    def _least_of_target(self, shape: Shape, vram: MemoryBudget | None) -> int:
+        """Of host memory, once the draft has its part of the GPU's."""
+        draft = self._draft(shape)
+        device_bytes = 0 if vram is None else vram.available_bytes
+        device_bytes -= draft.least_device_bytes(Rings()) if draft else 0
+        return self._target.least_bytes(device_bytes, shape.rings)
+
+    def _parts(self, ctx_size: int, shape: Shape, cache_type: str | None = None) -> Parts:
+        draft = self._draft(shape)
+        return self._parts_of.parts(
+            ctx_size,
+            shape.n_drafted,
+            None if draft is None else draft.source,
+            is_draft_on_gpu=shape.draft_device == CUDA,
+            cache_type=cache_type,
+        )
+
+    def _advice(self, needed: int, shape: Shape, vram: MemoryBudget | None) -> str:
         """Which smaller context or KV format would help, and by how much."""
-        draft = self._draft if shape.has_draft else None
 
         def with_change(ctx_size: int, cache_type: str | None = None) -> int:
-            parts = self._parts(ctx_size, shape.n_drafted, draft, cache_type)
-            return self._needed(parts, draft)
+            return self._needed(self._parts(ctx_size, shape, cache_type), shape, vram)
 
         found = []
         half = self._ctx_size // 2
@@ -254,3 +286,8 @@ class Divider:
             found.append((with_change(self._ctx_size, cache_type), flags))
         worth = [(n, flags) for n, flags in found if needed - n >= _SMALLEST_STEP_BYTES]
         return "".join(f"; with {flags} it is {format_up(n)}" for n, flags in worth)
+
+
+def _rounded(n_bytes: int) -> int:
+    """Up, with a step to spare."""
+    return (-(-n_bytes // _SMALLEST_STEP_BYTES) + 1) * _SMALLEST_STEP_BYTES

@@ -15,6 +15,8 @@ from specdec.assembly import make_controller
 from specdec.beam_decoder import BeamDecoder, Hypothesis, check_beams
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.drafters.base import Drafter
+from specdec.gpu import vram_peak_bytes
+from specdec.options import CUDA
 from specdec.sampling import Sampler
 from specdec.sequences import GeneratedSequence, GenerationResult, StreamChunk, sequence_seed
 from specdec.stats import GenerationStats
@@ -252,6 +254,10 @@ class GenerationStream:
         return self._recorder.finish(
             bytes_streamed=use.bytes_streamed - before.bytes_streamed,
             stall_seconds=use.stall_seconds - before.stall_seconds,
+            bytes_copied_to_device=use.bytes_copied - before.bytes_copied,
+            copy_stall_seconds=use.copy_stall_seconds - before.copy_stall_seconds,
+            vram_peak_bytes=vram_peak_bytes() if llm.plan.device == CUDA else 0,
+            vram_budget_bytes=llm.plan.vram_budget_bytes,
             peak_memory_bytes=process_memory().peak_rss_bytes,
             memory_budget_bytes=llm.plan.budget_bytes,
             kv_bytes=kv_bytes,

@@ -9,9 +9,10 @@ from backends.shared_source import SharedSource
 from backends.source import Loading
 from offload.plan import ResidencyPlan
 from specdec.config import ConfigError, SpecConfig
-from specdec.division import most_draft_nodes
 from specdec.drafters.model import MAX_BEAMS
 from specdec.drafters.window import DraftWindow, draft_context_size
+from specdec.gpu import gpu_loading
+from specdec.memory_parts import most_draft_nodes
 from specdec.options import RunOptions
 from specdec.planning import PlannedModels
 from specdec.run_plan import RunPlan
@@ -33,6 +34,7 @@ def load_target(planned: PlannedModels, options: RunOptions, progress: Any = Non
             load_mode=_target_load_mode(options.load_mode, plan.residency),
             n_readers=options.io_threads,
             progress=progress,
+            **gpu_loading(plan, plan.residency),
         )
     )
 
@@ -59,6 +61,7 @@ def load_draft(
         max_nodes=n_nodes,
         max_rows=MAX_BEAMS,
         load_mode="stream" if residency.n_slots else "ram",
+        **gpu_loading(plan, residency),
     )
     window = DraftWindow.fitting(wanted, context, target.max_context, n_nodes)
     return source.load(loading), window

@@ -14,6 +14,8 @@ from specdec.config import ConfigError, SpecConfig
 from specdec.models import SELF_DRAFT, is_self_draft
 from specdec.sampling_checks import MAX_BEAMS
 
+CPU, CUDA, AUTO = "cpu", "cuda", "auto"
+DEVICES = (CPU, CUDA, AUTO)
 MAX_THREADS = 256
 MAX_IO_THREADS = 64
 MAX_PREFETCH_DEPTH = 64
@@ -38,6 +40,12 @@ class RunOptions:
     prompt_cache_file: str | Path | None = None
     num_beams: int = 1
     beam_span: int = DEFAULT_BEAM_SPAN
+    device: str = CPU
+    """Where the target's passes are computed, from DEVICES."""
+    draft_device: str = AUTO
+    """Where drafting is; AUTO: wherever that should be faster."""
+    vram_budget: str | int = AUTO
+    """Of GPU memory, for the whole process."""
     may_leave_out_draft: bool = False
     """The plan decides whether the draft model is worth its memory: nothing about it was fixed."""
 
@@ -80,9 +88,13 @@ def run_options(
     beam_span: int = DEFAULT_BEAM_SPAN,
     draft_window: int | None = None,
     prompt_cache_file: str | Path | None = None,
+    device: str = CPU,
+    draft_device: str = AUTO,
+    vram_budget: str | int = AUTO,
 ) -> RunOptions:
     """The options that these keywords mean. Raises ConfigError for contradictions."""
     is_automatic = spec_type is None and num_draft_tokens is None and acceptance == "match"
+    is_automatic = is_automatic and draft_device == AUTO
     if spec_type is None:
         spec_type = ("draft", "ngram") if draft_model is not None else ("ngram",)
     draft_model, draft_window = _split_self(draft_model, draft_window)
@@ -111,6 +123,7 @@ def run_options(
         _check_count(name, value, most)
     if memory_budget != "auto" and parse_bytes(memory_budget) == 0:
         raise ConfigError(f"memory_budget is {memory_budget}, must be positive: try 2GiB, or auto")
+    _check_devices(device, draft_device, vram_budget)
     _check_choice("load_mode", load_mode, LOAD_MODES)
     _check_choice("cache_type_k", cache_type_k, (None, *CACHE_TYPES))
     _check_choice("cache_type_v", cache_type_v, (None, *CACHE_TYPES))
@@ -131,7 +144,17 @@ def run_options(
         prompt_cache_file=prompt_cache_file,
         # A target that drafts for itself takes next to no memory for it.
         may_leave_out_draft=is_automatic and draft_model not in (None, SELF_DRAFT),
+        device=device,
+        draft_device=draft_device,
+        vram_budget=vram_budget,
     )
+
+
+def _check_devices(device: str, draft_device: str, vram_budget: str | int) -> None:
+    _check_choice("device", device, DEVICES)
+    _check_choice("draft_device", draft_device, DEVICES)
+    if vram_budget != AUTO and parse_bytes(vram_budget) == 0:
+        raise ConfigError(f"vram_budget is {vram_budget}, must be positive: try 8GiB, or auto")
 
 
 def _split_self(

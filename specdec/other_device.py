@@ -3,6 +3,8 @@
 What is known of the device takes the place of what would be measured here; what is not (a preset of
 a storage alone) is this machine's. The most useful upgrade is found by planning again with each
 figure doubled.
+
+A device with VRAM computes on its GPU: its profile tells of no other arithmetic.
 """
 
 from __future__ import annotations
@@ -13,17 +15,22 @@ from typing import Any
 
 from backends.compute_profile import ComputeCurve
 from backends.source import ModelCompute, ModelSource
-from offload.units import format_bytes, parse_bytes
+from offload.units import GIB, format_bytes, parse_bytes
 from specdec.alternatives import Figures
 from specdec.device_file import find_device
 from specdec.devices import DeviceError, DeviceSpec, complete
-from specdec.options import RunOptions, run_options
-from specdec.planning import OpenedPair, make_plan, open_pair
+from specdec.division import Gpu
+from specdec.gpu import check_no_gpu_options, gpu_for
+from specdec.opened import OpenedPair
+from specdec.options import AUTO, CPU, CUDA, RunOptions, run_options
+from specdec.planning import make_plan, open_pair
 from specdec.run_plan import RunPlan
 from specdec.this_machine import ThisMachine, matrix_formats
 
 _ARITHMETIC = {"dram_bytes_per_second", "flops_per_second"}
 _NO_GAIN = 1.02
+_CUDA_HOST_BYTES = GIB
+"""Assumed: what the libraries of a GPU take of host memory; on the device itself it is measured."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,8 @@ class DevicePlan:
     def lines(self) -> list[str]:
         device = self.device
         lines = [f"on {device.name}: storage {device.storage_bytes_per_second / 1e9:.2f} GB/s"]
+        if device.pcie_bytes_per_second:
+            lines[0] += f", copies to its GPU {device.pcie_bytes_per_second / 1e9:.2f} GB/s"
         if device.from_this_machine:
             names = ", ".join(name.replace("_", " ") for name in device.from_this_machine)
             lines[0] += f"; of this machine: {names}"
@@ -81,28 +90,31 @@ def plan_on(
     asked = run_options(model, draft_model, **options)
     pair = open_pair(asked)
     device = _find(device_name, asked, pair)
-    figures = _figures(device, pair)
+    gpu = _gpu(device, asked, pair)
+    figures = _figures(device, pair, gpu)
     if asked.memory_budget == "auto":
         total_bytes, source = device.memory_bytes, f"all memory of {device.name}"
     else:
         total_bytes, source = parse_bytes(asked.memory_budget), "as asked"
 
-    def plan_for(changed: Figures, n_bytes: int) -> RunPlan:
-        return make_plan(asked, pair, changed, n_bytes, source)
+    def plan_for(
+        changed: Figures = figures, n_bytes: int = total_bytes, other_gpu: Gpu | None = gpu
+    ) -> RunPlan:
+        return make_plan(asked, pair, changed, n_bytes, source, other_gpu)
 
-    plan = plan_for(figures, total_bytes)
+    plan = plan_for()
+    storage = replace(figures, storage_bytes_per_second=2 * figures.storage_bytes_per_second)
     doubled = {
-        "storage bandwidth": (
-            replace(figures, storage_bytes_per_second=2 * figures.storage_bytes_per_second),
-            total_bytes,
-        ),
-        f"memory budget ({format_bytes(2 * total_bytes)})": (figures, 2 * total_bytes),
-        "compute (arithmetic and memory bandwidth)": (_twice_as_fast(figures), total_bytes),
+        "storage bandwidth": plan_for(storage),
+        f"memory budget ({format_bytes(2 * total_bytes)})": plan_for(n_bytes=2 * total_bytes),
+        "compute (arithmetic and memory bandwidth)": plan_for(_twice_as_fast(figures)),
     }
-    upgrades = [
-        Upgrade(name, plan_for(*change).predicted_tokens_per_second)
-        for name, change in doubled.items()
-    ]
+    if gpu is not None:
+        link = replace(figures, copy_bytes_per_second=2 * figures.copy_bytes_per_second)
+        larger = replace(gpu, vram_bytes=2 * gpu.vram_bytes)
+        doubled["bandwidth to the GPU"] = plan_for(link)
+        doubled[f"VRAM ({format_bytes(larger.vram_bytes)})"] = plan_for(other_gpu=larger)
+    upgrades = [Upgrade(name, one.predicted_tokens_per_second) for name, one in doubled.items()]
     upgrades.sort(key=lambda one: -one.tokens_per_second)
     return DevicePlan(plan, device, tuple(upgrades))
 
@@ -111,29 +123,53 @@ def _find(name: str, options: RunOptions, pair: OpenedPair) -> DeviceSpec:
     target = pair.target.source
     records = [record for layer in target.layers for record in layer.tensors]
     machine = ThisMachine(target.path, matrix_formats(records), options.backend.n_threads)
-    device = complete(find_device(name), machine)
-    if device.vram_bytes:
+    return complete(find_device(name), machine)
+
+
+def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | None:
+    if not device.vram_bytes:
+        check_no_gpu_options(replace(options, device=CPU))
+        return None
+    if options.draft_device == CPU and pair.draft is not None:
         raise DeviceError(
-            f"{name} computes on a GPU, which plans do not know: `specdec analyze --on {name}` "
-            "says what binds there"
+            f"{device.name} tells of its GPU's arithmetic and not of its processor's: plan with "
+            "the draft on the GPU too (leave --draft-device out)"
         )
-    return device
+    on_gpu = replace(options, draft_device=CUDA)
+    n_bytes, source = device.vram_bytes, f"all VRAM of {device.name}"
+    if options.vram_budget != AUTO:
+        n_bytes, source = parse_bytes(options.vram_budget), "as asked"
+    return gpu_for(on_gpu, pair, n_bytes, source, _CUDA_HOST_BYTES)
 
 
-def _figures(device: DeviceSpec, pair: OpenedPair) -> Figures:
+def _figures(device: DeviceSpec, pair: OpenedPair, gpu: Gpu | None) -> Figures:
     target, draft = pair.sources
+    if gpu is not None:
+        return Figures(
+            device.storage_bytes_per_second,
+            _compute(device, gpu.target),
+            None,
+            None if gpu.draft is None else _compute(device, gpu.draft, gpu.target),
+            device.pcie_bytes_per_second or 0.0,
+        )
     return Figures(
         device.storage_bytes_per_second,
         _compute(device, target),
-        None if draft is None else _compute(device, draft),
+        None if draft is None else _compute(device, draft, target),
     )
 
 
-def _compute(device: DeviceSpec, source: ModelSource) -> ModelCompute:
-    """The device's own, or where only its storage is known, what is measured here."""
+def _compute(
+    device: DeviceSpec, source: ModelSource, lender: ModelSource | None = None
+) -> ModelCompute:
+    """The device's own, or where only its storage is known, what is measured here.
+
+    lender: whose layers a source without any of its own shares.
+    """
     if set(device.from_this_machine) >= _ARITHMETIC:
         return source.measure_compute(beside_reads=False)
-    records = [record for layer in source.layers for record in layer.tensors]
+    layers = source.layers or (() if lender is None else lender.layers)
+    records = [record for layer in layers for record in layer.tensors]
     n_bytes = sum(record.n_bytes for record in records)
     one = device.pass_compute(records)
     curve = ComputeCurve.linear(one.fixed_seconds / n_bytes, one.seconds_per_row / n_bytes)
@@ -144,5 +180,7 @@ def _twice_as_fast(figures: Figures) -> Figures:
     def twice(compute: ModelCompute) -> ModelCompute:
         return replace(compute, per_byte=compute.per_byte.times(0.5))
 
-    draft = None if figures.draft is None else twice(figures.draft)
-    return replace(figures, target=twice(figures.target), draft=draft)
+    draft, gpu_draft = (
+        None if one is None else twice(one) for one in (figures.draft, figures.gpu_draft)
+    )
+    return replace(figures, target=twice(figures.target), draft=draft, gpu_draft=gpu_draft)

@@ -1,7 +1,8 @@
 """T_pass(N): how long a pass of N rows takes a model whose layers are placed as planned.
 
 Every layer is read, as far as it streams, and multiplied with: the ring of slots is simulated over
-their real order and sizes (`offload.ring_model`), with this machine's bandwidth and arithmetic.
+their real order and sizes (`offload.ring_model`), with this machine's bandwidth and arithmetic. On
+a GPU layers are copied to its memory as well (`offload.tier_model`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from dataclasses import dataclass, field
 from backends.source import ModelCompute
 from offload.plan import ResidencyPlan
 from offload.ring_model import LayerWork, Overlap, RingTimes, simulate_passes
+from offload.tier_model import TierWork, simulate_tiers
+from offload.tier_planner import TieredPlan
+from offload.tiers import TierPlan
 from specdec.policy import PassCost
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -26,6 +30,8 @@ class PassModel:
     residency: ResidencyPlan
     compute: ModelCompute
     storage_bytes_per_second: float
+    copy_bytes_per_second: float = 0.0
+    """From pinned host memory to a GPU's; used where the plan has tiers."""
     _known: dict[tuple[int, float], RingTimes] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -47,7 +53,7 @@ class PassModel:
 
     def cost(self) -> PassCost:
         """As the larger of two: one row's pass, and a line through those that rows hold up."""
-        if not self.residency.n_streamed_layers:  # nothing hides rows: a few of them count
+        if not self.residency.n_moving_layers:  # nothing hides rows: a few of them count
             return PassCost(0.0, *_line(1, self.seconds(1), _FEW_ROWS, self.seconds(_FEW_ROWS)))
         seconds = {n: self.seconds(n) for n in _ROWS}
         floor = seconds[1]
@@ -59,6 +65,8 @@ class PassModel:
         return PassCost(floor, *_line(low, line[low], high, line[high]))
 
     def _simulate(self, n_rows: int, gap_seconds: float) -> RingTimes:
+        if isinstance(self.residency, TieredPlan):
+            return self._simulate_tiers(self.residency.tiers, n_rows, gap_seconds)
         per_byte = self.compute.per_byte
         seconds = per_byte.seconds(n_rows)
         moving = self.compute.seconds_per_streamed_byte
@@ -76,6 +84,25 @@ class PassModel:
             outer_seconds=seconds * self.compute.head_bytes,
             gap_seconds=gap_seconds,
             overlap=Overlap(compute=per_byte.beside_factor(n_rows)),
+        )
+
+    def _simulate_tiers(self, plan: TierPlan, n_rows: int, gap_seconds: float) -> RingTimes:
+        """On a GPU, whose arithmetic neither reads nor copies slow down."""
+        seconds = self.compute.per_byte.seconds(n_rows)
+        layers = [
+            TierWork(
+                layer.streamed_bytes / self.storage_bytes_per_second,
+                layer.copied_bytes / self.copy_bytes_per_second,
+                seconds * sum(record.n_bytes for record in layer.tensors),
+            )
+            for layer in plan.layers
+        ]
+        return simulate_tiers(
+            layers,
+            plan.used_pinned_slots,
+            plan.used_device_slots,
+            outer_seconds=seconds * self.compute.head_bytes,
+            gap_seconds=gap_seconds,
         )
 
     def _compute_seconds(self, n_rows: int) -> float:

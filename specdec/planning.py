@@ -20,26 +20,16 @@ from specdec.allocator import free_large_blocks_at_once, give_back_freed
 from specdec.alternatives import Alternative, Figures, Weighing
 from specdec.compat import compare_vocabularies
 from specdec.config import ConfigError
-from specdec.division import Divider, Division
+from specdec.division import Divider, Division, Gpu
 from specdec.formats import OpenedModel, open_model
+from specdec.gpu import find_gpu, measure_with_gpu, placed
 from specdec.models import SELF_DRAFT
+from specdec.opened import OpenedPair
 from specdec.options import RunOptions, run_options
 from specdec.run_plan import RunPlan
 
 _WORTH_SAYING = 1.05
 """How much faster a run without the draft has to be for the plan to say so."""
-
-
-@dataclass(frozen=True)
-class OpenedPair:
-    """The models of a run, without weights."""
-
-    target: OpenedModel
-    draft: OpenedModel | None
-
-    @property
-    def sources(self) -> tuple[ModelSource, ModelSource | None]:
-        return self.target.source, None if self.draft is None else self.draft.source
 
 
 @dataclass(frozen=True)
@@ -65,12 +55,17 @@ def plan_models(options: RunOptions) -> PlannedModels:
     """Read the models' headers, measure the machine, and divide the budget."""
     free_large_blocks_at_once()
     pair = open_pair(options)
+    gpu = find_gpu(options, pair)
     total_bytes, source = _budget(options.memory_budget)
-    figures = measure_figures(pair, total_bytes)
-    plan = make_plan(options, pair, figures, total_bytes, source)
+    if gpu is None:
+        figures = measure_figures(pair, total_bytes)
+    else:
+        figures = measure_with_gpu(pair, gpu)
+    plan = make_plan(options, pair, figures, total_bytes, source, gpu)
     if pair.draft is not None and plan.draft_residency is None:
-        return PlannedModels(plan, options.without_draft(), pair.target, None)
-    return PlannedModels(plan, options, pair.target, pair.draft)
+        options, pair = options.without_draft(), OpenedPair(pair.target, None)
+    to_load = placed(pair, gpu, plan.draft_device)
+    return PlannedModels(plan, options, to_load.target, to_load.draft)
 
 
 def open_pair(options: RunOptions) -> OpenedPair:
@@ -99,7 +94,12 @@ def measure_figures(pair: OpenedPair, total_bytes: int) -> Figures:
 
 
 def make_plan(
-    options: RunOptions, pair: OpenedPair, figures: Figures, total_bytes: int, budget_source: str
+    options: RunOptions,
+    pair: OpenedPair,
+    figures: Figures,
+    total_bytes: int,
+    budget_source: str,
+    gpu: Gpu | None = None,
 ) -> RunPlan:
     """Divide so much memory as the figures say is fastest.
 
@@ -109,7 +109,7 @@ def make_plan(
     give_back_freed()
     target, draft = pair.sources
     weighing = Weighing(
-        Divider(target, draft, options),
+        Divider(target, draft, options, gpu=gpu),
         figures,
         options.spec,
         target.max_tree_leaves,
@@ -127,13 +127,15 @@ def make_plan(
         accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
         warnings=target.warnings + _burdens(chosen, weighing.weighed),
         notes=_left_out(chosen, weighing.weighed),
+        vram_source="" if gpu is None else gpu.vram_source,
     )
 
 
 def _burdens(chosen: Alternative, weighed: Sequence[Alternative]) -> tuple[str, ...]:
     """Of a draft that the user fixed and that slows a streamed target down."""
     fastest = max(weighed, key=_speed)
-    if chosen.draft is None or fastest.draft is not None or not chosen.target.residency.n_slots:
+    moves = chosen.target.residency.n_moving_layers
+    if chosen.draft is None or fastest.draft is not None or not moves:
         return ()
     if _speed(fastest) < _WORTH_SAYING * _speed(chosen):
         return ()
@@ -179,7 +181,7 @@ def _check_options(options: RunOptions, target: ModelSource) -> None:
 
 def _check_in_memory(options: RunOptions, division: Division) -> None:
     """Raise ConfigError for a target that drafts for itself and streams."""
-    if options.load_mode != "mmap" and not division.target.streamed_bytes:
+    if options.load_mode != "mmap" and not division.target.n_moving_layers:
         return
     whole = sum(r.n_bytes for layer in division.target.layers for r in layer.tensors)
     raise ConfigError(

@@ -8,8 +8,10 @@ from typing import Any
 
 from offload.budget import format_up
 from offload.plan import ResidencyPlan
+from offload.tier_planner import TieredPlan
 from offload.units import GIB, format_bytes
 from specdec.alternatives import Alternative
+from specdec.options import CPU, CUDA
 from specdec.policy import PassCost
 
 _WHY_NOT_THE_FASTEST = (
@@ -34,6 +36,39 @@ class RunPlan:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     """Where the plan is not what its options look like."""
+    vram_source: str = ""
+    """Where the VRAM budget's figure comes from; empty without a GPU."""
+
+    @property
+    def device(self) -> str:
+        """Where the target is computed."""
+        return CPU if self.chosen.division.vram is None else CUDA
+
+    @property
+    def draft_device(self) -> str:
+        """Where the draft model is computed; the CPU where there is none."""
+        return CPU if self.chosen.draft is None else self.chosen.division.shape.draft_device
+
+    @property
+    def vram_budget_bytes(self) -> int:
+        """Of GPU memory; 0 without a GPU."""
+        return 0 if self.chosen.division.vram is None else self.chosen.division.vram.total_bytes
+
+    @property
+    def torch_vram_bytes(self) -> int:
+        """What torch's allocator may reserve of it: all but the driver's context."""
+        vram = self.chosen.division.vram
+        return 0 if vram is None else vram.total_bytes - vram.base_bytes
+
+    @property
+    def vram_parts(self) -> tuple[tuple[str, int], ...]:
+        """(name, bytes) of everything in the VRAM budget; they sum to it."""
+        vram = self.chosen.division.vram
+        return () if vram is None else tuple(vram.table())
+
+    @property
+    def smallest_vram_bytes(self) -> int:
+        return self.chosen.division.smallest_vram_bytes
 
     @property
     def budget_bytes(self) -> int:
@@ -105,6 +140,9 @@ class RunPlan:
             "memory_budget_source": self.budget_source,
             "smallest_budget_bytes": self.smallest_budget_bytes,
             "memory": dict(self.parts),
+            "device": self.device,
+            "draft_device": self.draft_device if self.chosen.draft is not None else None,
+            **self._vram_dict(),
             "ctx_size": self.ctx_size,
             "uses_mmap": self.uses_mmap,
             "n_layers": len(residency.layers),
@@ -129,20 +167,45 @@ class RunPlan:
             "notes": list(self.notes),
         }
 
+    def _vram_dict(self) -> dict[str, Any]:
+        """Of a target on a GPU."""
+        residency = self.residency
+        if not isinstance(residency, TieredPlan):
+            return {}
+        return {
+            "vram_budget_bytes": self.vram_budget_bytes,
+            "vram_budget_source": self.vram_source,
+            "smallest_vram_bytes": self.smallest_vram_bytes,
+            "vram": dict(self.vram_parts),
+            "n_copied_layers": residency.tiers.n_copied_layers,
+            "n_device_slots": residency.tiers.used_device_slots,
+            "device_slot_bytes": residency.tiers.device_slot_bytes,
+            "device_resident_bytes": residency.tiers.device_resident_bytes,
+            "pinned_resident_bytes": residency.tiers.pinned_resident_bytes,
+            "copied_bytes_per_pass": residency.tiers.copied_bytes,
+            "copy_bytes_per_second": self.chosen.target.copy_bytes_per_second,
+        }
+
     def lines(self) -> list[str]:
         """For the user, one fact a line."""
-        width = max(len(name) for name, _ in self.parts)
-        lines = [f"memory budget {format_bytes(self.budget_bytes)} ({self.budget_source})"]
-        lines += [f"  {name:<{width}}  {format_bytes(n):>11}" for name, n in self.parts if n]
+        lines = _table_of(self.parts, "memory budget", self.budget_bytes, self.budget_source)
+        if self.vram_parts:
+            lines += _table_of(
+                self.vram_parts, "VRAM budget", self.vram_budget_bytes, self.vram_source
+            )
         if self.uses_mmap:
             lines.append("the target's weights are read through the page cache and not counted")
         else:
             lines.append(_residency_line(self.residency))
         if self.draft_residency is not None and self.draft_residency.n_streamed_layers:
             lines.append("draft: " + _residency_line(self.draft_residency))
-        if self.residency.n_streamed_layers:
+        if self.vram_parts and self.chosen.draft is not None:
+            lines.append(f"draft: computed on the {'GPU' if self.draft_device == CUDA else 'CPU'}")
+        if self.residency.n_moving_layers:
             lines += self._speed_lines()
         lines.append(f"smallest budget that works {_exact(self.smallest_budget_bytes)}")
+        if self.vram_parts:
+            lines.append(f"smallest VRAM budget that works {_exact(self.smallest_vram_bytes)}")
         if self.accept_threshold is not None:
             lines.append(
                 f"LOSSY: draft tokens of probability {self.accept_threshold:g} and above may "
@@ -152,11 +215,14 @@ class RunPlan:
         return lines + [f"warning: {warning}" for warning in self.warnings]
 
     def _speed_lines(self) -> list[str]:
-        """Of a target that streams: what computing alone costs is known less well."""
+        """Of a target whose weights move: what computing alone costs is known less well."""
         n_rows = 1 + self.chosen.n_tree
+        link = self.chosen.target.copy_bytes_per_second
+        copies = f"copies to the GPU {link / 1e9:.2f} GB/s; " if self.vram_parts else ""
         passes = (
-            f"storage {self.storage_bytes_per_second / 1e9:.2f} GB/s; a pass of 1 token takes "
-            f"{self.pass_seconds(1):.2f} s, of {n_rows} tokens {self.pass_seconds(n_rows):.2f} s"
+            f"storage {self.storage_bytes_per_second / 1e9:.2f} GB/s; {copies}a pass of 1 token "
+            f"takes {self.pass_seconds(1):.2f} s, of {n_rows} tokens "
+            f"{self.pass_seconds(n_rows):.2f} s"
         )
         speed = f"predicted {self.plain_tokens_per_second:.2f} tokens/s plain"
         if self.chosen.draft is not None:
@@ -176,7 +242,7 @@ class RunPlan:
         for one in ranked:
             mark = "* " if one is self.chosen else "  "
             figures = (
-                f"{one.target.residency.streamed_bytes / 1e9:10.2f}",
+                f"{one.target.residency.moved_bytes / 1e9:10.2f}",
                 f"{one.target.seconds(1):10.3f}",
                 f"{one.target.seconds(1 + one.n_tree):10.3f}",
                 f"{one.tokens_per_second:10.2f}",
@@ -187,6 +253,14 @@ class RunPlan:
         return lines
 
 
+def _table_of(
+    parts: tuple[tuple[str, int], ...], title: str, n_bytes: int, source: str
+) -> list[str]:
+    width = max(len(name) for name, _ in parts)
+    lines = [f"{title} {format_bytes(n_bytes)} ({source})"]
+    return lines + [f"  {name:<{width}}  {format_bytes(n):>11}" for name, n in parts if n]
+
+
 def _exact(n_bytes: int) -> str:
     """Enough when typed in; beside it what is easier to read."""
     readable = f" ({format_bytes(n_bytes)})" if n_bytes >= GIB else ""
@@ -195,10 +269,25 @@ def _exact(n_bytes: int) -> str:
 
 def _residency_line(residency: ResidencyPlan) -> str:
     n_layers, n_streamed = len(residency.layers), residency.n_streamed_layers
-    line = f"{n_layers - n_streamed} of {n_layers} layers wholly in memory"
+    if isinstance(residency, TieredPlan):
+        line = _tiers_line(residency)
+    else:
+        line = f"{n_layers - n_streamed} of {n_layers} layers wholly in memory"
     if not n_streamed:
         return line
     return (
         f"{line}; {format_bytes(residency.streamed_bytes)} streamed per pass "
         f"through {residency.n_slots} slots of {format_bytes(residency.slot_bytes)}"
+    )
+
+
+def _tiers_line(plan: TieredPlan) -> str:
+    tiers = plan.tiers
+    line = f"{format_bytes(tiers.device_layout.n_bytes)} of the layers in the GPU's memory"
+    if not tiers.n_copied_layers:
+        return line
+    return (
+        f"{line}, {format_bytes(tiers.pinned_resident_bytes)} pinned in the host's; "
+        f"{format_bytes(tiers.copied_bytes)} copied per pass through {tiers.used_device_slots} "
+        f"slots of {format_bytes(tiers.device_slot_bytes)}"
     )

@@ -51,6 +51,10 @@ class GenerationStats:
     unslowed_pass_seconds: float = 0.0
     stall_seconds: float = 0.0  # passes waiting for storage
     bytes_streamed: int = 0
+    bytes_copied_to_device: int = 0  # of weights, from host memory to a GPU
+    copy_stall_seconds: float = 0.0  # the GPU computed nothing, because a layer was not there yet
+    vram_peak_bytes: int = 0  # most that torch's allocator reserved, of the whole process so far
+    vram_budget_bytes: int = 0
     peak_memory_bytes: int = 0
     memory_budget_bytes: int = 0
     kv_bytes: int = 0  # allocated for KV caches
@@ -123,6 +127,8 @@ LARGEST = (
     "time_per_output_token_p90",  # an upper bound of the p90 of all tokens
     "peak_memory_bytes",
     "memory_budget_bytes",
+    "vram_peak_bytes",
+    "vram_budget_bytes",
     "kv_bytes",
 )
 AVERAGED = ("time_to_first_token", "kv_used_fraction")

@@ -51,9 +51,13 @@ class ThisMachine:
 
     @cached_property
     def _profiles(self) -> dict[str, tuple[ComputeCurve, float]]:
-        """(measurement, bytes of one weight) of each format."""
+        """Of each format."""
+        return {name: self.measure(name) for name in self._formats}
+
+    def measure(self, name: str) -> tuple[ComputeCurve, float]:
+        """(seconds per byte of weights, bytes of one weight) of a number format."""
         measure = _measure_ggml if is_gguf(self._model) else _measure_torch
-        return {name: measure(name, self._n_threads) for name in self._formats}
+        return measure(name, self._n_threads)
 
     @cached_property
     def flops_per_second(self) -> Mapping[str, float]:

@@ -17,6 +17,7 @@ class PaperModel(ModelSource):
 
     Args:
         curve: seconds per byte; measuring is refused without it.
+        can_use_gpu: as it is, and as fast as on the CPU.
     """
 
     smaller_cache_types = ("q8_0",)
@@ -33,6 +34,7 @@ class PaperModel(ModelSource):
         overhead_bytes: int = 0,
         curve: ComputeCurve | None = None,
         kv_bytes_per_token: int = MIB // 4,
+        can_use_gpu: bool = False,
     ) -> None:
         self.layers = tuple(
             LayerWeights(
@@ -50,6 +52,14 @@ class PaperModel(ModelSource):
         self._overhead_bytes = overhead_bytes
         self._curve = curve
         self._kv_bytes_per_token = kv_bytes_per_token
+        self._can_use_gpu = can_use_gpu
+
+    @property
+    def can_use_gpu(self) -> bool:
+        return self._can_use_gpu
+
+    def on_gpu(self) -> ModelSource:
+        return self if self._can_use_gpu else super().on_gpu()
 
     def fingerprint(self) -> str:
         raise NotImplementedError

@@ -9,15 +9,18 @@ import pytest
 from paper_models import PaperModel
 
 from backends.compute_profile import ComputeCurve
+from backends.shared_source import SharedSource
 from offload.units import GIB, MIB
 from specdec import other_device
+from specdec.config import ConfigError
 from specdec.devices import DeviceError
+from specdec.opened import OpenedPair
 from specdec.other_device import DevicePlan, plan_on
-from specdec.planning import OpenedPair
 
 HERE = ComputeCurve.linear(1e-12, 1e-15)
-TARGET = PaperModel("t", 40, 40 * MIB, kv_bytes_per_token=1000, curve=HERE)  # 3.1 GiB
-DRAFT = PaperModel("d", 4, MIB, kv_bytes_per_token=100, curve=HERE)
+TARGET = PaperModel("t", 40, 40 * MIB, kv_bytes_per_token=1000, curve=HERE, can_use_gpu=True)
+"""3.1 GiB."""
+DRAFT = PaperModel("d", 4, MIB, kv_bytes_per_token=100, curve=HERE, can_use_gpu=True)
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +87,52 @@ def test_where_nothing_helps_that_is_said(monkeypatch: pytest.MonkeyPatch):
     assert slower.lines()[-1] == "no single figure doubled would help"
 
 
-def test_devices_that_compute_on_a_gpu_are_refused():
-    with pytest.raises(DeviceError, match="specdec analyze --on gpu-8gb"):
-        plan("gpu-8gb")
+def test_a_device_with_a_gpu_computes_there():
+    found = plan("gpu-8gb", memory_budget="4GiB", vram_budget="2GiB")
+    one = found.plan
+    assert (one.device, one.draft_device) == ("cuda", "cuda")
+    assert (one.vram_budget_bytes, one.vram_source) == (2 * GIB, "as asked")
+    # What does not fit in 2 GiB of VRAM is pinned: its copies are what a pass waits for.
+    copied = one.residency.moved_bytes
+    assert copied > GIB
+    assert one.residency.streamed_bytes == 0
+    assert one.pass_seconds(1) == pytest.approx(copied / 12.5e9, rel=0.02)
+    lines = found.lines()
+    assert "copies to its GPU 12.50 GB/s" in lines[0]
+    assert any(line.startswith("VRAM budget 2.00 GiB (as asked)") for line in lines)
+    upgrades = {name.name.split(" (")[0] for name in found.upgrades}
+    assert upgrades == {
+        "storage bandwidth", "memory budget", "compute", "bandwidth to the GPU", "VRAM"
+    }  # fmt: skip
+    assert found.upgrades[0].name.startswith(("VRAM", "bandwidth to the GPU"))
+
+
+def test_all_of_a_gpu_is_taken_where_no_budget_is_given():
+    found = plan("gpu-8gb")
+    assert found.plan.vram_budget_bytes == 8 * GIB
+    assert found.plan.residency.n_moving_layers == 0
+    values = json.loads(json.dumps(found.to_dict()))
+    assert sum(values["vram"].values()) == 8 * GIB
+    assert values["copied_bytes_per_pass"] == 0
+
+
+def test_what_a_gpu_profile_cannot_tell_is_refused():
+    with pytest.raises(DeviceError, match="leave --draft-device out"):
+        plan("gpu-8gb", draft_device="cpu")
+    for options in ({"vram_budget": "2GiB"}, {"draft_device": "cuda"}):
+        with pytest.raises(ConfigError, match="computed on the CPU"):
+            plan("phone", **options)
     with pytest.raises(DeviceError, match="no device 'abacus'"):
         plan("abacus")
+
+
+@pytest.mark.parametrize("device", ["phone", "gpu-8gb"])
+def test_a_target_that_drafts_for_itself_has_its_own_arithmetic(
+    device: str, monkeypatch: pytest.MonkeyPatch
+):
+    shared = SharedSource(TARGET)
+    opened = OpenedPair(SimpleNamespace(source=TARGET), SimpleNamespace(source=shared))
+    monkeypatch.setattr(other_device, "open_pair", lambda options: opened)
+    found = plan_on(device, "t", "self:window=512", ctx_size=256).plan
+    per_pass = found.draft_cost.seconds(1)
+    assert per_pass == pytest.approx(found.pass_cost.seconds(1), rel=0.01)

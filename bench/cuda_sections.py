@@ -1,0 +1,296 @@
+"""The measurements on a GPU, one function each: `bench.cuda_suite` runs them one by one.
+
+Each gets a `note` that keeps what was measured so far, should the section be cut short.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.child import forget_model
+from bench.cuda_settings import Settings
+from bench.known_drafter import KnownAccuracyDrafter, expected_tokens
+from bench.provenance import versions
+from bench.workloads import BUILT_IN, Prompt, read_prompts
+from offload.budget import BudgetExceeded
+from specdec.api import LLM, load
+from specdec.config import SpecConfig
+from specdec.options import AUTO, CPU, CUDA
+from specdec.planning import plan_run
+from specdec.stats import GenerationStats, ratio
+
+Note = Callable[[str, Any], None]
+"""(name, value): part of the section's result."""
+SMALLEST = "smallest"
+_N_ROWS = 8
+_MORE_LAYERS = 4
+"""Of the small targets, in times the source's: what smallest budgets leave over holds a few."""
+
+
+def machine(s: Settings, note: Note) -> None:
+    """The GPU and its link; the rest of the machine is in the report's provenance."""
+    if s.device == CPU:
+        note("device", "cpu")
+        return
+    import torch
+
+    from backends.cuda_probe import cuda_memory, measure_copies_to_gpu
+
+    memory = cuda_memory()
+    note("device", memory.name)
+    note("vram_bytes", memory.total_bytes)
+    note("vram_free_bytes", memory.free_bytes)
+    note("cuda", torch.version.cuda)
+    note("pinned_copy_bytes_per_second", measure_copies_to_gpu())
+
+
+def grow_targets(s: Settings, note: Note) -> None:
+    """The large target, and two small ones: the source with more layers, enough to be moved."""
+    from bench.shapes import named_shape
+    from bench.source_model import SourceModel
+    from bench.synth import grow
+    from specdec.models import resolve_model
+
+    source = resolve_model(s.source)
+    own = SourceModel(source).shape
+    small = replace(own, n_layers=_MORE_LAYERS * own.n_layers)
+    wanted = (
+        (s.small_target, small, "bf16"),
+        (s.exact_target, small, "fp32"),
+        (s.target, small if s.shape is None else named_shape(s.shape), "bf16"),
+    )
+    for out, shape, dtype in wanted:
+        started = time.perf_counter()
+        made = grow(source, out, shape, dtype=dtype, force=True, source_name=s.source)
+        figures = {"n_bytes": made.n_bytes, "n_layers": made.shape.n_layers, "from": s.source}
+        note(out.name, {**figures, "seconds": time.perf_counter() - started})
+
+
+# --- decoding -------------------------------------------------------------------------------------
+
+
+def decode(s: Settings, note: Note) -> None:
+    """Plain and speculative, and the curve over synthetic acceptance, with host memory enough."""
+    with _loaded(s, s.host_budget, note) as llm:
+        prompts = read_prompts(BUILT_IN, 1)
+        plain = _decode_modes(llm, s, prompts[0], note)
+        sampled = _timed(llm, s, prompts[0], s.speculative_tokens, temperature=0.7, seed=0)
+        note("speculative, T = 0.7", _figures(sampled[0]))
+        _curve(llm, s, prompts[0], plain, note)
+
+
+def three_tiers(s: Settings, note: Note) -> None:
+    """The same with too little host memory: storage has its part in every pass."""
+    with _loaded(s, s.small_host_budget, note) as llm:
+        _decode_modes(llm, s, read_prompts(BUILT_IN, 1)[0], note)
+
+
+def _loaded(s: Settings, host_budget: str, note: Note) -> LLM:
+    options: dict[str, Any] = {"device": s.device, "ctx_size": s.ctx_size}
+    for name, budget in (("vram_budget", s.vram_budget), ("memory_budget", host_budget)):
+        is_least = budget == SMALLEST
+        options[name] = _smallest(name, s.target, s.draft, options) if is_least else budget
+    forget_model(s.target)
+    started = time.perf_counter()
+    llm = load(s.target, s.draft, **options)
+    note("load_seconds", time.perf_counter() - started)
+    note("plan", llm.plan.to_dict())
+    return llm
+
+
+def _decode_modes(llm: LLM, s: Settings, prompt: Prompt, note: Note) -> GenerationStats:
+    for speculative in (False, True):  # warms up
+        llm.generate(prompt.text, speculative=speculative, max_tokens=2)
+    plain, _ = _timed(llm, s, prompt, s.plain_tokens, speculative=False)
+    note("plain", _figures(plain))
+    note("pass", _pass_against_bounds(llm, plain))
+    drafted, _ = _timed(llm, s, prompt, s.speculative_tokens)
+    note("speculative", _figures(drafted))
+    note("speculative_versus_plain", ratio(drafted.tokens_per_second, plain.tokens_per_second))
+    return plain
+
+
+def _timed(
+    llm: LLM, s: Settings, prompt: Prompt, n_tokens: int, **how: Any
+) -> tuple[GenerationStats, tuple[int, ...]]:
+    """One generation, cut short where it takes too long; its token ids."""
+    started = time.perf_counter()
+    stream = llm.stream(
+        prompt.text, cache_prompt=False, ignore_eos=True, max_tokens=n_tokens, **how
+    )
+    for _ in stream:
+        if time.perf_counter() - started > s.seconds_per_run:
+            stream.cancel()
+    return stream.result.stats, tuple(stream.result.token_ids)
+
+
+def _figures(stats: GenerationStats) -> dict[str, Any]:
+    seconds_per_pass = ratio(stats.decode_seconds, stats.passes)
+    return {**stats.to_dict(), "seconds_per_pass": seconds_per_pass}
+
+
+def _pass_against_bounds(llm: LLM, plain: GenerationStats) -> dict[str, float]:
+    """A plain pass beside what its copies and its reads alone would take."""
+    plan = llm.plan
+    copied = plan.residency.moved_bytes if plan.device == CUDA else 0
+    copies = ratio(copied, plan.chosen.target.copy_bytes_per_second)
+    reads = ratio(plan.residency.streamed_bytes, plan.storage_bytes_per_second)
+    measured = ratio(plain.decode_seconds, plain.passes)
+    return {
+        "seconds": measured,
+        "copied_bytes": copied,
+        "copy_seconds": copies,
+        "read_seconds": reads,
+        "versus_copies": ratio(measured, copies),
+        "versus_the_slower": ratio(measured, max(copies, reads)),
+    }
+
+
+def _curve(llm: LLM, s: Settings, prompt: Prompt, plain: GenerationStats, note: Note) -> None:
+    """Speed with drafts that are right with a given probability."""
+    n_chain = min(s.chain_tokens, llm.plan.n_draft_tokens)
+    spec = SpecConfig(("ngram",), n_chain, 1, n_chain, draft_ahead="off")
+    _, known = _timed(llm, s, prompt, s.speculative_tokens)
+    script = [*llm.tokenizer.encode(prompt.text), *known]
+    points = []
+    for rate in s.rates:
+        wanted = 1 + round(s.n_curve_passes * expected_tokens(rate, n_chain))
+        drafter = KnownAccuracyDrafter(script, rate, llm.tokenizer.n_tokens, (round(1e6 * rate),))
+        stats, _ = _timed(llm, s, prompt, min(wanted, len(known)), spec=spec, drafter=drafter)
+        points.append(
+            {
+                "rate": rate,
+                "tokens_per_pass": stats.mean_acceptance_length,
+                "tokens_per_second": stats.tokens_per_second,
+                "versus_plain": ratio(stats.tokens_per_second, plain.tokens_per_second),
+            }
+        )
+        note("curve", {"chain_tokens": n_chain, "points": points})
+
+
+# --- another program ------------------------------------------------------------------------------
+
+
+def peer(s: Settings, note: Note) -> None:
+    """transformers + accelerate on the same checkpoint, with the same limits for its weights."""
+    if "accelerate" not in versions():
+        note("skipped", "accelerate is not installed")
+        return
+    from transformers import AutoTokenizer
+
+    from bench.peer_accelerate import Decoder, count_modules, load_offloaded
+    from bench.peer_program import Clock
+    from offload.units import parse_bytes
+
+    tokenizer = AutoTokenizer.from_pretrained(s.target, local_files_only=True)
+    host = 2**40 if s.host_budget == AUTO else parse_bytes(s.host_budget)
+    vram = parse_bytes(s.vram_budget) if s.device == CUDA and s.vram_budget != SMALLEST else None
+    forget_model(s.target)
+    with tempfile.TemporaryDirectory(prefix="specdec-peer-") as folder:
+        model = load_offloaded(s.target, host, folder, vram)
+        places: dict[str, str | int] = {"gpu": 0, "cpu": "cpu", "disk": "disk"}
+        note("modules", {name: count_modules(model, place) for name, place in places.items()})
+        decoder = Decoder(model, tokenizer, None, s.peer_tokens)
+        clock = Clock(s.peer_tokens, s.seconds_per_run, n_least=2)
+        decoder.run(read_prompts(BUILT_IN, 1)[0], clock)
+    (first, _), *_, (last, _) = arrivals = clock.record()["arrivals"]
+    note("tokens_per_second", ratio(len(arrivals) - 1, last - first))
+    if vram is not None:
+        import torch
+
+        note("vram_peak_bytes", torch.cuda.max_memory_reserved())
+
+
+# --- correctness ----------------------------------------------------------------------------------
+
+
+def drift(s: Settings, note: Note) -> None:
+    """bf16 logits of layers that move against those of layers that stay where they are computed."""
+    from bench.identity import record
+
+    resident = record({"model": s.small_target, **_staying(s)}, streamed=False)
+    moves = _moving(s, s.small_target, None)
+    moving = record({"model": s.small_target, **moves}, streamed=True)
+    differences = {
+        name: float(np.abs(ours - theirs).max())
+        for (name, ours), (_, theirs) in zip(moving, resident, strict=True)
+    }
+    note("largest_difference", max(differences.values()))
+    note("differences", differences)
+    note("largest_logit", max(float(np.abs(logits).max()) for _, logits in resident))
+    note("drift_of_rows", _drift_of_rows(s))
+
+
+def fp32(s: Settings, note: Note) -> None:
+    """Greedy tokens of an fp32 model: staying, moving, drafted for, and on the CPU."""
+    prompts = read_prompts(BUILT_IN, 2)
+    ways: dict[str, tuple[bool, str | None, str]] = {  # do layers move, draft, device
+        "staying": (False, None, s.device),
+        "moving": (True, None, s.device),
+        "moving, drafted": (True, s.draft, s.device),
+        "cpu": (False, None, CPU),
+    }
+    found: dict[str, list[Sequence[int]]] = {}
+    for name, (moves, draft, device) in ways.items():
+        here = replace(s, device=device)
+        options = _moving(here, s.exact_target, draft) if moves else _staying(here)
+        with load(s.exact_target, draft, **options) as llm:
+            texts = [
+                llm.generate(one.text, max_tokens=s.exact_tokens, ignore_eos=True)
+                for one in prompts
+            ]
+            found[name] = [list(text.token_ids) for text in texts]
+    reference = found["staying"]
+    note("equal", {name: tokens == reference for name, tokens in found.items()})
+
+
+def _staying(s: Settings) -> dict[str, Any]:
+    return {"device": s.device, "ctx_size": 256}
+
+
+def _moving(s: Settings, model: Path, draft: str | None) -> dict[str, Any]:
+    """Options with which the layers of `model` stream, to the GPU if there is one."""
+    name = "vram_budget" if s.device == CUDA else "memory_budget"
+    return {**_staying(s), name: _smallest(name, model, draft, _staying(s))}
+
+
+def _smallest(name: str, model: Path, draft: str | None, options: Mapping[str, Any]) -> int:
+    """The smallest such budget that works at this moment, as the refusal of another one says."""
+    try:
+        plan_run(model, draft, **{**options, name: 1})
+    except BudgetExceeded as error:
+        return error.smallest_budget_bytes
+    raise AssertionError("a budget of one byte is refused")
+
+
+def _drift_of_rows(s: Settings) -> float:
+    """Largest difference of a logit between passes of one and of several rows."""
+    from backends.base import PREFIX
+
+    with load(s.small_target, spec_type="none", num_beams=_N_ROWS, **_staying(s)) as llm:
+        target, ids = llm.target, llm.tokenizer.encode(read_prompts(BUILT_IN, 1)[0].text)
+        target.prefill(ids)
+        rows: list[NDArray[np.float32]] = [target.extend([5], [PREFIX])[1][0]]
+        target.rollback(len(ids))
+        several = target.extend(list(range(5, 5 + _N_ROWS)), [PREFIX] * _N_ROWS)[1]
+        rows.append(several[0])
+    return float(np.abs(rows[0] - rows[1]).max())
+
+
+FUNCTIONS: Mapping[str, Callable[[Settings, Note], None]] = {
+    "machine": machine,
+    "grow": grow_targets,
+    "decode": decode,
+    "three tiers": three_tiers,
+    "peer": peer,
+    "drift": drift,
+    "fp32": fp32,
+}

@@ -1,0 +1,98 @@
+"""What the measurements on a GPU are made with, and the same for a test on a CPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+SECTIONS = ("machine", "grow", "decode", "three tiers", "peer", "drift", "fp32")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All sections read these."""
+
+    device: str
+    folder: str
+    """Where the grown targets lie."""
+    limits: dict[str, float]
+    """Seconds that each section may take."""
+    shape: str | None
+    """Of the large target, from bench.shapes; None: that of the small ones."""
+    vram_budget: str
+    """Of the large target; "smallest" is what a plan says."""
+    host_budget: str
+    """With room for all layers that VRAM has none for."""
+    small_host_budget: str
+    """With too little room, so that storage is needed too."""
+    source: str = "pair:target"
+    draft: str = "pair:draft"
+    ctx_size: int = 1024
+    plain_tokens: int = 12
+    speculative_tokens: int = 160
+    seconds_per_run: float = 25.0
+    """A run that takes longer is cut short."""
+    rates: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0)
+    chain_tokens: int = 16
+    n_curve_passes: int = 8
+    peer_tokens: int = 8
+    exact_tokens: int = 24
+    """Of each fp32 text."""
+
+    @property
+    def target(self) -> Path:
+        return Path(self.folder) / "target"
+
+    @property
+    def small_target(self) -> Path:
+        """The source with more layers, bf16."""
+        return Path(self.folder) / "small-bf16"
+
+    @property
+    def exact_target(self) -> Path:
+        """The source with more layers, fp32."""
+        return Path(self.folder) / "small-fp32"
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Settings:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{**values, "rates": tuple(values["rates"])})
+
+
+def full_settings(device: str, folder: Path) -> Settings:
+    """A 13B shape, 26 GB; within 9 minutes in all."""
+    limits = (40.0, 130.0, 120.0, 80.0, 90.0, 35.0, 35.0)
+    return Settings(
+        device=device,
+        folder=str(folder),
+        limits=dict(zip(SECTIONS, limits, strict=True)),
+        shape="llama-2-13b",
+        vram_budget="8GiB",
+        host_budget="24GiB",
+        small_host_budget="12GiB",
+    )
+
+
+def tiny_settings(device: str, folder: Path) -> Settings:
+    """The embedded pair as it is: all sections run, none of their figures mean anything."""
+    return Settings(
+        device=device,
+        folder=str(folder),
+        limits=dict.fromkeys(SECTIONS, 60.0),
+        shape=None,
+        vram_budget="auto" if device == "cpu" else "smallest",
+        host_budget="auto",
+        small_host_budget="smallest",
+        ctx_size=256,
+        plain_tokens=4,
+        speculative_tokens=12,
+        exact_tokens=6,
+        rates=(0.1, 1.0),
+        chain_tokens=4,
+        n_curve_passes=2,
+        peer_tokens=5,
+    )

@@ -1,0 +1,162 @@
+"""All measurements on a GPU in one command, and one JSON.
+
+    python -m bench.cuda_suite --output-file cuda.json           (about 9 minutes, 30 GB of disk)
+    python -m bench.cuda_suite --device cpu --tiny               (does it run at all?)
+
+Grows a 13B target of 26 GB from the embedded pair, runs it in 8 GiB of VRAM and 24 or 12 GiB of
+host memory, and holds the result against what docs/benchmarks.md asks for. Each section is a
+process of its own with a time limit: one that hangs, fails or is killed costs no other, and what
+it had measured by then is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench.child import quiet_libraries
+from bench.cuda_checks import checks, lines
+from bench.cuda_settings import SECTIONS, Settings, full_settings, tiny_settings
+from bench.limited import Limits, run_limited
+from bench.provenance import collect
+from bench.results import write_json
+from offload.errors import SpecdecError
+from specdec.cli_errors import EXIT_ERROR, run_app
+from specdec.enforce import child_environment
+from specdec.options import CPU, CUDA
+
+MOST_SECONDS = 540.0
+_LEAST_SECONDS = 5.0
+"""A section with less time left than this is not begun."""
+
+RunSection = Callable[[str, Settings, float], dict[str, Any]]
+"""(section, settings, seconds) -> its figures, with "exit" and "seconds"."""
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class SuiteError(SpecdecError):
+    """The measurements cannot be made here."""
+
+
+def run_suite(
+    settings: Settings, run_section: RunSection, seconds: float = MOST_SECONDS
+) -> dict[str, Any]:
+    """Figures by section. A section gets its own limit, or what is left of `seconds`."""
+    deadline = time.monotonic() + seconds
+    found: dict[str, Any] = {}
+    for name in SECTIONS:
+        limit = min(settings.limits[name], deadline - time.monotonic())
+        if limit < _LEAST_SECONDS:
+            found[name] = {"exit": "no time left"}
+            continue
+        found[name] = run_section(name, settings, limit)
+        print(f"{name}: {found[name]['exit']}", file=sys.stderr, flush=True)
+    return found
+
+
+def in_child(name: str, settings: Settings, seconds: float) -> dict[str, Any]:
+    """Run a section in a process of its own, which is killed after so many seconds."""
+    with tempfile.TemporaryDirectory(prefix="specdec-cuda-") as folder:
+        task, result, log = (Path(folder) / one for one in ("task.json", "result.json", "log"))
+        settings.write(task)
+        argv = [sys.executable, "-m", "bench.cuda_suite", "--section", name]
+        argv += ["--task", str(task), "--output-file", str(result)]
+        outcome = run_limited(argv, Limits(None, seconds), child_environment(), log)
+        figures = json.loads(result.read_text()) if result.exists() else {}
+        figures |= {"exit": outcome.exit, "seconds": outcome.seconds}
+        if outcome.exit != "ok":
+            figures["log"] = log.read_text(errors="replace").splitlines()[-8:]
+        return dict(figures)
+
+
+def do_section(name: str, settings: Settings, result: Path | None) -> dict[str, Any]:
+    """Run a section here; what is known is written after every step."""
+    from bench.cuda_sections import FUNCTIONS
+
+    figures: dict[str, Any] = {}
+
+    def note(key: str, value: Any) -> None:
+        figures[key] = value
+        if result is not None:
+            write_json(figures, result)
+
+    FUNCTIONS[name](settings, note)
+    return figures
+
+
+def check_device(device: str, tiny: bool) -> None:
+    """Raise SuiteError where there is no such device, or nothing to measure on it."""
+    if device not in (CPU, CUDA):
+        raise SuiteError(f"--device is {device!r}, must be cpu or cuda")
+    if device == CPU and not tiny:
+        raise SuiteError("on a CPU the suite can only be tried: add --tiny")
+    if device == CUDA:
+        from backends.cuda_engine import cuda_problem
+
+        problem = cuda_problem()
+        if problem is not None:
+            raise SuiteError(f"{problem}; --device cpu --tiny shows that the suite itself runs")
+
+
+@app.command()
+def main(
+    device: Annotated[str, typer.Option(metavar="cuda|cpu", help="Where to compute.")] = CUDA,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="The embedded pair instead of 26 GB: a test, no figures.")
+    ] = False,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="Grow the targets here.", show_default="temporary")
+    ] = None,
+    output_file: Annotated[
+        Path | None, typer.Option(help="Write the JSON here.", show_default="stdout")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="For all of it.")] = MOST_SECONDS,
+    section: Annotated[str | None, typer.Option(hidden=True)] = None,
+    task: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure specdec on a GPU."""
+    quiet_libraries()
+    if section is not None and task is not None:
+        do_section(section, Settings.read(task), output_file)
+        return
+    check_device(device, tiny)
+    own = None if folder is not None else tempfile.mkdtemp(prefix="specdec-cuda-suite-")
+    place = folder if folder is not None else Path(str(own))
+    settings = (tiny_settings if tiny else full_settings)(device, place)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        found = run_suite(settings, in_child, seconds)
+    finally:
+        if own is not None:
+            shutil.rmtree(own, ignore_errors=True)
+    report = summarise(settings, found, tiny, ["bench.cuda_suite", *sys.argv[1:]])
+    write_json(report, output_file)
+    print("\n".join(lines(report)), file=sys.stderr)
+    if any(one["exit"] != "ok" for one in found.values()):
+        raise typer.Exit(EXIT_ERROR)
+
+
+def summarise(
+    settings: Settings, found: dict[str, Any], tiny: bool, argv: Sequence[str]
+) -> dict[str, Any]:
+    """The one JSON: what was measured, and what of it was asked for."""
+    return {
+        "device": settings.device,
+        "is_measurement": settings.device == CUDA and not tiny,
+        "sections": found,
+        "checks": checks(settings, found),
+        "provenance": collect(argv),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run_app(app, "bench.cuda_suite", sys.argv[1:]))

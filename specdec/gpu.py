@@ -1,0 +1,132 @@
+"""The GPU of a run: whether there is one for it, what it may take there, and how fast that is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from backends.source import ModelSource
+from offload.plan import ResidencyPlan
+from offload.profile import measure_storage
+from offload.tier_planner import TieredPlan
+from offload.units import parse_bytes
+from specdec.alternatives import Figures
+from specdec.config import ConfigError
+from specdec.division import Gpu
+from specdec.models import SELF_DRAFT
+from specdec.opened import OpenedPair
+from specdec.options import AUTO, CPU, CUDA, RunOptions
+from specdec.run_plan import RunPlan
+
+
+def find_gpu(options: RunOptions, pair: OpenedPair) -> Gpu | None:
+    """The GPU that this run uses, as this machine has it; None for a run on the CPU.
+
+    Raises NoDevice, UnsupportedModel and ConfigError where it was asked for and cannot be.
+    """
+    target = pair.target.source
+    if not _is_wanted(options, target):
+        check_no_gpu_options(options)
+        return None
+    from backends.cuda_probe import cuda_memory
+
+    memory = cuda_memory()
+    free = f"{memory.free_bytes} bytes are free of {memory.total_bytes} on {memory.name}"
+    if options.vram_budget == AUTO:
+        return gpu_for(options, pair, memory.free_bytes, f"what is free on {memory.name}")
+    wanted = parse_bytes(options.vram_budget)
+    if wanted > memory.free_bytes:
+        raise ConfigError(f"the VRAM budget is {wanted} bytes, but {free}: give at most that")
+    return gpu_for(options, pair, wanted, "as asked")
+
+
+def gpu_for(
+    options: RunOptions, pair: OpenedPair, vram_bytes: int, source: str, host_bytes: int = 0
+) -> Gpu:
+    """A GPU with so much memory, whether it is here or not.
+
+    host_bytes: what its libraries take of host memory and this process does not take yet.
+
+    Raises UnsupportedModel for a model that does not run on one, ConfigError for a draft that
+    cannot be where it was asked for.
+    """
+    target, draft = pair.sources
+    device, is_self = options.draft_device, options.draft_model == SELF_DRAFT
+    if is_self and device == CPU:
+        raise ConfigError(
+            "draft_device is 'cpu', but a target that drafts for itself does so where it is: "
+            "leave it out"
+        )
+    on_gpu = None
+    if draft is not None and (device == CUDA or (device == AUTO and draft.can_use_gpu)):
+        on_gpu = draft.on_gpu()
+    on_cpu = None if device == CUDA or is_self else draft
+    return Gpu(vram_bytes, source, target.on_gpu(), on_cpu, on_gpu, host_bytes)
+
+
+def measure_with_gpu(pair: OpenedPair, gpu: Gpu) -> Figures:
+    """This machine's speed, its GPU's among it."""
+    from backends.cuda_probe import measure_copies_to_gpu
+
+    return Figures(
+        measure_storage(pair.target.source.weight_file).storage_bytes_per_second,
+        gpu.target.measure_compute(beside_reads=False),
+        None if gpu.cpu_draft is None else gpu.cpu_draft.measure_compute(beside_reads=False),
+        None if gpu.draft is None else gpu.draft.measure_compute(beside_reads=False),
+        measure_copies_to_gpu(),
+    )
+
+
+def placed(pair: OpenedPair, gpu: Gpu | None, draft_device: str) -> OpenedPair:
+    """The models as they are to be loaded."""
+    if gpu is None:
+        return pair
+    draft = pair.draft
+    if draft is not None and gpu.draft is not None and draft_device == CUDA:
+        draft = replace(draft, source=gpu.draft)
+    return OpenedPair(replace(pair.target, source=gpu.target), draft)
+
+
+def gpu_loading(plan: RunPlan, residency: ResidencyPlan) -> dict[str, Any]:
+    """What `Loading` says of the GPU; nothing for a model that the CPU computes."""
+    if not isinstance(residency, TieredPlan):
+        return {}
+    return {"tiers": residency.tiers, "vram_bytes": plan.torch_vram_bytes}
+
+
+def vram_peak_bytes() -> int:
+    """Most that torch's allocator has reserved of the GPU's memory in this process."""
+    from backends import cuda_engine
+
+    return cuda_engine.vram_peak_bytes()
+
+
+def check_no_gpu_options(options: RunOptions) -> None:
+    """Raise ConfigError for options that make sense beside a GPU only."""
+    if options.draft_device == CUDA:
+        raise ConfigError(
+            f"draft_device is 'cuda', but the target is computed on the CPU (device "
+            f"{options.device!r}): a GPU drafts beside a target that uses it too: give device "
+            "'cuda', or leave draft_device out"
+        )
+    if options.vram_budget != AUTO:
+        raise ConfigError(
+            f"vram_budget is {options.vram_budget}, but the target is computed on the CPU (device "
+            f"{options.device!r}): give device 'cuda', or leave vram_budget out"
+        )
+
+
+def _is_wanted(options: RunOptions, target: ModelSource) -> bool:
+    """Whether the target goes to a GPU. torch is asked only for models that it runs."""
+    if options.device == CPU:
+        return False
+    if not target.can_use_gpu:
+        if options.device == CUDA:
+            target.on_gpu()  # says why not
+        return False
+    from backends import cuda_engine
+
+    problem = cuda_engine.cuda_problem()
+    if problem is not None and options.device == CUDA:
+        raise cuda_engine.NoDevice(f"device 'cuda' cannot be used: {problem}")
+    return problem is None

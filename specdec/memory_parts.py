@@ -1,0 +1,112 @@
+"""What two models take of memory beside their layers: of the host, and of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from backends.source import ModelSource
+from specdec.drafters.candidates import MAX_NOISE_POSITIONS
+from specdec.drafters.model import MAX_BEAMS
+from specdec.drafters.window import draft_context_size
+from specdec.options import RunOptions
+
+_RUNS_PER_NODE = 6
+_PROBABILITY_BYTES = 8  # float64
+_RANKED_LOGIT_BYTES = 4 + 8  # float32 and int64
+_NOISE_BYTES = 4  # float32
+_LOGIT_BYTES = 4  # float32
+
+
+@dataclass
+class Parts:
+    """Bytes by name."""
+
+    host: dict[str, int] = field(default_factory=dict)
+    gpu: dict[str, int] = field(default_factory=dict)
+
+
+def most_draft_nodes(n_drafted: int, most_leaves: int | None) -> int:
+    """Most nodes that the draft runs for one tree of the target, of which it keeps the KV.
+
+    A tree of the best n nodes takes about 2n runs to find, 5n at most of those observed; the rest
+    is for drafting ahead.
+    """
+    n_nodes = _RUNS_PER_NODE * max(MAX_BEAMS, 1 + n_drafted)
+    return n_nodes if most_leaves is None else min(n_nodes, most_leaves)
+
+
+@dataclass(frozen=True)
+class PartsOfRun:
+    """Computes the parts of one run for trees and contexts of any size."""
+
+    target: ModelSource
+    options: RunOptions
+    is_on_gpu: bool
+    """The target; a draft says it for itself."""
+
+    def parts(
+        self,
+        ctx_size: int,
+        n_drafted: int,
+        draft: ModelSource | None,
+        *,
+        is_draft_on_gpu: bool = False,
+        cache_type: str | None = None,
+    ) -> Parts:
+        """Of everything but the layers."""
+        found = Parts()
+        n_nodes = self.options.target_nodes(n_drafted)
+        n_rows = self.options.target_rows(n_drafted)
+        target = self.target
+        _place(
+            found,
+            "target",
+            self.is_on_gpu,
+            {
+                "embeddings and head": target.outer_bytes,
+                "KV cache": target.kv_bytes(ctx_size, n_nodes, cache_type),
+                "activations": target.scratch_bytes(ctx_size, n_rows, n_nodes),
+            },
+            logit_bytes=n_rows * target.vocab_size * _LOGIT_BYTES,
+        )
+        if draft is not None:
+            n_run = most_draft_nodes(n_drafted, draft.max_tree_leaves)
+            window = self.options.spec.draft_window
+            draft_ctx = draft_context_size(window, ctx_size, draft.max_context, n_run)
+            _place(
+                found,
+                "draft",
+                is_draft_on_gpu,
+                {
+                    "embeddings and head": draft.outer_bytes,
+                    "KV cache": draft.kv_bytes(draft_ctx, n_run),
+                    "activations": draft.scratch_bytes(draft_ctx, MAX_BEAMS, n_run),
+                },
+                logit_bytes=MAX_BEAMS * draft.vocab_size * _LOGIT_BYTES,
+            )
+            found.host["draft probabilities"] = self._probability_bytes(draft, n_drafted)
+        return found
+
+    def _probability_bytes(self, draft: ModelSource, n_drafted: int) -> int:
+        """What drafting keeps beside the draft's logits.
+
+        The rules of chains keep the row that each token was drawn from. A tree's level is ranked
+        on a copy of its logits, whose order is one int64 for each, with the noise of the
+        positions that its nodes may have.
+        """
+        spec, n_tokens = self.options.spec, min(draft.vocab_size, self.target.vocab_size)
+        if spec.draws_chains:
+            return min(n_drafted, spec.depth) * n_tokens * _PROBABILITY_BYTES
+        noise = MAX_NOISE_POSITIONS * n_tokens * _NOISE_BYTES
+        return MAX_BEAMS * n_tokens * _RANKED_LOGIT_BYTES + noise
+
+
+def _place(
+    parts: Parts, model: str, is_on_gpu: bool, found: Mapping[str, int], *, logit_bytes: int
+) -> None:
+    """Where the model computes; of a GPU's logits a copy comes to the host."""
+    where = parts.gpu if is_on_gpu else parts.host
+    where.update({f"{model} {name}": n_bytes for name, n_bytes in found.items()})
+    if is_on_gpu:
+        parts.host[f"{model} logits"] = logit_bytes

@@ -1,0 +1,161 @@
+"""The measurements on a GPU, run on a CPU: every section works, limits hold, checks compare."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_gpu import PEAK_BYTES, install_fake_gpu
+
+from bench import cuda_suite
+from bench.cuda_checks import checks, lines
+from bench.cuda_settings import SECTIONS, Settings, full_settings, tiny_settings
+from bench.cuda_suite import do_section, in_child, run_suite, summarise
+from specdec.cli_errors import run_app
+
+
+def in_this_process(name: str, settings: Settings, seconds: float) -> dict[str, Any]:
+    result = Path(settings.folder) / f"{name}.json"
+    return {**do_section(name, settings, result), "exit": "ok"}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of the whole suite at tiny size."""
+    folder = tmp_path_factory.mktemp("suite")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        settings = tiny_settings("cpu", folder)
+        found = run_suite(settings, in_this_process)
+    return json.loads(json.dumps(summarise(settings, found, True, ["suite"])))
+
+
+@pytest.mark.slow
+def test_every_section_runs_on_a_cpu(report: dict[str, Any]) -> None:
+    sections = report["sections"]
+    assert list(sections) == list(SECTIONS)
+    assert {one["exit"] for one in sections.values()} == {"ok"}
+    assert not report["is_measurement"]
+    for name in ("decode", "three tiers"):
+        assert sections[name]["plain"]["passes"] > 0
+        assert sections[name]["speculative"]["accepted_tokens"] > 0
+        assert sections[name]["pass"]["copied_bytes"] == 0
+    assert sections["three tiers"]["pass"]["read_seconds"] > 0
+    assert sections["peer"]["tokens_per_second"] > 0
+    assert sections["fp32"]["equal"] == dict.fromkeys(sections["fp32"]["equal"], True)
+    assert len(sections["fp32"]["equal"]) == 4
+    assert sections["drift"]["largest_difference"] == 0.0  # the same products of the same rows
+
+
+@pytest.mark.slow
+def test_the_curve_follows_the_acceptance_that_was_asked_for(report: dict[str, Any]) -> None:
+    curve = report["sections"]["decode"]["curve"]
+    few, all_right = curve["points"]
+    assert 1.0 <= few["tokens_per_pass"] < 2.0
+    assert all_right["tokens_per_pass"] > 1 + curve["chain_tokens"] / 2
+
+
+@pytest.mark.slow
+def test_a_tiny_run_is_told_from_a_measurement(report: dict[str, Any]) -> None:
+    names = {one["name"] for one in report["checks"]}
+    assert names == {"fp32 tokens are equal", "bf16 logits of moving layers"}
+    assert all(one["holds"] for one in report["checks"])
+    assert "the figures mean nothing" in lines(report)[0]
+
+
+def test_a_section_that_takes_too_long_is_killed_and_keeps_what_it_had(tmp_path: Path) -> None:
+    found = in_child("grow", tiny_settings("cpu", tmp_path), 0.05)
+    assert found["exit"] == "timeout"
+    assert found["log"] == []
+
+
+def test_time_that_is_up_leaves_sections_out(tmp_path: Path) -> None:
+    begun: list[tuple[str, float]] = []
+
+    def run(name: str, settings: Settings, seconds: float) -> dict[str, Any]:
+        begun.append((name, seconds))
+        return {"exit": "ok"}
+
+    settings = full_settings("cuda", tmp_path)
+    assert sum(settings.limits.values()) <= cuda_suite.MOST_SECONDS
+    found = run_suite(settings, run, seconds=30.0)
+    assert [name for name, _ in begun] == list(SECTIONS)
+    assert all(seconds <= 30.0 for _, seconds in begun)
+    begun.clear()
+    found = run_suite(settings, run, seconds=0.0)
+    assert begun == []
+    assert {one["exit"] for one in found.values()} == {"no time left"}
+
+
+def test_without_a_gpu_that_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setattr("backends.cuda_engine.cuda_problem", lambda: "no CUDA device")
+    assert run_app(cuda_suite.app, "bench.cuda_suite", []) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "no CUDA device; --device cpu --tiny" in error
+    for argv, text in ((["--device", "tpu"], "must be cpu or cuda"), (["--device", "cpu"], "tiny")):
+        assert run_app(cuda_suite.app, "bench.cuda_suite", argv) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_the_settings_of_a_run_reach_its_sections(tmp_path: Path) -> None:
+    settings = full_settings("cuda", tmp_path)
+    settings.write(tmp_path / "task.json")
+    assert Settings.read(tmp_path / "task.json") == settings
+
+
+def figures(**changes: Any) -> dict[str, Any]:
+    speculative = {"tokens_per_second": 30.0, "vram_peak_bytes": 7, "vram_budget_bytes": 8}
+    decode = {"pass": {"versus_copies": 1.05}, "speculative_versus_plain": 9.0}
+    found = {
+        "decode": {**decode, "speculative": speculative},
+        "peer": {"tokens_per_second": 1.5},
+        "drift": {"drift_of_rows": 0.1, "largest_difference": 0.05},
+        "fp32": {"equal": {"moving": True, "cpu": True}},
+    }
+    return {**found, **changes}
+
+
+def test_what_was_asked_for_is_compared(tmp_path: Path) -> None:
+    settings = full_settings("cuda", tmp_path)
+    found = checks(settings, figures())
+    assert len(found) == 6
+    assert all(one["holds"] for one in found)
+    worse = figures(
+        decode={
+            "pass": {"versus_copies": 1.2},
+            "speculative_versus_plain": 7.0,
+            "speculative": {
+                "tokens_per_second": 3.0, "vram_peak_bytes": 9, "vram_budget_bytes": 8
+            },
+        },
+        drift={"drift_of_rows": 0.1, "largest_difference": 0.2},
+        fp32={"equal": {"moving": False, "cpu": True}},
+    )  # fmt: skip
+    assert not any(one["holds"] for one in checks(settings, worse))
+    assert checks(settings, {}) == []
+
+
+@pytest.mark.slow
+def test_on_a_gpu_layers_are_copied_and_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fake one: nothing of what it measures means anything."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    install_fake_gpu(monkeypatch)
+    settings = replace(tiny_settings("cuda", tmp_path), rates=())
+    found = {
+        name: in_this_process(name, settings, 0.0)
+        for name in ("machine", "grow", "three tiers", "drift")
+    }
+    assert found["machine"]["pinned_copy_bytes_per_second"] == 1e9
+    one = found["three tiers"]
+    assert one["pass"]["copied_bytes"] == one["plan"]["copied_bytes_per_pass"] > 0
+    assert one["pass"]["copy_seconds"] == one["pass"]["copied_bytes"] / 1e9
+    assert one["plain"]["bytes_copied_to_device"] >= one["pass"]["copied_bytes"]
+    assert found["drift"]["largest_difference"] == 0.0
+    held = {check["name"]: check["value"] for check in checks(settings, found)}
+    assert held["VRAM peak, host of 12 GiB"] == PEAK_BYTES

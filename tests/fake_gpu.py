@@ -1,0 +1,61 @@
+"""A GPU for runs that have none: the fake engine computes with torch on the CPU.
+
+Everything above the engine is the real thing: options, plans, both ledgers, rings, backends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cpu_engine import CpuEngine
+from fake_device import Policy
+
+from backends.compute import measure_compute
+from backends.cuda_probe import CudaMemory
+from offload import tier_planner
+from offload.tiers import TieredLayer, TierPlan
+from offload.units import GIB
+
+PEAK_BYTES = 123
+
+
+def install_fake_gpu(patch: pytest.MonkeyPatch) -> list[int]:
+    """From now on a GPU of 8 GiB is here. Returns the limits that engines were made with."""
+    limits: list[int] = []
+
+    def engine(vram_bytes: int) -> CpuEngine:
+        limits.append(vram_bytes)
+        return CpuEngine(Policy.EARLY)
+
+    def compute(dtype: torch.dtype, device: torch.device) -> Any:
+        return measure_compute(dtype)
+
+    patch.setattr("backends.cuda_engine.cuda_problem", lambda: None)
+    patch.setattr("backends.cuda_engine.vram_peak_bytes", lambda: PEAK_BYTES)
+    patch.setattr("backends.cuda_probe.cuda_memory", lambda: CudaMemory("fake", 8 * GIB, 6 * GIB))
+    patch.setattr("backends.cuda_probe.measure_copies_to_gpu", lambda: 1e9)
+    patch.setattr("backends.hf_gpu_source.measure_gpu_compute", compute)
+    patch.setattr("backends.hf_source.CudaEngine", engine)
+    return limits
+
+
+def force_tiers(patch: pytest.MonkeyPatch) -> None:
+    """All of a target streams from now on, through one slot of each kind."""
+
+    def nothing(layers: Any, device_bytes: int, n_device_slots: int) -> tier_planner.OnDevice:
+        return tuple(frozenset[str]() for _ in layers)
+
+    def streamed(layers: Any, on_device: Any, host_bytes: int, **slots: Any) -> Any:
+        tiers = tuple(TieredLayer(layer.tensors) for layer in layers)
+        return tier_planner.as_residency(layers, TierPlan(tiers, 1, 1), 0)
+
+    patch.setattr("specdec.tenants.choose_on_device", nothing)
+    patch.setattr("specdec.tenants.place_rest", streamed)
+    patch.setattr("specdec.tenants.GpuResident.place", _resident)
+
+
+def _resident(self: Any, n_bytes: int, device_bytes: int, rings: Any) -> Any:
+    """A draft is held whole all the same."""
+    return tier_planner.plan_tiers(self.source.layers, n_bytes, device_bytes)

@@ -1,0 +1,167 @@
+"""Which GPU a run uses: the rules, and the one-line refusals."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from command_line import expect_error
+from paper_models import PaperModel
+
+from backends import cuda_engine, cuda_probe
+from backends.base import UnsupportedModel
+from backends.cuda_probe import CudaMemory
+from backends.shared_source import SharedSource
+from offload.units import GIB, MIB
+from specdec.config import ConfigError
+from specdec.formats import OpenedModel
+from specdec.gpu import find_gpu, gpu_for, placed
+from specdec.opened import OpenedPair
+from specdec.options import RunOptions, run_options
+
+TARGET = PaperModel("t", 4, MIB, can_use_gpu=True)
+DRAFT = PaperModel("d", 2, MIB, can_use_gpu=True)
+CPU_ONLY = PaperModel("g", 2, MIB)
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_engine, "cuda_problem", lambda: None)
+    memory = CudaMemory("Test GPU", 8 * GIB, 6 * GIB)
+    monkeypatch.setattr(cuda_probe, "cuda_memory", lambda: memory)
+
+
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_engine, "cuda_problem", lambda: "torch was built without CUDA")
+
+
+def options(**given: object) -> RunOptions:
+    return run_options("t", given.pop("draft", "d"), **given)  # type: ignore[arg-type]
+
+
+def pair(target: PaperModel = TARGET, draft: PaperModel | None = DRAFT) -> OpenedPair:
+    opened = None if draft is None else SimpleNamespace(source=draft)
+    return OpenedPair(SimpleNamespace(source=target), opened)
+
+
+def test_the_cpu_is_the_default():
+    assert find_gpu(options(), pair()) is None
+
+
+def test_all_that_is_free_is_taken_or_what_was_asked_for():
+    found = find_gpu(options(device="cuda"), pair())
+    assert (found.vram_bytes, found.vram_source) == (6 * GIB, "what is free on Test GPU")
+    found = find_gpu(options(device="cuda", vram_budget="2GiB"), pair())
+    assert (found.vram_bytes, found.vram_source) == (2 * GIB, "as asked")
+    with pytest.raises(ConfigError, match="give at most that"):
+        find_gpu(options(device="cuda", vram_budget="7GiB"), pair())
+
+
+@pytest.mark.parametrize(
+    ("where", "on_cpu", "on_gpu"),
+    [("auto", True, True), ("cpu", True, False), ("cuda", False, True)],
+)
+def test_where_the_draft_may_run(where, on_cpu, on_gpu):
+    found = find_gpu(options(device="cuda", draft_device=where), pair())
+    assert (found.cpu_draft is DRAFT, found.draft is DRAFT) == (on_cpu, on_gpu)
+
+
+def test_a_draft_that_cannot_use_the_gpu_stays_on_the_cpu():
+    found = find_gpu(options(device="cuda"), pair(draft=CPU_ONLY))
+    assert (found.cpu_draft, found.draft) == (CPU_ONLY, None)
+    with pytest.raises(UnsupportedModel, match="runs on the CPU only"):
+        find_gpu(options(device="cuda", draft_device="cuda"), pair(draft=CPU_ONLY))
+
+
+def test_a_target_that_drafts_for_itself_does_so_where_it_is():
+    own = PaperModel("t", 4, MIB, can_use_gpu=True)
+    both = pair(own, SharedSource(own))
+    asked = options(device="cuda", draft="self:window=512")
+    found = find_gpu(asked, both)
+    assert found.cpu_draft is None
+    assert isinstance(found.draft, SharedSource)
+    with pytest.raises(ConfigError, match="where it is"):
+        find_gpu(options(device="cuda", draft="self:window=512", draft_device="cpu"), both)
+
+
+def test_auto_takes_the_gpu_for_models_that_it_can_run(monkeypatch):
+    assert find_gpu(options(device="auto"), pair()) is not None
+    assert find_gpu(options(device="auto"), pair(CPU_ONLY)) is None
+    without_gpu(monkeypatch)
+    assert find_gpu(options(device="auto"), pair()) is None
+
+
+def test_what_cannot_be_is_refused(monkeypatch):
+    with pytest.raises(UnsupportedModel, match="use --device cpu"):
+        find_gpu(options(device="cuda"), pair(CPU_ONLY))
+    without_gpu(monkeypatch)
+    with pytest.raises(cuda_engine.NoDevice, match="torch was built without CUDA"):
+        find_gpu(options(device="cuda"), pair())
+    for given in ({"draft_device": "cuda"}, {"vram_budget": "2GiB"}):
+        for device in ("cpu", "auto"):
+            with pytest.raises(ConfigError, match="computed on the CPU"):
+                find_gpu(options(device=device, **given), pair())
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"device": "gpu"}, "device is 'gpu', must be one of cpu, cuda, auto"),
+        ({"draft_device": "x"}, "draft_device is 'x'"),
+        ({"vram_budget": 0}, "must be positive"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_is_opened(given, text):
+    with pytest.raises(ConfigError, match=text):
+        options(**given)
+
+
+def test_models_are_loaded_where_the_plan_says():
+    on_gpu = PaperModel("t", 4, MIB, can_use_gpu=True)
+    gpu = gpu_for(options(device="cuda"), pair(on_gpu), GIB, "as asked")
+    opened = OpenedPair(*(OpenedModel(one, None, None, ()) for one in (TARGET, CPU_ONLY)))
+    for device, draft in (("cpu", CPU_ONLY), ("cuda", DRAFT)):
+        found = placed(opened, gpu, device)
+        assert (found.target.source, found.draft.source) == (on_gpu, draft)
+    assert placed(opened, None, "cpu") is opened
+
+
+def test_a_run_without_a_gpu_says_so_in_one_line(capsys, monkeypatch, tmp_path):
+    from tiny_pair import save_model
+
+    without_gpu(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = str(save_model(tmp_path / "model", seed=1))
+    capsys.readouterr()
+    for command in (["run", "-p", "x"], ["plan"]):
+        argv = [*command, "-m", model, "--device", "cuda"]
+        expect_error(capsys, argv, "device 'cuda' cannot be used: torch was built without CUDA")
+
+
+def test_a_profile_of_a_gpu_is_a_device_to_plan_for(capsys, monkeypatch, tmp_path):
+    from tiny_pair import save_model
+
+    from backends import compute
+    from backends.compute_profile import ComputeCurve
+    from specdec.cli import main
+    from specdec.device_file import find_device
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cuda_probe, "measure_copies_to_gpu", lambda: 12e9)
+    curve = ComputeCurve.linear(1e-12, 1e-13)
+    monkeypatch.setattr(compute, "measure_gpu_compute", lambda dtype, device: curve)
+    model = str(save_model(tmp_path / "model", seed=1))
+    capsys.readouterr()
+    assert main(["profile", "-m", model, "--device", "cuda", "--json"]) == 0
+    profile = tmp_path / "gpu.json"
+    profile.write_text(capsys.readouterr().out)
+    device = find_device(str(profile))
+    assert (device.vram_bytes, device.pcie_bytes_per_second) == (8 * GIB, 12e9)
+    assert device.flops_per_second["F32"] == pytest.approx(2 / (4 * 1e-13))
+    assert main(["plan", "-m", model, "--on", str(profile), "-c", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "VRAM budget 8.00 GiB (all VRAM of gpu)" in out
+    without_gpu(monkeypatch)
+    expect_error(
+        capsys, ["profile", "-m", model, "--device", "cuda"], "torch was built without CUDA"
+    )

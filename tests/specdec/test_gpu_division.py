@@ -1,0 +1,150 @@
+"""Two ledgers: of VRAM and of the host. Nothing is over-committed in either."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paper_models import PaperModel
+
+from backends.compute_profile import ComputeCurve
+from offload.budget import BudgetExceeded
+from offload.tier_planner import TieredPlan
+from offload.units import GIB, MIB
+from specdec.alternatives import Alternative, Figures, Weighing
+from specdec.division import Divider, Gpu, Shape
+from specdec.options import run_options
+
+BASE_BYTES = 300 * MIB
+FAST = ComputeCurve.linear(1e-12, 1e-15)
+SLOW = ComputeCurve.linear(1e-8, 1e-9)
+
+
+def paper(name: str, n_layers: int, tensor_bytes: int, kv_bytes: int = 1000) -> PaperModel:
+    return PaperModel(name, n_layers, tensor_bytes, kv_bytes_per_token=kv_bytes, can_use_gpu=True)
+
+
+BIG, SMALL = paper("t", 40, 40 * MIB), paper("d", 4, 4 * MIB)  # 3.1 GiB, 32 MiB
+
+
+def gpu(vram_bytes: int, target: PaperModel, draft: PaperModel | None, where: str) -> Gpu:
+    on_cpu, on_gpu = draft if "cpu" in where else None, draft if "cuda" in where else None
+    return Gpu(vram_bytes, "as asked", target, on_cpu, on_gpu)
+
+
+def divider(
+    vram_bytes: int,
+    target: PaperModel = BIG,
+    draft: PaperModel | None = SMALL,
+    where: str = "cuda",
+    **options: object,
+) -> Divider:
+    asked = run_options("t", None if draft is None else "d", ctx_size=1024, **options)
+    return Divider(target, draft, asked, BASE_BYTES, gpu(vram_bytes, target, draft, where))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 12), st.integers(1, 40), st.integers(1, 4), st.integers(1, 20)),
+    kv=st.sampled_from([1000, MIB // 4]),
+    more=st.tuples(st.integers(0, 1500), st.integers(0, 1500)),
+    where=st.sampled_from(["cpu", "cuda"]),
+    slots=st.integers(1, 4),
+)
+def test_every_byte_of_both_is_accounted_for(sizes, kv, more, where, slots):
+    target = paper("t", sizes[0], sizes[1] * MIB, kv)
+    draft = paper("d", sizes[2], sizes[3] * MIB, kv)
+    shape = Shape(8, draft_device=where, n_device_slots=slots)
+    with pytest.raises(BudgetExceeded, match="VRAM budget") as failure:
+        divider(1, target, draft, where).divide(GIB, shape)
+    vram = failure.value.smallest_budget_bytes + (more[0] + slots * 2 * sizes[1]) * MIB
+    one = divider(vram, target, draft, where)
+    with pytest.raises(BudgetExceeded, match="memory budget") as failure:
+        one.divide(1, shape)
+    # The smallest budgets are those of the default ring.
+    total = failure.value.smallest_budget_bytes + (more[1] + 2 * sizes[1]) * MIB
+    division = one.divide(total, shape)
+    plan, on_gpu, host = division.target, dict(division.vram.table()), dict(division.budget.table())
+    assert isinstance(plan, TieredPlan)
+    assert sum(on_gpu.values()) == vram
+    assert sum(host.values()) == total
+    assert min(on_gpu["available"], host["available"]) >= 0
+    assert on_gpu["layers"] + on_gpu["slots"] == plan.tiers.device_bytes
+    assert host["pinned layers"] + host["ring"] == plan.tiers.host_bytes
+    assert ("draft KV cache" in on_gpu) == (where == "cuda")
+    assert ("draft KV cache" in host) == (where == "cpu")
+    assert division.draft.n_moving_layers == 0 or where == "cpu"
+
+
+def test_the_smallest_budgets_work_and_less_does_not():
+    least = divider(1)
+    with pytest.raises(BudgetExceeded, match="VRAM budget is left") as failure:
+        least.divide(4 * GIB, Shape(8, draft_device="cuda"))
+    vram = failure.value.smallest_budget_bytes
+    one = divider(vram)
+    smallest = one.smallest_bytes
+    division = one.divide(smallest, Shape(8, draft_device="cuda"))
+    assert (division.smallest_bytes, division.smallest_vram_bytes) == (smallest, vram)
+    for too_small in (divider(vram - 32 * MIB), one):
+        budget = 4 * GIB if too_small is not one else smallest - 32 * MIB
+        with pytest.raises(BudgetExceeded):
+            too_small.divide(budget, Shape(8, draft_device="cuda"))
+
+
+def test_with_ram_nothing_is_read_and_more_vram_needs_less_of_the_host():
+    shape = Shape(8, draft_device="cuda")
+    needed = [divider(n * GIB, load_mode="ram").smallest_bytes for n in (2, 3, 8)]
+    assert needed == sorted(needed, reverse=True)
+    assert needed[0] - needed[1] == pytest.approx(GIB, rel=0.1)
+    division = divider(2 * GIB, load_mode="ram").divide(needed[0], shape)
+    assert division.target.streamed_bytes == 0
+    with pytest.raises(BudgetExceeded):
+        divider(2 * GIB, load_mode="ram").divide(needed[0] - 64 * MIB, shape)
+
+
+# --- what is weighed ------------------------------------------------------------------------------
+
+
+def weigh(
+    where: str, *, cpu: ComputeCurve = FAST, cuda: ComputeCurve = FAST, vram: int = 2 * GIB
+) -> tuple[Alternative, list[Alternative]]:
+    asked = run_options("t", "d", ctx_size=256)
+    figures = Figures(
+        1e9,
+        PaperModel("t", 1, 1, curve=FAST).measure_compute(),
+        PaperModel("d", 1, 1, curve=cpu).measure_compute(),
+        PaperModel("d", 1, 1, curve=cuda).measure_compute(),
+        10e9,
+    )
+    one = Divider(BIG, SMALL, asked, BASE_BYTES, gpu(vram, BIG, SMALL, where))
+    weighing = Weighing(one, figures, asked.spec, None, fixed_slots=False)
+    return weighing.choose(4 * GIB), weighing.weighed
+
+
+def test_the_draft_goes_where_it_is_faster():
+    assert weigh("cpu cuda", cpu=SLOW)[0].division.shape.draft_device == "cuda"
+    assert weigh("cpu cuda", cuda=SLOW)[0].division.shape.draft_device == "cpu"
+    assert weigh("cpu", cpu=SLOW)[0].division.shape.draft_device == "cpu"
+
+
+def test_a_draft_that_has_no_room_on_the_gpu_stays_on_the_cpu():
+    vram = divider(1, where="cpu").smallest_vram_bytes
+    chosen, weighed = weigh("cpu cuda", cpu=SLOW, vram=vram)
+    assert chosen.division.shape.draft_device == "cpu"
+    assert all(one.division.shape.draft_device == "cpu" for one in weighed)
+
+
+def test_copies_set_the_pace_where_nothing_is_read_and_storage_where_it_is():
+    chosen, _ = weigh("cuda")
+    copied = chosen.target.residency.moved_bytes
+    assert chosen.target.residency.streamed_bytes == 0
+    assert chosen.target.seconds(1) == pytest.approx(copied / 10e9, rel=0.02)
+    assert "draft on the GPU" in chosen.name
+    assert "on the GPU" in chosen.name.split(", ")[-1]
+    asked = run_options("t", None, ctx_size=256)
+    one = Divider(BIG, None, asked, BASE_BYTES, gpu(GIB, BIG, None, ""))
+    figures = Figures(1e9, PaperModel("t", 1, 1, curve=FAST).measure_compute(), None, None, 10e9)
+    streamed = Weighing(one, figures, asked.spec, None, fixed_slots=False).choose(3 * GIB // 2)
+    read = streamed.target.residency.streamed_bytes
+    assert read > GIB
+    assert streamed.target.seconds(1) == pytest.approx(read / 1e9, rel=0.02)

@@ -1,0 +1,132 @@
+"""Runs on a GPU, from options to text: on a fake one here, and on a real one where there is one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_gpu import PEAK_BYTES, force_tiers, install_fake_gpu
+from tiny_pair import save_model
+
+import specdec
+from backends.cuda_engine import cuda_problem
+from specdec.cli import main
+from specdec.models import SELF_DRAFT
+
+PROMPT = "def f(x): return x"
+needs_cuda = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(cuda_problem() is not None, reason=cuda_problem() or ""),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return save_model(root / "target", seed=1), save_model(root / "draft", seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def generate(target: Path, draft: Path | None, **options: Any) -> specdec.GenerationResult:
+    with specdec.load(target, draft, ctx_size=128, **options) as llm:
+        return llm.generate(PROMPT, max_tokens=16, temperature=0.8, seed=3, ignore_eos=True)
+
+
+@pytest.mark.parametrize("draft_device", ["cpu", "cuda", "auto"])
+def test_the_tokens_are_those_of_the_cpu(models, monkeypatch, draft_device):
+    expected = generate(*models)
+    limits = install_fake_gpu(monkeypatch)
+    force_tiers(monkeypatch)
+    found = generate(*models, device="cuda", vram_budget="2GiB", draft_device=draft_device)
+    assert found.token_ids == expected.token_ids
+    stats = found.stats
+    assert stats.bytes_streamed > 0
+    assert stats.bytes_copied_to_device >= stats.bytes_streamed
+    assert (stats.vram_peak_bytes, stats.vram_budget_bytes) == (PEAK_BYTES, 2 * 2**30)
+    assert stats.accepted_tokens > 0
+    # CUDA's own context is not torch's to limit.
+    assert set(limits) == {2 * 2**30 - 512 * 2**20}
+    assert len(limits) == {"cpu": 1, "cuda": 2}.get(draft_device, len(limits))
+
+
+def test_a_model_that_fits_stays_on_the_gpu(models, monkeypatch):
+    install_fake_gpu(monkeypatch)
+    found = generate(*models, device="auto")
+    assert found.token_ids == generate(*models).token_ids
+    assert found.stats.bytes_copied_to_device == found.stats.bytes_streamed == 0
+
+
+def test_a_target_on_the_gpu_drafts_for_itself_there(models, monkeypatch):
+    install_fake_gpu(monkeypatch)
+    own = f"{SELF_DRAFT}window=32"
+    found = generate(models[0], own, device="cuda")
+    assert found.token_ids == generate(models[0], None).token_ids
+    assert found.stats.accepted_tokens > 0
+
+
+def test_what_is_printed_tells_of_the_gpu(models, monkeypatch, capsys):
+    install_fake_gpu(monkeypatch)
+    force_tiers(monkeypatch)
+    names = ["-m", str(models[0]), "-md", str(models[1]), "-c", "128", "--device", "cuda"]
+    assert main(["plan", *names, "--vram-budget", "2GiB"]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "VRAM budget 2.00 GiB (as asked)",
+        "copied per pass through 1 slots",
+        "draft: computed on the ",
+        "copies to the GPU 1.00 GB/s",
+        "smallest VRAM budget that works",
+    ):
+        assert part in out
+    assert main(["plan", *names, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert sum(values["vram"].values()) == values["vram_budget_bytes"] == 6 * 2**30
+    assert values["vram_budget_source"] == "what is free on fake"
+    assert main(["run", *names, "-p", PROMPT, "-n", "8"]) == 0
+    err = capsys.readouterr().err
+    assert "GB copied | stall" in err
+    assert "VRAM 0.00 of 6.00 GiB" in err
+
+
+def test_too_little_vram_is_refused_with_what_would_do(models, monkeypatch, capsys):
+    install_fake_gpu(monkeypatch)
+    argv = ["run", "-m", str(models[0]), "-p", "x", "--device", "cuda", "--vram-budget", "64MiB"]
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "64.00 MiB of the VRAM budget is left; the smallest budget that works is" in err
+    smallest = err.rsplit("works is ", 1)[1].strip().replace(" ", "")
+    assert main([*argv[:-1], smallest, "-n", "4"]) == 0
+
+
+@pytest.mark.parametrize(
+    "draft_device", [pytest.param(d, marks=needs_cuda) for d in ("cpu", "cuda")]
+)
+def test_a_real_gpu_gives_the_same_tokens_within_its_budget(models, monkeypatch, draft_device):
+    expected = generate(*models)
+    force_tiers(monkeypatch)
+    found = generate(*models, device="cuda", vram_budget="2GiB", draft_device=draft_device)
+    assert found.token_ids == expected.token_ids
+    assert found.stats.bytes_copied_to_device >= found.stats.bytes_streamed > 0
+    assert 0 < found.stats.vram_peak_bytes <= found.stats.vram_budget_bytes
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(cuda_problem() is not None, reason=cuda_problem() or "")
+def test_what_is_measured_of_a_real_gpu_is_plausible():
+    import torch
+
+    from backends.compute import measure_gpu_compute
+    from backends.cuda_probe import cuda_memory, measure_copies_to_gpu
+
+    memory = cuda_memory()
+    assert 0 < memory.free_bytes <= memory.total_bytes
+    assert 1e8 < measure_copies_to_gpu() < 1e12
+    curve = measure_gpu_compute(torch.float16, torch.device("cuda", 0))
+    assert 0 < curve.seconds(1) <= curve.seconds(1024)
