@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from transformers.configuration_utils import PreTrainedConfig
 
+from backends.attention import MAX_SCORE_BYTES, SEGMENTED
 from backends.hf_model import HfModel
 from backends.layer_runner import MAX_MASK_BYTES
 from backends.torch_backend import CHUNK_ROWS
@@ -18,11 +19,13 @@ from backends.torch_backend import CHUNK_ROWS
 _FLOAT32 = 4
 _CUSTOM_SCORE_BYTES = 16
 """Of attention code that is a model's own: it may keep four float32 copies of the scores alive."""
+_MERGED_COPIES = 3
+"""float32 outputs that are alive while two segments are merged: both, and the sum."""
 
 
 @dataclass(frozen=True)
 class _Attention:
-    """What attention allocates: per (head, query, key), and per key."""
+    """What attention with whole masks allocates: per (head, query, key), and per key."""
 
     score_bytes: int
     key_bytes: int
@@ -36,12 +39,45 @@ def activation_bytes(model: HfModel, ctx_size: int, max_rows: int) -> int:
     hidden = max(ctx_size, max_rows) * config.hidden_size * itemsize
     rotary = 2 * ctx_size * _head_dim(config) * itemsize
     chunk = CHUNK_ROWS * (8 * config.hidden_size + 3 * feed_forward) * itemsize
-    kind = _attention(model)
-    scores = kind.score_bytes * config.num_attention_heads * CHUNK_ROWS * ctx_size
-    layer = chunk + scores + kind.key_bytes * ctx_size
     logits = max_rows * model.vocab_size * (itemsize + 2 * _FLOAT32)
-    masks = _mask_bytes(config, ctx_size, itemsize)
-    return rotary + masks + logits + 3 * hidden + max(layer, hidden)
+    if model.attention == SEGMENTED:
+        attention = _segmented_bytes(model, ctx_size)
+        masks = _segment_mask_bytes(model, ctx_size, max_rows)
+    else:
+        kind = _attention(model)
+        attention = kind.score_bytes * config.num_attention_heads * CHUNK_ROWS * ctx_size
+        attention += kind.key_bytes * ctx_size
+        masks = _mask_bytes(config, ctx_size, itemsize)
+    return rotary + masks + logits + 3 * hidden + max(chunk + attention, hidden)
+
+
+def _segmented_bytes(model: HfModel, ctx_size: int) -> int:
+    """Of attention in segments (backends/attention.py): outputs, and what a kernel works on."""
+    config, itemsize = model.config, model.dtype.itemsize
+    heads = config.num_attention_heads
+    dims = _latent_dims(config)
+    key, value = (dims.key, dims.value) if dims else (_head_dim(config),) * 2
+    kv_heads = heads if dims else getattr(config, "num_key_value_heads", None) or heads
+    outputs = CHUNK_ROWS * heads * value * _FLOAT32 * _MERGED_COPIES
+    n_keys = max(ctx_size - CHUNK_ROWS, min(ctx_size, CHUNK_ROWS))  # of the longest segment
+    if getattr(config, "attn_logit_softcapping", None):
+        scores = heads * CHUNK_ROWS * n_keys * _FLOAT32
+        return outputs + 2 * min(scores, MAX_SCORE_BYTES)  # and a second time for their sum
+    widened = 0 if key == value else kv_heads * max(key, value) * itemsize  # the narrower ones
+    expanded = heads * dims.expanded * itemsize if dims else 0
+    return outputs + widened * n_keys + expanded * ctx_size
+
+
+def _segment_mask_bytes(model: HfModel, ctx_size: int, max_rows: int) -> int:
+    """Of a tree: every row's view of every node. Of a prompt: only where a window ends in it."""
+    itemsize = model.dtype.itemsize
+    windows = {model.window(i) for i in range(len(model.layers))}
+    n_chunks = -(-ctx_size // CHUNK_ROWS)
+    one_chunk = CHUNK_ROWS * max(max_rows, 2 * CHUNK_ROWS if windows - {None} else 0)
+    tree = len(windows) * max_rows * (max_rows + 2 * CHUNK_ROWS * (len(windows) > 1))
+    prompt = len(windows - {None}) * n_chunks * one_chunk
+    kept = min(MAX_MASK_BYTES, max(tree, prompt) * itemsize)
+    return kept + one_chunk * (itemsize + 2)
 
 
 def _attention(model: HfModel) -> _Attention:
@@ -53,7 +89,7 @@ def _attention(model: HfModel) -> _Attention:
     if latent is not None:
         return latent
     copies = 2 * heads * _head_dim(config) * itemsize  # keys and values of every query head
-    if config._attn_implementation != "eager":
+    if model.attention != "eager":
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         return _Attention(0, copies if kv_heads < heads else 0)
     is_standard = type(model.model)._supports_attention_backend
@@ -69,21 +105,37 @@ def _mask_bytes(config: PreTrainedConfig, ctx_size: int, itemsize: int) -> int:
     return min(MAX_MASK_BYTES + one_chunk * itemsize, triangle * itemsize) + one_chunk
 
 
-def _latent_attention(config: PreTrainedConfig, itemsize: int, widened: int) -> _Attention | None:
-    """Of multi-head latent attention, whose keys and values are expanded for every chunk.
+@dataclass(frozen=True)
+class _LatentDims:
+    """Of multi-head latent attention, whose keys and values are expanded for every chunk."""
 
-    Keys wider than values are nothing for the fused kernel: the plain one computes in float32, on
-    copies of keys and values, and holds scores, probabilities and a byte of masking.
-    """
+    key: int
+    value: int
+    expanded: int
+    """Numbers per head and key: what the latent is expanded to, and the keys put together."""
+
+
+def _latent_dims(config: PreTrainedConfig) -> _LatentDims | None:
     if not getattr(config, "kv_lora_rank", None):
         return None
     nope, value = config.qk_nope_head_dim, config.v_head_dim
     key = nope + config.qk_rope_head_dim
-    expanded = (nope + value + key) * itemsize
-    if key == value:
-        return _Attention(0, config.num_attention_heads * expanded)
-    converted = (key + value) * widened or key * _FLOAT32  # keys are scaled in any case
-    return _Attention(2 * _FLOAT32 + 1, config.num_attention_heads * (expanded + converted))
+    return _LatentDims(key, value, nope + value + key)
+
+
+def _latent_attention(config: PreTrainedConfig, itemsize: int, widened: int) -> _Attention | None:
+    """Keys wider than values are nothing for the fused kernel: the plain one computes in float32, on
+    copies of keys and values, and holds scores, probabilities and a byte of masking.
+    """
+    dims = _latent_dims(config)
+    if dims is None:
+        return None
+    heads, expanded = config.num_attention_heads, dims.expanded * itemsize
+    if dims.key == dims.value:
+        return _Attention(0, heads * expanded)
+    # Keys are scaled in any case.
+    converted = (dims.key + dims.value) * widened or dims.key * _FLOAT32
+    return _Attention(2 * _FLOAT32 + 1, heads * (expanded + converted))
 
 
 def _head_dim(config: PreTrainedConfig) -> int:

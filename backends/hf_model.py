@@ -24,6 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from backends.attention import SEGMENTED, supports_segments
 from backends.base import UnsupportedModel
 from backends.hf_config import context_limit, declared, kv_values_per_token, load_config
 from backends.layer_count import check_layers_used, refuse_absurd_count
@@ -75,6 +76,15 @@ class HfModel:
     @property
     def max_context(self) -> int:
         return context_limit(self.config)
+
+    @property
+    def attention(self) -> str:
+        """How attention is computed, as transformers names it.
+
+        SEGMENTED, or with whole masks "sdpa" or "eager": families with attention of their own
+        (ALiBi), with sinks, or that compute with the mask themselves.
+        """
+        return str(self.config._attn_implementation)
 
     @property
     def converted_bytes(self) -> int:
@@ -153,10 +163,9 @@ def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
 
 
 def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with real buffers and no weights; attention by SDPA where the family has it."""
+    """The model with real buffers and no weights; attention in segments where the family can."""
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    attention = "sdpa" if architecture._supports_sdpa and not softcap else "eager"
+    attention = _attention(architecture, config)
     try:
         with _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(
@@ -168,6 +177,14 @@ def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
             "mend the config.json, or download the checkpoint again"
         ) from error
     return model
+
+
+def _attention(architecture: type[PreTrainedModel], config: PreTrainedConfig) -> str:
+    """The fastest of transformers' attention implementations that the family has."""
+    if supports_segments(architecture, config):
+        return SEGMENTED
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    return "sdpa" if architecture._supports_sdpa and not softcap else "eager"
 
 
 @contextmanager

@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from backends.hf_model import TORCH_DTYPES, BoundTensor
-from backends.masks import PassLayout, additive_mask, alibi_bias
+from backends.masks import (
+    PassLayout,
+    SegmentedMask,
+    additive_mask,
+    alibi_bias,
+    segmented_mask,
+)
 from backends.torch_weights import RawTensors
 from offload.index import TensorRecord
 from offload.units import MIB
@@ -26,7 +32,11 @@ OpenLayer = Callable[[int], AbstractContextManager[RawTensors]]
 
 
 class PassState:
-    """What every layer of one forward shares: the layout and the masks made from it."""
+    """What every layer of one forward shares: the layout and the masks made from it.
+
+    is_segmented: whether attention computes in segments (backends/attention.py), not with whole
+        masks.
+    """
 
     def __init__(
         self,
@@ -35,24 +45,32 @@ class PassState:
         chunk_rows: int,
         alibi_slopes: torch.Tensor | None = None,
         device: torch.device | None = None,
+        *,
+        is_segmented: bool = False,
     ) -> None:
         self.layout = layout
         self.chunk_rows = chunk_rows
         self._dtype = dtype
         self._slopes = alibi_slopes
         self._device = device
-        self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
+        self._is_segmented = is_segmented
+        self._masks: dict[tuple[int, int, int | None], torch.Tensor | SegmentedMask] = {}
 
-    def mask(self, start: int, end: int, window: int | None) -> torch.Tensor:
-        """Additive mask [1, 1, end - start, keys]; kept while all layers use the same one."""
+    def mask(self, start: int, end: int, window: int | None) -> torch.Tensor | SegmentedMask:
+        """Of the new rows start..end: additive [1, 1, end - start, keys], or its segments.
+
+        Kept while all layers use the same one.
+        """
         key = (start, end, window)
         if key not in self._masks:
             if self._n_kept_bytes() > MAX_MASK_BYTES:
                 self._masks.clear()  # a long prompt: made anew for every layer
-            self._masks[key] = additive_mask(
-                self.layout, start, end, window, self._dtype, self._device
-            )
+            self._masks[key] = self._new_mask(start, end, window)
         return self._masks[key]
+
+    def _new_mask(self, start: int, end: int, window: int | None) -> torch.Tensor | SegmentedMask:
+        make = segmented_mask if self._is_segmented else additive_mask
+        return make(self.layout, start, end, window, self._dtype, self._device)
 
     def _n_kept_bytes(self) -> int:
         return sum(mask.nbytes for mask in self._masks.values())

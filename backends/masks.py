@@ -3,6 +3,10 @@
 Additive masks [1, 1, queries, keys]: 0 where a query may look, the dtype's most negative value
 elsewhere (the convention of transformers, which eager attention and SDPA share). Windows are
 by position, since the rows of a tree are not in the order of their positions.
+
+Nearly all of such a mask is zeros, because every node sees the prefix. So a layout can also be
+asked for `spans`: runs of keys, of which only those that some rows see and others do not come with
+a mask (backends/attention.py computes with them).
 """
 
 from __future__ import annotations
@@ -11,6 +15,53 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+_MASK_ALIGNMENT = 16
+"""Elements to which rows of a mask are padded: the memory-efficient kernel of CUDA wants it."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Keys start..end of the cache and which of the rows may look at them.
+
+    allowed [rows, end - start]: None where every row sees all of them.
+    is_causal: row i sees the first i + 1 of them; `allowed` is None then.
+    """
+
+    start: int
+    end: int
+    allowed: np.ndarray | None = None
+    is_causal: bool = False
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A `Span` as attention computes with it.
+
+    mask [1, 1, rows, end - start]: additive; None where every row sees all keys (or, with
+    `is_causal`, as many as its number).
+    """
+
+    start: int
+    end: int
+    mask: torch.Tensor | None = None
+    is_causal: bool = False
+
+
+@dataclass(frozen=True)
+class SegmentedMask:
+    """Takes the mask's place on the way through a decoder layer: disjoint segments of the keys.
+
+    Keys in none of them are hidden from every row.
+    """
+
+    segments: tuple[Segment, ...]
+    n_keys: int
+
+    @property
+    def nbytes(self) -> int:
+        masks = (segment.mask for segment in self.segments)
+        return sum(mask.untyped_storage().nbytes() for mask in masks if mask is not None)
 
 
 @dataclass(frozen=True)
@@ -53,6 +104,17 @@ class PassLayout:
             allowed &= distance < window
         return allowed
 
+    def spans(self, start: int, end: int, window: int | None) -> list[Span]:
+        """Spans that cover all keys which any of the new rows start..end may look at, in order."""
+        n_nodes = self.first_new + end
+        nodes = self.visible[start:end, :n_nodes]
+        positions = self.new_positions[start:end]
+        if window is not None:
+            distance = positions[:, None] - self.node_positions[None, :n_nodes]
+            nodes = nodes & (distance < window)
+        spans = _prefix_spans(self.prefix, positions, window)
+        return _joined([*spans, Span(self.prefix, self.prefix + n_nodes, nodes)])
+
 
 class CausalLayout(PassLayout):
     """A run of `n_new` rows after the prefix, each of which sees all before it.
@@ -71,6 +133,85 @@ class CausalLayout(PassLayout):
         if window is not None:
             allowed &= ~np.tri(*allowed.shape, k=first - window, dtype=bool)
         return allowed
+
+    def spans(self, start: int, end: int, window: int | None) -> list[Span]:
+        first, n_rows = self.prefix + start, end - start
+        spans = _prefix_spans(first, self.new_positions[start:end], window)
+        if n_rows == 1:
+            own = Span(first, first + 1)
+        elif window is None or window >= n_rows:
+            own = Span(first, first + n_rows, is_causal=True)
+        else:
+            own = Span(first, first + n_rows, self.allowed(start, end, window)[:, first:])
+        return _joined([*spans, own])
+
+
+def _prefix_spans(prefix: int, positions: np.ndarray, window: int | None) -> list[Span]:
+    """Keys at the positions 0 .. prefix-1, for rows at `positions`, which lie behind them.
+
+    With a window: those that no row sees any more are left out, and those that some rows see are
+    as many as the rows differ in position.
+    """
+    if window is None:
+        return [Span(0, prefix)]
+    oldest = positions - window + 1  # position of the first key in view
+    first, full = (int(min(max(at, 0), prefix)) for at in (oldest.min(), oldest.max()))
+    edge = np.arange(first, full)[None, :] >= oldest[:, None]
+    return [Span(first, full, edge), Span(full, prefix)]
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Without empty spans, and those that need no mask as long as they can be."""
+    joined: list[Span] = []
+    for span in spans:
+        if span.start == span.end:
+            continue
+        if span.allowed is not None and span.allowed.all():
+            span = Span(span.start, span.end)
+        last = joined[-1] if joined else None
+        if last is not None and last.end == span.start and _is_plain(last) and _is_plain(span):
+            joined[-1] = Span(last.start, span.end)
+        else:
+            joined.append(span)
+    return joined
+
+
+def _is_plain(span: Span) -> bool:
+    return span.allowed is None and not span.is_causal
+
+
+def segmented_mask(
+    layout: PassLayout,
+    start: int,
+    end: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> SegmentedMask:
+    """The segments of the keys that the new rows start..end may look at."""
+    segments = tuple(
+        Segment(
+            span.start,
+            span.end,
+            None if span.allowed is None else _segment_mask(span.allowed, dtype, device),
+            span.is_causal,
+        )
+        for span in layout.spans(start, end, window)
+    )
+    return SegmentedMask(segments, layout.prefix + layout.first_new + end)
+
+
+def _segment_mask(
+    allowed: np.ndarray, dtype: torch.dtype, device: torch.device | None
+) -> torch.Tensor:
+    """Mask [1, 1, rows, keys] of one span, in which a row may see nothing at all."""
+    n_rows, n_keys = allowed.shape
+    width = -(-n_keys // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
+    # Half of the most negative value: kernels multiply it by log2(e), and an infinity would make
+    # a row that sees nothing of this span a row of NaN.
+    mask = torch.full((n_rows, width), torch.finfo(dtype).min / 2, dtype=dtype, device=device)
+    mask[:, :n_keys].masked_fill_(torch.from_numpy(allowed).to(device), 0.0)
+    return mask[None, None, :, :n_keys]
 
 
 def additive_mask(

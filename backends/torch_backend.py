@@ -20,6 +20,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from backends.attention import SEGMENTED
 from backends.base import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import TreeCache
@@ -229,7 +230,10 @@ class TorchBackend(MendingBackend):
         """Run the model over new rows; float32 logits [len(rows) or n, vocab]."""
         self._is_cancelled = False
         device, dtype = self._weights.device, self._model.dtype
-        state = PassState(layout, dtype, CHUNK_ROWS, self._slopes, device)
+        is_segmented = self._model.attention == SEGMENTED
+        state = PassState(
+            layout, dtype, CHUNK_ROWS, self._slopes, device, is_segmented=is_segmented
+        )
         wanted = range(layout.n_new) if rows is None else rows
         with self._turn:
             for runner in self._runners:
