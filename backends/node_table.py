@@ -9,7 +9,7 @@ that the arithmetic of trees lives in one place and can be tested without a mode
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -77,18 +77,15 @@ class NodeTable:
         Unknown parents raise, adding nothing.
         """
         ids, rows = list(range(self.next_id, self.next_id + len(parents))), self._rows()
-        for i, parent in enumerate(parents):
-            if parent != PREFIX and parent not in rows and parent not in ids[:i]:
-                raise BackendError(f"node {ids[i]} has parent {parent}, which is not a live node")
+        above = self._rows_above(ids, parents, rows)
         old, total = len(self._ids), len(self._ids) + len(parents)
         grown = np.zeros((total, total), dtype=bool)
         grown[:old, :old] = self._ancestors
-        for row, (node, parent) in enumerate(zip(ids, parents, strict=True), start=old):
+        for row, parent in enumerate(above, start=old):
             if parent != PREFIX:
-                grown[row] = grown[rows[parent]]
+                grown[row] = grown[parent]
             grown[row, row] = True
-            rows[node] = row
-            self._depths.append(0 if parent == PREFIX else self._depths[rows[parent]] + 1)
+            self._depths.append(0 if parent == PREFIX else self._depths[parent] + 1)
         self._ids += ids
         self._tokens += [int(token) for token in token_ids]
         self._parents += parents
@@ -131,6 +128,19 @@ class NodeTable:
 
     def _rows(self) -> dict[int, int]:
         return {node: row for row, node in enumerate(self._ids)}
+
+    @staticmethod
+    def _rows_above(
+        ids: Sequence[int], parents: Sequence[int], rows: Mapping[int, int]
+    ) -> list[int]:
+        """Rows of the parents of new nodes, PREFIX where there is none; `rows`: of those before."""
+        known, above = dict(rows), []
+        for node, parent in zip(ids, parents, strict=True):
+            if parent != PREFIX and parent not in known:
+                raise BackendError(f"node {node} has parent {parent}, which is not a live node")
+            above.append(PREFIX if parent == PREFIX else known[parent])
+            known[node] = len(known)
+        return above
 
     @staticmethod
     def _require(node: int, rows: dict[int, int]) -> None:

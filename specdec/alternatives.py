@@ -20,7 +20,7 @@ from offload.plan import ResidencyPlan
 from offload.tier_planner import TieredPlan
 from specdec.config import SpecConfig
 from specdec.division import Divider, Division, Shape
-from specdec.drafters.model import MAX_BEAMS
+from specdec.drafters.model import max_beams
 from specdec.options import CPU, CUDA
 from specdec.pass_model import PassModel
 from specdec.policy import ASSUMED_LEVEL_ACCEPTANCE, MAX_AUTO_NODES
@@ -271,7 +271,7 @@ def predict(division: Division, figures: Figures, spec: SpecConfig) -> Alternati
 def _predict_tree(
     division: Division, target: PassModel, draft: PassModel | None, n_drafted: int, spec: SpecConfig
 ) -> Alternative:
-    level = draft.seconds(max(1, min(n_drafted, MAX_BEAMS))) if draft is not None else 0.0
+    level = draft.seconds(max(1, min(n_drafted, max_beams(n_drafted)))) if draft is not None else 0.0
     depth = _best_depth(spec, target.seconds(1 + n_drafted), level, n_drafted)
     drafting = depth * level
     # A draft that streams has the storage to itself: nothing of the target is read meanwhile.

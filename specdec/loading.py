@@ -9,7 +9,7 @@ from backends.shared_source import SharedSource
 from backends.source import Loading
 from offload.plan import ResidencyPlan
 from specdec.config import ConfigError, SpecConfig
-from specdec.drafters.model import MAX_BEAMS
+from specdec.drafters.model import max_beams
 from specdec.drafters.window import DraftWindow, draft_context_size
 from specdec.gpu import gpu_loading
 from specdec.memory_parts import most_draft_nodes
@@ -59,7 +59,7 @@ def load_draft(
         residency,
         max_context=context,
         max_nodes=n_nodes,
-        max_rows=MAX_BEAMS,
+        max_rows=max_beams(plan.n_draft_tokens),
         load_mode="stream" if residency.n_slots else "ram",
         **gpu_loading(plan, residency),
     )

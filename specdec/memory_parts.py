@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from backends.source import ModelSource
 from specdec.drafters.candidates import MAX_NOISE_POSITIONS
-from specdec.drafters.model import MAX_BEAMS
+from specdec.drafters.model import max_beams
 from specdec.drafters.window import draft_context_size
 from specdec.options import RunOptions
 
@@ -32,7 +32,7 @@ def most_draft_nodes(n_drafted: int, most_leaves: int | None) -> int:
     A tree of the best n nodes takes about 2n runs to find, 5n at most of those observed; the rest
     is for drafting ahead.
     """
-    n_nodes = _RUNS_PER_NODE * max(MAX_BEAMS, 1 + n_drafted)
+    n_nodes = _RUNS_PER_NODE * max(max_beams(n_drafted), 1 + n_drafted)
     return n_nodes if most_leaves is None else min(n_nodes, most_leaves)
 
 
@@ -81,9 +81,9 @@ class PartsOfRun:
                 {
                     "embeddings and head": draft.outer_bytes,
                     "KV cache": draft.kv_bytes(draft_ctx, n_run),
-                    "activations": draft.scratch_bytes(draft_ctx, MAX_BEAMS, n_run),
+                    "activations": draft.scratch_bytes(draft_ctx, max_beams(n_drafted), n_run),
                 },
-                logit_bytes=MAX_BEAMS * draft.vocab_size * _LOGIT_BYTES,
+                logit_bytes=max_beams(n_drafted) * draft.vocab_size * _LOGIT_BYTES,
             )
             found.host["draft probabilities"] = self._probability_bytes(draft, n_drafted)
         return found
@@ -99,7 +99,7 @@ class PartsOfRun:
         if spec.draws_chains:
             return min(n_drafted, spec.depth) * n_tokens * _PROBABILITY_BYTES
         noise = MAX_NOISE_POSITIONS * n_tokens * _NOISE_BYTES
-        return MAX_BEAMS * n_tokens * _RANKED_LOGIT_BYTES + noise
+        return max_beams(n_drafted) * n_tokens * _RANKED_LOGIT_BYTES + noise
 
 
 def _place(

@@ -15,7 +15,7 @@ from specdec.acceptance import Acceptance
 from specdec.config import SpecConfig
 from specdec.draft_choice import DraftChoice
 from specdec.drafters.base import TreeLimits
-from specdec.drafters.model import MAX_BEAMS
+from specdec.drafters.model import max_beams
 from specdec.experience import Experience
 from specdec.tree import DRAFT_SOURCE, ROOT, DraftTree
 from specdec.tree_shape import TreeShape
@@ -55,7 +55,7 @@ class PassCost:
 
 def level_seconds(draft_cost: PassCost, n_nodes: int) -> float:
     """What one level of a tree of that size costs the draft model, at most."""
-    return draft_cost.seconds(min(n_nodes, MAX_BEAMS))
+    return draft_cost.seconds(min(n_nodes, max_beams(n_nodes)))
 
 
 @dataclass

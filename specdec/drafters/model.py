@@ -11,8 +11,7 @@ is the beginning of the next proposal, KV included (PEARL, Liu et al. 2024; SSD,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice, takewhile
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,21 +20,24 @@ from backends.base import Backend
 from specdec.acceptance import Acceptance, sample_index
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.candidates import CandidateRanker
+from specdec.drafters.frontier import Frontier, Level
 from specdec.drafters.grown_tree import GrownNode, GrownTree
 from specdec.drafters.window import DraftWindow
 from specdec.sampling import Sampler
 from specdec.tree import ROOT, DraftTree
 
-MAX_BEAMS = 32
-"""Nodes that the draft runs at a time; more make a level slow and add little."""
+_FEWEST_BEAMS = 32
+"""Nodes that the draft may run at a time; more make a level slow and add little ..."""
+_BEAMS_SHARE = 8
+"""... unless the tree is large: it is grown in about so many levels more than its depth."""
 _LEAST_SHARE = 0.08
 """Of the likeliest node's chance, for another node to be run ahead together with it: many small
 levels find more of the likeliest nodes than few wide ones."""
 
-Pair = tuple[GrownNode, GrownNode]
-"""A node's parent, and the node."""
-Level = list[Pair]
-"""What the draft runs together."""
+
+def max_beams(n_nodes: int) -> int:
+    """Most nodes that the draft runs at a time for trees of `n_nodes`."""
+    return max(_FEWEST_BEAMS, n_nodes // _BEAMS_SHARE)
 
 
 class ModelDrafter(Drafter):
@@ -90,8 +92,9 @@ class ModelDrafter(Drafter):
             return self._draw_chain(context_ids, self._advance(view), length, *self._chain)
         widths = [] if self._tree else [1]  # of the runs that it takes
         tree = self._tree or self._start_tree(context_ids, self._advance(view))
-        while level := self._best_level(tree, depth):
-            self._run(level)
+        frontier = Frontier(tree, depth, limits.width, limits.max_nodes)
+        while level := self._best_level(tree, frontier):
+            self._run(tree, level, frontier)
             widths.append(len(level))
         proposal = tree.best_tree(limits.max_nodes, depth, limits.width)
         proposal.n_runs, proposal.n_run_nodes = len(widths), sum(widths)
@@ -111,12 +114,14 @@ class ModelDrafter(Drafter):
         An outcome is (the last accepted node, the target's token after it): a node outside of
         `tree` whose parent is in it.
         """
-        if self._tree is None:
+        grown = self._tree
+        if grown is None:
             return
-        self._tree.graft(tree)
+        grown.graft(tree)
         depth = self._within_context(self._limits.max_ahead_depth, self._backend.n_committed)
-        while not should_stop() and (level := self._level_ahead(self._tree, depth)):
-            self._run(level)
+        frontier = Frontier(grown, depth)
+        while not should_stop() and (level := self._level_ahead(grown, frontier)):
+            self._run(grown, level, frontier)
             for _, node in level:
                 node.is_run_ahead = True
 
@@ -161,40 +166,33 @@ class ModelDrafter(Drafter):
         _, row = self._backend.prefill_from(view)
         return row
 
-    def _best_level(self, tree: GrownTree, depth: int) -> Level:
+    def _best_level(self, tree: GrownTree, frontier: Frontier) -> Level:
         """What has to be run before the best nodes are known; empty when they are.
 
         That is the best ones that were not run, where a child could still be among the best.
         """
         limits = self._limits
-        best = list(islice(tree.best_first(depth, limits.width), limits.max_nodes))
-        worst = best[-1][1].path_log_prob if len(best) == limits.max_nodes else -np.inf
-        promising = (pair for pair in best if pair[1].path_log_prob > worst)
-        n_free = max(0, self._backend.node_room - tree.n_live())
-        level = list(islice(_worth_running(promising, tree.deepest(depth)), min(MAX_BEAMS, n_free)))
+        n_free = max(0, self._backend.node_room - tree.n_live)
+        level = frontier.take(min(max_beams(limits.max_nodes), n_free))
         chance = sum(np.exp(tree.log_chance(node)) for _, node in level)
         return level if chance >= limits.min_level_probability else []
 
-    def _level_ahead(self, tree: GrownTree, depth: int) -> Level:
+    def _level_ahead(self, tree: GrownTree, frontier: Frontier) -> Level:
         """The likeliest nodes that were not run, as far as there is room for them."""
-        reserved = self._limits.max_nodes  # for what the next proposal still has to run
-        n_free = max(0, self._backend.node_room - tree.n_live() - reserved)
-        nodes = _worth_running(tree.best_first(depth), tree.deepest(depth))
-        level = list(islice(nodes, min(MAX_BEAMS, n_free)))
-        if not level:
-            return level
-        least = level[0][1].path_log_prob + np.log(_LEAST_SHARE)
-        return list(takewhile(lambda pair: pair[1].path_log_prob >= least, level))
+        n_nodes = self._limits.max_nodes
+        # What the next proposal still has to run keeps its room.
+        n_free = max(0, self._backend.node_room - tree.n_live - n_nodes)
+        return frontier.take(min(max_beams(n_nodes), n_free), _LEAST_SHARE)
 
-    def _run(self, level: Level) -> None:
+    def _run(self, tree: GrownTree, level: Level, frontier: Frontier) -> None:
         """Run nodes, whose parents the draft has run before; their candidates are known then."""
         parents = [_live_id(parent) for parent, _ in level]
         ids, rows = self._backend.extend([node.token_id for _, node in level], parents)
         places = [node.position + 1 for _, node in level]
         ranked = self._ranker.rank(rows, places, self._limits.width)
         for (_, node), node_id, candidates in zip(level, ids, ranked, strict=True):
-            node.offer(candidates)
-            node.node_id = node_id
+            tree.run(node, node_id, candidates)
+            frontier.add(node)
 
     def _within_context(self, depth: int, n_committed: int) -> int:
         """Levels of a tree, of whose last one no node is run."""
@@ -223,7 +221,8 @@ class ModelDrafter(Drafter):
             if n_drawn < length:
                 node.offer([(token, tree.log_probs[index])])
                 parent, node = node, node.children[token]
-                (node.node_id,), rows = self._backend.extend([token], [_live_id(parent)])
+                (node_id,), rows = self._backend.extend([token], [_live_id(parent)])
+                self._tree.run(node, node_id, [])
                 row = rows[0]
         return tree
 
@@ -231,10 +230,3 @@ class ModelDrafter(Drafter):
 def _live_id(node: GrownNode) -> int:
     assert node.node_id is not None, "a node is run after its parent"
     return node.node_id
-
-
-def _worth_running(nodes: Iterable[Pair], deepest: int) -> Iterator[Pair]:
-    """Those that can be run, were not yet, and whose children are not too deep."""
-    for parent, node in nodes:
-        if parent.is_run and not node.is_run and node.position < deepest:
-            yield parent, node

@@ -1,0 +1,103 @@
+"""The frontier of a growing tree against a search from scratch for every level."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.drafters.frontier import Frontier
+from specdec.drafters.grown_tree import GrownNode, GrownTree
+from specdec.drafters.model import max_beams
+from specdec.tree import DraftTree
+
+WIDTH = 3
+
+
+def candidates_of(node: GrownNode, seed: int) -> list[tuple[int, float]]:
+    """What a draft would say after a node: the same whenever it is asked."""
+    rng = np.random.default_rng([seed, node.position, node.token_id, int(-1e6 * node.path_log_prob)])
+    return [(token, float(p)) for token, p in enumerate(np.sort(-rng.exponential(1.0, WIDTH + 1)))]
+
+
+def promising(tree: GrownTree, depth: int, n_best: int | None) -> list[GrownNode]:
+    """By the definition: the best ones that were not run, where a child could be better still."""
+    best = list(islice(tree.best_first(depth, WIDTH), n_best))
+    is_full = n_best is not None and len(best) == n_best
+    worst = best[-1][1].path_log_prob if is_full else -np.inf
+    return [
+        node
+        for parent, node in best
+        if parent.is_run
+        and not node.is_run
+        and node.path_log_prob > worst
+        and node.position < tree.deepest(depth)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    depth=st.integers(1, 6),
+    n_best=st.none() | st.integers(1, 60),
+    beams=st.integers(1, 9),
+    n_grafted=st.integers(0, 4),
+)
+def test_levels_are_those_of_a_search_from_scratch(seed, depth, n_best, beams, n_grafted) -> None:
+    tree = GrownTree(0, 10, [])
+    tree.root.offer(candidates_of(tree.root, seed))
+    other, node = DraftTree(0), 0
+    for token in range(n_grafted):  # another drafter's chain hangs below a node that was not run
+        node = other.add(node, token + 7, -0.2 * (1 + seed % 5))
+    tree.graft(other)
+    frontier, n_run = Frontier(tree, depth, WIDTH, n_best), 0
+    for _ in range(40):
+        level = [node for _, node in frontier.take(beams)]
+        if n_grafted == 0:
+            assert level == promising(tree, depth, n_best)[:beams]
+        if not level:
+            break
+        for node in level:
+            n_run += 1
+            tree.run(node, n_run, candidates_of(node, seed))
+            frontier.add(node)
+        assert tree.n_live == n_run
+    else:
+        return  # a tree without a bound of its nodes grows on
+    assert promising(tree, depth, n_best) == []
+
+
+def test_likely_nodes_are_run_without_the_unlikely() -> None:
+    tree = GrownTree(0, 0, [(1, np.log(0.5)), (2, np.log(0.3)), (3, np.log(0.05))])
+    frontier = Frontier(tree, 4)
+    assert [node.token_id for _, node in frontier.take(9, least_share=0.25)] == [1, 2]
+    assert [node.token_id for _, node in frontier.take(9, least_share=0.25)] == [3]
+    assert frontier.take(9) == []
+
+
+def test_a_large_tree_takes_few_levels() -> None:
+    """1 024 nodes in as many levels as 256, and each node is put in order once."""
+    runs = {}
+    for n_nodes in (256, 1024):
+        tree = GrownTree(0, 0, [])
+        tree.root.offer(candidates_of(tree.root, 1))
+        frontier, runs[n_nodes] = Frontier(tree, 32, WIDTH, n_nodes), 0
+        while level := frontier.take(max_beams(n_nodes)):
+            runs[n_nodes] += 1
+            for _, node in level:
+                tree.run(node, 1, candidates_of(node, 1))
+                frontier.add(node)
+    assert runs[1024] <= 1.5 * runs[256]
+
+
+def test_what_lives_is_counted_anew_where_the_text_goes_on() -> None:
+    tree = GrownTree(0, 0, [(1, -0.1), (2, -0.2)])
+    first, second = tree.root.children.values()
+    tree.run(first, 5, [(3, -0.1)])
+    tree.run(second, 6, [(4, -0.1)])
+    tree.run(first.children[3], 7, [])
+    assert tree.n_live == 3
+    tree.move_to(first)
+    assert tree.n_live == 1
