@@ -124,8 +124,8 @@ def _latent_dims(config: PreTrainedConfig) -> _LatentDims | None:
 
 
 def _latent_attention(config: PreTrainedConfig, itemsize: int, widened: int) -> _Attention | None:
-    """Keys wider than values are nothing for the fused kernel: the plain one computes in float32, on
-    copies of keys and values, and holds scores, probabilities and a byte of masking.
+    """Keys wider than values are nothing for SDPA's fused kernel: the plain one computes in
+    float32, on copies of keys and values, and holds scores, probabilities and a byte of masking.
     """
     dims = _latent_dims(config)
     if dims is None:

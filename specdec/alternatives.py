@@ -271,7 +271,8 @@ def predict(division: Division, figures: Figures, spec: SpecConfig) -> Alternati
 def _predict_tree(
     division: Division, target: PassModel, draft: PassModel | None, n_drafted: int, spec: SpecConfig
 ) -> Alternative:
-    level = draft.seconds(max(1, min(n_drafted, max_beams(n_drafted)))) if draft is not None else 0.0
+    n_beams = max(1, min(n_drafted, max_beams(n_drafted)))
+    level = draft.seconds(n_beams) if draft is not None else 0.0
     depth = _best_depth(spec, target.seconds(1 + n_drafted), level, n_drafted)
     drafting = depth * level
     # A draft that streams has the storage to itself: nothing of the target is read meanwhile.

@@ -26,6 +26,8 @@ SHARPNESS = 0.5
 the one is sharper than its probability."""
 MAX_NOISE_POSITIONS = 32
 """Positions whose noise is kept, [n_tokens] each: a tree needs it again at every level."""
+_STRIPE = 64
+"""Tokens that are first looked at together, in the search for the likeliest."""
 _HEAD = 512
 """Likeliest tokens that a filter looks at; a larger nucleus is left whole."""
 
@@ -96,7 +98,7 @@ class CandidateRanker:
             self._perturb(scores, positions)
         scores /= np.float32(self._sharpness)
         width = min(width, scores.shape[1])
-        top = np.argpartition(scores, -width, axis=1)[:, -width:]
+        top = likeliest(scores, width)
         values = np.take_along_axis(scores, top, axis=1)
         peaks = values.max(axis=1, keepdims=True)
         np.exp(np.subtract(scores, peaks, out=scores), out=scores)
@@ -117,6 +119,29 @@ class CandidateRanker:
             if self._params is not None:
                 row[row < lowest_kept(row, self._params)] = -np.inf
             row += self._noise.at(position)
+
+
+def likeliest(scores: Row, width: int) -> NDArray[np.int64]:
+    """Ids of the `width` largest scores in each row of [n, n_tokens], in any order: [n, width].
+
+    The largest tokens lie in the stripes with the largest maxima, as many of each. Finding maxima
+    of whole arrays is several times faster than partitioning a large vocabulary.
+    """
+    n_rows, n_tokens = scores.shape
+    n_stripes = n_tokens // _STRIPE
+    if n_stripes <= width:
+        return _largest(scores, width)
+    n_striped = n_stripes * _STRIPE  # stripe i holds the tokens i, i + n_stripes, ...
+    maxima = scores[:, :n_striped].reshape(n_rows, _STRIPE, n_stripes).max(axis=1)
+    members = _largest(maxima, width)[:, :, None] + n_stripes * np.arange(_STRIPE)
+    rest = np.broadcast_to(np.arange(n_striped, n_tokens), (n_rows, n_tokens - n_striped))
+    found = np.concatenate([members.reshape(n_rows, -1), rest], axis=1)
+    best = _largest(np.take_along_axis(scores, found, axis=1), width)
+    return np.take_along_axis(found, best, axis=1)
+
+
+def _largest(scores: Row, width: int) -> NDArray[np.int64]:
+    return np.argpartition(scores, -width, axis=1)[:, -width:]
 
 
 def lowest_kept(row: Row, params: SamplingParams) -> float:

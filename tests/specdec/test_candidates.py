@@ -16,6 +16,7 @@ from specdec.drafters.candidates import (
     SHARPNESS,
     CandidateRanker,
     TargetNoise,
+    likeliest,
     lowest_kept,
 )
 from specdec.drafters.model import ModelDrafter
@@ -92,6 +93,26 @@ def test_a_nucleus_of_most_of_a_large_vocabulary_is_left_whole() -> None:
     row = np.zeros(5000, dtype=np.float32)
     assert lowest_kept(row, SamplingParams(temperature=1.0, top_p=0.9)) == -np.inf
     assert lowest_kept(row, SamplingParams(temperature=1.0, top_k=2000)) == -np.inf
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n_tokens=st.integers(8, 3000),
+    width=st.integers(1, 8),
+    n_banned=st.integers(0, 5),
+    seed=st.integers(0, 99),
+)
+def test_the_likeliest_are_found_in_stripes(n_tokens, width, n_banned, seed) -> None:
+    rows = logits(3, seed, n_tokens)
+    rows[:, :n_banned] = -np.inf
+    found = likeliest(rows, width)
+    assert found.shape == (3, width)
+    best = np.sort(np.argsort(rows, axis=1)[:, -width:], axis=1)
+    values = np.take_along_axis(rows, found, axis=1)
+    assert np.array_equal(
+        np.sort(values, axis=1), np.sort(np.take_along_axis(rows, best, axis=1), axis=1)
+    )
+    assert all(len(set(row)) == width for row in found.tolist())
 
 
 def test_noise_is_kept_for_the_positions_in_use_only() -> None:
