@@ -7,7 +7,8 @@ length as well: the mask applies the window, so a rollback never needs what was 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -28,9 +29,13 @@ class TreeCacheLayer(CacheLayerMixin):
         self.n_rows = 0
         self.n_expected = 0
         """Rows to make room for at the next growth, so that a long prompt grows it once."""
+        self.fixed: tuple[torch.Tensor, int] | None = None
+        """(rows [n] to write to, keys to return) in a pass of fixed shapes; see `writing_at`."""
+        self.n_moves = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take the head counts, widths and dtype from the first states; hold no rows yet."""
+        self.n_moves += 1
         self.keys = _empty_rows(key_states, 0)
         self.values = _empty_rows(value_states, 0)
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -45,9 +50,14 @@ class TreeCacheLayer(CacheLayerMixin):
         end = self.n_rows + key_states.shape[-2]
         assert self.keys is not None
         assert self.values is not None
+        if self.fixed is not None:
+            rows, n_keys = self.fixed
+            self.keys.index_copy_(2, rows, key_states)
+            self.values.index_copy_(2, rows, value_states)
+            return self.keys[:, :, :n_keys], self.values[:, :, :n_keys]
         _check_shape(self.keys, key_states)
         _check_shape(self.values, value_states)
-        self._ensure_capacity(end)
+        self.ensure_capacity(end)
         self.keys[:, :, self.n_rows : end] = key_states
         self.values[:, :, self.n_rows : end] = value_states
         self.n_rows = end
@@ -87,12 +97,13 @@ class TreeCacheLayer(CacheLayerMixin):
             return 0
         return min(self.keys.shape[-2], self.values.shape[-2])  # Ctrl-C may leave one longer
 
-    def _ensure_capacity(self, n_rows: int) -> None:
+    def ensure_capacity(self, n_rows: int) -> None:
         if n_rows <= self.capacity:
             return
         assert self.keys is not None
         assert self.values is not None
         capacity = -(-max(n_rows, self.n_expected) // BLOCK_ROWS) * BLOCK_ROWS
+        self.n_moves += 1
         self.keys = self._regrown(self.keys, capacity)
         self.values = self._regrown(self.values, capacity)
 
@@ -121,6 +132,45 @@ class TreeCache(Cache):
         """The next forward will bring the cache to `n_rows` rows."""
         for layer in self.layers:
             layer.n_expected = n_rows
+
+    def reserve(self, n_rows: int) -> None:
+        """Make room for `n_rows` rows in every layer, of which some were computed before."""
+        for layer in self.layers:
+            layer.ensure_capacity(n_rows)
+
+    @property
+    def n_moves(self) -> int:
+        """How often layers have got new memory: what a recorded pass relies on changes with it."""
+        return sum(layer.n_moves for layer in self.layers)
+
+    def clear_unused(self) -> None:
+        """Set the rows that are not in use to 0.
+
+        A pass of fixed shapes multiplies what its mask hides by 0, which a NaN that new memory may
+        hold would survive.
+        """
+        for layer in self.layers:
+            for rows in (layer.keys, layer.values):
+                rows[:, :, layer.n_rows :] = 0
+
+    @contextmanager
+    def writing_at(self, rows: torch.Tensor, n_keys: int) -> Iterator[None]:
+        """In a forward of fixed shapes: write to these rows [n], attend to the first `n_keys`.
+
+        The rows must have been reserved. They count once `appended` says so.
+        """
+        for layer in self.layers:
+            layer.fixed = rows, n_keys
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.fixed = None
+
+    def appended(self, n_rows: int) -> None:
+        """The next `n_rows` rows of every layer were written."""
+        for layer in self.layers:
+            layer.n_rows += n_rows
 
     def commit_prefill(self, token_ids: Sequence[int]) -> None:
         """Count the rows that a forward of these tokens appended to the prefix as committed."""

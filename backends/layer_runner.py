@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -81,6 +81,19 @@ class PassState:
         return alibi_bias(self._slopes, self.layout, end, self._dtype)
 
 
+class LayerState(Protocol):
+    """What a layer asks of the forward that it is in."""
+
+    chunk_rows: int
+    """Rows that go through the layer at once."""
+
+    def mask(self, start: int, end: int, window: int | None) -> torch.Tensor | SegmentedMask:
+        """See PassState.mask."""
+
+    def alibi(self, end: int) -> torch.Tensor | None:
+        """ALiBi bias of the keys up to those of new row `end`, where the model has it."""
+
+
 class LayerRunner:
     """The forward of decoder layer `index`: weights in, chunks through, weights out."""
 
@@ -102,21 +115,26 @@ class LayerRunner:
         self._window = window
         self._dtype = dtype
         self._module = module
-        self._is_resident = is_resident
+        self.is_resident = is_resident
         self._is_bound = False  # ever true of a resident layer only: its weights never move
-        self.state: PassState | None = None
+        self.state: LayerState | None = None
         module.forward = self
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with self.open_layer(self._index) as tensors:
             if not self._is_bound:
                 bind(self._tensors, tensors, self._dtype)
-                self._is_bound = self._is_resident
+                self._is_bound = self.is_resident
             try:
                 return self._in_chunks(hidden_states, self._by_name(args, kwargs))
             finally:
-                if not self._is_resident:  # the slot will hold another layer
+                if not self.is_resident:  # the slot will hold another layer
                     unbind(self._tensors)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the module has its weights for good."""
+        return self._is_bound
 
     def detach(self) -> None:
         """Give the module its own forward back and let go of the weights; may be repeated."""

@@ -27,7 +27,9 @@ from backends.kv_cache import TreeCache
 from backends.layer_runner import LayerRunner, PassState, bind, unbind
 from backends.masks import CausalLayout, PassLayout
 from backends.mending import MendingBackend
+from backends.model_forward import prepare_buffers, run_model, set_state
 from backends.node_table import NodeTable
+from backends.static_pass import Recorder, StaticPasses
 from backends.torch_cpu import CpuWeights
 from backends.torch_prefix import load_prefix, prefix_tensors, save_prefix
 from backends.torch_weights import RawTensors, TorchWeights
@@ -58,11 +60,11 @@ class TorchBackend(MendingBackend):
         self._is_cancelled = False
         self._owner: TorchBackend | None = None
         self._turn = threading.Lock()  # siblings walk the same modules, one at a time
+        self._static: StaticPasses | None = None
         try:
             with weights.computing():
-                _move_buffers(model, weights.device)
                 bind(model.outer_tensors, weights.outer, model.dtype)
-                self._slopes = _alibi_slopes(model, weights.device)
+                self._slopes = prepare_buffers(model, weights.device)
         except BaseException:
             unbind(model.outer_tensors)
             weights.close()
@@ -102,10 +104,21 @@ class TorchBackend(MendingBackend):
             raise BackendError("a streamed model cannot share its weights")
         other = copy.copy(self)
         other._owner = self
-        other._cache = TreeCache(len(self._model.layers))
+        other._cache, other._static = TreeCache(len(self._model.layers)), None
         other.max_context = min(max_context, self._model.max_context)
         other.max_nodes = max_nodes
         return other
+
+    def use_static_passes(self, recorder: Recorder) -> None:
+        """Let levels of a tree be passes of fixed shapes (see backends/static_pass.py).
+
+        Raises BackendError for a model that is streamed, or whose attention needs whole masks.
+        """
+        most_rows = self.max_context + (self.max_nodes or 0)
+        device = self._weights.device
+        self._static = StaticPasses(
+            self._model, self._cache, self._runners, most_rows, device, recorder
+        )
 
     @property
     def _table(self) -> NodeTable:
@@ -167,6 +180,8 @@ class TorchBackend(MendingBackend):
             self._cache.free()
             return
         self._weights.stop()
+        if self._static is not None:
+            self._static.forget()
         for runner in self._runners:
             runner.detach()
         unbind(self._model.outer_tensors)
@@ -236,20 +251,18 @@ class TorchBackend(MendingBackend):
         )
         wanted = range(layout.n_new) if rows is None else rows
         with self._turn:
-            for runner in self._runners:
-                runner.state, runner.open_layer = state, self._open_layer
-            output = self._model.model(
-                input_ids=torch.tensor([list(token_ids)], device=device),
-                position_ids=torch.from_numpy(layout.new_positions)[None].to(device),
-                # Four dimensions make transformers pass it to the layers as it is; each
-                # layer's runner puts the real mask in its place.
-                attention_mask=torch.zeros(1, 1, 1, 1, dtype=dtype, device=device),
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=torch.tensor(list(wanted), device=device),
+            if rows is None and self._static is not None and self._static.can_run(layout):
+                return self._static.run(token_ids, layout).cpu().float().numpy()
+            set_state(self._runners, state, self._open_layer)
+            logits = run_model(
+                self._model,
+                self._cache,
+                torch.tensor([list(token_ids)], device=device),
+                torch.from_numpy(layout.new_positions)[None].to(device),
+                torch.tensor(list(wanted), device=device),
             )
             # To the host first: half the bytes, and no float32 copy in the device's memory.
-            return output.logits[0].cpu().float().numpy()
+            return logits.cpu().float().numpy()
 
     def _check_room(self, depth: int, n_tokens: int) -> None:
         if self.n_committed + depth > self.max_context:
@@ -259,31 +272,3 @@ class TorchBackend(MendingBackend):
         self._cache.abort(n_intact)
         with self._turn:
             self._weights.restart()
-
-
-def _move_buffers(model: HfModel, device: torch.device) -> None:
-    """Bring what is neither weight nor activation (`inv_freq`) to the device."""
-    for module in model.model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-
-
-def _alibi_slopes(model: HfModel, device: torch.device) -> torch.Tensor | None:
-    """Slopes [heads] of a model with ALiBi positions; its own bias becomes a placeholder."""
-    base = model.model.base_model
-    build = getattr(base, "build_alibi_tensor", None)
-    if build is None:
-        return None
-    if hasattr(build, "slopes"):  # an earlier backend has replaced it
-        return build.slopes.to(device)
-    ones = torch.ones(1, 2)
-    bias = base.build_alibi_tensor(ones, model.config.num_attention_heads, torch.float32)
-    slopes = bias[:, 0, 1] - bias[:, 0, 0]  # the bias grows by the slope with each position
-
-    def placeholder(*args: object, **kwargs: object) -> torch.Tensor:
-        return torch.zeros(1)
-
-    placeholder.slopes = slopes  # type: ignore[attr-defined]
-    base.build_alibi_tensor = placeholder
-    return slopes.to(device)

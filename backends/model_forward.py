@@ -1,0 +1,72 @@
+"""One forward of a transformers model through its layers' runners."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from backends.hf_model import HfModel
+from backends.kv_cache import TreeCache
+from backends.layer_runner import LayerRunner, LayerState, OpenLayer
+
+
+def prepare_buffers(model: HfModel, device: torch.device) -> torch.Tensor | None:
+    """Bring what is neither weight nor activation (`inv_freq`) to the device.
+
+    Returns the slopes [heads] of a model with ALiBi positions.
+    """
+    for module in model.model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return _alibi_slopes(model, device)
+
+
+def set_state(runners: Sequence[LayerRunner], state: LayerState, open_layer: OpenLayer) -> None:
+    """What the layers need to know of the next forward."""
+    for runner in runners:
+        runner.state, runner.open_layer = state, open_layer
+
+
+def run_model(
+    model: HfModel,
+    cache: TreeCache,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    wanted: torch.Tensor | int,
+) -> torch.Tensor:
+    """Logits [rows, vocab] of the `wanted` rows (0: all) of tokens and positions [1, n]."""
+    output = model.model(
+        input_ids=token_ids,
+        position_ids=positions,
+        # Four dimensions make transformers pass it to the layers as it is; each layer's runner
+        # puts the real mask in its place.
+        attention_mask=torch.zeros((1, 1, 1, 1), dtype=model.dtype, device=token_ids.device),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=wanted,
+    )
+    logits: torch.Tensor = output.logits[0]
+    return logits
+
+
+def _alibi_slopes(model: HfModel, device: torch.device) -> torch.Tensor | None:
+    """Slopes [heads] of a model with ALiBi positions; its own bias becomes a placeholder."""
+    base = model.model.base_model
+    build = getattr(base, "build_alibi_tensor", None)
+    if build is None:
+        return None
+    if hasattr(build, "slopes"):  # an earlier backend has replaced it
+        known: torch.Tensor = build.slopes
+        return known.to(device)
+    ones = torch.ones(1, 2)
+    bias = base.build_alibi_tensor(ones, model.config.num_attention_heads, torch.float32)
+    slopes = bias[:, 0, 1] - bias[:, 0, 0]  # the bias grows by the slope with each position
+
+    def placeholder(*args: object, **kwargs: object) -> torch.Tensor:
+        return torch.zeros(1)
+
+    placeholder.slopes = slopes  # type: ignore[attr-defined]
+    base.build_alibi_tensor = placeholder
+    return slopes.to(device)

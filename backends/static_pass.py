@@ -1,0 +1,244 @@
+"""Passes of fixed shapes, which a GPU can record once and replay (CUDA graphs).
+
+A small draft model's pass over one level of a tree is hundreds of short kernels, each of which has
+to be started. A recorded pass is started as one. It must have the same shapes and addresses every
+time, so its inputs are buffers, a level is padded to the next power of two of rows, and attention
+goes over more keys than there are, the rest behind the mask:
+
+    rows   [ the level's nodes | padding: sees nothing, its KV lies where the next rows will ]
+    keys   [ prefix | live nodes | this level | padding, hidden ]
+
+For models whose weights all stay on the device. What is recorded how is the `Recorder`'s business;
+without one, the same passes run as they are, which is how they are tested on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from backends.attention import SEGMENTED
+from backends.base import BackendError
+from backends.hf_model import HfModel
+from backends.kv_cache import TreeCache
+from backends.layer_runner import LayerRunner
+from backends.masks import PassLayout, Segment, SegmentedMask
+from backends.model_forward import run_model, set_state
+from backends.torch_weights import RawTensors
+
+MAX_STATIC_ROWS = 256
+"""Wider levels are no matter of short kernels."""
+_FEWEST_ROWS = 8
+_FEWEST_KEYS = 512
+
+Replay = Callable[[], torch.Tensor]
+
+
+class Recorder(Protocol):
+    """Makes a pass that can be repeated; inputs and output are the same tensors every time."""
+
+    def record(self, run: Replay) -> Replay:
+        """`run` may be called any number of times before; what it enqueues is what is replayed."""
+
+    def forget(self) -> None:
+        """Let go of the memory of all recordings, of which none will be replayed."""
+
+
+class Unrecorded:
+    """Runs the pass anew every time."""
+
+    def record(self, run: Replay) -> Replay:
+        return run
+
+    def forget(self) -> None:
+        pass
+
+
+class CudaGraphs:
+    """Recordings as CUDA graphs, which share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool: tuple[int, int] | None = None
+
+    def record(self, run: Replay) -> Replay:
+        """Run it twice first, as PyTorch asks for: libraries set themselves up on first use."""
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(aside)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Another thread's pass may call CUDA meanwhile, which the default mode would not allow.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = run()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+    def forget(self) -> None:
+        self._pool = None
+
+
+class StaticState:
+    """What `LayerRunner` asks of a pass, for one whose masks are buffers (see PassState)."""
+
+    def __init__(self, masks: dict[int | None, SegmentedMask], n_rows: int) -> None:
+        self.chunk_rows = n_rows
+        self._masks = masks
+
+    def mask(self, start: int, end: int, window: int | None) -> SegmentedMask:
+        return self._masks[window]
+
+    def alibi(self, end: int) -> None:
+        return None
+
+
+class _StaticPass:
+    """The buffers of one shape, and the pass over them."""
+
+    def __init__(
+        self,
+        n_rows: int,
+        n_keys: int,
+        windows: Collection[int | None],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.token_ids = torch.zeros((1, n_rows), dtype=torch.long, device=device)
+        self.positions = torch.zeros((1, n_rows), dtype=torch.long, device=device)
+        self.cache_rows = torch.zeros(n_rows, dtype=torch.long, device=device)
+        self._additive = {
+            window: torch.zeros((1, 1, n_rows, n_keys), dtype=dtype, device=device)
+            for window in windows
+        }
+        masks = {
+            window: SegmentedMask((Segment(0, n_keys, mask),), n_keys)
+            for window, mask in self._additive.items()
+        }
+        self.state = StaticState(masks, n_rows)
+        self.replay: Replay | None = None
+
+    def fill(self, token_ids: Sequence[int], layout: PassLayout) -> None:
+        """Set the inputs of the next replay."""
+        n_new, n_rows = len(token_ids), self.cache_rows.shape[0]
+        n_before = layout.prefix + layout.first_new
+        _set(self.token_ids[0], np.asarray(token_ids, dtype=np.int64))
+        _set(self.positions[0], layout.new_positions)
+        _set(self.cache_rows, n_before + np.arange(n_rows, dtype=np.int64))
+        for window, mask in self._additive.items():
+            allowed = np.zeros(mask.shape[2:], dtype=bool)
+            allowed[:n_new, : n_before + n_new] = layout.allowed(0, n_new, window)
+            hidden = torch.from_numpy(~allowed).to(mask.device)
+            # See backends.masks on why not the most negative value.
+            mask[0, 0].zero_().masked_fill_(hidden, torch.finfo(mask.dtype).min / 2)
+
+
+class StaticPasses:
+    """Runs levels of a tree through one model and its cache in recorded passes.
+
+    Args:
+        cache: of the model; room is made in it before a pass, never during one.
+        runners: of the model's layers.
+        most_rows: that the cache will ever hold; attention never goes over many more keys.
+
+    Raises BackendError for a model that is streamed, or whose attention needs whole masks.
+    """
+
+    def __init__(
+        self,
+        model: HfModel,
+        cache: TreeCache,
+        runners: Sequence[LayerRunner],
+        most_rows: int,
+        device: torch.device,
+        recorder: Recorder,
+    ) -> None:
+        if model.attention != SEGMENTED or not all(runner.is_resident for runner in runners):
+            raise BackendError(
+                f"passes of {model.config.model_type} cannot be recorded: its weights must stay on "
+                "the device, and its attention take segments"
+            )
+        self._model, self._cache, self._runners = model, cache, runners
+        self._most_keys = most_rows + MAX_STATIC_ROWS
+        self._windows = frozenset(model.window(i) for i in range(len(runners)))
+        self._device = device
+        self._recorder = recorder
+        self._n_keys = 0
+        self._n_moves = 0
+        self._passes: dict[int, _StaticPass] = {}
+
+    def can_run(self, layout: PassLayout) -> bool:
+        """Whether the pass is a level, on weights that are all in their modules by now."""
+        is_level = 0 < layout.n_new <= MAX_STATIC_ROWS and layout.prefix > 0
+        return is_level and all(runner.is_bound for runner in self._runners)
+
+    @property
+    def n_recorded(self) -> int:
+        """Shapes that are recorded now."""
+        return len(self._passes)
+
+    def run(self, token_ids: Sequence[int], layout: PassLayout) -> torch.Tensor:
+        """Append the new rows to the cache; logits [n, vocab] of them, valid until the next run.
+
+        Only for what `can_run` is true of.
+        """
+        n_rows = _power_of_two(len(token_ids), _FEWEST_ROWS)
+        self._make_room(layout.prefix + layout.first_new + n_rows)
+        static = self._passes.get(n_rows)
+        if static is None:
+            static = self._passes[n_rows] = _StaticPass(
+                n_rows, self._n_keys, self._windows, self._model.dtype, self._device
+            )
+        static.fill(token_ids, layout)
+        if static.replay is None:
+            static.replay = self._recorder.record(lambda: self._run(static))
+        logits = static.replay()
+        self._cache.appended(len(token_ids))
+        return logits[: len(token_ids)]
+
+    def forget(self) -> None:
+        """Drop all recordings, as when the cache's memory is given back."""
+        self._passes.clear()
+        self._recorder.forget()
+        self._n_keys = 0
+
+    def _run(self, static: _StaticPass) -> torch.Tensor:
+        set_state(self._runners, static.state, _hold_layer)
+        with self._cache.writing_at(static.cache_rows, self._n_keys):
+            return run_model(self._model, self._cache, static.token_ids, static.positions, 0)
+
+    def _make_room(self, n_rows: int) -> None:
+        """Recordings hold addresses: where the cache moves or outgrows their keys, they go."""
+        n_keys = max(n_rows, min(_power_of_two(n_rows, _FEWEST_KEYS), self._most_keys))
+        n_keys = max(self._n_keys, n_keys)
+        self._cache.reserve(n_keys)
+        if n_keys == self._n_keys and self._cache.n_moves == self._n_moves:
+            return
+        self.forget()
+        self._cache.clear_unused()
+        self._n_keys, self._n_moves = n_keys, self._cache.n_moves
+
+
+@contextmanager
+def _hold_layer(index: int) -> Iterator[RawTensors]:
+    """Of a layer whose module has its weights for good."""
+    yield {}
+
+
+def _set(buffer: torch.Tensor, values: np.ndarray) -> None:
+    """The first entries of a buffer; what follows is padding, whose values do not matter."""
+    buffer[: len(values)].copy_(torch.from_numpy(values))
+
+
+def _power_of_two(n: int, least: int) -> int:
+    return max(least, 1 << (n - 1).bit_length())
