@@ -7,7 +7,8 @@ source        a model before its weights, as the planner sees it
 node_table    which rows tentative nodes occupy and who sees whom
 kv_cache      a transformers Cache over growing blocks, with commit and rollback
 torch_prefix  its rows as tensors of a file
-masks         attention masks for prefixes, trees and sliding windows
+masks         attention masks for prefixes, trees and sliding windows; what needs none
+attention     attention over segments of the keys, merged
 raw_config    the figures of a config.json, read with distrust
 hf_config     what a config says: whether the model can run, its context, its KV cache
 layer_count   do config and checkpoint agree on the layers?
@@ -18,7 +19,8 @@ compute, compute_profile   how fast this machine multiplies
 torch_weights where the torch backend's weights come from: what differs between devices
 torch_cpu     weights on the CPU
 device_weights, cuda_engine   weights on a GPU; all that is CUDA's own
-torch_backend the torch backend
+model_forward, torch_backend   the torch backend
+static_pass   a draft's levels as passes of fixed shapes, which a GPU can record
 hf_source     Hugging Face checkpoints as a ModelSource
 
 gguf_hparams, gguf_model   a GGUF model as its header describes it

@@ -16,6 +16,7 @@ from backends.device_weights import DeviceWeights
 from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import BLOCK_ROWS
 from backends.source import BackendOptions, Loading, ModelCompute, ModelSource
+from backends.static_pass import CudaGraphs
 from backends.torch_backend import TorchBackend
 from backends.torch_cpu import CpuWeights
 from backends.torch_weights import TorchWeights
@@ -87,12 +88,15 @@ class HfSource(ModelSource):
         return HfGpuSource(self)
 
     def load(self, loading: Loading) -> Backend:
-        return TorchBackend(
+        backend = TorchBackend(
             self.model,
             self._weights(loading),
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
         )
+        if loading.records_levels and loading.tiers is not None and backend.can_use_static_passes:
+            backend.use_static_passes(CudaGraphs())
+        return backend
 
     def _weights(self, loading: Loading) -> TorchWeights:
         n_readers, progress = loading.n_readers, loading.progress

@@ -71,6 +71,8 @@ class Loading:
     vram_bytes: int = 0
     """What the whole process may take of the GPU's memory beside CUDA's own context; used with
     `tiers` only."""
+    records_levels: bool = False
+    """Let a GPU record the passes of small batches, where the model allows it: of use to drafts."""
     n_readers: int | None = None
     progress: Progress | None = None
 

@@ -109,6 +109,10 @@ class TorchBackend(MendingBackend):
         other.max_nodes = max_nodes
         return other
 
+    @property
+    def can_use_static_passes(self) -> bool:
+        return StaticPasses.can_serve(self._model, self._runners)
+
     def use_static_passes(self, recorder: Recorder) -> None:
         """Let levels of a tree be passes of fixed shapes (see backends/static_pass.py).
 

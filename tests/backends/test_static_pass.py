@@ -160,6 +160,7 @@ def test_what_cannot_be_recorded_is_refused(checkpoint_factory) -> None:
         TorchBackend.resident(checkpoint_factory("bloom")) as backend,
         pytest.raises(BackendError, match="passes of bloom cannot be recorded"),
     ):
+        assert not backend.can_use_static_passes
         backend.use_static_passes(Unrecorded())
     model = load_hf_model(checkpoint_factory("llama"))
     weights = CpuWeights(model, model.layer_weights, 2)

@@ -1,0 +1,119 @@
+"""How long the ways of computing a tree pass's attention take on a device: which one to build on.
+
+`whole` is what transformers does with a mask over all keys: keys and values repeated for every
+query head, then SDPA. `segments` is backends/attention.py. `python -m bench.attention --device
+cuda` prints a table; both ways get the same tensors, and their outputs are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from backends.attention import segmented_attention
+from backends.masks import PassLayout, additive_mask, segmented_mask
+
+_HEADS = ((32, 32, 128), (24, 8, 128), (32, 4, 64))
+_NODES = (8, 64, 256, 1024)
+_CONTEXTS = (512, 4096, 16384)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One shape: heads of queries and of keys, numbers per head, nodes, tokens before them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    n_nodes: int
+    n_context: int
+    whole_seconds: float
+    segments_seconds: float
+    difference: float
+    """Largest, between the two outputs."""
+
+
+def compare(
+    shape: tuple[int, int, int],
+    n_nodes: int,
+    n_context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    n_runs: int = 5,
+) -> Comparison:
+    """Medians of `n_runs` after one that is not counted. shape: heads, kv heads, head dim."""
+    heads, kv_heads, dim = shape
+    generator = torch.Generator().manual_seed(0)
+
+    def states(n_heads: int, n_rows: int) -> torch.Tensor:
+        rows = torch.randn(1, n_heads, n_rows, dim, generator=generator)
+        return rows.to(device, dtype)
+
+    query = states(heads, n_nodes)
+    key, value = states(kv_heads, n_context + n_nodes), states(kv_heads, n_context + n_nodes)
+    layout = _random_tree(n_context, n_nodes)
+    mask = additive_mask(layout, 0, n_nodes, None, dtype, device)
+    segments = segmented_mask(layout, 0, n_nodes, None, dtype, device)
+
+    def whole() -> torch.Tensor:
+        k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(query, k, v, attn_mask=mask).transpose(1, 2)
+
+    def in_segments() -> torch.Tensor:
+        return segmented_attention(torch.nn.Identity(), query, key, value, segments)[0]
+
+    with torch.inference_mode():
+        difference = float((whole() - in_segments()).abs().max())
+        seconds = [_median_seconds(run, device, n_runs) for run in (whole, in_segments)]
+    return Comparison(heads, kv_heads, dim, n_nodes, n_context, *seconds, difference)
+
+
+def _random_tree(prefix: int, n_nodes: int) -> PassLayout:
+    rng = np.random.default_rng(0)
+    visible, depths = np.eye(n_nodes, dtype=bool), np.zeros(n_nodes, dtype=np.int64)
+    for node in range(1, n_nodes):
+        parent = int(rng.integers(node))
+        visible[node] |= visible[parent]
+        depths[node] = depths[parent] + 1
+    return PassLayout(prefix, prefix + depths, visible)
+
+
+def _median_seconds(run: Callable[[], torch.Tensor], device: torch.device, n_runs: int) -> float:
+    seconds = []
+    for _ in range(1 + n_runs):
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--runs", type=int, default=5)
+    given = parser.parse_args()
+    device, dtype = torch.device(given.device), getattr(torch, given.dtype)
+    print("heads  kv heads  dim  nodes  context  whole ms  segments ms  largest difference")
+    for shape, n_context, n_nodes in itertools.product(_HEADS, _CONTEXTS, _NODES):
+        one = compare(shape, n_nodes, n_context, dtype, device, given.runs)
+        print(
+            f"{one.heads:5}  {one.kv_heads:8}  {one.head_dim:3}  {one.n_nodes:5}  "
+            f"{one.n_context:7}  {1e3 * one.whole_seconds:8.2f}  "
+            f"{1e3 * one.segments_seconds:11.2f}  {one.difference:.1e}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

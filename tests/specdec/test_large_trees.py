@@ -1,0 +1,87 @@
+"""Trees of 1 024 nodes: as lossless as small ones, in few levels, without quadratic work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from generating import RandomDrafter, run
+
+from backends.base import PREFIX
+from backends.node_table import NodeTable
+from backends.torch_backend import TorchBackend
+from bench.near_ties import examine
+from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
+from specdec.drafters.base import TreeLimits
+from specdec.drafters.candidates import CandidateRanker
+from specdec.drafters.model import ModelDrafter, max_beams
+
+DRIFT = 1e-4
+PROMPT = [3, 17, 5, 60, 41, 8, 22, 9]
+SPEC = SpecConfig(num_draft_tokens=MAX_DRAFT_TOKENS, draft_depth=8)
+
+
+@pytest.fixture(scope="module")
+def target(checkpoint_factory):
+    with TorchBackend.resident(checkpoint_factory("llama")) as backend:
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def draft(checkpoint_factory):
+    with TorchBackend.resident(checkpoint_factory("llama", seed=1)) as backend:
+        yield backend
+
+
+class Counting(ModelDrafter):
+    """Notes the trees that it proposed."""
+
+    def propose(self, context_ids, limits):
+        tree = super().propose(context_ids, limits)
+        self.proposed = tree
+        return tree
+
+
+def test_greedy_text_is_the_targets_own(target, draft) -> None:
+    plain = run(target, PROMPT, 12)
+    drafter = Counting(draft, 96, ranker=CandidateRanker(96, sharpness=8.0))
+    text = run(target, PROMPT, 12, drafter, spec=SPEC)
+    tie = examine(target, PROMPT, plain, text)
+    assert tie is None or (tie.is_explained and tie.drift <= DRIFT)
+
+
+def test_a_random_tree_of_that_size(target) -> None:
+    plain = run(target, PROMPT, 10)
+    text = run(target, PROMPT, 10, RandomDrafter(96), spec=SPEC)
+    tie = examine(target, PROMPT, plain, text)
+    assert tie is None or (tie.is_explained and tie.drift <= DRIFT)
+
+
+def test_every_node_has_the_logits_of_its_own_path(target, draft) -> None:
+    """A thousand rows in chunks: a few of them against the chain that leads there."""
+    drafter = Counting(draft, 96, ranker=CandidateRanker(96, sharpness=8.0))
+    draft.rollback(0)
+    tree = drafter.propose(PROMPT, TreeLimits(1023, 12, 8))
+    assert len(tree) == 1024
+    assert tree.n_runs <= 12 + 1024 // max_beams(1023) + 1
+    target.rollback(0)
+    target.prefill(PROMPT[:-1])
+    first = target.next_node_id
+    ids, logits = target.extend(
+        tree.token_ids, [PREFIX if p < 0 else first + p for p in tree.parents]
+    )
+    deepest = int(np.argmax(tree.depths))
+    for node in (0, 500, 1023, deepest):
+        target.rollback(len(PROMPT) - 1)
+        expected = target.prefill([tree.token_ids[i] for i in tree.path(node)])
+        scale = max(1.0, float(np.abs(expected).max()))
+        assert np.abs(logits[node] - expected).max() <= 1e-5 * scale
+    assert len(ids) == 1024
+
+
+def test_the_table_of_nodes_at_that_size() -> None:
+    """A chain of 1 024 sees itself and all above, and can be committed as a whole."""
+    table = NodeTable()
+    table.add([PREFIX, *range(1023)], [5] * 1024)
+    assert (table.visible() == np.tri(1024, dtype=bool)).all()
+    assert table.commit(list(range(1024))) == list(range(1024))
+    assert (table.n_committed, len(table)) == (1024, 0)
