@@ -72,8 +72,9 @@ def compare(
 
     with torch.inference_mode():
         difference = float((whole() - in_segments()).abs().max())
-        seconds = [_median_seconds(run, device, n_runs) for run in (whole, in_segments)]
-    return Comparison(heads, kv_heads, dim, n_nodes, n_context, *seconds, difference)
+        whole_seconds = _median_seconds(whole, device, n_runs)
+        seconds = _median_seconds(in_segments, device, n_runs)
+    return Comparison(heads, kv_heads, dim, n_nodes, n_context, whole_seconds, seconds, difference)
 
 
 def _random_tree(prefix: int, n_nodes: int) -> PassLayout:

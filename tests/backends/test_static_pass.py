@@ -156,12 +156,10 @@ def test_wide_levels_and_chosen_rows_go_the_usual_way(checkpoint_factory) -> Non
 
 
 def test_what_cannot_be_recorded_is_refused(checkpoint_factory) -> None:
-    with (
-        TorchBackend.resident(checkpoint_factory("bloom")) as backend,
-        pytest.raises(BackendError, match="passes of bloom cannot be recorded"),
-    ):
+    with TorchBackend.resident(checkpoint_factory("bloom")) as backend:
         assert not backend.can_use_static_passes
-        backend.use_static_passes(Unrecorded())
+        with pytest.raises(BackendError, match="passes of bloom cannot be recorded"):
+            backend.use_static_passes(Unrecorded())
     model = load_hf_model(checkpoint_factory("llama"))
     weights = CpuWeights(model, model.layer_weights, 2)
     with TorchBackend(model, weights) as backend, pytest.raises(BackendError, match="recorded"):
