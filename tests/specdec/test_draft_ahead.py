@@ -146,15 +146,13 @@ def note_runs_ahead(drafter: ModelDrafter) -> set[tuple[int, ...]]:
         draft_ahead(tree, should_stop)
         is_ahead = False
 
-    def noted_run(level: Any) -> None:
+    def noted_run(tree: Any, level: Any, frontier: Any) -> None:
         if is_ahead:
-            tree = drafter._tree
-            assert tree is not None
             above = {id(tree.root): tuple(context())}
             for parent, node in tree.best_first(99):
                 above[id(node)] = (*above[id(parent)], node.token_id)
             found.update(above[id(node)] for _, node in level)
-        run_level(level)
+        run_level(tree, level, frontier)
 
     def context() -> list[int]:
         return list(drafter._backend.committed_ids)
