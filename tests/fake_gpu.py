@@ -38,7 +38,18 @@ def install_fake_gpu(patch: pytest.MonkeyPatch) -> list[int]:
     patch.setattr("backends.cuda_probe.measure_copies_to_gpu", lambda: 1e9)
     patch.setattr("backends.hf_gpu_source.measure_gpu_compute", compute)
     patch.setattr("backends.hf_source.CudaEngine", engine)
+    patch.setattr("backends.hf_source.CudaGraphs", _NoGraphs)
     return limits
+
+
+class _NoGraphs:
+    """Static passes are run as they are: only CUDA can record them."""
+
+    def record(self, run: Any) -> Any:
+        return run
+
+    def forget(self) -> None:
+        pass
 
 
 def force_tiers(patch: pytest.MonkeyPatch) -> None:

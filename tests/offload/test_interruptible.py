@@ -165,4 +165,4 @@ def test_signals_at_any_time() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
     )
-    assert int(done.stdout) > 100
+    assert int(done.stdout) > 10  # some hundreds where nothing else runs

@@ -164,8 +164,8 @@ def test_ctrl_c_ends_a_wait_of_the_main_thread(tmp_path: Path) -> None:
     streamer = WeightStreamer(weights.layers, 2, storage=gate.storage)
     gate.reached.wait()
     presser = threading.Timer(0.05, signal.raise_signal, (signal.SIGINT,))
-    presser.start()  # the signal comes to another thread than the one that waits
     with pytest.raises(KeyboardInterrupt):  # a deaf wait would never end: the gate is shut
+        presser.start()  # the signal comes to another thread than the one that waits
         streamer._walk._ring.wait_ready(0)
     presser.join()
     gate.opened.set()

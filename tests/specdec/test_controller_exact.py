@@ -130,8 +130,8 @@ IN_DRAFTER = {
     ),
     "ahead: the tree goes on from where it was": ("self._tree.move_to(run[-1])", "pass"),
     "ahead: a miss is taken for a hit": (
-        "self._is_hit = len(path) == len(emitted)",
-        "self._is_hit = bool(path)",
+        "if len(path) < len(emitted):",
+        "if not path:",
     ),
     "ahead: nodes below the wrong parent": (
         "[_live_id(parent) for parent, _ in level]",
