@@ -14,7 +14,7 @@ from gguf_models import FAMILIES, VOCAB, save_tiny_gguf
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
-from backends.base import PREFIX, BackendError, UnsupportedModel
+from backends.base import PREFIX, BackendError, StreamUse, UnsupportedModel
 from backends.gguf_model import load_gguf_model
 from backends.llama_batch import Batch
 from backends.llama_context import context_options
@@ -127,7 +127,7 @@ def test_contract_in_memory(load_mode, path):
         _, again = backend.extend([7, 5], [PREFIX] * 2)
         assert np.abs(rows - again).max() < 1e-2
         assert backend.extend([8], [PREFIX], rows=[])[1].shape == (0, VOCAB)
-        assert backend.stream_use == (0, 0.0)
+        assert backend.stream_use == StreamUse()
     backend.close()
     with pytest.raises(BackendError, match="closed"):
         backend.prefill([3])
