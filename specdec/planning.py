@@ -45,7 +45,7 @@ class PlannedModels:
 
 
 def plan_run(model: str | Path, draft_model: str | Path | None = None, **options: Any) -> RunPlan:
-    """The plan of `specdec.load` with the same arguments; loads no weights.
+    """The plan of `specdec.load` with the same arguments; loads a small model only, to time it.
 
     Raises BudgetExceeded, ModelNotFound, CheckpointError, UnsupportedModel, VocabularyMismatch.
     """

@@ -136,3 +136,22 @@ def test_what_comes_after_the_layers() -> None:
     assert one.outer_seconds(3) == pytest.approx(60.5)
     assert one.times(2.0).outer_seconds(3) == pytest.approx(121)
     assert one.times(2.0).per_byte.seconds(9) == pytest.approx(2)
+
+
+@pytest.mark.gguf
+def test_a_product_may_be_timed_any_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each computation takes a buffer of ggml's, about a megabyte: they are to be given back."""
+    pytest.importorskip("llama_cpp")
+    from backends import ggml_compute
+
+    monkeypatch.setattr(ggml_compute, "_ROWS", (1,))
+
+    def measure(products: dict[int, Callable[[], object]], n_bytes: int, _: Any) -> ComputeCurve:
+        for _ in range(400):
+            products[1]()
+        return ComputeCurve.linear(0.0, n_bytes)
+
+    monkeypatch.setattr(ggml_compute, "measure_curve", measure)
+    q8_0 = 8
+    curve = ggml_compute.measure_ggml_compute.__wrapped__(q8_0, 1)
+    assert curve.seconds(1) == pytest.approx(4096 * 4096 / 32 * 34)
