@@ -123,7 +123,8 @@ def _interpolate(rows: Sequence[int], seconds: Sequence[float], n_rows: int) -> 
         return mended[0]
     high = next((i for i, n in enumerate(rows) if n >= n_rows), len(rows) - 1)
     slope = (mended[high] - mended[high - 1]) / (rows[high] - rows[high - 1])
-    return mended[high - 1] + slope * (n_rows - rows[high - 1])
+    on_line = mended[high - 1] + slope * (n_rows - rows[high - 1])
+    return min(on_line, mended[high]) if n_rows <= rows[high] else on_line  # it may be rounded up
 
 
 def matrix_formats(records: Iterable[TensorRecord]) -> tuple[str, ...]:
