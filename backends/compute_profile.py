@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from offload.header import TensorRecord
 from offload.profile import busy_storage, is_measurable
 from offload.units import MIB
 
@@ -24,6 +25,8 @@ WEIGHT_BYTES = 64 * MIB
 _LEAST_SECONDS = 0.01
 _SWEEPS = 2
 _LEAST_REPEATS = 3
+_MINOR_SHARE = 0.01
+"""Formats with less than this share of the matrices' bytes are not worth measuring."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,34 @@ class ComputeCurve:
         alone, beside = ([value + seconds for value in kind] for kind in self._kinds)
         return ComputeCurve(self.rows, tuple(alone), tuple(beside))
 
+    @classmethod
+    def mixed(cls, parts: Sequence[tuple[float, ComputeCurve]]) -> ComputeCurve:
+        """Of work that is made up of `parts`: (how many times, curve)."""
+        rows = tuple(sorted({n for _, curve in parts for n in curve.rows}))
+
+        def total(kind: int, n_rows: int) -> float:
+            return sum(
+                times * _interpolate(curve.rows, curve._kinds[kind], n_rows)
+                for times, curve in parts
+            )
+
+        alone, beside = (tuple(total(kind, n) for n in rows) for kind in (0, 1))
+        return cls(rows, alone, beside)
+
+    @property
+    def is_slowed(self) -> bool:
+        """Whether reads were found to cost the arithmetic anything."""
+        return self.beside_reads != self.alone
+
+    def beside_fewer_reads(self, share: float) -> ComputeCurve:
+        """Beside reads with `share` of the bandwidth that was measured: a byte read costs the
+        arithmetic as much as before. What more bandwidth would cost is not known: 1 at most."""
+        beside = tuple(
+            one + share * (other - one)
+            for one, other in zip(self.alone, self.beside_reads, strict=True)
+        )
+        return ComputeCurve(self.rows, self.alone, beside)
+
     @property
     def _kinds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         return self.alone, self.beside_reads
@@ -92,7 +123,18 @@ def _interpolate(rows: Sequence[int], seconds: Sequence[float], n_rows: int) -> 
         return mended[0]
     high = next((i for i, n in enumerate(rows) if n >= n_rows), len(rows) - 1)
     slope = (mended[high] - mended[high - 1]) / (rows[high] - rows[high - 1])
-    return mended[high - 1] + slope * (n_rows - rows[high - 1])
+    on_line = mended[high - 1] + slope * (n_rows - rows[high - 1])
+    return min(on_line, mended[high]) if n_rows <= rows[high] else on_line  # it may be rounded up
+
+
+def matrix_formats(records: Iterable[TensorRecord]) -> tuple[str, ...]:
+    """The number formats of a model's matrices, the most used first; traces are left out."""
+    n_bytes: dict[str, int] = {}
+    for record in records:
+        if len(record.shape) >= 2:
+            n_bytes[record.dtype] = n_bytes.get(record.dtype, 0) + record.n_bytes
+    least = _MINOR_SHARE * sum(n_bytes.values())
+    return tuple(sorted((f for f in n_bytes if n_bytes[f] >= least), key=lambda f: -n_bytes[f]))
 
 
 Product = Callable[[], object]

@@ -17,6 +17,7 @@ from offload.copying import CopyEngine
 from offload.device_loading import load_on_device
 from offload.device_streamer import DeviceStreamer
 from offload.reading import DEFAULT_N_READERS, Progress
+from offload.slots import Check
 from offload.tiers import TierPlan
 
 
@@ -59,8 +60,8 @@ class DeviceWeights:
     def outer(self) -> RawTensors:
         return self._outer
 
-    def layer(self, index: int) -> AbstractContextManager[RawTensors]:
-        return self._streamer.layer(index)
+    def layer(self, index: int, check: Check | None = None) -> AbstractContextManager[RawTensors]:
+        return self._streamer.layer(index, check)
 
     def stays(self, index: int) -> bool:
         return not self._plan.layers[index].copied_bytes

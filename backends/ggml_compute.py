@@ -21,7 +21,8 @@ _OUT, _IN = 4096, 4096
 _ROWS = (1, 4, 8, 16, 32, 64)
 _LARGEST_BYTES = 4 * _OUT * _IN  # no type is wider than float32
 _F32 = 0  # ggml_type of activations
-_GRAPH_BYTES = 64 * MIB  # graphs, headers, and a work buffer for each computation
+_GRAPH_BYTES = 64 * MIB  # graphs, headers and results
+_WORK_BYTES = 16 * MIB  # what one computation takes meanwhile
 
 
 class _InitParams(ctypes.Structure):
@@ -44,6 +45,7 @@ class _Ggml:
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         self.init = _declare(base.ggml_init, pointer, _InitParams)
         self.free = _declare(base.ggml_free, None, pointer)
+        self.reset = _declare(base.ggml_reset, None, pointer)
         self.new_2d = _declare(
             base.ggml_new_tensor_2d, pointer, pointer, number, ctypes.c_int64, ctypes.c_int64
         )
@@ -67,25 +69,36 @@ def measure_ggml_compute(type_id: int, n_threads: int, reading: Path | None = No
     reading: see `measure_curve`.
     """
     ggml = _Ggml()
-    with _context(ggml, WEIGHT_BYTES + _LARGEST_BYTES + _GRAPH_BYTES) as context:
+    n_context_bytes = WEIGHT_BYTES + _LARGEST_BYTES + _GRAPH_BYTES
+    with _context(ggml, n_context_bytes) as context, _context(ggml, _WORK_BYTES) as work:
         weights = [_zeros(ggml, context, type_id, _OUT)]
         n_bytes = ggml.n_bytes(weights[0])
         for _ in range(max(1, WEIGHT_BYTES // n_bytes - 1)):
             weights.append(_zeros(ggml, context, type_id, _OUT))
-        products = {n: _product(ggml, context, weights, n, n_threads) for n in _ROWS}
+        products = {
+            n: _product(ggml, _graphs(ggml, context, weights, n), work, n_threads) for n in _ROWS
+        }
         return measure_curve(products, n_bytes, reading)
 
 
-def _product(
-    ggml: _Ggml, context: int, weights: Sequence[int], n_rows: int, n_threads: int
-) -> Product:
+def _graphs(ggml: _Ggml, context: int, weights: Sequence[int], n_rows: int) -> list[int]:
+    """Products with the same rows, one for each of the weights."""
     x = _zeros(ggml, context, _F32, n_rows)
     graphs = []
     for weight in weights:
         graphs.append(ggml.new_graph(context))
         ggml.expand(graphs[-1], ggml.mul_mat(context, weight, x))
+    return graphs
+
+
+def _product(ggml: _Ggml, graphs: Sequence[int], work: int, n_threads: int) -> Product:
     turns = itertools.cycle(graphs)
-    return lambda: ggml.compute(context, next(turns), n_threads)
+
+    def product() -> None:
+        ggml.reset(work)  # each computation takes a new buffer there
+        ggml.compute(work, next(turns), n_threads)
+
+    return product
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache, cached_property
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from backends.base import Backend, UnsupportedModel
+from backends.compute_profile import ComputeCurve, matrix_formats
 from backends.ggml_compute import measure_ggml_compute
 from backends.gguf_model import GgufModel, load_gguf_model
 from backends.llama_context import context_options
@@ -13,9 +15,11 @@ from backends.llama_cpp import LlamaBackend
 from backends.llama_lib import MAX_SEQUENCES, default_threads, llama_version
 from backends.llama_memory import context_memory
 from backends.llama_stream import resident_outer_records
+from backends.small_model import is_small, measure_small
 from backends.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from offload.fingerprint import fingerprint
 from offload.gguf_header import GGML_TYPES
+from offload.header import TensorRecord
 from offload.memory import reset_peak_rss
 from offload.paged_memory import move_seconds_per_byte
 from offload.paging_plan import paging_overhead_bytes
@@ -92,24 +96,35 @@ class GgufSource(ModelSource):
         )
         return memory.scratch_bytes
 
-    @cached_property
-    def _main_type(self) -> str:
-        n_bytes: dict[str, int] = {}
-        for layer in self.layers:
-            for record in layer.tensors:
-                n_bytes[record.dtype] = n_bytes.get(record.dtype, 0) + record.n_bytes
-        return max(n_bytes, key=lambda name: n_bytes[name])
-
     @property
     def head_bytes(self) -> int:
         return sum(record.n_bytes for record in resident_outer_records(self.model))
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
+        if is_small(self):
+            return measure_small(self, self._n_threads)
         reading = self.weight_file if beside_reads else None
-        kind = _TYPE_IDS[self._main_type]
-        per_byte = measure_ggml_compute(kind, self._n_threads, reading)
+        layers = [record for layer in self.layers for record in layer.tensors]
+        per_byte = self._measure_formats(layers, reading)
+        head = self._measure_formats(resident_outer_records(self.model), reading)
         moving = move_seconds_per_byte() if beside_reads else 0.0
-        return ModelCompute(per_byte, self.head_bytes, moving)
+        return ModelCompute(per_byte, self.head_bytes, moving, head)
+
+    def _measure_formats(
+        self, records: Sequence[TensorRecord], reading: Path | None
+    ) -> ComputeCurve:
+        """Seconds per byte of these weights, whose number formats may be several."""
+        n_bytes = {
+            name: sum(record.n_bytes for record in records if record.dtype == name)
+            for name in matrix_formats(records)
+        }
+        total = sum(n_bytes.values())
+        return ComputeCurve.mixed(
+            [
+                (n / total, measure_ggml_compute(_TYPE_IDS[name], self._n_threads, reading))
+                for name, n in n_bytes.items()
+            ]
+        )
 
     def load(self, loading: Loading) -> Backend:
         backend = LlamaBackend(

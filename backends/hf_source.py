@@ -15,6 +15,7 @@ from backends.cuda_engine import CudaEngine
 from backends.device_weights import DeviceWeights
 from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import BLOCK_ROWS
+from backends.small_model import is_small, measure_small
 from backends.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.static_pass import CudaGraphs
 from backends.torch_backend import TorchBackend
@@ -75,6 +76,8 @@ class HfSource(ModelSource):
         return int(model.vocab_size * model.config.hidden_size * model.dtype.itemsize)
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
+        if is_small(self):
+            return measure_small(self, torch.get_num_threads())
         reading = self.weight_file if beside_reads else None
         return ModelCompute(measure_compute(self.model.dtype, reading), self.head_bytes)
 

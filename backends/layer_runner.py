@@ -36,6 +36,7 @@ class PassState:
 
     is_segmented: whether attention computes in segments (backends/attention.py), not with whole
         masks.
+    check_cancel: raises where the forward is to end; called between the chunks of a layer.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class PassState:
         device: torch.device | None = None,
         *,
         is_segmented: bool = False,
+        check_cancel: Callable[[], None] = lambda: None,
     ) -> None:
         self.layout = layout
+        self.check_cancel = check_cancel
         self.chunk_rows = chunk_rows
         self._dtype = dtype
         self._slopes = alibi_slopes
@@ -89,6 +92,9 @@ class LayerState(Protocol):
 
     def mask(self, start: int, end: int, window: int | None) -> torch.Tensor | SegmentedMask:
         """See PassState.mask."""
+
+    def check_cancel(self) -> None:
+        """Raise where the forward is to end before its next chunk."""
 
     def alibi(self, end: int) -> torch.Tensor | None:
         """ALiBi bias of the keys up to those of new row `end`, where the model has it."""
@@ -156,6 +162,7 @@ class LayerRunner:
             return self._forward(hidden, **self._adapt(kwargs, 0, n_rows))
         outputs = []
         for start in range(0, n_rows, step):
+            self.state.check_cancel()
             end = min(start + step, n_rows)
             rows = {key: slice_rows(arg, start, end, n_rows) for key, arg in kwargs.items()}
             output = self._forward(hidden[:, start:end], **self._adapt(rows, start, end))

@@ -24,6 +24,7 @@ from backends.gguf_model import GgufModel
 from backends.llama_batch import Batch
 from backends.llama_graph import GraphReader, Node, PassSchedule, make_schedule
 from backends.llama_lib import LlamaContext, LlamaError, LlamaModel, Progress
+from backends.llama_passes import PassCancelled
 from backends.llama_tree import check_lengths
 from offload.address_space import MappedRange, find_mapping
 from offload.header import TensorRecord
@@ -171,7 +172,11 @@ class StreamedLayers:
             self._pager.enter(resident)
             self._pager.leave(resident)
         if to is not None:
-            self._pager.enter(to)
+            self._pager.enter(to, self._check_stop)
+
+    def _check_stop(self) -> None:
+        if self._context.is_stopping:
+            raise PassCancelled
 
     # --- before a pass ---------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from backends.base import Backend, BackendError
+from backends.compute_profile import ComputeCurve
 from backends.source import Loading, ModelCompute, ModelSource
 
 
@@ -52,8 +53,13 @@ class SharedSource(ModelSource):
         return layers + self._source.head_bytes
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
-        compute = self._source.measure_compute(beside_reads)
-        return replace(compute, head_bytes=self.head_bytes)
+        compute, n_bytes = self._source.measure_compute(beside_reads), self.head_bytes
+        n_head = self._source.head_bytes
+        parts = [
+            ((n_bytes - n_head) / n_bytes, compute.per_byte),
+            (n_head / n_bytes, compute.head_per_byte or compute.per_byte),
+        ]
+        return replace(compute, head_bytes=n_bytes, head_per_byte=ComputeCurve.mixed(parts))
 
     @property
     def can_use_gpu(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backends.base import Backend, UnsupportedModel
@@ -52,6 +52,25 @@ class ModelCompute:
     """Of the weights that come after the layers."""
     seconds_per_streamed_byte: float = 0.0
     """Between the arrival of a layer and its use, and after that; nothing is computed then."""
+    head_per_byte: ComputeCurve | None = None
+    """The same of the weights after the layers, where their number format is another."""
+    per_pass: ComputeCurve | None = None
+    """Seconds of a pass that no weights account for, by its rows."""
+
+    def outer_seconds(self, n_rows: int) -> float:
+        """After the layers."""
+        head = self.head_per_byte or self.per_byte
+        seconds = head.seconds(n_rows) * self.head_bytes
+        return seconds if self.per_pass is None else seconds + self.per_pass.seconds(n_rows)
+
+    def times(self, factor: float) -> ModelCompute:
+        """Of arithmetic that takes so many times as long."""
+        head, rest = (
+            None if curve is None else curve.times(factor)
+            for curve in (self.head_per_byte, self.per_pass)
+        )
+        per_byte = self.per_byte.times(factor)
+        return replace(self, per_byte=per_byte, head_per_byte=head, per_pass=rest)
 
 
 @dataclass(frozen=True)
@@ -133,7 +152,8 @@ class ModelSource(ABC):
 
     @abstractmethod
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
-        """Time this machine's arithmetic on the model's own number format.
+        """Time this machine's arithmetic on the model's own number formats, or on a small model
+        itself.
 
         beside_reads: also while the model's storage is read, which a model in memory need not know.
         """

@@ -113,6 +113,9 @@ class StaticState:
     def mask(self, start: int, end: int, window: int | None) -> SegmentedMask:
         return self._masks[window]
 
+    def check_cancel(self) -> None:
+        """There is one chunk."""
+
     def alibi(self, end: int) -> None:
         return None
 

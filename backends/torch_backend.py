@@ -175,7 +175,8 @@ class TorchBackend(MendingBackend):
         self._computing(lambda: self._load_prefix(token_ids, tensors), n_intact=0)
 
     def request_cancel(self) -> None:
-        """End a running pass at its next layer with a BackendError; any thread may call this."""
+        """End a running pass at its next layer or chunk, or while it waits for storage, with a
+        BackendError; any thread may call this."""
         self._is_cancelled = True
 
     def close(self) -> None:
@@ -239,9 +240,12 @@ class TorchBackend(MendingBackend):
             raise
 
     def _open_layer(self, index: int) -> AbstractContextManager[RawTensors]:
+        self._check_cancel()
+        return self._weights.layer(index, self._check_cancel)
+
+    def _check_cancel(self) -> None:
         if self._is_cancelled:
             raise BackendError("the pass was cancelled")
-        return self._weights.layer(index)
 
     def _forward(
         self, token_ids: Sequence[int], layout: PassLayout, rows: Sequence[int] | None
@@ -249,9 +253,14 @@ class TorchBackend(MendingBackend):
         """Run the model over new rows; float32 logits [len(rows) or n, vocab]."""
         self._is_cancelled = False
         device, dtype = self._weights.device, self._model.dtype
-        is_segmented = self._model.attention == SEGMENTED
         state = PassState(
-            layout, dtype, CHUNK_ROWS, self._slopes, device, is_segmented=is_segmented
+            layout,
+            dtype,
+            CHUNK_ROWS,
+            self._slopes,
+            device,
+            is_segmented=self._model.attention == SEGMENTED,
+            check_cancel=self._check_cancel,
         )
         wanted = range(layout.n_new) if rows is None else rows
         with self._turn:

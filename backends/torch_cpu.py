@@ -12,6 +12,7 @@ from backends.hf_model import HfModel
 from backends.torch_weights import RawTensors
 from offload.plan import LayerWeights
 from offload.reading import DEFAULT_N_READERS, Progress
+from offload.slots import Check
 from offload.streamer import WeightStreamer, load_resident
 
 
@@ -49,8 +50,8 @@ class CpuWeights:
         return _as_tensors(self._outer)
 
     @contextmanager
-    def layer(self, index: int) -> Iterator[RawTensors]:
-        with self._streamer.layer(index) as tensors:
+    def layer(self, index: int, check: Check | None = None) -> Iterator[RawTensors]:
+        with self._streamer.layer(index, check) as tensors:
             yield _as_tensors(tensors)
 
     def stays(self, index: int) -> bool:

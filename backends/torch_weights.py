@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from backends.base import StreamUse
+from offload.slots import Check
 
 RawTensors = Mapping[str, torch.Tensor]
 """By name, the bytes of each tensor in its file's format: uint8 [n_bytes] on the device."""
@@ -28,8 +29,10 @@ class TorchWeights(Protocol):
     def outer(self) -> RawTensors:
         """Embeddings, final norm and head, valid until `close`."""
 
-    def layer(self, index: int) -> AbstractContextManager[RawTensors]:
+    def layer(self, index: int, check: Check | None = None) -> AbstractContextManager[RawTensors]:
         """The tensors of one layer, valid for computations that are begun inside the with-block.
+
+        check: called again and again while the layer is waited for; what it raises ends the wait.
 
         Raises StorageError as WeightStreamer.layer does.
         """

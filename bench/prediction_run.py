@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdec.drafters.model import max_beams
 from specdec.stats import ratio
 
 if TYPE_CHECKING:
@@ -87,16 +88,22 @@ def _decode(llm: LLM, prompt: str, n_rounds: int, speculative: bool) -> Generati
 def compare(plan: RunPlan, stats: GenerationStats) -> dict[str, Any]:
     """What the plan said of passes of the size that ran, beside what they took.
 
-    Tokens per pass are the measured ones: acceptance is the draft's, not the plan's.
+    Tokens per pass and runs of the draft are the measured ones: how sure it is of its tokens, and
+    how often it is right, is the draft's and not the plan's.
     """
-    n_rows = 1 + round(ratio(stats.drafted_tokens, stats.passes))
-    drafting = plan.chosen.drafting_seconds if n_rows > 1 else 0.0
+    n_nodes = round(ratio(stats.drafted_tokens, stats.passes))
+    n_rows = 1 + n_nodes
+    n_runs = ratio(stats.draft_runs, stats.passes)
+    drafting = 0.0
+    if plan.chosen.draft is not None and n_runs > 0:
+        n_abreast = min(max(1, round(stats.drafted_tokens / stats.draft_runs)), max_beams(n_nodes))
+        drafting = n_runs * plan.chosen.draft.seconds(n_abreast)
     times = plan.chosen.target.times(n_rows, drafting)
     tokens = ratio(stats.generated_tokens - 1, stats.passes)
     predicted = {
         "pass_seconds": times.seconds,
         "stall_seconds": times.stall_seconds,
-        "drafting_seconds": drafting,
+        "drafting_seconds": times.gap_seconds,
         "tokens_per_second": tokens / times.cycle_seconds,
     }
     measured = {
@@ -109,6 +116,7 @@ def compare(plan: RunPlan, stats: GenerationStats) -> dict[str, Any]:
     return {
         "n_rows": n_rows,
         "tokens_per_pass": tokens,
+        "draft_runs_per_pass": n_runs,
         "predicted": predicted,
         "measured": measured,
         "error": {

@@ -23,6 +23,7 @@ from offload.direct_io import DirectFile, OpenStorage
 from offload.host_tier import HostTier
 from offload.lending import LayerLender
 from offload.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
+from offload.slots import Check
 from offload.tiers import TierPlan
 from offload.walk import LayerWalk, Taken
 
@@ -112,9 +113,9 @@ class DeviceStreamer(LayerLender[DeviceSlot, Mapping[str, Any]]):
             passes=walk.passes,
         )
 
-    def _acquire(self, index: int) -> Taken[DeviceSlot] | None:
+    def _acquire(self, index: int, check: Check | None) -> Taken[DeviceSlot] | None:
         self._before = self._engine.record_compute()
-        return super()._acquire(index)
+        return super()._acquire(index, check)
 
     def _lend(self, index: int, lease: Taken[DeviceSlot] | None) -> Mapping[str, Any]:
         layer = self._plan.layers[index]

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from typing_extensions import Self
 
-from offload.slots import MemoryT
+from offload.slots import Check, MemoryT
 from offload.trace import LAYER, record_since
 from offload.walk import LayerWalk, Taken
 
@@ -45,19 +45,20 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
         """Give the memory back, the ring's included; no thread of ours is running."""
 
     @contextmanager
-    def layer(self, index: int) -> Iterator[LoanT]:
+    def layer(self, index: int, check: Check | None = None) -> Iterator[LoanT]:
         """The bytes of layer `index`, in its file's byte order and layout.
 
         They are valid inside the with-block only: afterwards the slot holds another layer. Layers
         are asked for in cyclic order; any other request (a pass that was given up and begins anew)
-        costs what was read ahead. Ctrl-C interrupts the wait.
+        costs what was read ahead. Ctrl-C interrupts the wait, and so does what `check` raises,
+        which is called again and again.
 
         Raises:
             StorageError: the layer could not be read, or (at the last layer of a pass) a file
                 changed under the pass. The streamer can be used again; it then reads anew.
             StreamerClosed: it was closed.
         """
-        lease = self._acquire(index)
+        lease = self._acquire(index, check)
         entered = time.perf_counter()
         try:
             yield self._lend(index, lease)
@@ -107,10 +108,10 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _acquire(self, index: int) -> Taken[MemoryT] | None:
+    def _acquire(self, index: int, check: Check | None) -> Taken[MemoryT] | None:
         self._walk.check(index)
         self._walk.seek(index, is_inside=bool(self._leases))
-        lease = self._walk.take(index)
+        lease = self._walk.take(index, check)
         if lease is not None:
             self._leases.append(lease)
         try:

@@ -31,7 +31,7 @@ from offload.paged_memory import Loan, PageMemory, load_resident, reserve_all, r
 from offload.paging_plan import Mappings, plan_paging
 from offload.plan import LayerWeights
 from offload.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
-from offload.slots import SlotMemory
+from offload.slots import Check, SlotMemory
 from offload.trace import LAYER, record_since
 from offload.walk import StreamStats, Taken
 
@@ -114,12 +114,12 @@ class Pager:
             self._end_leases(mine)
         self._walk.leave(index)
 
-    def enter(self, index: int) -> None:
+    def enter(self, index: int, check: Check | None = None) -> None:
         """Wait until layer `index` is in memory and bring it to its addresses.
 
         Layers are asked for in cyclic order, as many at a time as there are slots; any other
         request (a pass that was given up and begins anew) costs what was read ahead. Ctrl-C
-        interrupts the wait.
+        interrupts the wait, and so does what `check` raises, which is called again and again.
 
         Raises:
             StorageError: the layer could not be read, or (at the last layer of a pass) a file
@@ -130,7 +130,7 @@ class Pager:
         self._walk.check(index)
         self._end_leases([lease for lease in self._leases if lease.is_ending])  # interrupted ones
         self._walk.seek(index, is_inside=bool(self._leases))
-        self._bring_in(index)
+        self._bring_in(index, check)
 
     def leave(self, index: int) -> None:
         """Take the pages of layer `index` back; nothing happens where `restart` already did."""
@@ -191,9 +191,9 @@ class Pager:
 
     # --- parts -----------------------------------------------------------------------------
 
-    def _bring_in(self, index: int) -> None:
+    def _bring_in(self, index: int, check: Check | None) -> None:
         lease = None
-        taken, paged = self._walk.take(index), self._plan.layers[index]
+        taken, paged = self._walk.take(index, check), self._plan.layers[index]
         if taken is not None and paged is not None:
             lease = _Lease(index, taken, Loan.of(paged.parts, taken.slot.buffer.address))
             self._leases.append(lease)

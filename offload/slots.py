@@ -40,6 +40,9 @@ from offload.errors import SpecdecError
 # waking up now and then bounds how long a Ctrl-C may go unnoticed.
 _WAKE_SECONDS = 0.1
 
+Check = Callable[[], None]
+"""Raises where somebody wants what is going on to end; called every tenth of a second at least."""
+
 
 class StreamerClosed(SpecdecError):
     """The streamer was closed while, or before, a layer was asked for."""
@@ -178,8 +181,10 @@ class SlotRing(Generic[MemoryT, PieceT]):
 
     # --- consumer --------------------------------------------------------------------------
 
-    def wait_ready(self, ticket: int) -> Slot[MemoryT]:
+    def wait_ready(self, ticket: int, check: Check | None = None) -> Slot[MemoryT]:
         """Wait until `ticket` has arrived and take its slot.
+
+        check: called now and then while waiting; what it raises ends the wait.
 
         Raises:
             whatever reading it raised; the ring then stands still until `restart`.
@@ -190,6 +195,8 @@ class SlotRing(Generic[MemoryT, PieceT]):
                 slot = self._take_ready(ticket)
             if slot is not None:
                 return slot
+            if check is not None:
+                check()
             self._may_read.ring()
             self._may_use.wait(_WAKE_SECONDS)
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Protocol
 
-from offload.slots import MemoryT, Slot, SlotRing, StreamerClosed
+from offload.slots import Check, MemoryT, Slot, SlotRing, StreamerClosed
 from offload.trace import WAIT, record_since
 
 _JOIN_SECONDS = 10.0  # a read that hangs longer (a dead network mount) is left behind
@@ -122,13 +122,16 @@ class LayerWalk(Generic[MemoryT]):
             self.resume_at(index)
         self._expected = None  # what follows may fail, or be interrupted
 
-    def take(self, index: int) -> Taken[MemoryT] | None:
-        """Wait for the slot of layer `index`; None where nothing of it streams."""
+    def take(self, index: int, check: Check | None = None) -> Taken[MemoryT] | None:
+        """Wait for the slot of layer `index`; None where nothing of it streams.
+
+        check: see SlotRing.wait_ready.
+        """
         if self._ring is None or index not in self._streamed:
             return None
         started = time.perf_counter()
         try:
-            slot = self._ring.wait_ready(self._ticket)
+            slot = self._ring.wait_ready(self._ticket, check)
         finally:
             self._stall_seconds += record_since(started, WAIT, f"wait for layer {index}")
         taken = Taken(slot, self._ticket)

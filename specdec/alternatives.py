@@ -8,10 +8,12 @@ what a tree brings is assumed, because acceptance is known only after a run.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from backends.source import ModelCompute
@@ -274,6 +276,8 @@ def _predict_tree(
     n_beams = max(1, min(n_drafted, max_beams(n_drafted)))
     level = draft.seconds(n_beams) if draft is not None else 0.0
     depth = _best_depth(spec, target.seconds(1 + n_drafted), level, n_drafted)
+    if draft is not None:
+        depth = min(depth, likely_levels(n_drafted, spec.width))
     drafting = depth * level
     # A draft that streams has the storage to itself: nothing of the target is read meanwhile.
     is_hidden = draft is None or not draft.residency.n_slots
@@ -304,17 +308,33 @@ def _tokens_of_levels(depth: int) -> float:
     return sum(ASSUMED_LEVEL_ACCEPTANCE**level for level in range(depth + 1))
 
 
+@cache
+def likely_levels(n_drafted: int, width: int) -> int:
+    """Levels of the likeliest tree of so many nodes, and the draft runs once for each: a node's
+    first candidate is right with ASSUMED_LEVEL_ACCEPTANCE, each further one with that share of what
+    is left."""
+    right, wrong = math.log(ASSUMED_LEVEL_ACCEPTANCE), math.log1p(-ASSUMED_LEVEL_ACCEPTANCE)
+    deepest = 0
+    open_nodes = [(-right, 1, 0)]  # (-log of the chance, level, how many siblings are likelier)
+    for _ in range(n_drafted):
+        cost, level, rank = heapq.heappop(open_nodes)
+        deepest = max(deepest, level)
+        heapq.heappush(open_nodes, (cost - right, level + 1, 0))
+        if rank + 1 < width:
+            heapq.heappush(open_nodes, (cost - wrong, level, rank + 1))
+    return deepest
+
+
 def _best_depth(spec: SpecConfig, pass_seconds: float, level_seconds: float, n_drafted: int) -> int:
     """Levels with the most tokens per second, nothing of the drafting hidden (Leviathan et al.
-    2023, theorem 3.8, with a tree's acceptance); all that may be where levels cost nothing."""
+    2023, theorem 3.8, with a tree's acceptance); all that may be where levels cost nothing. The
+    policy begins with as many."""
     deepest = min(spec.depth, n_drafted)
     if spec.draft_depth is not None or not level_seconds:
         return deepest
     return max(
         range(1, deepest + 1),
-        key=lambda depth: (
-            expected_tokens(n_drafted, depth) / (pass_seconds + depth * level_seconds)
-        ),
+        key=lambda depth: _tokens_of_levels(depth) / (pass_seconds + depth * level_seconds),
         default=0,
     )
 

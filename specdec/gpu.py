@@ -16,6 +16,7 @@ from specdec.division import Gpu
 from specdec.models import SELF_DRAFT
 from specdec.opened import OpenedPair
 from specdec.options import AUTO, CPU, CUDA, RunOptions
+from specdec.ranking_cost import measure_draft
 from specdec.run_plan import RunPlan
 
 
@@ -71,8 +72,8 @@ def measure_with_gpu(pair: OpenedPair, gpu: Gpu) -> Figures:
     return Figures(
         measure_storage(pair.target.source.weight_file).storage_bytes_per_second,
         gpu.target.measure_compute(beside_reads=False),
-        None if gpu.cpu_draft is None else gpu.cpu_draft.measure_compute(beside_reads=False),
-        None if gpu.draft is None else gpu.draft.measure_compute(beside_reads=False),
+        None if gpu.cpu_draft is None else measure_draft(gpu.cpu_draft),
+        None if gpu.draft is None else measure_draft(gpu.draft),
         measure_copies_to_gpu(),
     )
 

@@ -13,19 +13,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from backends.compute_profile import ComputeCurve
+from backends.compute_profile import ComputeCurve, matrix_formats
 from backends.source import ModelCompute, ModelSource
 from offload.units import GIB, format_bytes, parse_bytes
 from specdec.alternatives import Figures
 from specdec.device_file import find_device
-from specdec.devices import DeviceError, DeviceSpec, complete
+from specdec.devices import DeviceError, DeviceSpec, Machine, complete
 from specdec.division import Gpu
 from specdec.gpu import check_no_gpu_options, gpu_for
 from specdec.opened import OpenedPair
 from specdec.options import AUTO, CPU, CUDA, RunOptions, run_options
-from specdec.planning import make_plan, open_pair
+from specdec.planning import asked_budget, make_plan, must_stream, open_pair
+from specdec.ranking_cost import measure_draft
 from specdec.run_plan import RunPlan
-from specdec.this_machine import ThisMachine, matrix_formats
+from specdec.this_machine import ThisMachine
 
 _ARITHMETIC = {"dram_bytes_per_second", "flops_per_second"}
 _NO_GAIN = 1.02
@@ -89,13 +90,15 @@ def plan_on(
     """
     asked = run_options(model, draft_model, **options)
     pair = open_pair(asked)
-    device = _find(device_name, asked, pair)
+    machine = _this_machine(asked, pair)
+    device = complete(find_device(device_name), machine)
     gpu = _gpu(device, asked, pair)
-    figures = _figures(device, pair, gpu)
-    if asked.memory_budget == "auto":
-        total_bytes, source = device.memory_bytes, f"all memory of {device.name}"
-    else:
-        total_bytes, source = parse_bytes(asked.memory_budget), "as asked"
+    total_bytes, source = device.memory_bytes, f"all memory of {device.name}"
+    if asked.memory_budget != AUTO:
+        whose = f"the memory of {device.name}, {device.memory_bytes} bytes"
+        total_bytes = asked_budget(asked.memory_budget, device.memory_bytes, whose)
+        source = "as asked"
+    figures = _figures(device, machine, pair, gpu, total_bytes)
 
     def plan_for(
         changed: Figures = figures, n_bytes: int = total_bytes, other_gpu: Gpu | None = gpu
@@ -119,11 +122,10 @@ def plan_on(
     return DevicePlan(plan, device, tuple(upgrades))
 
 
-def _find(name: str, options: RunOptions, pair: OpenedPair) -> DeviceSpec:
+def _this_machine(options: RunOptions, pair: OpenedPair) -> Machine:
     target = pair.target.source
     records = [record for layer in target.layers for record in layer.tensors]
-    machine = ThisMachine(target.path, matrix_formats(records), options.backend.n_threads)
-    return complete(find_device(name), machine)
+    return ThisMachine(target.path, matrix_formats(records), options.backend.n_threads)
 
 
 def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | None:
@@ -142,32 +144,53 @@ def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | Non
     return gpu_for(on_gpu, pair, n_bytes, source, _CUDA_HOST_BYTES)
 
 
-def _figures(device: DeviceSpec, pair: OpenedPair, gpu: Gpu | None) -> Figures:
+def _figures(
+    device: DeviceSpec, machine: Machine, pair: OpenedPair, gpu: Gpu | None, total_bytes: int
+) -> Figures:
     target, draft = pair.sources
     if gpu is not None:
         return Figures(
             device.storage_bytes_per_second,
             _compute(device, gpu.target),
             None,
-            None if gpu.draft is None else _compute(device, gpu.draft, gpu.target),
+            None if gpu.draft is None else _draft_compute(device, gpu.draft, gpu.target),
             device.pcie_bytes_per_second or 0.0,
         )
+    compute = _compute(device, target, beside_reads=must_stream(target, total_bytes))
+    if compute.per_byte.is_slowed:
+        share = device.storage_bytes_per_second / machine.storage_bytes_per_second
+        compute = replace(compute, per_byte=compute.per_byte.beside_fewer_reads(min(1.0, share)))
     return Figures(
         device.storage_bytes_per_second,
-        _compute(device, target),
-        None if draft is None else _compute(device, draft, target),
+        compute,
+        None if draft is None else _draft_compute(device, draft, target),
     )
 
 
+def _computes_here(device: DeviceSpec) -> bool:
+    """Whether its arithmetic is not known: it is what is measured here."""
+    return set(device.from_this_machine) >= _ARITHMETIC
+
+
+def _draft_compute(device: DeviceSpec, source: ModelSource, target: ModelSource) -> ModelCompute:
+    if _computes_here(device):
+        return measure_draft(source)
+    return _compute(device, source, lender=target)
+
+
 def _compute(
-    device: DeviceSpec, source: ModelSource, lender: ModelSource | None = None
+    device: DeviceSpec,
+    source: ModelSource,
+    *,
+    beside_reads: bool = False,
+    lender: ModelSource | None = None,
 ) -> ModelCompute:
     """The device's own, or where only its storage is known, what is measured here.
 
     lender: whose layers a source without any of its own shares.
     """
-    if set(device.from_this_machine) >= _ARITHMETIC:
-        return source.measure_compute(beside_reads=False)
+    if _computes_here(device):
+        return source.measure_compute(beside_reads)
     layers = source.layers or (() if lender is None else lender.layers)
     records = [record for layer in layers for record in layer.tensors]
     n_bytes = sum(record.n_bytes for record in records)
@@ -177,10 +200,7 @@ def _compute(
 
 
 def _twice_as_fast(figures: Figures) -> Figures:
-    def twice(compute: ModelCompute) -> ModelCompute:
-        return replace(compute, per_byte=compute.per_byte.times(0.5))
-
     draft, gpu_draft = (
-        None if one is None else twice(one) for one in (figures.draft, figures.gpu_draft)
+        None if one is None else one.times(0.5) for one in (figures.draft, figures.gpu_draft)
     )
-    return replace(figures, target=twice(figures.target), draft=draft, gpu_draft=gpu_draft)
+    return replace(figures, target=figures.target.times(0.5), draft=draft, gpu_draft=gpu_draft)

@@ -81,7 +81,7 @@ class PassModel:
         return simulate_passes(
             layers,
             self.residency.n_slots,
-            outer_seconds=seconds * self.compute.head_bytes,
+            outer_seconds=self.compute.outer_seconds(n_rows),
             gap_seconds=gap_seconds,
             overlap=Overlap(compute=per_byte.beside_factor(n_rows)),
         )
@@ -101,14 +101,14 @@ class PassModel:
             layers,
             plan.used_pinned_slots,
             plan.used_device_slots,
-            outer_seconds=seconds * self.compute.head_bytes,
+            outer_seconds=self.compute.outer_seconds(n_rows),
             gap_seconds=gap_seconds,
         )
 
     def _compute_seconds(self, n_rows: int) -> float:
         layers = self.residency.layers
         n_bytes = sum(record.n_bytes for layer in layers for record in layer.tensors)
-        return self.compute.per_byte.seconds(n_rows) * (n_bytes + self.compute.head_bytes)
+        return self.compute.per_byte.seconds(n_rows) * n_bytes + self.compute.outer_seconds(n_rows)
 
 
 def _line(n_low: int, low: float, n_high: int, high: float) -> tuple[float, float]:

@@ -26,6 +26,7 @@ from specdec.gpu import find_gpu, measure_with_gpu, placed
 from specdec.models import SELF_DRAFT
 from specdec.opened import OpenedPair
 from specdec.options import RunOptions, run_options
+from specdec.ranking_cost import measure_draft
 from specdec.run_plan import RunPlan
 
 _WORTH_SAYING = 1.05
@@ -44,7 +45,7 @@ class PlannedModels:
 
 
 def plan_run(model: str | Path, draft_model: str | Path | None = None, **options: Any) -> RunPlan:
-    """The plan of `specdec.load` with the same arguments; loads no weights.
+    """The plan of `specdec.load` with the same arguments; loads a small model only, to time it.
 
     Raises BudgetExceeded, ModelNotFound, CheckpointError, UnsupportedModel, VocabularyMismatch.
     """
@@ -85,12 +86,17 @@ def open_pair(options: RunOptions) -> OpenedPair:
 def measure_figures(pair: OpenedPair, total_bytes: int) -> Figures:
     """This machine's speed, as far as a budget of `total_bytes` needs it."""
     target, draft = pair.sources
-    n_bytes = sum(record.n_bytes for layer in target.layers for record in layer.tensors)
     return Figures(
         measure_storage(target.weight_file).storage_bytes_per_second,
-        target.measure_compute(beside_reads=n_bytes > total_bytes),
-        None if draft is None else draft.measure_compute(beside_reads=False),
+        target.measure_compute(beside_reads=must_stream(target, total_bytes)),
+        None if draft is None else measure_draft(draft),
     )
+
+
+def must_stream(source: ModelSource, total_bytes: int) -> bool:
+    """Whether a model's layers alone are more than so much memory."""
+    n_bytes = sum(record.n_bytes for layer in source.layers for record in layer.tensors)
+    return n_bytes > total_bytes
 
 
 def make_plan(
@@ -198,10 +204,15 @@ def _budget(memory_budget: str | int) -> tuple[int, str]:
         if free_bytes < limit.n_bytes:
             return free_bytes, "what other processes leave free"
         return limit.n_bytes, limit.source
+    whose = f"the limit of this process, {limit.n_bytes} bytes ({limit.source})"
+    return asked_budget(memory_budget, limit.n_bytes, whose), "as asked"
+
+
+def asked_budget(memory_budget: str | int, most_bytes: int, whose: str) -> int:
+    """The budget in bytes. Raises ConfigError where it is above `most_bytes`, which is `whose`."""
     wanted = parse_bytes(memory_budget)
-    if wanted - limit.n_bytes >= mmap.PAGESIZE:  # the kernel rounds limits down to whole pages
+    if wanted - most_bytes >= mmap.PAGESIZE:  # the kernel rounds limits down to whole pages
         raise ConfigError(
-            f"the memory budget of {wanted} bytes is above the limit of this process, "
-            f"{limit.n_bytes} bytes ({limit.source}): give at most that"
+            f"the memory budget of {wanted} bytes is above {whose}: give at most that"
         )
-    return min(wanted, limit.n_bytes), "as asked"
+    return min(wanted, most_bytes)

@@ -34,6 +34,7 @@ class GenerationStats:
     generated_tokens: int = 0  # the first one, from the prefill, included
     passes: int = 0  # decode passes of the target
     drafted_tokens: int = 0  # nodes that passes verified, roots not counted
+    draft_runs: int = 0  # runs of the draft model that their trees waited for: levels, mostly
     accepted_tokens: int = 0
     ngram_hits: int = 0  # accepted tokens that an n-gram proposed, alone or with the draft model
     bonus_tokens: int = 0  # rounds that ended at a leaf of a non-empty tree

@@ -28,6 +28,7 @@ class StatsRecorder:
         self.clock = clock
         self._first: float | None = None
         self._reused = self._generated = self._passes = self._drafted = self._accepted = 0
+        self._draft_runs = 0
         self._ngram_hits = self._bonus = 0
         self._pass_seconds = self._draft_seconds = self._overlapped_seconds = 0.0
         self._ahead_hits = self._ahead_misses = 0
@@ -119,6 +120,7 @@ class StatsRecorder:
         is_whole = n_tokens > acceptance.n_accepted
         self._passes += 1
         self._drafted += tree.n_drafted
+        self._draft_runs += tree.n_runs
         self._accepted += len(accepted)
         self._accepted_at.update(range(1, len(accepted) + 1))
         self._tried.update(range(1, len(accepted) + 1))
@@ -159,6 +161,7 @@ class StatsRecorder:
             generated_tokens=self._generated,
             passes=self._passes,
             drafted_tokens=self._drafted,
+            draft_runs=self._draft_runs,
             accepted_tokens=self._accepted,
             ngram_hits=self._ngram_hits,
             bonus_tokens=self._bonus,

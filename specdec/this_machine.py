@@ -10,16 +10,12 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 
-from backends.compute_profile import ComputeCurve
-from offload.header import TensorRecord
+from backends.compute_profile import ComputeCurve, matrix_formats
 from offload.memory import memory_limit
 from offload.profile import measure_storage
 from specdec.devices import DeviceError
 from specdec.formats import is_gguf
 from specdec.storage import largest_weight_file
-
-_MINOR_SHARE = 0.01
-"""Formats with less than this share of the matrices' bytes are not worth measuring."""
 
 
 class ThisMachine:
@@ -71,16 +67,6 @@ class ThisMachine:
         """Weights that a product with one row gets through; the best of the formats, because
         those of few bits are held up by unpacking and not by the memory."""
         return max(1 / profile.seconds(1) for profile, _ in self._profiles.values())
-
-
-def matrix_formats(records: Iterable[TensorRecord]) -> tuple[str, ...]:
-    """The number formats of a model's matrices, the most used first; traces are left out."""
-    n_bytes: dict[str, int] = {}
-    for record in records:
-        if len(record.shape) >= 2:
-            n_bytes[record.dtype] = n_bytes.get(record.dtype, 0) + record.n_bytes
-    least = _MINOR_SHARE * sum(n_bytes.values())
-    return tuple(sorted((f for f in n_bytes if n_bytes[f] >= least), key=lambda f: -n_bytes[f]))
 
 
 def model_formats(model: Path) -> tuple[str, ...]:

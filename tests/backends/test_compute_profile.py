@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from backends import compute_profile
@@ -33,6 +33,7 @@ def test_more_rows_never_take_less():
 @given(
     st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=4), st.integers(1, 300), st.integers(1, 9)
 )
+@example([1.9, 249.0, 248.5], 4, 1)  # the line to the second point ends above it, rounded
 def test_curves_rise_and_scale(seconds, n_rows, more):
     one = curve(*seconds)
     assert one.seconds(n_rows + more) >= one.seconds(n_rows)
@@ -64,3 +65,21 @@ def test_products_are_timed_per_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert found.rows == (1, 4)
     assert found.alone == found.beside_reads == (0.1, 0.1)
     assert set(made) == {1, 4}
+
+
+def test_mixtures_are_sums_at_every_number_of_rows():
+    first, second = curve(1.0, 4.0), ComputeCurve((1, 2, 8), (5.0, 6.0, 9.0), (6.0, 6.0, 9.0))
+    mixed = ComputeCurve.mixed([(2.0, first), (0.5, second)])
+    for n_rows in (1, 2, 3, 4, 6, 8, 20):
+        expected = 2 * first.seconds(n_rows) + 0.5 * second.seconds(n_rows)
+        assert mixed.seconds(n_rows) == pytest.approx(expected)
+    assert mixed.beside_factor(1) == pytest.approx((2 + 3.0) / (2 + 2.5))
+
+
+def test_what_a_byte_read_costs_stays_where_fewer_are_read():
+    one = curve(1.0, 2.0, beside=(2.0, 2.0))
+    assert one.is_slowed
+    half = one.beside_fewer_reads(0.5)
+    assert [half.beside_factor(n) for n in (1, 4)] == [1.5, 1.0]
+    assert half.alone == one.alone
+    assert not one.beside_fewer_reads(0.0).is_slowed

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forced_streaming import force_streaming
+from hanging_storage import HangingStorage
 from tiny_pair import save_model
 
 import specdec
@@ -194,3 +196,67 @@ def test_closing_while_both_are_at_work(tmp_path: Path, monkeypatch: pytest.Monk
         assert len(ahead_threads()) == n_before
         assert llm.draft is not None
         assert llm.draft.kv_bytes == llm.target.kv_bytes == 0
+
+
+@pytest.fixture
+def hanging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[LLM, HangingStorage]]:
+    """A model that drafts for itself from a second copy; both stream all of their layers."""
+    model = save_model(tmp_path, seed=0, num_hidden_layers=4)
+    force_streaming(monkeypatch)
+    storage = HangingStorage(monkeypatch)
+    with specdec.load(model, model, **SIZE) as llm:
+        yield llm, storage
+        storage.let_go()
+
+
+def test_an_error_of_the_draft_while_the_pass_waits_for_storage_that_hangs(
+    hanging: tuple[LLM, HangingStorage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, storage = hanging
+    plain = llm.generate(PROMPT, PARAMS, speculative=False).token_ids
+    has_begun = threading.Event()
+
+    def fail() -> None:
+        storage.hang()
+        has_begun.set()
+        storage.wait_until_reached()
+        raise SpecdecError("the draft's disk is gone")
+
+    with monkeypatch.context() as patch:
+        Draft(llm, patch, fail)
+        extend = llm.target.extend
+
+        def when_it_hangs(*arguments: Any) -> Any:
+            has_begun.wait()
+            return extend(*arguments)
+
+        patch.setattr(llm.target, "extend", when_it_hangs)
+        with pytest.raises(SpecdecError, match="the draft's disk is gone"):
+            llm.generate(PROMPT, PARAMS)
+    assert storage.is_hanging
+    storage.let_go()
+    assert llm.generate(PROMPT, PARAMS).token_ids == plain
+
+
+def test_closing_while_the_storage_hangs(hanging: tuple[LLM, HangingStorage]) -> None:
+    llm, storage = hanging
+    errors: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            llm.generate(PROMPT, PARAMS)
+        except BaseException as error:
+            errors.append(error)
+
+    storage.hang()
+    running, closing = threading.Thread(target=generate), threading.Thread(target=llm.close)
+    running.start()
+    storage.wait_until_reached()
+    closing.start()
+    running.join()
+    assert [type(error) for error in errors] == [ModelClosed]
+    assert storage.is_hanging
+    storage.let_go()  # closing waits some seconds for readers: they use the memory
+    closing.join()

@@ -16,9 +16,11 @@ from specdec.alternatives import (
     Figures,
     Weighing,
     expected_tokens,
+    likely_levels,
 )
 from specdec.division import Divider
 from specdec.options import run_options
+from specdec.policy import ASSUMED_LEVEL_ACCEPTANCE
 
 FREE = ComputeCurve.linear(1e-12, 1e-15)
 """Of a machine whose arithmetic costs next to nothing."""
@@ -178,3 +180,28 @@ def test_larger_trees_are_assumed_to_bring_more(n_drafted, depth):
 def test_the_assumption_is_as_measured_where_levels_abound():
     for n_drafted, tokens in ASSUMED_TOKENS_PER_PASS:
         assert expected_tokens(n_drafted, 32) == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize("width", [1, 2, 8])
+def test_the_levels_of_the_likeliest_tree(width: int):
+    """Against all nodes of that many levels, sorted."""
+    right = ASSUMED_LEVEL_ACCEPTANCE
+    ranks = [right * (1 - right) ** rank for rank in range(width)]
+    level, found = [1.0], []
+    for depth in range(1, 8):
+        level = [parent * chance for parent in level for chance in ranks][:5000]
+        found += [(chance, -depth) for chance in level]
+    for n_drafted in range(1, 8):
+        best = sorted(found, reverse=True)[:n_drafted]
+        assert likely_levels(n_drafted, width) == max(-depth for _, depth in best)
+    assert likely_levels(0, width) == 0
+
+
+def test_levels_that_take_long_are_fewer():
+    draft = PaperModel("d", 4, 40 * MIB, kv_bytes_per_token=100)  # a tenth of the target
+    slow_curve = ComputeCurve.linear(1e-9, 0.0)
+    quick, _ = weigh(BIG, draft, 2 * GIB, num_draft_tokens=16)
+    slow, _ = weigh(BIG, draft, 2 * GIB, num_draft_tokens=16, compute=slow_curve)
+    assert 1 <= slow.depth < quick.depth == likely_levels(16, 8)
+    level = slow.draft.seconds(16)
+    assert slow.drafting_seconds == pytest.approx(slow.depth * level)

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from tiny_pair import save_model
 
+from backends.compute_profile import matrix_formats
 from offload.header import TensorRecord
 from specdec.cli import main
 from specdec.device_file import find_device
 from specdec.devices import PRESETS, DeviceError, DeviceSpec, complete, this_machine
-from specdec.this_machine import ThisMachine, matrix_formats
+from specdec.this_machine import ThisMachine
 
 WHOLE = {
     "storage_bytes_per_second": 1e9,

@@ -10,12 +10,14 @@ from paper_models import PaperModel
 
 from backends import cuda_engine, cuda_probe
 from backends.base import UnsupportedModel
+from backends.compute_profile import ComputeCurve
 from backends.cuda_probe import CudaMemory
 from backends.shared_source import SharedSource
 from offload.units import GIB, MIB
+from specdec import ranking_cost
 from specdec.config import ConfigError
 from specdec.formats import OpenedModel
-from specdec.gpu import find_gpu, gpu_for, placed
+from specdec.gpu import find_gpu, gpu_for, measure_with_gpu, placed
 from specdec.opened import OpenedPair
 from specdec.options import RunOptions, run_options
 
@@ -116,6 +118,22 @@ def test_nonsense_is_refused_before_anything_is_opened(given, text):
         options(**given)
 
 
+def test_a_draft_ranks_its_candidates_wherever_it_runs(monkeypatch):
+    curve = ComputeCurve.linear(1e-9, 0.0)
+    target, draft = (PaperModel(n, 2, MIB, curve=curve, can_use_gpu=True) for n in "td")
+    both = pair(target, draft)
+    ranking = ComputeCurve.linear(3.0, 1.0)
+    monkeypatch.setattr(ranking_cost, "measure_ranking", lambda n_tokens: ranking)
+    monkeypatch.setattr(cuda_probe, "measure_copies_to_gpu", lambda: 12e9)
+    storage = SimpleNamespace(storage_bytes_per_second=1e9)
+    monkeypatch.setattr("specdec.gpu.measure_storage", lambda path: storage)
+    monkeypatch.setattr(PaperModel, "weight_file", None)
+    figures = measure_with_gpu(both, gpu_for(options(device="cuda"), both, GIB, "as asked"))
+    assert figures.target.per_pass is None
+    for one in (figures.draft, figures.gpu_draft):
+        assert one.outer_seconds(2) == pytest.approx(5.0 + 1e-9 * draft.head_bytes)
+
+
 def test_models_are_loaded_where_the_plan_says():
     on_gpu = PaperModel("t", 4, MIB, can_use_gpu=True)
     gpu = gpu_for(options(device="cuda"), pair(on_gpu), GIB, "as asked")
@@ -142,7 +160,6 @@ def test_a_profile_of_a_gpu_is_a_device_to_plan_for(capsys, monkeypatch, tmp_pat
     from tiny_pair import save_model
 
     from backends import compute
-    from backends.compute_profile import ComputeCurve
     from specdec.cli import main
     from specdec.device_file import find_device
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +12,11 @@ from paper_models import PaperModel
 
 from backends.compute_profile import ComputeCurve
 from backends.shared_source import SharedSource
+from backends.source import ModelCompute
 from offload.units import GIB, MIB
 from specdec import other_device
 from specdec.config import ConfigError
-from specdec.devices import DeviceError
+from specdec.devices import PRESETS, DeviceError, complete
 from specdec.opened import OpenedPair
 from specdec.other_device import DevicePlan, plan_on
 
@@ -27,9 +30,16 @@ DRAFT = PaperModel("d", 4, MIB, kv_bytes_per_token=100, curve=HERE, can_use_gpu=
 def pair(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = OpenedPair(SimpleNamespace(source=TARGET), SimpleNamespace(source=DRAFT))
     monkeypatch.setattr(other_device, "open_pair", lambda options: opened)
-    figures = {"dram_bytes_per_second": 1e12, "flops_per_second": {"F16": 1e15}}
-    machine = SimpleNamespace(storage_bytes_per_second=7e9, memory_bytes=2 * GIB, **figures)
-    monkeypatch.setattr(other_device, "ThisMachine", lambda *arguments: machine)
+    monkeypatch.setattr(other_device, "ThisMachine", lambda *arguments: machine(2 * GIB))
+
+
+def machine(memory_bytes: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        storage_bytes_per_second=7e9,
+        dram_bytes_per_second=1e12,
+        flops_per_second={"F16": 1e15},
+        memory_bytes=memory_bytes,
+    )
 
 
 def plan(name: str, **options: object) -> DevicePlan:
@@ -136,3 +146,68 @@ def test_a_target_that_drafts_for_itself_has_its_own_arithmetic(
     found = plan_on(device, "t", "self:window=512", ctx_size=256).plan
     per_pass = found.draft_cost.seconds(1)
     assert per_pass == pytest.approx(found.pass_cost.seconds(1), rel=0.01)
+
+
+def test_a_budget_above_the_devices_memory_is_refused():
+    with pytest.raises(
+        ConfigError,
+        match=r"memory budget of 17179869184 bytes is above the memory of raspberry-pi-5, "
+        r"8589934592 bytes: give at most that",
+    ):
+        plan("raspberry-pi-5", memory_budget="16GiB")
+    with pytest.raises(ConfigError, match=rf"above the memory of sd-card, {2 * GIB} bytes"):
+        plan("sd-card", memory_budget="3GiB")  # of which this machine's is taken
+    assert plan("raspberry-pi-5", memory_budget="8GiB").plan.budget_bytes == 8 * GIB
+
+
+SLOWED = ComputeCurve((1,), (1e-10,), (2e-10,))  # 0.3 s a pass, 0.6 s beside reads at 7 GB/s
+
+
+@pytest.fixture
+def slowed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The models that were timed, and whether beside reads."""
+    asked: list[bool] = []
+
+    def measure(model: PaperModel, beside_reads: bool = True) -> ModelCompute:
+        asked.append(beside_reads)
+        curve = SLOWED if beside_reads else ComputeCurve((1,), SLOWED.alone, SLOWED.alone)
+        return ModelCompute(curve, model.head_bytes)
+
+    monkeypatch.setattr(PaperModel, "measure_compute", measure)
+    return asked
+
+
+def test_arithmetic_beside_reads_is_slower_as_in_plans_of_this_machine(
+    slowed: list[bool], tmp_path: Path
+):
+    own_storage = tmp_path / "same.json"
+    own_storage.write_text('{"storage_bytes_per_second": 7e9}')
+    found = plan(str(own_storage), memory_budget="1.5GiB").plan
+    assert slowed == [True, False]  # the target streams, the draft does not
+    here = replace(found.chosen.target, compute=ModelCompute(SLOWED, TARGET.head_bytes))
+    assert found.pass_seconds(1) == here.seconds(1)
+    alone = ComputeCurve((1,), SLOWED.alone, SLOWED.alone)
+    unslowed = replace(found.chosen.target, compute=ModelCompute(alone, TARGET.head_bytes))
+    assert found.pass_seconds(1) > 1.2 * unslowed.seconds(1)
+
+
+def target_curve(storage: str, memory_bytes: int) -> ComputeCurve:
+    here = machine(memory_bytes)
+    opened = OpenedPair(SimpleNamespace(source=TARGET), None)
+    device = complete(PRESETS[storage], here)
+    return other_device._figures(device, here, opened, None, memory_bytes).target.per_byte
+
+
+@pytest.mark.parametrize(
+    ("storage", "factor"), [("sd-card", 1 + 0.09 / 7), ("nvme-gen3", 1 + 3 / 7), ("nvme-gen5", 2.0)]
+)
+def test_a_slower_storage_costs_the_arithmetic_less(
+    slowed: list[bool], storage: str, factor: float
+):
+    assert target_curve(storage, 2 * GIB).beside_factor(1) == pytest.approx(factor)
+    assert slowed == [True]
+
+
+def test_a_target_in_memory_is_not_timed_beside_reads(slowed: list[bool]):
+    assert target_curve("nvme-gen3", 8 * GIB).beside_factor(1) == 1.0
+    assert slowed == [False]

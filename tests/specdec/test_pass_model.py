@@ -10,7 +10,8 @@ from paper_models import PaperModel
 from backends.compute_profile import ComputeCurve
 from backends.source import ModelCompute
 from offload.plan import plan_residency
-from offload.units import MIB
+from offload.tier_planner import plan_tiers
+from offload.units import GIB, MIB
 from specdec.pass_model import PassModel
 
 LAYERS = PaperModel("t", 12, 4 * MIB).layers
@@ -78,3 +79,18 @@ def test_moving_what_has_arrived_is_work_too():
     plan = plan_residency(LAYERS, 40 * MIB, n_slots=3)
     one = PassModel(plan, ModelCompute(linear(0.1, 0.1), HEAD_BYTES, 1e-9), 1e9)
     assert one.seconds(100) == pytest.approx(10.1 + plan.streamed_bytes * 1e-9)
+
+
+def test_what_comes_after_the_layers_is_the_same_on_a_gpu():
+    compute = ModelCompute(
+        linear(0.1, 0.1),
+        HEAD_BYTES,
+        head_per_byte=ComputeCurve.linear(2 / HEAD_BYTES, 1 / HEAD_BYTES),
+        per_pass=ComputeCurve.linear(5.0, 0.5),
+    )
+    on_gpu = PassModel(plan_tiers(LAYERS, GIB, GIB), compute, 1e9, 1e10)
+    assert on_gpu.residency.n_moving_layers == 0
+    layers = LAYER_BYTES / (LAYER_BYTES + HEAD_BYTES) * 0.4
+    assert on_gpu.seconds(3) == pytest.approx(layers + (2 + 3) + (5 + 1.5))
+    on_cpu = PassModel(plan_residency(LAYERS, GIB), compute, 1e9)
+    assert on_cpu.seconds(3) == pytest.approx(on_gpu.seconds(3))

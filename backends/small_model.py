@@ -1,0 +1,78 @@
+"""A small model's passes, timed as they are.
+
+What a pass takes beside its arithmetic (the interpreter, starting some hundred small operations) is
+nothing for a model of gigabytes and nearly all for one of a few megabytes. No product of matrices
+tells of it, so a small model is loaded for a moment and run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from backends.base import PREFIX, Backend
+from backends.compute_profile import ComputeCurve, Product, measure_curve
+from backends.source import Loading, ModelCompute, ModelSource
+from offload.plan import plan_residency
+from offload.units import MIB
+
+SMALL_BYTES = 64 * MIB
+"""Larger models take longer to read and to multiply with than all the rest of a pass, at least."""
+_ROWS = (1, 8, 32)
+_N_PREFIX = 8
+_PLENTY_BYTES = 1 << 62
+_known: dict[Hashable, ComputeCurve] = {}
+
+
+def is_small(source: ModelSource) -> bool:
+    """Whether the model is to be timed itself."""
+    return _layer_bytes(source) + source.outer_bytes <= SMALL_BYTES
+
+
+def measure_small(source: ModelSource, n_threads: int) -> ModelCompute:
+    """Passes of a small model that is loaded for that, once for each shape in a process.
+
+    Raises what loading the model raises.
+    """
+    key = (
+        type(source),
+        n_threads,
+        source.head_bytes,
+        tuple((r.dtype, r.shape) for layer in source.layers for r in layer.tensors),
+    )
+    if key not in _known:
+        _known[key] = _measure(source)
+    return ModelCompute(_known[key], source.head_bytes)
+
+
+def _measure(source: ModelSource) -> ComputeCurve:
+    """Seconds of a pass, per byte of the weights."""
+    loading = Loading(
+        plan_residency(source.layers, _PLENTY_BYTES),
+        max_context=min(_N_PREFIX + 1, source.max_context),
+        max_nodes=_ROWS[-1],
+        max_rows=_ROWS[-1],
+        load_mode="ram",
+    )
+    n_prefix = loading.max_context - 1
+    with source.load(loading) as backend:
+        if n_prefix:
+            backend.prefill([0] * n_prefix)
+        passes = {n: _pass(backend, n, n_prefix) for n in _ROWS}
+        return measure_curve(passes, _layer_bytes(source) + source.head_bytes)
+
+
+def _pass(backend: Backend, n_rows: int, n_prefix: int) -> Product:
+    """A level of a tree: so many nodes next to each other."""
+
+    def run() -> np.ndarray:
+        _, logits = backend.extend([0] * n_rows, [PREFIX] * n_rows)
+        backend.rollback(n_prefix)
+        return logits
+
+    return run
+
+
+def _layer_bytes(source: ModelSource) -> int:
+    return sum(record.n_bytes for layer in source.layers for record in layer.tensors)

@@ -1,0 +1,36 @@
+"""What ranking the draft's candidates takes: a drafter's own work for each level of a tree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from backends.compute_profile import ComputeCurve, Product, measure_curve
+from backends.source import ModelCompute, ModelSource
+from specdec.config import SpecConfig
+from specdec.drafters.candidates import SHARPNESS, CandidateRanker
+from specdec.drafters.model import max_beams
+from specdec.policy import MAX_AUTO_NODES
+
+_ROWS = (1, 8, max_beams(MAX_AUTO_NODES))
+
+
+@cache
+def measure_ranking(n_tokens: int) -> ComputeCurve:
+    """Seconds by rows of logits of such a vocabulary, measured once in a process."""
+    ranker = CandidateRanker(n_tokens, sharpness=SHARPNESS)
+    logits = np.random.default_rng(0).standard_normal((_ROWS[-1], n_tokens), dtype=np.float32)
+    width = min(SpecConfig().width, n_tokens)
+
+    def ranking(n_rows: int) -> Product:
+        return lambda: ranker.rank(logits[:n_rows], range(n_rows), width)
+
+    return measure_curve({n: ranking(n) for n in _ROWS}, 1)
+
+
+def measure_draft(source: ModelSource) -> ModelCompute:
+    """A level of a tree: the draft model's pass, and the ranking of what it says."""
+    passes = source.measure_compute(beside_reads=False)
+    return replace(passes, per_pass=measure_ranking(source.vocab_size))

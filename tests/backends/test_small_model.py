@@ -1,0 +1,157 @@
+"""Small models are timed themselves; large ones by products in each of their number formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_models import save_tiny_gguf
+
+from backends import gguf_source, small_model
+from backends.compute_profile import ComputeCurve
+from backends.hf_source import HfSource
+from backends.shared_source import SharedSource
+from backends.small_model import is_small
+from backends.source import BackendOptions, Loading, ModelCompute, ModelSource
+from offload.plan import plan_residency
+
+
+def hf_source(checkpoint_factory: Callable[..., Path], _: Path) -> ModelSource:
+    return HfSource(checkpoint_factory("llama"), BackendOptions())
+
+
+def gguf_source_of(_: Any, tmp_path: Path) -> ModelSource:
+    pytest.importorskip("llama_cpp")
+    path = save_tiny_gguf("llama", tmp_path / "m.gguf")
+    return gguf_source.GgufSource(path, BackendOptions(n_threads=1))
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(hf_source, id="torch"),
+        pytest.param(gguf_source_of, id="gguf", marks=pytest.mark.gguf),
+    ]
+)
+def source(request: Any, checkpoint_factory: Callable[..., Path], tmp_path: Path) -> ModelSource:
+    found: ModelSource = request.param(checkpoint_factory, tmp_path)
+    return found
+
+
+def logits(source: ModelSource) -> np.ndarray:
+    residency = plan_residency(source.layers, 1 << 40)
+    with source.load(Loading(residency, 16, 8, 8, load_mode="ram")) as backend:
+        return backend.prefill([3, 17, 5])
+
+
+def layer_bytes(source: ModelSource) -> int:
+    return sum(record.n_bytes for layer in source.layers for record in layer.tensors)
+
+
+def test_a_small_models_own_passes_are_timed(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only passes move: all else takes no time."""
+    monkeypatch.setattr(small_model, "_known", {})
+    now = 0.0
+    load = type(source).load
+
+    def loaded(self: ModelSource, loading: Loading) -> Any:
+        backend = load(self, loading)
+        extend = backend.extend
+
+        def timed(ids: list[int], *arguments: Any) -> Any:
+            nonlocal now
+            now += 0.5 + 0.25 * len(ids)
+            return extend(ids, *arguments)
+
+        monkeypatch.setattr(backend, "extend", timed)
+        return backend
+
+    before = logits(source)
+    monkeypatch.setattr(type(source), "load", loaded)
+    monkeypatch.setattr("backends.compute_profile.time.perf_counter", lambda: now)
+    compute = source.measure_compute()
+    monkeypatch.undo()
+    assert is_small(source)
+    for n_rows in (1, 5, 32, 100):
+        seconds = compute.per_byte.seconds(n_rows) * layer_bytes(source)
+        seconds += compute.outer_seconds(n_rows)
+        assert seconds == pytest.approx(0.5 + 0.25 * n_rows)
+    assert compute.per_byte.beside_factor(4) == 1.0
+    assert np.array_equal(logits(source), before)  # it can be loaded as ever
+
+
+def test_models_of_one_shape_are_timed_once(
+    checkpoint_factory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(small_model, "_known", {})
+    first = HfSource(checkpoint_factory("llama"), BackendOptions()).measure_compute()
+    monkeypatch.setattr(HfSource, "load", None)
+    again = HfSource(checkpoint_factory("llama", seed=1), BackendOptions()).measure_compute()
+    assert again == first
+
+
+def curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds per byte of a format: its number."""
+
+    def measure(kind: int, n_threads: int, reading: Path | None) -> ComputeCurve:
+        return ComputeCurve((1, 2), (kind, 2 * kind), (kind, 3 * kind))
+
+    monkeypatch.setattr(gguf_source, "measure_ggml_compute", measure)
+    monkeypatch.setattr(gguf_source, "is_small", lambda _: False)
+
+
+@pytest.mark.gguf
+def test_each_number_format_counts_by_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llama_cpp")
+    curves(monkeypatch)
+    path = save_tiny_gguf("llama", tmp_path / "m.gguf", dtype="Q8_0", hidden=64, feed_forward=64)
+    source = gguf_source.GgufSource(path, BackendOptions(n_threads=1))
+    compute = source.measure_compute(beside_reads=False)
+
+    def expected(records: Any) -> float:
+        matrices = [record for record in records if len(record.shape) > 1]
+        seconds = sum(r.n_bytes * gguf_source._TYPE_IDS[r.dtype] for r in matrices)
+        return seconds / sum(r.n_bytes for r in matrices)
+
+    layers = expected(record for layer in source.layers for record in layer.tensors)
+    head = expected(gguf_source.resident_outer_records(source.model))
+    assert compute.per_byte.seconds(1) == pytest.approx(layers)
+    assert compute.outer_seconds(2) == pytest.approx(2 * head * source.head_bytes)
+    # A second cache over the same weights multiplies with all of them, after no layers.
+    shared = SharedSource(source).measure_compute(beside_reads=False)
+    total = layers * layer_bytes(source) + head * source.head_bytes
+    assert shared.outer_seconds(1) == pytest.approx(total)
+
+
+def test_what_comes_after_the_layers() -> None:
+    layers, head = ComputeCurve.linear(1.0, 0.0), ComputeCurve.linear(0.0, 2.0)
+    assert ModelCompute(layers, 10).outer_seconds(7) == pytest.approx(10)
+    one = ModelCompute(layers, 10, head_per_byte=head, per_pass=ComputeCurve.linear(0.5, 0.0))
+    assert one.outer_seconds(3) == pytest.approx(60.5)
+    assert one.times(2.0).outer_seconds(3) == pytest.approx(121)
+    assert one.times(2.0).per_byte.seconds(9) == pytest.approx(2)
+
+
+@pytest.mark.gguf
+def test_a_product_may_be_timed_any_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each computation takes a buffer of ggml's, about a megabyte: they are to be given back."""
+    pytest.importorskip("llama_cpp")
+    from backends import ggml_compute
+
+    monkeypatch.setattr(ggml_compute, "_ROWS", (1,))
+
+    def measure(products: dict[int, Callable[[], object]], n_bytes: int, _: Any) -> ComputeCurve:
+        for _ in range(400):
+            products[1]()
+        return ComputeCurve.linear(0.0, n_bytes)
+
+    monkeypatch.setattr(ggml_compute, "measure_curve", measure)
+    q8_0 = 8
+    curve = ggml_compute.measure_ggml_compute.__wrapped__(q8_0, 1)
+    assert curve.seconds(1) == pytest.approx(4096 * 4096 / 32 * 34)

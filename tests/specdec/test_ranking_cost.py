@@ -1,0 +1,34 @@
+"""What the planner adds to a draft model's passes: its drafter's own work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from paper_models import PaperModel
+
+from backends.compute_profile import ComputeCurve
+from specdec import ranking_cost
+from specdec.drafters.candidates import CandidateRanker
+from specdec.ranking_cost import measure_draft
+
+
+def test_a_level_is_a_pass_and_the_ranking_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    rank = CandidateRanker.rank
+
+    def timed(self: CandidateRanker, logits: object, places: Sequence[int], width: int) -> object:
+        nonlocal now
+        assert logits.shape == (len(places), 32000)
+        now += 0.1 * len(places)
+        return rank(self, logits[:, :10], places, width)
+
+    monkeypatch.setattr(CandidateRanker, "rank", timed)
+    monkeypatch.setattr("backends.compute_profile.time.perf_counter", lambda: now)
+    ranking_cost.measure_ranking.cache_clear()
+    draft = PaperModel("d", 2, 1000, curve=ComputeCurve.linear(1e-6, 0.0))
+    compute = measure_draft(draft)
+    ranking_cost.measure_ranking.cache_clear()
+    head_seconds = draft.head_bytes * 1e-6
+    for n_rows in (1, 4, 32):
+        assert compute.outer_seconds(n_rows) == pytest.approx(head_seconds + 0.1 * n_rows)
