@@ -140,7 +140,7 @@ def speedup_curves(curves: Sequence[Curve], title: str) -> Any:
 
 def to_png(figure: Any) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
+    figure.savefig(buffer, format="png", dpi=130, bbox_inches="tight")
     return buffer.getvalue()
 
 
