@@ -164,9 +164,13 @@ def test_ctrl_c_ends_a_wait_of_the_main_thread(tmp_path: Path) -> None:
     streamer = WeightStreamer(weights.layers, 2, storage=gate.storage)
     gate.reached.wait()
     presser = threading.Timer(0.05, signal.raise_signal, (signal.SIGINT,))
-    with pytest.raises(KeyboardInterrupt):  # a deaf wait would never end: the gate is shut
+
+    def wait() -> None:
         presser.start()  # the signal comes to another thread than the one that waits
         streamer._walk._ring.wait_ready(0)
+
+    with pytest.raises(KeyboardInterrupt):  # a deaf wait would never end: the gate is shut
+        wait()
     presser.join()
     gate.opened.set()
     streamer.close()
