@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from backends.attention import MAX_SCORE_BYTES, SEGMENTED
@@ -21,6 +22,10 @@ _CUSTOM_SCORE_BYTES = 16
 """Of attention code that is a model's own: it may keep four float32 copies of the scores alive."""
 _MERGED_COPIES = 3
 """float32 outputs that are alive while two segments are merged: both, and the sum."""
+
+
+_QUERIES_PER_BLOCK, _KEYS_PER_BLOCK = 64, 512
+"""What a thread of PyTorch's flash attention on the CPU works on at a time, in a chunk of rows."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,15 @@ def _segmented_bytes(model: HfModel, ctx_size: int) -> int:
         return outputs + 2 * min(scores, MAX_SCORE_BYTES)  # and a second time for their sum
     widened = 0 if key == value else kv_heads * max(key, value) * itemsize  # the narrower ones
     expanded = heads * dims.expanded * itemsize if dims else 0
-    return outputs + widened * n_keys + expanded * ctx_size
+    return outputs + widened * n_keys + expanded * ctx_size + _kernel_bytes(value, itemsize)
+
+
+def _kernel_bytes(head_dim: int, itemsize: int) -> int:
+    """Of the kernel's threads: float32 scores and outputs, and the scores in a narrower format."""
+    narrow = 0 if itemsize == _FLOAT32 else itemsize
+    scores = _QUERIES_PER_BLOCK * _KEYS_PER_BLOCK * (_FLOAT32 + narrow)
+    outputs = _QUERIES_PER_BLOCK * (head_dim + 2) * _FLOAT32
+    return torch.get_num_threads() * (scores + outputs)
 
 
 def _segment_mask_bytes(model: HfModel, ctx_size: int, max_rows: int) -> int:
