@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,16 @@ def _offline() -> None:
     import os
 
     os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _own_hooks() -> Iterator[None]:
+    """A command run in this process leaves no hook behind: one of them raises what was dropped."""
+    import sys
+
+    before = sys.unraisablehook
+    yield
+    sys.unraisablehook = before
 
 
 @pytest.fixture(scope="session")
