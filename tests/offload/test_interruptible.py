@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +16,41 @@ from offload.interruptible import CallThread, call_aside
 
 # An interrupt inside of what is being dropped is reported, not raised.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+SIGNALS = """
+import os, random, signal, sys, threading, time
+from offload.interruptible import CallThread
+
+thread, rng = CallThread("calls"), random.Random({seed})
+ended, n_interrupted = time.monotonic() + {seconds}, 0
+main = threading.main_thread().ident
+go = threading.Semaphore(0)
+
+def press():
+    while go.acquire():
+        time.sleep(rng.uniform(0, 5e-4))
+        signal.pthread_kill(main, signal.SIGINT)
+
+threading.Thread(target=press, daemon=True).start()
+while time.monotonic() < ended:
+    stopped, running = [], []
+    def call():
+        running.append(1)
+        until = time.perf_counter() + 3e-4
+        while time.perf_counter() < until and not stopped:
+            pass
+        running.clear()
+    try:
+        go.release()
+        while True:
+            stopped.clear()
+            thread.run(call, lambda: stopped.append(1))
+    except KeyboardInterrupt:
+        n_interrupted += 1
+    thread.settle()
+    assert not running
+thread.close()
+print(n_interrupted)
+"""
 
 
 class Work:
@@ -120,3 +158,11 @@ def test_closing_ends_a_call_that_was_left_running() -> None:
 def void(work: Work) -> None:
     with suppress(AssertionError):
         work.call()
+
+
+def test_signals_at_any_time() -> None:
+    program = SIGNALS.format(seed=random.Random(0).random(), seconds=3)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert int(done.stdout) > 10  # some hundreds where nothing else runs
