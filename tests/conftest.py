@@ -26,6 +26,17 @@ def _own_hooks() -> Iterator[None]:
     sys.unraisablehook = before
 
 
+@pytest.fixture(autouse=True)
+def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans count what a fresh process takes, not what the suite has taken before this test."""
+    from offload.memory import ProcessMemory
+
+    fresh = ProcessMemory(
+        rss_bytes=400 << 20, anonymous_bytes=300 << 20, swap_bytes=0, peak_rss_bytes=400 << 20
+    )
+    monkeypatch.setattr("specdec.division.process_memory", lambda: fresh)
+
+
 @pytest.fixture(scope="session")
 def checkpoint_factory(tmp_path_factory: pytest.TempPathFactory):
     """checkpoint_factory(family, seed=0, **overrides) -> directory of a tiny fp32 checkpoint."""
