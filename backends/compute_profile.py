@@ -62,6 +62,11 @@ class ComputeCurve:
         return max(1.0, beside / max(self.seconds(n_rows), 1e-12))
 
     @property
+    def most_rows_per_second(self) -> float:
+        """Alone, with as many rows at once as are the fastest."""
+        return max(n / max(self.seconds(n), 1e-15) for n in self.rows)
+
+    @property
     def seconds_of_a_row(self) -> float:
         """Of a further row, where rows are many."""
         if len(self.rows) == 1:

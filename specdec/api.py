@@ -32,6 +32,7 @@ from specdec.prompt_cache import PromptCache
 from specdec.prompts import Prompt, PromptError, check_room, encode_prompt
 from specdec.run_plan import RunPlan
 from specdec.sequences import CompletionOutput, GenerationResult, StreamChunk
+from specdec.utilization import model_flops
 
 __all__ = [
     "LLM",
@@ -112,6 +113,9 @@ class LLM:
             self.draft, self.draft_window = load_draft(planned, options.spec, self.target)
             if self.draft is not None:
                 stack.enter_context(self.draft)
+            self.model_flops = model_flops(
+                planned.target.source.path, options.backend, self.plan.chosen.target.compute
+            )
             self._ngram = NgramDrafter()
             self.ahead = AheadThread()
             # What the policy has learnt of these models: of one LLM only, it knows its costs.

@@ -23,6 +23,7 @@ from specdec.stats import GenerationStats
 from specdec.stats_recorder import StatsRecorder
 from specdec.text import TextStream
 from specdec.tree import DraftTree
+from specdec.utilization import ModelFlops
 from specdec.watched_target import WatchedTarget
 
 if TYPE_CHECKING:
@@ -250,6 +251,7 @@ class GenerationStream:
         use = llm.target.stream_use
         before = self._use_before or use
         kv_bytes = sum(backend.kv_bytes for backend in llm.backends)
+        flops = llm.model_flops
         used = sum(b.kv_bytes * b.n_committed / max(1, b.n_kv_allocated) for b in llm.backends)
         return self._recorder.finish(
             bytes_streamed=use.bytes_streamed - before.bytes_streamed,
@@ -262,8 +264,18 @@ class GenerationStream:
             memory_budget_bytes=llm.plan.budget_bytes,
             kv_bytes=kv_bytes,
             kv_used_fraction=used / kv_bytes if kv_bytes else 0.0,
+            model_flops=0 if flops is None else self._decoded_flops(flops),
+            peak_flops_per_second=0.0 if flops is None else flops.peak_flops_per_second,
             is_lossless=self._spec.is_lossless,
         )
+
+    def _decoded_flops(self, flops: ModelFlops) -> int:
+        """Of all tokens but the first, which the prompt's pass brought."""
+        n_tokens = self._recorder.n_generated - 1
+        if n_tokens < 1:
+            return 0
+        context = len(self._prompt_ids) + n_tokens // (2 * len(self._sequences))
+        return flops.of_tokens(n_tokens, context)
 
 
 def _token_limit(params: SamplingParams, n_prompt: int, max_context: int) -> int:

@@ -60,6 +60,8 @@ class GenerationStats:
     memory_budget_bytes: int = 0
     kv_bytes: int = 0  # allocated for KV caches
     kv_used_fraction: float = 0.0  # of kv_bytes, at the end
+    model_flops: int = 0  # of the target for the tokens of decode_seconds; see utilization
+    peak_flops_per_second: float = 0.0  # of this machine, measured; 0: not known
     is_lossless: bool = True  # False: draft tokens were put up with (accept_threshold)
     tried_by_depth: tuple[int, ...] = ()  # rounds whose walk came to have a guess at depth 1, 2, ..
     accepted_by_depth: tuple[int, ...] = ()  # rounds where one of these guesses was right
@@ -97,6 +99,15 @@ class GenerationStats:
         return ratio(self.drafted_tokens - self.accepted_tokens, n_scored)
 
     @property
+    def model_flops_utilization(self) -> float:
+        """Share of the machine's arithmetic that the generated tokens needed (PaLM, appendix B).
+
+        model_flops / (decode_seconds * peak_flops_per_second); rejected tokens do not count. 0
+        where the peak is not known.
+        """
+        return ratio(self.model_flops, self.decode_seconds * self.peak_flops_per_second)
+
+    @property
     def pass_slowdown(self) -> float:
         """Seconds of a pass with drafting beside it / without, for the same number of rows.
 
@@ -118,6 +129,7 @@ RATES = (
     "mean_acceptance_length",
     "acceptance_rate",
     "flops_rejected_fraction",
+    "model_flops_utilization",
     "pass_slowdown",
 )
 """The properties that `to_dict` reports beside all fields."""
@@ -131,6 +143,7 @@ LARGEST = (
     "vram_peak_bytes",
     "vram_budget_bytes",
     "kv_bytes",
+    "peak_flops_per_second",
 )
 AVERAGED = ("time_to_first_token", "kv_used_fraction")
 TRUE_FOR_ALL = ("is_lossless",)

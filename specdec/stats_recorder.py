@@ -42,6 +42,11 @@ class StatsRecorder:
         self._started = self._last = clock()
         self._made = time.perf_counter()  # for a recording, whatever the clock
 
+    @property
+    def n_generated(self) -> int:
+        """Tokens so far, the first one included."""
+        return self._generated
+
     def record_first_token(self, n_reused: int = 0) -> None:
         """The prompt, all but `n_reused` tokens of it computed now, has yielded the first token.
 
@@ -150,6 +155,8 @@ class StatsRecorder:
         memory_budget_bytes: int = 0,
         kv_bytes: int = 0,
         kv_used_fraction: float = 0.0,
+        model_flops: int = 0,
+        peak_flops_per_second: float = 0.0,
         is_lossless: bool = True,
     ) -> GenerationStats:
         """The figures so far, with those that only the backend and the system know."""
@@ -185,6 +192,8 @@ class StatsRecorder:
             memory_budget_bytes=memory_budget_bytes,
             kv_bytes=kv_bytes,
             kv_used_fraction=kv_used_fraction,
+            model_flops=model_flops,
+            peak_flops_per_second=peak_flops_per_second,
             is_lossless=is_lossless,
             tried_by_depth=self._at_depths(self._tried),
             accepted_by_depth=self._at_depths(self._accepted_at),

@@ -1,0 +1,49 @@
+"""Model FLOPs utilisation: how much of the machine's arithmetic the generated tokens needed.
+
+Chowdhery et al. 2022 (PaLM), section 4.1 and appendix B: FLOPs that the tokens need whatever the
+implementation does, over those that the machine could have done meanwhile. What is computed for
+rejected tokens therefore does not count (`flops_rejected_fraction` does count it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from backends.model_shape import ModelShape
+from backends.source import BackendOptions, ModelCompute
+from offload.errors import SpecdecError
+from specdec.analysis.analyze import read_shape
+from specdec.analysis.operators import pass_work, total
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """What a token of one model costs, on a machine of so many FLOPs per second."""
+
+    shape: ModelShape
+    peak_flops_per_second: float
+
+    @classmethod
+    def measured(cls, shape: ModelShape, compute: ModelCompute) -> ModelFlops:
+        """compute: of this machine; its fastest measured products are the peak."""
+        matrices = [matrix for layer in shape.layers for matrix in layer.matrices]
+        weights_per_byte = sum(m.n_weights for m in matrices) / sum(m.n_bytes for m in matrices)
+        rows_per_second = compute.per_byte.most_rows_per_second  # of one byte of weights
+        return cls(shape, 2 * weights_per_byte * rows_per_second)
+
+    def of_tokens(self, n_tokens: int, context: int) -> int:
+        """FLOPs of tokens that have `context` tokens on average before them and with them.
+
+        Matrices once for every token, and attention to all of the context (to the window, where a
+        layer has one).
+        """
+        return n_tokens * total(pass_work(self.shape, 1, max(context, 1), 1).values()).flops
+
+
+def model_flops(path: Path, options: BackendOptions, compute: ModelCompute) -> ModelFlops | None:
+    """Of a model that runs with these options; None where its shape cannot be told from headers."""
+    try:
+        return ModelFlops.measured(read_shape(path, options), compute)
+    except SpecdecError:
+        return None
