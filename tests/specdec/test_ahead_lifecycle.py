@@ -85,6 +85,17 @@ class Draft:
         patch.setattr(llm.draft, "request_cancel", cancel)
 
 
+def passes_wait(llm: LLM, patch: pytest.MonkeyPatch, draft: Draft) -> None:
+    """No pass begins before drafting ahead has: passes of tiny models are over too soon."""
+    extend = llm.target.extend
+
+    def when_drafting(*arguments: Any) -> Any:
+        draft.began.wait()
+        return extend(*arguments)
+
+    patch.setattr(llm.target, "extend", when_drafting)
+
+
 def until_cancelled(draft: list[Draft]) -> None:
     draft[0].cancelled.wait()
     raise BackendError("the pass was cancelled")
@@ -104,13 +115,7 @@ def test_both_work_at_once_and_the_text_is_plain_decodings(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        draft, extend = Draft(llm, patch, lambda: None), llm.target.extend
-
-        def when_drafting(*arguments: Any) -> Any:
-            draft.began.wait()
-            return extend(*arguments)
-
-        patch.setattr(llm.target, "extend", when_drafting)
+        passes_wait(llm, patch, Draft(llm, patch, lambda: None))
         result = llm.generate(PROMPT, PARAMS)
     assert result.token_ids == expected(llm)
     stats = result.stats
@@ -123,7 +128,7 @@ def test_an_error_of_the_draft(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Non
         raise SpecdecError("the draft's disk is gone")
 
     with monkeypatch.context() as patch:
-        Draft(llm, patch, fail)
+        passes_wait(llm, patch, Draft(llm, patch, fail))
         with pytest.raises(SpecdecError, match="the draft's disk is gone"):
             llm.generate(PROMPT, PARAMS)
     assert llm.generate(PROMPT, PARAMS).token_ids == expected(llm)
@@ -155,6 +160,7 @@ def test_a_stream_that_is_cancelled_leaves_nobody_at_work(
 ) -> None:
     with monkeypatch.context() as patch:
         draft = Draft(llm, patch, lambda: None)
+        passes_wait(llm, patch, draft)
         stream = llm.stream(PROMPT, PARAMS)
         for _ in range(3):
             next(stream)
