@@ -16,6 +16,7 @@ The result (JSON; `null` where there is nothing to say):
         token_match             share of tokens equal to specdec-plain's on the same weights
         by_category             category -> the figures of `summarise`
         settings, trials        how the program was set up; what was tried for that
+        rewrite_seconds         for the weights in a format of its own, beforehand; else null
         processes               exit, seconds, memory and probed storage speed of each process
         prompts                 the records of bench.peer_program
     ratios          peer -> other -> {ratio, n_prompts, n_tokens}: speed over speed, on the tokens
@@ -33,6 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench import limited
+from bench.interpreters import Interpreter
 from bench.peer_figures import by_category, pairwise_ratios, summarise, token_match
 from bench.peer_runs import ProcessRun, ProgramRunner, RunSettings
 from bench.peers import PEERS, Peer, Weights, why_not
@@ -83,6 +85,7 @@ class Entry:
             **largest,
             "by_category": by_category(self.records, speculates=speculates),
             "settings": last.settings if last is not None else {},
+            "rewrite_seconds": None if self.runner is None else self.runner.rewrite_seconds,
             "trials": [] if self.runner is None else self.runner.trials,
             "processes": [run.figures() for run in self.runs],
             "prompts": self.records,
@@ -114,9 +117,14 @@ def compare(
         "n_threads": settings.n_threads,
         "ctx_size": settings.n_ctx,
         "weights": [describe_weights(one) for one in weights],
-        "provenance": collect(argv, weights[0].model),
+        "provenance": {
+            **collect(argv, weights[0].model),
+            "interpreters": {
+                name: interpreter.describe() for name, interpreter in settings.interpreters.items()
+            },
+        },
     }
-    entries = list(make_entries(names, weights))
+    entries = list(make_entries(names, weights, settings.interpreters))
     half = (len(prompts) + 1) // 2
     with ExitStack() as stack:
         for entry in entries:
@@ -146,15 +154,19 @@ def _result(entries: Sequence[Entry], shared: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def make_entries(names: Sequence[str], weights: Sequence[Weights]) -> Iterator[Entry]:
+def make_entries(
+    names: Sequence[str],
+    weights: Sequence[Weights],
+    interpreters: Mapping[str, Interpreter],
+) -> Iterator[Entry]:
     """Every program with every format of the weights that it reads; at least one row for each."""
     for name in names:
-        peer = PEERS[name]
+        peer, interpreter = PEERS[name], interpreters.get(name)
         fitting = [one for one in weights if one.format in peer.formats]
         for one in fitting:
-            yield Entry(peer, one, why_not(peer, one))
+            yield Entry(peer, one, why_not(peer, one, interpreter))
         if not fitting:
-            yield Entry(peer, None, why_not(peer, None))
+            yield Entry(peer, None, why_not(peer, None, interpreter))
 
 
 def label(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:

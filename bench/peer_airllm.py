@@ -1,10 +1,13 @@
 """The peer: the same checkpoint on AirLLM.
 
 Set up as its documentation says: `AutoModel.from_pretrained` splits the checkpoint into one file
-for each layer (as large as the checkpoint; kept in `shards` for later runs, outside of the measured
-time) and reads them one after another in every pass. Compression stays off, as it would change the
-weights; prefetching stays on, its default; the device is the CPU. The KV cache is asked for, which
-AirLLM may decline.
+for each layer, together as large as the checkpoint (`rewritten` keeps them for the next process:
+the first one does no prompt), and reads them one after another in every pass. Compression stays
+off, as it would change the weights; prefetching stays on, its default; the device is the CPU. The
+KV cache stays on, the default of `generate`.
+
+AirLLM 4.0.0 computes on the CPU as it stands. After every layer it runs the garbage collector of
+Python (airllm.utils.clean_memory), which costs most of a pass where layers are small.
 
     python -m bench.peer_airllm TASK.json JOURNAL.jsonl       (see bench.peer_program)
 """
@@ -18,7 +21,7 @@ from bench.peer_program import Journal, Task, run_program
 
 
 def program(task: Task, journal: Journal) -> None:
-    """`options`: shards, a folder for the split checkpoint."""
+    """`options`: rewritten, a folder for the split checkpoint."""
     import airllm
     import torch
     from transformers import AutoConfig
@@ -30,7 +33,7 @@ def program(task: Task, journal: Journal) -> None:
         device="cpu",
         dtype=dtype,
         max_seq_len=task.n_ctx,
-        layer_shards_saving_path=task.options["shards"],
+        layer_shards_saving_path=task.options["rewritten"],
     )
     if task.ignore_eos:
         model.generation_config.eos_token_id = None

@@ -12,6 +12,7 @@ from typing import Any
 
 from bench import limited
 from bench.child import forget_files, forget_model
+from bench.interpreters import Interpreter, executable, own_packages
 from bench.limited import Limits
 from bench.peer_figures import summarise
 from bench.peer_program import LEAST_SPECULATED_TOKENS, LEAST_TOKENS, Task
@@ -25,6 +26,8 @@ from specdec.storage import largest_weight_file, weight_files
 
 LOAD_SECONDS = 300.0
 """Allowed beside the time for decoding, which may be overrun once more for the last prompt."""
+REWRITE_BYTES_PER_SECOND = 10e6
+"""That a program which writes the weights anew must reach, or be stopped."""
 TRIAL_TOKENS = 4
 TRIAL_SPECULATED_TOKENS = LEAST_SPECULATED_TOKENS
 _AMOUNT = "cpu_memory_bytes"
@@ -49,6 +52,8 @@ class RunSettings:
     """For accelerate: memory for weights, instead of the best of several amounts."""
     load: Mapping[str, Any] = field(default_factory=dict)
     """More keywords of `specdec.load`, for specdec alone."""
+    interpreters: Mapping[str, Interpreter] = field(default_factory=dict)
+    """By the name of the program, where it has one of its own."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,15 @@ class ProgramRunner:
         self._tuned: dict[str, Any] | None = None
         if peer.tunes == MEMORY and settings.cpu_memory_bytes is not None:
             self._tuned = {_AMOUNT: settings.cpu_memory_bytes}
-        self._shards: tempfile.TemporaryDirectory[str] | None = None
+        self.rewrite_seconds: float | None = None
+        """For the weights in a format of the program's own, before anything is measured."""
+        self._rewritten: tempfile.TemporaryDirectory[str] | None = None
+        self._interpreter = settings.interpreters.get(peer.name)
 
     def close(self) -> None:
         """Remove what the program wrote beside the model."""
-        if self._shards is not None:
-            self._shards.cleanup()
+        if self._rewritten is not None:
+            self._rewritten.cleanup()
 
     def learn_from(self, others: Iterable[ProgramRunner | None]) -> None:
         """Take over the best amount of memory, less the draft's, from one with the same target."""
@@ -107,11 +115,24 @@ class ProgramRunner:
 
     def run(self, prompts: Sequence[Prompt], seconds: float) -> ProcessRun:
         """One process for these prompts."""
+        if self.peer.rewrites and self.rewrite_seconds is None:
+            rewriting = self._rewrite()
+            if rewriting.exit != limited.OK:
+                return rewriting
+            self.rewrite_seconds = rewriting.seconds
         if self.peer.tunes and self._tuned is None:
             self._tuned, failed = self._find_fastest(prompts[0])
             if failed is not None:
                 return failed
         return self._run(prompts, self.settings.n_tokens, seconds, self._tuned or {})
+
+    def _rewrite(self) -> ProcessRun:
+        """A process that does no prompt: it loads the model and ends."""
+        # On the model's own storage, which is what is measured.
+        parent = self.weights.model.parent
+        self._rewritten = tempfile.TemporaryDirectory(prefix=f".{self.peer.name}-", dir=parent)
+        n_bytes = sum(path.stat().st_size for path in weight_files(self.weights.model))
+        return self._run([], 0, n_bytes / REWRITE_BYTES_PER_SECOND, {})
 
     def _find_fastest(self, prompt: Prompt) -> tuple[dict[str, Any] | None, ProcessRun | None]:
         """(the fastest settings, None), or (None, the last run) where none works."""
@@ -148,16 +169,18 @@ class ProgramRunner:
             options={**self._options(), **tuned},
         )
         more = "".join(f", {describe_tuned(name, value)}" for name, value in tuned.items())
-        say(f"{self.peer.name}: {len(prompts)} prompts x {n_tokens} tokens{more}")
+        what = f"{len(prompts)} prompts x {n_tokens} tokens{more}" if prompts else "weights anew"
+        say(f"{self.peer.name}: {what}")
         bandwidth = probe_bandwidth(largest_weight_file(self.weights.model)).bytes_per_second
         self._forget_cached()
         with tempfile.TemporaryDirectory(prefix="specdec-bench-") as name:
             folder = Path(name)
             task.write(folder / "task.json")
-            argv = [sys.executable, "-m", self.peer.module]
+            argv = [executable(self._interpreter), "-m", self.peer.module]
             argv += [str(folder / "task.json"), str(folder / "journal.jsonl")]
+            own = {} if self._interpreter is None else own_packages(folder)
             outcome = limited.run_limited(
-                argv, self._limits(seconds), child_environment(_QUIET), folder / "log"
+                argv, self._limits(seconds), child_environment({**_QUIET, **own}), folder / "log"
             )
             journal = _read_journal(folder / "journal.jsonl")
             return ProcessRun(
@@ -178,15 +201,12 @@ class ProgramRunner:
         forget_model(self.weights.model)
         if self.weights.draft_path is not None:
             forget_model(self.weights.draft_path)
-        if self._shards is not None:
-            forget_files(path for path in Path(self._shards.name).rglob("*") if path.is_file())
+        if self._rewritten is not None:
+            forget_files(path for path in Path(self._rewritten.name).rglob("*") if path.is_file())
 
     def _options(self) -> dict[str, Any]:
-        if self.peer.module == "bench.peer_airllm":
-            if self._shards is None:  # on the model's own storage
-                parent = self.weights.model.parent
-                self._shards = tempfile.TemporaryDirectory(prefix=".airllm-", dir=parent)
-            return {"shards": self._shards.name}
+        if self._rewritten is not None:
+            return {"rewritten": self._rewritten.name}
         if self.peer.module == "bench.peer_specdec":
             plain = {} if self.peer.uses_draft else {"spec_type": "none"}
             return {**self.settings.load, **plain}

@@ -39,7 +39,7 @@ def format_comparison(result: Mapping[str, Any]) -> str:
     lines += [f"{label(row, rows)}: {row['reason']}" for row in rows if row["reason"]]
     lines += _ratio_lines(result)
     lines += _category_lines(rows)
-    return "\n".join([*lines, "", "settings", *_setting_lines(rows)])
+    return "\n".join([*lines, "", "settings", *_setting_lines(result)])
 
 
 def cells(row: Row) -> list[str]:
@@ -113,20 +113,30 @@ def category_cell(figures: Mapping[str, Any] | None) -> str:
     return f"{figures['tokens_per_second']:.2f}{more}"
 
 
-def _setting_lines(rows: Sequence[Row]) -> list[str]:
-    lines = []
+def _setting_lines(result: Mapping[str, Any]) -> list[str]:
+    lines, rows = [], result["peers"]
+    interpreters = result["provenance"].get("interpreters", {})  # older records have none
     for row in rows:
         if row["exit"] == NOT_RUN:
             continue
         shown = {k: v for k, v in row["settings"].items() if k != "plan" and v is not None}
         text = ", ".join(f"{key}={value}" for key, value in shown.items())
         lines.append(f"  {label(row, rows)}: {PEERS[row['peer']].about}; {text or '-'}")
+        if row["peer"] in interpreters:
+            lines.append("    on " + _interpreter(interpreters[row["peer"]]))
+        if row.get("rewrite_seconds") is not None:
+            lines.append(f"    wrote the weights anew in {row['rewrite_seconds']:.0f} s beforehand")
         if row["trials"]:
             lines.append("    tried: " + "; ".join(map(_trial, row["trials"])))
         match = row["token_match"]
         if match is not None and match < 1 and row["exit"] == OK:
             lines.append(f"    {match:.1%} of its tokens are those of specdec-plain")
     return lines
+
+
+def _interpreter(interpreter: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in interpreter["versions"].items())
+    return f"{interpreter['path']}: {versions}"
 
 
 def _trial(trial: Mapping[str, Any]) -> str:

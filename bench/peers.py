@@ -6,12 +6,12 @@ own.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.interpreters import Interpreter, has_module
 from offload.units import MIB
 from specdec.models import resolve_draft, resolve_model
 
@@ -54,6 +54,9 @@ class Peer:
     """Whether a draft without files, self:window=N, will do."""
     speculates: bool = False
     """Whether it has a mean acceptance length to report."""
+    rewrites: bool = False
+    """Whether it writes the weights anew before it runs them: a process of its own does that first,
+    which is not measured."""
 
 
 PEERS = {
@@ -105,6 +108,7 @@ PEERS = {
             "AirLLM on the CPU, no compression",
             package="airllm",
             install="pip install airllm",
+            rewrites=True,
         ),
         Peer("specdec-plain", "bench.peer_specdec", (HF, GGUF), "specdec without a draft"),
         Peer(
@@ -144,10 +148,16 @@ class Weights:
         return self.draft if isinstance(self.draft, Path) else None
 
 
-def why_not(peer: Peer, weights: Weights | None) -> str | None:
-    """Why a peer cannot run; None when it can. `weights` is None where its format is not there."""
-    if peer.package and importlib.util.find_spec(peer.package) is None:
-        return f"not installed: {peer.install}"
+def why_not(
+    peer: Peer, weights: Weights | None, interpreter: Interpreter | None = None
+) -> str | None:
+    """Why a peer cannot run; None when it can. `weights` is None where its format is not there.
+
+    interpreter: the one that it runs on, where that is not ours.
+    """
+    if peer.package and not has_module(peer.package, interpreter):
+        where = "" if interpreter is None else f" for {interpreter.path}"
+        return f"not installed{where}: {peer.install}"
     if weights is None or weights.format not in peer.formats:
         needed = " or ".join(_FORMAT_NAMES[one] for one in peer.formats)
         return f"it runs {needed}, which was not given"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import psutil
 import typer
 
+from bench.interpreters import Interpreter, InterpreterError, probe
 from bench.options import (
     EnforceAlways,
     IgnoreEos,
@@ -54,6 +56,16 @@ OtherDraft = Annotated[
         show_default="that of the embedded pair, or self:window=N, where -md is such",
     ),
 ]
+PeerPython = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--peer-python",
+        metavar="NAME=PYTHON",
+        help="Interpreter for one of the programs, where it has an environment of its own; "
+        "may be given again for others.",
+        show_default=False,
+    ),
+]
 TimeLimit = Annotated[
     float,
     typer.Option(
@@ -78,6 +90,7 @@ def peers_command(
     enforce: EnforceAlways = True,
     ignore_eos: IgnoreEos = False,
     peer_cpu_memory: PeerMemory = None,
+    peer_python: PeerPython = None,
     output: Output = "table",
     output_file: OutputFile = None,
     debug: options.Debug = False,
@@ -97,6 +110,7 @@ def peers_command(
         raise UsageMistake("peers needs a --memory-budget with a size, e.g. 3.5GiB")
     if storage_mbps is not None and not enforce:
         raise UsageMistake("--storage-mbps needs the cgroup that --no-enforce leaves out")
+    interpreters = parse_interpreters(peer_python or [], names)
     weights = all_weights(load.model, load.draft_model, other_model, other_draft)
     keywords = load.as_keywords()
     own = ("model", "draft_model", "memory_budget", "ctx_size", "threads")
@@ -111,6 +125,7 @@ def peers_command(
         ignore_eos=ignore_eos,
         cpu_memory_bytes=parse_bytes(peer_cpu_memory) if peer_cpu_memory else None,
         load={name: value for name, value in keywords.items() if name not in own},
+        interpreters=interpreters,
     )
     chosen = spread(read_prompts(prompts), n_prompts)
 
@@ -135,6 +150,27 @@ def parse_peers(text: str) -> list[str]:
     if not names:
         raise UsageMistake(f"--peers names no program; choose from {', '.join(PEERS)}")
     return list(dict.fromkeys(names))
+
+
+def parse_interpreters(texts: Sequence[str], names: Sequence[str]) -> dict[str, Interpreter]:
+    """Of NAME=PYTHON, the interpreter for each NAME, which must be among `names`."""
+    found: dict[str, Interpreter] = {}
+    for text in texts:
+        name, _, path = text.partition("=")
+        if not path:
+            raise UsageMistake(
+                f"--peer-python {text} must be NAME=PYTHON, as airllm=venv/bin/python"
+            )
+        if name not in names:
+            raise UsageMistake(f"--peer-python {text}: --peers {','.join(names)} has no {name!r}")
+        if name in found:
+            raise UsageMistake(f"--peer-python names {name} twice")
+        package = PEERS[name].package
+        try:
+            found[name] = probe(path, (package,) if package else ())
+        except InterpreterError as error:
+            raise UsageMistake(f"--peer-python {name}={error}") from None
+    return found
 
 
 def all_weights(

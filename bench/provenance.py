@@ -15,7 +15,7 @@ from typing import Any
 from offload.memory import memory_limit
 
 ROOT = Path(__file__).resolve().parent.parent
-_PACKAGES = ("torch", "transformers", "numpy", "safetensors", "accelerate", "llama-cpp-python")
+PACKAGES = tuple("torch transformers numpy safetensors accelerate airllm llama-cpp-python".split())
 
 
 def collect(argv: Sequence[str], model: Path | None = None) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
     from specdec import __version__
 
     found = {"specdec": __version__, "python": platform.python_version()}
-    for name in _PACKAGES:
+    for name in PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -10,8 +10,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 _PROC = Path("/proc")
 _UNLIMITED_BYTES = 2**60  # version 1 says "no limit" with a number close to 2^63
 _LIMIT_FILES = {
@@ -103,6 +101,8 @@ def process_memory(proc: Path = _PROC) -> ProcessMemory:
         return ProcessMemory(
             n_bytes("VmRSS"), n_bytes("RssAnon"), n_bytes("VmSwap"), n_bytes("VmHWM")
         )
+    import psutil
+
     info = psutil.Process().memory_info()
     peak_bytes = int(getattr(info, "peak_wset", info.rss))
     return ProcessMemory(int(info.rss), int(info.rss), 0, peak_bytes)
@@ -125,6 +125,8 @@ def _machine_bytes(proc: Path) -> int:
     for line in _lines(proc / "meminfo"):
         if match := re.match(r"MemTotal:\s*(\d+) kB", line):
             return int(match.group(1)) * 1024
+    import psutil
+
     return int(psutil.virtual_memory().total)
 
 

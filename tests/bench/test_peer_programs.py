@@ -128,7 +128,7 @@ def test_an_assistant_gets_the_targets_rows(tmp_path: Path) -> None:
 def test_airllm_is_driven_as_documented(
     run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """AirLLM itself is not installed here: a stand-in with its interface, over transformers."""
+    """A stand-in with AirLLM's interface, over transformers."""
     from bench.peer_airllm import program
 
     seen: dict[str, Any] = {}
@@ -147,11 +147,30 @@ def test_airllm_is_driven_as_documented(
     module = ModuleType("airllm")
     module.AutoModel = AutoModel  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "airllm", module)
-    journal = run(program, options={"shards": str(tmp_path)})
+    journal = run(program, options={"rewritten": str(tmp_path)})
     assert seen["layer_shards_saving_path"] == str(tmp_path)
     assert (seen["device"], seen["max_seq_len"]) == ("cpu", 128)
     assert journal["loaded"]["settings"]["prefetching"] is False
     assert [record["token_ids"] for record in journal["prompts"]] == specdec_tokens(run)
+
+
+def test_airllm_itself(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """Splits first, without a prompt; then it decodes what specdec does."""
+    pytest.importorskip("airllm")
+    from bench.peer_airllm import program
+
+    place = tmp_path / "shards"
+    options = {"rewritten": str(place)}
+    assert "error" not in run(program, prompts=(), options=options)
+    written = {path: path.stat().st_mtime_ns for path in place.rglob("*.safetensors")}
+    assert written
+    # Few tokens: it collects garbage after every layer, and a test's process has plenty.
+    journal = run(program, prompts=PROMPTS[:1], n_tokens=4, options=options)
+    assert "error" not in journal
+    assert written == {path: path.stat().st_mtime_ns for path in written}
+    [record] = journal["prompts"]
+    assert record["token_ids"] == specdec_tokens(run)[0][:4]
+    assert [n for _, n in record["arrivals"]] == [1] * 4
 
 
 @pytest.mark.gguf
