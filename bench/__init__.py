@@ -7,6 +7,7 @@ peers            which programs can be compared
 peer_program     the task that each is given, the journal that each keeps
 peer_*           the programs: accelerate, llama, airllm, specdec
 limited          one process within limits of memory, storage and time
+interpreters     environments of their own that programs may run in
 peer_runs        a program's processes; compare takes them in turns
 sweep            budgets x storage speeds x tree sizes
 report_page      results of all these as one page; report_* its data, tables and plots
