@@ -27,7 +27,7 @@ from specdec.storage import largest_weight_file, weight_files
 LOAD_SECONDS = 300.0
 """Allowed beside the time for decoding, which may be overrun once more for the last prompt."""
 REWRITE_BYTES_PER_SECOND = 10e6
-"""For the time limit of a program that writes the weights anew: LOAD_SECONDS and twice this time."""
+"""For the time limit of a program that writes the weights anew: LOAD_SECONDS and twice this."""
 TRIAL_TOKENS = 4
 TRIAL_SPECULATED_TOKENS = LEAST_SPECULATED_TOKENS
 _AMOUNT = "cpu_memory_bytes"
