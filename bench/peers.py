@@ -6,6 +6,7 @@ own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,6 +162,8 @@ def why_not(
     if weights is None or weights.format not in peer.formats:
         needed = " or ".join(_FORMAT_NAMES[one] for one in peer.formats)
         return f"it runs {needed}, which was not given"
+    if peer.rewrites and not os.access(weights.model.parent, os.W_OK):
+        return f"it writes the weights anew, and {weights.model.parent} cannot be written to"
     if peer.uses_draft and weights.draft is None:
         return "it needs a draft model: give -md"
     draft = weights.draft_path

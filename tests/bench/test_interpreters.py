@@ -269,3 +269,14 @@ def test_weights_that_cannot_be_written_anew(
     assert (row["exit"], row["reason"]) == (FAILED, "OSError: no space left")
     assert (len(row["processes"]), row["rewrite_seconds"]) == (1, None)
     assert not list(target.parent.glob(".rewriter-*"))
+
+
+def test_weights_where_nothing_can_be_written(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = Peer("rewriter", "rewriter", ("hf",), "", rewrites=True)
+    assert why_not(peer, Weights.of(target)) is None
+    monkeypatch.setattr("os.access", lambda path, mode: path != target.parent)
+    assert why_not(peer, Weights.of(target)) == (
+        f"it writes the weights anew, and {target.parent} cannot be written to"
+    )
