@@ -280,7 +280,8 @@ def _check(record: TensorRecord, parameter: nn.Parameter, name: str, directory: 
     if tuple(record.shape) != tuple(parameter.shape):
         raise CheckpointError(
             f"{directory}: {record.name} has shape {list(record.shape)}, "
-            f"the config asks for {list(parameter.shape)}"
+            f"the config asks for {list(parameter.shape)}: "
+            "take the config.json that belongs to these weights"
         )
     if record.dtype not in TORCH_DTYPES:
         raise UnsupportedModel(f"{directory}: {name} is stored as {record.dtype}")

@@ -18,7 +18,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
-from offload.gguf_metadata import MAX_METADATA, Cursor, GgufError, GgufMetadata, read_metadata
+from offload.gguf_metadata import (
+    DAMAGED,
+    MAX_METADATA,
+    Cursor,
+    GgufError,
+    GgufMetadata,
+    read_metadata,
+)
 from offload.header import TensorRecord
 from offload.units import MIB, format_bytes
 
@@ -131,12 +138,12 @@ def _read_version(cursor: Cursor) -> int:
         raise cursor.refuse(f"has {cursor.file_bytes} bytes, too few for a GGUF file")
     magic = cursor.take(4)
     if magic != b"GGUF":
-        raise cursor.refuse(f"begins with {magic!r}, not with b'GGUF': it is no GGUF file")
+        raise cursor.refuse(f"begins with {magic!r}, not with b'GGUF'", "it is no GGUF file")
     version = cursor.u32()
     if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, *VERSIONS):
-        raise cursor.refuse("is a big-endian GGUF file; convert the model to little endian")
+        raise cursor.refuse("is a big-endian GGUF file", "convert the model to little endian")
     if version not in VERSIONS:
-        raise cursor.refuse(f"is GGUF version {version}; versions 2 and 3 are read")
+        raise cursor.refuse(f"is GGUF version {version}", "get it in version 3 (2 is read too)")
     return version
 
 
@@ -145,8 +152,8 @@ def _check_count(cursor: Cursor, what: str, count: int, limit: int, min_bytes: i
         raise cursor.refuse(f"claims {count} {what}; at most {limit} are accepted")
     if count * min_bytes > cursor.n_left:
         raise cursor.refuse(
-            f"claims {count} {what}, too many for its {cursor.file_bytes} bytes: "
-            "it seems to be cut; download it again"
+            f"claims {count} {what}, too many for its {cursor.file_bytes} bytes",
+            "it seems to be cut; download it again",
         )
 
 
@@ -167,8 +174,8 @@ def _read_alignment(cursor: Cursor, metadata: GgufMetadata) -> int:
 def _read_tensor(cursor: Cursor) -> _TensorInfo:
     name = cursor.name("tensor name", MAX_NAME_BYTES)
 
-    def refuse(reason: str) -> GgufError:
-        return cursor.refuse(f"has the tensor {name!r} {reason}")
+    def refuse(reason: str, remedy: str = DAMAGED) -> GgufError:
+        return cursor.refuse(f"has the tensor {name!r} {reason}", remedy)
 
     rank = cursor.u32()
     if rank > MAX_RANK:
@@ -178,7 +185,7 @@ def _read_tensor(cursor: Cursor) -> _TensorInfo:
         raise refuse(f"of the shape {sizes}, which is empty, negative or too large")
     code = cursor.u32()
     if code not in GGML_TYPES:
-        raise refuse(f"of the unknown type {code}; convert the model with a current llama.cpp")
+        raise refuse(f"of the unknown type {code}", "convert the model with a current llama.cpp")
     kind = GGML_TYPES[code]
     if (sizes[0] if sizes else 1) % kind.block_size:
         raise refuse(
@@ -203,7 +210,8 @@ def _place(
         if data_offset + offset + n_bytes > cursor.file_bytes:
             raise cursor.refuse(
                 f"has {cursor.file_bytes} bytes, but its tensor {name!r} ends at "
-                f"{data_offset + offset + n_bytes}: it is incomplete, get it again"
+                f"{data_offset + offset + n_bytes}",
+                "it is incomplete, download it again",
             )
         shape = tuple(reversed(sizes))
         record = TensorRecord(name, kind.name, shape, cursor.path, data_offset + offset, n_bytes)

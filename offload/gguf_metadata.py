@@ -60,6 +60,8 @@ _VALUE_TYPES = {
 _ARRAY_CODE = 9
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
+DAMAGED = "the file is damaged, download it again"
+
 
 class Cursor:
     """Walks over the header of an open file; at most one window of it is in memory."""
@@ -83,8 +85,8 @@ class Cursor:
         """Bytes that the rest of the header can have at most."""
         return self._end - self.position
 
-    def refuse(self, reason: str) -> GgufError:
-        return GgufError(f"{self.path} {reason}")
+    def refuse(self, reason: str, remedy: str = DAMAGED) -> GgufError:
+        return GgufError(f"{self.path} {reason}: {remedy}")
 
     def u32(self) -> int:
         return int(_U32.unpack(self.take(4))[0])
@@ -157,8 +159,8 @@ class Cursor:
             limit = format_bytes(MAX_HEADER_BYTES)
             raise self.refuse(f"has a header of more than {limit}, which is not accepted")
         raise self.refuse(
-            f"has {self.file_bytes} bytes and ends inside its header: it seems to be cut; "
-            "download it again"
+            f"has {self.file_bytes} bytes and ends inside its header",
+            "it seems to be cut; download it again",
         )
 
     def _refill(self, n_bytes: int) -> None:

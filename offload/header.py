@@ -81,12 +81,14 @@ def _read_header_bytes(file: BinaryIO, path: Path, file_bytes: int) -> tuple[byt
     """The JSON bytes and the absolute offset of the data."""
     prefix = _read_exactly(file, 8)
     if len(prefix) < 8:
-        raise CheckpointError(f"{path} has {file_bytes} bytes, too few for a safetensors file")
+        raise CheckpointError(
+            f"{path} has {file_bytes} bytes, too few for a safetensors file; download it again"
+        )
     (n_bytes,) = struct.unpack("<Q", prefix)
     if n_bytes > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"{path} claims a header of {n_bytes} bytes; at most "
-            f"{format_bytes(MAX_HEADER_BYTES)} is accepted"
+            f"{format_bytes(MAX_HEADER_BYTES)} is accepted; download it again"
         )
     if n_bytes > file_bytes - 8:
         raise CheckpointError(
@@ -113,7 +115,7 @@ def parse_json_object(text: bytes, path: Path) -> dict[str, Any]:
         table: dict[str, Any] = {}
         for name, value in pairs:
             if name in table:
-                raise CheckpointError(f"{path} names {name[:200]!r} twice")
+                raise CheckpointError(f"{path} names {name[:200]!r} twice; download it again")
             table[name] = value
         return table
 
@@ -127,14 +129,14 @@ def parse_json_object(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _make_record(path: Path, name: str, entry: Any, data_start: int) -> TensorRecord:
-    def refuse(reason: str) -> CheckpointError:
-        return CheckpointError(f"{path}: tensor {name[:200]!r} {reason}")
+    def refuse(reason: str, remedy: str = "download it again") -> CheckpointError:
+        return CheckpointError(f"{path}: tensor {name[:200]!r} {reason}; {remedy}")
 
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise refuse("does not have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise refuse(f"has the unknown dtype {str(dtype)[:40]!r}")
+        raise refuse(f"has the unknown dtype {str(dtype)[:40]!r}", "convert it to BF16 or F32")
     if not _is_list_of_naturals(shape) or len(shape) > MAX_RANK:
         raise refuse("has a shape that is not a short list of non-negative integers")
     if not _is_list_of_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -165,7 +167,7 @@ def _check_coverage(
         if record.offset != position:
             fault = "overlaps another one" if record.offset < position else "follows a hole"
             raise CheckpointError(
-                f"{path}: tensor {record.name[:200]!r} {fault}; download the file again"
+                f"{path}: tensor {record.name[:200]!r} {fault}; download it again"
             )
         position += record.n_bytes
     if position != file_bytes:

@@ -103,7 +103,10 @@ def _explain_no_weights(root: Path, names: list[str], single: list[str]) -> str:
     gguf = [name for name in names if name.endswith(".gguf")]
     if gguf:
         return f"{root} holds GGUF ({gguf[0]}), name that file instead of the folder"
-    return f"{root} holds no model.safetensors and no *.safetensors.index.json"
+    return (
+        f"{root} holds no model.safetensors and no *.safetensors.index.json; "
+        "download the checkpoint again"
+    )
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
@@ -122,7 +125,8 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not _is_plain_shard_name(shard):
             raise CheckpointError(
-                f"{path} places {name!r} in {shard!r}, which is not a plain .safetensors file name"
+                f"{path} places {name!r} in {shard!r}, which is not a plain .safetensors file "
+                "name; download it again"
             )
     return weight_map
 
@@ -169,8 +173,12 @@ def _check_weight_map(weight_map: dict[str, str], shard_of: dict[str, str], root
         if name == "":
             continue  # the form of a single file
         if name not in shard_of:
-            raise CheckpointError(f"{root}: {name!r} is listed in {shard} but lies in no shard")
+            raise CheckpointError(
+                f"{root}: {name!r} is listed in {shard} but lies in no shard; "
+                "download the checkpoint again"
+            )
         if shard_of[name] != shard:
             raise CheckpointError(
-                f"{root}: {name!r} is listed in {shard} but lies in {shard_of[name]}"
+                f"{root}: {name!r} is listed in {shard} but lies in {shard_of[name]}; "
+                "download the checkpoint again"
             )

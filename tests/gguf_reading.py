@@ -25,6 +25,7 @@ def refused(folder: Path, content: bytes, match: str) -> None:
         read(folder, content)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600 + len(str(folder))
+    assert ": " in str(caught.value)  # behind which the remedy is
 
 
 def one_tensor(ne=(4,), code=F32, offset=0, name="t", **kwargs) -> bytes:
