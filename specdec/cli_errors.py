@@ -99,7 +99,7 @@ def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
     except BrokenPipeError:
         return _forget_stdout()
     except TyperException as error:
-        return _fail(name, f"{error.format_message()} (see {_command_path(name, error)} --help)")
+        return _fail(name, f"{_with_value(error)} (see {_command_path(name, error)} --help)")
     except OutputError as error:
         _forget_stdout()
         return _fail(name, str(error), debug)
@@ -134,6 +134,15 @@ def _fail(name: str, message: str, debug: bool = False) -> int:
 def _describe(error: OSError) -> str:
     reason = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {reason}" if error.filename else reason
+
+
+def _with_value(error: TyperException) -> str:
+    """The message, with the value that was given where the validator calls it "Input"."""
+    message = error.format_message().rstrip(".")
+    list_errors = getattr(error.__cause__, "errors", None)  # of pydantic's ValidationError
+    if list_errors is None:
+        return message
+    return message.replace("Input should", f"{list_errors()[0]['input']!r} should", 1)
 
 
 def _command_path(name: str, error: TyperException) -> str:

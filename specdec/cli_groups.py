@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from specdec import cli_options as options
-from specdec.config import SamplingParams, parse_spec_type
+from specdec.config import MAX_DRAFT_TOKENS, SamplingParams, parse_spec_type
 
 
 def parse_num_draft_tokens(text: str) -> int | None:
@@ -19,7 +19,10 @@ def parse_num_draft_tokens(text: str) -> int | None:
     if text == "auto":
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise options.OptionError(f"--num-draft-tokens is {text!r}, must be auto or a number")
+        raise options.OptionError(
+            f"--num-draft-tokens is {text!r}, must be auto or a whole number from 0 to "
+            f"{MAX_DRAFT_TOKENS}"
+        )
     return int(text)
 
 

@@ -198,7 +198,11 @@ def read_bounded(stream: BinaryIO, source: str) -> bytes:
     mode = os.fstat(stream.fileno()).st_mode
     if stat.S_ISBLK(mode) or (stat.S_ISCHR(mode) and not _is_known(stream.fileno())):
         raise options.OptionError(f"{source} is a device: the prompt must be a file or a pipe")
-    raw = stream.read(MAX_PROMPT_BYTES + 1)
+    os.set_blocking(stream.fileno(), True)  # a parent may have left a pipe otherwise: no cut text
+    try:
+        raw = stream.read(MAX_PROMPT_BYTES + 1)
+    except OSError as error:
+        raise options.OptionError(f"cannot read {source}: {error.strerror}") from error
     if len(raw) > MAX_PROMPT_BYTES:
         limit = format_bytes(MAX_PROMPT_BYTES)
         raise options.OptionError(f"{source} has more than {limit}: no context is as long as that")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from command_line import Models, expect_error, save_models
 
 from specdec.cli import main
-from specdec.cli_run import read_prompt
+from specdec.cli_run import read_bounded, read_prompt
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +33,11 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["-p", "a", "-f", "b"], "both -p and -f"),
         (["-f", "/nonexistent/prompt"], "/nonexistent/prompt: No such file"),
         (["-f", "/"], "Is a directory"),
-        (["-p"], "requires an argument"),
+        (["-p"], "'-p' requires an argument (see"),
         (["-p", "a", "--bogus"], "--bogus"),
         (["-p", "a", "extra"], "extra"),
-        (["-p", "a", "-n", "0"], "-n"),
-        (["-p", "a", "-n", "x"], "-n"),
+        (["-p", "a", "-n", "0"], "'0' should be greater than or equal to 1 (see specdec run --help)"),
+        (["-p", "a", "-n", "x"], "-n' / '--max-tokens': 'x' should be a valid integer"),
         (["-p", "a", "-c", "-1"], "-c"),
         (["-p", "a", "--memory-budget", "lots"], "'lots' is not a byte count"),
         (["-p", "a", "--memory-budget", "20MiB"], "smallest budget"),
@@ -44,7 +45,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["-p", "a", "--enforce"], "--enforce needs a size"),
         (["-p", "a", "--enforce", "--memory-budget", "1MiB"], "too little"),
         (["-p", "a", "--spec-type", "magic"], "magic"),
-        (["-p", "a", "--num-draft-tokens", "many"], "many"),
+        (["-p", "a", "--num-draft-tokens", "many"], "'many'"),
+        (["-p", "a", "--num-draft-tokens", "-1"], "'-1', must be auto or a whole number from 0"),
         (["-p", "a", "--num-draft-tokens", "99999"], "99999"),
         (["-p", "a", "--draft-ahead", "maybe"], "draft_ahead is 'maybe'"),
         (["-p", "a", "--temperature", "-1"], "temperature"),
@@ -197,3 +199,25 @@ def test_damaged_checkpoints(
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-m", "/nonexistent/model", "-p", "a", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_prompt_that_cannot_be_read_is_named(
+    capsys: pytest.CaptureFixture[str], models: Models
+) -> None:
+    expect_error(capsys, models.run_argv("-f", "/proc/self/mem"), "cannot read /proc/self/mem: ")
+
+
+def test_a_prompt_from_a_pipe_that_does_not_block_is_read_to_its_end() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    text = b"a" * 100_000  # more than the pipe holds: a read that does not wait gets a part
+    thread = threading.Thread(target=_write_and_close, args=(writer, text))
+    with os.fdopen(reader, "rb") as stream:
+        thread.start()
+        assert read_bounded(stream, "stdin") == text
+    thread.join()
+
+
+def _write_and_close(descriptor: int, text: bytes) -> None:
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(text)
