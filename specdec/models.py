@@ -55,12 +55,25 @@ def resolve_model(name: str | Path) -> Path:
         )
     if path.exists():
         raise ModelNotFound(f"{path} is a file: name a GGUF file or the checkpoint's directory")
-    if text.startswith(_PATH_STARTS):
-        raise ModelNotFound(f"no such model directory: {path}")
     hub_id = _HUB_ID.fullmatch(text)
-    if hub_id is None or (text.endswith(".gguf") and not hub_id["file"]):
-        raise ModelNotFound(f"no such model: {path}")
+    is_path = text.startswith(_PATH_STARTS) or path.is_symlink()
+    if hub_id is None or is_path or (text.endswith(".gguf") and not hub_id["file"]):
+        raise ModelNotFound(_describe_missing(text, path))
     return _from_hub(text, hub_id["repo"], hub_id["file"], hub_id["revision"])
+
+
+def _describe_missing(text: str, path: Path) -> str:
+    """Of a name that leads to nothing on this disk and can be no hub id."""
+    if is_self_draft(text):
+        return f"no such model: {text} is the target as its own draft, which only -md takes"
+    if path.is_symlink():
+        return f"no such model: {path} is a link that leads nowhere"
+    if text.startswith(_PATH_STARTS):
+        return f"no such model {'file' if path.suffix == '.gguf' else 'directory'}: {path}"
+    return (
+        f"no such model: {path} is no file or directory here; "
+        "give the path of one, a hub id (user/repo) or pair:target"
+    )
 
 
 def is_self_draft(name: str | Path) -> bool:

@@ -55,8 +55,8 @@ def test_of_several_gguf_models_one_must_be_named(folder: Path) -> None:
     [
         ("weights.bin", "is a file: name a GGUF file or the checkpoint's directory"),
         ("pipe.gguf", "is not a regular file: name a GGUF file or"),
-        ("missing.gguf", "no such model"),
-        ("none/at/all", "no such model"),
+        ("missing.gguf", "no such model file: /"),
+        ("none/at/all", "no such model directory: /"),
     ],
 )
 def test_what_is_no_model_is_said(folder: Path, name: str, reason: str) -> None:
@@ -64,6 +64,26 @@ def test_what_is_no_model_is_said(folder: Path, name: str, reason: str) -> None:
     os.mkfifo(folder / "pipe.gguf")
     with pytest.raises(ModelNotFound, match=reason):
         resolve_model(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("missing", "no such model: missing is no file or directory here; give the path"),
+        ("missing.gguf", "missing.gguf is no file or directory here"),
+        ("a/b/c", "a/b/c is no file or directory here"),
+        ("self:window=64", "self:window=64 is the target as its own draft, which only -md takes"),
+        ("link", "link is a link that leads nowhere"),
+        ("./link", "link is a link that leads nowhere"),
+    ],
+)
+def test_a_name_that_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises(ModelNotFound, match=reason):
+        resolve_model(name)
 
 
 @pytest.mark.parametrize("name", ["", " "])
