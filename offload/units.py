@@ -64,6 +64,11 @@ def format_bytes(n_bytes: int) -> str:
     return f"{value / 1024:.2f} PiB"
 
 
+def format_exactly(n_bytes: int) -> str:
+    """Bytes that can be typed in, and how much they are: "25276518400 bytes (23.54 GiB)"."""
+    return f"{n_bytes} bytes ({format_bytes(n_bytes)})"
+
+
 def _check_range(n_bytes: int, text: str | int) -> int:
     if not 0 <= n_bytes <= _MAX_BYTES:
         raise UnitError(f"{text!r} is out of range; a byte count lies between 0 and 2^63 - 1")

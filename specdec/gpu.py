@@ -9,7 +9,7 @@ from backends.source import ModelSource
 from offload.plan import ResidencyPlan
 from offload.profile import measure_storage
 from offload.tier_planner import TieredPlan
-from offload.units import parse_bytes
+from offload.units import format_bytes, format_exactly, parse_bytes
 from specdec.alternatives import Figures
 from specdec.config import ConfigError
 from specdec.division import Gpu
@@ -32,12 +32,15 @@ def find_gpu(options: RunOptions, pair: OpenedPair) -> Gpu | None:
     from backends.cuda_probe import cuda_memory
 
     memory = cuda_memory()
-    free = f"{memory.free_bytes} bytes are free of {memory.total_bytes} on {memory.name}"
+    free = f"{memory.name} has {format_exactly(memory.free_bytes)} free of "
+    free += format_bytes(memory.total_bytes)
     if options.vram_budget == AUTO:
         return gpu_for(options, pair, memory.free_bytes, f"what is free on {memory.name}")
     wanted = parse_bytes(options.vram_budget)
     if wanted > memory.free_bytes:
-        raise ConfigError(f"the VRAM budget is {wanted} bytes, but {free}: give at most that")
+        raise ConfigError(
+            f"the VRAM budget is {format_exactly(wanted)}, but {free}: give at most that"
+        )
     return gpu_for(options, pair, wanted, "as asked")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from backends.compute_profile import ComputeCurve, matrix_formats
 from backends.source import ModelCompute, ModelSource
-from offload.units import GIB, format_bytes, parse_bytes
+from offload.units import GIB, format_bytes, format_exactly, parse_bytes
 from specdec.alternatives import Figures
 from specdec.device_file import find_device
 from specdec.devices import DeviceError, DeviceSpec, Machine, complete
@@ -66,7 +66,11 @@ class DevicePlan:
         if device.from_this_machine:
             names = ", ".join(name.replace("_", " ") for name in device.from_this_machine)
             lines[0] += f"; of this machine: {names}"
-        return [*lines, *self.plan.lines(), *self._upgrade_lines()]
+        lines += self.plan.lines()
+        if not self.plan.residency.n_moving_layers:  # then the plan's own lines tell no speed
+            speed = self.plan.predicted_tokens_per_second
+            lines.append(f"predicted {speed:.2f} tokens/s, with all weights in memory")
+        return [*lines, *self._upgrade_lines()]
 
     def _upgrade_lines(self) -> list[str]:
         now = self.plan.predicted_tokens_per_second
@@ -95,7 +99,7 @@ def plan_on(
     gpu = _gpu(device, asked, pair)
     total_bytes, source = device.memory_bytes, f"all memory of {device.name}"
     if asked.memory_budget != AUTO:
-        whose = f"the memory of {device.name}, {device.memory_bytes} bytes"
+        whose = f"the memory of {device.name}, {format_exactly(device.memory_bytes)}"
         total_bytes = asked_budget(asked.memory_budget, device.memory_bytes, whose)
         source = "as asked"
     figures = _figures(device, machine, pair, gpu, total_bytes)
@@ -130,6 +134,11 @@ def _this_machine(options: RunOptions, pair: OpenedPair) -> Machine:
 
 def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | None:
     if not device.vram_bytes:
+        if options.device == CUDA:
+            raise DeviceError(
+                f"device is 'cuda', but {device.name} has no VRAM: leave it out, or name a device "
+                "with a GPU (gpu-8gb, gpu-24gb, or a file with vram_bytes)"
+            )
         check_no_gpu_options(replace(options, device=CPU))
         return None
     if options.draft_device == CPU and pair.draft is not None:
@@ -141,6 +150,11 @@ def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | Non
     n_bytes, source = device.vram_bytes, f"all VRAM of {device.name}"
     if options.vram_budget != AUTO:
         n_bytes, source = parse_bytes(options.vram_budget), "as asked"
+        if n_bytes > device.vram_bytes:
+            raise DeviceError(
+                f"the VRAM budget of {format_exactly(n_bytes)} is above the VRAM of {device.name}, "
+                f"{format_exactly(device.vram_bytes)}: give at most that"
+            )
     return gpu_for(on_gpu, pair, n_bytes, source, _CUDA_HOST_BYTES)
 
 

@@ -15,7 +15,7 @@ from backends.shared_source import SharedSource
 from backends.source import BackendOptions, ModelSource
 from offload.memory import memory_limit, process_memory
 from offload.profile import measure_storage
-from offload.units import format_bytes, parse_bytes
+from offload.units import format_bytes, format_exactly, parse_bytes
 from specdec.allocator import free_large_blocks_at_once, give_back_freed
 from specdec.alternatives import Alternative, Figures, Weighing
 from specdec.compat import compare_vocabularies
@@ -204,7 +204,7 @@ def _budget(memory_budget: str | int) -> tuple[int, str]:
         if free_bytes < limit.n_bytes:
             return free_bytes, "what other processes leave free"
         return limit.n_bytes, limit.source
-    whose = f"the limit of this process, {limit.n_bytes} bytes ({limit.source})"
+    whose = f"the limit of this process ({limit.source}), {format_exactly(limit.n_bytes)}"
     return asked_budget(memory_budget, limit.n_bytes, whose), "as asked"
 
 
@@ -213,6 +213,6 @@ def asked_budget(memory_budget: str | int, most_bytes: int, whose: str) -> int:
     wanted = parse_bytes(memory_budget)
     if wanted - most_bytes >= mmap.PAGESIZE:  # the kernel rounds limits down to whole pages
         raise ConfigError(
-            f"the memory budget of {wanted} bytes is above {whose}: give at most that"
+            f"the memory budget of {format_exactly(wanted)} is above {whose}: give at most that"
         )
     return min(wanted, most_bytes)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import SpecdecError
-from offload.units import UnitError, format_bytes, parse_bytes
+from offload.units import UnitError, format_bytes, format_exactly, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,12 @@ def test_formats(n_bytes: int, text: str) -> None:
 @given(st.integers(0, 2**62))
 def test_formatted_text_parses_back_to_within_its_digits(n_bytes: int) -> None:
     assert abs(parse_bytes(format_bytes(n_bytes)) - n_bytes) <= max(1, n_bytes * 0.006)
+
+
+def test_an_exact_count_can_be_typed_in() -> None:
+    text = format_exactly(25276518400)
+    assert text == "25276518400 bytes (23.54 GiB)"
+    assert parse_bytes(text.split()[0]) == 25276518400
 
 
 @given(st.text(max_size=30))

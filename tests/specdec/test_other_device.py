@@ -124,6 +124,8 @@ def test_all_of_a_gpu_is_taken_where_no_budget_is_given():
     values = json.loads(json.dumps(found.to_dict()))
     assert sum(values["vram"].values()) == 8 * GIB
     assert values["copied_bytes_per_pass"] == 0
+    speed = found.plan.predicted_tokens_per_second
+    assert f"predicted {speed:.2f} tokens/s, with all weights in memory" in found.lines()
 
 
 def test_what_a_gpu_profile_cannot_tell_is_refused():
@@ -132,6 +134,10 @@ def test_what_a_gpu_profile_cannot_tell_is_refused():
     for options in ({"vram_budget": "2GiB"}, {"draft_device": "cuda"}):
         with pytest.raises(ConfigError, match="computed on the CPU"):
             plan("phone", **options)
+    with pytest.raises(DeviceError, match="phone has no VRAM: leave it out"):
+        plan("phone", device="cuda")
+    with pytest.raises(DeviceError, match=r"17179869184 bytes .* above the VRAM of gpu-8gb, 85899"):
+        plan("gpu-8gb", vram_budget="16GiB")
     with pytest.raises(DeviceError, match="no device 'abacus'"):
         plan("abacus")
 
@@ -151,8 +157,8 @@ def test_a_target_that_drafts_for_itself_has_its_own_arithmetic(
 def test_a_budget_above_the_devices_memory_is_refused():
     with pytest.raises(
         ConfigError,
-        match=r"memory budget of 17179869184 bytes is above the memory of raspberry-pi-5, "
-        r"8589934592 bytes: give at most that",
+        match=r"memory budget of 17179869184 bytes \(16.00 GiB\) is above the memory of "
+        r"raspberry-pi-5, 8589934592 bytes \(8.00 GiB\): give at most that",
     ):
         plan("raspberry-pi-5", memory_budget="16GiB")
     with pytest.raises(ConfigError, match=rf"above the memory of sd-card, {2 * GIB} bytes"):
