@@ -125,7 +125,8 @@ def _check_budget(stand_in: StandIn, budget_bytes: int, is_auto: bool) -> None:
         needed += _MARGIN_BYTES
         problem = f"a target of {size} needs a budget of {format_up(needed)}"
         if not is_auto and 2 * needed <= stand_in.n_bytes:
-            raise DemoError(f"{problem}: give --memory-budget {format_up(needed)}")
+            option = format_up(needed).replace(" ", "")  # one word in a shell
+            raise DemoError(f"{problem}: give --memory-budget {option}")
         problem += ", and the demo gives it less than half of its size"
     raise DemoError(f"{problem}: give --size {_least_size(stand_in) / 1e9:.1f}GB or more")
 
@@ -191,6 +192,8 @@ def _can_enforce(budget_bytes: int) -> bool:
 
 def _check_room(parent: Path, n_bytes: int) -> None:
     existing = next(path for path in (parent, *parent.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise DemoError(f"{existing} is not a folder: name one with --dir")
     free = shutil.disk_usage(existing).free
     needed = n_bytes + n_bytes // 10
     if free < needed:

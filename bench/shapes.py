@@ -81,6 +81,7 @@ SHAPES: dict[str, LlamaShape] = {
     "llama-2-13b": LlamaShape(5120, 13_824, 40, 40, 40, 128, 32_000, False),
     "llama-2-70b": LlamaShape(8192, 28_672, 80, 64, 8, 128, 32_000, False),
 }
+MAX_LAYERS = 1024  # of a GGUF file that is read, far above any real model
 _FFN_STEP = 64  # keeps rows aligned for every matmul kernel
 
 
@@ -120,10 +121,15 @@ def shape_of_size(
     nearest = min(known, key=lambda s: abs(math.log(s.n_bytes(bytes_per_weight) / max(1, n_bytes))))
     n_weights = int(n_bytes / bytes_per_weight)
     if not n_weights:
-        raise SynthError(f"a model of {format_bytes(n_bytes)} has no weights")
+        raise SynthError(f"a model of {format_bytes(n_bytes)} has no weights: ask for more")
     around_layers = nearest.parameters - nearest.n_layers * nearest.layer_parameters
     room = n_weights - around_layers
     n_layers = max(min_layers, round(room / nearest.layer_parameters))
+    if n_layers > MAX_LAYERS:
+        raise SynthError(
+            f"{format_bytes(n_bytes)} of this width are {n_layers} layers, more than "
+            f"{MAX_LAYERS}: ask for less, or for a wider shape with --like"
+        )
     # What is left over or missing is spread over the MLPs of all layers.
     per_column = 3 * nearest.hidden_size * n_layers
     rest = room - n_layers * nearest.layer_parameters

@@ -12,6 +12,8 @@ from bench.shapes import LlamaShape, SynthError
 from offload.index import WeightIndex
 from specdec.pair.float_weights import read_float32
 
+_MAX_FIGURE = 2**24  # far above any model
+
 
 class SourceModel:
     """A Llama-architecture checkpoint in safetensors; tensors are read when asked for."""
@@ -46,30 +48,44 @@ def source_shape(config: dict[str, Any]) -> LlamaShape:
     for option in ("attention_bias", "mlp_bias", "quantization_config"):
         if config.get(option):
             raise SynthError(f"a Llama with {option} cannot be grown")
-    try:
-        n_heads = int(config["num_attention_heads"])
-        hidden_size = int(config["hidden_size"])
-        return LlamaShape(
-            hidden_size=hidden_size,
-            intermediate_size=int(config["intermediate_size"]),
-            n_layers=int(config["num_hidden_layers"]),
-            n_heads=n_heads,
-            n_kv_heads=int(config.get("num_key_value_heads") or n_heads),
-            head_dim=int(config.get("head_dim") or hidden_size // n_heads),
-            vocab_size=int(config["vocab_size"]),
-            tied=bool(config.get("tie_word_embeddings", False)),
+    n_heads = _figure(config, "num_attention_heads")
+    hidden_size = _figure(config, "hidden_size")
+    return LlamaShape(
+        hidden_size=hidden_size,
+        intermediate_size=_figure(config, "intermediate_size"),
+        n_layers=_figure(config, "num_hidden_layers"),
+        n_heads=n_heads,
+        n_kv_heads=_figure(config, "num_key_value_heads", n_heads),
+        head_dim=_figure(config, "head_dim", hidden_size // n_heads),
+        vocab_size=_figure(config, "vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def _figure(config: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A size of the model; `default` where it is null or missing."""
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if name not in config:
+        raise SynthError(f"config.json lacks {name!r}: download the checkpoint again")
+    if type(value) is not int or not 1 <= value <= _MAX_FIGURE:
+        raise SynthError(
+            f"config.json: {name} is {json.dumps(value)[:60]}, must be a whole number from 1 to "
+            f"{_MAX_FIGURE}: download the checkpoint again"
         )
-    except KeyError as error:
-        raise SynthError(f"config.json lacks {error.args[0]!r}") from None
+    return value
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SynthError(f"no {path.name} in {path.parent}: not a model folder") from None
-    except ValueError as error:
-        raise SynthError(f"{path} is no valid JSON: {error}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise SynthError(
+            f"no {path.name} in {path.parent}: name the folder of a checkpoint in safetensors"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise SynthError(f"{path} is no valid JSON ({error}): download it again") from None
     if not isinstance(value, dict):
-        raise SynthError(f"{path} is not a JSON object")
+        raise SynthError(f"{path} is not a JSON object: download it again")
     return value

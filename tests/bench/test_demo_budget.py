@@ -61,7 +61,7 @@ def test_a_budget_that_is_too_small_for_the_size(
     needs: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refusal(capsys, tmp_path, "--size", "2GB", "--memory-budget", "400MB")
-    assert "give --memory-budget 477 MiB" in error
+    assert "give --memory-budget 477MiB" in error
     error = refusal(capsys, tmp_path, "--size", "0.7GB", "--memory-budget", "300MB")
     assert "give --size 0.9GB or more" in error
 

@@ -58,3 +58,11 @@ def test_commands_in_modules_of_their_own_have_the_same_help_and_debug(command: 
     shown = run_module("bench", command, "-h")
     assert "--debug" in shown
     assert "<bool>" not in shown
+
+
+@pytest.mark.parametrize("below", ["", "x"])
+def test_a_place_that_is_a_file_is_refused(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(demo.DemoError, match="file is not a folder: name one with --dir"):
+        demo.run_demo(size="64MiB", directory=tmp_path / "file" / below)
+    assert (tmp_path / "file").read_text() == "mine"

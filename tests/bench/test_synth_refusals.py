@@ -10,7 +10,7 @@ from grown_models import LARGE, SMALL, altered, save_source
 from bench import synth_disk
 from bench.cli import main
 from bench.shapes import SynthError
-from bench.source_model import source_shape
+from bench.source_model import SourceModel, source_shape
 from bench.synth import grow
 
 
@@ -54,6 +54,23 @@ def test_sources_that_are_no_plain_llama_are_refused(
 ) -> None:
     with pytest.raises(SynthError, match=message):
         source_shape(config)
+
+
+@pytest.mark.parametrize("value", ["abc", 0, -3, 2.5, True, [1], 2**40])
+def test_a_figure_that_is_no_size_is_refused(value: object) -> None:
+    figures = ("num_attention_heads", "hidden_size", "intermediate_size", "num_hidden_layers")
+    config = {"model_type": "llama", "vocab_size": 10, **dict.fromkeys(figures, 4)}
+    assert source_shape(config).n_kv_heads == 4
+    for name in (*config, "head_dim", "num_key_value_heads"):
+        if name != "model_type":
+            with pytest.raises(SynthError, match=f"{name} is .*, must be a whole number from 1 to"):
+                source_shape({**config, name: value})
+
+
+def test_a_gguf_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(SynthError, match=r"no config\.json in .*: name the folder of a checkpoint"):
+        SourceModel(tmp_path / "model.gguf")
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

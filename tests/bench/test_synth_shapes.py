@@ -20,6 +20,11 @@ def test_impossible_sizes_name_the_smallest_possible() -> None:
         shape_of_size(10_000_000, min_layers=6, min_intermediate_size=1024)
 
 
+def test_more_layers_than_any_model_has_are_refused() -> None:
+    with pytest.raises(SynthError, match=r"layers, more than 1024: ask for less, or for a wider"):
+        shape_of_size(10**18)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_known_shapes_can_hold_the_embedded_target(name: str) -> None:
     target = LlamaShape(384, 1024, 6, 3, 3, 128, 4096, tied=True)
