@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import SpecdecError
+from offload.units import MIB, format_bytes
 
+MAX_FILE_BYTES = 64 * MIB  # HumanEval has 0.2
 _NAMES = ("id", "task_id", "question_id")
 
 
@@ -38,13 +40,14 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
         PromptFileError: the file cannot be read, or a line is no prompt; names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = _read_bytes(path).decode("utf-8-sig")
     except OSError as error:
         raise PromptFileError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise PromptFileError(f"{path}: byte {error.start} is not UTF-8 text") from None
     prompts: list[Prompt] = []
-    for number, line in enumerate(lines, start=1):
+    # Not splitlines(), which would also split at characters that may stand inside of a string.
+    for number, line in enumerate(text.split("\n"), start=1):
         if limit is not None and len(prompts) == limit:
             break
         if line.strip():
@@ -54,6 +57,15 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
             f"{path} holds no prompt; give one JSON object with `prompt` per line"
         )
     return prompts
+
+
+def _read_bytes(path: Path) -> bytes:
+    """All of the file. Raises PromptFileError for one that might never end."""
+    with path.open("rb") as file:
+        raw = file.read(MAX_FILE_BYTES + 1)
+    if len(raw) > MAX_FILE_BYTES:
+        raise PromptFileError(f"{path} has more than {format_bytes(MAX_FILE_BYTES)}: split it")
+    return raw
 
 
 def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from specdec import prompt_files
 from specdec.prompt_files import Prompt, PromptFileError, read_prompts, spread
 
 
@@ -89,3 +90,15 @@ def test_categories_take_turns(tmp_path: Path) -> None:
     assert [prompt.category for prompt in prompts] == [*"aaabbc", ""]
     assert [p.name for p in spread(prompts, 6)] == ["a1", "b1", "c1", "none", "a2", "b2"]
     assert len(spread(prompts, 99)) == 7
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    text = "a\u2028b\u0085c"
+    path = write(tmp_path, f'\ufeff{{"prompt": "{text}"}}\r\n{{"prompt": "d"}}')
+    assert [prompt.text for prompt in read_prompts(path)] == [text, "d"]
+
+
+def test_a_file_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_files, "MAX_FILE_BYTES", 1000)
+    with pytest.raises(PromptFileError, match="/dev/zero has more than 1000 B: split it"):
+        read_prompts(Path("/dev/zero"))
