@@ -13,7 +13,7 @@ from typing import Any
 from bench import report_plots as plots
 from bench.report_data import bars, curves, depths, points
 from bench.report_tables import Table, tables
-from bench.results import BUDGETS, PICTURE, SPEEDUP, SWEEP, Results
+from bench.results import BUDGETS, PICTURE, SPEEDUP, SWEEP, Results, ResultsError, write_whole
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 68rem; margin: 2rem auto;
@@ -89,15 +89,40 @@ def _model_name(value: Mapping[str, Any]) -> str:
 
 
 def write_report(several: Sequence[Results], path: Path) -> list[Path]:
-    """Write the page to `path` and its pictures beside it; all the files."""
+    """Write the page to `path` and its pictures beside it; all the files.
+
+    Raises ResultsError for results that are damaged, or that would be written over.
+    """
+    for results in several:
+        _check_whole(results)
     pictures = draw(several)
-    written = [path]
+    page = render(several, pictures)
+    written = {path: page.encode()}
     for picture in pictures:
-        file = path.with_name(f"{path.stem}-{picture.name}.png")
-        file.write_bytes(picture.png)
-        written.append(file)
-    path.write_text(render(several, pictures), encoding="utf-8")
-    return written
+        written[path.with_name(f"{path.stem}-{picture.name}.png")] = picture.png
+    for file in written:
+        if any(file.resolve() == results.path.resolve() for results in several):
+            raise ResultsError(f"{file} is one of the results: name another page with -o")
+    for file, data in written.items():
+        write_whole(file, data)
+    return list(written)
+
+
+def _check_whole(results: Results) -> None:
+    """Raise ResultsError where something that the page shows is not there or of another type."""
+    try:
+        if [*bars(results), *curves(results)]:
+            describe(results)
+        points([results])
+        depths([results])
+        tables(results)
+        list(_provenance(results))
+        _budget_groups([results])
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ResultsError(
+            f"{results.path} is damaged, or of another version of specdec "
+            f"({type(error).__name__}: {error}): measure again"
+        ) from error
 
 
 def render(several: Sequence[Results], pictures: Sequence[Picture]) -> str:

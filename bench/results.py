@@ -34,14 +34,34 @@ class Results:
 
 
 def write_json(result: Mapping[str, Any], path: Path | None) -> None:
-    """JSON to a file, by way of a neighbour, so that no half report is left; or to stdout."""
+    """JSON to a file, or to stdout."""
     text = json.dumps(result, indent=1) + "\n"
     if path is None:
         sys.stdout.write(text)
         return
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, text.encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """To a file wholly or not at all, by way of a neighbour; a device or a pipe is written to.
+
+    A link stays one. Raises ResultsError.
+    """
+    try:
+        if path.exists() and not path.is_file():  # /dev/null, say: nothing may take its place
+            path.write_bytes(data)
+            return
+        path = path.resolve()
+        partial = path.with_name(path.name + ".part")
+        try:
+            partial.write_bytes(data)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise ResultsError(
+            f"cannot write {path}: {error.strerror}; name a file where there is room"
+        ) from error
 
 
 def read_results(path: Path) -> Results:

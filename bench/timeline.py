@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.results import write_whole
 from offload.errors import SpecdecError
 from offload.trace import LAYER, READ, WAIT, Event, Trace, recording
 from specdec.stats import ACCEPT, DRAFT, PASS, PREFILL
@@ -263,4 +264,4 @@ def _complete(event: Event, lane: Lane, number: int) -> dict[str, Any]:
 
 
 def write_trace(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value), encoding="utf-8")
+    write_whole(path, json.dumps(value).encode())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from pathlib import Path
 from typing import Any
 
+from bench.results import write_whole
 from bench.timeline import (
     ACCEPTANCE,
     DRAFTING,
@@ -68,12 +70,12 @@ def draw(timeline: Timeline, path: Path, *, title: str, n_rounds: int) -> str:
         frameon=False,
         fontsize=9,
     )
+    buffer = io.BytesIO()
     try:
-        figure.savefig(path, format="png", bbox_inches="tight")
-    except OSError as error:
-        raise TimelineError(f"cannot write {path}: {error.strerror or error}") from error
+        figure.savefig(buffer, format="png", bbox_inches="tight")
     finally:
         pyplot.close(figure)
+    write_whole(path, buffer.getvalue())
     return sentence
 
 

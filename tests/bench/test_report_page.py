@@ -13,7 +13,7 @@ from bench.aggregate import aggregate_stats
 from bench.cli import main
 from bench.report_data import Point, bars, curves, depths, points
 from bench.report_tables import tables
-from bench.results import ResultsError, read_results
+from bench.results import ResultsError, read_results, write_json
 from offload.units import GIB
 from specdec.stats import GenerationStats
 
@@ -307,3 +307,69 @@ def test_points_without_a_pass_are_not_drawn(tmp_path: Path) -> None:
     path = tmp_path / "curve.json"
     path.write_text(json.dumps(value))
     assert [one.n_draft_tokens for one in curves(read_results(path))] == [2]
+
+
+@pytest.mark.parametrize("kind", ["peers", "speedup", "budgets", "sweep", "curve", "policy"])
+def test_damaged_results_are_named_and_nothing_is_written(
+    files: dict[str, Path], tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, damaged = tmp_path / "page.html", tmp_path / f"damaged-{kind}.json"
+    page.write_text("mine")
+    value = read_results(files[kind]).value
+    value = value["settings"][0] if kind == "sweep" else value
+    damaged.write_text(json.dumps(_without_figures(value)))
+    assert main(["report", str(damaged), "-o", str(page)]) == 2
+    error = capsys.readouterr().err
+    assert f"{damaged} is damaged, or of another version" in error
+    assert error.count("\n") == 1
+    assert page.read_text() == "mine"
+    assert len(list(tmp_path.glob("*.png*"))) <= 1
+
+
+def _without_figures(value: dict[str, Any]) -> dict[str, Any]:
+    """The keys that tell the kind of results, with nothing useful behind them."""
+    return {key: [{}] if isinstance(one, list) else {} for key, one in value.items()}
+
+
+def test_results_are_not_written_over(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files["peers"].read_bytes()
+    assert main(["report", str(files["peers"]), "-o", str(files["peers"])]) == 2
+    assert "is one of the results: name another page with -o" in capsys.readouterr().err
+    assert files["peers"].read_bytes() == before
+
+
+def test_a_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    device = tmp_path / "null"
+    device.symlink_to("/dev/null")
+    write_json({"a": 1}, device)
+    assert device.resolve() == Path("/dev/null")
+    assert device.is_char_device()
+    with pytest.raises(ResultsError, match="cannot write /dev/full: No space left"):
+        write_json({"a": 1}, Path("/dev/full"))
+    assert Path("/dev/full").is_char_device()
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_json({"a": 1}, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "file").read_text()) == {"a": 1}
+
+
+def test_a_write_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("before")
+
+    def fill(self: Path, data: bytes) -> None:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    with pytest.raises(ResultsError, match="name a file where there is room"):
+        write_json({"a": 1}, path)
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
