@@ -29,12 +29,13 @@ from typing import Any
 from bench.peer_figures import summarise
 from bench.peer_runs import ProcessRun, ProgramRunner, RunSettings
 from bench.peers import PEERS, Weights
-from bench.results import read_results
+from bench.results import ResultsError, read_results
 from bench.workloads import Prompt
 from specdec.run_plan import RunPlan
 from specdec.storage import weight_files
 
 N_AUTO_BUDGETS = 6
+_LINE_START = b'{"setting": '  # of every line, as `measure_setting` makes them
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,20 @@ def _finished_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Cut off a last line that was not finished, so that the next one starts on its own."""
-    if path.exists():
-        data = path.read_bytes()
-        if data and not data.endswith(b"\n"):
-            os.truncate(path, data.rfind(b"\n") + 1)
+    """Cut off a last line that was not finished, so that the next one starts on its own.
+
+    Raises ResultsError, and leaves the file alone, where that line is none of a sweep.
+    """
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise ResultsError(f"{path} is not a regular file: a sweep is read again; name another")
+    data = path.read_bytes()
+    start = data.rfind(b"\n") + 1
+    torn = data[start : start + len(_LINE_START)]
+    if not _LINE_START.startswith(torn):
+        raise ResultsError(f"{path} ends in a line that no sweep wrote: name another file")
+    os.truncate(path, start)
 
 
 def setting_key(sweep: Sweep, setting: Setting) -> str:

@@ -18,7 +18,8 @@ def parse_num_draft_tokens(text: str) -> int | None:
     """Parse a count; "auto" -> None."""
     if text == "auto":
         return None
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
+    is_number = text.isascii() and text.isdigit() and len(text) < 10
+    if not is_number or int(text) > MAX_DRAFT_TOKENS:
         raise options.OptionError(
             f"--num-draft-tokens is {text!r}, must be auto or a whole number from 0 to "
             f"{MAX_DRAFT_TOKENS}"

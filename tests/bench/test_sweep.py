@@ -21,12 +21,14 @@ from bench.sweep import (
     Sweep,
     all_settings,
     auto_budgets,
+    drop_torn_line,
     finished_keys,
     run_sweep,
     setting_key,
 )
 from bench.sweep_cli import describe, parse_speeds, parse_trees
 from bench.workloads import Prompt
+from offload.errors import SpecdecError
 from offload.units import GIB
 
 
@@ -215,3 +217,23 @@ def test_mistakes_are_one_line(
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert part in err
+
+
+def test_a_file_of_something_else_is_not_emptied(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    for text in ('{"a":1}', 'x\n{"a":1}'):
+        path.write_text(text)
+        with pytest.raises(ResultsError, match="ends in a line that no sweep wrote"):
+            drop_torn_line(path)
+        assert path.read_text() == text
+    for torn in ("{", '{"setting', '{"setting": {"memory_bu', ""):
+        path.write_text("whole\n" + torn)
+        drop_torn_line(path)
+        assert path.read_text() == "whole\n"
+    with pytest.raises(ResultsError, match="not a regular file"):
+        drop_torn_line(Path("/dev/full"))
+
+
+def test_trees_above_what_can_be_drafted_are_refused_at_once() -> None:
+    with pytest.raises(SpecdecError, match="'99999', must be auto or a whole number from 0 to"):
+        parse_trees("0,99999")
