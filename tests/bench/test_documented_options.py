@@ -1,4 +1,4 @@
-"""docs/cli.md and the commands: no option is left out of it, and it shows none that is not there."""
+"""docs/cli.md leaves no option of a command out, and shows none that is not there."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def test_every_option_is_documented(command: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("line", examples())
-def test_examples_use_options_that_there_are(
-    line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_examples_use_options_that_there_are(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(line.replace("[", " ").replace("]", " "))
     known = options_of(" ".join(words[:2]), capsys) | set(ALIASES)
     used = {word for word in words if word.startswith("-") and word not in ("-", "|")}

@@ -36,7 +36,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["-p"], "'-p' requires an argument (see"),
         (["-p", "a", "--bogus"], "--bogus"),
         (["-p", "a", "extra"], "extra"),
-        (["-p", "a", "-n", "0"], "'0' should be greater than or equal to 1 (see specdec run --help)"),
+        (["-p", "a", "-n", "0"], "'0' should be greater than or equal to 1 (see specdec run"),
         (["-p", "a", "-n", "x"], "-n' / '--max-tokens': 'x' should be a valid integer"),
         (["-p", "a", "-c", "-1"], "-c"),
         (["-p", "a", "--memory-budget", "lots"], "'lots' is not a byte count"),
