@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from bench.child import check_child, forget_model, quiet_libraries, run_child
+from bench.options import check_writable
 from bench.prediction_run import PredictionSpec
 from bench.provenance import collect
 from bench.workloads import BUILT_IN, read_prompts
@@ -78,6 +79,7 @@ def predict_command(
     from bench.results import write_json
 
     quiet_libraries()
+    check_writable("--output-file", output_file)
     sizes = budgets.split(",")
     for size in sizes:
         parse_bytes(size)

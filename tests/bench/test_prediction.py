@@ -8,7 +8,7 @@ import pytest
 from tiny_pair import save_model
 from typer.testing import CliRunner
 
-from bench.cli import app
+from bench.cli import app, main
 from bench.prediction import (
     PredictionError,
     Setting,
@@ -90,3 +90,13 @@ def test_speeds():
 def test_the_command_has_its_help():
     result = CliRunner().invoke(app, ["--help"])
     assert "predict" in result.stdout
+
+
+def test_a_report_that_cannot_be_written_is_told_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ["--budgets", "1GiB", "--output-file", str(tmp_path / "none" / "x.json")]
+    assert main(["predict", "-m", "pair:target", *options]) == 2
+    error = capsys.readouterr().err
+    assert "there is no such folder" in error
+    assert error.count("\n") == 1
