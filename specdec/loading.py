@@ -12,7 +12,7 @@ from specdec.config import ConfigError, SpecConfig
 from specdec.drafters.model import max_beams
 from specdec.drafters.window import DraftWindow, draft_context_size
 from specdec.gpu import gpu_loading
-from specdec.memory_parts import most_draft_nodes
+from specdec.memory_parts import most_draft_nodes, planned_width
 from specdec.options import RunOptions
 from specdec.planning import PlannedModels
 from specdec.run_plan import RunPlan
@@ -84,6 +84,11 @@ def check_spec(spec: SpecConfig, loaded: SpecConfig, plan: RunPlan, has_draft: b
         return
     if not has_draft:
         raise ConfigError("spec_type has 'draft' but no draft model was loaded")
+    if spec.width > planned_width(loaded):
+        raise ConfigError(
+            f"tree_width is {spec.width}, but the models were loaded with room for "
+            f"{planned_width(loaded)}: load them with tree_width={spec.width}"
+        )
     if spec.draft_window != loaded.draft_window:
         raise ConfigError(
             f"draft_window is {spec.draft_window}, but the draft was loaded with "

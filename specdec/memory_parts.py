@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from backends.source import ModelSource
+from specdec.config import SpecConfig
 from specdec.drafters.candidates import MAX_NOISE_POSITIONS
 from specdec.drafters.model import max_beams
 from specdec.drafters.window import draft_context_size
@@ -15,6 +16,10 @@ _RUNS_PER_NODE = 6
 _PROBABILITY_BYTES = 8  # float64
 _RANKED_LOGIT_BYTES = 4 + 8  # float32 and int64
 _NOISE_BYTES = 4  # float32
+_LISTED_BYTES = 160  # Python's numbers, in tuples, in lists
+_KEPT_BYTES = 4 + 8  # int32 and float64
+LEAST_PLANNED_WIDTH = 64
+"""Branches below one draft token that memory is set aside for in any case."""
 _LOGIT_BYTES = 4  # float32
 
 
@@ -34,6 +39,11 @@ def most_draft_nodes(n_drafted: int, most_leaves: int | None) -> int:
     """
     n_nodes = _RUNS_PER_NODE * max(max_beams(n_drafted), 1 + n_drafted)
     return n_nodes if most_leaves is None else min(n_nodes, most_leaves)
+
+
+def planned_width(spec: SpecConfig) -> int:
+    """Branches below one draft token that memory is set aside for."""
+    return max(spec.width, LEAST_PLANNED_WIDTH)
 
 
 @dataclass(frozen=True)
@@ -85,21 +95,23 @@ class PartsOfRun:
                 },
                 logit_bytes=max_beams(n_drafted) * draft.vocab_size * _LOGIT_BYTES,
             )
-            found.host["draft probabilities"] = self._probability_bytes(draft, n_drafted)
+            found.host["draft probabilities"] = self._probability_bytes(draft, n_drafted, n_run)
         return found
 
-    def _probability_bytes(self, draft: ModelSource, n_drafted: int) -> int:
+    def _probability_bytes(self, draft: ModelSource, n_drafted: int, n_run: int) -> int:
         """What drafting keeps beside the draft's logits.
 
         The rules of chains keep the row that each token was drawn from. A tree's level is ranked
         on a copy of its logits, whose order is one int64 for each, with the noise of the
-        positions that its nodes may have.
+        positions that its nodes may have; the likeliest are listed, and kept for each node.
         """
         spec, n_tokens = self.options.spec, min(draft.vocab_size, self.target.vocab_size)
         if spec.draws_chains:
             return min(n_drafted, spec.depth) * n_tokens * _PROBABILITY_BYTES
         noise = MAX_NOISE_POSITIONS * n_tokens * _NOISE_BYTES
-        return max_beams(n_drafted) * n_tokens * _RANKED_LOGIT_BYTES + noise
+        width = min(planned_width(spec), n_tokens)
+        ranked = n_tokens * _RANKED_LOGIT_BYTES + width * _LISTED_BYTES
+        return max_beams(n_drafted) * ranked + n_run * width * _KEPT_BYTES + noise
 
 
 def _place(

@@ -28,6 +28,8 @@ MAX_NOISE_POSITIONS = 32
 """Positions whose noise is kept, [n_tokens] each: a tree needs it again at every level."""
 _STRIPE = 64
 """Tokens that are first looked at together, in the search for the likeliest."""
+_LEAST_SAVING = 4
+"""How many times fewer the tokens of those stripes have to be than all: they are copied about."""
 _HEAD = 512
 """Likeliest tokens that a filter looks at; a larger nucleus is left whole."""
 
@@ -129,7 +131,7 @@ def likeliest(scores: Row, width: int) -> NDArray[np.int64]:
     """
     n_rows, n_tokens = scores.shape
     n_stripes = n_tokens // _STRIPE
-    if n_stripes <= width:
+    if _LEAST_SAVING * _STRIPE * width > n_tokens:
         return _largest(scores, width)
     n_striped = n_stripes * _STRIPE  # stripe i holds the tokens i, i + n_stripes, ...
     maxima = scores[:, :n_striped].reshape(n_rows, _STRIPE, n_stripes).max(axis=1)

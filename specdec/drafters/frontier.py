@@ -7,6 +7,7 @@ n log n steps in all, however many levels it is run in.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heappop, heappush, heapreplace
 from itertools import islice
 
@@ -27,7 +28,8 @@ class Frontier:
         tree: what is known by now; `add` tells of what is offered later.
         max_depth: levels of the tree; of the last one no node has to be run.
         width: children of a node that count; all when None.
-        n_best: only nodes among so many best ones are worth running; any when None.
+        n_best: only nodes among so many best ones are worth running; any when None. Then children
+            are looked at one after another, as those before them are taken.
     """
 
     def __init__(
@@ -41,14 +43,17 @@ class Frontier:
         self._width = width
         self._n_best = n_best
         self._best: list[float] = []  # heap of the best nodes' path_log_prob, the worst first
-        self._waiting: list[tuple[float, int, GrownNode, GrownNode]] = []
+        self._waiting: list[tuple[float, int, GrownNode, GrownNode, Iterator[GrownNode]]] = []
         self._n_seen = 0  # of equals, the one that was found first
+        if n_best is None:
+            self.add(tree.root)
+            return
         # What hangs below a node that was not run, another drafter's, comes with that node.
         known = (pair for pair in tree.best_first(max_depth, width) if pair[0].is_run)
         for parent, node in islice(known, n_best):
             self._count(node)
             if not node.is_run:
-                self._await(parent, node)
+                self._await(parent, node, iter(()))
 
     def take(self, n: int, least_share: float = 0.0) -> Level:
         """Up to `n` nodes to run together, the most probable first; they wait no longer.
@@ -58,10 +63,14 @@ class Frontier:
         level: Level = []
         least = -np.inf
         while self._waiting and len(level) < n:
-            _, _, parent, node = self._waiting[0]
+            _, _, parent, node, siblings = self._waiting[0]
             if node.path_log_prob <= self._worst or node.path_log_prob < least:
                 break
             heappop(self._waiting)
+            self._look_at(parent, siblings)
+            if node.is_run:
+                self.add(node)
+                continue
             if not level and least_share > 0.0:
                 least = node.path_log_prob + np.log(least_share)
             level.append((parent, node))
@@ -71,10 +80,17 @@ class Frontier:
         """The node was run: its children are known now."""
         if node.position >= self._deepest:
             return
-        for child in islice(node.children.values(), self._width):
-            if child.path_log_prob > self._worst:
-                self._count(child)
-                self._await(node, child)
+        self._look_at(node, node.likeliest(self._width))
+
+    def _look_at(self, parent: GrownNode, siblings: Iterator[GrownNode]) -> None:
+        """Let children wait: all that are among the best, or the next one where any may be."""
+        for child in siblings:
+            if child.path_log_prob <= self._worst:
+                return
+            self._count(child)
+            self._await(parent, child, siblings)
+            if self._n_best is None:
+                return
 
     @property
     def _worst(self) -> float:
@@ -91,7 +107,8 @@ class Frontier:
         else:
             heapreplace(self._best, node.path_log_prob)
 
-    def _await(self, parent: GrownNode, node: GrownNode) -> None:
+    def _await(self, parent: GrownNode, node: GrownNode, siblings: Iterator[GrownNode]) -> None:
         if node.position < self._deepest:
             self._n_seen += 1
-            heappush(self._waiting, (-node.path_log_prob, self._n_seen, parent, node))
+            entry = (-node.path_log_prob, self._n_seen, parent, node, siblings)
+            heappush(self._waiting, entry)

@@ -10,27 +10,37 @@ the possible outcomes of the pass. When one of them comes true, the tree goes on
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator
-from heapq import heappop, heappush
+from heapq import heappop, heappush, merge
 from itertools import count, islice
+from typing import Any
 
 from backends.base import PREFIX
 from specdec.drafters.candidates import Candidates
 from specdec.tree import ROOT, DraftTree
 
+_NOTHING: array[Any] = array("i")
+
 
 class GrownNode:
     """A token that may come at `position` of the text.
+
+    What a draft says may follow is kept as plain numbers; nodes are made of it as they are asked
+    for, because a wide tree looks at few of its candidates.
 
     Attributes:
         log_prob: log of the chance that it follows its parent.
         path_log_prob: sum of them on the way to the node, counted from where the tree began.
         node_id: the backend's, PREFIX once committed; None until the draft has run the node.
         is_run_ahead: the draft ran it beside a pass of the target.
-        children: {token: node} of the candidates after it, likeliest first.
+        children: {token: node} of those that were asked for.
     """
 
     __slots__ = (
+        "_log_probs",
+        "_others",
+        "_tokens",
         "children",
         "is_run_ahead",
         "log_prob",
@@ -48,17 +58,56 @@ class GrownNode:
         self.node_id: int | None = None
         self.is_run_ahead = False
         self.children: dict[int, GrownNode] = {}
+        self._tokens = self._log_probs = _NOTHING
+        self._others: tuple[GrownNode, ...] = ()  # children that are not among the candidates
 
     @property
     def is_run(self) -> bool:
         return self.node_id is not None
 
-    def offer(self, candidates: Iterable[tuple[int, float]]) -> None:
-        """Add candidates that may follow; those that are there stay as they are."""
-        for token, log_prob in candidates:
-            if token not in self.children:
-                child = GrownNode(token, self.position + 1, log_prob, self.path_log_prob)
-                self.children[token] = child
+    def offer(self, candidates: Candidates) -> None:
+        """What may follow, likeliest first, said once; children that are there stay as they are."""
+        new = [(token, chance) for token, chance in candidates if token not in self.children]
+        self._tokens = array("i", [token for token, _ in new])
+        self._log_probs = array("d", [chance for _, chance in new])
+
+    def child(self, token: int, log_prob: float) -> GrownNode:
+        """The child with this token; of that chance where no candidate is it."""
+        if token in self.children:
+            return self.children[token]
+        if token in self._tokens:
+            return self._candidate(self._tokens.index(token))
+        other = self._made(token, log_prob)
+        self._others += (other,)
+        return other
+
+    def likeliest(self, width: int | None = None) -> Iterator[GrownNode]:
+        """The children, likeliest first, each made when it is asked for.
+
+        width: how many count; candidates go before children that came from elsewhere.
+        """
+        n_candidates = len(self._tokens)
+        n_counted = n_candidates if width is None else min(width, n_candidates)
+        candidates = map(self._candidate, range(n_counted))
+        others = self._others if width is None else self._others[: width - n_counted]
+        if not others:
+            return candidates
+        ranked = sorted(others, key=_unlikeliness)
+        return merge(candidates, ranked, key=_unlikeliness)
+
+    def _candidate(self, index: int) -> GrownNode:
+        token = self._tokens[index]
+        known = self.children.get(token)
+        return self._made(token, self._log_probs[index]) if known is None else known
+
+    def _made(self, token: int, log_prob: float) -> GrownNode:
+        child = GrownNode(token, self.position + 1, log_prob, self.path_log_prob)
+        self.children[token] = child
+        return child
+
+
+def _unlikeliness(node: GrownNode) -> float:
+    return -node.log_prob
 
 
 class GrownTree:
@@ -86,17 +135,21 @@ class GrownTree:
         best subtree of its size. width: children of a node that count.
         """
         order = count()  # of equals, the one that was found first
-        queue: list[tuple[float, int, GrownNode, GrownNode]] = []
+        queue: list[tuple[float, int, GrownNode, GrownNode, Iterator[GrownNode]]] = []
         deepest = self.deepest(max_depth)
-        node = self.root
-        while True:
-            if node.position < deepest:
-                for child in islice(node.children.values(), width):
-                    heappush(queue, (-child.path_log_prob, next(order), node, child))
-            if not queue:
-                return
-            _, _, parent, node = heappop(queue)
+
+        def find_next(parent: GrownNode, siblings: Iterator[GrownNode]) -> None:
+            for child in islice(siblings, 1):
+                heappush(queue, (-child.path_log_prob, next(order), parent, child, siblings))
+
+        if self.root.position < deepest:
+            find_next(self.root, self.root.likeliest(width))
+        while queue:
+            _, _, parent, node, siblings = heappop(queue)
             yield parent, node
+            find_next(parent, siblings)
+            if node.position < deepest:
+                find_next(node, node.likeliest(width))
 
     def deepest(self, max_depth: int) -> int:
         """Position of the nodes so many levels below the root."""
@@ -122,8 +175,7 @@ class GrownTree:
         nodes = [self.root]
         for i in range(1, len(tree)):
             parent, token = nodes[tree.parents[i]], tree.token_ids[i]
-            parent.offer([(token, tree.log_probs[i])])
-            nodes.append(parent.children[token])
+            nodes.append(parent.child(token, tree.log_probs[i]))
 
     def move_to(self, root: GrownNode) -> None:
         """The text goes on at `root`, which is committed now; everything beside it is gone."""

@@ -219,8 +219,7 @@ class ModelDrafter(Drafter):
             index = tree.add(index, token, float(np.log(q[token])), draft_probs=q)
             prefix.append(token)
             if n_drawn < length:
-                node.offer([(token, tree.log_probs[index])])
-                parent, node = node, node.children[token]
+                parent, node = node, node.child(token, tree.log_probs[index])
                 (node_id,), rows = self._backend.extend([token], [_live_id(parent)])
                 self._tree.run(node, node_id, [])
                 row = rows[0]

@@ -10,7 +10,7 @@ import specdec
 from offload.budget import BudgetExceeded
 from offload.errors import SpecdecError
 from offload.units import MIB
-from specdec.config import SpecConfig
+from specdec.config import ConfigError, SpecConfig
 from specdec.drafters.base import Drafter
 from specdec.tree import DraftTree
 
@@ -168,6 +168,16 @@ def test_a_budget_too_small_names_one_that_works(target, draft):
     enough = caught.value.smallest_budget_bytes
     with specdec.load(target, draft, memory_budget=enough) as llm:
         assert len(llm.generate(PROMPT, max_tokens=3).token_ids) == 3
+
+
+def test_trees_wider_than_memory_was_set_aside_for_are_refused(target, draft):
+    with specdec.load(target, draft, ctx_size=256, num_draft_tokens=8, tree_width=100) as llm:
+        plain = llm.generate(PROMPT, max_tokens=12, speculative=False).token_ids
+        for width in (1, 100):
+            spec = SpecConfig(num_draft_tokens=8, tree_width=width)
+            assert llm.generate(PROMPT, max_tokens=12, spec=spec).token_ids == plain
+        with pytest.raises(ConfigError, match=r"room for 100: load them with tree_width=101"):
+            llm.generate(PROMPT, spec=SpecConfig(num_draft_tokens=8, tree_width=101))
 
 
 def test_a_budget_above_the_machine_is_refused(target):

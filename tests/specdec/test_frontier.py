@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,12 +94,54 @@ def test_a_large_tree_takes_few_levels() -> None:
     assert runs[1024] <= 1.5 * runs[256]
 
 
+@pytest.mark.parametrize("n_best", [200, None])
+def test_of_a_wide_tree_only_what_is_looked_at_becomes_nodes(n_best: int | None) -> None:
+    """Of 1 024 candidates after each of 200 nodes: they would be hundreds of megabytes."""
+    chances = -np.log(2.0) - 0.01 * np.arange(1024)
+    candidates = list(enumerate(chances.tolist()))
+    tree = GrownTree(0, 0, candidates)
+    frontier, run = Frontier(tree, 32, 1024, n_best), [tree.root]
+    while len(run) < 200 and (level := frontier.take(32)):
+        for _, node in level:
+            tree.run(node, len(run), candidates)
+            frontier.add(node)
+            run.append(node)
+    assert len(tree.best_tree(200, 32, 1024)) == 201
+    assert Frontier(tree, 32).take(32)
+    assert len(run) > 100
+    assert sum(len(node.children) for node in run) < 20 * len(run)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), width=st.none() | st.integers(1, 9))
+def test_children_come_likeliest_first(data: st.DataObject, width: int | None) -> None:
+    """Candidates of the draft count before those that came from elsewhere, before it or after."""
+    chance = st.floats(-9.0, 0.0)
+    before = data.draw(st.dictionaries(st.integers(0, 9), chance, max_size=3))
+    offered = data.draw(st.dictionaries(st.integers(0, 9), chance, max_size=5))
+    after = data.draw(st.dictionaries(st.integers(0, 9), chance, max_size=3))
+    node = GrownNode(0, 0, 0.0, 0.0)
+    for token, log_prob in before.items():
+        node.child(token, log_prob)
+    node.offer(sorted(offered.items(), key=lambda pair: -pair[1]))
+    for token, log_prob in after.items():
+        node.child(token, log_prob)
+    expected = {**after, **offered, **before}
+    found = {child.token_id: child.log_prob for child in node.likeliest(width)}
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert found == {token: expected[token] for token in found}
+    assert len(found) == (len(expected) if width is None else min(width, len(expected)))
+    draft = sorted((p for t, p in offered.items() if t not in before), reverse=True)[:width]
+    own = [found[token] for token in offered if token in found and token not in before]
+    assert sorted(own, reverse=True) == draft
+
+
 def test_what_lives_is_counted_anew_where_the_text_goes_on() -> None:
     tree = GrownTree(0, 0, [(1, -0.1), (2, -0.2)])
-    first, second = tree.root.children.values()
+    first, second = tree.root.likeliest()
     tree.run(first, 5, [(3, -0.1)])
     tree.run(second, 6, [(4, -0.1)])
-    tree.run(first.children[3], 7, [])
+    tree.run(next(first.likeliest()), 7, [])
     assert tree.n_live == 3
     tree.move_to(first)
     assert tree.n_live == 1
