@@ -100,6 +100,8 @@ def options_from(config: GenerationConfig | Mapping[str, Any]) -> dict[str, Any]
     values = {k: v for k, v in values.items() if v is not None and not k.startswith("_")}
     _refuse(values)
     options = {ours: values[theirs] for theirs, ours in _SAME_VALUE.items() if theirs in values}
+    if "min_new_tokens" in values:
+        options.pop("min_length", None)  # `generate` lets the new tokens take precedence
     if "max_length" in values and "max_new_tokens" not in values:
         options["max_length"] = values["max_length"]
     if values.get("num_beams", 1) > 1:

@@ -141,14 +141,14 @@ def test_generation_config_round_trip() -> None:
     params = SamplingParams(
         temperature=0.7, top_k=7, top_p=0.9, min_p=0.05, typical_p=0.95, top_h=0.4,
         epsilon_cutoff=0.01, eta_cutoff=0.02, repetition_penalty=1.2, no_repeat_ngram_size=3,
-        min_tokens=2, min_length=5, bad_words_ids=((1, 2),), sequence_bias=(((3,), -1.0),),
+        min_tokens=2, bad_words_ids=((1, 2),), sequence_bias=(((3,), -1.0),),
         suppress_tokens=(4,), begin_suppress_tokens=(5,), forced_bos_token_id=6,
         forced_eos_token_id=(7,), exponential_decay_length_penalty=(3, 1.1),
         remove_invalid_values=True, renormalize_logits=True, stop=("x",), eos_token_ids=(7, 8),
         max_tokens=11,
     )  # fmt: skip
     assert SamplingParams.from_generation_config(params.to_generation_config()) == params
-    greedy = SamplingParams(repetition_penalty=1.2, max_length=50)
+    greedy = SamplingParams(repetition_penalty=1.2, min_length=5, max_length=50)
     assert SamplingParams.from_generation_config(greedy.to_generation_config()) == greedy
 
 
@@ -161,6 +161,12 @@ def test_beams_of_a_generation_config() -> None:
     assert SamplingParams.from_generation_config(off) == SamplingParams()
     several = {"num_return_sequences": 3, "do_sample": True}
     assert SamplingParams.from_generation_config(several).n == 3
+
+
+def test_new_tokens_take_precedence_over_lengths_as_in_generate() -> None:
+    both = {"min_new_tokens": 9, "min_length": 60, "max_new_tokens": 20, "max_length": 90}
+    params = SamplingParams.from_generation_config(both)
+    assert params == SamplingParams(min_tokens=9, max_tokens=20)
 
 
 def test_generation_config_defaults_are_those_of_generate() -> None:
