@@ -53,6 +53,13 @@ def test_a_draft_whose_embedding_is_too_short_is_refused() -> None:
     assert "ends at 3" in result.problem
 
 
+def test_tokens_that_the_target_has_no_row_for_are_never_emitted() -> None:
+    """A tokenizer may have had tokens added that no model was made larger for."""
+    longer = replace(BASE, n_rows=len(BASE.tokens) - 1)
+    assert compare_vocabularies(longer, longer).problem is None
+    assert compare_vocabularies(longer, replace(longer, n_rows=3)).problem is not None
+
+
 @pytest.mark.parametrize(("extra_in", "word"), [("draft", "never proposed"), ("target", "no text")])
 def test_tokens_in_one_model_only_are_a_note(extra_in: str, word: str) -> None:
     longer = vocabulary(*BASE.tokens, "<tool>", n_rows=8, added=(0, 1, 5))
