@@ -11,7 +11,7 @@ pass. Beams do not draft: a pass scores num_beams rows already.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.base import PREFIX, Backend
-from specdec.beam_search import BeamRules, BeamSearch, best_continuations, drawn_continuations
+from specdec.beam_search import BeamRules, BeamSearch, by_score
 from specdec.config import ConfigError, SpecConfig
 from specdec.logprobs import TopLogprobs, log_probs_of, top_logprobs, with_chosen
 from specdec.sampling import Sampler, gumbel_at
@@ -89,7 +89,7 @@ class BeamDecoder:
             Hypothesis(text=text),
             self._grow,
             lambda one: one.has_ended,
-            best_continuations if params.is_greedy else self._draw,
+            by_score if params.is_greedy else self._drawn,
         )
 
     def start(self) -> None:
@@ -128,12 +128,16 @@ class BeamDecoder:
 
     def _advance(self, nodes: list[int]) -> None:
         """Choose continuations; nodes [num_beams]: where each running beam's row is."""
-        beams = self.search.running
-        processed = {
-            node: self._sampler.beam_log_probs([*self._prompt, *beam.token_ids], self._rows[node])
-            for node, beam in dict(zip(nodes, beams, strict=True)).items()
-        }
-        self.search.advance(np.stack([processed[node] for node in nodes]))
+        self.search.advance(self._processed(nodes))
+
+    def _processed(self, nodes: list[int]) -> Iterator[NDArray[np.float32]]:
+        """The beams' log-probabilities, one row at a time; beams that share a node share it."""
+        before, row = None, np.empty(0, np.float32)
+        for node, beam in zip(nodes, list(self.search.running), strict=True):
+            if node != before:
+                context = [*self._prompt, *beam.token_ids]
+                before, row = node, self._sampler.beam_log_probs(context, self._rows[node])
+            yield row
 
     def _grow(self, beam: Hypothesis, token: int) -> Hypothesis:
         node = self._nodes[beam.above, beam.token_ids[-1]] if beam.token_ids else PREFIX
@@ -158,12 +162,11 @@ class BeamDecoder:
             top_logprobs=(*grown.top_logprobs, top),
         )
 
-    def _draw(self, scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-        """K continuations with the noise of (seed, position): entry beam * vocab + token of it."""
+    def _drawn(self, scores: NDArray[np.float32], which: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Keys for a draw without replacement, see `drawn_continuations`: with the noise of (seed,
+        position), entry beam * vocab + token of it."""
         position = len(self._prompt) + len(self.search.running[0].token_ids)
-        return drawn_continuations(
-            scores, k, lambda indices: gumbel_at(self._sampler.seed, position, indices)
-        )
+        return scores + gumbel_at(self._sampler.seed, position, which)
 
     # --- nodes -----------------------------------------------------------------------------
 

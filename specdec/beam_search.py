@@ -15,16 +15,19 @@ Where scores tie, the lower (beam, token) comes first; torch's topk leaves that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Scores = NDArray[np.float32]
-Pick = Callable[[Scores, int], NDArray[np.int64]]
-"""(scores of all continuations [num_beams * vocab], k) -> the flat indices of those taken [<= k]"""
+Rank = Callable[[Scores, NDArray[np.int64]], NDArray[Any]]
+"""(scores [n], which continuations they are of [n]) -> keys [n]; those with the largest are taken.
+
+Continuation i is token i % vocab after beam i // vocab.
+"""
 
 LOWEST = np.float32(-1.0e9)
 """What transformers adds to the score of a beam that must not be chosen."""
@@ -65,7 +68,7 @@ class BeamSearch(Generic[T]):
         root: the empty sequence.
         grow: (running sequence, token) -> the sequence with that token at its end.
         has_ended: whether a sequence must not go on (end of sequence, stop string, length).
-        pick: `best_continuations`, or a draw without replacement.
+        rank: `by_score`, or for a draw without replacement scores with Gumbel noise.
     """
 
     def __init__(
@@ -74,9 +77,9 @@ class BeamSearch(Generic[T]):
         root: T,
         grow: Callable[[T, int], T],
         has_ended: Callable[[T], bool],
-        pick: Pick,
+        rank: Rank,
     ) -> None:
-        self._rules, self._grow, self._has_ended, self._pick = rules, grow, has_ended, pick
+        self._rules, self._grow, self._has_ended, self._rank = rules, grow, has_ended, rank
         n_beams = rules.num_beams
         self.running: list[T] = [root] * n_beams
         # All beams but one count as dead, so that the first tokens all come from the root.
@@ -88,16 +91,23 @@ class BeamSearch(Generic[T]):
         self._can_improve = True
         self.is_over = False
 
-    def advance(self, log_probs: Scores) -> None:
+    def advance(self, log_probs: Iterable[Scores]) -> None:
         """Lengthen all running beams by a token.
 
-        log_probs [num_beams, vocab]: processed log-probabilities after each of `running`.
+        log_probs: num_beams rows [vocab] of processed log-probabilities, after each of `running`;
+            no two of them have to be in memory together.
         """
-        vocab = log_probs.shape[1]
-        summed = (log_probs + self._scores[:, None]).reshape(-1)
-        taken = self._pick(summed, min(self._rules.n_kept, len(summed)))
-        scores = summed[taken]
-        grown = [self._grow(self.running[int(i) // vocab], int(i) % vocab) for i in taken]
+        scores, which, vocab = np.empty(0, np.float32), np.empty(0, np.int64), 0
+        keys: NDArray[Any] = np.empty(0, np.float32)
+        for beam, row in enumerate(log_probs):
+            vocab = len(row)
+            summed, numbers = row + self._scores[beam], np.arange(vocab) + beam * vocab
+            keys = np.concatenate([keys, self._rank(summed, numbers)])
+            taken = best_continuations(keys, min(self._rules.n_kept, len(keys)))
+            keys = keys[taken]
+            scores = np.concatenate([scores, summed])[taken]
+            which = np.concatenate([which, numbers])[taken]
+        grown = [self._grow(self.running[int(i) // vocab], int(i) % vocab) for i in which]
         ended = np.array([self._has_ended(one) for one in grown])
         self._keep_running(grown, scores, ended)
         self._keep_finished(grown, scores, ended)
@@ -153,30 +163,30 @@ class BeamSearch(Generic[T]):
         return np.float32(max(length, 1) ** self._rules.length_penalty)
 
 
-def best_continuations(scores: Scores, k: int) -> NDArray[np.int64]:
-    """Indices of the k best scores, best first."""
-    threshold = np.partition(scores, len(scores) - k)[len(scores) - k]
-    candidates = np.flatnonzero(scores >= threshold)
-    return candidates[_descending(scores[candidates])][:k]
+def by_score(scores: Scores, _: NDArray[np.int64]) -> Scores:
+    """Keys for the best continuations."""
+    return scores
+
+
+def best_continuations(keys: NDArray[Any], k: int) -> NDArray[np.int64]:
+    """Positions of the k largest keys, largest first; of equal ones the first ones first."""
+    threshold = np.partition(keys, len(keys) - k)[len(keys) - k]
+    candidates = np.flatnonzero(keys >= threshold)
+    return candidates[_descending(keys[candidates])][:k]
 
 
 def drawn_continuations(
     scores: Scores, k: int, noise: Callable[[NDArray[np.int64]], NDArray[np.float64]]
 ) -> NDArray[np.int64]:
-    """Indices of k draws without replacement from softmax(scores), in the order of drawing.
+    """Positions of k draws without replacement from softmax(scores), in the order of drawing.
 
     The k largest of score + Gumbel noise are such a sample (Vieira 2014; Kool et al. 2019).
     Continuations of probability 0 come last: only where there are not k others.
 
-    noise: indices [n] -> their standard Gumbel noise [n].
+    noise: positions [n] -> their standard Gumbel noise [n].
     """
-    alive = np.flatnonzero(scores != -np.inf)
-    perturbed = scores[alive].astype(np.float64) + noise(alive)
-    drawn = alive[np.argsort(-perturbed, kind="stable")][:k]
-    if len(drawn) == k:
-        return drawn
-    return np.concatenate([drawn, np.flatnonzero(scores == -np.inf)[: k - len(drawn)]])
+    return best_continuations(scores + noise(np.arange(len(scores))), k)
 
 
-def _descending(scores: Scores) -> NDArray[np.int64]:
+def _descending(scores: NDArray[Any]) -> NDArray[np.int64]:
     return np.argsort(-scores, kind="stable")

@@ -24,6 +24,7 @@ from specdec.processors import Ids, Processor, Scores
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList
 
+_BLOCK = 4  # numbers that Philox makes of one count
 SMALLEST_UNIFORM = 2.0**-54  # half of the generator's resolution, in place of an exact 0
 
 
@@ -31,10 +32,12 @@ class SamplingError(SpecdecError):
     """A row of logits from which no token can be chosen."""
 
 
-def _uniforms(seed: int, position: int, n: int) -> NDArray[np.float64]:
-    """`n` uniforms in (0, 1) of the stream keyed by (seed, position)."""
+def _uniforms(seed: int, position: int, n: int, n_skipped: int = 0) -> NDArray[np.float64]:
+    """`n` uniforms in (0, 1) of the stream keyed by (seed, position), after `n_skipped`, a multiple
+    of the generator's block."""
     key = np.array([seed, position], dtype=np.uint64)
-    uniforms = np.random.Generator(np.random.Philox(key=key)).random(n)
+    philox = np.random.Philox(key=key, counter=n_skipped // _BLOCK)
+    uniforms = np.random.Generator(philox).random(n)
     return np.maximum(uniforms, SMALLEST_UNIFORM, out=uniforms)
 
 
@@ -52,7 +55,9 @@ def gumbel_at(seed: int, position: int, token_ids: ArrayLike) -> NDArray[np.floa
     ids = np.asarray(token_ids, dtype=np.int64)
     if ids.size == 0:
         return np.empty(0, dtype=np.float64)
-    return -np.log(-np.log(_uniforms(seed, position, int(ids.max()) + 1)[ids]))
+    start = int(ids.min()) // _BLOCK * _BLOCK
+    uniforms = _uniforms(seed, position, int(ids.max()) + 1 - start, start)
+    return -np.log(-np.log(uniforms[ids - start]))
 
 
 def fresh_seed() -> int:

@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,13 @@ from scipy import stats
 from table_backend import TableBackend
 
 from specdec.beam_decoder import BeamDecoder, BeamMemoryFull
-from specdec.beam_search import BeamRules, BeamSearch, best_continuations, drawn_continuations
+from specdec.beam_search import (
+    BeamRules,
+    BeamSearch,
+    best_continuations,
+    by_score,
+    drawn_continuations,
+)
 from specdec.config import SamplingParams
 from specdec.sampling import Sampler, gumbel_at
 
@@ -117,7 +124,7 @@ def test_early_stopping_bounds_the_search():
                 (),
                 lambda one, token: (*one, token),
                 lambda one: one[-1] == 0 or len(one) == 30,
-                best_continuations,
+                by_score,
             )
             steps = 0
             while not state.is_over:
@@ -129,6 +136,56 @@ def test_early_stopping_bounds_the_search():
     pairs = zip(lengths[True], lengths[False], lengths["never"], strict=True)
     assert all(one <= two <= three for one, two, three in pairs)
     assert sum(lengths[True]) < sum(lengths[False]) < sum(lengths["never"])
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_beams_of_a_large_vocabulary_are_ranked_row_by_row(is_drawn: bool) -> None:
+    """Scores of all continuations, their order and their noise would be gigabytes."""
+
+    def drawn(scores, which):
+        return scores + gumbel_at(1, 9, which)
+
+    n_beams, vocab = 40, 20_000
+    rank = drawn if is_drawn else by_score
+    rng = np.random.default_rng(0)
+    state: BeamSearch[tuple[int, ...]] = BeamSearch(
+        BeamRules(n_beams), (), lambda one, token: (*one, token), lambda _: False, rank
+    )
+    tracemalloc.start()
+    try:
+        for _ in range(2):
+            state.advance(rng.standard_normal(vocab, np.float32) for _ in range(n_beams))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < n_beams * vocab * 4
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 999), n_beams=st.integers(1, 6), vocab=st.integers(1, 9))
+def test_ranking_row_by_row_takes_the_same_as_all_at_once(seed, n_beams, vocab) -> None:
+    """Ties and impossible tokens among them."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(-3, 1, (n_beams, vocab)).astype(np.float32)
+    rows[rng.random(rows.shape) < 0.2] = -np.inf
+    flat, k = rows.reshape(-1), min(2 * n_beams, rows.size)
+
+    def noise(which):
+        return gumbel_at(seed, 9, which)
+
+    for rank, wanted in (
+        (by_score, best_continuations(flat, k)),
+        (lambda scores, which: scores + noise(which), drawn_continuations(flat, k, noise)),
+    ):
+        asked: list[int] = []
+        state: BeamSearch[int] = BeamSearch(
+            BeamRules(n_beams), 0, lambda _, token: token, lambda _: False, rank
+        )
+        state._scores[:] = 0.0
+        state.running = list(range(0, n_beams * vocab, vocab))
+        state._grow = lambda beam, token, asked=asked: asked.append(beam + token) or 0
+        state.advance(rows)
+        assert asked == wanted.tolist()
 
 
 def test_beams_need_neither_torch_nor_transformers():

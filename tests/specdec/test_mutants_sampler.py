@@ -18,12 +18,12 @@ MISTAKES = {
     "noise: the same for every seed": ("np.array([seed, position]", "np.array([0, position]"),
     "noise: of the next position": ("position=len(prefix))", "position=len(prefix) + 1)"),
     "noise: by rank, not by token": (
-        "_uniforms(seed, position, int(ids.max()) + 1)[ids]",
-        "_uniforms(seed, position, ids.size)",
+        "np.log(uniforms[ids - start])",
+        "np.log(uniforms[: ids.size])",
     ),
     "noise: exponential": (
-        "return -np.log(-np.log(_uniforms(seed, position, int(ids.max()) + 1)[ids]))",
-        "return -np.log(_uniforms(seed, position, int(ids.max()) + 1)[ids])",
+        "return -np.log(-np.log(uniforms[ids - start]))",
+        "return -np.log(uniforms[ids - start])",
     ),
     "noise: subtracted": (".astype(np.float64) + noise)", ".astype(np.float64) - noise)"),
     "noise: left out": (".astype(np.float64) + noise)", ".astype(np.float64))"),
