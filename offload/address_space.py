@@ -37,6 +37,7 @@ _MAP_PRIVATE_ANONYMOUS = 0x22
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MREMAP_MOVE = 1 | 2 | 4  # MAYMOVE, FIXED, DONTUNMAP
+_MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_NOHUGEPAGE = 15
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -162,6 +163,12 @@ def commit(address: int, n_bytes: int, *, huge: bool = True) -> None:
     # Huge pages stay. What ends here is khugepaged's interest: it would fill ranges that are partly
     # moved out with pages that nobody counted.
     libc.madvise(address, n_bytes, _MADV_NOHUGEPAGE)
+
+
+def keep_from_children(address: int, n_bytes: int) -> None:
+    """Processes that are forked do not get this memory, nor any that its pages are moved to."""
+    if _libc().madvise(address, n_bytes, _MADV_DONTFORK) == _FAILED:
+        raise _error("madvise", n_bytes)
 
 
 def view(address: int, n_bytes: int) -> memoryview:

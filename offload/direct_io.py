@@ -73,9 +73,13 @@ class AlignedBuffer:
     """Anonymous memory aligned to 2 MiB, on huge pages as far as they fit, committed at once.
 
     Committing at construction means that memory runs out here, at start, or never.
+
+    Args:
+        in_children: whether a process that is forked has it too. What is written to meanwhile
+            would take its memory twice then.
     """
 
-    def __init__(self, n_bytes: int) -> None:
+    def __init__(self, n_bytes: int, *, in_children: bool = True) -> None:
         if n_bytes < 0:
             raise ValueError(f"a buffer cannot have {n_bytes} bytes")
         self.n_bytes = n_bytes
@@ -96,6 +100,8 @@ class AlignedBuffer:
         self._view = memoryview(self._map)[start : start + size]
         if not self._advise(_MADV_POPULATE_WRITE, start, size):
             np.frombuffer(self._view, dtype=np.uint8)[::ALIGNMENT] = 0
+        if not in_children:
+            self._advise(getattr(mmap, "MADV_DONTFORK", None), start, size)
 
     @property
     def view(self) -> memoryview:

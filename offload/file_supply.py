@@ -72,7 +72,7 @@ class FileSupply:
         paths = (piece.path for layer in reads for piece in layer)
         self._files = OpenFiles(paths, options.storage)
         try:
-            make = allocate or AlignedBuffer
+            make = allocate or _slot
             self.ring: SlotRing[SlotMemory, Piece] = SlotRing(
                 [make(slot_bytes) for _ in range(min(options.n_slots, len(reads)))],
                 lambda ticket: reads[ticket % len(reads)],
@@ -93,6 +93,10 @@ class FileSupply:
     def free(self) -> None:
         self.ring.free_buffers()
         self._files.close()
+
+
+def _slot(n_bytes: int) -> AlignedBuffer:
+    return AlignedBuffer(n_bytes, in_children=False)
 
 
 def walk_files(

@@ -14,6 +14,7 @@ from offload.address_space import (
     PROT_READ_WRITE,
     Move,
     commit,
+    keep_from_children,
     move_pages,
     protect,
     reserve,
@@ -53,7 +54,11 @@ def move_seconds_per_byte() -> float:
 
 
 class PageMemory:
-    """The memory of one slot: `body_bytes` on huge pages, then `edge_bytes` on small ones."""
+    """The memory of one slot: `body_bytes` on huge pages, then `edge_bytes` on small ones.
+
+    It stays in this process: what a forked one shared would be there twice once a reader writes to
+    it.
+    """
 
     def __init__(self, body_bytes: int, edge_bytes: int) -> None:
         self._n_reserved = 0
@@ -66,6 +71,8 @@ class PageMemory:
             commit(self.address, body_bytes)
         if edge_bytes:
             commit(self.address + body_bytes, edge_bytes, huge=False)
+        if self._n_bytes:
+            keep_from_children(self.address, self._n_bytes)
 
     @property
     def view(self) -> memoryview:

@@ -17,6 +17,7 @@ begins anew.
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -91,7 +92,7 @@ class LayerWalk(Generic[MemoryT]):
         self._ring = None if supply is None else supply.ring
         if self._ring is not None:
             # Ends the threads of a walk that nobody refers to any more.
-            weakref.finalize(self, self._ring.close)
+            weakref.finalize(self, _close_in, os.getpid(), self._ring)
 
     @property
     def stats(self) -> StreamStats:
@@ -187,3 +188,9 @@ class LayerWalk(Generic[MemoryT]):
         """Give the memory of the ring back, once `close` has said that no reader is running."""
         if self._supply is not None:
             self._supply.free()
+
+
+def _close_in(process_id: int, ring: SlotRing[Any, Any]) -> None:
+    """In a fork there are no threads to end, and one of them may hold the ring's lock for ever."""
+    if os.getpid() == process_id:
+        ring.close()

@@ -7,6 +7,7 @@ with specdec.load("TARGET", "DRAFT", memory_budget="3.5GiB") as llm:
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter
 from specdec.drafters.ngram import NgramDrafter
-from specdec.generation import PLAIN, GenerationStream, ModelBusy, ModelClosed
+from specdec.generation import PLAIN, GenerationStream, ModelBusy, ModelClosed, ModelElsewhere
 from specdec.loading import check_spec, load_draft, load_target
 from specdec.options import RunOptions, run_options
 from specdec.planning import plan_models
@@ -40,6 +41,7 @@ __all__ = [
     "GenerationResult",
     "ModelBusy",
     "ModelClosed",
+    "ModelElsewhere",
     "Prompt",
     "PromptError",
     "StreamChunk",
@@ -98,6 +100,7 @@ class LLM:
         self._starting = threading.Lock()
         self._closing = threading.RLock()
         self._is_closed = False
+        self._process_id = os.getpid()
         with ExitStack() as stack:  # whatever was opened is closed when a later part fails
             planned = plan_models(options)
             self.plan: RunPlan = planned.plan
@@ -181,7 +184,7 @@ class LLM:
 
         Raises:
             PromptError: empty, or longer than the context; ConfigError: contradictory options;
-            ModelClosed, ModelBusy (from the iterator, too).
+            ModelClosed, ModelElsewhere, ModelBusy (from the iterator, too).
         """
         params = _sampling_params(sampling, generation_config, overrides)
         self.check_open()
@@ -223,9 +226,12 @@ class LLM:
     def close(self) -> None:
         """Free the models. Idempotent.
 
-        Another thread's generation ends with ModelClosed; this waits for it.
+        Another thread's generation ends with ModelClosed; this waits for it. In a fork of the
+        process that loaded them, they are left to the process's end.
         """
         self._is_closed = True
+        if self._is_forked:
+            return
         while self._running is not None and self._running.is_computing_elsewhere:
             for backend in self.backends:
                 backend.request_cancel()
@@ -245,7 +251,8 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         with closing(self):
-            if exc is None and self._prompt_cache is not None and not self._is_closed:
+            is_open = not self._is_closed and not self._is_forked
+            if exc is None and self._prompt_cache is not None and is_open:
                 self.save_prompt_cache()
 
     # --- parts -----------------------------------------------------------------------------
@@ -275,9 +282,15 @@ class LLM:
         return self._is_closed
 
     def check_open(self) -> None:
-        """Raise ModelClosed after `close`."""
+        """Raise ModelClosed after `close`, ModelElsewhere in a fork."""
         if self._is_closed:
             raise ModelClosed
+        if self._is_forked:
+            raise ModelElsewhere
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._process_id
 
     def policy(self, spec: SpecConfig, temperature: float = 0.0) -> DraftPolicy:
         """A policy for one generation, which knows what earlier ones have shown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from forced_streaming import force_streaming
 from tiny_pair import save_model
 
 import specdec
-from specdec.api import LLM, ModelBusy, ModelClosed
+from specdec.api import LLM, ModelBusy, ModelClosed, ModelElsewhere
 
 PROMPT = [5, 6, 7]
 
@@ -62,6 +63,25 @@ class Generation(threading.Thread):
             self._llm.generate(PROMPT, max_tokens=200, logits_processors=[self._processor])
         except BaseException as error:
             self.error = error
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads
+def test_a_fork_is_refused_and_leaves_the_model_to_its_parent(llm: LLM) -> None:
+    """The threads that read and compute are not in it: it would wait for them for ever."""
+    before = llm.generate(PROMPT, max_tokens=6).token_ids
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            llm.generate(PROMPT, max_tokens=6)
+        except ModelElsewhere:
+            llm.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert llm.generate(PROMPT, max_tokens=6).token_ids == before
 
 
 def test_nothing_runs_on_a_closed_model(llm: LLM) -> None:

@@ -1,0 +1,118 @@
+"""A process that is forked while layers stream: it takes no memory of the ring, and ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from mapped_weights import mapped
+from paging import page_weights, slot_ranges
+from streaming import small_weights
+
+from offload.pager import Pager
+from offload.streamer import WeightStreamer
+
+pytestmark = [
+    pytest.mark.usefixtures("no_thread_is_left"),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of forking with threads
+]
+
+
+@contextmanager
+def forked() -> Iterator[int]:
+    """Id of a child that waits for the end of the block."""
+    waits, ends = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ends)
+        os.read(waits, 1)
+        os._exit(0)
+    os.close(waits)
+    try:
+        yield child
+    finally:
+        os.close(ends)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def has(process: int, address: int) -> bool:
+    """Whether anything is mapped there."""
+    for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+        start, end = (int(part, 16) for part in line.split(" ")[0].split("-"))
+        if start <= address < end:
+            return True
+    return False
+
+
+def test_a_child_does_not_get_the_streamers_slots(tmp_path: Path) -> None:
+    weights = small_weights(tmp_path)
+    with WeightStreamer(weights.layers, 2, n_readers=2) as streamer:
+        weights.walk(streamer, 1)
+        ring = streamer._walk._ring
+        assert ring is not None
+        with forked() as child:
+            for slot in ring.slots:
+                assert has(os.getpid(), slot.buffer.address)
+                assert not has(child, slot.buffer.address)
+            weights.walk(streamer, 2)
+
+
+def test_a_child_does_not_get_the_pagers_slots_wherever_their_pages_are(tmp_path: Path) -> None:
+    weights = page_weights(tmp_path)
+    with (
+        mapped(weights) as files,
+        Pager(files.layers, [], files.mappings, 2, n_readers=2) as pager,
+    ):
+        files.walk(pager, 2)
+        with pager.layer(0):
+            places = [start for start, _ in slot_ranges(pager)]
+            part = pager._plan.layers[0].parts[0]
+            with forked() as child:
+                for address in (*places, part.address):
+                    assert has(os.getpid(), address)
+                    assert not has(child, address)
+        files.walk(pager, 2)
+
+
+PROGRAM = """
+import os, sys, threading, time
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from streaming import small_weights
+from offload.streamer import WeightStreamer
+
+streamer = WeightStreamer(small_weights(Path(sys.argv[1])).layers, 2)
+lock = streamer._walk._ring._lock
+is_held, may_go = threading.Event(), threading.Event()
+def hold():
+    with lock:
+        is_held.set()
+        may_go.wait()
+threading.Thread(target=hold).start()
+is_held.wait()
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+may_go.set()
+for _ in range(1000):
+    if os.waitpid(child, os.WNOHANG)[0]:
+        break
+    time.sleep(0.01)
+else:
+    os.kill(child, 9)
+    sys.exit("the child hangs")
+streamer.close()
+"""
+
+
+def test_a_child_ends_whatever_a_reader_held_when_it_was_forked(tmp_path: Path) -> None:
+    tests = Path(__file__).parent.parent
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(tests), str(tests.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
