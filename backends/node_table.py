@@ -16,6 +16,12 @@ import numpy as np
 from backends.base import PREFIX, BackendError
 
 
+def table_bytes(max_nodes: int) -> int:
+    """Memory of a `NodeTable`: who sees whom is a byte for each pair of nodes, and a copy of it
+    while nodes come or go."""
+    return 2 * max_nodes**2
+
+
 class NodeTable:
     """Live nodes in row order, their parents, depths and ancestors."""
 

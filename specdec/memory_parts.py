@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from backends.node_table import table_bytes
 from backends.source import ModelSource
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import MAX_NOISE_POSITIONS
@@ -16,6 +17,7 @@ _RUNS_PER_NODE = 6
 _PROBABILITY_BYTES = 8  # float64
 _RANKED_LOGIT_BYTES = 4 + 8  # float32 and int64
 _NOISE_BYTES = 4  # float32
+_JUDGED_BYTES = 2 * 8  # p and q in float64 of every token of a chain, until it is judged
 _LISTED_BYTES = 160  # Python's numbers, in tuples, in lists
 _KEPT_BYTES = 4 + 8  # int32 and float64
 LEAST_PLANNED_WIDTH = 64
@@ -80,6 +82,7 @@ class PartsOfRun:
             },
             logit_bytes=n_rows * target.vocab_size * _LOGIT_BYTES,
         )
+        found.host["trees"] = table_bytes(n_nodes)
         if draft is not None:
             n_run = most_draft_nodes(n_drafted, draft.max_tree_leaves)
             window = self.options.spec.draft_window
@@ -95,7 +98,11 @@ class PartsOfRun:
                 },
                 logit_bytes=max_beams(n_drafted) * draft.vocab_size * _LOGIT_BYTES,
             )
+            found.host["trees"] += table_bytes(n_run)
             found.host["draft probabilities"] = self._probability_bytes(draft, n_drafted, n_run)
+        if self.options.spec.acceptance == "block":
+            n_rows = min(n_drafted, self.options.spec.depth)
+            found.host["block verification"] = n_rows * target.vocab_size * _JUDGED_BYTES
         return found
 
     def _probability_bytes(self, draft: ModelSource, n_drafted: int, n_run: int) -> int:

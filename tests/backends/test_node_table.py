@@ -1,12 +1,14 @@
 """The bookkeeping of trees against a plain model of it: lists of token paths."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.base import PREFIX, BackendError
-from backends.node_table import NodeTable
+from backends.node_table import NodeTable, table_bytes
 
 
 def add(table, parents):
@@ -123,3 +125,18 @@ def test_random_histories_agree_with_token_paths(data):
         assert table.positions().tolist() == [len(committed) + len(p) - 1 for p in paths.values()]
         seen = [{table.ids[c] for c in np.flatnonzero(row)} for row in table.visible()]
         assert seen == [set(p) for p in paths.values()]
+
+
+def test_the_memory_that_is_planned_for_is_not_exceeded():
+    n_nodes = 1500
+    tracemalloc.start()
+    try:
+        table = NodeTable()
+        for _ in range(10):
+            add(table, [PREFIX] * (n_nodes // 10))
+        table.prune([0])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    per_node = 500  # ids, tokens, parents and depths, in lists
+    assert peak_bytes < table_bytes(n_nodes) + per_node * n_nodes

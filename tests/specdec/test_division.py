@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,8 +13,10 @@ from paper_models import PaperModel
 from backends.source import ModelSource
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
+from specdec.block_verification import block_walk
 from specdec.division import Divider, Shape
 from specdec.options import run_options
+from specdec.tree import DraftTree
 
 CTX = 1024
 
@@ -123,3 +128,23 @@ def test_shapes_say_how_deep_the_ring_is_and_what_the_draft_gets() -> None:
     none = divide(has_draft=False)
     assert none[1] == 0
     assert whole[2] > half[2] > least[2] > none[2]
+
+
+@pytest.mark.parametrize("draft", [None, PaperModel("draft", 3, 2 * MIB)])
+def test_block_verification_sets_memory_aside_for_the_rows_that_it_judges_together(draft) -> None:
+    n_drafted, vocab = 40, 32000
+    one = divider(
+        PaperModel("target", 6, 8 * MIB), draft, acceptance="block", num_draft_tokens=n_drafted,
+        draft_depth=256,
+    )  # fmt: skip
+    planned = dict(one.divide(2 * GIB, Shape(n_drafted)).budget.table())["block verification"]
+    tree, q = DraftTree(0), np.full(vocab, 1.0 / vocab)
+    for _ in range(n_drafted):
+        tree.add(len(tree) - 1, 7, 0.0, draft_probs=q)
+    tracemalloc.start()
+    try:
+        block_walk(tree, lambda _: q.copy(), np.random.default_rng(0))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert n_drafted * vocab * 8 < peak_bytes < planned + 8 * vocab * 8
