@@ -1,22 +1,82 @@
-"""Fresh processes for measurements, inside a memory limit or not."""
+"""Fresh processes for measurements, inside a memory limit or not.
+
+What to measure goes there as JSON, and the result comes back as JSON:
+
+    python -m bench.MODULE SPEC.json RESULT.json
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from offload.errors import SpecdecError
-from specdec.cli_errors import EXIT_ERROR, EXIT_INTERRUPTED
+from specdec.cli_errors import EXIT_ERROR, EXIT_INTERRUPTED, guard
 from specdec.enforce import KILLED as KILLED
 from specdec.enforce import run_child as run_child
 from specdec.storage import weight_files
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from offload.throttle import ReadLimit
+
 
 class ChildFailed(SpecdecError):
     """A measuring process ended without a result."""
+
+
+def result_of_child(
+    module: str,
+    spec: DataclassInstance,
+    memory_limit: str | int | None,
+    reads: ReadLimit | None = None,
+) -> dict[str, Any]:
+    """What `measure_for_parent` of `module` writes, run in a process of its own.
+
+    Args:
+        spec: what to measure; its fields hold what JSON can.
+        memory_limit: of a cgroup; None for no limit.
+        reads: how fast it may read from storage, to stand in for a slower one.
+
+    Raises:
+        typer.Exit: with the child's exit code, where that has told why it failed.
+        ChildFailed: it ended without a word.
+    """
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
+        spec_path, result_path = Path(folder) / "spec.json", Path(folder) / "result.json"
+        write_spec(spec, spec_path)
+        code = run_child(module, [str(spec_path), str(result_path)], memory_limit, reads)
+        check_child(code, "the measurement")
+        result: dict[str, Any] = json.loads(result_path.read_text(encoding="utf-8"))
+        return result
+
+
+def write_spec(spec: DataclassInstance, path: Path) -> None:
+    """JSON of its fields."""
+    path.write_text(json.dumps(asdict(spec)), encoding="utf-8")
+
+
+def measure_for_parent(argv: Sequence[str], measure: Callable[[Path], Mapping[str, Any]]) -> int:
+    """The child of `result_of_child`: returns its exit code.
+
+    Args:
+        argv: file of the specification, file for the result.
+        measure: reads the one, returns the other.
+    """
+
+    def work() -> None:
+        spec_path, result_path = map(Path, argv)
+        result_path.write_text(json.dumps(measure(spec_path)), encoding="utf-8")
+
+    return guard("specdec-bench", work)
 
 
 def forget_model(model: Path) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from bench.aggregate import first_mismatch
-from bench.child import check_child, quiet_libraries, run_child
+from bench.child import measure_for_parent, quiet_libraries, result_of_child
 from bench.curve_figures import summarise
 from bench.known_drafter import KnownAccuracyDrafter
 from bench.near_ties import examine
@@ -81,9 +80,6 @@ class CurveSpec:
     prompts: list[Prompt]
     settings: CurveSettings = field(default_factory=CurveSettings)
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
     @classmethod
     def read(cls, path: Path) -> CurveSpec:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -100,13 +96,7 @@ def run_curve(spec: CurveSpec, argv: Sequence[str], *, enforce: bool) -> dict[st
     """
     quiet_libraries()
     provenance = collect(argv, Path(spec.load["model"]))
-    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
-        spec_path, result_path = Path(folder) / "spec.json", Path(folder) / "result.json"
-        spec.write(spec_path)
-        limit = spec.load["memory_budget"] if enforce else None
-        code = run_child("bench.curve", [str(spec_path), str(result_path)], limit)
-        check_child(code, "the measurement")
-        result: dict[str, Any] = json.loads(result_path.read_text(encoding="utf-8"))
+    result = result_of_child("bench.curve", spec, spec.load["memory_budget"] if enforce else None)
     return {**result, "model": spec.load["model"], "enforced": enforce, "provenance": provenance}
 
 
@@ -289,16 +279,7 @@ def measure(spec: CurveSpec, out: TextIO) -> dict[str, Any]:
         return measure_curve(llm, spec.prompts, spec.settings, out)
 
 
-def main(argv: Sequence[str]) -> int:
-    from specdec.cli_errors import guard
-
-    def work() -> None:
-        spec_path, result_path = map(Path, argv)
-        result = measure(CurveSpec.read(spec_path), sys.stderr)
-        result_path.write_text(json.dumps(result), encoding="utf-8")
-
-    return guard("specdec-bench", work)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(
+        measure_for_parent(sys.argv[1:], lambda path: measure(CurveSpec.read(path), sys.stderr))
+    )

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bench.child import check_child, run_child
+from bench.child import measure_for_parent, result_of_child
 from bench.near_ties import examine
 from bench.probe import BUFFER_BYTES, probe_bandwidth
 from bench.workloads import Prompt
@@ -50,9 +49,6 @@ class MeasureSpec:
     """JSON lines, appended to as records are made."""
     settle_seconds: float = SETTLE_SECONDS
     modes: tuple[str, ...] = MODES
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> MeasureSpec:
@@ -84,14 +80,7 @@ def measure_in_child(spec: MeasureSpec, *, enforce: bool) -> dict[str, Any]:
 
     Raises typer.Exit with the child's exit code where that has told why it failed.
     """
-    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
-        spec_path, result_path = Path(folder) / "spec.json", Path(folder) / "result.json"
-        spec.write(spec_path)
-        limit = spec.load["memory_budget"] if enforce else None
-        code = run_child("bench.measure", [str(spec_path), str(result_path)], limit)
-        check_child(code, "the measurement")
-        result: dict[str, Any] = json.loads(result_path.read_text(encoding="utf-8"))
-        return result
+    return result_of_child("bench.measure", spec, spec.load["memory_budget"] if enforce else None)
 
 
 def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
@@ -220,16 +209,7 @@ def _report(out: TextIO, runs: Sequence[Record], n_done: int, n_total: int, seco
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    from specdec.cli_errors import guard
-
-    def work() -> None:
-        spec_path, result_path = map(Path, argv)
-        result = measure(MeasureSpec.read(spec_path), sys.stderr)
-        result_path.write_text(json.dumps(result), encoding="utf-8")
-
-    return guard("specdec-bench", work)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(
+        measure_for_parent(sys.argv[1:], lambda path: measure(MeasureSpec.read(path), sys.stderr))
+    )

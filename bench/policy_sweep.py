@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from bench import aggregate
-from bench.child import check_child, quiet_libraries, run_child
+from bench.child import measure_for_parent, quiet_libraries, result_of_child
 from bench.measure import WARM_UP_TOKENS, Record
 from bench.provenance import collect
 from bench.workloads import Prompt
@@ -84,9 +83,6 @@ class PolicySpec:
     sizes: tuple[TreeSize, ...]
     with_plain: bool
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
     @classmethod
     def read(cls, path: Path) -> PolicySpec:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -102,13 +98,8 @@ def sweep_in_child(spec: PolicySpec, argv: Sequence[str], *, enforce: bool) -> d
     """
     quiet_libraries()
     provenance = collect(argv, Path(spec.load["model"]))
-    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
-        spec_path, result_path = Path(folder) / "spec.json", Path(folder) / "result.json"
-        spec.write(spec_path)
-        limit = spec.load["memory_budget"] if enforce else None
-        code = run_child("bench.policy_sweep", [str(spec_path), str(result_path)], limit)
-        check_child(code, "the measurement")
-        result = json.loads(result_path.read_text(encoding="utf-8"))
+    limit = spec.load["memory_budget"] if enforce else None
+    result = result_of_child("bench.policy_sweep", spec, limit)
     return {**result, "enforced": enforce, "provenance": provenance}
 
 
@@ -206,16 +197,5 @@ def format_sweep(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str]) -> int:
-    from specdec.cli_errors import guard
-
-    def work() -> None:
-        spec_path, result_path = map(Path, argv)
-        result = run_sweep(PolicySpec.read(spec_path))
-        result_path.write_text(json.dumps(result), encoding="utf-8")
-
-    return guard("specdec-bench", work)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(measure_for_parent(sys.argv[1:], lambda path: run_sweep(PolicySpec.read(path))))

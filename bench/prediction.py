@@ -6,9 +6,7 @@ reading that the kernel enforces (`offload.throttle`).
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.child import check_child, forget_model, quiet_libraries, run_child
+from bench.child import forget_model, quiet_libraries, result_of_child
 from bench.options import check_writable
 from bench.prediction_run import PredictionSpec
 from bench.provenance import collect
@@ -142,13 +140,7 @@ def run_setting(setting: Setting, load: Mapping[str, Any], n_rounds: int) -> dic
     for path in (setting.model, resolve_draft(setting.draft_model)):
         if path is not None:
             forget_model(path)
-    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
-        spec_path, result_path = Path(folder) / "spec.json", Path(folder) / "result.json"
-        spec.write(spec_path)
-        argv = [str(spec_path), str(result_path)]
-        code = run_child("bench.prediction_run", argv, setting.memory_budget, reads)
-        check_child(code, "the measurement")
-        result = json.loads(result_path.read_text(encoding="utf-8"))
+    result = result_of_child("bench.prediction_run", spec, setting.memory_budget, reads)
     return {
         "model": str(setting.model),
         "memory_budget": setting.memory_budget,

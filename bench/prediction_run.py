@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.child import measure_for_parent
 from specdec.drafters.model import max_beams
 from specdec.stats import ratio
 
@@ -36,9 +36,6 @@ class PredictionSpec:
     prompt: str
     n_rounds: int
     """Passes of each kind."""
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> PredictionSpec:
@@ -126,16 +123,5 @@ def compare(plan: RunPlan, stats: GenerationStats) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str]) -> int:
-    from specdec.cli_errors import guard
-
-    def work() -> None:
-        spec_path, result_path = map(Path, argv)
-        result = measure(PredictionSpec.read(spec_path))
-        result_path.write_text(json.dumps(result), encoding="utf-8")
-
-    return guard("specdec-bench", work)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(measure_for_parent(sys.argv[1:], lambda path: measure(PredictionSpec.read(path))))

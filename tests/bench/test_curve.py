@@ -13,6 +13,7 @@ from tiny_pair import save_model
 
 import specdec
 from bench.__main__ import main
+from bench.child import write_spec
 from bench.curve import CurveError, CurveSettings, CurveSpec, load_keywords, measure_curve
 from bench.curve_cli import parse_lengths, parse_rates
 from bench.curve_figures import format_curve, summarise
@@ -183,7 +184,7 @@ def test_an_unexplained_difference_is_an_error_after_the_report(
 
 def test_a_specification_survives_the_way_to_its_process(tmp_path: Path) -> None:
     spec = CurveSpec({"model": "m"}, PROMPTS, SETTINGS)
-    spec.write(tmp_path / "spec.json")
+    write_spec(spec, tmp_path / "spec.json")
     assert CurveSpec.read(tmp_path / "spec.json") == spec
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_pair import save_model
 
+from bench.child import write_spec
 from bench.cli import main
 from bench.policy_sweep import (
     PolicySpec,
@@ -65,7 +66,7 @@ def test_a_specification_survives_the_way_to_its_process(tmp_path: Path) -> None
     spec = PolicySpec(
         {"model": "m"}, (Prompt("a", "x"),), {"max_tokens": 3}, (TreeSize(2, 2, "on"),), False
     )
-    spec.write(tmp_path / "spec.json")
+    write_spec(spec, tmp_path / "spec.json")
     assert PolicySpec.read(tmp_path / "spec.json") == spec
 
 
@@ -74,12 +75,12 @@ def test_the_process_is_held_to_its_budget(
 ) -> None:
     limits: list[str | None] = []
 
-    def child(module: str, argv: list[str], limit: str | None) -> int:
+    def child(module: str, argv: list[str], limit: str | None, reads: None) -> int:
         limits.append(limit)
         Path(argv[1]).write_text(json.dumps(summarise([record("2x2", 1.0), record("auto", 1.0)])))
         return 0
 
-    monkeypatch.setattr("bench.policy_sweep.run_child", child)
+    monkeypatch.setattr("bench.child.run_child", child)
     argv = ["policy", "-m", str(save_model(tmp_path / "target", 1)), "--sizes", "2x2"]
     assert main([*argv, "--memory-budget", "1GiB", "--enforce"]) == 0
     assert main([*argv, "--memory-budget", "1GiB"]) == 0

@@ -8,6 +8,7 @@ import pytest
 from tiny_pair import save_model
 from typer.testing import CliRunner
 
+from bench.child import write_spec
 from bench.cli import app, main
 from bench.prediction import (
     PredictionError,
@@ -34,7 +35,7 @@ def row(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     }
     spec = PredictionSpec(load, "def area(r):", 2)
     path = root / "spec.json"
-    spec.write(path)
+    write_spec(spec, path)
     assert PredictionSpec.read(path) == spec
     try:
         measured = measure(spec)

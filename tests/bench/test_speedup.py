@@ -13,7 +13,7 @@ import pytest
 import typer
 from tiny_pair import save_model
 
-from bench.child import KILLED, ChildFailed, check_child, run_child
+from bench.child import KILLED, ChildFailed, check_child, run_child, write_spec
 from bench.cli import main
 from bench.limited import OK, OOM_KILLED
 from bench.measure import MeasureSpec, _without_probe
@@ -137,7 +137,7 @@ def test_the_probes_buffers_come_out_of_the_budget() -> None:
 
 def test_a_specification_survives_the_way_to_its_process(tmp_path: Path) -> None:
     spec = MeasureSpec({"model": "m"}, [Prompt("a", "text\u20ac")], {"max_tokens": 3}, "log")
-    spec.write(tmp_path / "spec.json")
+    write_spec(spec, tmp_path / "spec.json")
     assert MeasureSpec.read(tmp_path / "spec.json") == spec
 
 
