@@ -26,6 +26,7 @@ from bench.curve_figures import summarise
 from bench.known_drafter import KnownAccuracyDrafter
 from bench.near_ties import examine
 from bench.provenance import collect
+from bench.results import append_line
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.config import SpecConfig
@@ -79,6 +80,8 @@ class CurveSpec:
     """Keywords of `specdec.load` without a draft; "model" is a local path."""
     prompts: list[Prompt]
     settings: CurveSettings = field(default_factory=CurveSettings)
+    log: str | None = None
+    """JSON lines, appended to as records are made."""
 
     @classmethod
     def read(cls, path: Path) -> CurveSpec:
@@ -86,7 +89,7 @@ class CurveSpec:
         settings = values["settings"]
         settings |= {name: tuple(settings[name]) for name in ("rates", "lengths")}
         prompts = [Prompt(**prompt) for prompt in values["prompts"]]
-        return cls(values["load"], prompts, CurveSettings(**settings))
+        return cls(values["load"], prompts, CurveSettings(**settings), values["log"])
 
 
 def run_curve(spec: CurveSpec, argv: Sequence[str], *, enforce: bool) -> dict[str, Any]:
@@ -106,9 +109,15 @@ def load_keywords(load: dict[str, Any], settings: CurveSettings) -> dict[str, An
 
 
 def measure_curve(
-    llm: LLM, prompts: Sequence[Prompt], settings: CurveSettings, out: TextIO = sys.stderr
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    settings: CurveSettings,
+    out: TextIO = sys.stderr,
+    log: Path | None = None,
 ) -> dict[str, Any]:
     """Measure with a loaded target (`specdec.load(**load_keywords(...))`).
+
+    log: JSON lines, where each record goes at once.
 
     Returns:
         the keys of `curve_figures.summarise`, and
@@ -130,6 +139,8 @@ def measure_curve(
         made = []
         for way in turns.order():
             made.append(turns.decode(*way))
+            if log is not None:
+                append_line(made[-1], log)
             progress.say(made[-1])
         differences += turns.differences(made)
         records += made
@@ -276,7 +287,8 @@ def measure(spec: CurveSpec, out: TextIO) -> dict[str, Any]:
     with loading_progress(f"loading {spec.load['model']}") as progress:
         llm = load(**load_keywords(spec.load, spec.settings), progress=progress)
     with llm:
-        return measure_curve(llm, spec.prompts, spec.settings, out)
+        log = Path(spec.log) if spec.log else None
+        return measure_curve(llm, spec.prompts, spec.settings, out, log)
 
 
 if __name__ == "__main__":

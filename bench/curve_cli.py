@@ -8,6 +8,7 @@ import typer
 
 from bench.options import (
     IgnoreEos,
+    Log,
     NPrompts,
     Output,
     OutputFile,
@@ -44,6 +45,7 @@ def curve_command(
     ignore_eos: IgnoreEos = False,
     output: Output = "table",
     output_file: OutputFile = None,
+    log: Log = None,
     debug: options.Debug = False,
 ) -> None:
     """Speedup against acceptance rate, with a drafter of known accuracy."""
@@ -55,12 +57,14 @@ def curve_command(
     settings = CurveSettings(parse_rates(rates), parse_lengths(sizes), max_tokens, ignore_eos, seed)
     check_output(output)
     check_writable("--output-file", output_file)
+    check_writable("--log", log)
     if enforce and load.memory_budget == "auto":
         raise UsageMistake("--enforce needs a --memory-budget with a size, e.g. 3.5GiB")
     spec = CurveSpec(
         {**load.as_keywords(), "model": str(resolve_model(load.model))},
         read_prompts(prompts, n_prompts),
         settings,
+        str(log.resolve()) if log else None,
     )
     result = run_curve(spec, ["specdec-bench", *context.obj.argv], enforce=enforce)
     if output_file is not None:

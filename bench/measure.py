@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from bench.child import measure_for_parent, result_of_child
 from bench.near_ties import examine
 from bench.probe import BUFFER_BYTES, probe_bandwidth
+from bench.results import append_line
 from bench.workloads import Prompt
 from offload.units import parse_bytes
 from specdec.stats import PassTime, ratio
@@ -119,8 +120,11 @@ def _measure_all(llm: LLM, spec: MeasureSpec, probe: Probe, out: TextIO) -> list
     started = time.monotonic()
     for index, prompt in enumerate(spec.prompts):
         order = spec.modes if index % 2 == 0 else spec.modes[::-1]
-        pair = [_measure_one(llm, prompt, mode, spec.sampling, probe) for mode in order]
-        _append_to_log(spec.log, pair)
+        pair = []
+        for mode in order:
+            pair.append(_measure_one(llm, prompt, mode, spec.sampling, probe))
+            if spec.log is not None:
+                append_line(asdict(pair[-1]), Path(spec.log))
         records += pair
         _report(out, pair, index + 1, len(spec.prompts), time.monotonic() - started)
     return records
@@ -187,13 +191,6 @@ class Probe:
     def latest(self) -> float:
         """The probe that ended the run before, or a first one."""
         return self.measure() if self._latest is None else self._latest
-
-
-def _append_to_log(log: str | None, records: Sequence[Record]) -> None:
-    if log is None:
-        return
-    with open(log, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
 
 
 def _report(out: TextIO, runs: Sequence[Record], n_done: int, n_total: int, seconds: float) -> None:

@@ -61,6 +61,10 @@ Output = Annotated[
 OutputFile = Annotated[
     Path | None, typer.Option("--output-file", help="Also write the JSON report here.")
 ]
+Log = Annotated[
+    Path | None,
+    typer.Option("--log", help="Append each record here at once, as JSON lines."),
+]
 
 
 def check_output(output: str) -> None:

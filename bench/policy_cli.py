@@ -8,6 +8,7 @@ import typer
 
 from bench.options import (
     IgnoreEos,
+    Log,
     NPrompts,
     OutputFile,
     Prompts,
@@ -42,6 +43,7 @@ def policy_command(
     enforce: options.Enforce = False,
     ignore_eos: IgnoreEos = False,
     output_file: OutputFile = None,
+    log: Log = None,
     debug: options.Debug = False,
 ) -> None:
     """The automatic size of trees against fixed ones, in one process."""
@@ -52,12 +54,14 @@ def policy_command(
     if enforce and load.memory_budget == "auto":
         raise UsageMistake("--enforce needs a --memory-budget with a size, e.g. 3.5GiB")
     check_writable("--output-file", output_file)
+    check_writable("--log", log)
     spec = PolicySpec(
         load={**load.as_keywords(), "model": str(resolve_model(load.model))},
         prompts=tuple(read_prompts(prompts, n_prompts)),
         sampling=sampling_keywords(max_tokens, ignore_eos, sampling),
         sizes=parse_sizes(sizes),
         with_plain=with_plain,
+        log=str(log.resolve()) if log else None,
     )
     result = sweep_in_child(spec, ["specdec-bench", *context.obj.argv], enforce=enforce)
     if output_file is not None:

@@ -18,6 +18,7 @@ from bench import aggregate
 from bench.child import measure_for_parent, quiet_libraries, result_of_child
 from bench.measure import WARM_UP_TOKENS, Record
 from bench.provenance import collect
+from bench.results import append_line
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.config import SpecConfig
@@ -82,6 +83,8 @@ class PolicySpec:
     """Keywords of `LLM.generate`."""
     sizes: tuple[TreeSize, ...]
     with_plain: bool
+    log: str | None = None
+    """JSON lines, appended to as records are made."""
 
     @classmethod
     def read(cls, path: Path) -> PolicySpec:
@@ -111,7 +114,7 @@ def run_sweep(spec: PolicySpec, out: TextIO = sys.stderr) -> dict[str, Any]:
     with load(**{**spec.load, "num_draft_tokens": most}) as llm:
         plan = llm.plan.to_dict()
         ways = _ways(llm.spec, spec.sizes, spec.with_plain)
-        records = _measure_all(llm, spec.prompts, spec.sampling, ways, out)
+        records = _measure_all(llm, spec, ways, out)
     model = str(spec.load["model"])
     return {**summarise(records), "model": model, "plan": plan, "records": records}
 
@@ -124,13 +127,9 @@ def _ways(spec: SpecConfig, sizes: Sequence[TreeSize], with_plain: bool) -> dict
 
 
 def _measure_all(
-    llm: LLM,
-    prompts: Sequence[Prompt],
-    sampling: Mapping[str, Any],
-    ways: Mapping[str, SpecConfig],
-    out: TextIO,
+    llm: LLM, sweep: PolicySpec, ways: Mapping[str, SpecConfig], out: TextIO
 ) -> list[dict[str, Any]]:
-    plan = llm.plan
+    plan, prompts, sampling = llm.plan, sweep.prompts, sweep.sampling
     experiences = {
         name: new_experience(plan.pass_cost, plan.draft_cost, plan.n_draft_tokens) for name in ways
     }
@@ -145,6 +144,8 @@ def _measure_all(
             tokens = [int(token) for token in result.token_ids]
             record = Record(prompt.name, name, tokens, result.finish_reason, stats, 0.0)
             records.append(asdict(record))
+            if sweep.log is not None:
+                append_line(records[-1], Path(sweep.log))
             speed = result.stats.tokens_per_second
             print(f"{prompt.name} {name}: {speed:.2f} tok/s", file=out, flush=True)
     return records

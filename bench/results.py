@@ -1,4 +1,4 @@
-"""Result files: written whole or not at all, and told apart when they are read."""
+"""Result files: written whole or line by line, and told apart when they are read."""
 
 from __future__ import annotations
 
@@ -62,6 +62,12 @@ def write_whole(path: Path, data: bytes) -> None:
         raise ResultsError(
             f"cannot write {path}: {error.strerror}; name a file where there is room"
         ) from error
+
+
+def append_line(value: Mapping[str, Any], path: Path) -> None:
+    """One line of JSON Lines, at once: an interrupted measurement keeps what it has."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value) + "\n")
 
 
 def read_results(path: Path) -> Results:

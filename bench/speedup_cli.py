@@ -9,6 +9,7 @@ import typer
 
 from bench.options import (
     IgnoreEos,
+    Log,
     NPrompts,
     Output,
     OutputFile,
@@ -33,10 +34,6 @@ SpeedupPeer = Annotated[
 ]
 PeerPrompts = Annotated[int, typer.Option("--peer-prompts", min=1, help="Prompts for the peer.")]
 PeerTokens = Annotated[int, typer.Option("--peer-tokens", min=2, help="Tokens per prompt.")]
-Log = Annotated[
-    Path | None,
-    typer.Option("--log", help="Append each prompt's records here at once, as JSON lines."),
-]
 
 
 def speedup_command(

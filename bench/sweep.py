@@ -29,7 +29,7 @@ from typing import Any
 from bench.peer_figures import summarise
 from bench.peer_runs import ProcessRun, ProgramRunner, RunSettings
 from bench.peers import PEERS, Weights
-from bench.results import ResultsError, read_results
+from bench.results import ResultsError, append_line, read_results
 from bench.workloads import Prompt
 from specdec.run_plan import RunPlan
 from specdec.storage import weight_files
@@ -198,8 +198,7 @@ def run_sweep(
             yield None
             continue
         line = {**measure_setting(sweep, setting), "key": key, **more}
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(line, path)
         done.add(key)
         yield line
 

@@ -6,6 +6,7 @@ a function is entered comes from the same places, and at the same one every time
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,20 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+class InterruptedAt(io.StringIO):
+    """Output that Ctrl-C cuts at the end of the n-th line."""
+
+    def __init__(self, n_lines: int) -> None:
+        super().__init__()
+        self._n_left = n_lines
+
+    def write(self, text: str) -> int:
+        self._n_left -= text.count("\n")
+        if self._n_left <= 0:
+            raise KeyboardInterrupt
+        return super().write(text)
 
 
 class Interrupts:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupting import InterruptedAt
 from tiny_pair import save_model
 
 import specdec
@@ -116,6 +117,20 @@ def test_a_gguf_target() -> None:
         assert point["pass_seconds"] > 0
 
 
+def test_an_interrupted_run_keeps_what_it_measured(target: Path, tmp_path: Path) -> None:
+    load = {"model": str(target), "ctx_size": 512, "threads": 1}
+    settings = CurveSettings((0.9,), (1, 4), max_tokens=12, ignore_eos=True)
+    log = tmp_path / "log.jsonl"
+    with (
+        specdec.load(**load_keywords(load, settings)) as llm,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        measure_curve(llm, PROMPTS[:1], settings, InterruptedAt(2), log)
+    kept = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [record["n_draft_tokens"] for record in kept] == [0, 1]
+    assert all(record["token_ids"] and record["pass_times"] for record in kept)
+
+
 # --- figures -----------------------------------------------------------------------------------
 
 
@@ -155,12 +170,15 @@ def test_the_fastest_chain_of_each_rate() -> None:
 def test_the_command(target: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "curve.json"
     argv = f"curve -m {target} --threads 1 -c 512 --rates 0.8 --sizes 3 -n 12 --n-prompts 1"
-    assert main([*argv.split(), "--ignore-eos", "--output-file", str(file)]) == 0
+    log = tmp_path / "log.jsonl"
+    argv += f" --ignore-eos --output-file {file} --log {log}"
+    assert main(argv.split()) == 0
     out, err = capfd.readouterr()
     assert "texts equal to plain decoding's: 2 of 2" in out
     assert "fastest chain by rate: 0.80: 3" in out
     assert err.count("\n") == 2, err  # one line of progress per decoding
     report = json.loads(file.read_text())
+    assert [json.loads(line) for line in log.read_text().splitlines()] == report["records"]
     assert report["n_prompts"] == 1
     assert report["model"] == str(target)
     assert "git_revision" in report["provenance"]
@@ -183,7 +201,7 @@ def test_an_unexplained_difference_is_an_error_after_the_report(
 
 
 def test_a_specification_survives_the_way_to_its_process(tmp_path: Path) -> None:
-    spec = CurveSpec({"model": "m"}, PROMPTS, SETTINGS)
+    spec = CurveSpec({"model": "m"}, PROMPTS, SETTINGS, "log.jsonl")
     write_spec(spec, tmp_path / "spec.json")
     assert CurveSpec.read(tmp_path / "spec.json") == spec
 
@@ -213,6 +231,7 @@ def test_other_lengths_are_refused(text: str) -> None:
         ("-o xml", "'xml' is not known"),
         ("--enforce", "--memory-budget with a size"),
         ("--output-file /nonexistent/curve.json", "no such folder"),
+        ("--log /nonexistent/log.jsonl", "no such folder"),
         ("-md pair:draft", "pair:draft"),
         ("--num-draft-tokens 4", "--num-draft-tokens"),
         ("--memory-budget lots", "lots"),

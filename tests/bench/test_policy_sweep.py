@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from interrupting import InterruptedAt
 from tiny_pair import save_model
 
 from bench.child import write_spec
@@ -17,6 +18,7 @@ from bench.policy_sweep import (
     TreeSize,
     format_sweep,
     parse_sizes,
+    run_sweep,
     summarise,
 )
 from bench.workloads import Prompt
@@ -64,7 +66,12 @@ def test_auto_is_held_against_the_best_of_the_others() -> None:
 
 def test_a_specification_survives_the_way_to_its_process(tmp_path: Path) -> None:
     spec = PolicySpec(
-        {"model": "m"}, (Prompt("a", "x"),), {"max_tokens": 3}, (TreeSize(2, 2, "on"),), False
+        {"model": "m"},
+        (Prompt("a", "x"),),
+        {"max_tokens": 3},
+        (TreeSize(2, 2, "on"),),
+        False,
+        "log",
     )
     write_spec(spec, tmp_path / "spec.json")
     assert PolicySpec.read(tmp_path / "spec.json") == spec
@@ -106,7 +113,8 @@ def test_a_sweep_decodes_the_same_text_in_every_way(
     target, draft = save_model(tmp_path / "target", 1), save_model(tmp_path / "draft", 1)
     report = tmp_path / "report.json"
     argv = ["policy", "-m", str(target), "-md", str(draft), "--sizes", "2x2,6x3", "-n", "8"]
-    argv += ["--n-prompts", "1", "-c", "512", "--output-file", str(report)]
+    log = tmp_path / "log.jsonl"
+    argv += ["--n-prompts", "1", "-c", "512", "--output-file", str(report), "--log", str(log)]
     assert main(argv) == 0
     result = json.loads(report.read_text())
     assert [row["way"] for row in result["rows"]] == ["plain", "2x2", "6x3", "auto"]
@@ -114,4 +122,19 @@ def test_a_sweep_decodes_the_same_text_in_every_way(
     assert (result["enforced"], result["model"]) == (False, str(target))
     assert result["provenance"]["argv"][:2] == ["specdec-bench", "policy"]
     assert len({tuple(record["token_ids"]) for record in result["records"]}) == 1
+    assert [json.loads(line) for line in log.read_text().splitlines()] == result["records"]
     assert "x plain decoding" in capsys.readouterr().out
+
+
+def test_an_interrupted_sweep_keeps_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    load = {"model": str(save_model(tmp_path / "target", 1)), "ctx_size": 128}
+    prompts, log = (Prompt("a", "x = "),), tmp_path / "log.jsonl"
+    spec = PolicySpec(load, prompts, {"max_tokens": 4}, (TreeSize(2, 2),), True, str(log))
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(spec, InterruptedAt(2))
+    kept = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [record["mode"] for record in kept] == ["plain", "2x2"]
+    assert kept[0]["token_ids"] == kept[1]["token_ids"]
