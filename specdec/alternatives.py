@@ -3,35 +3,28 @@
 A byte can hold a part of the target that is then not read in every pass, a part of the draft that
 is then not read for every level of every tree, one more slot of the ring (which hides drafting and
 uneven layers), or room for a larger tree. What a pass takes is simulated (`specdec.pass_model`);
-what a tree brings is assumed, because acceptance is known only after a run.
+what a tree brings is assumed (`specdec.assumed_trees`).
 """
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from backends.source import ModelCompute
 from offload.budget import BudgetExceeded
 from offload.plan import ResidencyPlan
 from offload.tier_planner import TieredPlan
+from specdec.assumed_trees import ASSUMED_NGRAM_SHARE, best_depth, expected_tokens, likely_levels
 from specdec.config import SpecConfig
 from specdec.division import Divider, Division, Shape
 from specdec.drafters.model import max_beams
 from specdec.options import CPU, CUDA
 from specdec.pass_model import PassModel
-from specdec.policy import ASSUMED_LEVEL_ACCEPTANCE, MAX_AUTO_NODES
+from specdec.policy import MAX_AUTO_NODES
 
-ASSUMED_TOKENS_PER_PASS = ((0, 1.0), (4, 2.35), (8, 2.78), (16, 3.23), (64, 3.64), (128, 3.77))
-"""(draft tokens of the tree, tokens per pass), greedy, of a pair whose draft finds the target's
-token first in 0.64 of all places. Between these the logarithm of the tree's size counts."""
-ASSUMED_NGRAM_SHARE = 0.25
-"""Of a tree's worth, where n-grams alone draft: most texts repeat themselves only now and then."""
 _TREES = (8, 16, 32, 64, 128)
 _SLOTS = (2, 3, 4, 6, 8)
 _DEVICE_SLOTS = (3, 4)
@@ -275,7 +268,7 @@ def _predict_tree(
 ) -> Alternative:
     n_beams = max(1, min(n_drafted, max_beams(n_drafted)))
     level = draft.seconds(n_beams) if draft is not None else 0.0
-    depth = _best_depth(spec, target.seconds(1 + n_drafted), level, n_drafted)
+    depth = best_depth(spec, min(spec.depth, n_drafted), target.seconds(1 + n_drafted), level)
     if draft is not None:
         depth = min(depth, likely_levels(n_drafted, spec.width))
     drafting = depth * level
@@ -288,54 +281,6 @@ def _predict_tree(
         tokens = 1 + ASSUMED_NGRAM_SHARE * (tokens - 1)
     return Alternative(
         division, target, draft, n_drafted, depth, drafting, tokens, tokens / seconds
-    )
-
-
-def expected_tokens(n_drafted: int, depth: int) -> float:
-    """Tokens per pass of a tree of so many draft tokens and levels, as assumed above."""
-    (low, tokens), *rest = ASSUMED_TOKENS_PER_PASS
-    for high, more in rest:
-        if n_drafted <= high:
-            span = math.log1p(high) - math.log1p(low)
-            tokens += (more - tokens) * (math.log1p(n_drafted) - math.log1p(low)) / span
-            break
-        low, tokens = high, more
-    return min(tokens, _tokens_of_levels(depth))
-
-
-def _tokens_of_levels(depth: int) -> float:
-    """A level is reached where all before it hold the target's token: a geometric sum."""
-    return sum(ASSUMED_LEVEL_ACCEPTANCE**level for level in range(depth + 1))
-
-
-@cache
-def likely_levels(n_drafted: int, width: int) -> int:
-    """Levels of the likeliest tree of so many nodes, and the draft runs once for each: a node's
-    first candidate is right with ASSUMED_LEVEL_ACCEPTANCE, each further one with that share of what
-    is left."""
-    right, wrong = math.log(ASSUMED_LEVEL_ACCEPTANCE), math.log1p(-ASSUMED_LEVEL_ACCEPTANCE)
-    deepest = 0
-    open_nodes = [(-right, 1, 0)]  # (-log of the chance, level, how many siblings are likelier)
-    for _ in range(n_drafted):
-        cost, level, rank = heapq.heappop(open_nodes)
-        deepest = max(deepest, level)
-        heapq.heappush(open_nodes, (cost - right, level + 1, 0))
-        if rank + 1 < width:
-            heapq.heappush(open_nodes, (cost - wrong, level, rank + 1))
-    return deepest
-
-
-def _best_depth(spec: SpecConfig, pass_seconds: float, level_seconds: float, n_drafted: int) -> int:
-    """Levels with the most tokens per second, nothing of the drafting hidden (Leviathan et al.
-    2023, theorem 3.8, with a tree's acceptance); all that may be where levels cost nothing. The
-    policy begins with as many."""
-    deepest = min(spec.depth, n_drafted)
-    if spec.draft_depth is not None or not level_seconds:
-        return deepest
-    return max(
-        range(1, deepest + 1),
-        key=lambda depth: _tokens_of_levels(depth) / (pass_seconds + depth * level_seconds),
-        default=0,
     )
 
 

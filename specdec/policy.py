@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from specdec.acceptance import Acceptance
+from specdec.assumed_trees import ASSUMED_LEVEL_ACCEPTANCE, best_depth, tokens_of_levels
 from specdec.config import SpecConfig
 from specdec.draft_choice import DraftChoice
 from specdec.drafters.base import TreeLimits
@@ -24,8 +25,6 @@ MAX_AUTO_NODES = 128
 """Beyond this the next node of a tree is hardly ever accepted, and its logits take memory."""
 _RESIDENT_SLACK = 1.5
 """How much longer than one row's a pass may take where no reads hide the arithmetic."""
-ASSUMED_LEVEL_ACCEPTANCE = 0.85
-"""Chance that a tree holds the target's next token, before anything is observed."""
 _TYPICAL_DEPTH = 4
 """A round that may emit fewer tokens tells nothing of the draft: it is the end of a text."""
 _GROWTH = 4
@@ -122,7 +121,8 @@ class DraftPolicy:
             # What a tree is likely to have, before anything is measured: memory for more may be
             # there where a pass is not free of charge.
             self._n_likely = min(n_free, self._n_nodes)
-        self._depth = _best_depth(config, cost, draft_cost, self._n_likely)
+        per_level = 0.0 if draft_cost is None else level_seconds(draft_cost, self._n_likely)
+        self._depth = best_depth(config, config.depth, cost.seconds(1 + self._n_likely), per_level)
         self._has_model = draft_cost is not None and "draft" in config.drafters
         self._proposes_alone = not self._has_model or "ngram" in config.drafters
         self._experience = experience or new_experience(cost, draft_cost, self._n_nodes)
@@ -254,7 +254,7 @@ class DraftPolicy:
         if draft_cost is None or not self._has_model:
             return DraftChoice(None, plain)
         drafting = self._depth * level_seconds(draft_cost, self._n_likely)
-        tokens = _expected_tokens(min(self._depth, self._n_likely))
+        tokens = tokens_of_levels(min(self._depth, self._n_likely))
         return DraftChoice((tokens, cost.seconds(1 + self._n_likely) + drafting), plain)
 
 
@@ -268,27 +268,6 @@ def new_experience(cost: PassCost, draft_cost: PassCost | None, n_nodes: int) ->
     """Nothing but what the plan expects, for trees of at most `n_nodes` draft tokens."""
     run_seconds = 0.0 if draft_cost is None else level_seconds(draft_cost, n_nodes)
     return Experience(cost.seconds, run_seconds, 1 + n_nodes, ASSUMED_LEVEL_ACCEPTANCE)
-
-
-def _best_depth(
-    config: SpecConfig, cost: PassCost, draft_cost: PassCost | None, n_nodes: int
-) -> int:
-    """The depth with the best expected tokens per second, drafting before each pass.
-
-    A level that is reached with probability a^d costs one run of the draft (Leviathan et al.
-    2023, theorem 3.8, with a tree's acceptance for a).
-    """
-    if config.draft_depth is not None or draft_cost is None:
-        return config.depth
-    pass_seconds = cost.seconds(1 + n_nodes)
-    per_level = level_seconds(draft_cost, n_nodes)
-    depths = range(1, config.depth + 1)
-    return max(depths, key=lambda d: _expected_tokens(d) / (pass_seconds + d * per_level))
-
-
-def _expected_tokens(depth: int) -> float:
-    """Per pass with a tree of that depth, before anything is observed."""
-    return sum(ASSUMED_LEVEL_ACCEPTANCE**level for level in range(depth + 1))
 
 
 def _temperature_class(temperature: float) -> float:

@@ -10,17 +10,15 @@ from paper_models import PaperModel
 from backends.compute_profile import ComputeCurve
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
-from specdec.alternatives import (
+from specdec.alternatives import Alternative, Figures, Weighing
+from specdec.assumed_trees import (
+    ASSUMED_LEVEL_ACCEPTANCE,
     ASSUMED_TOKENS_PER_PASS,
-    Alternative,
-    Figures,
-    Weighing,
     expected_tokens,
     likely_levels,
 )
 from specdec.division import Divider
 from specdec.options import run_options
-from specdec.policy import ASSUMED_LEVEL_ACCEPTANCE
 
 FREE = ComputeCurve.linear(1e-12, 1e-15)
 """Of a machine whose arithmetic costs next to nothing."""

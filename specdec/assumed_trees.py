@@ -1,0 +1,76 @@
+"""What a tree brings before anything was decoded: assumed, because acceptance is known only later.
+
+The plan weighs divisions of the memory by it; the policy (`specdec.policy`) begins with it and then
+measures.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from functools import cache
+
+from specdec.config import SpecConfig
+
+ASSUMED_LEVEL_ACCEPTANCE = 0.85
+"""Chance that a tree holds the target's next token."""
+ASSUMED_TOKENS_PER_PASS = ((0, 1.0), (4, 2.35), (8, 2.78), (16, 3.23), (64, 3.64), (128, 3.77))
+"""(draft tokens of the tree, tokens per pass), greedy, of a pair whose draft finds the target's
+token first in 0.64 of all places. Between these the logarithm of the tree's size counts."""
+ASSUMED_NGRAM_SHARE = 0.25
+"""Of a tree's worth, where n-grams alone draft: most texts repeat themselves only now and then."""
+
+
+def expected_tokens(n_drafted: int, depth: int) -> float:
+    """Tokens per pass of a tree of so many draft tokens and levels, as assumed above."""
+    (low, tokens), *rest = ASSUMED_TOKENS_PER_PASS
+    for high, more in rest:
+        if n_drafted <= high:
+            span = math.log1p(high) - math.log1p(low)
+            tokens += (more - tokens) * (math.log1p(n_drafted) - math.log1p(low)) / span
+            break
+        low, tokens = high, more
+    return min(tokens, tokens_of_levels(depth))
+
+
+def tokens_of_levels(depth: int) -> float:
+    """Tokens per pass of a tree of so many levels, however small.
+
+    A level is reached where all before it hold the target's token: a geometric sum.
+    """
+    return sum(ASSUMED_LEVEL_ACCEPTANCE**level for level in range(depth + 1))
+
+
+@cache
+def likely_levels(n_drafted: int, width: int) -> int:
+    """Levels of the likeliest tree of so many nodes; the draft runs once for each.
+
+    A node's first candidate is right with ASSUMED_LEVEL_ACCEPTANCE, each further one with that
+    share of what is left.
+    """
+    right, wrong = math.log(ASSUMED_LEVEL_ACCEPTANCE), math.log1p(-ASSUMED_LEVEL_ACCEPTANCE)
+    deepest = 0
+    open_nodes = [(-right, 1, 0)]  # (-log of the chance, level, how many siblings are likelier)
+    for _ in range(n_drafted):
+        cost, level, rank = heapq.heappop(open_nodes)
+        deepest = max(deepest, level)
+        heapq.heappush(open_nodes, (cost - right, level + 1, 0))
+        if rank + 1 < width:
+            heapq.heappush(open_nodes, (cost - wrong, level, rank + 1))
+    return deepest
+
+
+def best_depth(spec: SpecConfig, deepest: int, pass_seconds: float, level_seconds: float) -> int:
+    """Levels with the most tokens per second, up to `deepest`, drafting before each pass.
+
+    A level that is reached with probability a^d costs one run of the draft (Leviathan et al.
+    2023, theorem 3.8, with a tree's acceptance for a). Where levels cost nothing, or the user
+    fixed them, all of them.
+    """
+    if spec.draft_depth is not None or not level_seconds:
+        return deepest
+    return max(
+        range(1, deepest + 1),
+        key=lambda depth: tokens_of_levels(depth) / (pass_seconds + depth * level_seconds),
+        default=0,
+    )
