@@ -2,11 +2,16 @@
 
 import numpy as np
 import pytest
-from generating import RandomDrafter, ScriptedDrafter, make_controller, run
+from generating import (
+    RandomDrafter,
+    ScriptedDrafter,
+    assert_equal_or_near_tie,
+    make_controller,
+    run,
+)
 
 from backends.base import PREFIX
 from backends.torch_backend import TorchBackend
-from bench.near_ties import examine
 from specdec.config import CHAIN_RULES, SamplingParams, SpecConfig
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
@@ -14,7 +19,6 @@ from specdec.drafters.ngram import NgramDrafter
 from specdec.sampling import Sampler
 
 N_PROMPTS, N_TOKENS = 50, 24
-DRIFT = 1e-4  # most that logits of passes of different sizes may differ in fp32
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +42,6 @@ def twin(checkpoint_factory):
 def prompts(n=N_PROMPTS):
     rng = np.random.default_rng(7)
     return [rng.integers(3, 96, size=int(rng.integers(2, 20))).tolist() for _ in range(n)]
-
-
-def assert_equal_or_near_tie(target, prompt, plain, speculative):
-    """Returns whether a near tie made a difference; any other difference fails."""
-    tie = examine(target, prompt, plain, speculative)
-    if tie is None:
-        return False
-    assert tie.drift <= DRIFT
-    assert tie.is_explained, f"token {tie.position} differs, {tie.gap} apart, drift {tie.drift}"
-    return True
 
 
 @pytest.mark.parametrize("kind", ["self", "other model", "random", "always wrong", "merged"])

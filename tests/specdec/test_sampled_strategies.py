@@ -7,14 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference_decoding import (
-    PROMPT,
-    config_of,
-    load_pair,
-    load_reference,
-    save_draft,
-    save_target,
-)
+from reference_decoding import PROMPT, config_of
 from scipy import stats
 from tiny_pair import VOCAB
 from transformers import GenerationConfig
@@ -37,26 +30,8 @@ N_DRAWS = 400
 REJECT_BELOW = 1e-6  # our seeds are fixed: a correct sampler passes always
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def model(target):
-    return load_reference(target)
-
-
-@pytest.fixture(scope="module")
-def resident(target, tmp_path_factory):
-    draft = save_draft(tmp_path_factory.mktemp("draft"))
-    with load_pair(target, draft) as llm:
-        assert llm.plan.residency.n_streamed_layers == 0
-        yield llm
-
-
 @pytest.mark.parametrize("name", SAMPLED)
-def test_sampled_strategies_have_generates_distribution(name, model, resident):
+def test_sampled_strategies_have_generates_distribution(name, reference_model, resident):
     """Pairs of the first two tokens: their exact chances from the model's own probabilities.
 
     The chances come from `generate`'s processed scores, so that every processor is transformers'.
@@ -64,7 +39,7 @@ def test_sampled_strategies_have_generates_distribution(name, model, resident):
     config = config_of(
         {"do_sample": True, "max_new_tokens": 2, "eos_token_id": [], **SAMPLED[name]}
     )
-    chances = exact_pairs(model, config)
+    chances = exact_pairs(reference_model, config)
     params = SamplingParams.from_generation_config(config)
     counts: dict[tuple[int, ...], int] = dict.fromkeys(chances, 0)
     rows = {(): first_row(resident.target)}

@@ -7,27 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from reference_decoding import PROMPT, load_pair, load_reference, save_draft, save_target
+from reference_decoding import PROMPT
 
 import specdec
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def model(target):
-    return load_reference(target)
-
-
-@pytest.fixture(scope="module")
-def resident(target, tmp_path_factory):
-    draft = save_draft(tmp_path_factory.mktemp("draft"))
-    with load_pair(target, draft) as llm:
-        assert llm.plan.residency.n_streamed_layers == 0
-        yield llm
 
 
 def without_logprobs(output):
@@ -89,12 +71,12 @@ def test_beams_come_whole_and_name_their_seed(resident):
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}, {"num_beams": 3, "n": 2}])
-def test_top_logprobs_are_the_models_own(options, model, resident):
+def test_top_logprobs_are_the_models_own(options, reference_model, resident):
     result = resident.generate(PROMPT, max_tokens=10, logprobs=4, repetition_penalty=1.3, **options)
     for output in result.outputs:
         ids = [*PROMPT, *output.token_ids]
         with torch.no_grad():
-            log_p = model(torch.tensor([ids])).logits[0].log_softmax(-1).numpy()
+            log_p = reference_model(torch.tensor([ids])).logits[0].log_softmax(-1).numpy()
         assert len(output.top_logprobs) == len(output.token_ids)
         for i, (token, top) in enumerate(zip(output.token_ids, output.top_logprobs, strict=True)):
             row = log_p[len(PROMPT) + i - 1]
@@ -114,24 +96,24 @@ def test_a_beams_score_follows_from_its_logprobs(resident):
         assert output.top_logprobs is None
 
 
-def test_beams_that_drift_apart_too_far_are_told_the_remedy(target):
-    with specdec.load(target, ctx_size=64, spec_type=(), num_beams=4, beam_span=1) as llm:
+def test_beams_that_drift_apart_too_far_are_told_the_remedy(reference_target):
+    with specdec.load(reference_target, ctx_size=64, spec_type=(), num_beams=4, beam_span=1) as llm:
         with pytest.raises(specdec.SpecdecError, match=r"room for 4: .*beam_span") as caught:
             llm.generate(PROMPT, num_beams=4, max_tokens=40)
         assert "\n" not in str(caught.value)
         assert len(llm.generate(PROMPT, max_tokens=4).token_ids) == 4  # still usable
 
 
-def test_contradictions_are_named(target, resident):
+def test_contradictions_are_named(reference_target, resident):
     with pytest.raises(specdec.SpecdecError, match="load it with num_beams=1000"):
         resident.generate(PROMPT, num_beams=1000)
     lossy = {"ctx_size": 64, "accept_threshold": 0.2, "num_beams": 2}
     with (
-        specdec.load(target, **lossy) as llm,
+        specdec.load(reference_target, **lossy) as llm,
         pytest.raises(specdec.SpecdecError, match=r"accept_threshold 0.2 is a rule for draft"),
     ):
         llm.generate(PROMPT, num_beams=2)
-    with specdec.load(target, ctx_size=64, acceptance="rejection", num_beams=2) as llm:
+    with specdec.load(reference_target, ctx_size=64, acceptance="rejection", num_beams=2) as llm:
         with pytest.raises(specdec.SpecdecError, match="acceptance 'rejection'"):
             llm.generate(PROMPT, num_beams=2)
         assert llm.generate(PROMPT, num_beams=2, speculative=False, max_tokens=2).token_ids
@@ -143,9 +125,11 @@ def test_contradictions_are_named(target, resident):
         resident.generate(PROMPT, length_penalty=2.0)
 
 
-def test_memory_for_beams_is_planned(target):
-    plain = specdec.plan_run(target, spec_type=(), ctx_size=256)
-    beams = specdec.plan_run(target, spec_type=(), ctx_size=256, num_beams=8, beam_span=128)
+def test_memory_for_beams_is_planned(reference_target):
+    plain = specdec.plan_run(reference_target, spec_type=(), ctx_size=256)
+    beams = specdec.plan_run(
+        reference_target, spec_type=(), ctx_size=256, num_beams=8, beam_span=128
+    )
     before, after = dict(plain.parts), dict(beams.parts)
     assert after["target KV cache"] == 5 * before["target KV cache"] // 2  # 256 + 1024 of 256 + 1
     assert after["target activations"] > before["target activations"]

@@ -16,9 +16,6 @@ from reference_decoding import (
     config_of,
     generate,
     load_pair,
-    load_reference,
-    save_draft,
-    save_target,
 )
 
 MANY_EOS = list(range(3, 259, 6))
@@ -70,40 +67,18 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def model(target):
-    return load_reference(target)
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory):
-    return save_draft(tmp_path_factory.mktemp("draft"))
-
-
-@pytest.fixture(scope="module")
-def resident(target, draft):
-    with load_pair(target, draft) as llm:
-        assert llm.plan.residency.n_streamed_layers == 0
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def streamed(target, draft):
+def streamed(reference_target, reference_draft):
     with pytest.MonkeyPatch.context() as patch:
         force_streaming(patch)
-        with load_pair(target, draft) as llm:
+        with load_pair(reference_target, reference_draft) as llm:
             assert llm.plan.residency.n_streamed_layers == 3
             yield llm
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_deterministic_strategies_equal_generate(name, model, resident, streamed):
+def test_deterministic_strategies_equal_generate(name, reference_model, resident, streamed):
     config = config_of(STRATEGIES[name])
-    expected = generate(model, config)
+    expected = generate(reference_model, config)
     for llm, speculative in ((resident, False), (resident, True), (streamed, True)):
         result = llm.generate(PROMPT, generation_config=config, speculative=speculative)
         assert_equal(result.outputs, expected)
@@ -112,15 +87,15 @@ def test_deterministic_strategies_equal_generate(name, model, resident, streamed
         assert (result.stats.bytes_streamed > 0) == (llm is streamed)
 
 
-def test_forced_bos_token_of_a_prompt_of_one_token(model, resident):
+def test_forced_bos_token_of_a_prompt_of_one_token(reference_model, resident):
     config = config_of({"forced_bos_token_id": 9, "begin_suppress_tokens": [9]})
     result = resident.generate([5], generation_config=config)
-    assert_equal(result.outputs, generate(model, config, [5]))
+    assert_equal(result.outputs, generate(reference_model, config, [5]))
     assert result.token_ids[0] == 9
 
 
 @pytest.mark.parametrize("beams", [{}, BEAMS], ids=["greedy", "beams"])
-def test_stop_strings_equal_generate(beams, model, resident):
+def test_stop_strings_equal_generate(beams, reference_model, resident):
     """transformers looks for them in the prompt's end, too; here they are in the new text only."""
     letters = {t: resident.tokenizer.decode([t]) for t in range(resident.tokenizer.n_tokens)}
     odd = [t for t, text in letters.items() if not (text.isprintable() and text.isascii())]
@@ -130,7 +105,7 @@ def test_stop_strings_equal_generate(beams, model, resident):
     for start in (1, 4, 9):
         config.stop_strings = [texts[0][start : start + 2], texts[-1][7:9]]
         tokenizer = resident.tokenizer.hf_tokenizer
-        expected = generate(model, config, tokenizer=tokenizer)
+        expected = generate(reference_model, config, tokenizer=tokenizer)
         result = resident.generate(PROMPT, generation_config=config)
         assert_equal(result.outputs, expected)
         assert "stop" in {o.finish_reason for o in result.outputs}
