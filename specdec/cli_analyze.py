@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from specdec import cli_options as options
 from specdec.cli_output import say, write_json, write_text
 from specdec.models import check_local_name
+
+Phase = Annotated[
+    str | None,
+    typer.Option(
+        "--phase",
+        metavar="decode|verify|prefill",
+        help="Show one kind of pass.",
+        show_default="all three",
+    ),
+]
+PassTokens = Annotated[
+    int | None,
+    typer.Option(
+        "-n",
+        "--n-tokens",
+        min=1,
+        help="Tokens of the pass: draft tokens to verify, or of the prompt.",
+        show_default="16 to verify; the context",
+    ),
+]
 
 
 def analyze(
     model: options.Model,
     ctx_size: options.CtxSize = None,
-    phase: options.Phase = None,
-    n_tokens: options.PassTokens = None,
+    phase: Phase = None,
+    n_tokens: PassTokens = None,
     on: options.OnDevice = None,
     memory_budget: options.MemoryBudget = "auto",
     threads: options.Threads = None,

@@ -1,4 +1,4 @@
-"""The options of the command line, each declared once.
+"""The options that several commands have, each declared once; those of one are beside it.
 
 The names are an interface: a test pins them. The Python keyword of an option is its long name
 with underscores. A command takes `LoadOptions` and `SamplingOptions` as parameters, and
@@ -245,25 +245,6 @@ OnDevice = Annotated[
         help="Another device: a name (ufs-3.1, sata-ssd, sd-card, gpu-8gb, ...), or a JSON file "
         "that `specdec profile --json` wrote there.",
         show_default="this machine",
-    ),
-]
-Phase = Annotated[
-    str | None,
-    typer.Option(
-        "--phase",
-        metavar="decode|verify|prefill",
-        help="Show one kind of pass.",
-        show_default="all three",
-    ),
-]
-PassTokens = Annotated[
-    int | None,
-    typer.Option(
-        "-n",
-        "--n-tokens",
-        min=1,
-        help="Tokens of the pass: draft tokens to verify, or of the prompt.",
-        show_default="16 to verify; the context",
     ),
 ]
 Temperature = Annotated[
