@@ -6,8 +6,7 @@ of an earlier report.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from bench import aggregate
 from bench.child import KILLED, quiet_libraries
 from bench.measure import MeasureSpec, measure_in_child
 from bench.provenance import collect
+from bench.results import SPEEDUP, ResultsError, read_results
 from bench.workloads import Prompt
 from offload.units import GIB
 
@@ -35,13 +35,26 @@ def run_budgets(
     *,
     enforce: bool = False,
     reference: Path | None = None,
+    save: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Measure at each budget; rows in the given order, tokens and all records in the JSON."""
+    """Measure at each budget; rows in the given order, tokens and all records in the JSON.
+
+    `save` is called with the result so far after every budget: an interrupted run keeps it.
+
+    Raises ResultsError where `reference` is no report of `speedup`.
+    """
     quiet_libraries()
     provenance = collect(argv, Path(load["model"]))
-    wanted = None if reference is None else tokens_of(json.loads(reference.read_text())["records"])
+    wanted = None if reference is None else _reference_tokens(reference)
     rows: list[dict[str, Any]] = []
     records: dict[str, Any] = {}
+    result = {
+        "budgets": rows,
+        "model": str(load["model"]),
+        "enforced": enforce,
+        "provenance": provenance,
+        "records": records,
+    }
     for budget in budgets:
         spec = MeasureSpec(
             {**load, "memory_budget": budget}, list(prompts), dict(sampling), modes=(_MODE,)
@@ -49,18 +62,14 @@ def run_budgets(
         measured = _measure(spec, enforce)
         if measured is None:
             rows.append({"memory_budget": budget, "killed": True})
-            continue
-        records[budget] = measured["records"]
-        tokens = tokens_of(measured["records"])
-        wanted = wanted or tokens
-        rows.append({"memory_budget": budget, "killed": False, **_row(measured, tokens, wanted)})
-    return {
-        "budgets": rows,
-        "model": str(load["model"]),
-        "enforced": enforce,
-        "provenance": provenance,
-        "records": records,
-    }
+        else:
+            records[budget] = measured["records"]
+            tokens = tokens_of(measured["records"])
+            wanted = wanted or tokens
+            row = _row(measured, tokens, wanted)
+            rows.append({"memory_budget": budget, "killed": False, **row})
+        save(result)
+    return result
 
 
 def _measure(spec: MeasureSpec, enforce: bool) -> dict[str, Any] | None:
@@ -71,6 +80,13 @@ def _measure(spec: MeasureSpec, enforce: bool) -> dict[str, Any] | None:
         if stop.exit_code == KILLED:
             return None
         raise
+
+
+def _reference_tokens(path: Path) -> Tokens:
+    results = read_results(path)
+    if results.kind != SPEEDUP:
+        raise ResultsError(f"{path} holds results of {results.kind}: give a report of speedup")
+    return tokens_of(results.value["records"])
 
 
 def tokens_of(records: Sequence[Mapping[str, Any]]) -> Tokens:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bench.options import NPrompts, OutputFile, Prompts, sampling_keywords
+from bench.options import NPrompts, OutputFile, Prompts, check_writable, sampling_keywords
 from bench.workloads import BUILT_IN, read_prompts
 from specdec import cli_options as options
 from specdec.cli_groups import LoadOptions, SamplingOptions
@@ -37,6 +37,7 @@ def budgets_command(
     from offload.units import parse_bytes
     from specdec.models import resolve_model
 
+    check_writable("--output-file", output_file)
     names = sizes.split(",")
     for name in names:
         parse_bytes(name)
@@ -48,7 +49,6 @@ def budgets_command(
         ["specdec-bench", *context.obj.argv],
         enforce=enforce,
         reference=reference,
+        save=lambda found: None if output_file is None else write_json(found, output_file),
     )
-    if output_file is not None:
-        write_json(result, output_file)
     typer.echo(format_rows(result))

@@ -6,7 +6,6 @@ reading that the kernel enforces (`offload.throttle`).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from bench.child import forget_model, quiet_libraries, result_of_child
-from bench.options import check_writable
+from bench.options import OutputFile, check_writable
 from bench.prediction_run import PredictionSpec
 from bench.provenance import collect
+from bench.results import write_json
 from bench.workloads import BUILT_IN, read_prompts
 from offload.errors import SpecdecError
 from offload.throttle import ReadLimit
@@ -46,6 +46,7 @@ class Setting:
 
 
 def predict_command(
+    context: typer.Context,
     model: Annotated[list[str], typer.Option("-m", "--model", help="Target; may be repeated.")],
     budgets: Annotated[
         str, typer.Option("--budgets", metavar="SIZE,SIZE,...", help="Memory budgets.")
@@ -69,13 +70,9 @@ def predict_command(
     ] = 16,
     ctx_size: Annotated[int, typer.Option("-c", "--ctx-size", min=64, help="Context.")] = 1024,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Passes of each kind.")] = 6,
-    output_file: Annotated[
-        Path | None, typer.Option("--output-file", help="Also write a JSON report here.")
-    ] = None,
+    output_file: OutputFile = None,
 ) -> None:
     """Predicted against measured seconds per pass and tokens/s, in enforced processes."""
-    from bench.results import write_json
-
     quiet_libraries()
     check_writable("--output-file", output_file)
     sizes = budgets.split(",")
@@ -83,17 +80,14 @@ def predict_command(
         parse_bytes(size)
     settings = list(make_settings(model, draft_model, sizes, parse_speeds(storage_mbps)))
     load = {"num_draft_tokens": num_draft_tokens, "ctx_size": ctx_size}
-    rows = []
+    provenance = collect(["specdec-bench", "predict", *context.obj.argv], settings[0].model)
+    rows: list[dict[str, Any]] = []
     for number, setting in enumerate(settings, 1):
         typer.echo(f"{number}/{len(settings)} {_name(setting)}", err=True)
         rows.append(run_setting(setting, load, rounds))
-    report = {
-        "settings": rows,
-        "largest_error": largest_error(rows),
-        "provenance": collect(["specdec-bench", *sys.argv[1:]], settings[0].model),
-    }
-    if output_file is not None:
-        write_json(report, output_file)
+        if output_file is not None:  # at once: an interrupted run keeps what it has
+            report = {"settings": rows, "largest_error": largest_error(rows)}
+            write_json({**report, "provenance": provenance}, output_file)
     typer.echo(format_rows(rows))
 
 

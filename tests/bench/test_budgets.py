@@ -10,7 +10,10 @@ import typer
 
 from bench import budgets
 from bench.child import KILLED
+from bench.cli import main
+from bench.results import BUDGETS, read_results
 from bench.workloads import Prompt
+from specdec.cli_errors import EXIT_INTERRUPTED
 
 PLAN = {"streamed_bytes_per_pass": 10**9}
 PROMPTS = [Prompt("a", "x"), Prompt("b", "y")]
@@ -33,6 +36,12 @@ def record(prompt: str, tokens: list[int]) -> dict[str, object]:
         "token_ids": tokens,
         "stats": stats.to_dict(),
     }
+
+
+def unopened(folder: Path) -> Path:
+    """A checkpoint by its look."""
+    (folder / "config.json").write_text("{}")
+    return folder
 
 
 @pytest.fixture
@@ -84,9 +93,53 @@ def test_text_that_is_not_the_targets_own_is_told(run) -> None:
 def test_an_earlier_report_is_the_reference(run, tmp_path: Path) -> None:
     reference = tmp_path / "report.json"
     plain = {**record("b", [7]), "mode": "plain"}
-    reference.write_text(json.dumps({"records": [record("a", [1]), plain]}))
+    report = {"plain": {}, "speculative": {}, "records": [record("a", [1]), plain]}
+    reference.write_text(json.dumps(report))
     [row] = run({"1GiB": {"a": [1], "b": [2]}}, reference=reference)["budgets"]
     assert (row["n_texts"], row["n_equal_texts"]) == (1, 1)
+
+
+def test_the_command_keeps_what_it_has_when_it_is_interrupted(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run({"1GiB": {"a": [1]}})  # budgets that are not named there end the command
+    measure = budgets.measure_in_child
+
+    def measure_or_end(spec, *, enforce):
+        if spec.load["memory_budget"] != "1GiB":
+            raise KeyboardInterrupt
+        return measure(spec, enforce=enforce)
+
+    monkeypatch.setattr(budgets, "measure_in_child", measure_or_end)
+    file, model = tmp_path / "budgets.json", str(unopened(tmp_path))
+    argv = ["budgets", "-m", model, "--budgets", "1GiB,2GiB", "--output-file", str(file)]
+    assert main(argv) == EXIT_INTERRUPTED
+    kept = read_results(file)
+    assert kept.kind == BUDGETS
+    assert [row["memory_budget"] for row in kept.value["budgets"]] == ["1GiB"]
+    assert list(kept.value["records"]) == ["1GiB"]
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        ("--output-file /nonexistent/b.json", "no such folder"),
+        ("--reference {other}", "holds results of budgets: give a report of speedup"),
+        ("--reference {notes}", "holds no results"),
+        ("--budgets lots", "lots"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, part: str
+) -> None:
+    other, notes = tmp_path / "other.json", tmp_path / "notes.txt"
+    other.write_text(json.dumps({"budgets": []}))
+    notes.write_text("notes")
+    argv = ["budgets", "-m", str(unopened(tmp_path)), "--budgets", "1GiB"]
+    assert main([*argv, *more.format(other=other, notes=notes).split()]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert part in err
 
 
 def test_other_failures_are_not_swallowed(run, monkeypatch) -> None:

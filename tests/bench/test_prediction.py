@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_pair import save_model
@@ -19,6 +20,12 @@ from bench.prediction import (
     parse_speeds,
 )
 from bench.prediction_run import PredictionSpec, measure
+from bench.results import PREDICTION, read_results
+from offload.throttle import ReadLimit
+from specdec.cli_errors import EXIT_INTERRUPTED
+from specdec.storage import largest_weight_file
+
+AFTER = {"storage_bytes_per_second_after": 1e9}
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +100,57 @@ def test_the_command_has_its_help():
     assert "predict" in result.stdout
 
 
-def test_a_report_that_cannot_be_written_is_told_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_every_setting_is_held_to_its_budget_and_storage_and_written_at_once(
+    row: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options = ["--budgets", "1GiB", "--output-file", str(tmp_path / "none" / "x.json")]
-    assert main(["predict", "-m", "pair:target", *options]) == 2
-    error = capsys.readouterr().err
-    assert "there is no such folder" in error
-    assert error.count("\n") == 1
+    """The processes are not started: those of slower storage need root."""
+    model = Path(row["model"])
+    started: list[tuple[str, PredictionSpec, str, ReadLimit | None]] = []
+    forgotten: list[Path] = []
+
+    def start(module: str, spec: PredictionSpec, limit: str, reads: ReadLimit | None) -> Any:
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        started.append((module, spec, limit, reads))
+        return {name: row[name] for name in ("plain", "speculative", "plan")} | AFTER
+
+    monkeypatch.setattr("bench.prediction.result_of_child", start)
+    monkeypatch.setattr("bench.prediction.forget_model", forgotten.append)
+    file = tmp_path / "report.json"
+    argv = ["predict", "-m", str(model), "-md", str(model), "--budgets", "1GiB,2GiB", "-c", "256"]
+    argv += ["--storage-mbps", "800,unlimited", "--rounds", "3", "--num-draft-tokens", "5"]
+    assert main([*argv, "--output-file", str(file)]) == EXIT_INTERRUPTED
+    load = {"num_draft_tokens": 5, "ctx_size": 256, "model": str(model), "draft_model": str(model)}
+    for module, spec, limit, _ in started:
+        assert module == "bench.prediction_run"
+        assert spec.load == {**load, "memory_budget": limit}
+        assert spec.n_rounds == 3
+    assert [limit for _, _, limit, _ in started] == ["1GiB", "1GiB"]
+    weights = largest_weight_file(model)
+    assert [reads for *_, reads in started] == [ReadLimit(weights, 800_000_000), None]
+    assert forgotten == [model] * 6
+    kept = read_results(file)
+    assert kept.kind == PREDICTION
+    assert [one["storage_mbps"] for one in kept.value["settings"]] == [800, None]
+    assert kept.value["provenance"]["argv"] == ["specdec-bench", *argv, "--output-file", str(file)]
+    assert "3/4 target, 2GiB, storage 800 MB/s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        ("--storage-mbps turtle", "turtle"),
+        ("--output-file /nonexistent/report.json", "no such folder"),
+    ],
+)
+def test_mistakes_are_one_line(
+    row: dict[str, Any], capsys: pytest.CaptureFixture[str], more: str, part: str
+) -> None:
+    argv = ["predict", "-m", row["model"], "--budgets", "1GiB", *more.split()]
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert part in err
