@@ -92,6 +92,22 @@ def test_two_programs_and_one_that_is_not_there(target: Path) -> None:
     assert "None" not in text
 
 
+def test_turns_are_taken_in_reverse_and_share_the_time(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[tuple[str, str, float]] = []
+    start = ProgramRunner.run
+
+    def note(self: ProgramRunner, prompts: Any, seconds: float) -> Any:
+        turns.append((self.peer.name, "".join(one.text for one in prompts), seconds))
+        return start(self, prompts, seconds)
+
+    monkeypatch.setattr(ProgramRunner, "run", note)
+    run(target, ["a", "b", "c"], ("slow", "fast"), seconds=30.0)
+    first = [("slow", "ab", 20.0), ("fast", "ab", 20.0)]
+    assert turns == [*first, ("fast", "c", 10.0), ("slow", "c", 10.0)]
+
+
 @pytest.mark.parametrize(
     ("word", "reason"),
     [

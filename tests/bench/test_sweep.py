@@ -13,6 +13,8 @@ from tiny_pair import save_model
 
 from bench import peers
 from bench.cli import main
+from bench.limited import OK, Limits, Outcome
+from bench.peer_program import Task
 from bench.peer_runs import RunSettings
 from bench.peers import Peer, Weights
 from bench.results import ResultsError, read_results
@@ -23,13 +25,17 @@ from bench.sweep import (
     auto_budgets,
     drop_torn_line,
     finished_keys,
+    measure_setting,
     run_sweep,
     setting_key,
 )
 from bench.sweep_cli import describe, parse_speeds, parse_trees
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
+from offload.throttle import ReadLimit
 from offload.units import GIB
+
+OUR_PEERS = dict(peers.PEERS)
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +96,44 @@ def test_other_models_prompts_and_lengths_are_other_measurements(
         setting_key(sweep_of(target, n_tokens=11), setting),
         setting_key(sweep_of(changed), setting),
         setting_key(sweep_of(target, load={"tree_width": 2}), setting),
+        setting_key(sweep_of(target, n_ctx=65), setting),
+        setting_key(sweep_of(target, n_threads=2), setting),
+        setting_key(sweep_of(target, enforce=True), setting),
+        setting_key(replace(sweep_of(target), prompts=(Prompt("a", "y"),)), setting),
+        setting_key(replace(sweep_of(target), weights=Weights.of(target, changed)), setting),
     }
-    assert len(keys) == 5
+    assert len(keys) == 10
     itself = [
         replace(sweep_of(target), weights=Weights.of(target, f"self:window={n}")) for n in (16, 32)
     ]
-    assert len({*keys, *(setting_key(one, setting) for one in itself)}) == 7
+    assert len({*keys, *(setting_key(one, setting) for one in itself)}) == 12
+
+
+def test_a_setting_is_what_its_process_is_held_to(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is run: root alone could."""
+    for name in ("specdec", "specdec-plain"):
+        monkeypatch.setitem(peers.PEERS, name, OUR_PEERS[name])
+    found: list[tuple[Task, Limits]] = []
+
+    def run_limited(argv: list[str], limits: Limits, env: Any, log: Path) -> Outcome:
+        found.append((Task.read(Path(argv[-2])), limits))
+        return Outcome(OK, 0, 1.0, 0, None)
+
+    monkeypatch.setattr("bench.limited.run_limited", run_limited)
+    sweep = sweep_of(target, enforce=True, load={"tree_width": 2})
+    for setting in (Setting(2 * GIB, 90.0, 16), Setting(GIB, None, None)):
+        measure_setting(sweep, setting)
+        task, limits = found[-1]
+        assert task.memory_bytes == limits.memory_bytes == setting.memory_budget_bytes
+        assert task.options == {"tree_width": 2, "num_draft_tokens": setting.num_draft_tokens}
+        assert task.draft == str(target)
+    assert found[0][1].reads == ReadLimit(target, 90_000_000)
+    assert found[1][1].reads is None
+    measure_setting(sweep_of(target), Setting(GIB, None, 0))
+    task, limits = found[-1]
+    assert (task.draft, limits.memory_bytes) == (None, None)
 
 
 def test_a_failure_is_a_result_too(target: Path, tmp_path: Path) -> None:
