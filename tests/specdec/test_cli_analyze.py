@@ -45,6 +45,31 @@ def test_all_phases_by_default(capsys: pytest.CaptureFixture[str], model: Path) 
     assert 1 <= value["free_tokens"] <= 50
 
 
+def test_all_logits_of_a_tree_are_wanted_and_one_of_a_prompt(
+    capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    phases = analyzed(capsys, model, "-c", "50")["phases"]
+    flops = {name: one["operators"]["head"]["flops"] for name, one in phases.items()}
+    assert flops["verify"] == 16 * flops["decode"]
+    assert flops["prefill"] == flops["decode"] > 0
+
+
+def test_the_limit_by_bandwidth_is_the_slowest_transfer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path
+) -> None:
+    """On a device whose arithmetic takes longer than any transfer."""
+    slow = {"name": "slow", "storage_bytes_per_second": 1e9, "dram_bytes_per_second": 1e10}
+    device = tmp_path / "slow.json"
+    flops = {"default": 1e6}
+    device.write_text(json.dumps({**slow, "flops_per_second": flops, "memory_bytes": 1000}))
+    assert main(["analyze", "-m", str(model), "--on", str(device), "--json", "-c", "50"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    seconds = value["phases"]["decode"]["tier_seconds"]
+    assert 1 / value["bandwidth_tokens_per_second_limit"] == pytest.approx(seconds["storage"])
+    assert value["bound_by"] == "compute"
+    assert seconds["compute"] > seconds["storage"] > seconds["memory"] > 0
+
+
 def test_one_phase_of_a_size(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     value = analyzed(capsys, model, "--phase", "prefill", "-n", "7")
     assert list(value["phases"]) == ["prefill"]
