@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from backends.base import Backend, UnsupportedModel
+from backends.base import Backend
 from backends.compute_profile import ComputeCurve, matrix_formats
 from backends.ggml_compute import measure_ggml_compute
 from backends.gguf_model import GgufModel, load_gguf_model
-from backends.llama_context import context_options
+from backends.llama_context import MAX_LEAVES, context_options, recurrent_model
 from backends.llama_cpp import LlamaBackend
-from backends.llama_lib import MAX_SEQUENCES, default_threads, llama_version
+from backends.llama_lib import default_threads, llama_version
 from backends.llama_memory import context_memory
 from backends.llama_stream import resident_outer_records
 from backends.small_model import is_small, measure_small
@@ -33,16 +33,13 @@ class GgufSource(ModelSource):
     """A GGUF file, or the first one of a split model."""
 
     can_mmap = True
-    max_tree_leaves = MAX_SEQUENCES - 1
+    max_tree_leaves = MAX_LEAVES
 
     def __init__(self, path: Path, options: BackendOptions) -> None:
         self.path = path
         self.model: GgufModel = load_gguf_model(path)
         if self.model.is_recurrent:
-            raise UnsupportedModel(
-                f"{path} ({self.model.architecture}) keeps a state that cannot be rolled back: "
-                "specdec runs models whose layers are all attention"
-            )
+            raise recurrent_model(self.model)
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
         self.layers = self.model.layers

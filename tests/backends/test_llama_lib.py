@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ pytest.importorskip("gguf")
 
 from backends.base import PREFIX, BackendError, StreamUse, UnsupportedModel
 from backends.gguf_model import load_gguf_model
+from backends.gguf_source import GgufSource
 from backends.llama_batch import Batch
 from backends.llama_context import context_options
 from backends.llama_cpp import LlamaBackend
@@ -23,6 +25,7 @@ from backends.llama_lib import ContextOptions, LlamaContext, LlamaError, LlamaMo
 from backends.llama_log import LlamaLog
 from backends.llama_memory import context_memory, logged_sizes
 from backends.llama_passes import PassCancelled
+from backends.source import BackendOptions
 from offload.gguf_index import GgufError
 from offload.plan import ResidencyPlan
 
@@ -228,12 +231,14 @@ def test_wrong_options(options, named, path):
         LlamaBackend(load_gguf_model(path), **options)
 
 
-def test_a_recurrent_model_is_refused_by_name(path):
-    from dataclasses import replace
-
+def test_a_recurrent_model_is_refused_by_name(path, monkeypatch):
+    """By the backend, and before that by the plan."""
     model = replace(load_gguf_model(path), is_recurrent=True, architecture="mamba")
     with pytest.raises(UnsupportedModel, match=r"\(mamba\) keeps a recurrent state"):
         LlamaBackend(model)
+    monkeypatch.setattr("backends.gguf_source.load_gguf_model", lambda path: model)
+    with pytest.raises(UnsupportedModel, match=r"\(mamba\) keeps a recurrent state"):
+        GgufSource(path, BackendOptions())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
