@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "eta": {"eta_cutoff": 0.02},
     "penalised": {"top_k": 8, "repetition_penalty": 1.5, "suppress_tokens": [4, 5, 6]},
 }
+BEAM_SAMPLED = {"temperature": 0.5, "top_k": 6, "repetition_penalty": 1.5, "num_beams": 2}
 N_DRAWS = 400
 REJECT_BELOW = 1e-6  # our seeds are fixed: a correct sampler passes always
 
@@ -58,6 +60,27 @@ def test_sampled_strategies_have_generates_distribution(name, reference_model, r
         expected.append(rest * N_DRAWS)
     if len(observed) > 1:
         assert stats.chisquare(observed, expected).pvalue > REJECT_BELOW
+
+
+def test_beam_sampling_has_generates_distribution(reference_model, resident):
+    """The better of two beams, as often as of transformers, which draws its own in a batch."""
+    config = config_of(
+        {"do_sample": True, "max_new_tokens": 2, "eos_token_id": [], **BEAM_SAMPLED}
+    )
+    torch.manual_seed(0)
+    drawn = reference_model.generate(torch.tensor([PROMPT] * 2000), generation_config=config)
+    theirs = Counter(map(tuple, drawn[:, len(PROMPT) :].tolist()))
+    params = SamplingParams.from_generation_config(config)
+    ours = Counter(
+        resident.generate(PROMPT, params, seed=seed).token_ids for seed in range(N_DRAWS)
+    )
+    often = [pair for pair, n in theirs.items() if n >= 25]
+    assert len(often) > 3
+    table = [
+        [*(counts[pair] for pair in often), sum(counts.values()) - sum(counts[p] for p in often)]
+        for counts in (ours, theirs)
+    ]
+    assert stats.chi2_contingency(table).pvalue > REJECT_BELOW
 
 
 def first_row(target) -> np.ndarray:
