@@ -74,6 +74,18 @@ def test_json_report(
     assert records == report["records"]
 
 
+@pytest.mark.gguf
+def test_gguf_models(capfd: pytest.CaptureFixture[str]) -> None:
+    """By the same options."""
+    pytest.importorskip("llama_cpp")
+    argv = "speedup -m pair:draft.gguf -md pair:draft.gguf --threads 1 --n-prompts 1 -n 6 -o json"
+    assert main([*argv.split(), "--ignore-eos", "--num-draft-tokens", "3"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["token_match"] == 1.0
+    assert report["speculative"]["passes"] < report["plain"]["passes"] == 5
+    assert report["model"].endswith(".gguf")
+
+
 @pytest.mark.parametrize(
     ("more", "part"),
     [

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forced_streaming import force_streaming
+from gguf_models import save_tiny_gguf
 
 import specdec
-from offload.units import MIB
+from offload.budget import BudgetExceeded
+from offload.units import KIB, MIB
 from specdec.config import SamplingParams
 
 pytest.importorskip("llama_cpp")
@@ -71,6 +75,34 @@ def test_a_streamed_target_says_the_same_within_its_budget(grown, plain, more_mi
             assert result.stats.mean_acceptance_length > 1.5
 
 
+def test_a_draft_that_streams_too_changes_nothing(monkeypatch):
+    force_streaming(monkeypatch)
+    options = {"ctx_size": 256, "num_draft_tokens": 8, "spec_type": "draft,ngram"}
+    with specdec.load("pair:target.gguf", "pair:target.gguf", **options) as llm:
+        result = llm.generate(PROMPT, SAMPLED)
+        assert result.stats.accepted_tokens > 0
+        assert llm.target.stream_use.bytes_streamed > 0
+        assert llm.draft.stream_use.bytes_streamed > 0
+        assert result.token_ids == llm.generate(PROMPT, SAMPLED, speculative=False).token_ids
+
+
+@pytest.mark.parametrize(("mode", "is_mapped"), [("ram", False), ("mmap", True)])
+def test_a_load_mode_is_obeyed(grown, plain, mode, is_mapped):
+    with specdec.load(grown, ctx_size=256, load_mode=mode, spec_type="none") as llm:
+        assert (str(grown) in Path("/proc/self/maps").read_text()) == is_mapped
+        assert llm.plan.uses_mmap == is_mapped
+        assert llm.generate(PROMPT, GREEDY).token_ids == plain[GREEDY]
+
+
+def test_a_mixture_of_experts_runs_with_a_warning(tmp_path):
+    model = save_tiny_gguf("mixtral", tmp_path / "model.gguf")
+    with specdec.load(model, ctx_size=64, spec_type="ngram") as llm:
+        (warning,) = llm.plan.warnings
+        assert warning.startswith("a mixture of 4 experts: every pass reads all of them")
+        assert f"warning: {warning}" in llm.plan.lines()
+        assert len(llm.generate([3, 17, 5], max_tokens=4, ignore_eos=True).token_ids) == 4
+
+
 def test_a_checkpoint_with_a_gguf_draft():
     alone = ids("pair:target", None, GREEDY, spec_type="none")
     assert ids("pair:target", "pair:draft.gguf", GREEDY) == alone
@@ -92,6 +124,34 @@ def test_a_quantised_cache_takes_less_of_the_budget(grown):
     assert cache_bytes(cache_type_k="q8_0", cache_type_v="q8_0") == cache_bytes() * 34 // 64
     sampling = SamplingParams(max_tokens=32, ignore_eos=True)
     assert len(ids(grown, None, sampling, cache_type_k="q8_0", cache_type_v="q8_0")) == 32
+
+
+def test_the_backend_has_the_cache_that_was_planned(grown):
+    options = {"ctx_size": 512, "cache_type_k": "q8_0", "cache_type_v": "q4_0"}
+    with specdec.load(grown, spec_type="none", **options) as llm:
+        assert llm.target.kv_bytes == dict(llm.plan.parts)["target KV cache"]
+
+
+@pytest.mark.parametrize(
+    ("present", "smaller"), [("f16", ["q8_0", "q4_0"]), ("q8_0", ["q4_0"]), ("q4_0", [])]
+)
+def test_a_refused_budget_names_the_caches_that_would_do_with_less(
+    grown, present, smaller, monkeypatch
+):
+    monkeypatch.setattr("specdec.division._SMALLEST_STEP_BYTES", 64 * KIB)  # it is a small model
+
+    def plan(budget: str, cache_type: str) -> None:
+        types = {"cache_type_k": cache_type, "cache_type_v": cache_type}
+        specdec.plan_run(grown, memory_budget=budget, ctx_size=2048, **types)
+
+    with pytest.raises(BudgetExceeded) as refused:
+        plan("256MiB", present)
+    pattern = r"--cache-type-k (\w+) --cache-type-v (\w+) it is ([\d.]+ \w+)"
+    advice = re.findall(pattern, str(refused.value))
+    assert [(k, v) for k, v, _ in advice] == [(name, name) for name in smaller]
+    assert "with --ctx-size 1024 it is" in str(refused.value)
+    for cache_type, _, budget in advice:
+        plan(budget.replace(" ", ""), cache_type)  # it is enough
 
 
 def test_cache_types_are_for_gguf():
