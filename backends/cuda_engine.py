@@ -6,39 +6,26 @@ Memory"; torch's notes on CUDA semantics.
 
 from __future__ import annotations
 
-import re
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
 from backends.base import BackendError
-from offload.budget import BudgetExceeded, format_up
+from backends.vram_errors import VramUse, no_raw_out_of_memory
 from offload.direct_io import AlignedBuffer
+from offload.errors import SpecdecError
 from offload.units import format_bytes
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class NoDevice(BackendError):
     """There is no GPU that torch could use."""
 
 
-class VramExceeded(BudgetExceeded):
-    """The device's memory, as far as it was promised to this process, does not suffice."""
-
-    def __init__(self, wanted_bytes: int, taken_bytes: int, vram_bytes: int) -> None:
-        left = max(0, vram_bytes - taken_bytes)
-        smallest = max(vram_bytes, taken_bytes + wanted_bytes)
-        super().__init__("the GPU", wanted_bytes, left, smallest)
-        wanted = f"{format_bytes(wanted_bytes)} more" if wanted_bytes else "more memory"
-        self.args = (
-            f"the GPU needs {wanted}, but {format_bytes(taken_bytes)} of the "
-            f"{format_bytes(vram_bytes)} it may use are taken: raise --vram-budget above "
-            f"{format_up(smallest)}, or lower --ctx-size or the number of draft tokens",
-        )
+class PinningFailed(SpecdecError, MemoryError):
+    """The system does not let so much host memory be pinned."""
 
 
 def cuda_problem() -> str | None:
@@ -83,11 +70,11 @@ class PinnedBuffer(AlignedBuffer):
         super().__init__(n_bytes)
         self._copying = copying
         self._is_registered = False
-        code = int(torch.cuda.cudart().cudaHostRegister(self.address, len(self.view), _PORTABLE))
-        if code:
-            size, reason = format_bytes(n_bytes), torch.cuda.CudaError(code)
+        try:
+            pin(self.address, len(self.view), copying.device)
+        except BaseException:
             super().close()
-            raise MemoryError(f"cannot pin {size} of host memory: {reason}")
+            raise
         self._is_registered = True
 
     def close(self) -> None:
@@ -100,7 +87,22 @@ class PinnedBuffer(AlignedBuffer):
 
     def __del__(self) -> None:
         if getattr(self, "_is_registered", False):
-            self.close()
+            with suppress(Exception):  # at the interpreter's end CUDA may be gone
+                self.close()
+
+
+def pin(address: int, n_bytes: int, device: torch.device) -> None:
+    """Register host memory with CUDA. Raises PinningFailed."""
+    code = int(torch.cuda.cudart().cudaHostRegister(address, n_bytes, _PORTABLE))
+    if not code:
+        return
+    # It stays the thread's last error, and would be taken for that of the next kernel.
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
+    raise PinningFailed(
+        f"{format_bytes(n_bytes)} of host memory cannot be pinned ({torch.cuda.CudaError(code)}): "
+        "lower --memory-budget, or raise what the system lets one process pin"
+    )
 
 
 class VramBuffer:
@@ -124,21 +126,25 @@ class CudaEngine:
 
     Args:
         vram_bytes: what all models of the process together may take of the device's memory; what
-            CUDA itself takes (its context, a few hundred MB) comes on top.
+            CUDA itself takes (its context, a few hundred MB) comes on top. None leaves what was
+            promised before as it is: for measurements.
         index: of the device.
 
     Raises:
         NoDevice: there is none.
     """
 
-    def __init__(self, vram_bytes: int, index: int = 0) -> None:
+    def __init__(self, vram_bytes: int | None, index: int = 0) -> None:
         problem = cuda_problem()
         if problem is not None:
             raise NoDevice(problem)
         self.device = torch.device("cuda", index)
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        self._vram_bytes = min(vram_bytes, total)
-        torch.cuda.set_per_process_memory_fraction(self._vram_bytes / total, self.device)
+        # Versions of torch differ in which of the two the fraction is taken of.
+        reported = torch.cuda.get_device_properties(self.device).total_memory
+        total = max(reported, torch.cuda.mem_get_info(self.device)[1])
+        self._vram_bytes = total if vram_bytes is None else min(vram_bytes, total)
+        if vram_bytes is not None:
+            torch.cuda.set_per_process_memory_fraction(self._vram_bytes / total, self.device)
         self._copying = torch.cuda.Stream(self.device)
         self._computing = torch.cuda.Stream(self.device)
 
@@ -148,6 +154,8 @@ class CudaEngine:
     def allocate_device(self, n_bytes: int) -> VramBuffer:
         with self.computing():
             tensor = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+        # Whatever had the memory before may still be computed with.
+        self._copying.wait_stream(self._computing)
         # Should nobody close it in order: no other tensor gets the memory while it is copied to.
         tensor.record_stream(self._copying)
         return VramBuffer(tensor)
@@ -175,30 +183,13 @@ class CudaEngine:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        with (
-            torch.cuda.stream(self._computing),
-            no_raw_out_of_memory(self._taken_bytes, self._vram_bytes),
-        ):
+        with torch.cuda.stream(self._computing), no_raw_out_of_memory(self._use):
             yield
 
-    def _taken_bytes(self) -> int:
-        return int(torch.cuda.memory_allocated(self.device))
+    def _use(self) -> VramUse:
+        return vram_use(self.device, self._vram_bytes)
 
 
-@contextmanager
-def no_raw_out_of_memory(taken_bytes: Callable[[], int], vram_bytes: int) -> Iterator[None]:
-    """Raise VramExceeded instead, with figures, and let go of what the broken pass held."""
-    try:
-        yield
-    except RuntimeError as error:  # OutOfMemoryError is one; CUDA's own libraries raise others
-        if "out of memory" not in str(error):
-            raise
-        exceeded = VramExceeded(wanted_bytes(str(error)), taken_bytes(), vram_bytes)
-        traceback.clear_frames(error.__traceback__)  # they refer to the activations
-        raise exceeded from None
-
-
-def wanted_bytes(message: str) -> int:
-    """What torch's out-of-memory message says that was asked for; 0 where it does not say."""
-    found = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
-    return 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
+def vram_use(device: torch.device, promised_bytes: int) -> VramUse:
+    free_bytes = torch.cuda.mem_get_info(device)[0]
+    return VramUse(torch.cuda.memory_reserved(device), promised_bytes, free_bytes)

@@ -27,6 +27,8 @@ from offload.units import MIB
 
 DEVICE_GRANULE_BYTES = 2 * MIB
 """Device memory comes in multiples of this (large blocks of torch's caching allocator)."""
+CUDA_CONTEXT_BYTES = 512 * MIB
+"""Of VRAM, beside what torch allocates: the driver's context and the loaded kernels. Assumed."""
 DEFAULT_N_DEVICE_SLOTS = 2
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from fake_device import POISON, FakeBuffer, FakeDevice, FakeEvent, Policy
 
-from backends.cuda_engine import no_raw_out_of_memory
+from backends.vram_errors import VramUse, no_raw_out_of_memory
 
 
 class TensorBuffer(FakeBuffer):
@@ -37,6 +37,8 @@ class CpuEngine(FakeDevice):
 
     device = torch.device("cpu")
     vram_bytes = 10**9
+    free_bytes = 10**10
+    """Of the card, as its driver would say."""
 
     def __init__(self, copies: Policy = Policy.LATE, seed: int = 0, **options) -> None:
         super().__init__(copies, Policy.EARLY, seed, **options)
@@ -50,5 +52,8 @@ class CpuEngine(FakeDevice):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        with no_raw_out_of_memory(lambda: self.n_allocated, self.vram_bytes):
+        with no_raw_out_of_memory(self._use):
             yield
+
+    def _use(self) -> VramUse:
+        return VramUse(self.n_allocated, self.vram_bytes, self.free_bytes)

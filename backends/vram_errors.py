@@ -1,0 +1,98 @@
+"""A GPU's memory that runs out, told as an error of ours: what was wanted, is left, and helps.
+
+torch's allocator refuses what is beyond the promise; the driver refuses what the card no longer
+has, because other programs have taken it. The remedies differ, so the two are told apart.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from offload.budget import BudgetExceeded, format_up
+from offload.tiers import CUDA_CONTEXT_BYTES
+from offload.units import MIB, format_bytes
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_LEAST_FREE_BYTES = 64 * MIB
+"""With less left on the card, CUDA's libraries find no room for what they do not ask torch for."""
+
+
+class VramUse(NamedTuple):
+    """Of one GPU, bytes."""
+
+    taken_bytes: int
+    """By torch's allocator in this process, what it keeps for reuse included."""
+    promised_bytes: int
+    """What it may take at most."""
+    free_bytes: int
+    """Of the card, for whoever comes first."""
+
+
+class VramExceeded(BudgetExceeded):
+    """The device's memory, as far as it was promised to this process, does not suffice."""
+
+    def __init__(self, wanted_bytes: int, use: VramUse) -> None:
+        left = max(0, use.promised_bytes - use.taken_bytes)
+        missing = max(MIB, use.taken_bytes + wanted_bytes - use.promised_bytes)
+        smallest = use.promised_bytes + missing + CUDA_CONTEXT_BYTES
+        super().__init__("the GPU", wanted_bytes, left, smallest, ledger="VRAM")
+        self.args = (_told(wanted_bytes, missing, use),)
+
+
+def _told(wanted_bytes: int, missing_bytes: int, use: VramUse) -> str:
+    wanted = f"{format_bytes(wanted_bytes)} more" if wanted_bytes else "more memory"
+    taken = f"{format_bytes(use.taken_bytes)} of the {format_bytes(use.promised_bytes)}"
+    if use.free_bytes < max(wanted_bytes, _LEAST_FREE_BYTES) and wanted_bytes <= (
+        use.promised_bytes - use.taken_bytes
+    ):
+        return (
+            f"the GPU needs {wanted}, but only {format_bytes(use.free_bytes)} of it are free, and "
+            f"this process has taken {taken} it may use: end what else uses the GPU, or lower "
+            "--vram-budget"
+        )
+    return (
+        f"the GPU needs {wanted}, but {taken} it may use are taken: raise --vram-budget by "
+        f"{format_up(missing_bytes)}, or lower --ctx-size or the number of draft tokens"
+    )
+
+
+@contextmanager
+def no_raw_out_of_memory(use: Callable[[], VramUse]) -> Iterator[None]:
+    """Raise VramExceeded instead, with figures, and let go of what the broken pass held."""
+    try:
+        yield
+    except RuntimeError as error:  # OutOfMemoryError is one; CUDA's own libraries raise others
+        cause = out_of_memory_in(error)
+        if cause is None:
+            raise
+        exceeded = VramExceeded(wanted_bytes(str(cause)), use())
+        for one in _chain(error):
+            traceback.clear_frames(one.__traceback__)  # they refer to the activations
+        raise exceeded from None
+
+
+def out_of_memory_in(error: BaseException) -> BaseException | None:
+    """The error that says so, `error` or one that it followed: a recording that runs out of memory
+    ends with another one."""
+    for one in _chain(error):
+        if any(text in str(one) for text in _OUT_OF_MEMORY):
+            return one
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    one: BaseException | None = error
+    while isinstance(one, RuntimeError):
+        yield one
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+
+def wanted_bytes(message: str) -> int:
+    """What torch's out-of-memory message says that was asked for; 0 where it does not say."""
+    found = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
+    return 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
