@@ -13,11 +13,12 @@ from backends.base import Backend, UnsupportedModel
 from backends.compute import measure_compute
 from backends.cuda_engine import CudaEngine
 from backends.device_weights import DeviceWeights
+from backends.graphs import CudaGraphs
 from backends.hf_model import HfModel, load_hf_model
-from backends.kv_cache import BLOCK_ROWS
+from backends.kv_cache import whole_blocks
 from backends.small_model import is_small, measure_small
 from backends.source import BackendOptions, Loading, ModelCompute, ModelSource
-from backends.static_pass import CudaGraphs
+from backends.static_pass import MAX_STATIC_ROWS, has_static_passes
 from backends.torch_backend import TorchBackend
 from backends.torch_cpu import CpuWeights
 from backends.torch_weights import TorchWeights
@@ -64,8 +65,7 @@ class HfSource(ModelSource):
         return resident_footprint(self.model.outer_records) + self.model.converted_bytes
 
     def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
-        n_rows = ctx_size + max_nodes
-        return -(-n_rows // BLOCK_ROWS) * BLOCK_ROWS * self.model.kv_bytes_per_token
+        return whole_blocks(ctx_size + max_nodes) * self.model.kv_bytes_per_token
 
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         return activation_bytes(self.model, ctx_size, max_rows)
@@ -91,13 +91,17 @@ class HfSource(ModelSource):
         return HfGpuSource(self)
 
     def load(self, loading: Loading) -> Backend:
+        records = loading.records_levels and loading.tiers is not None
+        n_padding = MAX_STATIC_ROWS if records and has_static_passes(self.model) else 0
+        cache_rows = loading.max_context + loading.max_nodes + n_padding
         backend = TorchBackend(
             self.model,
             self._weights(loading),
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
+            cache_rows=0 if loading.tiers is None else cache_rows,
         )
-        if loading.records_levels and loading.tiers is not None and backend.can_use_static_passes:
+        if records and backend.can_use_static_passes:
             backend.use_static_passes(CudaGraphs())
         return backend
 

@@ -1,8 +1,11 @@
 """A transformers `Cache` whose rows are a committed prefix followed by live tree nodes.
 
 Each layer holds keys and values in buffers [1, heads, capacity, dim] that grow by whole blocks,
-so that memory follows use and not the context limit. Sliding-window layers keep their full
-length as well: the mask applies the window, so a rollback never needs what was thrown away.
+so that memory follows use and not the context limit. On a GPU, where a part of the memory was set
+aside for it in any case, a cache has its full size at once: growing would leave the old buffers in
+the allocator's hands, and take the addresses from under recorded passes. Sliding-window layers keep
+their full length as well: the mask applies the window, so a rollback never needs what was thrown
+away.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ class TreeCacheLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self) -> None:
+    def __init__(self, least_rows: int = 0) -> None:
         super().__init__()
+        self._least_rows = least_rows
         self.n_rows = 0
         self.n_expected = 0
         """Rows to make room for at the next growth, so that a long prompt grows it once."""
@@ -102,7 +106,7 @@ class TreeCacheLayer(CacheLayerMixin):
             return
         assert self.keys is not None
         assert self.values is not None
-        capacity = -(-max(n_rows, self.n_expected) // BLOCK_ROWS) * BLOCK_ROWS
+        capacity = whole_blocks(max(n_rows, self.n_expected, self._least_rows))
         self.n_moves += 1
         self.keys = self._regrown(self.keys, capacity)
         self.values = self._regrown(self.values, capacity)
@@ -118,10 +122,13 @@ class TreeCache(Cache):
 
     A forward appends rows layer by layer. `begin` registers the nodes; when the forward
     fails, `abort` brings every layer back to the committed prefix.
+
+    Args:
+        least_rows: room that a layer has from its first row on; it grows where that is too little.
     """
 
-    def __init__(self, n_layers: int) -> None:
-        super().__init__(layers=[TreeCacheLayer() for _ in range(n_layers)])
+    def __init__(self, n_layers: int, least_rows: int = 0) -> None:
+        super().__init__(layers=[TreeCacheLayer(least_rows) for _ in range(n_layers)])
         self.table = NodeTable()
 
     def begin(self, parents: Sequence[int], token_ids: Sequence[int]) -> list[int]:
@@ -228,13 +235,20 @@ class TreeCache(Cache):
         if order == list(range(len(order))):  # rows already lie where they belong
             self._truncate()
             return
-        for layer in self.layers:
-            index = torch.tensor(order, dtype=torch.long, device=layer.device)
-            layer.select(prefix, index)
+        initialized = [layer for layer in self.layers if layer.is_initialized]
+        if initialized:  # all on one device, to which the order goes once
+            index = torch.tensor(order, dtype=torch.long, device=initialized[0].device)
+            for layer in initialized:
+                layer.select(prefix, index)
 
     def _truncate(self) -> None:
         for layer in self.layers:
             layer.n_rows = min(layer.n_rows, self.table.n_rows)
+
+
+def whole_blocks(n_rows: int) -> int:
+    """Rows that a cache of `n_rows` has memory for."""
+    return -(-n_rows // BLOCK_ROWS) * BLOCK_ROWS
 
 
 def _check_shape(rows: torch.Tensor, states: torch.Tensor) -> None:

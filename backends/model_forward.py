@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from backends.hf_model import HfModel
@@ -49,6 +50,14 @@ def run_model(
     )
     logits: torch.Tensor = output.logits[0]
     return logits
+
+
+def on_host(logits: torch.Tensor) -> np.ndarray:
+    """Logits [rows, vocab] in float32.
+
+    To the host first: half the bytes, and no float32 copy in the device's memory.
+    """
+    return logits.cpu().float().numpy()
 
 
 def _alibi_slopes(model: HfModel, device: torch.device) -> torch.Tensor | None:

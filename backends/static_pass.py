@@ -8,24 +8,24 @@ goes over more keys than there are, the rest behind the mask:
     rows   [ the level's nodes | padding: sees nothing, its KV lies where the next rows will ]
     keys   [ prefix | live nodes | this level | padding, hidden ]
 
-For models whose weights all stay on the device. What is recorded how is the `Recorder`'s business;
-without one, the same passes run as they are, which is how they are tested on the CPU.
+For models whose weights all stay on the device, and whose code looks at no number while it runs.
+What is recorded how is the `Recorder`'s business (backends/graphs.py).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from backends.attention import SEGMENTED
 from backends.base import BackendError
+from backends.graphs import Recorder, Replay
+from backends.hf_config import has_length_dependent_rope
 from backends.hf_model import HfModel
-from backends.kv_cache import TreeCache
+from backends.kv_cache import TreeCache, whole_blocks
 from backends.layer_runner import LayerRunner
 from backends.masks import PassLayout, Segment, SegmentedMask
 from backends.model_forward import run_model, set_state
@@ -33,74 +33,8 @@ from backends.torch_weights import RawTensors
 
 MAX_STATIC_ROWS = 256
 """Wider levels are no matter of short kernels."""
-_TIMED_RUNS = 3
 _FEWEST_ROWS = 8
 _FEWEST_KEYS = 512
-
-Replay = Callable[[], torch.Tensor]
-
-
-class Recorder(Protocol):
-    """Makes a pass that can be repeated; inputs and output are the same tensors every time."""
-
-    def record(self, run: Replay) -> Replay:
-        """`run` may be called any number of times before; what it enqueues is what is replayed."""
-
-    def forget(self) -> None:
-        """Let go of the memory of all recordings, of which none will be replayed."""
-
-
-class Unrecorded:
-    """Runs the pass anew every time."""
-
-    def record(self, run: Replay) -> Replay:
-        return run
-
-    def forget(self) -> None:
-        pass
-
-
-class CudaGraphs:
-    """Recordings as CUDA graphs, which share one pool of memory, where they measure faster."""
-
-    def __init__(self) -> None:
-        self._pool: tuple[int, int] | None = None
-
-    def record(self, run: Replay) -> Replay:
-        """Run it twice first, as PyTorch asks for: libraries set themselves up on first use."""
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(aside)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Another thread's pass may call CUDA meanwhile, which the default mode would not allow.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = run()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return output
-
-        return replay if _seconds(replay) < _seconds(run) else run
-
-    def forget(self) -> None:
-        self._pool = None
-
-
-def _seconds(run: Replay) -> float:
-    """The shortest of a few runs; a pass over the same inputs changes nothing."""
-    seconds = []
-    for _ in range(_TIMED_RUNS):
-        torch.cuda.current_stream().synchronize()
-        began = time.perf_counter()
-        run()
-        torch.cuda.current_stream().synchronize()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
 
 
 class StaticState:
@@ -160,6 +94,33 @@ class _StaticPass:
             mask[0, 0].zero_().masked_fill_(hidden, torch.finfo(mask.dtype).min / 2)
 
 
+def has_static_passes(model: HfModel) -> bool:
+    """Whether attention takes segments, and nothing goes by how long the text is."""
+    return model.attention == SEGMENTED and not has_length_dependent_rope(model.config)
+
+
+def static_rows(n_rows: int) -> int:
+    """Rows of the pass that a level of `n_rows` is padded to."""
+    return _power_of_two(n_rows, _FEWEST_ROWS)
+
+
+def static_shapes(max_rows: int) -> list[int]:
+    """Rows of all passes that levels of at most `max_rows` may be padded to, the widest last."""
+    shapes = [_FEWEST_ROWS]
+    while shapes[-1] < min(max_rows, MAX_STATIC_ROWS):
+        shapes.append(2 * shapes[-1])
+    return shapes
+
+
+def static_keys(n_rows: int, most_rows: int) -> int:
+    """Keys that attention goes over where the cache will hold `n_rows` rows, of `most_rows` ever.
+
+    A whole number of blocks of the cache, which is what kernels want the masks' rows to be.
+    """
+    n_keys = min(_power_of_two(n_rows, _FEWEST_KEYS), most_rows + MAX_STATIC_ROWS)
+    return whole_blocks(max(n_rows, n_keys))
+
+
 class StaticPasses:
     """Runs levels of a tree through one model and its cache in recorded passes.
 
@@ -183,10 +144,10 @@ class StaticPasses:
         if not self.can_serve(model, runners):
             raise BackendError(
                 f"passes of {model.config.model_type} cannot be recorded: its weights must stay on "
-                "the device, and its attention take segments"
+                "the device, its attention take segments, and its positions not go by the length"
             )
         self._model, self._cache, self._runners = model, cache, runners
-        self._most_keys = most_rows + MAX_STATIC_ROWS
+        self._most_rows = most_rows
         self._windows = frozenset(model.window(i) for i in range(len(runners)))
         self._device = device
         self._recorder = recorder
@@ -196,8 +157,8 @@ class StaticPasses:
 
     @staticmethod
     def can_serve(model: HfModel, runners: Sequence[LayerRunner]) -> bool:
-        """Whether all weights stay on the device, and attention takes segments."""
-        return model.attention == SEGMENTED and all(runner.is_resident for runner in runners)
+        """Whether all weights stay on the device, and the model's passes have fixed shapes."""
+        return has_static_passes(model) and all(runner.is_resident for runner in runners)
 
     def can_run(self, layout: PassLayout) -> bool:
         """Whether the pass is a level, on weights that are all in their modules by now."""
@@ -214,7 +175,7 @@ class StaticPasses:
 
         Only for what `can_run` is true of.
         """
-        n_rows = _power_of_two(len(token_ids), _FEWEST_ROWS)
+        n_rows = static_rows(len(token_ids))
         self._make_room(layout.prefix + layout.first_new + n_rows)
         static = self._passes.get(n_rows)
         if static is None:
@@ -241,8 +202,7 @@ class StaticPasses:
 
     def _make_room(self, n_rows: int) -> None:
         """Recordings hold addresses: where the cache moves or outgrows their keys, they go."""
-        n_keys = max(n_rows, min(_power_of_two(n_rows, _FEWEST_KEYS), self._most_keys))
-        n_keys = max(self._n_keys, n_keys)
+        n_keys = max(self._n_keys, static_keys(n_rows, self._most_rows))
         self._cache.reserve(n_keys)
         if n_keys == self._n_keys and self._cache.n_moves == self._n_moves:
             return

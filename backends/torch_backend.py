@@ -22,14 +22,15 @@ import torch
 
 from backends.attention import SEGMENTED
 from backends.base import BackendError, ContextFull, SavedTensors, StreamUse
+from backends.graphs import Recorder
 from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import TreeCache
 from backends.layer_runner import LayerRunner, PassState, bind, unbind
 from backends.masks import CausalLayout, PassLayout
 from backends.mending import MendingBackend
-from backends.model_forward import prepare_buffers, run_model, set_state
+from backends.model_forward import on_host, prepare_buffers, run_model, set_state
 from backends.node_table import NodeTable
-from backends.static_pass import Recorder, StaticPasses
+from backends.static_pass import StaticPasses
 from backends.torch_cpu import CpuWeights
 from backends.torch_prefix import load_prefix, prefix_tensors, save_prefix
 from backends.torch_weights import RawTensors, TorchWeights
@@ -42,7 +43,10 @@ _T = TypeVar("_T")
 
 
 class TorchBackend(MendingBackend):
-    """A Hugging Face checkpoint, computed where `weights` has it; `weights` is closed with it."""
+    """A Hugging Face checkpoint, computed where `weights` has it; `weights` is closed with it.
+
+    cache_rows: rows of the KV cache that are allocated with its first one; more follow use.
+    """
 
     def __init__(
         self,
@@ -51,12 +55,14 @@ class TorchBackend(MendingBackend):
         *,
         max_context: int | None = None,
         max_nodes: int | None = None,
+        cache_rows: int = 0,
     ) -> None:
         self._model, self._weights = model, weights
+        self._has_whole_cache = cache_rows > 0
         self.max_nodes = max_nodes
         self.vocab_size = model.vocab_size
         self.max_context = min(max_context or model.max_context, model.max_context)
-        self._cache = TreeCache(len(model.layers))
+        self._cache = TreeCache(len(model.layers), cache_rows)
         self._is_cancelled = False
         self._owner: TorchBackend | None = None
         self._turn = threading.Lock()  # siblings walk the same modules, one at a time
@@ -104,9 +110,10 @@ class TorchBackend(MendingBackend):
             raise BackendError("a streamed model cannot share its weights")
         other = copy.copy(self)
         other._owner = self
-        other._cache, other._static = TreeCache(len(self._model.layers)), None
         other.max_context = min(max_context, self._model.max_context)
         other.max_nodes = max_nodes
+        cache_rows = other.max_context + max_nodes if self._has_whole_cache else 0
+        other._cache, other._static = TreeCache(len(self._model.layers), cache_rows), None
         return other
 
     @property
@@ -265,7 +272,7 @@ class TorchBackend(MendingBackend):
         wanted = range(layout.n_new) if rows is None else rows
         with self._turn:
             if rows is None and self._static is not None and self._static.can_run(layout):
-                return self._static.run(token_ids, layout).cpu().float().numpy()
+                return on_host(self._static.run(token_ids, layout))
             set_state(self._runners, state, self._open_layer)
             logits = run_model(
                 self._model,
@@ -274,8 +281,7 @@ class TorchBackend(MendingBackend):
                 torch.from_numpy(layout.new_positions)[None].to(device),
                 torch.tensor(list(wanted), device=device),
             )
-            # To the host first: half the bytes, and no float32 copy in the device's memory.
-            return logits.cpu().float().numpy()
+            return on_host(logits)
 
     def _check_room(self, depth: int, n_tokens: int) -> None:
         if self.n_committed + depth > self.max_context:

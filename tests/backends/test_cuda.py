@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import gc
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from device_talk import (
+    PROMPT,
+    all_there,
+    conversation,
+    everywhere,
+    level_after_level,
+    on_device,
+)
+from graph_tape import AlwaysGraphs
 from streaming import no_thread_is_left, uneven_sizes
-from tiered import DEVICE, HOST, STORAGE, tiered, tiered_model
+from tiered import HOST, tiered
 from transformers import AutoModelForCausalLM
 from weight_files import Weights, write_weights
 
 from backends.base import PREFIX
-from backends.cuda_engine import CudaEngine, VramExceeded, cuda_problem, vram_peak_bytes
-from backends.device_weights import DeviceWeights
-from backends.hf_model import load_hf_model
+from backends.cuda_engine import CudaEngine, PinningFailed, cuda_problem, pin, vram_peak_bytes
+from backends.graphs import CudaGraphs
 from backends.torch_backend import TorchBackend
+from backends.vram_errors import VramExceeded
 from offload.device_streamer import DeviceStreamer
 from offload.direct_io import ALIGNMENT
 from offload.units import GIB, MIB
@@ -29,9 +39,6 @@ pytestmark = [
     pytest.mark.skipif(cuda_problem() is not None, reason=str(cuda_problem())),
     pytest.mark.usefixtures("no_thread_is_left"),
 ]
-TIERS = [STORAGE, HOST, DEVICE, STORAGE, HOST]
-PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
-NODES, PARENTS = [7, 20, 30, 21, 22, 31, 40], [-1, 0, 0, 1, 3, 2, 3]
 CYCLES = 20_000_000  # of torch.cuda._sleep: some ten milliseconds
 DRIFT = 1e-4
 """Of fp32 sums in another order, relative to the largest logit."""
@@ -61,7 +68,7 @@ def test_layers_arrive_whole_and_in_time(
     tmp_path: Path, engine: CudaEngine, n_slots: int, slow: str
 ) -> None:
     weights = write_weights(tmp_path, uneven_sizes(7, n_slots, 300_000), n_files=2)
-    plan = tiered(weights, lambda i, j: TIERS[(i + j) % 5], n_slots, 2)
+    plan = tiered(weights, everywhere, n_slots, 2)
     streamer = DeviceStreamer(plan, engine, read_bytes=16 * ALIGNMENT)
     contents = contents_on_device(engine, weights)
     n_wrong = []  # bytes of one tensor, counted on the device
@@ -111,17 +118,6 @@ def test_events_measure_the_device(engine: CudaEngine) -> None:
     assert after.seconds_after(before) > 0
 
 
-def conversation(backend: TorchBackend) -> list[np.ndarray]:
-    seen = [backend.prefill(PROMPT)]
-    first = backend.next_node_id
-    ids, logits = backend.extend(NODES, [PREFIX if p < 0 else first + p for p in PARENTS])
-    seen.append(logits)
-    backend.commit([ids[0], ids[2]], keep=[ids[5]])
-    seen.append(backend.extend([50, 51], [ids[5], PREFIX], rows=[1])[1])
-    backend.rollback(5)
-    return [*seen, backend.prefill(PROMPT[5:])]
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "bloom", "mistral"])
 def test_three_tiers_equal_vram_and_the_cpu(
     family: str, engine: CudaEngine, checkpoint_factory
@@ -130,18 +126,13 @@ def test_three_tiers_equal_vram_and_the_cpu(
     with TorchBackend.resident(directory) as cpu:
         expected = conversation(cpu)
     seen = {}
-    for name, tier_of in (
-        ("vram", lambda i, j: DEVICE),
-        ("tiers", lambda i, j: TIERS[(i + j) % 5]),
-    ):
-        model = load_hf_model(directory)
-        weights = DeviceWeights(model, tiered_model(model, tier_of), engine)
-        with TorchBackend(model, weights) as backend:
+    for name, tier_of in (("vram", all_there), ("tiers", everywhere)):
+        with on_device(directory, engine, tier_of) as backend:
             seen[name] = [conversation(backend), (backend.rollback(0), conversation(backend))[1]]
     for one, two in zip(seen["vram"], seen["tiers"], strict=True):
-        for on_device, through_tiers, on_cpu in zip(one, two, expected, strict=True):
-            assert np.array_equal(on_device, through_tiers)
-            assert np.abs(on_device - on_cpu).max() <= DRIFT * max(1.0, np.abs(on_cpu).max())
+        for in_vram, through_tiers, on_cpu in zip(one, two, expected, strict=True):
+            assert np.array_equal(in_vram, through_tiers)
+            assert np.abs(in_vram - on_cpu).max() <= DRIFT * max(1.0, np.abs(on_cpu).max())
 
 
 def test_out_of_memory_is_ours_and_leaves_the_prefix(checkpoint_factory) -> None:
@@ -149,9 +140,8 @@ def test_out_of_memory_is_ours_and_leaves_the_prefix(checkpoint_factory) -> None
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     budget = 512 * MIB
-    model = load_hf_model(checkpoint_factory("llama"))
-    plan = tiered_model(model, lambda i, j: HOST)
-    with TorchBackend(model, DeviceWeights(model, plan, CudaEngine(budget))) as backend:
+    engine = CudaEngine(budget)
+    with on_device(checkpoint_factory("llama"), engine, lambda i, j: HOST) as backend:
         backend.prefill(PROMPT)
         _, expected = backend.extend([7, 9], [PREFIX, PREFIX])
         backend.rollback(len(PROMPT))
@@ -176,11 +166,75 @@ def test_half_precision_runs(
 ) -> None:
     whole = AutoModelForCausalLM.from_pretrained(checkpoint_factory("llama"))
     whole.to(getattr(torch, dtype)).save_pretrained(directory := tmp_path / dtype)
-    model = load_hf_model(directory)
-    plan = tiered_model(model, lambda i, j: TIERS[(i + j) % 5])
-    with (
-        TorchBackend.resident(directory) as cpu,
-        TorchBackend(model, DeviceWeights(model, plan, engine)) as backend,
-    ):
+    with TorchBackend.resident(directory) as cpu, on_device(directory, engine) as backend:
         for ours, theirs in zip(conversation(backend), conversation(cpu), strict=True):
             assert np.abs(ours - theirs).max() <= 0.1 * max(1.0, np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-sliding", "gemma2", "gemma3", "gpt-neox"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_recorded_levels_equal_those_that_are_run(
+    family: str, dtype: torch.dtype, engine: CudaEngine, checkpoint_factory, tmp_path: Path
+) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(checkpoint_factory(family))
+    whole.to(dtype).save_pretrained(tmp_path)
+    graphs = AlwaysGraphs()
+    with (
+        on_device(tmp_path, engine, all_there) as plain,
+        on_device(tmp_path, CudaEngine(2 * GIB), all_there, cache_rows=512) as recorded,
+    ):
+        recorded.use_static_passes(graphs)
+        found = level_after_level(plain, recorded)
+    assert graphs.n_recorded == 3  # of 8, 16 and 32 rows
+    assert found <= (DRIFT if dtype == torch.float32 else 0.1)
+
+
+def test_a_recording_leaves_another_stream_alone(engine: CudaEngine, checkpoint_factory) -> None:
+    """A draft's level is recorded while a target's layers are copied and computed with."""
+    target_engine = CudaEngine(2 * GIB)
+    with on_device(checkpoint_factory("llama"), target_engine) as target:
+        expected = conversation(target)
+        target.rollback(0)
+        seen: list[list[np.ndarray]] = []
+
+        def run_passes() -> None:
+            for _ in range(20):
+                seen.append(conversation(target))
+                target.rollback(0)
+
+        thread = threading.Thread(target=run_passes)
+        with on_device(checkpoint_factory("qwen2"), engine, all_there, cache_rows=512) as draft:
+            draft.use_static_passes(AlwaysGraphs())
+            draft.prefill(PROMPT)
+            draft.extend([7], [PREFIX])  # binds the weights
+            thread.start()
+            for n_rows in (1, 9, 17, 33, 65, 129):
+                draft.extend([5] * n_rows, [PREFIX] * n_rows)
+            thread.join()
+    for one in seen:
+        assert all(np.array_equal(a, b) for a, b in zip(one, expected, strict=True))
+
+
+def test_a_pass_that_asks_for_a_number_is_run_without_a_recording(
+    engine: CudaEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = CudaGraphs()
+    with engine.computing():
+        buffer = torch.ones(4, device=engine.device)
+        run = graphs.record(lambda: buffer * buffer.sum().item())
+        assert run().tolist() == [4.0] * 4
+        buffer.fill_(2.0)
+        assert run().tolist() == [16.0] * 4
+        assert graphs.record(lambda: buffer + 1)().tolist() == [3.0] * 4
+    assert caplog.text.count("without a recording") == 1
+
+
+def test_memory_that_cannot_be_pinned_is_ours_and_leaves_no_error_behind(
+    engine: CudaEngine,
+) -> None:
+    pinned = engine.allocate_pinned(MIB)
+    with pytest.raises(PinningFailed, match="1.00 MiB of host memory cannot be pinned"):
+        pin(pinned.address, MIB, engine.device)  # is pinned already
+    with engine.computing():
+        assert int(torch.ones(3, device=engine.device).sum()) == 3
+    pinned.close()
