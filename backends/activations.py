@@ -2,7 +2,8 @@
 
 Counted from the tensors that are alive together, as torch's profiler shows them: a test holds the
 figures against it. Rows go through a layer in chunks, so the scores of one chunk count, not those
-of the whole prompt.
+of the whole prompt. A GPU differs in what its kernels work on, and in that logits leave it in the
+format of the weights.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ _MERGED_COPIES = 3
 
 _QUERIES_PER_BLOCK, _KEYS_PER_BLOCK = 64, 512
 """What a thread of PyTorch's flash attention on the CPU works on at a time, in a chunk of rows."""
+_BLOCKS_OF_SPLIT_KEYS = 1320
+"""Of 64 queries, in flash attention on a GPU: it splits long rows of keys until all multiprocessors
+(132) have work, in five rounds of two blocks each at most, and keeps the parts in float32
+(FlashDecoding)."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +41,16 @@ class _Attention:
     key_bytes: int
 
 
-def activation_bytes(model: HfModel, ctx_size: int, max_rows: int) -> int:
+def activation_bytes(model: HfModel, ctx_size: int, max_rows: int, *, on_gpu: bool = False) -> int:
     """Most memory of a forward of a prompt of `ctx_size` tokens, or of `max_rows` nodes."""
     config, itemsize = model.config, model.dtype.itemsize
-    feed_forward = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     # Embeddings, a layer's input and what it has put out so far; the last two are then joined.
     hidden = max(ctx_size, max_rows) * config.hidden_size * itemsize
     rotary = 2 * ctx_size * _head_dim(config) * itemsize
-    chunk = CHUNK_ROWS * (8 * config.hidden_size + 3 * feed_forward) * itemsize
-    logits = max_rows * model.vocab_size * (itemsize + 2 * _FLOAT32)
+    chunk = _chunk_bytes(model, CHUNK_ROWS)
+    logits = max_rows * model.vocab_size * _logit_bytes(model, on_gpu)
     if model.attention == SEGMENTED:
-        attention = _segmented_bytes(model, ctx_size)
+        attention = _segmented_bytes(model, ctx_size, _kernel_bytes(model, on_gpu))
         masks = _segment_mask_bytes(model, ctx_size, max_rows)
     else:
         kind = _attention(model)
@@ -56,12 +60,35 @@ def activation_bytes(model: HfModel, ctx_size: int, max_rows: int) -> int:
     return rotary + masks + logits + 3 * hidden + max(chunk + attention, hidden)
 
 
-def _segmented_bytes(model: HfModel, ctx_size: int) -> int:
+def level_bytes(model: HfModel, n_rows: int, n_keys: int) -> int:
+    """Of one level of a tree on a GPU, at most CHUNK_ROWS rows, over so many keys: what is alive
+    while it is computed. Masks and logits come on top."""
+    config, itemsize = model.config, model.dtype.itemsize
+    rows = n_rows * (3 * config.hidden_size + 2 * _head_dim(config)) * itemsize
+    # All keys are behind one mask: there is nothing to merge, but the kernel sums up in float32.
+    return rows + _chunk_bytes(model, n_rows) + _segmented_bytes(model, n_keys + CHUNK_ROWS, 0)
+
+
+def _chunk_bytes(model: HfModel, n_rows: int) -> int:
+    config = model.config
+    feed_forward = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return int(n_rows * (8 * config.hidden_size + 3 * feed_forward) * model.dtype.itemsize)
+
+
+def _logit_bytes(model: HfModel, on_gpu: bool) -> int:
+    """Of one logit, the copies of it that are alive together included."""
+    if not on_gpu:
+        return model.dtype.itemsize + 2 * _FLOAT32
+    is_capped = getattr(model.config, "final_logit_softcapping", None) is not None
+    return model.dtype.itemsize * (2 if is_capped else 1)
+
+
+def _segmented_bytes(model: HfModel, ctx_size: int, kernel_bytes: int) -> int:
     """Of attention in segments (backends/attention.py): outputs, and what a kernel works on."""
     config, itemsize = model.config, model.dtype.itemsize
     heads = config.num_attention_heads
     dims = _latent_dims(config)
-    key, value = (dims.key, dims.value) if dims else (_head_dim(config),) * 2
+    key, value = _widths(model)
     kv_heads = heads if dims else getattr(config, "num_key_value_heads", None) or heads
     outputs = CHUNK_ROWS * heads * value * _FLOAT32 * _MERGED_COPIES
     n_keys = max(ctx_size - CHUNK_ROWS, min(ctx_size, CHUNK_ROWS))  # of the longest segment
@@ -70,11 +97,21 @@ def _segmented_bytes(model: HfModel, ctx_size: int) -> int:
         return outputs + 2 * min(scores, MAX_SCORE_BYTES)  # and a second time for their sum
     widened = 0 if key == value else kv_heads * max(key, value) * itemsize  # the narrower ones
     expanded = heads * dims.expanded * itemsize if dims else 0
-    return outputs + widened * n_keys + expanded * ctx_size + _kernel_bytes(value, itemsize)
+    return outputs + widened * n_keys + expanded * ctx_size + kernel_bytes
 
 
-def _kernel_bytes(head_dim: int, itemsize: int) -> int:
-    """Of the kernel's threads: float32 scores and outputs, and the scores in a narrower format."""
+def _widths(model: HfModel) -> tuple[int, int]:
+    """Numbers of a head's key and value."""
+    dims = _latent_dims(model.config)
+    return (dims.key, dims.value) if dims else (_head_dim(model.config),) * 2
+
+
+def _kernel_bytes(model: HfModel, on_gpu: bool) -> int:
+    """Of a GPU: the parts that are merged. Of the CPU's threads: float32 scores and outputs, and
+    the scores in a narrower format."""
+    head_dim, itemsize = _widths(model)[1], model.dtype.itemsize
+    if on_gpu:
+        return _BLOCKS_OF_SPLIT_KEYS * _QUERIES_PER_BLOCK * (head_dim + 1) * _FLOAT32
     narrow = 0 if itemsize == _FLOAT32 else itemsize
     scores = _QUERIES_PER_BLOCK * _KEYS_PER_BLOCK * (_FLOAT32 + narrow)
     outputs = _QUERIES_PER_BLOCK * (head_dim + 2) * _FLOAT32

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
+from backends.cuda_engine import CudaEngine, NoDevice, vram_use
+from backends.library_errors import one_line
+from backends.vram_errors import no_raw_out_of_memory
 from offload.copy_profile import measure_copies
 
 
@@ -17,26 +22,45 @@ class CudaMemory:
     name: str
     total_bytes: int
     free_bytes: int
-    """Of this and other processes; what torch holds in reserve here counts as free."""
+    """For this process: what nobody has, and what torch holds in reserve here."""
+    held_bytes: int = 0
+    """What other models of this process have."""
 
 
 def cuda_memory(device: int = 0) -> CudaMemory:
-    """Asks the driver; makes the CUDA context, which takes memory of its own, if there is none."""
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    ours = torch.cuda.memory_reserved(device)
-    return CudaMemory(torch.cuda.get_device_name(device), total_bytes, free_bytes + ours)
+    """Asks the driver; makes the CUDA context, which takes memory of its own, if there is none.
+
+    Raises NoDevice where the driver refuses: another program has the whole card, say.
+    """
+    try:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        held_bytes = torch.cuda.memory_allocated(device)
+        free_bytes += torch.cuda.memory_reserved(device) - held_bytes
+        name = torch.cuda.get_device_name(device)
+        return CudaMemory(name, total_bytes, free_bytes, held_bytes)
+    except RuntimeError as error:
+        problem = f"CUDA does not start on this GPU ({one_line(error)})"
+        raise NoDevice(f"{problem}: end what else uses it, or give --device cpu") from error
+
+
+@contextmanager
+def measuring(device: int = 0) -> Iterator[None]:
+    """Around measurements that come before a plan: they leave nothing behind on the device, and
+    the peak of `vram_peak_bytes` begins after them.
+
+    Raises VramExceeded where they find no room.
+    """
+    gpu = torch.device("cuda", device)
+    with no_raw_out_of_memory(lambda: vram_use(gpu, cuda_memory(device).total_bytes)):
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize(gpu)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(gpu)
 
 
 @cache
 def measure_copies_to_gpu(device: int = 0) -> float:
-    """Bytes per second from pinned host memory; measured once in a process.
-
-    Gives back what measuring took, and lets the peak of `vram_peak_bytes` begin anew.
-    """
-    from backends.cuda_engine import CudaEngine
-
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    speed = measure_copies(CudaEngine(total_bytes, device))
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return speed
+    """Bytes per second from pinned host memory; measured once in a process."""
+    return measure_copies(CudaEngine(None, device))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
+from backends.activations import activation_bytes
 from backends.compute import measure_gpu_compute
+from backends.device_memory import cache_bytes, recording_bytes
 from backends.hf_source import HfSource
+from backends.small_model import is_small, measure_small
 from backends.source import ModelCompute
-from offload.tiers import device_footprint
+from offload.tiers import TieredLayer, TierPlan, device_footprint
 
 
 class HfGpuSource(HfSource):
@@ -24,7 +29,28 @@ class HfGpuSource(HfSource):
     def outer_bytes(self) -> int:
         return device_footprint(super().outer_bytes)
 
+    def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
+        return cache_bytes(self.model, ctx_size + max_nodes)
+
+    def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
+        return activation_bytes(self.model, ctx_size, max_rows, on_gpu=True)
+
+    def recording_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
+        return recording_bytes(self.model, ctx_size, max_nodes, max_rows)
+
+    @cached_property
+    def all_on_device(self) -> TierPlan:
+        """Nothing is copied."""
+        return TierPlan(
+            tuple(
+                TieredLayer(layer.tensors, frozenset(record.name for record in layer.tensors))
+                for layer in self.layers
+            )
+        )
+
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
         """Reads from storage leave a GPU's arithmetic alone."""
+        if is_small(self):
+            return measure_small(self, 0, tiers=self.all_on_device, records_levels=True)
         curve = measure_gpu_compute(self.model.dtype, torch.device("cuda", 0))
         return ModelCompute(curve, self.head_bytes)

@@ -8,6 +8,7 @@ tells of it, so a small model is loaded for a moment and run.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +31,10 @@ def is_small(source: ModelSource) -> bool:
     return _layer_bytes(source) + source.outer_bytes <= SMALL_BYTES
 
 
-def measure_small(source: ModelSource, n_threads: int) -> ModelCompute:
+def measure_small(source: ModelSource, n_threads: int, **where: Any) -> ModelCompute:
     """Passes of a small model that is loaded for that, once for each shape in a process.
+
+    where: fields of the Loading of a model that is not loaded into host memory.
 
     Raises what loading the model raises.
     """
@@ -42,11 +45,11 @@ def measure_small(source: ModelSource, n_threads: int) -> ModelCompute:
         tuple((r.dtype, r.shape) for layer in source.layers for r in layer.tensors),
     )
     if key not in _known:
-        _known[key] = _measure(source)
+        _known[key] = _measure(source, where)
     return ModelCompute(_known[key], source.head_bytes)
 
 
-def _measure(source: ModelSource) -> ComputeCurve:
+def _measure(source: ModelSource, where: dict[str, Any]) -> ComputeCurve:
     """Seconds of a pass, per byte of the weights."""
     loading = Loading(
         plan_residency(source.layers, _PLENTY_BYTES),
@@ -54,6 +57,7 @@ def _measure(source: ModelSource) -> ComputeCurve:
         max_nodes=_ROWS[-1],
         max_rows=_ROWS[-1],
         load_mode="ram",
+        **where,
     )
     n_prefix = loading.max_context - 1
     with source.load(loading) as backend:

@@ -87,9 +87,9 @@ class Loading:
     """From LOAD_MODES, decided: not "auto"."""
     tiers: TierPlan | None = None
     """Load the model onto a GPU like this; None: onto the CPU, by `residency`."""
-    vram_bytes: int = 0
+    vram_bytes: int | None = None
     """What the whole process may take of the GPU's memory beside CUDA's own context; used with
-    `tiers` only."""
+    `tiers` only. None: what it was promised before, or all."""
     records_levels: bool = False
     """Let a GPU record the passes of small batches, where the model allows it: of use to drafts."""
     n_readers: int | None = None
@@ -144,6 +144,11 @@ class ModelSource(ABC):
     @abstractmethod
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         """Activations and logits of a prompt of `ctx_size` or a pass of `max_rows`, at most."""
+
+    def recording_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
+        """What a GPU that records the passes of small batches takes for it (Loading.records_levels)
+        beside the scratch and the KV cache."""
+        return 0
 
     @property
     @abstractmethod

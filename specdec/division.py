@@ -22,11 +22,11 @@ from offload.budget import BudgetExceeded, MemoryBudget, format_up
 from offload.memory import process_memory
 from offload.plan import ResidencyPlan
 from offload.tier_planner import VRAM
-from offload.tiers import DEFAULT_N_DEVICE_SLOTS
+from offload.tiers import CUDA_CONTEXT_BYTES, DEFAULT_N_DEVICE_SLOTS
 from offload.units import MIB
 from specdec.memory_parts import Parts, PartsOfRun
 from specdec.options import CPU, CUDA, RunOptions
-from specdec.tenants import GpuResident, GpuTenant, HostTenant, Rings, Tenant
+from specdec.tenants import GpuResident, GpuTenant, HostTenant, Ledgers, Rings, Tenant
 
 DEFAULT_CTX_SIZE = 2048
 HEADROOM_BYTES = 192 * MIB
@@ -36,8 +36,6 @@ SMALL_TREE = 8
 _SMALLEST_STEP_BYTES = 16 * MIB
 """The smallest budget leaves as much over, and is rounded up to it: the base varies a little."""
 _LEAST_ADVISED_CTX = 256
-CUDA_CONTEXT_BYTES = 512 * MIB
-"""Of VRAM, beside what torch allocates: the driver's context and the loaded kernels. Assumed."""
 VRAM_HEADROOM_BYTES = 256 * MIB
 """Workspaces of matrix products, and what the allocator rounds up."""
 
@@ -79,6 +77,13 @@ class Gpu:
     """The draft as it would run there; None where it cannot."""
     host_bytes: int = 0
     """What its libraries take of host memory and the process does not take yet."""
+    held_bytes: int = 0
+    """What other models of the process have of its memory."""
+
+    @property
+    def base_bytes(self) -> int:
+        """Of `vram_bytes`: taken before anything of this run."""
+        return CUDA_CONTEXT_BYTES + self.held_bytes
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,11 @@ class Divider:
         self._base_bytes += 0 if gpu is None else gpu.host_bytes
 
     @property
+    def is_on_gpu(self) -> bool:
+        """The target."""
+        return self._gpu is not None
+
+    @property
     def draft_devices(self) -> tuple[str, ...]:
         """Where the draft may run; (CPU,) without a draft too."""
         return tuple(self._drafts) or (CPU,)
@@ -172,7 +182,7 @@ class Divider:
         draft_plan = self._place_draft(budget, vram, shape)
         device_bytes = 0 if vram is None else vram.available_bytes
         target_plan = self._target.place(budget.available_bytes, device_bytes, shape.rings)
-        self._target.reserve(budget, vram, target_plan, shape.rings, "")
+        self._target.reserve(Ledgers(budget, vram), target_plan, shape.rings, "")
         return Division(
             budget,
             target_plan,
@@ -224,7 +234,7 @@ class Divider:
         device_bytes = draft.least_device_bytes(Rings())
         wanted = max(draft.least_bytes(device_bytes, Rings()), wanted)
         plan = draft.place(min(left, wanted), device_bytes, Rings())
-        draft.reserve(budget, vram, plan, Rings(), "draft ")
+        draft.reserve(Ledgers(budget, vram), plan, Rings(), "draft ")
         return plan
 
     def _divide_vram(self, parts: Parts, shape: Shape) -> MemoryBudget | None:
@@ -237,7 +247,7 @@ class Divider:
             raise BudgetExceeded(
                 "this run", needed, total_bytes, self.smallest_vram_bytes, ledger=VRAM
             )
-        vram = MemoryBudget(total_bytes, CUDA_CONTEXT_BYTES, VRAM_HEADROOM_BYTES, ledger=VRAM)
+        vram = MemoryBudget(total_bytes, self._gpu.base_bytes, VRAM_HEADROOM_BYTES, ledger=VRAM)
         for name, n_bytes in parts.gpu.items():
             vram.reserve(name, n_bytes)
         return vram
@@ -246,7 +256,8 @@ class Divider:
         draft = self._draft(shape)
         least = self._target.least_device_bytes(shape.rings)
         least += draft.least_device_bytes(Rings()) if draft else 0
-        return CUDA_CONTEXT_BYTES + VRAM_HEADROOM_BYTES + sum(parts.gpu.values()) + least
+        base_bytes = 0 if self._gpu is None else self._gpu.base_bytes
+        return base_bytes + VRAM_HEADROOM_BYTES + sum(parts.gpu.values()) + least
 
     def _needed(self, parts: Parts, shape: Shape, vram: MemoryBudget | None) -> int:
         draft = self._draft(shape)

@@ -32,16 +32,18 @@ def find_gpu(options: RunOptions, pair: OpenedPair) -> Gpu | None:
     from backends.cuda_probe import cuda_memory
 
     memory = cuda_memory()
-    free = f"{memory.name} has {format_exactly(memory.free_bytes)} free of "
-    free += format_bytes(memory.total_bytes)
-    if options.vram_budget == AUTO:
-        return gpu_for(options, pair, memory.free_bytes, f"what is free on {memory.name}")
-    wanted = parse_bytes(options.vram_budget)
-    if wanted > memory.free_bytes:
+    most = memory.free_bytes + memory.held_bytes  # the budget is the whole process's
+    asked, vram_bytes, source = options.vram_budget, most, f"what is free on {memory.name}"
+    if asked != AUTO:
+        vram_bytes, source = parse_bytes(asked), "as asked"
+    if vram_bytes > most:
+        free = f"{format_exactly(most)} free of {format_bytes(memory.total_bytes)}"
         raise ConfigError(
-            f"the VRAM budget is {format_exactly(wanted)}, but {free}: give at most that"
+            f"the VRAM budget is {format_exactly(vram_bytes)}, but {memory.name} has {free}: "
+            "give at most that"
         )
-    return gpu_for(options, pair, wanted, "as asked")
+    gpu = gpu_for(options, pair, vram_bytes, source)
+    return replace(gpu, held_bytes=memory.held_bytes)
 
 
 def gpu_for(
@@ -70,15 +72,18 @@ def gpu_for(
 
 def measure_with_gpu(pair: OpenedPair, gpu: Gpu) -> Figures:
     """This machine's speed, its GPU's among it."""
-    from backends.cuda_probe import measure_copies_to_gpu
+    from backends import cuda_probe
 
-    return Figures(
-        measure_storage(pair.target.source.weight_file).storage_bytes_per_second,
-        gpu.target.measure_compute(beside_reads=False),
-        None if gpu.cpu_draft is None else measure_draft(gpu.cpu_draft),
-        None if gpu.draft is None else measure_draft(gpu.draft),
-        measure_copies_to_gpu(),
-    )
+    storage = measure_storage(pair.target.source.weight_file).storage_bytes_per_second
+    cpu_draft = None if gpu.cpu_draft is None else measure_draft(gpu.cpu_draft)
+    with cuda_probe.measuring():
+        return Figures(
+            storage,
+            gpu.target.measure_compute(beside_reads=False),
+            cpu_draft,
+            None if gpu.draft is None else measure_draft(gpu.draft),
+            cuda_probe.measure_copies_to_gpu(),
+        )
 
 
 def placed(pair: OpenedPair, gpu: Gpu | None, draft_device: str) -> OpenedPair:

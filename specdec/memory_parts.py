@@ -22,7 +22,7 @@ _LISTED_BYTES = 160  # Python's numbers, in tuples, in lists
 _KEPT_BYTES = 4 + 8  # int32 and float64
 LEAST_PLANNED_WIDTH = 64
 """Branches below one draft token that memory is set aside for in any case."""
-_LOGIT_BYTES = 4  # float32
+_BROUGHT_LOGIT_BYTES = 4 + 4  # as they come from a GPU, and float32
 
 
 @dataclass
@@ -80,11 +80,12 @@ class PartsOfRun:
                 "KV cache": target.kv_bytes(ctx_size, n_nodes, cache_type),
                 "activations": target.scratch_bytes(ctx_size, n_rows, n_nodes),
             },
-            logit_bytes=n_rows * target.vocab_size * _LOGIT_BYTES,
+            n_logits=n_rows * target.vocab_size,
         )
         found.host["trees"] = table_bytes(n_nodes)
         if draft is not None:
             n_run = most_draft_nodes(n_drafted, draft.max_tree_leaves)
+            n_beams = max_beams(n_drafted)
             window = self.options.spec.draft_window
             draft_ctx = draft_context_size(window, ctx_size, draft.max_context, n_run)
             _place(
@@ -94,11 +95,14 @@ class PartsOfRun:
                 {
                     "embeddings and head": draft.outer_bytes,
                     "KV cache": draft.kv_bytes(draft_ctx, n_run),
-                    "activations": draft.scratch_bytes(draft_ctx, max_beams(n_drafted), n_run),
+                    "activations": draft.scratch_bytes(draft_ctx, n_beams, n_run),
                 },
-                logit_bytes=max_beams(n_drafted) * draft.vocab_size * _LOGIT_BYTES,
+                n_logits=n_beams * draft.vocab_size,
             )
             found.host["trees"] += table_bytes(n_run)
+            if is_draft_on_gpu:
+                recorded = draft.recording_bytes(draft_ctx, n_beams, n_run)
+                found.gpu["draft recorded passes"] = recorded
             found.host["draft probabilities"] = self._probability_bytes(draft, n_drafted, n_run)
         if self.options.spec.acceptance == "block":
             n_rows = min(n_drafted, self.options.spec.depth)
@@ -122,10 +126,10 @@ class PartsOfRun:
 
 
 def _place(
-    parts: Parts, model: str, is_on_gpu: bool, found: Mapping[str, int], *, logit_bytes: int
+    parts: Parts, model: str, is_on_gpu: bool, found: Mapping[str, int], *, n_logits: int
 ) -> None:
     """Where the model computes; of a GPU's logits a copy comes to the host."""
     where = parts.gpu if is_on_gpu else parts.host
     where.update({f"{model} {name}": n_bytes for name, n_bytes in found.items()})
     if is_on_gpu:
-        parts.host[f"{model} logits"] = logit_bytes
+        parts.host[f"{model} logits"] = n_logits * _BROUGHT_LOGIT_BYTES

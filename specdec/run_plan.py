@@ -9,6 +9,7 @@ from typing import Any
 from offload.budget import format_up
 from offload.plan import ResidencyPlan
 from offload.tier_planner import TieredPlan
+from offload.tiers import CUDA_CONTEXT_BYTES
 from offload.units import GIB, format_bytes
 from specdec.alternatives import Alternative
 from specdec.options import CPU, CUDA
@@ -57,8 +58,7 @@ class RunPlan:
     @property
     def torch_vram_bytes(self) -> int:
         """What torch's allocator may reserve of it: all but the driver's context."""
-        vram = self.chosen.division.vram
-        return 0 if vram is None else vram.total_bytes - vram.base_bytes
+        return max(0, self.vram_budget_bytes - CUDA_CONTEXT_BYTES)
 
     @property
     def vram_parts(self) -> tuple[tuple[str, int], ...]:

@@ -39,6 +39,15 @@ class Rings:
 
 
 @dataclass(frozen=True)
+class Ledgers:
+    """What memory is reserved in."""
+
+    host: MemoryBudget
+    vram: MemoryBudget | None = None
+    """Of the GPU, if there is one."""
+
+
+@dataclass(frozen=True)
 class Tenant(ABC):
     """A model that wants memory for its layers."""
 
@@ -73,14 +82,7 @@ class Tenant(ABC):
         """
 
     @abstractmethod
-    def reserve(
-        self,
-        budget: MemoryBudget,
-        vram: MemoryBudget | None,
-        plan: ResidencyPlan,
-        rings: Rings,
-        prefix: str,
-    ) -> None:
+    def reserve(self, ledgers: Ledgers, plan: ResidencyPlan, rings: Rings, prefix: str) -> None:
         """Set aside what `place` planned for."""
 
 
@@ -108,16 +110,10 @@ class HostTenant(Tenant):
         left = n_bytes - self._overhead_bytes(n_slots)
         return plan_residency(self.source.layers, left, n_slots=n_slots)
 
-    def reserve(
-        self,
-        budget: MemoryBudget,
-        vram: MemoryBudget | None,
-        plan: ResidencyPlan,
-        rings: Rings,
-        prefix: str,
-    ) -> None:
+    def reserve(self, ledgers: Ledgers, plan: ResidencyPlan, rings: Rings, prefix: str) -> None:
         if self.load_mode == "mmap":
             return
+        budget = ledgers.host
         budget.reserve(f"{prefix}pinned layers", plan.resident_bytes)
         budget.reserve(f"{prefix}ring", plan.ring_bytes)
         if plan.n_slots:
@@ -154,14 +150,8 @@ class GpuTenant(Tenant):
             n_device_slots=rings.n_device_slots,
         )
 
-    def reserve(
-        self,
-        budget: MemoryBudget,
-        vram: MemoryBudget | None,
-        plan: ResidencyPlan,
-        rings: Rings,
-        prefix: str,
-    ) -> None:
+    def reserve(self, ledgers: Ledgers, plan: ResidencyPlan, rings: Rings, prefix: str) -> None:
+        budget, vram = ledgers.host, ledgers.vram
         assert isinstance(plan, TieredPlan)
         assert vram is not None
         vram.reserve(f"{prefix}layers", plan.tiers.device_resident_bytes)

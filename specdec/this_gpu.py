@@ -9,7 +9,7 @@ from pathlib import Path
 from backends.compute_profile import ComputeCurve
 from specdec.devices import DeviceError
 from specdec.formats import is_gguf
-from specdec.this_machine import ThisMachine
+from specdec.this_machine import ThisMachine, torch_format
 
 
 class ThisGpu(ThisMachine):
@@ -36,15 +36,17 @@ class ThisGpu(ThisMachine):
 
     @cached_property
     def pcie_bytes_per_second(self) -> float:
-        from backends.cuda_probe import measure_copies_to_gpu
+        from backends import cuda_probe
 
-        return measure_copies_to_gpu()
+        with cuda_probe.measuring():
+            return cuda_probe.measure_copies_to_gpu()
 
     def measure(self, name: str) -> tuple[ComputeCurve, float]:
         import torch
 
+        from backends import cuda_probe
         from backends.compute import measure_gpu_compute
-        from backends.hf_model import TORCH_DTYPES
 
-        dtype = TORCH_DTYPES[name]
-        return measure_gpu_compute(dtype, torch.device("cuda", 0)), dtype.itemsize
+        dtype = torch_format(name)
+        with cuda_probe.measuring():
+            return measure_gpu_compute(dtype, torch.device("cuda", 0)), dtype.itemsize

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from backends.compute_profile import ComputeCurve, matrix_formats
 from offload.memory import memory_limit
@@ -93,10 +94,8 @@ def _measure_ggml(name: str, n_threads: int | None) -> tuple[ComputeCurve, float
     raise DeviceError(f"{name} is no number format of ggml: arithmetic cannot be timed")
 
 
-def _measure_torch(name: str, n_threads: int | None) -> tuple[ComputeCurve, float]:
-    import torch
-
-    from backends.compute import measure_compute
+def torch_format(name: str) -> Any:
+    """The dtype of torch that weight files call so. Raises DeviceError where there is none."""
     from backends.hf_model import TORCH_DTYPES
 
     if name not in TORCH_DTYPES:
@@ -104,7 +103,15 @@ def _measure_torch(name: str, n_threads: int | None) -> tuple[ComputeCurve, floa
             f"arithmetic in {name} cannot be timed here, only in {', '.join(TORCH_DTYPES)}: "
             "name a device with all its figures by --on"
         )
+    return TORCH_DTYPES[name]
+
+
+def _measure_torch(name: str, n_threads: int | None) -> tuple[ComputeCurve, float]:
+    import torch
+
+    from backends.compute import measure_compute
+
+    dtype = torch_format(name)
     if n_threads is not None:
         torch.set_num_threads(n_threads)
-    dtype = TORCH_DTYPES[name]
     return measure_compute(dtype), dtype.itemsize

@@ -5,6 +5,7 @@ Everything above the engine is the real thing: options, plans, both ledgers, rin
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fake_device import Policy
 
 from backends.compute import measure_compute
 from backends.cuda_probe import CudaMemory
+from backends.graphs import Unrecorded
 from offload import tier_planner
 from offload.tiers import TieredLayer, TierPlan
 from offload.units import GIB
@@ -22,11 +24,13 @@ PEAK_BYTES = 123
 
 
 def install_fake_gpu(patch: pytest.MonkeyPatch) -> list[int]:
-    """From now on a GPU of 8 GiB is here. Returns the limits that engines were made with."""
+    """From now on a GPU of 8 GiB is here. Returns the limits that engines were made with, but for
+    those that measure."""
     limits: list[int] = []
 
-    def engine(vram_bytes: int) -> CpuEngine:
-        limits.append(vram_bytes)
+    def engine(vram_bytes: int | None) -> CpuEngine:
+        if vram_bytes is not None:
+            limits.append(vram_bytes)
         return CpuEngine(Policy.EARLY)
 
     def compute(dtype: torch.dtype, device: torch.device) -> Any:
@@ -34,22 +38,14 @@ def install_fake_gpu(patch: pytest.MonkeyPatch) -> list[int]:
 
     patch.setattr("backends.cuda_engine.cuda_problem", lambda: None)
     patch.setattr("backends.cuda_engine.vram_peak_bytes", lambda: PEAK_BYTES)
-    patch.setattr("backends.cuda_probe.cuda_memory", lambda: CudaMemory("fake", 8 * GIB, 6 * GIB))
+    memory = CudaMemory("fake", 8 * GIB, 6 * GIB)
+    patch.setattr("backends.cuda_probe.cuda_memory", lambda: memory)
     patch.setattr("backends.cuda_probe.measure_copies_to_gpu", lambda: 1e9)
+    patch.setattr("backends.cuda_probe.measuring", nullcontext)
     patch.setattr("backends.hf_gpu_source.measure_gpu_compute", compute)
     patch.setattr("backends.hf_source.CudaEngine", engine)
-    patch.setattr("backends.hf_source.CudaGraphs", _NoGraphs)
+    patch.setattr("backends.hf_source.CudaGraphs", Unrecorded)
     return limits
-
-
-class _NoGraphs:
-    """Static passes are run as they are: only CUDA can record them."""
-
-    def record(self, run: Any) -> Any:
-        return run
-
-    def forget(self) -> None:
-        pass
 
 
 def force_tiers(patch: pytest.MonkeyPatch) -> None:

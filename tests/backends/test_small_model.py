@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_gpu import install_fake_gpu
 from gguf_models import save_tiny_gguf
 
 from backends import gguf_source, small_model
 from backends.compute_profile import ComputeCurve
+from backends.hf_gpu_source import HfGpuSource
 from backends.hf_source import HfSource
 from backends.shared_source import SharedSource
 from backends.small_model import is_small
@@ -155,3 +157,29 @@ def test_a_product_may_be_timed_any_number_of_times(monkeypatch: pytest.MonkeyPa
     q8_0 = 8
     curve = ggml_compute.measure_ggml_compute.__wrapped__(q8_0, 1)
     assert curve.seconds(1) == pytest.approx(4096 * 4096 / 32 * 34)
+
+
+def test_a_small_model_on_a_gpu_is_timed_there_and_as_a_draft_runs(
+    checkpoint_factory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What starting kernels takes, or replaying a recording of them, is most of its passes."""
+    monkeypatch.setattr(small_model, "_known", {})
+    install_fake_gpu(monkeypatch)
+    seen: list[Loading] = []
+    load = HfGpuSource.load
+
+    def noted(self: HfGpuSource, loading: Loading) -> Any:
+        seen.append(loading)
+        backend = load(self, loading)
+        assert backend._static is not None
+        return backend
+
+    monkeypatch.setattr(HfGpuSource, "load", noted)
+    gpu = HfSource(checkpoint_factory("llama"), BackendOptions()).on_gpu()
+    first, second = gpu.measure_compute(), gpu.measure_compute()
+    (loading,) = seen  # once in a process
+    assert first.per_byte == second.per_byte
+    assert first.per_byte.seconds(1) > 0
+    assert loading.tiers is not None
+    assert loading.tiers.copied_bytes == 0
+    assert loading.vram_bytes is None  # what was promised to other models stays promised

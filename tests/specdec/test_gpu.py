@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from backends.shared_source import SharedSource
 from offload.units import GIB, MIB
 from specdec import ranking_cost
 from specdec.config import ConfigError
+from specdec.division import Divider, Shape
 from specdec.formats import OpenedModel
 from specdec.gpu import find_gpu, gpu_for, measure_with_gpu, placed
 from specdec.opened import OpenedPair
@@ -31,6 +33,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_engine, "cuda_problem", lambda: None)
     memory = CudaMemory("Test GPU", 8 * GIB, 6 * GIB)
     monkeypatch.setattr(cuda_probe, "cuda_memory", lambda: memory)
+    monkeypatch.setattr(cuda_probe, "measuring", nullcontext)
 
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +60,18 @@ def test_all_that_is_free_is_taken_or_what_was_asked_for():
     assert (found.vram_bytes, found.vram_source) == (2 * GIB, "as asked")
     with pytest.raises(ConfigError, match="give at most that"):
         find_gpu(options(device="cuda", vram_budget="7GiB"), pair())
+
+
+def test_the_budget_is_the_whole_processs(monkeypatch):
+    """Another model of it has 5 GiB: all of the budget but those is left for this one."""
+    memory = CudaMemory("Test GPU", 8 * GIB, GIB, held_bytes=5 * GIB)
+    monkeypatch.setattr(cuda_probe, "cuda_memory", lambda: memory)
+    found = find_gpu(options(device="cuda"), pair())
+    assert (found.vram_bytes, found.base_bytes) == (6 * GIB, 5 * GIB + 512 * MIB)
+    divider = Divider(TARGET, None, options(device="cuda", draft=None, ctx_size=64), GIB, found)
+    division = divider.divide(8 * GIB, Shape(8))
+    assert dict(division.vram.table())["base"] == 5 * GIB + 512 * MIB
+    assert division.smallest_vram_bytes > 5 * GIB + 512 * MIB
 
 
 @pytest.mark.parametrize(
@@ -182,3 +197,11 @@ def test_a_profile_of_a_gpu_is_a_device_to_plan_for(capsys, monkeypatch, tmp_pat
     expect_error(
         capsys, ["profile", "-m", model, "--device", "cuda"], "torch was built without CUDA"
     )
+
+
+def test_a_format_that_torch_lacks_is_named(monkeypatch, tmp_path):
+    from specdec.devices import DeviceError
+    from specdec.this_gpu import ThisGpu
+
+    with pytest.raises(DeviceError, match="arithmetic in F8_E4M3 cannot be timed here"):
+        ThisGpu(tmp_path, ["F8_E4M3"]).measure("F8_E4M3")

@@ -1,0 +1,61 @@
+"""What a model takes of a GPU's memory beside its weights, as torch's allocator hands it out."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from backends.activations import level_bytes
+from backends.hf_config import kv_values_per_token
+from backends.hf_model import HfModel
+from backends.kv_cache import whole_blocks
+from backends.static_pass import MAX_STATIC_ROWS, has_static_passes, static_keys, static_shapes
+from offload.units import MIB
+
+_BLOCK_BYTES = 512
+_SMALL_BYTES, _SMALL_SEGMENT_BYTES = MIB, 2 * MIB
+_LARGE_BYTES, _LARGE_SEGMENT_BYTES = 10 * MIB, 20 * MIB
+_ROUND_BYTES = 2 * MIB
+_INDEX_BYTES = 8  # int64
+
+
+def allocated_bytes(n_bytes: int, n_tensors: int = 1) -> int:
+    """Device memory that so many tensors of `n_bytes` take together.
+
+    torch cuts small tensors from segments of 2 MiB, those of 1 to 10 MiB from segments of 20 MiB,
+    and rounds larger ones up to 2 MiB (c10/cuda/CUDACachingAllocator.cpp).
+    """
+    n_bytes = _up(n_bytes, _BLOCK_BYTES)
+    if n_bytes >= _LARGE_BYTES:
+        return n_tensors * _up(n_bytes, _ROUND_BYTES)
+    segment = _SMALL_SEGMENT_BYTES if n_bytes <= _SMALL_BYTES else _LARGE_SEGMENT_BYTES
+    return -(-n_tensors // (segment // max(n_bytes, _BLOCK_BYTES))) * segment
+
+
+def cache_bytes(model: HfModel, n_rows: int) -> int:
+    """A KV cache of so many rows, which has its full size from the start: keys and values of every
+    layer."""
+    row = model.dtype.itemsize * whole_blocks(n_rows)
+    sizes = Counter(row * kv_values_per_token(model.config, layer) // 2 for layer in model.layers)
+    return sum(allocated_bytes(size, 2 * n_layers) for size, n_layers in sizes.items())
+
+
+def recording_bytes(model: HfModel, ctx_size: int, max_nodes: int, max_rows: int) -> int:
+    """What passes of fixed shapes (backends/static_pass.py) take beside the others: rows of padding
+    in the KV cache, masks and logits of each shape, and the memory that recordings share."""
+    if not has_static_passes(model):
+        return 0
+    shapes, itemsize = static_shapes(max_rows), model.dtype.itemsize
+    most_rows, widest = ctx_size + max_nodes, shapes[-1]
+    n_keys = static_keys(most_rows + widest, most_rows)
+    padding = cache_bytes(model, most_rows + MAX_STATIC_ROWS) - cache_bytes(model, most_rows)
+    windows = {model.window(i) for i in range(len(model.layers))}
+    inputs = sum(
+        len(windows) * allocated_bytes(n * n_keys * itemsize) + 3 * n * _INDEX_BYTES for n in shapes
+    )
+    logits = sum(allocated_bytes(n * model.vocab_size * itemsize) for n in shapes)
+    shared = level_bytes(model, widest, n_keys) + _LARGE_SEGMENT_BYTES
+    return padding + inputs + widest * n_keys + logits + shared
+
+
+def _up(n_bytes: int, step: int) -> int:
+    return -(-n_bytes // step) * step

@@ -1,0 +1,135 @@
+"""What is set aside of a GPU's memory beside the weights, against what is taken."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from checkpoints import FAMILIES
+from device_talk import all_there, on_device
+from graph_tape import AlwaysGraphs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.activations import activation_bytes
+from backends.base import PREFIX
+from backends.cuda_engine import CudaEngine, cuda_problem
+from backends.device_memory import allocated_bytes, cache_bytes, recording_bytes
+from backends.graphs import Unrecorded
+from backends.hf_gpu_source import HfGpuSource
+from backends.hf_model import load_hf_model
+from backends.hf_source import HfSource
+from backends.source import BackendOptions
+from backends.static_pass import static_keys
+from backends.torch_backend import TorchBackend
+from offload.units import GIB, MIB
+
+MAX_CONTEXT, MAX_NODES = 1000, 300
+
+
+def segments_taken(n_bytes: int, n_tensors: int) -> int:
+    """torch's allocator in a few lines: cuts from the segment at hand, or asks for another one."""
+    n_bytes = max(512, -(-n_bytes // 512) * 512)
+    taken = left = 0
+    for _ in range(n_tensors):
+        if n_bytes > left:
+            if n_bytes <= MIB:
+                left = 2 * MIB
+            elif n_bytes < 10 * MIB:
+                left = 20 * MIB
+            else:
+                left = -(-n_bytes // (2 * MIB)) * 2 * MIB
+            taken += left
+        left -= n_bytes
+    return taken
+
+
+@given(
+    n_bytes=st.sampled_from([1, 512, MIB, MIB + 1, 10 * MIB - 1, 10 * MIB, 10 * MIB + 1])
+    | st.integers(1, 40 * MIB),
+    n_tensors=st.integers(1, 50),
+)
+def test_tensors_take_whole_segments(n_bytes: int, n_tensors: int) -> None:
+    assert allocated_bytes(n_bytes, n_tensors) == segments_taken(n_bytes, n_tensors)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-sliding", "gemma2", "minicpm3"])
+def test_recordings_are_set_aside(family: str, checkpoint_factory) -> None:
+    """Masks, logits and padding of every shape, held against a run of them all."""
+    model = load_hf_model(checkpoint_factory(family, max_position_embeddings=2048))
+    with TorchBackend.held_in_memory(model, max_context=MAX_CONTEXT) as backend:
+        backend.max_nodes = MAX_NODES
+        backend.use_static_passes(Unrecorded())
+        passes = backend._static
+        assert passes is not None
+        backend.prefill([5] * (MAX_CONTEXT - 2))
+        n_logits = 0
+        for n_rows in (8, 16, 32, 64):
+            ids, logits = backend.extend([5] * n_rows, [PREFIX] * n_rows)
+            n_logits += logits.size
+        most_rows = MAX_CONTEXT + MAX_NODES
+        assert backend.n_kv_allocated <= static_keys(most_rows + 64, most_rows)
+        masks = sum(
+            mask.nbytes for one in passes._passes.values() for mask in one._additive.values()
+        )
+        taken = masks + n_logits * model.dtype.itemsize
+        planned = recording_bytes(model, MAX_CONTEXT, MAX_NODES, 64)
+    assert taken <= planned
+
+
+def test_models_without_recordings_set_nothing_aside_for_them(checkpoint_factory) -> None:
+    model = load_hf_model(checkpoint_factory("bloom"))
+    assert recording_bytes(model, MAX_CONTEXT, MAX_NODES, 64) == 0
+
+
+def test_a_source_on_a_gpu_counts_what_the_allocator_rounds_up(checkpoint_factory) -> None:
+    source = HfSource(checkpoint_factory("llama"), BackendOptions())
+    gpu = source.on_gpu()
+    assert isinstance(gpu, HfGpuSource)
+    for ctx_size in (100, 5000, 50_000):
+        rows = -(-(ctx_size + 50) // 256) * 256
+        assert gpu.kv_bytes(ctx_size, 50) >= rows * source.model.kv_bytes_per_token
+        assert gpu.kv_bytes(ctx_size, 50) == cache_bytes(source.model, ctx_size + 50)
+    # Logits leave a GPU as they are; on the CPU they become float32 beside themselves.
+    per_row = [
+        one.scratch_bytes(64, 2048, 2048) - one.scratch_bytes(64, 1024, 1024)
+        for one in (source, gpu)
+    ]
+    assert per_row[0] - per_row[1] >= 1024 * source.vocab_size * 8
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(cuda_problem() is not None, reason=cuda_problem() or "")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "minicpm3"])
+def test_a_gpu_takes_no_more_than_planned(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    name, values = FAMILIES[family]
+    wide = {"max_position_embeddings": 4096, "hidden_size": 512, "num_attention_heads": 8}
+    config = getattr(transformers, name)(**{**values, **wide})
+    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(tmp_path)
+    gc.collect()
+    torch.cuda.empty_cache()
+    rows = 4096 + MAX_NODES + 256
+    with on_device(
+        tmp_path, CudaEngine(4 * GIB), all_there,
+        max_context=4096, max_nodes=MAX_NODES, cache_rows=rows,
+    ) as backend:  # fmt: skip
+        backend.prefill([5])  # the KV cache, and what libraries set up
+        model, held = backend._model, torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        backend.prefill([5] * 3000)
+        backend.extend([5] * 257, [PREFIX] * 257)
+        taken = torch.cuda.max_memory_allocated() - held
+        assert taken <= activation_bytes(model, 3000, MAX_NODES, on_gpu=True)
+        backend.rollback(3001)
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_reserved()
+        backend.use_static_passes(AlwaysGraphs())
+        for n_rows in (1, 9, 17, 33, 65):
+            backend.extend([5] * n_rows, [PREFIX] * n_rows)
+        torch.cuda.empty_cache()
+        recorded = torch.cuda.memory_reserved() - held
+        assert recorded <= recording_bytes(model, 4096, MAX_NODES, 128)
