@@ -18,14 +18,15 @@ from offload.budget import BudgetExceeded
 from offload.plan import ResidencyPlan
 from offload.tier_planner import TieredPlan
 from specdec.assumed_trees import ASSUMED_NGRAM_SHARE, best_depth, expected_tokens, likely_levels
-from specdec.config import SpecConfig
+from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.division import Divider, Division, Shape
 from specdec.drafters.model import max_beams
 from specdec.options import CPU, CUDA
 from specdec.pass_model import PassModel
 from specdec.policy import MAX_AUTO_NODES
 
-_TREES = (8, 16, 32, 64, 128)
+_TREES = (8, 16, 32, 64, MAX_AUTO_NODES, 256, 512, MAX_DRAFT_TOKENS)
+"""Those beyond MAX_AUTO_NODES on a GPU only."""
 _SLOTS = (2, 3, 4, 6, 8)
 _DEVICE_SLOTS = (3, 4)
 _DRAFT_SHARES = (0.5, 0.0)
@@ -208,7 +209,8 @@ class Weighing:
         least = self._divider.least_drafted
         if not self._spec.spec_type or self._spec.num_draft_tokens is not None:
             return
-        most = MAX_AUTO_NODES if self._most_leaves is None else self._most_leaves
+        most = MAX_DRAFT_TOKENS if self._divider.is_on_gpu else MAX_AUTO_NODES
+        most = most if self._most_leaves is None else min(most, self._most_leaves)
         yield from ({"n_drafted": n} for n in _TREES if least < n <= most)
 
     def _better(

@@ -14,9 +14,11 @@ from specdec.config import SpecConfig
 
 ASSUMED_LEVEL_ACCEPTANCE = 0.85
 """Chance that a tree holds the target's next token."""
-ASSUMED_TOKENS_PER_PASS = ((0, 1.0), (4, 2.35), (8, 2.78), (16, 3.23), (64, 3.64), (128, 3.77))
+_OBSERVED_TOKENS_PER_PASS = ((0, 1.0), (4, 2.35), (8, 2.78), (16, 3.23), (64, 3.64), (128, 3.77))
+ASSUMED_TOKENS_PER_PASS = (*_OBSERVED_TOKENS_PER_PASS, (256, 3.85), (512, 3.90), (1024, 3.93))
 """(draft tokens of the tree, tokens per pass), greedy, of a pair whose draft finds the target's
-token first in 0.64 of all places. Between these the logarithm of the tree's size counts."""
+token first in 0.64 of all places. Between these the logarithm of the tree's size counts. Beyond 128
+not observed: a doubling brings two thirds of what the one before it did."""
 ASSUMED_NGRAM_SHARE = 0.25
 """Of a tree's worth, where n-grams alone draft: most texts repeat themselves only now and then."""
 

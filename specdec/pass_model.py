@@ -18,6 +18,7 @@ from offload.tiers import TierPlan
 from specdec.policy import PassCost
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_GPU_ROWS = (*_ROWS, 256, 512, 1024)
 _FEW_ROWS = 16
 _ABOVE_THE_KNEE = 1.05
 """Of one row's seconds: passes that take so much longer are held up by their rows."""
@@ -55,12 +56,13 @@ class PassModel:
         """As the larger of two: one row's pass, and a line through those that rows hold up."""
         if not self.residency.n_moving_layers:  # nothing hides rows: a few of them count
             return PassCost(0.0, *_line(1, self.seconds(1), _FEW_ROWS, self.seconds(_FEW_ROWS)))
-        seconds = {n: self.seconds(n) for n in _ROWS}
+        rows = _GPU_ROWS if isinstance(self.residency, TieredPlan) else _ROWS
+        seconds = {n: self.seconds(n) for n in rows}
         floor = seconds[1]
-        above = [n for n in _ROWS if seconds[n] > _ABOVE_THE_KNEE * floor]
-        low = min(above, default=_ROWS[-2])
-        low, high = min(low, _ROWS[-2]), _ROWS[-1]
-        # Reads that hide all of 128 rows say nothing about the line: arithmetic alone does.
+        above = [n for n in rows if seconds[n] > _ABOVE_THE_KNEE * floor]
+        low = min(above, default=rows[-2])
+        low, high = min(low, rows[-2]), rows[-1]
+        # Reads that hide all of the rows say nothing about the line: arithmetic alone does.
         line = seconds if above else {n: self._compute_seconds(n) for n in (low, high)}
         return PassCost(floor, *_line(low, line[low], high, line[high]))
 

@@ -22,7 +22,8 @@ from specdec.tree import DRAFT_SOURCE, ROOT, DraftTree
 from specdec.tree_shape import TreeShape
 
 MAX_AUTO_NODES = 128
-"""Beyond this the next node of a tree is hardly ever accepted, and its logits take memory."""
+"""Beyond this the next node of a tree is hardly ever accepted, and its logits take memory; plans
+for a GPU, where a node costs next to nothing, may have room for more."""
 _RESIDENT_SLACK = 1.5
 """How much longer than one row's a pass may take where no reads hide the arithmetic."""
 _TYPICAL_DEPTH = 4
@@ -117,7 +118,7 @@ class DraftPolicy:
             self._n_nodes = self._n_likely = config.num_draft_tokens
         else:
             n_free = cost.free_rows() - 1
-            self._n_nodes = min(n_free if max_nodes is None else max_nodes, MAX_AUTO_NODES)
+            self._n_nodes = min(n_free, MAX_AUTO_NODES) if max_nodes is None else max_nodes
             # What a tree is likely to have, before anything is measured: memory for more may be
             # there where a pass is not free of charge.
             self._n_likely = min(n_free, self._n_nodes)

@@ -12,8 +12,10 @@ from offload.budget import BudgetExceeded
 from offload.tier_planner import TieredPlan
 from offload.units import GIB, MIB
 from specdec.alternatives import Alternative, Figures, Weighing
+from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.division import Divider, Gpu, Shape
 from specdec.options import run_options
+from specdec.policy import MAX_AUTO_NODES, DraftPolicy
 
 BASE_BYTES = 300 * MIB
 FAST = ComputeCurve.linear(1e-12, 1e-15)
@@ -148,3 +150,53 @@ def test_copies_set_the_pace_where_nothing_is_read_and_storage_where_it_is():
     read = streamed.target.residency.streamed_bytes
     assert read > GIB
     assert streamed.target.seconds(1) == pytest.approx(read / 1e9, rel=0.02)
+
+
+# --- large trees ----------------------------------------------------------------------------------
+
+
+def weigh_by_rows(seconds_per_row: float) -> Alternative:
+    """A GPU whose arithmetic takes so long for each byte and row; copies take 0.1 s."""
+    figures = Figures(
+        1e9,
+        PaperModel("t", 1, 1, curve=ComputeCurve.linear(1e-12, seconds_per_row)).measure_compute(),
+        None,
+        PaperModel("d", 1, 1, curve=FAST).measure_compute(),
+        20e9,
+    )
+    asked = run_options("t", "d", ctx_size=256)
+    one = Divider(BIG, SMALL, asked, BASE_BYTES, gpu(3 * GIB, BIG, SMALL, "cuda"))
+    return Weighing(one, figures, asked.spec, None, fixed_slots=False).choose(8 * GIB)
+
+
+def test_trees_are_as_large_as_copies_hide_them():
+    """Beside copies a row costs nothing until arithmetic overtakes them."""
+    free, dear = weigh_by_rows(1e-15), weigh_by_rows(1e-12)
+    assert free.division.n_drafted >= 4 * MAX_AUTO_NODES
+    assert free.target.seconds(1 + MAX_DRAFT_TOKENS) == pytest.approx(
+        free.target.seconds(1), rel=0.05
+    )
+    assert dear.division.n_drafted <= MAX_AUTO_NODES
+    assert dear.target.seconds(1 + MAX_DRAFT_TOKENS) > 2 * dear.target.seconds(1)
+
+
+def test_the_policy_uses_the_room_of_a_plan_for_a_gpu():
+    alternative = weigh_by_rows(1e-15)
+    policy = DraftPolicy(
+        SpecConfig(("draft",)),
+        alternative.target.cost(),
+        4096,
+        alternative.draft.cost(),
+        alternative.division.n_drafted,
+    )
+    assert policy.n_nodes == alternative.division.n_drafted >= 4 * MAX_AUTO_NODES
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_what_recordings_take_is_in_the_ledger_of_a_draft_on_the_gpu(where: str, monkeypatch):
+    monkeypatch.setattr(PaperModel, "recording_bytes", lambda self, ctx, rows, nodes: 7 * MIB)
+    division = divider(4 * GIB, where=where).divide(4 * GIB, Shape(8, draft_device=where))
+    assert dict(division.vram.table()).get("draft recorded passes") == (
+        7 * MIB if where == "cuda" else None
+    )
+    assert "draft recorded passes" not in dict(division.budget.table())
