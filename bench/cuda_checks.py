@@ -33,6 +33,13 @@ def checks(settings: Settings, found: Mapping[str, Mapping[str, Any]]) -> list[d
             )
         )  # fmt: skip
         result.append(
+            _at_most(
+                "plain pass / copies or reads, three tiers",
+                _of(tiers, "pass", "versus_the_slower"),
+                _MOST_VERSUS_COPIES,
+            )
+        )
+        result.append(
             _at_least(
                 "speculative / plain", decode.get("speculative_versus_plain"), _LEAST_VERSUS_PLAIN
             )

@@ -7,49 +7,25 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from bench.child import forget_model
-from bench.cuda_settings import Settings
+from bench.cuda_equality import drift, fp32, smallest_budget
+from bench.cuda_machine import machine, vram_outside_torch
+from bench.cuda_settings import Note, Settings
 from bench.known_drafter import KnownAccuracyDrafter, expected_tokens
 from bench.provenance import versions
 from bench.workloads import BUILT_IN, Prompt, read_prompts
-from offload.budget import BudgetExceeded
 from specdec.api import LLM, load
 from specdec.config import SpecConfig
-from specdec.options import AUTO, CPU, CUDA
-from specdec.planning import plan_run
+from specdec.options import AUTO, CUDA
 from specdec.stats import GenerationStats, ratio
 
-Note = Callable[[str, Any], None]
-"""(name, value): part of the section's result."""
 SMALLEST = "smallest"
-_N_ROWS = 8
 _MORE_LAYERS = 4
 """Of the small targets, in times the source's: what smallest budgets leave over holds a few."""
-
-
-def machine(s: Settings, note: Note) -> None:
-    """The GPU and its link; the rest of the machine is in the report's provenance."""
-    if s.device == CPU:
-        note("device", "cpu")
-        return
-    import torch
-
-    from backends.cuda_probe import cuda_memory, measure_copies_to_gpu
-
-    memory = cuda_memory()
-    note("device", memory.name)
-    note("vram_bytes", memory.total_bytes)
-    note("vram_free_bytes", memory.free_bytes)
-    note("cuda", torch.version.cuda)
-    note("pinned_copy_bytes_per_second", measure_copies_to_gpu())
 
 
 def grow_targets(s: Settings, note: Note) -> None:
@@ -81,10 +57,10 @@ def decode(s: Settings, note: Note) -> None:
     """Plain and speculative, and the curve over synthetic acceptance, with host memory enough."""
     with _loaded(s, s.host_budget, note) as llm:
         prompts = read_prompts(BUILT_IN, 1)
-        plain = _decode_modes(llm, s, prompts[0], note)
+        plain, known = _decode_modes(llm, s, prompts[0], note)
         sampled = _timed(llm, s, prompts[0], s.speculative_tokens, temperature=0.7, seed=0)
         note("speculative, T = 0.7", _figures(sampled[0]))
-        _curve(llm, s, prompts[0], plain, note)
+        _curve(llm, s, prompts[0], (plain, known), note)
 
 
 def three_tiers(s: Settings, note: Note) -> None:
@@ -97,7 +73,7 @@ def _loaded(s: Settings, host_budget: str, note: Note) -> LLM:
     options: dict[str, Any] = {"device": s.device, "ctx_size": s.ctx_size}
     for name, budget in (("vram_budget", s.vram_budget), ("memory_budget", host_budget)):
         is_least = budget == SMALLEST
-        options[name] = _smallest(name, s.target, s.draft, options) if is_least else budget
+        options[name] = smallest_budget(name, s.target, s.draft, options) if is_least else budget
     forget_model(s.target)
     started = time.perf_counter()
     llm = load(s.target, s.draft, **options)
@@ -106,16 +82,20 @@ def _loaded(s: Settings, host_budget: str, note: Note) -> LLM:
     return llm
 
 
-def _decode_modes(llm: LLM, s: Settings, prompt: Prompt, note: Note) -> GenerationStats:
-    for speculative in (False, True):  # warms up
-        llm.generate(prompt.text, speculative=speculative, max_tokens=2)
+def _decode_modes(
+    llm: LLM, s: Settings, prompt: Prompt, note: Note
+) -> tuple[GenerationStats, tuple[int, ...]]:
+    """Statistics of plain decoding, and the greedy text."""
+    llm.generate(prompt.text, max_tokens=2)  # warms up
     plain, _ = _timed(llm, s, prompt, s.plain_tokens, speculative=False)
     note("plain", _figures(plain))
     note("pass", _pass_against_bounds(llm, plain))
-    drafted, _ = _timed(llm, s, prompt, s.speculative_tokens)
+    drafted, text = _timed(llm, s, prompt, s.speculative_tokens)
     note("speculative", _figures(drafted))
     note("speculative_versus_plain", ratio(drafted.tokens_per_second, plain.tokens_per_second))
-    return plain
+    if s.device == CUDA:
+        note("vram_outside_torch_bytes", vram_outside_torch())
+    return plain, text
 
 
 def _timed(
@@ -154,11 +134,20 @@ def _pass_against_bounds(llm: LLM, plain: GenerationStats) -> dict[str, float]:
     }
 
 
-def _curve(llm: LLM, s: Settings, prompt: Prompt, plain: GenerationStats, note: Note) -> None:
-    """Speed with drafts that are right with a given probability."""
+def _curve(
+    llm: LLM,
+    s: Settings,
+    prompt: Prompt,
+    decoded: tuple[GenerationStats, tuple[int, ...]],
+    note: Note,
+) -> None:
+    """Speed with drafts that are right with a given probability.
+
+    decoded: plainly, and the text that they are to be right about.
+    """
+    plain, known = decoded
     n_chain = min(s.chain_tokens, llm.plan.n_draft_tokens)
     spec = SpecConfig(("ngram",), n_chain, 1, n_chain, draft_ahead="off")
-    _, known = _timed(llm, s, prompt, s.speculative_tokens)
     script = [*llm.tokenizer.encode(prompt.text), *known]
     points = []
     for rate in s.rates:
@@ -207,82 +196,6 @@ def peer(s: Settings, note: Note) -> None:
         import torch
 
         note("vram_peak_bytes", torch.cuda.max_memory_reserved())
-
-
-# --- correctness ----------------------------------------------------------------------------------
-
-
-def drift(s: Settings, note: Note) -> None:
-    """bf16 logits of layers that move against those of layers that stay where they are computed."""
-    from bench.identity import record
-
-    resident = record({"model": s.small_target, **_staying(s)}, streamed=False)
-    moves = _moving(s, s.small_target, None)
-    moving = record({"model": s.small_target, **moves}, streamed=True)
-    differences = {
-        name: float(np.abs(ours - theirs).max())
-        for (name, ours), (_, theirs) in zip(moving, resident, strict=True)
-    }
-    note("largest_difference", max(differences.values()))
-    note("differences", differences)
-    note("largest_logit", max(float(np.abs(logits).max()) for _, logits in resident))
-    note("drift_of_rows", _drift_of_rows(s))
-
-
-def fp32(s: Settings, note: Note) -> None:
-    """Greedy tokens of an fp32 model: staying, moving, drafted for, and on the CPU."""
-    prompts = read_prompts(BUILT_IN, 2)
-    ways: dict[str, tuple[bool, str | None, str]] = {  # do layers move, draft, device
-        "staying": (False, None, s.device),
-        "moving": (True, None, s.device),
-        "moving, drafted": (True, s.draft, s.device),
-        "cpu": (False, None, CPU),
-    }
-    found: dict[str, list[Sequence[int]]] = {}
-    for name, (moves, draft, device) in ways.items():
-        here = replace(s, device=device)
-        options = _moving(here, s.exact_target, draft) if moves else _staying(here)
-        with load(s.exact_target, draft, **options) as llm:
-            texts = [
-                llm.generate(one.text, max_tokens=s.exact_tokens, ignore_eos=True)
-                for one in prompts
-            ]
-            found[name] = [list(text.token_ids) for text in texts]
-    reference = found["staying"]
-    note("equal", {name: tokens == reference for name, tokens in found.items()})
-
-
-def _staying(s: Settings) -> dict[str, Any]:
-    return {"device": s.device, "ctx_size": 256}
-
-
-def _moving(s: Settings, model: Path, draft: str | None) -> dict[str, Any]:
-    """Options with which the layers of `model` stream, to the GPU if there is one."""
-    name = "vram_budget" if s.device == CUDA else "memory_budget"
-    return {**_staying(s), name: _smallest(name, model, draft, _staying(s))}
-
-
-def _smallest(name: str, model: Path, draft: str | None, options: Mapping[str, Any]) -> int:
-    """The smallest such budget that works at this moment, as the refusal of another one says."""
-    try:
-        plan_run(model, draft, **{**options, name: 1})
-    except BudgetExceeded as error:
-        return error.smallest_budget_bytes
-    raise AssertionError("a budget of one byte is refused")
-
-
-def _drift_of_rows(s: Settings) -> float:
-    """Largest difference of a logit between passes of one and of several rows."""
-    from backends.base import PREFIX
-
-    with load(s.small_target, spec_type="none", num_beams=_N_ROWS, **_staying(s)) as llm:
-        target, ids = llm.target, llm.tokenizer.encode(read_prompts(BUILT_IN, 1)[0].text)
-        target.prefill(ids)
-        rows: list[NDArray[np.float32]] = [target.extend([5], [PREFIX])[1][0]]
-        target.rollback(len(ids))
-        several = target.extend(list(range(5, 5 + _N_ROWS)), [PREFIX] * _N_ROWS)[1]
-        rows.append(several[0])
-    return float(np.abs(rows[0] - rows[1]).max())
 
 
 FUNCTIONS: Mapping[str, Callable[[Settings, Note], None]] = {

@@ -2,6 +2,7 @@
 
     python -m bench.cuda_suite --output-file cuda.json           (about 9 minutes, 30 GB of disk)
     python -m bench.cuda_suite --device cpu --tiny               (does it run at all?)
+    python -m bench.cuda_suite --sections "three tiers,peer" --dir FOLDER    (targets grown before)
 
 Grows a 13B target of 26 GB from the embedded pair, runs it in 8 GiB of VRAM and 24 or 12 GiB of
 host memory, and holds the result against what docs/benchmarks.md asks for. Each section is a
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,18 +50,28 @@ class SuiteError(SpecdecError):
 
 
 def run_suite(
-    settings: Settings, run_section: RunSection, seconds: float = MOST_SECONDS
+    settings: Settings,
+    run_section: RunSection,
+    seconds: float = MOST_SECONDS,
+    keep: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """Figures by section. A section gets its own limit, or what is left of `seconds`."""
+    """Figures by section. A section gets its own limit, or what is left of `seconds`; and what
+    those before it left over, as long as those behind it have theirs.
+
+    keep: called with all figures so far after each section, should the rest be cut short.
+    """
     deadline = time.monotonic() + seconds
     found: dict[str, Any] = {}
-    for name in SECTIONS:
-        limit = min(settings.limits[name], deadline - time.monotonic())
+    for number, name in enumerate(settings.sections):
+        left = deadline - time.monotonic()
+        behind = sum(settings.limits[one] for one in settings.sections[number + 1 :])
+        limit = max(min(settings.limits[name], left), left - behind)
         if limit < _LEAST_SECONDS:
             found[name] = {"exit": "no time left"}
             continue
         found[name] = run_section(name, settings, limit)
         print(f"{name}: {found[name]['exit']}", file=sys.stderr, flush=True)
+        keep(found)
     return found
 
 
@@ -120,6 +132,9 @@ def main(
         Path | None, typer.Option(help="Write the JSON here.", show_default="stdout")
     ] = None,
     seconds: Annotated[float, typer.Option(help="For all of it.")] = MOST_SECONDS,
+    sections: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Only these; --dir has what others have grown.")
+    ] = ",".join(SECTIONS),
     section: Annotated[str | None, typer.Option(hidden=True)] = None,
     task: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -129,20 +144,39 @@ def main(
         do_section(section, Settings.read(task), output_file)
         return
     check_device(device, tiny)
+    wanted = _sections(sections)
     own = None if folder is not None else tempfile.mkdtemp(prefix="specdec-cuda-suite-")
     place = folder if folder is not None else Path(str(own))
-    settings = (tiny_settings if tiny else full_settings)(device, place)
+    settings = replace((tiny_settings if tiny else full_settings)(device, place), sections=wanted)
+    argv = ["bench.cuda_suite", *sys.argv[1:]]
+
+    def keep(found: dict[str, Any]) -> None:
+        if output_file is not None:
+            write_json(summarise(settings, found, tiny, argv), output_file)
+
     try:
         place.mkdir(parents=True, exist_ok=True)
-        found = run_suite(settings, in_child, seconds)
+        found = run_suite(settings, in_child, seconds, keep)
     finally:
         if own is not None:
             shutil.rmtree(own, ignore_errors=True)
-    report = summarise(settings, found, tiny, ["bench.cuda_suite", *sys.argv[1:]])
+    report = summarise(settings, found, tiny, argv)
     write_json(report, output_file)
     print("\n".join(lines(report)), file=sys.stderr)
     if any(one["exit"] != "ok" for one in found.values()):
         raise typer.Exit(EXIT_ERROR)
+
+
+def _sections(names: str) -> tuple[str, ...]:
+    """In the order of SECTIONS."""
+    wanted = {name.strip() for name in names.split(",")}
+    unknown = wanted - set(SECTIONS)
+    if unknown:
+        raise SuiteError(
+            f"--sections has {', '.join(sorted(map(repr, unknown)))}; there are "
+            f"{', '.join(map(repr, SECTIONS))}"
+        )
+    return tuple(name for name in SECTIONS if name in wanted)
 
 
 def summarise(

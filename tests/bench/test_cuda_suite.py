@@ -85,6 +85,12 @@ def test_time_that_is_up_leaves_sections_out(tmp_path: Path) -> None:
     assert [name for name, _ in begun] == list(SECTIONS)
     assert all(seconds <= 30.0 for _, seconds in begun)
     begun.clear()
+    run_suite(settings, run)  # sections that leave all of their time over
+    for number, (name, seconds) in enumerate(begun):
+        behind = sum(settings.limits[one] for one in SECTIONS[number + 1 :])
+        assert settings.limits[name] <= seconds <= cuda_suite.MOST_SECONDS - behind
+    assert begun[-1][1] > cuda_suite.MOST_SECONDS - 10.0
+    begun.clear()
     found = run_suite(settings, run, seconds=0.0)
     assert begun == []
     assert {one["exit"] for one in found.values()} == {"no time left"}
@@ -101,8 +107,26 @@ def test_without_a_gpu_that_is_one_line(capsys: pytest.CaptureFixture[str], monk
         assert text in capsys.readouterr().err
 
 
+def test_the_command_runs_sections_in_processes_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At its smallest: as it is begun on a machine with a GPU, where nothing may be wrong."""
+    report, folder = tmp_path / "cuda.json", tmp_path / "targets"
+    argv = ["--device", "cpu", "--tiny", "--dir", str(folder), "--output-file", str(report)]
+    assert run_app(cuda_suite.app, "bench.cuda_suite", [*argv, "--sections", "grow, machine"]) == 0
+    found = json.loads(report.read_text())
+    assert list(found["sections"]) == ["machine", "grow"]
+    assert found["sections"]["machine"]["device"] == "cpu"
+    assert all(one["exit"] == "ok" for one in found["sections"].values())
+    assert found["provenance"]["versions"]["torch"]
+    assert (folder / "small-fp32" / "config.json").exists()
+    assert "the figures mean nothing" in capsys.readouterr().err
+    assert run_app(cuda_suite.app, "bench.cuda_suite", [*argv, "--sections", "decode,all"]) == 2
+    assert "--sections has 'all'; there are 'machine', 'grow'" in capsys.readouterr().err
+
+
 def test_the_settings_of_a_run_reach_its_sections(tmp_path: Path) -> None:
-    settings = full_settings("cuda", tmp_path)
+    settings = replace(full_settings("cuda", tmp_path), sections=("decode",))
     settings.write(tmp_path / "task.json")
     assert Settings.read(tmp_path / "task.json") == settings
 
@@ -112,6 +136,7 @@ def figures(**changes: Any) -> dict[str, Any]:
     decode = {"pass": {"versus_copies": 1.05}, "speculative_versus_plain": 9.0}
     found = {
         "decode": {**decode, "speculative": speculative},
+        "three tiers": {"pass": {"versus_the_slower": 1.1}},
         "peer": {"tokens_per_second": 1.5},
         "drift": {"drift_of_rows": 0.1, "largest_difference": 0.05},
         "fp32": {"equal": {"moving": True, "cpu": True}},
@@ -122,7 +147,7 @@ def figures(**changes: Any) -> dict[str, Any]:
 def test_what_was_asked_for_is_compared(tmp_path: Path) -> None:
     settings = full_settings("cuda", tmp_path)
     found = checks(settings, figures())
-    assert len(found) == 6
+    assert len(found) == 7
     assert all(one["holds"] for one in found)
     worse = figures(
         decode={
@@ -133,6 +158,7 @@ def test_what_was_asked_for_is_compared(tmp_path: Path) -> None:
             },
         },
         drift={"drift_of_rows": 0.1, "largest_difference": 0.2},
+        **{"three tiers": {"pass": {"versus_the_slower": 1.2}}},
         fp32={"equal": {"moving": False, "cpu": True}},
     )  # fmt: skip
     assert not any(one["holds"] for one in checks(settings, worse))

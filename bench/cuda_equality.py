@@ -1,0 +1,93 @@
+"""Correctness on a GPU: layers that move give what layers give that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.cuda_settings import Note, Settings
+from bench.workloads import BUILT_IN, read_prompts
+from offload.budget import BudgetExceeded
+from specdec.api import load
+from specdec.options import CPU, CUDA
+from specdec.planning import plan_run
+
+_N_ROWS = 8
+
+
+def drift(s: Settings, note: Note) -> None:
+    """bf16 logits of layers that move against those of layers that stay where they are computed."""
+    from bench.identity import record
+
+    resident = record({"model": s.small_target, **_staying(s)}, streamed=False)
+    moves = _moving(s, s.small_target, None)
+    moving = record({"model": s.small_target, **moves}, streamed=True)
+    differences = {
+        name: float(np.abs(ours - theirs).max())
+        for (name, ours), (_, theirs) in zip(moving, resident, strict=True)
+    }
+    note("largest_difference", max(differences.values()))
+    note("differences", differences)
+    note("largest_logit", max(float(np.abs(logits).max()) for _, logits in resident))
+    note("drift_of_rows", _drift_of_rows(s))
+
+
+def fp32(s: Settings, note: Note) -> None:
+    """Greedy tokens of an fp32 model: staying, moving, drafted for, and on the CPU."""
+    prompts = read_prompts(BUILT_IN, 2)
+    ways: dict[str, tuple[bool, str | None, str]] = {  # do layers move, draft, device
+        "staying": (False, None, s.device),
+        "moving": (True, None, s.device),
+        "moving, drafted": (True, s.draft, s.device),
+        "cpu": (False, None, CPU),
+    }
+    found: dict[str, list[Sequence[int]]] = {}
+    for name, (moves, draft, device) in ways.items():
+        here = replace(s, device=device)
+        options = _moving(here, s.exact_target, draft) if moves else _staying(here)
+        with load(s.exact_target, draft, **options) as llm:
+            texts = [
+                llm.generate(one.text, max_tokens=s.exact_tokens, ignore_eos=True)
+                for one in prompts
+            ]
+            found[name] = [list(text.token_ids) for text in texts]
+    reference = found["staying"]
+    note("equal", {name: tokens == reference for name, tokens in found.items()})
+
+
+def _staying(s: Settings) -> dict[str, Any]:
+    return {"device": s.device, "ctx_size": 256}
+
+
+def _moving(s: Settings, model: Path, draft: str | None) -> dict[str, Any]:
+    """Options with which the layers of `model` stream, to the GPU if there is one."""
+    name = "vram_budget" if s.device == CUDA else "memory_budget"
+    return {**_staying(s), name: smallest_budget(name, model, draft, _staying(s))}
+
+
+def smallest_budget(name: str, model: Path, draft: str | None, options: Mapping[str, Any]) -> int:
+    """The smallest such budget that works at this moment, as the refusal of another one says."""
+    try:
+        plan_run(model, draft, **{**options, name: 1})
+    except BudgetExceeded as error:
+        return error.smallest_budget_bytes
+    raise AssertionError("a budget of one byte is refused")
+
+
+def _drift_of_rows(s: Settings) -> float:
+    """Largest difference of a logit between passes of one and of several rows."""
+    from backends.base import PREFIX
+
+    with load(s.small_target, spec_type="none", num_beams=_N_ROWS, **_staying(s)) as llm:
+        target, ids = llm.target, llm.tokenizer.encode(read_prompts(BUILT_IN, 1)[0].text)
+        target.prefill(ids)
+        rows: list[NDArray[np.float32]] = [target.extend([5], [PREFIX])[1][0]]
+        target.rollback(len(ids))
+        several = target.extend(list(range(5, 5 + _N_ROWS)), [PREFIX] * _N_ROWS)[1]
+        rows.append(several[0])
+    return float(np.abs(rows[0] - rows[1]).max())
