@@ -25,6 +25,8 @@ class CudaMemory:
     """For this process: what nobody has, and what torch holds in reserve here."""
     held_bytes: int = 0
     """What other models of this process have."""
+    computes_bf16: bool = True
+    """Else by way of float32, slowly: before Ampere."""
 
 
 def cuda_memory(device: int = 0) -> CudaMemory:
@@ -37,7 +39,8 @@ def cuda_memory(device: int = 0) -> CudaMemory:
         held_bytes = torch.cuda.memory_allocated(device)
         free_bytes += torch.cuda.memory_reserved(device) - held_bytes
         name = torch.cuda.get_device_name(device)
-        return CudaMemory(name, total_bytes, free_bytes, held_bytes)
+        is_ampere = torch.cuda.get_device_capability(device) >= (8, 0)
+        return CudaMemory(name, total_bytes, free_bytes, held_bytes, is_ampere)
     except RuntimeError as error:
         problem = f"CUDA does not start on this GPU ({one_line(error)})"
         raise NoDevice(f"{problem}: end what else uses it, or give --device cpu") from error

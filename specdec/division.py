@@ -79,6 +79,8 @@ class Gpu:
     """What its libraries take of host memory and the process does not take yet."""
     held_bytes: int = 0
     """What other models of the process have of its memory."""
+    warnings: tuple[str, ...] = ()
+    """What the user of a plan should know of it."""
 
     @property
     def base_bytes(self) -> int:

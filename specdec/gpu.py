@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from backends.compute_profile import matrix_formats
 from backends.source import ModelSource
 from offload.plan import ResidencyPlan
 from offload.profile import measure_storage
@@ -18,6 +19,11 @@ from specdec.opened import OpenedPair
 from specdec.options import AUTO, CPU, CUDA, RunOptions
 from specdec.ranking_cost import measure_draft
 from specdec.run_plan import RunPlan
+
+_SLOW_BF16 = (
+    "{name} has no arithmetic for bf16 and takes float32 for it, which is slow: a checkpoint in "
+    "float16 runs several times faster"
+)
 
 
 def find_gpu(options: RunOptions, pair: OpenedPair) -> Gpu | None:
@@ -43,7 +49,13 @@ def find_gpu(options: RunOptions, pair: OpenedPair) -> Gpu | None:
             "give at most that"
         )
     gpu = gpu_for(options, pair, vram_bytes, source)
-    return replace(gpu, held_bytes=memory.held_bytes)
+    slow = not memory.computes_bf16 and "BF16" in _formats(target)
+    warnings = (_SLOW_BF16.format(name=memory.name),) if slow else ()
+    return replace(gpu, held_bytes=memory.held_bytes, warnings=warnings)
+
+
+def _formats(source: ModelSource) -> tuple[str, ...]:
+    return matrix_formats(record for layer in source.layers for record in layer.tensors)
 
 
 def gpu_for(

@@ -131,7 +131,11 @@ def make_plan(
         weighed=tuple(weighing.weighed),
         uses_mmap=options.load_mode == "mmap",
         accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
-        warnings=target.warnings + _burdens(chosen, weighing.weighed),
+        warnings=(
+            target.warnings
+            + (() if gpu is None else gpu.warnings)
+            + _burdens(chosen, weighing.weighed)
+        ),
         notes=_left_out(chosen, weighing.weighed),
         vram_source="" if gpu is None else gpu.vram_source,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,17 +15,21 @@ from backends.base import UnsupportedModel
 from backends.compute_profile import ComputeCurve
 from backends.cuda_probe import CudaMemory
 from backends.shared_source import SharedSource
+from offload.plan import LayerWeights
 from offload.units import GIB, MIB
 from specdec import ranking_cost
+from specdec.alternatives import Figures
 from specdec.config import ConfigError
 from specdec.division import Divider, Shape
 from specdec.formats import OpenedModel
 from specdec.gpu import find_gpu, gpu_for, measure_with_gpu, placed
 from specdec.opened import OpenedPair
 from specdec.options import RunOptions, run_options
+from specdec.planning import make_plan
 
 TARGET = PaperModel("t", 4, MIB, can_use_gpu=True)
 DRAFT = PaperModel("d", 2, MIB, can_use_gpu=True)
+CURVE = ComputeCurve.linear(1e-12, 1e-15)
 CPU_ONLY = PaperModel("g", 2, MIB)
 
 
@@ -99,6 +104,31 @@ def test_a_target_that_drafts_for_itself_does_so_where_it_is():
     assert isinstance(found.draft, SharedSource)
     with pytest.raises(ConfigError, match="where it is"):
         find_gpu(options(device="cuda", draft="self:window=512", draft_device="cpu"), both)
+
+
+def test_bf16_on_a_card_without_it_is_told(monkeypatch):
+    memory = CudaMemory("Old GPU", 8 * GIB, 6 * GIB, computes_bf16=False)
+    monkeypatch.setattr(cuda_probe, "cuda_memory", lambda: memory)
+    asked = options(device="cuda", draft=None, ctx_size=64)
+    for number_format, n_warnings in (("BF16", 1), ("F16", 0)):
+        target = PaperModel("t", 4, MIB, can_use_gpu=True)
+        target.layers = tuple(
+            LayerWeights(
+                tuple(
+                    replace(r, dtype=number_format, shape=(2, r.n_bytes // 4))
+                    for r in layer.tensors
+                )
+            )
+            for layer in target.layers
+        )
+        both = pair(target, None)
+        gpu = find_gpu(asked, both)
+        figures = Figures(
+            1e9, PaperModel("t", 1, 1, curve=CURVE).measure_compute(), None, None, 1e9
+        )
+        plan = make_plan(asked, both, figures, 8 * GIB, "as asked", gpu)
+        assert len(plan.warnings) == n_warnings
+        assert all(w.startswith("Old GPU has no arithmetic for bf16") for w in plan.warnings)
 
 
 def test_auto_takes_the_gpu_for_models_that_it_can_run(monkeypatch):
