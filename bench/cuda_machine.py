@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -13,12 +13,12 @@ from typing import Any
 from bench.cuda_settings import Note, Settings
 from specdec.options import CPU, CUDA
 
-_N_RUNS = 10
-_PRODUCT, _PRODUCT_ROWS = (13824, 5120), (1, 128, 1024)
-_ALIGNMENTS = {"round": 0, "8 bytes on": 8}
-_VOCAB_SIZE = 32000
-_HEADS = ((40, 40, 128), (32, 8, 128))  # of queries and of keys, and numbers in each
-_NODES, _CONTEXTS = (1, 64, 1024), (1024, 8192)
+_N_RUNS, _PER_RUN = 5, 4
+_ALIGNMENTS = (("round", 0), ("8 bytes on", 8))
+_PRODUCT, _VOCAB_SIZE = (13824, 5120), 32000
+_ROWS, _CONTEXTS = (1, 128, 1024), (1024, 8192)
+_HEADS = ((40, 40, 128), (32, 8, 128))
+"""Of the large target, and with shared keys: heads of queries and of keys, numbers in each."""
 
 
 def machine(s: Settings, note: Note) -> None:
@@ -36,48 +36,54 @@ def machine(s: Settings, note: Note) -> None:
     note("vram_free_bytes", memory.free_bytes)
     note("cuda", torch.version.cuda)
     note("pinned_copy_bytes_per_second", measure_copies_to_gpu())
-    note("product_seconds", {name: _product_seconds(at) for name, at in _ALIGNMENTS.items()})
-    note("logits_to_host_seconds", _logits_to_host_seconds())
-    note("attention", _attention())
+    for name, value in alone(CUDA, _PRODUCT, _ROWS, _VOCAB_SIZE).items():
+        note(name, value)
+    note("attention", attention(CUDA, _HEADS, _ROWS, _CONTEXTS))
 
 
-def _attention() -> list[dict[str, Any]]:
-    """Of a tree, both ways, in the large target's shape and in one with shared keys."""
-    import torch
-
-    from bench.attention import compare
-
-    device = torch.device(CUDA, 0)
-    return [
-        asdict(compare(heads, n_nodes, n_context, torch.bfloat16, device))
-        for heads, n_nodes, n_context in itertools.product(_HEADS, _NODES, _CONTEXTS)
-    ]
-
-
-def _product_seconds(offset: int) -> dict[str, float]:
-    """Of bf16 products by rows, with weights that begin so many bytes behind a round address, as
-    files have them."""
-    import torch
-
-    n_out, n_in = _PRODUCT
-    raw = torch.zeros(2 * n_out * n_in + offset, dtype=torch.uint8, device=CUDA)
-    weight = raw[offset:].view(torch.bfloat16).view(n_out, n_in).normal_()
-    rows = {n: torch.randn(n, n_in, dtype=torch.bfloat16, device=CUDA) for n in _PRODUCT_ROWS}
-    linear = torch.nn.functional.linear
-    return {str(n): _device_seconds(partial(linear, x, weight)) for n, x in rows.items()}
-
-
-def _logits_to_host_seconds() -> dict[str, float]:
-    """Of bringing logits of a usual vocabulary, as a pass does it, by rows."""
+def alone(
+    device: str, shape: tuple[int, int], rows: Sequence[int], vocab_size: int
+) -> dict[str, Any]:
+    """Seconds by rows of bf16 products, with weights that begin at a round address or 8 bytes
+    behind one, as files have them, and of bringing logits to the host as a pass does it."""
     import torch
 
     from backends.model_forward import on_host
 
-    def seconds(n_rows: int) -> float:
-        logits = torch.randn(n_rows, _VOCAB_SIZE, dtype=torch.bfloat16, device=CUDA)
-        return _host_seconds(partial(on_host, logits))
+    def product(offset: int, n_rows: int) -> float:
+        n_out, n_in = shape
+        raw = torch.zeros(2 * n_out * n_in + offset, dtype=torch.uint8, device=device)
+        weight = raw[offset:].view(torch.bfloat16).view(n_out, n_in).normal_()
+        x = torch.randn(n_rows, n_in, dtype=torch.bfloat16, device=device)
+        return _seconds(partial(torch.nn.functional.linear, x, weight), device)
 
-    return {str(n): seconds(n) for n in _PRODUCT_ROWS}
+    def logits(n_rows: int) -> float:
+        found = torch.randn(n_rows, vocab_size, dtype=torch.bfloat16, device=device)
+        return _seconds(partial(on_host, found), device)
+
+    return {
+        "product_seconds": {
+            name: {str(n): product(offset, n) for n in rows} for name, offset in _ALIGNMENTS
+        },
+        "logits_to_host_seconds": {str(n): logits(n) for n in rows},
+    }
+
+
+def attention(
+    device: str,
+    heads: Sequence[tuple[int, int, int]],
+    nodes: Sequence[int],
+    contexts: Sequence[int],
+) -> list[dict[str, Any]]:
+    """Of a tree, both ways."""
+    import torch
+
+    from bench.attention import compare
+
+    return [
+        asdict(compare(*one, torch.bfloat16, torch.device(device)))
+        for one in itertools.product(heads, nodes, contexts)
+    ]
 
 
 def vram_outside_torch() -> int:
@@ -85,33 +91,23 @@ def vram_outside_torch() -> int:
     from backends.cuda_probe import cuda_memory
 
     memory = cuda_memory()
-    return memory.total_bytes - memory.free_bytes
+    return memory.total_bytes - memory.free_bytes - memory.held_bytes
 
 
-def _device_seconds(work: Callable[[], object]) -> float:
-    """By events, on the device's clock."""
+def _seconds(work: Callable[[], object], device: str) -> float:
+    """Of one of several that follow each other; the median of a few runs."""
     import torch
 
-    def timed() -> float:
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        work()
-        ended.record()
-        ended.synchronize()
-        return float(began.elapsed_time(ended)) / 1e3  # milliseconds
+    def wait() -> None:
+        if device == CUDA:
+            torch.cuda.synchronize()
 
-    return statistics.median([timed() for _ in range(1 + _N_RUNS)][1:])
-
-
-def _host_seconds(work: Callable[[], object]) -> float:
-    """By the host's clock, all that the device has to do included."""
-    import torch
-
-    def timed() -> float:
-        torch.cuda.synchronize()
+    def run() -> float:
+        wait()
         began = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
+        for _ in range(_PER_RUN):
+            work()
+        wait()
+        return (time.perf_counter() - began) / _PER_RUN
 
-    return statistics.median([timed() for _ in range(1 + _N_RUNS)][1:])
+    return statistics.median([run() for _ in range(1 + _N_RUNS)][1:])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_gpu import PEAK_BYTES, install_fake_gpu
 
-from bench import cuda_suite
+from bench import cuda_machine, cuda_suite
 from bench.cuda_checks import checks, lines
 from bench.cuda_settings import SECTIONS, Settings, full_settings, tiny_settings
 from bench.cuda_suite import do_section, in_child, run_suite, summarise
@@ -165,6 +165,16 @@ def test_what_was_asked_for_is_compared(tmp_path: Path) -> None:
     assert checks(settings, {}) == []
 
 
+def test_what_is_timed_alone_runs() -> None:
+    """On the CPU, where it means nothing; weights are read where files have them."""
+    found = cuda_machine.alone("cpu", (64, 32), (1, 3), 50)
+    assert set(found) == {"product_seconds", "logits_to_host_seconds"}
+    assert {tuple(one) for one in found["product_seconds"].values()} == {("1", "3")}
+    (one,) = cuda_machine.attention("cpu", ((4, 2, 16),), (8,), (64,))
+    assert (one["kv_heads"], one["n_nodes"], one["n_context"]) == (2, 8, 64)
+    assert one["difference"] < 0.1
+
+
 @pytest.mark.slow
 def test_on_a_gpu_layers_are_copied_and_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +182,8 @@ def test_on_a_gpu_layers_are_copied_and_told_of(
     """A fake one: nothing of what it measures means anything."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     install_fake_gpu(monkeypatch)
+    monkeypatch.setattr(cuda_machine, "alone", lambda *shapes: {"product_seconds": {}})
+    monkeypatch.setattr(cuda_machine, "attention", lambda *shapes: [])
     settings = replace(tiny_settings("cuda", tmp_path), rates=())
     found = {
         name: in_this_process(name, settings, 0.0)
