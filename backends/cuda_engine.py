@@ -67,7 +67,8 @@ class PinnedBuffer(AlignedBuffer):
     """
 
     def __init__(self, n_bytes: int, copying: torch.cuda.Stream) -> None:
-        super().__init__(n_bytes)
+        # A fork must not move pages that the device copies from.
+        super().__init__(n_bytes, in_children=False)
         self._copying = copying
         self._is_registered = False
         try:
