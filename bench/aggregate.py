@@ -31,6 +31,7 @@ def aggregate_stats(records: Sequence[Record]) -> dict[str, Any]:
     total |= {key: list(sum_by_depth(one[key] for one in stats)) for key in BY_DEPTH}
     n_decoded = sum(max(one["generated_tokens"] - 1, 0) for one in stats)
     n_scored = total["drafted_tokens"] + total["passes"]
+    most_flops = total["decode_seconds"] * total["peak_flops_per_second"]
     n_rejected = total["drafted_tokens"] - total["accepted_tokens"]
     return {
         "tokens_per_second": ratio(n_decoded, total["decode_seconds"]),
@@ -38,6 +39,7 @@ def aggregate_stats(records: Sequence[Record]) -> dict[str, Any]:
         "mean_acceptance_length": 1.0 + ratio(total["accepted_tokens"], total["passes"]),
         "acceptance_rate": ratio(total["accepted_tokens"], total["drafted_tokens"]),
         "flops_rejected_fraction": ratio(n_rejected, n_scored),
+        "model_flops_utilization": ratio(total["model_flops"], most_flops),
         "pass_slowdown": ratio(total["slowed_pass_seconds"], total["unslowed_pass_seconds"]),
         "ngram_share": ratio(total["ngram_hits"], total["accepted_tokens"]),
         **total,

@@ -51,6 +51,8 @@ def test_an_aggregate_of_one_equals_the_original() -> None:
         accepted_tokens=4,
         ngram_hits=1,
         kv_bytes=100,
+        model_flops=30,
+        peak_flops_per_second=60.0,
         kv_used_fraction=0.5,
         time_per_output_token_p90=0.3,
     )
