@@ -18,7 +18,7 @@ from backends.llama_lib import load_library
 from offload.units import MIB
 
 _OUT, _IN = 4096, 4096
-_ROWS = (1, 4, 8, 16, 32, 64)
+_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _LARGEST_BYTES = 4 * _OUT * _IN  # no type is wider than float32
 _F32 = 0  # ggml_type of activations
 _GRAPH_BYTES = 64 * MIB  # graphs, headers and results
