@@ -29,7 +29,7 @@ from typing import Any
 from bench.peer_figures import summarise
 from bench.peer_runs import ProcessRun, ProgramRunner, RunSettings
 from bench.peers import PEERS, Weights
-from bench.results import ResultsError, append_line, read_results
+from bench.results import SWEEP, ResultsError, append_line, read_results
 from bench.workloads import Prompt
 from specdec.run_plan import RunPlan
 from specdec.storage import weight_files
@@ -120,7 +120,10 @@ def finished_keys(path: Path) -> set[str]:
 def _finished_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists() or not path.stat().st_size:
         return []
-    lines: list[dict[str, Any]] = read_results(path).value["settings"]
+    results = read_results(path)
+    if results.kind != SWEEP:
+        raise ResultsError(f"{path} holds results of {results.kind}: name another file")
+    lines: list[dict[str, Any]] = results.value["settings"]
     return lines
 
 

@@ -184,6 +184,16 @@ def test_another_file_is_not_written_to(target: Path, tmp_path: Path) -> None:
     assert file.read_text() == "notes\n"
 
 
+def test_results_of_another_command_are_not_written_to(target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    prediction = '{"settings": [{}], "largest_error": 0}\n'
+    for text, kind in (('{"peers": []}\n', "peers"), (prediction, "prediction")):
+        file.write_text(text)
+        with pytest.raises(ResultsError, match=f"holds results of {kind}: name another file"):
+            list(run_sweep(sweep_of(target), [Setting(GIB, None, 0)], file, {}))
+        assert file.read_text() == text
+
+
 def test_command(capfd: pytest.CaptureFixture[str], target: Path, tmp_path: Path) -> None:
     file = tmp_path / "sweep.jsonl"
     argv = f"sweep -m {target} -md {target} --budgets 1GiB,2GiB --no-enforce -n 10 -o {file}"
