@@ -26,8 +26,8 @@ def report_command(
 ) -> None:
     """One self-contained HTML page with tables and plots, and the plots as PNG files."""
     from bench.report_page import write_report
-    from bench.results import read_results
+    from bench.results import read_all
 
     check_writable("--output-file", output_file)
-    for path in write_report([read_results(path) for path in results], output_file):
+    for path in write_report(read_all(results), output_file):
         typer.echo(path)

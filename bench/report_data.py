@@ -113,10 +113,10 @@ def depths(several: Iterable[Results]) -> list[Depths]:
     for results in several:
         shown = [cut for one in _depths_of(results) if (cut := _cut(one)).tried]
         if shown:
-            found[results.path.stem] = shown
+            found[results.name] = shown
     if len(found) == 1:
         return next(iter(found.values()))
-    return [replace(one, name=f"{stem}: {one.name}") for stem in found for one in found[stem]]
+    return [replace(one, name=f"{name}: {one.name}") for name in found for one in found[name]]
 
 
 def _depths_of(results: Results) -> list[Depths]:

@@ -48,8 +48,8 @@ def draw(several: Sequence[Results]) -> list[Picture]:
         if some := bars(results):
             title = describe(results)
             png = plots.to_png(plots.speed_bars(some, title))
-            stem = results.path.stem
-            pictures.append(Picture(f"speed-{stem}", f"Speed: {stem}", png))
+            name = results.name
+            pictures.append(Picture(f"speed-{name}", f"Speed: {name}", png))
     for name, group in _budget_groups(several).items():
         if found := points(group):
             heading = f"Speed against memory budget: {name}"
@@ -57,16 +57,16 @@ def draw(several: Sequence[Results]) -> list[Picture]:
             pictures.append(Picture(f"budgets-{name}", heading, png))
     for results in several:
         if lines := curves(results):
-            stem = results.path.stem
+            name = results.name
             png = plots.to_png(plots.speedup_curves(lines, describe(results)))
-            pictures.append(Picture(f"curve-{stem}", f"Speedup against acceptance: {stem}", png))
+            pictures.append(Picture(f"curve-{name}", f"Speedup against acceptance: {name}", png))
     if counts := depths(several):
         figure = plots.acceptance_by_depth(counts, "Acceptance by depth")
         pictures.append(Picture("acceptance", "Acceptance by depth", plots.to_png(figure)))
     for results in several:
         if results.kind == PICTURE:
-            stem = results.path.stem
-            pictures.append(Picture(f"timeline-{stem}", f"One run: {stem}", results.png))
+            name = results.name
+            pictures.append(Picture(f"timeline-{name}", f"One run: {name}", results.png))
     return pictures
 
 
@@ -75,7 +75,7 @@ def _budget_groups(several: Sequence[Results]) -> dict[str, list[Results]]:
     groups: dict[str, list[Results]] = {}
     for results in several:
         if results.kind == SWEEP:
-            groups[results.path.stem] = [results]
+            groups.setdefault(results.name, []).append(results)
         elif results.kind in (BUDGETS, SPEEDUP):
             groups.setdefault(_model_name(results.value), []).append(results)
     return groups
@@ -148,9 +148,7 @@ def describe(results: Results) -> str:
     from offload.units import format_bytes
 
     value = results.value
-    names = [w["model"] for w in value.get("weights", [])] or [
-        value.get("model", results.path.stem)
-    ]
+    names = [w["model"] for w in value.get("weights", [])] or [value.get("model", results.name)]
     n_bytes = value.get("memory_budget_bytes") or value["plan"]["memory_budget_bytes"]
     budget = format_bytes(n_bytes)
     slowed = value.get("storage_mbps")

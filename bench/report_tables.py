@@ -43,7 +43,7 @@ def tables(results: Results) -> list[Table]:
 
 
 def _peers(results: Results) -> list[Table]:
-    value, name = results.value, results.path.stem
+    value, name = results.value, results.name
     rows = value["peers"]
     kept = "enforced by the kernel" if value["enforced"] else "not enforced"
     note = (
@@ -116,7 +116,7 @@ def _speedup(results: Results) -> list[Table]:
     for mode, found in value.get("ratios", {}).items():
         note += f" {mode.capitalize()} is {found['ratio']:.2f} times {value['peer']['name']}, over "
         note += f"the same {describe_ratio(found)}."
-    return [Table(f"Plain and speculative: {results.path.stem}", headings, rows, note)]
+    return [Table(f"Plain and speculative: {results.name}", headings, rows, note)]
 
 
 def _figure(stats: Mapping[str, Any], key: str, form: str, unit: float) -> str:
@@ -138,7 +138,7 @@ def _budgets(results: Results) -> list[Table]:
         for row in results.value["budgets"]
     )
     columns = ("budget", "tok/s", "tok/pass", "GB/pass", "peak GiB", "equal texts")
-    return [Table(f"Budgets: {results.path.stem}", columns, rows)]
+    return [Table(f"Budgets: {results.name}", columns, rows)]
 
 
 def _policy(results: Results) -> list[Table]:
@@ -158,7 +158,7 @@ def _policy(results: Results) -> list[Table]:
         f"best of the others ({value['best_fixed']})."
     )
     columns = ("", "tok/s", "tok/pass", "tree nodes", "drafting")
-    return [Table(f"Sizes of trees: {results.path.stem}", columns, rows, note)]
+    return [Table(f"Sizes of trees: {results.name}", columns, rows, note)]
 
 
 def _prediction(results: Results) -> list[Table]:
@@ -170,7 +170,7 @@ def _prediction(results: Results) -> list[Table]:
     )
     pairs = tuple(f"{name}, {what}" for name in ("s/pass", "tok/s") for what in _PREDICTED)
     columns = ("model", "budget", "storage MB/s", "rows", *pairs)
-    return [Table(f"Prediction: {results.path.stem}", columns, rows, note)]
+    return [Table(f"Prediction: {results.name}", columns, rows, note)]
 
 
 def _prediction_row(setting: Mapping[str, Any], kind: str) -> tuple[str, ...]:
@@ -203,7 +203,7 @@ def _sweep(results: Results) -> list[Table]:
         "tokens",
         "exit",
     )
-    return [Table(f"Sweep: {results.path.stem}", columns, rows)]
+    return [Table(f"Sweep: {results.name}", columns, rows)]
 
 
 def _sweep_row(line: Mapping[str, Any]) -> tuple[str, ...]:
@@ -232,4 +232,4 @@ def _curve(results: Results) -> list[Table]:
         f"{n_equal} of {value['n_texts']} texts equal plain decoding's."
     )
     rows = tuple(cells(point) for point in value["points"])
-    return [Table(f"Speedup against acceptance: {results.path.stem}", HEADINGS, rows, note)]
+    return [Table(f"Speedup against acceptance: {results.name}", HEADINGS, rows, note)]

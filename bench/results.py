@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ class Results:
     """The file's JSON object; of a sweep {"settings": [its lines]}."""
     png: bytes = b""
     """Of a picture, such as `specdec-bench timeline` draws."""
+    given_name: str = ""
+
+    @property
+    def name(self) -> str:
+        """In headings, and in the names of pictures."""
+        return self.given_name or self.path.stem
 
 
 def write_json(result: Mapping[str, Any], path: Path | None) -> None:
@@ -68,6 +75,16 @@ def append_line(value: Mapping[str, Any], path: Path) -> None:
     """One line of JSON Lines, at once: an interrupted measurement keeps what it has."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(value) + "\n")
+
+
+def read_all(paths: Iterable[Path]) -> list[Results]:
+    """`read_results` of each; where several files have one name, the later ones get a number."""
+    found: dict[str, Results] = {}
+    for path in paths:
+        names = chain([path.stem], (f"{path.stem}-{n}" for n in count(2)))
+        name = next(name for name in names if name not in found)
+        found[name] = replace(read_results(path), given_name=name)
+    return list(found.values())
 
 
 def read_results(path: Path) -> Results:

@@ -13,7 +13,7 @@ from bench.aggregate import aggregate_stats
 from bench.cli import main
 from bench.report_data import Point, bars, curves, depths, points
 from bench.report_tables import tables
-from bench.results import ResultsError, read_results, write_json
+from bench.results import ResultsError, read_all, read_results, write_json
 from offload.units import GIB
 from specdec.stats import GenerationStats
 
@@ -249,6 +249,22 @@ def test_all_kinds_on_one_page(files: dict[str, Path], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert main(["report", *map(str, files.values()), "-o", str(page)]) == 0
     assert page.read_text().count("<details>") == 7  # a picture has no provenance
+
+
+def test_files_of_one_name_are_all_on_the_page(files: dict[str, Path], tmp_path: Path) -> None:
+    page, both = tmp_path / "page.html", []
+    for kind in ("peers", "sweep"):
+        other = tmp_path / "again" / files[kind].name
+        other.parent.mkdir(exist_ok=True)
+        other.write_text(files[kind].read_text())
+        both += [files[kind], other]
+    assert main(["report", *map(str, both), "-o", str(page)]) == 0
+    names = ["speed-peers", "speed-peers-2", "budgets-sweep", "budgets-sweep-2", "acceptance"]
+    drawn = {f"page-{name}.png" for name in names}
+    assert {path.name for path in tmp_path.glob("*.png")} - {"run.png"} == drawn
+    assert page.read_text().count("data:image/png;base64,") == len(names)
+    shares = [one.name.partition(":")[0] for one in depths(read_all(both))]
+    assert shares == ["peers", "peers-2", "sweep", "sweep-2"]
 
 
 def test_the_roofline_of_a_point() -> None:
