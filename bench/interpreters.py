@@ -113,6 +113,8 @@ def _ask(path: str, text: str, modules: tuple[str, ...]) -> dict[str, Any]:
             errors="replace",
             timeout=_PROBE_SECONDS,
             stdin=subprocess.DEVNULL,
+            # As the program will run: what lies in the working directory is not installed.
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InterpreterError(f"{text} does not run: {error}") from None

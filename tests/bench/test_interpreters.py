@@ -84,6 +84,15 @@ def test_what_an_environment_has(other: Path) -> None:
     assert found.modules == {PACKAGE}
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python looks into the working directory")
+def test_a_folder_that_lies_here_is_no_package(
+    other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "airllm").mkdir()  # a clone of its repository, say
+    monkeypatch.chdir(tmp_path)
+    assert probe(str(other), (PACKAGE, "airllm")).modules == {PACKAGE}
+
+
 def test_a_name_is_found_on_the_path(other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(other.parent) + os.pathsep + os.environ["PATH"])
     assert probe("python", ()).path == str(other)
