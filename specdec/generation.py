@@ -280,11 +280,12 @@ class GenerationStream:
         )
 
     def _decoded_flops(self, flops: ModelFlops) -> int:
-        """Of all tokens but the first, which the prompt's pass brought."""
+        """Of all tokens but the first, which the prompt's pass brought; of beams one a position."""
         n_tokens = self._recorder.n_generated - 1
         if n_tokens < 1:
             return 0
-        context = len(self._prompt_ids) + n_tokens // (2 * len(self._sequences))
+        n_texts = 1 if self._params.num_beams > 1 else len(self._sequences)
+        context = len(self._prompt_ids) + n_tokens // (2 * n_texts)
         return flops.of_tokens(n_tokens, context)
 
 
