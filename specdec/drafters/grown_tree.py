@@ -67,6 +67,7 @@ class GrownNode:
 
     def offer(self, candidates: Candidates) -> None:
         """What may follow, likeliest first, said once; children that are there stay as they are."""
+        assert not self._tokens, "what may follow a node is said once"
         new = [(token, chance) for token, chance in candidates if token not in self.children]
         self._tokens = array("i", [token for token, _ in new])
         self._log_probs = array("d", [chance for _, chance in new])

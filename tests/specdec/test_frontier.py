@@ -136,6 +136,13 @@ def test_children_come_likeliest_first(data: st.DataObject, width: int | None) -
     assert sorted(own, reverse=True) == draft
 
 
+def test_candidates_that_were_not_looked_at_yet_are_not_lost() -> None:
+    node = GrownNode(0, 0, 0.0, 0.0)
+    node.offer([(1, -0.1), (2, -0.2)])
+    with pytest.raises(AssertionError, match="said once"):
+        node.offer([(3, -0.1)])
+
+
 def test_what_lives_is_counted_anew_where_the_text_goes_on() -> None:
     tree = GrownTree(0, 0, [(1, -0.1), (2, -0.2)])
     first, second = tree.root.likeliest()
