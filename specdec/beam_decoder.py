@@ -163,8 +163,12 @@ class BeamDecoder:
         )
 
     def _drawn(self, scores: NDArray[np.float32], which: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Keys for a draw without replacement, see `drawn_continuations`: with the noise of (seed,
-        position), entry beam * vocab + token of it."""
+        """Keys for draws without replacement from softmax(scores), the largest drawn first.
+
+        The k largest of score + Gumbel noise are k such draws (Vieira 2014; Kool et al. 2019). The
+        noise is that of (seed, position), entry beam * vocab + token of it. Continuations of
+        probability 0 come last: only where there are not k others.
+        """
         position = len(self._prompt) + len(self.search.running[0].token_ids)
         return scores + gumbel_at(self._sampler.seed, position, which)
 

@@ -175,18 +175,5 @@ def best_continuations(keys: NDArray[Any], k: int) -> NDArray[np.int64]:
     return candidates[_descending(keys[candidates])][:k]
 
 
-def drawn_continuations(
-    scores: Scores, k: int, noise: Callable[[NDArray[np.int64]], NDArray[np.float64]]
-) -> NDArray[np.int64]:
-    """Positions of k draws without replacement from softmax(scores), in the order of drawing.
-
-    The k largest of score + Gumbel noise are such a sample (Vieira 2014; Kool et al. 2019).
-    Continuations of probability 0 come last: only where there are not k others.
-
-    noise: positions [n] -> their standard Gumbel noise [n].
-    """
-    return best_continuations(scores + noise(np.arange(len(scores))), k)
-
-
 def _descending(scores: NDArray[Any]) -> NDArray[np.int64]:
     return np.argsort(-scores, kind="stable")

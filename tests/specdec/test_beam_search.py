@@ -19,13 +19,7 @@ from scipy import stats
 from table_backend import TableBackend
 
 from specdec.beam_decoder import BeamDecoder, BeamMemoryFull
-from specdec.beam_search import (
-    BeamRules,
-    BeamSearch,
-    best_continuations,
-    by_score,
-    drawn_continuations,
-)
+from specdec.beam_search import BeamRules, BeamSearch, best_continuations, by_score
 from specdec.config import SamplingParams
 from specdec.sampling import Sampler, gumbel_at
 
@@ -45,13 +39,11 @@ def test_draws_are_without_replacement_in_the_right_proportions():
         chances[triple] = chance
     counts = dict.fromkeys(chances, 0)
     for seed in range(6000):
-        taken = drawn_continuations(scores, 3, lambda ids, seed=seed: gumbel_at(seed, 9, ids))
+        taken = best_continuations(scores + gumbel_at(seed, 9, np.arange(5)), 3)
         counts[tuple(taken.tolist())] += 1
     expected = [chance * 6000 for chance in chances.values()]
     assert stats.chisquare(list(counts.values()), expected).pvalue > REJECT_BELOW
-    assert sorted(drawn_continuations(scores, 5, lambda ids: np.zeros(len(ids))).tolist()) == [
-        0, 1, 2, 3, 4,
-    ]  # fmt: skip
+    assert best_continuations(scores, 5).tolist() == [0, 1, 3, 4, 2]  # the impossible one last
 
 
 @settings(deadline=None, max_examples=40)
@@ -170,12 +162,12 @@ def test_ranking_row_by_row_takes_the_same_as_all_at_once(seed, n_beams, vocab) 
     rows[rng.random(rows.shape) < 0.2] = -np.inf
     flat, k = rows.reshape(-1), min(2 * n_beams, rows.size)
 
-    def noise(which):
-        return gumbel_at(seed, 9, which)
+    def drawn(scores, which):
+        return scores + gumbel_at(seed, 9, which)
 
     for rank, wanted in (
         (by_score, best_continuations(flat, k)),
-        (lambda scores, which: scores + noise(which), drawn_continuations(flat, k, noise)),
+        (drawn, best_continuations(drawn(flat, np.arange(flat.size)), k)),
     ):
         asked: list[int] = []
         state: BeamSearch[int] = BeamSearch(

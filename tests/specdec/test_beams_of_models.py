@@ -14,7 +14,7 @@ from table_backend import TableBackend
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from backends.torch_backend import TorchBackend
-from specdec.beam_search import drawn_continuations
+from specdec.beam_search import best_continuations
 from specdec.config import SamplingParams
 from specdec.sampling import gumbel_at
 
@@ -96,8 +96,8 @@ def test_beam_sampling_equals_generate_with_the_same_draws(seed, pair, monkeypat
 
     def draw(probs: torch.Tensor, num_samples: int) -> torch.Tensor:
         log_p = torch.log(probs[0]).numpy()
-        where = next(position)
-        taken = drawn_continuations(log_p, num_samples, lambda ids: gumbel_at(seed, where, ids))
+        noise = gumbel_at(seed, next(position), np.arange(len(log_p)))
+        taken = best_continuations(log_p + noise, num_samples)
         return torch.from_numpy(taken)[None]
 
     monkeypatch.setattr(torch, "multinomial", draw)
