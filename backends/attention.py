@@ -78,8 +78,9 @@ def segmented_attention(
         partial = kernel(queries, keys[:, :, span], values[:, :, span], segment, scale)
         merged = partial if merged is None else merge(merged, partial)
     assert merged is not None, "a row sees itself at least"
-    output = merged[0].to(query.dtype).view(1, n_heads, n_rows, -1)
-    return output.transpose(1, 2).contiguous(), None
+    # Kernels differ in how their outputs lie in memory.
+    output = merged[0].to(query.dtype).permute(2, 0, 1, 3).reshape(1, n_rows, n_heads, -1)
+    return output.contiguous(), None
 
 
 def merge(first: Partial, second: Partial) -> Partial:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from backends.masks import CausalLayout, PassLayout, Segment, SegmentedMask, seg
 
 CPU = torch.device("cpu")
 WHOLE_MASKS = {"bloom", "gpt2", "xglm"}  # ALiBi; a mask added by hand; attention of its own
+_cpu_kernel = attention.cpu_kernel
 
 
 class Module(torch.nn.Module):
@@ -105,13 +107,21 @@ def attend(
     return found.cpu(), reference(*moved, layout.allowed(start, end, window), scale, softcap)  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=["fused", "blockwise"], scope="module")
+def rows_first(*arguments: Any) -> attention.Partial:
+    """The kernel for the CPU, whose outputs lie in memory as those of the efficient one of CUDA."""
+    output, lse = _cpu_kernel(*arguments)
+    return output.transpose(1, 2).contiguous().transpose(1, 2), lse
+
+
+@pytest.fixture(params=["fused", "rows first", "blockwise"], scope="module")
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """The kernel chosen for the CPU, and the plain one with blocks of 16 keys, which fits all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MAX_SCORE_BYTES", 1)
         if request.param == "blockwise":
             patch.setattr(attention, "cpu_kernel", blockwise_kernel)
+        if request.param == "rows first":
+            patch.setattr(attention, "cpu_kernel", rows_first)
         yield
 
 
@@ -277,6 +287,26 @@ def test_calls_of_the_cuda_kernels_fit_their_signatures(kernel: attention.Kernel
         output, lse = kernel(query, keys, values, segment, 0.125)
         assert (output.shape, output.dtype) == ((2, 3, 5, 64), torch.bfloat16)
         assert (lse.shape, lse.dtype) == ((2, 3, 5), torch.float32)
+
+
+@pytest.mark.parametrize("kernel", [cuda_flash_kernel, cuda_efficient_kernel])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_outputs_are_put_together_as_a_gpu_lays_them_out(
+    kernel: attention.Kernel, window: int | None, heads: tuple[int, int], monkeypatch
+) -> None:
+    """Strides of meta tensors are those of a GPU's."""
+    monkeypatch.setattr(attention, "choose_kernel", lambda *_: kernel)
+    rng, meta = np.random.default_rng(0), torch.device("meta")
+    layouts = random_tree(30, 5, 7, rng), random_tree(0, 0, 7, rng), CausalLayout(0, 7)
+    masks = [segmented_mask(one, 0, 7, window, torch.bfloat16, meta) for one in layouts]
+    whole = torch.empty(1, 1, 7, 48, dtype=torch.bfloat16, device=meta)
+    for mask in [*masks, SegmentedMask((Segment(0, 48, whole),), 48)]:
+        shape = {"heads": heads, "dims": (64, 64), "dtype": torch.bfloat16, "device": meta}
+        query, key, value = states(7, mask.n_keys, **shape)
+        output, _ = segmented_attention(Module(), query, key, value, mask)
+        assert output.shape == (1, 7, 4, 64)
+        assert output.is_contiguous()
 
 
 @pytest.mark.cuda
