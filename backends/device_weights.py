@@ -49,12 +49,17 @@ class DeviceWeights:
         self.device = engine.device
         self._plan, self._engine = plan, engine
         n_readers = n_readers or DEFAULT_N_READERS
-        self._outer = load_on_device(model.outer_records, engine, n_readers=n_readers)
-        try:
-            self._streamer = DeviceStreamer(plan, engine, n_readers=n_readers, progress=progress)
-        except BaseException:
-            self._outer.close()
-            raise
+        # Threads write to this memory that are not in the inference mode that the caller may be in,
+        # and a tensor of that mode is changed in it only.
+        with torch.inference_mode(False):
+            self._outer = load_on_device(model.outer_records, engine, n_readers=n_readers)
+            try:
+                self._streamer = DeviceStreamer(
+                    plan, engine, n_readers=n_readers, progress=progress
+                )
+            except BaseException:
+                self._outer.close()
+                raise
 
     @property
     def outer(self) -> RawTensors:

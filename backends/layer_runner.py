@@ -143,8 +143,8 @@ class LayerRunner:
         return self._is_bound
 
     def detach(self) -> None:
-        """Give the module its own forward back and let go of the weights; may be repeated."""
-        self._is_bound = False
+        """Give the module its own forward back and let go of weights and masks; may be repeated."""
+        self._is_bound, self.state = False, None
         unbind(self._tensors)
         self._module.__dict__.pop("forward", None)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
+import torch
 from checkpoints import FAMILIES
 from cpu_engine import CpuEngine
 from device_talk import PROMPT, all_there, conversation, everywhere, on_device
@@ -129,6 +132,24 @@ def test_a_plan_over_tiers_loads_the_model_onto_the_device(
     with source.load(loading) as backend, TorchBackend.resident(directory) as resident:
         assert budgets == [123_456_789]
         assert equal(conversation(backend), conversation(resident))
+
+
+def test_a_model_loaded_in_inference_mode_is_copied_to_by_threads_outside_of_it(
+    checkpoint_factory,
+) -> None:
+    directory = checkpoint_factory("llama")
+    with TorchBackend.resident(directory) as resident:
+        expected = conversation(resident)
+    with torch.inference_mode(), on_device(directory, CpuEngine(Policy.EARLY)) as backend:
+        assert equal(conversation(backend), expected)
+
+
+def test_masks_are_given_back_with_the_rest(checkpoint_factory) -> None:
+    backend = on_device(checkpoint_factory("llama"), CpuEngine())
+    conversation(backend)
+    state = weakref.ref(backend._runners[0].state)
+    backend.close()
+    assert state() is None
 
 
 @pytest.mark.skipif(cuda_problem() is None, reason="there is a GPU")
