@@ -73,6 +73,54 @@ def test_a_target_on_the_gpu_drafts_for_itself_there(models, monkeypatch):
     assert found.stats.accepted_tokens > 0
 
 
+@pytest.mark.parametrize("draft_device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("loaded", "asked"),
+    [
+        ({}, {"n": 2, "temperature": 0.8, "seed": 3}),
+        ({}, {"logprobs": True}),
+        ({"num_beams": 3}, {"num_beams": 3, "n": 2}),
+        ({"draft_window": 16}, {}),
+    ],
+    ids=["sequences", "logprobs", "beams", "window"],
+)
+def test_every_way_of_generating_gives_the_cpus_tokens(
+    models, monkeypatch, draft_device, loaded, asked
+):
+    def outputs(**options):
+        with specdec.load(*models, ctx_size=128, **loaded, **options, **FIXED) as llm:
+            return llm.generate(PROMPT, max_tokens=12, ignore_eos=True, **asked).outputs
+
+    expected = outputs()
+    install_fake_gpu(monkeypatch)
+    force_tiers(monkeypatch)
+    found = outputs(device="cuda", draft_device=draft_device)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+@pytest.mark.parametrize("draft_device", ["cpu", "cuda"])
+def test_a_text_goes_on_from_its_file_and_after_a_cancel(
+    models, monkeypatch, tmp_path, draft_device
+):
+    """The file that a GPU wrote is as good as the CPU's."""
+    install_fake_gpu(monkeypatch)
+    force_tiers(monkeypatch)
+    saving = {"ctx_size": 128, "prompt_cache_file": tmp_path / "kv", **FIXED}
+    gpu = {"device": "cuda", "draft_device": draft_device}
+    asked = {"max_tokens": 12, "ignore_eos": True}
+    with specdec.load(*models, **saving, **gpu) as llm:
+        stream = llm.stream(PROMPT, **asked)
+        next(stream)
+        next(stream)
+        stream.cancel()
+        expected = llm.generate(PROMPT, cache_prompt=False, **asked)
+    for where in (gpu, {}):
+        with specdec.load(*models, **saving, **where) as llm:
+            found = llm.generate(PROMPT, **asked)
+            assert found.token_ids == expected.token_ids
+            assert found.stats.reused_prompt_tokens > 0
+
+
 def test_what_is_printed_tells_of_the_gpu(models, monkeypatch, capsys):
     install_fake_gpu(monkeypatch)
     force_tiers(monkeypatch)
