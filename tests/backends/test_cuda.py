@@ -229,6 +229,16 @@ def test_a_pass_that_asks_for_a_number_is_run_without_a_recording(
     assert caplog.text.count("without a recording") == 1
 
 
+def test_numbers_of_the_host_are_seen_before_a_recording(
+    engine: CudaEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine.computing(), torch.inference_mode():
+        buffer = torch.ones(2, device=engine.device)
+        run = CudaGraphs().record(lambda: buffer * torch.tensor([2.0, 3.0], device=buffer.device))
+        assert run().tolist() == [2.0, 3.0]
+    assert caplog.text.count("without a recording") == 1
+
+
 def test_memory_that_cannot_be_pinned_is_ours_and_leaves_no_error_behind(
     engine: CudaEngine,
 ) -> None:

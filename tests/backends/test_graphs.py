@@ -59,6 +59,11 @@ def choose(x: torch.Tensor) -> torch.Tensor:
     return x[x > 1]
 
 
+def made_of_numbers(x: torch.Tensor) -> torch.Tensor:
+    """As torch.tensor ends on a GPU; on a CPU, and of meta tensors, it is another matter."""
+    return torch.ops.aten.lift_fresh.default(torch.empty(3, device="meta"))
+
+
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
@@ -67,6 +72,7 @@ def choose(x: torch.Tensor) -> torch.Tensor:
         (choose, "gives what the host has to know"),
         (torch.nonzero, "nonzero gives"),
         (lambda x: x.to("meta"), "from one device to another"),
+        (made_of_numbers, "made of numbers that the host has"),
     ],
 )
 def test_a_pass_that_waits_for_the_host_is_run_anew(
