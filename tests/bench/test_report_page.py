@@ -8,139 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from result_values import (
+    PICTURE,
+    budgets,
+    comparison,
+    curve,
+    peer_row,
+    policy,
+    prediction,
+    speedup,
+    sweep_line,
+)
 
-from bench.aggregate import aggregate_stats
 from bench.cli import main
 from bench.report_data import Point, bars, curves, depths, points
 from bench.report_tables import tables
-from bench.results import ResultsError, read_all, read_results, write_json
+from bench.results import read_all, read_results
 from offload.units import GIB
-from specdec.stats import GenerationStats
 
 pytest.importorskip("matplotlib")
-
-PROVENANCE = {"git_revision": "abc", "argv": ["specdec-bench", "<x>"], "date": "today"}
-
-
-def stats(seconds: float, passes: int) -> dict[str, Any]:
-    one = GenerationStats(
-        generated_tokens=41,
-        passes=passes,
-        accepted_tokens=40 - passes,
-        decode_seconds=seconds,
-        tried_by_depth=(10, 8, 2),
-        accepted_by_depth=(8, 4, 0),
-    )
-    return aggregate_stats([{"stats": one.to_dict()}])
-
-
-def peer_row(name: str, speed: float | None, **more: Any) -> dict[str, Any]:
-    return {
-        "peer": name, "weights": "hf", "exit": "ok", "reason": None, "tokens_per_second": speed,
-        "time_to_first_token": speed, "seconds_per_token_median": speed,
-        "seconds_per_token_p90": speed, "bytes_read_per_token": None,
-        "mean_acceptance_length": None, "peak_anonymous_bytes": GIB, "cgroup_peak_bytes": None,
-        "n_prompts": 2, "n_tokens": 20, "by_category": {}, "acceptance_by_depth": None, **more,
-    }  # fmt: skip
-
-
-def comparison() -> dict[str, Any]:
-    depth = [{"tried": 9, "accepted": 6}, {"tried": 6, "accepted": 3}]
-    figures = {"tokens_per_second": 1.0, "mean_acceptance_length": 2.0}
-    return {
-        "peers": [
-            peer_row("accelerate", 0.25),
-            peer_row("airllm", None, exit="not-run", reason="not installed: <airllm>"),
-            peer_row("llama.cpp", None, exit="oom-killed", reason="killed", n_prompts=0),
-            peer_row("specdec", 9.3, mean_acceptance_length=11.9, acceptance_by_depth=depth,
-                     by_category={"writing": figures}),
-        ],
-        "ratios": {"specdec": {"accelerate": {"ratio": 37.2, "n_prompts": 2, "n_tokens": 14}},
-                   "accelerate": {"specdec": {"ratio": 0.0269, "n_prompts": 2}}},
-        "weights": [{"model": "/m/grown-6gb", "draft": None, "n_bytes": GIB, "types": {}}],
-        "memory_budget_bytes": GIB, "enforced": True, "storage_mbps": 500.0,
-        "n_prompts": 2, "max_tokens": 10, "provenance": PROVENANCE,
-    }  # fmt: skip
-
-
-def speedup() -> dict[str, Any]:
-    return {
-        "plain": stats(40.0, 40), "speculative": stats(4.0, 10), "speedup": 10.0,
-        "records": [], "peer": None, "model": "/m/grown", "memory_budget_bytes": 2 * GIB,
-        "bytes_per_pass": 10**9, "storage_bytes_per_second": 2e9, "prompts_equal": 3,
-        "n_prompts": 4, "provenance": PROVENANCE,
-    }  # fmt: skip
-
-
-def budgets() -> dict[str, Any]:
-    row = {
-        "memory_budget": "1.5GiB", "killed": False, "streamed_bytes_per_pass": 2 * 10**9,
-        "tokens_per_second": 3.0, "mean_acceptance_length": 4.0, "peak_memory_bytes": GIB,
-        "n_equal_texts": 2, "n_texts": 2,
-    }  # fmt: skip
-    return {
-        "budgets": [{"memory_budget": "1GiB", "killed": True}, row],
-        "records": {"1.5GiB": [{"storage_bytes_per_second": 2e9}]},
-        "provenance": {**PROVENANCE, "argv": ["budgets", "-m", "/m/grown"]},
-    }
-
-
-def sweep_line(budget: int, mbps: float | None, tree: int | None, speed: float | None) -> Any:
-    return {
-        "setting": {"memory_budget_bytes": budget, "storage_mbps": mbps, "num_draft_tokens": tree},
-        "key": "k", "exit": "ok" if speed else "oom-killed", "reason": None if speed else "killed",
-        "tokens_per_second": speed, "predicted_tokens_per_second": speed,
-        "mean_acceptance_length": None if tree == 0 else 3.0, "bytes_per_pass": 10**9,
-        "storage_bytes_per_second": 2e9, "peak_anonymous_bytes": GIB, "n_prompts": 1,
-        "n_tokens": 9, "provenance": PROVENANCE,
-        "acceptance_by_depth": None if tree == 0 else [{"tried": 6, "accepted": 5}],
-    }  # fmt: skip
-
-
-def curve() -> dict[str, Any]:
-    points = [
-        {
-            "rate": rate, "n_draft_tokens": n, "accuracy": rate, "tokens_per_pass": 2.0,
-            "expected_tokens_per_pass": 2.1, "standard_error": 0.1, "tokens_per_second": 3.0,
-            "speedup": 1.9 + rate, "predicted_speedup": 2.0 + rate, "pass_seconds": 1.0 + n * rate,
-            "plain_pass_seconds": 1.0, "efficiency": 0.97, "passes": 30,
-        }
-        for rate in (0.5, 0.9)
-        for n in (2, 8)
-    ]  # fmt: skip
-    return {
-        "points": points,
-        "best": [{"rate": 0.5, "n_draft_tokens": 2, "speedup": 2.4}],
-        "differences": [], "n_texts": 6, "records": [], "model": "/m/grown",
-        "memory_budget_bytes": GIB, "n_prompts": 1, "max_tokens": 9, "provenance": PROVENANCE,
-    }  # fmt: skip
-
-
-def policy() -> dict[str, Any]:
-    row = {"mean_acceptance_length": 3.0, "mean_tree_nodes": 16.0, "draft_share": 0.05}
-    return {
-        "rows": [
-            {**row, "way": "16x8", "tokens_per_second": 2.0, "is_lossless": True},
-            {**row, "way": "auto", "tokens_per_second": 1.9, "is_lossless": False},
-        ],
-        "best_fixed": "16x8", "auto_versus_best_fixed": 0.95, "auto_versus_plain": None,
-        "model": "/m/grown", "plan": {"memory_budget_bytes": GIB}, "records": [],
-        "provenance": PROVENANCE,
-    }  # fmt: skip
-
-
-def prediction() -> dict[str, Any]:
-    figures = {"pass_seconds": 1.25, "tokens_per_second": 0.8}
-    error = {"pass_seconds": -0.04, "tokens_per_second": 0.05}
-    kind = {"n_rows": 17, "predicted": figures, "measured": figures, "error": error}
-    row = {"model": "/m/grown", "memory_budget": "1GiB", "storage_mbps": 800}
-    return {
-        "settings": [{**row, "plain": {**kind, "n_rows": 1}, "speculative": kind}],
-        "largest_error": 0.05, "provenance": PROVENANCE,
-    }  # fmt: skip
-
-
-PICTURE = b"\x89PNG\r\n\x1a\n and so on"
 
 
 @pytest.fixture
@@ -289,15 +175,6 @@ def test_what_is_drawn_of_each_kind(files: dict[str, Path]) -> None:
     assert [one.name for one in depths([results["peers"]])] == ["specdec"]
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "notes", '{"peers": 3}', '{"setting": {}}\n3\n'])
-def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "other.json"
-    path.write_text(text)
-    with pytest.raises(ResultsError, match="holds no results") as caught:
-        read_results(path)
-    assert "\n" not in str(caught.value)
-
-
 def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "none.json"), "-o", str(tmp_path / "r.html")]) == 2
     assert "No such file" in capsys.readouterr().err
@@ -354,38 +231,3 @@ def test_results_are_not_written_over(
     assert main(["report", str(files["peers"]), "-o", str(files["peers"])]) == 2
     assert "is one of the results: name another page with -o" in capsys.readouterr().err
     assert files["peers"].read_bytes() == before
-
-
-def test_a_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    device = tmp_path / "null"
-    device.symlink_to("/dev/null")
-    write_json({"a": 1}, device)
-    assert device.resolve() == Path("/dev/null")
-    assert device.is_char_device()
-    with pytest.raises(ResultsError, match="cannot write /dev/full: No space left"):
-        write_json({"a": 1}, Path("/dev/full"))
-    assert Path("/dev/full").is_char_device()
-
-
-def test_a_link_stays_one(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    write_json({"a": 1}, tmp_path / "link")
-    assert (tmp_path / "link").is_symlink()
-    assert json.loads((tmp_path / "file").read_text()) == {"a": 1}
-
-
-def test_a_write_that_fails_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "report.json"
-    path.write_text("before")
-
-    def fill(self: Path, data: bytes) -> None:
-        self.touch()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", fill)
-    with pytest.raises(ResultsError, match="name a file where there is room"):
-        write_json({"a": 1}, path)
-    assert path.read_text() == "before"
-    assert list(tmp_path.iterdir()) == [path]
