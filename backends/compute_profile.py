@@ -24,7 +24,7 @@ WEIGHT_BYTES = 64 * MIB
 """Of the weights that products take in turn: more than the processor's caches hold."""
 _LEAST_SECONDS = 0.01
 _SWEEPS = 2
-_LEAST_REPEATS = 3
+_LEAST_REPEATS = 2
 _MINOR_SHARE = 0.01
 """Formats with less than this share of the matrices' bytes are not worth measuring."""
 
@@ -172,7 +172,7 @@ def measure_curve(
 
 
 def _typical_seconds(product: Product) -> float:
-    """Median of a hundredth of a second of products, after a first one."""
+    """Median of a hundredth of a second of products, two at least, after a first one."""
     product()
     taken: list[float] = []
     while sum(taken) < _LEAST_SECONDS or len(taken) < _LEAST_REPEATS:

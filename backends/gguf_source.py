@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from backends.base import Backend
-from backends.compute_profile import ComputeCurve, matrix_formats
+from backends.compute_profile import WEIGHT_BYTES, ComputeCurve, matrix_formats
 from backends.ggml_compute import measure_ggml_compute
 from backends.gguf_model import GgufModel, load_gguf_model
+from backends.gguf_sample import sample_file, spread_layers
 from backends.llama_context import MAX_LEAVES, context_options, recurrent_model
 from backends.llama_cpp import LlamaBackend
 from backends.llama_lib import default_threads, llama_version
 from backends.llama_memory import context_memory
 from backends.llama_stream import resident_outer_records
-from backends.small_model import is_small, measure_small
+from backends.small_model import is_small, measure_passes, measure_small
 from backends.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
+from offload.errors import SpecdecError
 from offload.fingerprint import fingerprint
 from offload.gguf_header import GGML_TYPES
 from offload.header import TensorRecord
-from offload.memory import reset_peak_rss
+from offload.memory import memory_limit, reset_peak_rss
 from offload.paged_memory import move_seconds_per_byte
 from offload.paging_plan import paging_overhead_bytes
 from offload.reading import resident_footprint
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_CACHE_TYPE = CACHE_TYPES[0]
 _TYPE_IDS = {kind.name: number for number, kind in GGML_TYPES.items()}
+_SAMPLE_ROWS = (1, 2, 4, 8, 16, 32)
+_SAMPLE_SHARE = 8
+"""Of the memory that the process may have, one part in so many at most is taken to time layers."""
 
 
 class GgufSource(ModelSource):
@@ -43,6 +51,7 @@ class GgufSource(ModelSource):
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
         self.layers = self.model.layers
+        self._options = options
         self._n_threads = options.n_threads or default_threads()
         self._type_k = options.cache_type_k or DEFAULT_CACHE_TYPE
         self._type_v = options.cache_type_v or DEFAULT_CACHE_TYPE
@@ -101,11 +110,29 @@ class GgufSource(ModelSource):
         if is_small(self):
             return measure_small(self, self._n_threads)
         reading = self.weight_file if beside_reads else None
-        layers = [record for layer in self.layers for record in layer.tensors]
-        per_byte = self._measure_formats(layers, reading)
+        per_byte = self._measure_layers(reading)
         head = self._measure_formats(resident_outer_records(self.model), reading)
         moving = move_seconds_per_byte() if beside_reads else 0.0
         return ModelCompute(per_byte, self.head_bytes, moving, head)
+
+    def _measure_layers(self, reading: Path | None) -> ComputeCurve:
+        """Seconds per byte: of a few layers as llama.cpp runs them, or of their products where
+        those are too large for that, or send each row to experts that its values choose."""
+        chosen = spread_layers(self.model, WEIGHT_BYTES)
+        n_bytes = sum(r.n_bytes for i in chosen for r in self.layers[i].tensors)
+        if not self.model.n_experts and n_bytes <= memory_limit().n_bytes // _SAMPLE_SHARE:
+            try:
+                return self._measure_sample(chosen, reading)
+            except SpecdecError as error:
+                logger.warning("passes are predicted from single products: %s", error)
+        records = [record for layer in self.layers for record in layer.tensors]
+        return self._measure_formats(records, reading)
+
+    @cache  # noqa: B019 (a source lives as long as its plan)
+    def _measure_sample(self, layers: tuple[int, ...], reading: Path | None) -> ComputeCurve:
+        with sample_file(self.model, layers) as path:
+            sample = GgufSource(path, self._options)
+            return measure_passes(sample, _SAMPLE_ROWS, reading=reading, load_mode="mmap")
 
     def _measure_formats(
         self, records: Sequence[TensorRecord], reading: Path | None

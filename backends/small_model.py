@@ -1,13 +1,14 @@
-"""A small model's passes, timed as they are.
+"""A model's passes, timed as they are: it is loaded for a moment and run.
 
-What a pass takes beside its arithmetic (the interpreter, starting some hundred small operations) is
-nothing for a model of gigabytes and nearly all for one of a few megabytes. No product of matrices
-tells of it, so a small model is loaded for a moment and run.
+What a pass takes beside its products (the interpreter, starting some hundred small operations) is
+nothing for a model of gigabytes and nearly all for one of a few megabytes, which is timed itself.
+Of a large one a few layers may be (backends/gguf_sample.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,26 +46,31 @@ def measure_small(source: ModelSource, n_threads: int, **where: Any) -> ModelCom
         tuple((r.dtype, r.shape) for layer in source.layers for r in layer.tensors),
     )
     if key not in _known:
-        _known[key] = _measure(source, where)
+        _known[key] = measure_passes(source, _ROWS, load_mode="ram", **where)
     return ModelCompute(_known[key], source.head_bytes)
 
 
-def _measure(source: ModelSource, where: dict[str, Any]) -> ComputeCurve:
-    """Seconds of a pass, per byte of the weights."""
+def measure_passes(
+    source: ModelSource, rows: Sequence[int], *, reading: Path | None = None, **where: Any
+) -> ComputeCurve:
+    """Seconds of passes of these rows, per byte of the weights of a model that fits in memory.
+
+    reading: see `measure_curve`.
+    where: fields of the Loading.
+    """
     loading = Loading(
         plan_residency(source.layers, _PLENTY_BYTES),
         max_context=min(_N_PREFIX + 1, source.max_context),
-        max_nodes=_ROWS[-1],
-        max_rows=_ROWS[-1],
-        load_mode="ram",
+        max_nodes=max(rows),
+        max_rows=max(rows),
         **where,
     )
     n_prefix = loading.max_context - 1
     with source.load(loading) as backend:
         if n_prefix:
             backend.prefill([0] * n_prefix)
-        passes = {n: _pass(backend, n, n_prefix) for n in _ROWS}
-        return measure_curve(passes, _layer_bytes(source) + source.head_bytes)
+        passes = {n: _pass(backend, n, n_prefix) for n in rows}
+        return measure_curve(passes, _layer_bytes(source) + source.head_bytes, reading)
 
 
 def _pass(backend: Backend, n_rows: int, n_prefix: int) -> Product:

@@ -104,6 +104,7 @@ def curves(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(gguf_source, "measure_ggml_compute", measure)
     monkeypatch.setattr(gguf_source, "is_small", lambda _: False)
+    monkeypatch.setattr(gguf_source, "_SAMPLE_SHARE", 1 << 60)  # no memory for a sample
 
 
 @pytest.mark.gguf

@@ -1,0 +1,174 @@
+"""A few layers of a GGUF model without weights: what stands for all of them when they are timed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_bytes import make_file
+from gguf_models import FAMILIES, save_tiny_gguf
+
+from backends import gguf_source
+from backends.gguf_model import load_gguf_model
+from backends.gguf_sample import sample_file, spread_layers
+from backends.llama_lib import LlamaError
+from backends.source import BackendOptions, Loading
+from offload.gguf_index import GgufIndex
+from offload.plan import plan_residency
+
+pytestmark = pytest.mark.gguf
+DENSE = [name for name, family in FAMILIES.items() if not family.n_experts]
+
+
+@pytest.fixture(autouse=True)
+def needs_llama_cpp() -> None:
+    pytest.importorskip("llama_cpp")
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_llama_cpp_runs_a_sample_of_every_architecture(family: str, tmp_path: Path) -> None:
+    path = save_tiny_gguf(family, tmp_path / "m.gguf", n_layers=4, vocab=300)
+    with sample_file(load_gguf_model(path), (1, 3)) as sample:
+        source = gguf_source.GgufSource(sample, BackendOptions(n_threads=1))
+        residency = plan_residency(source.layers, 1 << 40)
+        with source.load(Loading(residency, 16, 4, 4, load_mode="mmap")) as backend:
+            assert backend.prefill([3, 1, 2]).shape == (256,)
+
+
+def test_its_layers_are_those_that_were_chosen(tmp_path: Path) -> None:
+    path = save_tiny_gguf("llama", tmp_path / "m.gguf", n_layers=4, dtype="Q8_0", feed_forward=64)
+    model = load_gguf_model(path)
+    n_open = len(os.listdir("/proc/self/fd"))
+    with sample_file(model, (2, 3)) as sample:
+        found = load_gguf_model(sample)
+        for mine, wanted in zip(found.layers, (model.layers[2], model.layers[3]), strict=True):
+            assert [(r.shape, r.dtype) for r in mine.tensors] == [
+                (r.shape, r.dtype) for r in wanted.tensors
+            ]
+        taken = os.stat(sample)
+        assert taken.st_size >= sum(r.n_bytes for layer in found.layers for r in layer.tensors)
+        assert taken.st_blocks * 512 < 64 * 1024  # nothing but the header was written
+    assert len(os.listdir("/proc/self/fd")) == n_open
+
+
+def test_what_is_told_of_each_layer_is_cut_to_the_sample(tmp_path: Path) -> None:
+    """Numbers keep their types: llama.cpp refuses a u32 where it wants an i32."""
+    metadata: dict[str, tuple[str, Any]] = {
+        "general.architecture": ("str", "llama"),
+        "general.name": ("str", "whole"),
+        "llama.block_count": ("u32", 4),
+        "llama.embedding_length": ("u32", 32),
+        "llama.context_length": ("u64", 512),
+        "llama.attention.head_count": ("u32", 2),
+        "llama.attention.head_count_kv": ("[i32]", [1, 2, 1, 2]),
+        "llama.rope.sections": ("[i32]", [8, 8, 0]),
+        "llama.attention.layer_norm_rms_epsilon": ("f32", 0.5),
+        "tokenizer.ggml.tokens": ("[str]", ["a"] * 40),
+    }
+    tensors = {f"blk.{i}.attn_norm.weight": ("F32", [32]) for i in range(4)}
+    tensors["token_embd.weight"] = ("F32", [40, 32])
+    path = tmp_path / "m.gguf"
+    path.write_bytes(make_file(metadata, tensors))
+    expected: dict[str, tuple[str, Any]] = {
+        "llama.block_count": ("u32", 2),
+        "llama.vocab_size": ("u32", 40),
+        "llama.context_length": ("u64", 512),
+        "llama.attention.head_count_kv": ("arr[i32]", [2, 1]),
+        "llama.rope.sections": ("arr[i32]", [8, 8, 0]),
+        "llama.attention.layer_norm_rms_epsilon": ("f32", 0.5),
+        "tokenizer.ggml.model": ("str", "no_vocab"),
+    }
+    with sample_file(load_gguf_model(path), (1, 2)) as sample:
+        found = GgufIndex.from_path(sample).metadata
+        assert {key: (found.type_name(key), found[key]) for key in expected} == expected
+        assert "tokenizer.ggml.tokens" not in found
+
+
+@pytest.mark.parametrize(
+    ("share", "n_chosen"), [(0.0, 1), (0.01, 1), (0.25, 1), (0.3, 2), (0.5, 2), (1.0, 4), (9.0, 4)]
+)
+def test_as_many_layers_as_it_takes(share: float, n_chosen: int, tmp_path: Path) -> None:
+    model = load_gguf_model(save_tiny_gguf("llama", tmp_path / "m.gguf", n_layers=4))
+    n_bytes = sum(r.n_bytes for layer in model.layers for r in layer.tensors)
+    chosen = spread_layers(model, int(share * n_bytes))
+    assert len(set(chosen)) == n_chosen
+    assert list(chosen) == sorted(chosen)
+
+
+# --- what the planner is told ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sources that are not small; products take 7 s for each byte."""
+    curve = gguf_source.ComputeCurve((1,), (7.0,), (7.0,))
+    monkeypatch.setattr(gguf_source, "is_small", lambda _: False)
+    monkeypatch.setattr(gguf_source, "measure_ggml_compute", lambda *_: curve)
+
+    def source(family: str = "llama") -> gguf_source.GgufSource:
+        path = save_tiny_gguf(family, tmp_path / f"{family}.gguf")
+        return gguf_source.GgufSource(path, BackendOptions(n_threads=1))
+
+    return source
+
+
+def test_layers_are_timed_as_llama_cpp_runs_them(timed: Any) -> None:
+    compute = timed().measure_compute(beside_reads=False)
+    assert compute.per_byte.rows == gguf_source._SAMPLE_ROWS
+    assert 0.0 < compute.per_byte.seconds(1) < 1.0
+    assert compute.head_per_byte.seconds(1) == 7.0
+
+
+def test_a_sample_stands_for_all_layers(timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only passes move: a pass of n rows takes n seconds for each of its layers."""
+    monkeypatch.setattr(gguf_source, "WEIGHT_BYTES", 1)
+    source, now = timed(), 0.0
+    load = gguf_source.GgufSource.load
+
+    def loaded(self: gguf_source.GgufSource, loading: Loading) -> Any:
+        backend = load(self, loading)
+        extend = backend.extend
+
+        def slow(ids: list[int], *arguments: Any) -> Any:
+            nonlocal now
+            now += len(ids) * len(self.layers)
+            return extend(ids, *arguments)
+
+        monkeypatch.setattr(backend, "extend", slow)
+        return backend
+
+    monkeypatch.setattr(gguf_source.GgufSource, "load", loaded)
+    monkeypatch.setattr("backends.compute_profile.time.perf_counter", lambda: now)
+    layer_bytes = sum(record.n_bytes for record in source.layers[0].tensors)
+    head_bytes = 96 * 64 * 4  # float32; the sample has it once
+    per_byte = source.measure_compute(beside_reads=False).per_byte
+    for n_rows in (1, 5, 40):
+        assert per_byte.seconds(n_rows) * (layer_bytes + head_bytes) == pytest.approx(
+            n_rows, rel=0.01
+        )
+
+
+def test_experts_are_timed_by_their_products(timed: Any) -> None:
+    assert timed("mixtral").measure_compute(beside_reads=False).per_byte.seconds(1) == 7.0
+
+
+def test_layers_that_are_large_for_the_memory_are_timed_by_their_products(
+    timed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = gguf_source.memory_limit()
+    small = type(limit)(1 << 16, limit.source)
+    monkeypatch.setattr(gguf_source, "memory_limit", lambda: small)
+    assert timed().measure_compute(beside_reads=False).per_byte.seconds(1) == 7.0
+
+
+def test_a_sample_that_llama_cpp_refuses_is_told(
+    timed: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise LlamaError("llama.cpp cannot load it: why")
+
+    monkeypatch.setattr(gguf_source, "measure_passes", refuse)
+    assert timed().measure_compute(beside_reads=False).per_byte.seconds(1) == 7.0
+    assert "predicted from single products: llama.cpp cannot load it: why" in caplog.text
