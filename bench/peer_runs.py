@@ -28,7 +28,8 @@ LOAD_SECONDS = 300.0
 """Allowed beside the time for decoding, which may be overrun once more for the last prompt."""
 REWRITE_BYTES_PER_SECOND = 10e6
 """For the time limit of a program that writes the weights anew: LOAD_SECONDS and twice this."""
-TRIAL_TOKENS = 4
+TRIAL_TOKENS = 10
+"""The page cache serves more of a model's file as it fills: the first few tokens do not show it."""
 TRIAL_SPECULATED_TOKENS = LEAST_SPECULATED_TOKENS
 _AMOUNT = "cpu_memory_bytes"
 _QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}

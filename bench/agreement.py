@@ -1,0 +1,121 @@
+"""Do two runs of `specdec-bench peers` agree in their ratios?
+
+    python -m bench.agreement FIRST.json AGAIN.json --within 15
+
+How far a slow program comes within its time differs from run to run, and ratios over other prompts
+compare texts. So each program is taken over the prompts that it came to in both runs. Prints every
+pair's ratio in both, and exits with 1 where one is off by more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench.compare import label
+from bench.options import OutputFile, check_writable
+from bench.peer_figures import Record, pairwise_ratios
+from bench.results import PEERS, ResultsError, read_results, write_json
+from specdec.cli_errors import run_app
+
+Runs = dict[str, list[Record]]
+"""Program -> its prompts' journals."""
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Speed of `name` over that of `other`, in two runs."""
+
+    name: str
+    other: str
+    first: float
+    again: float
+    n_prompts: int
+
+    @property
+    def difference(self) -> float:
+        """By how much the larger ratio exceeds the smaller one, as a fraction: the same whichever
+        run is the first, and whichever program is above the line."""
+        return max(self.first, self.again) / min(self.first, self.again) - 1
+
+
+def agreements(first: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[Agreement]:
+    """Every pair of programs that decoded the same tokens in both results of `peers`."""
+    runs = _shared_prompts(_prompts(first), _prompts(again))
+    ratios = [pairwise_ratios(run) for run in runs]
+    for other, name in combinations(runs[0], 2):  # specdec's own rows are the last ones
+        found, repeated = (ratio.get(name, {}).get(other) for ratio in ratios)
+        if found and repeated:
+            n_prompts = min(found["n_prompts"], repeated["n_prompts"])
+            yield Agreement(name, other, found["ratio"], repeated["ratio"], n_prompts)
+
+
+def _prompts(result: Mapping[str, Any]) -> Runs:
+    rows = result["peers"]
+    return {label(row, rows): row["prompts"] for row in rows if row.get("prompts")}
+
+
+def _shared_prompts(first: Runs, again: Runs) -> tuple[Runs, Runs]:
+    names = {
+        program: {record["prompt"] for record in records}
+        & {record["prompt"] for record in again[program]}
+        for program, records in first.items()
+        if program in again
+    }
+    return _only(first, names), _only(again, names)
+
+
+def _only(run: Runs, names: Mapping[str, Set[str]]) -> Runs:
+    """The prompts of these names."""
+    return {
+        program: [record for record in run[program] if record["prompt"] in wanted]
+        for program, wanted in names.items()
+    }
+
+
+@app.command()
+def main(
+    first: Annotated[Path, typer.Argument(help="JSON of specdec-bench peers.")],
+    again: Annotated[Path, typer.Argument(help="JSON of the same command, run again.")],
+    within: Annotated[
+        float, typer.Option("--within", min=0.0, help="Percent that a ratio may differ by.")
+    ] = 15.0,
+    output_file: OutputFile = None,
+) -> None:
+    """Compare the ratios of two runs over the prompts of both."""
+    check_writable("--output-file", output_file)
+    found = list(agreements(_read(first), _read(again)))
+    if not found:
+        raise ResultsError(f"{first} and {again} have no pair of programs with the same prompts")
+    width = max(len(f"{one.name} / {one.other}") for one in found)
+    for one in found:
+        pair = f"{one.name} / {one.other}"
+        typer.echo(
+            f"{pair:<{width}} {one.first:8.2f} {one.again:8.2f} {one.difference:7.1%} "
+            f"({one.n_prompts} prompts)"
+        )
+    largest = max(found, key=lambda one: one.difference)
+    typer.echo(f"largest difference {largest.difference:.1%}: {largest.name} / {largest.other}")
+    if output_file is not None:
+        pairs = [{**vars(one), "difference": one.difference} for one in found]
+        write_json({"agreement": pairs, "largest": largest.difference}, output_file)
+    raise typer.Exit(int(largest.difference > within / 100))
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    results = read_results(path)
+    if results.kind != PEERS:
+        raise ResultsError(f"{path} holds results of {results.kind}: give JSON of peers")
+    return results.value
+
+
+if __name__ == "__main__":
+    sys.exit(run_app(app, "bench.agreement", sys.argv[1:]))
