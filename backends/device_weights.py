@@ -11,7 +11,10 @@ from typing import Protocol
 import torch
 
 from backends.base import StreamUse
+from backends.device_ranking import DeviceRanker
+from backends.device_rows import DeviceRows
 from backends.hf_model import HfModel
+from backends.ranking import Ranking
 from backends.torch_weights import RawTensors
 from offload.copying import CopyEngine
 from offload.device_loading import load_on_device
@@ -73,6 +76,14 @@ class DeviceWeights:
 
     def computing(self) -> AbstractContextManager[None]:
         return self._engine.computing()
+
+    def rows(self, logits: torch.Tensor) -> DeviceRows:
+        # An event, because a thread that waits for it sleeps: the cores are for readers and drafts.
+        self._engine.record_compute().wait()
+        return DeviceRows(logits, self._engine.computing)
+
+    def ranker(self, ranking: Ranking) -> DeviceRanker:
+        return DeviceRanker(ranking, self.device, self._engine.computing)
 
     def restart(self) -> None:
         self._streamer.restart()

@@ -11,10 +11,9 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from backends.base import PREFIX, Backend
 from backends.compute_profile import ComputeCurve, Product, measure_curve
+from backends.rows import LogitRows
 from backends.source import Loading, ModelCompute, ModelSource
 from offload.plan import plan_residency
 from offload.units import MIB
@@ -76,7 +75,7 @@ def measure_passes(
 def _pass(backend: Backend, n_rows: int, n_prefix: int) -> Product:
     """A level of a tree: so many nodes next to each other."""
 
-    def run() -> np.ndarray:
+    def run() -> LogitRows:
         _, logits = backend.extend([0] * n_rows, [PREFIX] * n_rows)
         backend.rollback(n_prefix)
         return logits

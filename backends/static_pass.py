@@ -171,7 +171,9 @@ class StaticPasses:
         return len(self._passes)
 
     def run(self, token_ids: Sequence[int], layout: PassLayout) -> torch.Tensor:
-        """Append the new rows to the cache; logits [n, vocab] of them, valid until the next run.
+        """Append the new rows to the cache; logits [n, vocab] of them.
+
+        The next run writes over these.
 
         Only for what `can_run` is true of.
         """

@@ -28,8 +28,10 @@ from backends.kv_cache import TreeCache
 from backends.layer_runner import LayerRunner, PassState, bind, unbind
 from backends.masks import CausalLayout, PassLayout
 from backends.mending import MendingBackend
-from backends.model_forward import on_host, prepare_buffers, run_model, set_state
+from backends.model_forward import prepare_buffers, run_model, set_state
 from backends.node_table import NodeTable
+from backends.ranking import Ranking, RowRanker
+from backends.rows import LogitRows
 from backends.static_pass import StaticPasses
 from backends.torch_cpu import CpuWeights
 from backends.torch_prefix import load_prefix, prefix_tensors, save_prefix
@@ -67,6 +69,7 @@ class TorchBackend(MendingBackend):
         self._owner: TorchBackend | None = None
         self._turn = threading.Lock()  # siblings walk the same modules, one at a time
         self._static: StaticPasses | None = None
+        self._ranker: RowRanker | None = None
         try:
             with weights.computing():
                 bind(model.outer_tensors, weights.outer, model.dtype)
@@ -113,7 +116,8 @@ class TorchBackend(MendingBackend):
         other.max_context = min(max_context, self._model.max_context)
         other.max_nodes = max_nodes
         cache_rows = other.max_context + max_nodes if self._has_whole_cache else 0
-        other._cache, other._static = TreeCache(len(self._model.layers), cache_rows), None
+        other._cache = TreeCache(len(self._model.layers), cache_rows)
+        other._static = other._ranker = None
         return other
 
     @property
@@ -154,12 +158,17 @@ class TorchBackend(MendingBackend):
 
     def extend(
         self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[list[int], np.ndarray]:
+    ) -> tuple[list[int], LogitRows]:
         if len(token_ids) != len(parents):
             raise ValueError(f"{len(token_ids)} tokens have {len(parents)} parents")
         if not token_ids:
             return [], np.zeros((0, self.vocab_size), dtype=np.float32)
         return self._computing(lambda: self._extend(token_ids, parents, rows))
+
+    def row_ranker(self, ranking: Ranking) -> RowRanker | None:
+        self._forget_ranking()
+        self._ranker = self._weights.ranker(ranking)
+        return self._ranker
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
         self._computing(lambda: self._cache.commit(path, keep))
@@ -188,6 +197,7 @@ class TorchBackend(MendingBackend):
 
     def close(self) -> None:
         self._is_closed = True
+        self._forget_ranking()
         if self._owner is not None:
             self._cache.free()
             return
@@ -220,7 +230,7 @@ class TorchBackend(MendingBackend):
 
     def _extend(
         self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None
-    ) -> tuple[list[int], np.ndarray]:
+    ) -> tuple[list[int], LogitRows]:
         table = self._cache.table
         n_live, n_tokens = len(table), len(token_ids)
         if self.max_nodes is not None and n_live + n_tokens > self.max_nodes:
@@ -256,8 +266,8 @@ class TorchBackend(MendingBackend):
 
     def _forward(
         self, token_ids: Sequence[int], layout: PassLayout, rows: Sequence[int] | None
-    ) -> np.ndarray:
-        """Run the model over new rows; float32 logits [len(rows) or n, vocab]."""
+    ) -> LogitRows:
+        """Run the model over new rows; logits [len(rows) or n, vocab]."""
         self._is_cancelled = False
         device, dtype = self._weights.device, self._model.dtype
         state = PassState(
@@ -272,7 +282,8 @@ class TorchBackend(MendingBackend):
         wanted = range(layout.n_new) if rows is None else rows
         with self._turn:
             if rows is None and self._static is not None and self._static.can_run(layout):
-                return on_host(self._static.run(token_ids, layout))
+                # The next level's logits take the place of this one's.
+                return self._weights.rows(self._static.run(token_ids, layout).clone())
             set_state(self._runners, state, self._open_layer)
             logits = run_model(
                 self._model,
@@ -281,7 +292,11 @@ class TorchBackend(MendingBackend):
                 torch.from_numpy(layout.new_positions)[None].to(device),
                 torch.tensor(list(wanted), device=device),
             )
-            return on_host(logits)
+            return self._weights.rows(logits)
+
+    def _forget_ranking(self) -> None:
+        if self._ranker is not None:
+            self._ranker.forget()
 
     def _check_room(self, depth: int, n_tokens: int) -> None:
         if self.n_committed + depth > self.max_context:

@@ -9,6 +9,9 @@ import torch
 
 from backends.base import StreamUse
 from backends.hf_model import HfModel
+from backends.model_forward import on_host
+from backends.ranking import Ranking
+from backends.rows import LogitRows
 from backends.torch_weights import RawTensors
 from offload.plan import LayerWeights
 from offload.reading import DEFAULT_N_READERS, Progress
@@ -59,6 +62,12 @@ class CpuWeights:
 
     def computing(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def rows(self, logits: torch.Tensor) -> LogitRows:
+        return on_host(logits)
+
+    def ranker(self, ranking: Ranking) -> None:
+        return None
 
     def restart(self) -> None:
         self._streamer.restart()

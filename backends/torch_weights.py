@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 
 from backends.base import StreamUse
+from backends.ranking import Ranking, RowRanker
+from backends.rows import LogitRows
 from offload.slots import Check
 
 RawTensors = Mapping[str, torch.Tensor]
@@ -45,6 +47,15 @@ class TorchWeights(Protocol):
 
         Raises BudgetExceeded where the device's memory does not suffice.
         """
+
+    def rows(self, logits: torch.Tensor) -> LogitRows:
+        """Logits [n, vocab] that were computed inside `computing`, for the backend's caller.
+
+        Returns once they are there. No pass may write over that tensor later.
+        """
+
+    def ranker(self, ranking: Ranking) -> RowRanker | None:
+        """Of such rows, if they stay on a device, whose memory is taken when it ranks."""
 
     def restart(self) -> None:
         """Begin again at layer 0, as after a pass that was given up; redone where interrupted."""

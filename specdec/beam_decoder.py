@@ -22,6 +22,7 @@ from backends.base import PREFIX, Backend
 from specdec.beam_search import BeamRules, BeamSearch, by_score
 from specdec.config import ConfigError, SpecConfig
 from specdec.logprobs import TopLogprobs, log_probs_of, top_logprobs, with_chosen
+from specdec.node_rows import NodeRows
 from specdec.sampling import Sampler, gumbel_at
 from specdec.text import TextStream
 
@@ -76,7 +77,7 @@ class BeamDecoder:
         self.n_reused = 0  # tokens of the prompt whose KV was there
         self._parents: dict[int, int] = {}  # live node -> its parent
         self._nodes: dict[tuple[int, int], int] = {}  # of the last pass: (parent, token) -> node
-        self._rows: dict[int, NDArray[np.float32]] = {}  # of the last pass: node -> logits
+        self._rows = NodeRows()  # of the last pass, until the beams have advanced
         rules = BeamRules(
             params.num_beams,
             params.length_penalty,
@@ -95,7 +96,7 @@ class BeamDecoder:
     def start(self) -> None:
         """Run the prompt and choose the beams' first tokens."""
         self.n_reused, row = self._target.prefill_from(self._prompt)
-        self._rows = {PREFIX: row}
+        self._rows.update([PREFIX], row[None])
         self._advance([PREFIX] * len(self.search.running))
 
     @property
@@ -116,7 +117,7 @@ class BeamDecoder:
         node_ids, logits = self._target.extend(tokens, parents)
         self._parents.update(zip(node_ids, parents, strict=True))
         self._nodes = dict(zip(unique, node_ids, strict=True))
-        self._rows = dict(zip(node_ids, logits, strict=True))
+        self._rows.update(node_ids, logits)
         self._advance([self._nodes[pair] for pair in pending])
         self._tidy()
 
@@ -129,6 +130,7 @@ class BeamDecoder:
     def _advance(self, nodes: list[int]) -> None:
         """Choose continuations; nodes [num_beams]: where each running beam's row is."""
         self.search.advance(self._processed(nodes))
+        self._rows.clear()
 
     def _processed(self, nodes: list[int]) -> Iterator[NDArray[np.float32]]:
         """The beams' log-probabilities, one row at a time; beams that share a node share it."""

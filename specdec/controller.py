@@ -7,7 +7,7 @@ drafter that proposes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.base import Backend
+from backends.rows import LogitRows
 from specdec.acceptance import Acceptance, lenient, match_walk, rejection_walk
 from specdec.block_verification import block_walk
 from specdec.drafters.ahead import AheadThread
@@ -115,11 +116,11 @@ class Controller:
         self._recorder.record_outcome(was_ahead=self._drafter.is_ready)
         self._policy.observe(acceptance, tree)
         tokens = acceptance.emitted(tree)
-        self._note_logprobs([logits[i] for i in acceptance.path], tokens)
+        self._note_logprobs((logits[i] for i in acceptance.path), tokens)
         self.context.extend(tokens)
         return Round(tree, acceptance, tokens)
 
-    def _verify(self, tree: DraftTree) -> tuple[list[int], NDArray[np.float32]]:
+    def _verify(self, tree: DraftTree) -> tuple[list[int], LogitRows]:
         """One pass over the tree; where it pays, the drafter prepares the next tree beside it."""
         ahead = self._ahead
         if ahead is None or not self._drafter.can_draft_ahead:
@@ -138,9 +139,7 @@ class Controller:
             self._drafter.request_cancel,
         )
 
-    def _pass(
-        self, tree: DraftTree, *, is_drafting: bool = False
-    ) -> tuple[list[int], NDArray[np.float32]]:
+    def _pass(self, tree: DraftTree, *, is_drafting: bool = False) -> tuple[list[int], LogitRows]:
         with self._recorder.verifying(len(tree), is_drafting=is_drafting):
             return self._target.extend(tree.token_ids, self._target_parents(tree))
 
@@ -149,7 +148,7 @@ class Controller:
         first = self._target.next_node_id
         return [parent if parent < 0 else first + parent for parent in tree.parents]
 
-    def _match(self, tree: DraftTree, logits: NDArray[np.float32], max_tokens: int) -> Acceptance:
+    def _match(self, tree: DraftTree, logits: LogitRows, max_tokens: int) -> Acceptance:
         choose = self._sampler.chooser(lambda node: self._prefix(tree, node), logits.__getitem__)
         if self._accept_threshold is not None:
 
@@ -161,7 +160,7 @@ class Controller:
         return match_walk(tree, choose, max_tokens, self._sampler.stop_tokens)
 
     def _decide(
-        self, walk: ChainRule, tree: DraftTree, logits: NDArray[np.float32], max_tokens: int
+        self, walk: ChainRule, tree: DraftTree, logits: LogitRows, max_tokens: int
     ) -> Acceptance:
         assert self._rng is not None, "the rules of chains decide at random"
 
@@ -174,7 +173,7 @@ class Controller:
         """All tokens up to and including `node`: what the target's row `node` continues."""
         return [*self.context, *tree.tokens_on_path(node)]
 
-    def _note_logprobs(self, rows: Sequence[NDArray[np.float32]], tokens: Sequence[int]) -> None:
+    def _note_logprobs(self, rows: Iterable[NDArray[np.float32]], tokens: Sequence[int]) -> None:
         if self._wants_logprobs:
             for row, token in zip(rows, tokens, strict=True):
                 real = row[: self._sampler.n_tokens].astype(np.float64)

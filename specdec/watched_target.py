@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.base import Backend
+from backends.rows import LogitRows
 from specdec.logprobs import TopLogprobs, log_probs_of, top_logprobs
+from specdec.node_rows import NodeRows
 
 
 class WatchedTarget:
@@ -30,7 +32,7 @@ class WatchedTarget:
         self._n_tokens, self._n_top = n_tokens, n_top
         self._prompt: list[int] = []
         self._prompt_row: NDArray[np.float32] | None = None
-        self._rows: dict[int, NDArray[np.float32]] = {}
+        self._rows = NodeRows()
         self.top_logprobs: list[TopLogprobs] = []
         """One for each token that was chosen since the last `prefill_from`."""
 
@@ -39,6 +41,7 @@ class WatchedTarget:
 
     def prefill_from(self, token_ids: Sequence[int]) -> tuple[int, NDArray[np.float32]]:
         """Backend.prefill_from; the prompt of the call before is taken up without a pass."""
+        self._rows.clear()
         ids = list(token_ids)
         n_kept = len(ids)
         if self._prompt_row is None or ids != self._prompt:
@@ -46,25 +49,25 @@ class WatchedTarget:
             self._prompt = ids
         else:
             self._backend.rollback(n_kept)
-        self._rows = {}
         self.top_logprobs = []
         self._note(self._prompt_row)
         return n_kept, self._prompt_row
 
     def extend(
         self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[list[int], NDArray[np.float32]]:
+    ) -> tuple[list[int], LogitRows]:
         node_ids, logits = self._backend.extend(token_ids, parents, rows)
         scored = node_ids if rows is None else [node_ids[row] for row in rows]
-        self._rows.update(zip(scored, logits, strict=True))
+        self._rows.update(scored, logits)
         return node_ids, logits
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
         self._backend.commit(path, keep)
-        for node in path:
-            self._note(self._rows[node])
+        if self._n_top:
+            for node in path:
+                self._note(self._rows[node])
         if not keep:
-            self._rows = {}
+            self._rows.clear()
 
     def _note(self, row: NDArray[np.float32]) -> None:
         if self._n_top:

@@ -47,9 +47,9 @@ def conversation(backend: Backend) -> list[np.ndarray]:
     seen = [backend.prefill(PROMPT)]
     first = backend.next_node_id
     ids, logits = backend.extend(NODES, [PREFIX if p < 0 else first + p for p in PARENTS])
-    seen.append(logits)
+    seen.append(np.asarray(logits))
     backend.commit([ids[0], ids[2]], keep=[ids[5]])
-    seen.append(backend.extend([50, 51], [ids[5], PREFIX], rows=[1])[1])
+    seen.append(np.asarray(backend.extend([50, 51], [ids[5], PREFIX], rows=[1])[1]))
     backend.rollback(5)
     return [*seen, backend.prefill(PROMPT[5:])]
 
@@ -77,7 +77,7 @@ def level_after_level(plain: TorchBackend, other: TorchBackend) -> float:
                 backend.extend(tokens, parents) for backend in (plain, other)
             )
             assert other_ids == ids
-            most = max(most, difference(logits, expected))
+            most = max(most, difference(np.asarray(logits), np.asarray(expected)))
             live += ids
             if n_new == 8:
                 for backend in (plain, other):

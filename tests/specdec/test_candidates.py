@@ -8,11 +8,11 @@ from generating import make_controller, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backends.ranking import MAX_NOISE_POSITIONS
 from backends.torch_backend import TorchBackend
 from bench.workloads import BUILT_IN, read_prompts
 from specdec.config import SamplingParams, SpecConfig
 from specdec.drafters.candidates import (
-    MAX_NOISE_POSITIONS,
     SHARPNESS,
     CandidateRanker,
     TargetNoise,

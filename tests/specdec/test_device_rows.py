@@ -1,0 +1,347 @@
+"""Rows that stay on a device: only those on the walk are brought, and the text is the same.
+
+The device is the fake one; with the mark `cuda` the same runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cpu_engine import CpuEngine
+from device_talk import PROMPT, all_there, on_device
+from fake_device import Policy
+from generating import RandomDrafter, make_controller, run
+from graph_tape import AlwaysGraphs, GraphTape
+
+from backends.base import PREFIX, Backend
+from backends.cuda_engine import CudaEngine, cuda_problem
+from backends.device_ranking import DeviceRanker
+from backends.device_rows import DeviceRows
+from backends.ranking import Ranking, ranking_bytes
+from backends.torch_backend import TorchBackend
+from offload.units import GIB
+from specdec.beam_decoder import BeamDecoder
+from specdec.config import SamplingParams, SpecConfig
+from specdec.drafters.base import TreeLimits
+from specdec.drafters.candidates import CandidateRanker
+from specdec.drafters.model import ModelDrafter
+from specdec.sampling import Sampler
+from specdec.watched_target import WatchedTarget
+
+VOCAB = 96
+SPEC = SpecConfig(num_draft_tokens=12, draft_depth=6)
+REQUESTS = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=0.8, seed=5),
+    "filtered": SamplingParams(temperature=1.3, top_k=30, top_p=0.9, min_p=0.01, seed=6),
+}
+cuda = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(cuda_problem() is not None, reason=cuda_problem() or ""),
+]
+
+
+@pytest.fixture(params=["fake", pytest.param("cuda", marks=cuda)])
+def engine(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    """Makes a new one: every model has its own."""
+    return CpuEngine if request.param == "fake" else lambda: CudaEngine(2 * GIB)
+
+
+class Noted(DeviceRows):
+    """Rows that are counted: which are brought, and how many passes' are alive together."""
+
+    brought: list[int] = []
+    alive: weakref.WeakSet[Noted] = weakref.WeakSet()
+    most_alive = 0
+
+    def __init__(self, on_device: torch.Tensor, computing: Any) -> None:
+        super().__init__(on_device, computing)
+        Noted.alive.add(self)
+        Noted.most_alive = max(Noted.most_alive, len(Noted.alive))
+
+    def __getitem__(self, index: int, /) -> np.ndarray:
+        Noted.brought.append(index)
+        return super().__getitem__(index)
+
+    def __array__(self, dtype: Any = None, /, *, copy: bool | None = None) -> np.ndarray:
+        raise AssertionError("all rows were brought at once")
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> type[Noted]:
+    gc.collect()
+    Noted.brought, Noted.alive, Noted.most_alive = [], weakref.WeakSet(), 0
+    monkeypatch.setattr("backends.device_weights.DeviceRows", Noted)
+    return Noted
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["bare", "watched"])
+def test_only_rows_on_the_walk_are_brought(watched, noted, engine, checkpoint_factory) -> None:
+    directory = checkpoint_factory("llama")
+    with TorchBackend.resident(directory) as draft, on_device(directory, engine()) as backend:
+        target: Any = WatchedTarget(backend, VOCAB, 0) if watched else backend
+        controller = make_controller(target, ModelDrafter(draft, VOCAB), spec=SPEC)
+        controller.start(PROMPT)
+        n_accepted = 0
+        for _ in range(5):
+            noted.brought.clear()
+            step = controller.step(20)
+            assert len(step.tree) > len(step.acceptance.path)
+            assert noted.brought == list(step.acceptance.path)
+            assert not noted.alive  # nor is there any on the device
+            n_accepted += step.acceptance.n_accepted
+    assert n_accepted > 5
+
+
+def test_of_a_draft_only_the_prompts_row_is_brought(noted, engine, checkpoint_factory) -> None:
+    directory = checkpoint_factory("llama")
+    with on_device(directory, engine(), all_there, cache_rows=512) as draft:
+        tree = ModelDrafter(draft, VOCAB).propose(PROMPT, TreeLimits(40, 6, 4))
+        assert tree.n_runs > 2
+    assert noted.brought == [0]
+    assert noted.most_alive == 1
+
+
+def test_beams_let_go_of_their_rows_before_the_next_pass(noted, engine, checkpoint_factory) -> None:
+    params = SamplingParams(num_beams=4, logprobs=True)
+    sampler = Sampler(params, n_tokens=VOCAB)
+    found = []
+    with (
+        TorchBackend.resident(checkpoint_factory("llama")) as plain,
+        on_device(checkpoint_factory("llama"), engine()) as target,
+    ):
+        for backend in (plain, target):
+            decoder = BeamDecoder(backend, sampler, PROMPT, 12)
+            decoder.start()
+            while not decoder.is_over:
+                decoder.step()
+                assert not noted.alive
+            found.append([one.token_ids for one, _ in decoder.results(4)])
+    assert found[0] == found[1]
+    assert noted.most_alive == 1
+
+
+@pytest.mark.parametrize("request_name", REQUESTS)
+@pytest.mark.parametrize("drafting", ["model", "recorded", "random", "lenient"])
+def test_the_text_is_the_hosts(drafting, request_name, engine, checkpoint_factory) -> None:
+    params = REQUESTS[request_name]
+    options = {"accept_threshold": 0.05} if drafting == "lenient" else {}
+    path = checkpoint_factory("llama")
+    with (
+        TorchBackend.resident(path) as plain,
+        TorchBackend.resident(path) as plain_draft,
+        on_device(path, engine()) as target,
+        on_device(path, one := engine(), all_there, cache_rows=512) as draft,
+    ):
+        if drafting == "recorded":
+            draft.use_static_passes(GraphTape() if isinstance(one, CpuEngine) else AlwaysGraphs())
+        if drafting == "random":
+            text = run(target, PROMPT, 24, RandomDrafter(VOCAB), params, spec=SPEC)
+            expected = run(plain, PROMPT, 24, params=params)
+        else:
+            text = run(target, PROMPT, 24, drafter(draft, params), params, spec=SPEC, **options)
+            host = drafter(plain_draft, params) if options else None
+            expected = run(plain, PROMPT, 24, host, params, spec=SPEC, **options)
+    assert text == expected
+
+
+def drafter(draft: Backend, params: SamplingParams) -> ModelDrafter:
+    ranker = CandidateRanker.for_target(Sampler(params, n_tokens=VOCAB), VOCAB)
+    return ModelDrafter(draft, VOCAB, ranker=ranker)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_chains_are_those_of_the_host(rule, engine, checkpoint_factory) -> None:
+    """Drawn from the same rows with the same random numbers."""
+    spec = SpecConfig(("draft",), num_draft_tokens=5, acceptance=rule)
+    params = SamplingParams(temperature=0.9, seed=4)
+    target_path, draft_path = (checkpoint_factory("llama", seed=seed) for seed in (0, 1))
+    texts = []
+    with (
+        TorchBackend.resident(target_path) as plain,
+        TorchBackend.resident(draft_path) as plain_draft,
+        on_device(target_path, engine()) as target,
+        on_device(draft_path, engine(), all_there) as draft,
+    ):
+        for backends in ((plain, plain_draft), (target, draft)):
+            rng = np.random.default_rng(7)
+            chain = (Sampler(params, n_tokens=VOCAB), rng)
+            made = ModelDrafter(backends[1], VOCAB, chain=chain)
+            texts.append(
+                run(backends[0], PROMPT, 24, made, params, spec=spec, acceptance=rule, rng=rng)
+            )
+    assert texts[0] == texts[1]
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def test_rows_are_an_array_to_whoever_wants_one(engine, checkpoint_factory) -> None:
+    directory = checkpoint_factory("llama")
+    with TorchBackend.resident(directory) as plain, on_device(directory, engine()) as backend:
+        for one in (plain, backend):
+            one.prefill(PROMPT)
+        expected = np.asarray(plain.extend([7, 9, 11], [PREFIX] * 3)[1])
+        rows = backend.extend([7, 9, 11], [PREFIX] * 3)[1]
+        assert isinstance(rows, DeviceRows)
+        assert rows.shape == expected.shape
+        assert len(rows) == 3
+        for found in (
+            np.asarray(rows),
+            np.stack(list(rows)),
+            np.stack([rows[i] for i in range(3)]),
+        ):
+            assert found.dtype == np.float32
+            np.testing.assert_allclose(found, expected, atol=1e-4)
+        assert np.array_equal(rows[-1], rows[2])
+        assert np.asarray(rows, dtype=np.float64).dtype == np.float64
+        with pytest.raises(IndexError):
+            rows[3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_arrives_as_it_is(dtype: torch.dtype, engine) -> None:
+    one = engine()
+    logits = torch.randn(3, 50, dtype=dtype, device=one.device)
+    rows = DeviceRows(logits, one.computing)
+    assert np.array_equal(np.asarray(rows), logits.cpu().float().numpy())
+    assert np.array_equal(rows[1], logits[1].cpu().float().numpy())
+
+
+def test_a_level_outlives_the_recording_that_made_it(engine, checkpoint_factory) -> None:
+    """Whose output is written over by the next level of its shape, and freed when it is dropped."""
+    one = engine()
+    recorder = GraphTape() if isinstance(one, CpuEngine) else AlwaysGraphs()
+    with on_device(checkpoint_factory("llama"), one, all_there, cache_rows=512) as draft:
+        draft.use_static_passes(recorder)
+        draft.prefill(PROMPT)
+        kept, copies = [], []
+        for token in (7, 8, 9):
+            rows = draft.extend([token, token + 20], [PREFIX] * 2)[1]
+            kept.append(rows)
+            copies.append(np.array(rows))
+        assert recorder.n_recorded == 1
+        assert not np.array_equal(copies[0], copies[1])
+        assert draft._static is not None
+        draft._static.forget()
+        for rows, copy in zip(kept, copies, strict=True):
+            assert np.array_equal(np.asarray(rows), copy)
+
+
+class Watching(CpuEngine):
+    """Notes how often somebody computes in its stream."""
+
+    n_entered = depth = 0
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        self.n_entered += 1
+        self.depth += 1
+        try:
+            with super().computing():
+                yield
+        finally:
+            self.depth -= 1
+
+
+def test_rows_are_brought_and_ranked_in_the_stream_that_computed_them(checkpoint_factory) -> None:
+    engine = Watching()
+    with on_device(checkpoint_factory("llama"), engine, all_there) as backend:
+        rows = backend.extend([7, 9], [PREFIX] * 2)[1]
+        ranker = backend.row_ranker(Ranking(VOCAB))
+        assert ranker is not None
+        for use in (
+            lambda: rows[1],
+            lambda: np.asarray(rows),
+            lambda: ranker.rank(rows, [1, 2], 3),
+        ):
+            before = engine.n_entered
+            use()
+            assert engine.n_entered == before + 1
+            assert engine.depth == 0
+
+
+def test_a_pass_is_over_when_extend_returns(checkpoint_factory) -> None:
+    """So that it is what is timed, and what an error of the device belongs to."""
+    engine = CpuEngine()
+    with on_device(checkpoint_factory("llama"), engine, all_there) as backend:
+        backend.prefill(PROMPT)
+        engine.compute_stream.policy = Policy.LATE
+        done: list[bool] = []
+        engine.compute(lambda: done.append(True))
+        backend.extend([7], [PREFIX])
+        assert done
+        engine.compute_stream.policy = Policy.EARLY
+
+
+def test_one_ranking_at_a_time_keeps_noise(checkpoint_factory) -> None:
+    """Memory is set aside for one; a closed backend keeps none."""
+
+    def noise(position: int) -> np.ndarray:
+        return np.zeros(VOCAB, dtype=np.float32)
+
+    with on_device(checkpoint_factory("llama"), CpuEngine(), all_there) as backend:
+        rows = backend.extend([7], [PREFIX])[1]
+        other = backend.sibling(max_context=64, max_nodes=8, max_rows=8)
+        first: Any = backend.row_ranker(Ranking(VOCAB, noise=noise))
+        first.rank(rows, [3], 2)
+        assert first._noise._buffer is not None
+        second: Any = backend.row_ranker(Ranking(VOCAB, noise=noise))
+        assert first._noise._buffer is None
+        second.rank(rows, [3], 2)
+        theirs: Any = other.row_ranker(Ranking(VOCAB, noise=noise))
+        assert second._noise._buffer is not None  # a sibling's is its own
+        theirs.rank(rows, [3], 2)
+        other.close()
+        assert theirs._noise._buffer is None
+    assert second._noise._buffer is None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(cuda_problem() is not None, reason=cuda_problem() or "")
+def test_on_a_gpu_rows_wait_for_what_computes_them() -> None:
+    engine = CudaEngine(2 * GIB)
+    with engine.computing():
+        logits = torch.zeros(40, 5000, device=engine.device)
+        torch.cuda._sleep(50_000_000)
+        logits += torch.arange(5000, device=engine.device)
+    rows = DeviceRows(logits, engine.computing)
+    assert rows[3][4999] == 4999
+    with engine.computing():
+        torch.cuda._sleep(50_000_000)
+        logits += 1
+    ranked = DeviceRanker(Ranking(5000), engine.device, engine.computing).rank(rows, range(40), 3)
+    assert ranked.token_ids.tolist() == [[4999, 4998, 4997]] * 40
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(cuda_problem() is not None, reason=cuda_problem() or "")
+@pytest.mark.parametrize("n_rows", [1, 33, 128])
+@pytest.mark.parametrize("n_tokens", [5_003, 128_256])
+def test_on_a_gpu_ranking_is_numpys_in_the_memory_set_aside(n_rows: int, n_tokens: int) -> None:
+    engine, params = CudaEngine(4 * GIB), REQUESTS["filtered"]
+    ranker = CandidateRanker.for_target(Sampler(params, n_tokens=n_tokens), n_tokens)
+    logits = torch.randn(n_rows, n_tokens, dtype=torch.bfloat16, device=engine.device) * 4
+    torch.cuda.synchronize()
+    rows = DeviceRows(logits, engine.computing)
+    there = DeviceRanker(
+        Ranking(n_tokens, ranker._sharpness, ranker._noise.fresh, ranker._filters),
+        engine.device,
+        engine.computing,
+    )
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    found = there.rank(rows, range(n_rows), 16)
+    taken = torch.cuda.max_memory_allocated() - held
+    assert taken <= ranking_bytes(n_rows, n_tokens, 16)
+    expected = ranker.rank(rows, range(n_rows), 16)
+    for chances, candidates in zip(found.log_chances, expected, strict=True):
+        n = len(candidates)
+        assert chances[:n] == pytest.approx([chance for _, chance in candidates], abs=1e-3)
