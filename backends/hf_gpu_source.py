@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
 from backends.activations import activation_bytes
 from backends.compute import measure_gpu_compute
+from backends.compute_profile import ComputeCurve, Product, measure_curve
+from backends.cuda_engine import CudaEngine
 from backends.device_memory import cache_bytes, recording_bytes
+from backends.device_ranking import DeviceRanker
+from backends.device_rows import DeviceRows
 from backends.hf_source import HfSource
+from backends.ranking import RANKED_TOGETHER, Ranking
 from backends.small_model import is_small, measure_small
 from backends.source import ModelCompute
 from offload.tiers import TieredLayer, TierPlan, device_footprint
+
+_RANKED_ROWS = (1, RANKED_TOGETHER, 4 * RANKED_TOGETHER)
 
 
 class HfGpuSource(HfSource):
@@ -54,3 +61,23 @@ class HfGpuSource(HfSource):
             return measure_small(self, 0, tiers=self.all_on_device, records_levels=True)
         curve = measure_gpu_compute(self.model.dtype, torch.device("cuda", 0))
         return ModelCompute(curve, self.head_bytes)
+
+    def measure_ranking(self, ranking: Ranking, width: int) -> ComputeCurve:
+        return _measure_ranking(ranking, self.vocab_size, self.model.dtype, width)
+
+
+@cache
+def _measure_ranking(
+    ranking: Ranking, vocab_size: int, dtype: torch.dtype, width: int
+) -> ComputeCurve:
+    """Measured once in a process; what is ranked is waited for."""
+    engine = CudaEngine(None)
+    ranker = DeviceRanker(ranking, engine.device, engine.computing)
+    with engine.computing():
+        logits = torch.randn((max(_RANKED_ROWS), vocab_size), dtype=dtype, device=engine.device)
+
+    def product(n_rows: int) -> Product:
+        rows = DeviceRows(logits[:n_rows], engine.computing)
+        return lambda: ranker.rank(rows, range(n_rows), width)
+
+    return measure_curve({n: product(n) for n in _RANKED_ROWS}, 1)

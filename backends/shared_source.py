@@ -7,6 +7,7 @@ from pathlib import Path
 
 from backends.base import Backend, BackendError
 from backends.compute_profile import ComputeCurve
+from backends.ranking import Ranking
 from backends.source import Loading, ModelCompute, ModelSource
 
 
@@ -60,6 +61,9 @@ class SharedSource(ModelSource):
             (n_head / n_bytes, compute.head_per_byte or compute.per_byte),
         ]
         return replace(compute, head_bytes=n_bytes, head_per_byte=ComputeCurve.mixed(parts))
+
+    def measure_ranking(self, ranking: Ranking, width: int) -> ComputeCurve | None:
+        return self._source.measure_ranking(ranking, width)
 
     @property
     def can_use_gpu(self) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from backends.base import Backend, UnsupportedModel
 from backends.compute_profile import ComputeCurve
+from backends.ranking import Ranking
 from offload.plan import LayerWeights, ResidencyPlan
 from offload.tiers import TierPlan
 
@@ -162,6 +163,11 @@ class ModelSource(ABC):
 
         beside_reads: also while the model's storage is read, which a model in memory need not know.
         """
+
+    def measure_ranking(self, ranking: Ranking, width: int) -> ComputeCurve | None:
+        """Seconds by rows of logits, ranked on the device that the model leaves them on; None where
+        they come to the host, and are ranked there."""
+        return None
 
     @property
     def can_use_gpu(self) -> bool:

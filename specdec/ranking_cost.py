@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 
 from backends.compute_profile import ComputeCurve, Product, measure_curve
+from backends.ranking import Ranking
 from backends.source import ModelCompute, ModelSource
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import SHARPNESS, CandidateRanker
@@ -33,4 +34,6 @@ def measure_ranking(n_tokens: int) -> ComputeCurve:
 def measure_draft(source: ModelSource) -> ModelCompute:
     """A level of a tree: the draft model's pass, and the ranking of what it says."""
     passes = source.measure_compute(beside_reads=False)
-    return replace(passes, per_pass=measure_ranking(source.vocab_size))
+    ranking = Ranking(source.vocab_size, SHARPNESS)
+    elsewhere = source.measure_ranking(ranking, min(SpecConfig().width, ranking.n_tokens))
+    return replace(passes, per_pass=elsewhere or measure_ranking(source.vocab_size))

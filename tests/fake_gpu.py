@@ -44,6 +44,7 @@ def install_fake_gpu(patch: pytest.MonkeyPatch) -> list[int]:
     patch.setattr("backends.cuda_probe.measuring", nullcontext)
     patch.setattr("backends.hf_gpu_source.measure_gpu_compute", compute)
     patch.setattr("backends.hf_source.CudaEngine", engine)
+    patch.setattr("backends.hf_gpu_source.CudaEngine", engine)
     patch.setattr("backends.hf_source.CudaGraphs", Unrecorded)
     return limits
 
