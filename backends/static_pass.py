@@ -173,9 +173,7 @@ class StaticPasses:
     def run(self, token_ids: Sequence[int], layout: PassLayout) -> torch.Tensor:
         """Append the new rows to the cache; logits [n, vocab] of them.
 
-        The next run writes over these.
-
-        Only for what `can_run` is true of.
+        Only for what `can_run` is true of. The next run writes over the logits.
         """
         n_rows = static_rows(len(token_ids))
         self._make_room(layout.prefix + layout.first_new + n_rows)

@@ -289,13 +289,13 @@ def test_one_ranking_at_a_time_keeps_noise(checkpoint_factory) -> None:
 
     with on_device(checkpoint_factory("llama"), CpuEngine(), all_there) as backend:
         rows = backend.extend([7], [PREFIX])[1]
-        other = backend.sibling(max_context=64, max_nodes=8, max_rows=8)
         first: Any = backend.row_ranker(Ranking(VOCAB, noise=noise))
         first.rank(rows, [3], 2)
         assert first._noise._buffer is not None
         second: Any = backend.row_ranker(Ranking(VOCAB, noise=noise))
         assert first._noise._buffer is None
         second.rank(rows, [3], 2)
+        other = backend.sibling(max_context=64, max_nodes=8, max_rows=8)
         theirs: Any = other.row_ranker(Ranking(VOCAB, noise=noise))
         assert second._noise._buffer is not None  # a sibling's is its own
         theirs.rank(rows, [3], 2)

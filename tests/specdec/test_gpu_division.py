@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 from paper_models import PaperModel
 
 from backends.compute_profile import ComputeCurve
+from backends.ranking import MAX_NOISE_POSITIONS, RANKED_TOGETHER
 from offload.budget import BudgetExceeded
 from offload.tier_planner import TieredPlan
 from offload.units import GIB, MIB
 from specdec.alternatives import Alternative, Figures, Weighing
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.division import Divider, Gpu, Shape
+from specdec.drafters.model import max_beams
 from specdec.options import run_options
 from specdec.policy import MAX_AUTO_NODES, DraftPolicy
 
@@ -190,6 +192,45 @@ def test_the_policy_uses_the_room_of_a_plan_for_a_gpu():
         alternative.division.n_drafted,
     )
     assert policy.n_nodes == alternative.division.n_drafted >= 4 * MAX_AUTO_NODES
+
+
+def parts(where: str, n_drafted: int, **options: object) -> tuple[dict[str, int], dict[str, int]]:
+    """(of the host, of the GPU)"""
+    division = divider(4 * GIB, where=where, **options).divide(
+        8 * GIB, Shape(n_drafted, draft_device=where)
+    )
+    return dict(division.budget.table()), dict(division.vram.table())
+
+
+def test_logits_on_the_gpu_take_a_few_rows_of_the_host_however_large_the_tree():
+    row = PaperModel.vocab_size * 8
+    for n_drafted in (8, 1023):
+        host, on_gpu = parts("cuda", n_drafted)
+        assert host["target logits"] == host["draft logits"] == 3 * row
+        host, on_gpu = parts("cpu", n_drafted)
+        assert host["target logits"] == 3 * row
+        assert "draft logits" not in host
+        assert "draft ranking" not in on_gpu
+
+
+def test_where_a_draft_ranks_is_where_memory_is_set_aside_for_it():
+    on_cpu, on_gpu = (parts(where, 1023) for where in ("cpu", "cuda"))
+    rows, tokens = max_beams(1023), PaperModel.vocab_size
+    # Not the scores of a level, nor the noise of more than one position.
+    less = on_cpu[0]["draft probabilities"] - on_gpu[0]["draft probabilities"]
+    assert less == rows * tokens * 12 + (MAX_NOISE_POSITIONS - 1) * tokens * 4
+    # Those of a few rows at a time.
+    noise_and_scores = (MAX_NOISE_POSITIONS + 2 * RANKED_TOGETHER) * tokens * 4
+    assert noise_and_scores < on_gpu[1]["draft ranking"] < noise_and_scores + 16 * MIB
+    small = parts("cuda", 8)[1]["draft ranking"]
+    assert on_gpu[1]["draft ranking"] - small < MIB
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_chains_are_drawn_on_the_host(rule: str):
+    host, on_gpu = parts("cuda", 16, acceptance=rule, spec_type="draft")
+    assert on_gpu["draft ranking"] == 0
+    assert host["draft probabilities"] == 16 * PaperModel.vocab_size * 8
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
