@@ -220,9 +220,8 @@ class ModelDrafter(Drafter):
             prefix.append(token)
             if n_drawn < length:
                 parent, node = node, node.child(token, tree.log_probs[index])
-                (node_id,), rows = self._backend.extend([token], [_live_id(parent)])
+                (node_id,), (row,) = self._backend.extend([token], [_live_id(parent)])
                 self._tree.run(node, node_id, [])
-                row = rows[0]
         return tree
 
 

@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from cpu_engine import CpuEngine
 from device_talk import PROMPT, all_there, on_device
 from fake_device import Policy
-from generating import RandomDrafter, make_controller, run
+from generating import RandomDrafter, SteppedAhead, make_controller, run
 from graph_tape import AlwaysGraphs, GraphTape
 
 from backends.base import PREFIX, Backend
@@ -128,6 +129,25 @@ def test_beams_let_go_of_their_rows_before_the_next_pass(noted, engine, checkpoi
     assert noted.most_alive == 1
 
 
+def test_each_model_holds_the_rows_of_one_pass(noted, engine, checkpoint_factory) -> None:
+    """Memory is set aside for those. Trees, levels run ahead, chains."""
+    directory, spec = checkpoint_factory("llama"), replace(SPEC, draft_ahead="on")
+    params = REQUESTS["sampled"]
+    with (
+        on_device(directory, engine()) as target,
+        on_device(directory, engine(), all_there) as draft,
+    ):
+        ahead = SteppedAhead([3] * 24)
+        run(target, PROMPT, 24, drafter(draft, params), params, spec=spec, ahead=ahead)
+        assert noted.most_alive == 1  # no pass runs beside another one here
+        noted.most_alive = 0
+        chain = (Sampler(params, n_tokens=VOCAB), np.random.default_rng(1))
+        draft.rollback(0)
+        tree = ModelDrafter(draft, VOCAB, chain=chain).propose(PROMPT, TreeLimits(5, 5, 1))
+        assert tree.n_drafted == 5
+        assert noted.most_alive == 1
+
+
 @pytest.mark.parametrize("request_name", REQUESTS)
 @pytest.mark.parametrize("drafting", ["model", "recorded", "random", "lenient"])
 def test_the_text_is_the_hosts(drafting, request_name, engine, checkpoint_factory) -> None:
@@ -140,6 +160,8 @@ def test_the_text_is_the_hosts(drafting, request_name, engine, checkpoint_factor
         on_device(path, engine()) as target,
         on_device(path, one := engine(), all_there, cache_rows=512) as draft,
     ):
+        if options and not isinstance(one, CpuEngine):
+            pytest.skip("a lossy text depends on the tree, and so on the last bits of its chances")
         if drafting == "recorded":
             draft.use_static_passes(GraphTape() if isinstance(one, CpuEngine) else AlwaysGraphs())
         if drafting == "random":
@@ -316,9 +338,9 @@ def test_on_a_gpu_rows_wait_for_what_computes_them() -> None:
     assert rows[3][4999] == 4999
     with engine.computing():
         torch.cuda._sleep(50_000_000)
-        logits += 1
+        logits.neg_()
     ranked = DeviceRanker(Ranking(5000), engine.device, engine.computing).rank(rows, range(40), 3)
-    assert ranked.token_ids.tolist() == [[4999, 4998, 4997]] * 40
+    assert ranked.token_ids.tolist() == [[0, 1, 2]] * 40
 
 
 @pytest.mark.cuda
@@ -328,7 +350,8 @@ def test_on_a_gpu_rows_wait_for_what_computes_them() -> None:
 def test_on_a_gpu_ranking_is_numpys_in_the_memory_set_aside(n_rows: int, n_tokens: int) -> None:
     engine, params = CudaEngine(4 * GIB), REQUESTS["filtered"]
     ranker = CandidateRanker.for_target(Sampler(params, n_tokens=n_tokens), n_tokens)
-    logits = torch.randn(n_rows, n_tokens, dtype=torch.bfloat16, device=engine.device) * 4
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(n_rows, n_tokens).to(engine.device, torch.bfloat16)
     torch.cuda.synchronize()
     rows = DeviceRows(logits, engine.computing)
     there = DeviceRanker(
