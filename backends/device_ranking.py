@@ -41,7 +41,7 @@ class DeviceRanker:
             width = min(width, logits.shape[1])
             parts = [
                 self._likeliest(logits[i : i + RANKED_TOGETHER], positions[i:], width)
-                for i in range(0, len(rows), RANKED_TOGETHER)
+                for i in range(0, max(1, len(rows)), RANKED_TOGETHER)
             ]
             found = [torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True)]
         token_ids, scores, sums = found
@@ -87,7 +87,7 @@ class _DeviceNoise:
         if self._buffer is None:
             self._buffer = torch.empty(self._shape, dtype=torch.float32, device=self._device)
         slots = [self._slot(self._buffer, position) for position in positions]
-        return self._buffer[torch.tensor(slots, device=self._device)]
+        return self._buffer[torch.tensor(slots, dtype=torch.long, device=self._device)]
 
     def forget(self) -> None:
         self._buffer, self._slots = None, {}

@@ -101,6 +101,16 @@ def test_a_source_on_a_gpu_counts_what_the_allocator_rounds_up(checkpoint_factor
     assert per_row[0] - per_row[1] >= 1024 * source.vocab_size * 8
 
 
+def test_logits_that_stay_are_counted_beside_the_next_prompts_activations(
+    checkpoint_factory,
+) -> None:
+    """Of the widest pass, whatever is computed while somebody still looks at them."""
+    model = load_hf_model(checkpoint_factory("llama", max_position_embeddings=8192))
+    for ctx_size in (64, 8192):
+        few, many = (activation_bytes(model, ctx_size, n, on_gpu=True) for n in (1, 1024))
+        assert many - few >= 1023 * model.vocab_size * model.dtype.itemsize
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(cuda_problem() is not None, reason=cuda_problem() or "")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -121,8 +131,11 @@ def test_a_gpu_takes_no_more_than_planned(family: str, dtype: torch.dtype, tmp_p
         model, held = backend._model, torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         backend.prefill([5] * 3000)
-        backend.extend([5] * 257, [PREFIX] * 257)
+        logits = backend.extend([5] * 257, [PREFIX] * 257)[1]
+        backend.rollback(100)
+        backend.prefill([5] * 2901)
         taken = torch.cuda.max_memory_allocated() - held
+        del logits
         assert taken <= activation_bytes(model, 3000, MAX_NODES, on_gpu=True)
         backend.rollback(3001)
         torch.cuda.empty_cache()

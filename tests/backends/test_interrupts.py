@@ -47,7 +47,8 @@ def backend(request, checkpoint_factory, monkeypatch) -> Iterator[TorchBackend]:
 
 def extend(backend: TorchBackend) -> tuple[list[int], np.ndarray]:
     first = backend.next_node_id
-    return backend.extend(NODES, [PREFIX if p < 0 else first + p for p in PARENTS])
+    ids, logits = backend.extend(NODES, [PREFIX if p < 0 else first + p for p in PARENTS])
+    return ids, np.asarray(logits)
 
 
 def rows(backend: TorchBackend) -> np.ndarray:

@@ -109,6 +109,14 @@ def test_rows_of_the_host_are_ranked_there_too() -> None:
     assert there.rank(logits, [1, 2], 4) == there.rank(elsewhere.rows(logits), [1, 2], 4)
 
 
+@pytest.mark.parametrize("request_of", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 1}])
+def test_no_rows_have_no_candidates(request_of: dict) -> None:
+    elsewhere = RowsElsewhere()
+    sampler = Sampler(SamplingParams(**request_of), n_tokens=40)
+    ranker = CandidateRanker.for_target(sampler, 40).for_rows_of(elsewhere)
+    assert ranker.rank(elsewhere.rows(np.zeros((0, 40), dtype=np.float32)), [], 3) == []
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_in_which_nothing_is_possible_has_no_candidates(temperature: float) -> None:
     logits = np.zeros((2, 100), dtype=np.float32)
