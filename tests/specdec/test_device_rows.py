@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.model import ModelDrafter
+from specdec.policy import DraftPolicy
 from specdec.sampling import Sampler
 from specdec.watched_target import WatchedTarget
 
@@ -53,6 +55,17 @@ cuda = [
 def engine(request: pytest.FixtureRequest) -> Callable[[], Any]:
     """Makes a new one: every model has its own."""
     return CpuEngine if request.param == "fake" else lambda: CudaEngine(2 * GIB)
+
+
+@pytest.fixture(autouse=True)
+def _same_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy goes by measured times, which no two runs share: here every look at the clock takes
+    a second."""
+
+    def policy(*args: Any) -> DraftPolicy:
+        return DraftPolicy(*args, clock=count(0.0).__next__)
+
+    monkeypatch.setattr("generating.DraftPolicy", policy)
 
 
 class Noted(DeviceRows):
