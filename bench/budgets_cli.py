@@ -33,6 +33,7 @@ def budgets_command(
 ) -> None:
     """The same prompts at several budgets: nothing killed, and the same texts?"""
     from bench.budgets import format_rows, run_budgets
+    from bench.prompt_lengths import refuse_long
     from bench.results import write_json
     from offload.units import parse_bytes
     from specdec.models import resolve_model
@@ -41,9 +42,11 @@ def budgets_command(
     names = sizes.split(",")
     for name in names:
         parse_bytes(name)
+    path, chosen = resolve_model(load.model), read_prompts(prompts, n_prompts)
+    refuse_long(chosen, path, load.ctx_size)
     result = run_budgets(
-        {**load.as_keywords(), "model": str(resolve_model(load.model))},
-        read_prompts(prompts, n_prompts),
+        {**load.as_keywords(), "model": str(path)},
+        chosen,
         sampling_keywords(max_tokens, False, sampling),
         names,
         ["specdec-bench", *context.obj.argv],

@@ -23,7 +23,8 @@ The result (JSON; `null` where there is nothing to say):
                     that both decoded
     weights         for each format: model, draft, n_bytes, types (share of the bytes by type)
     memory_budget_bytes, enforced, storage_mbps, storage_bytes_per_second (probed, mean),
-    n_prompts, max_tokens, time_limit_seconds, n_threads, ctx_size, provenance
+    n_prompts, n_prompts_too_long (left out of the file, as they do not fit the context),
+    max_tokens, time_limit_seconds, n_threads, ctx_size, provenance
 """
 
 from __future__ import annotations
@@ -99,10 +100,12 @@ def compare(
     settings: RunSettings,
     argv: Sequence[str],
     save: Callable[[dict[str, Any]], None] = lambda result: None,
+    n_too_long: int = 0,
 ) -> dict[str, Any]:
     """Run the programs of these names; see the module's text for the keys.
 
     `save` is called with the result so far after every process: an interrupted comparison keeps it.
+    `n_too_long` prompts of the file were left out, as they do not fit the context.
 
     Raises:
         offload.cgroup.CgroupUnavailable: the limits cannot be set; nothing was measured.
@@ -112,6 +115,7 @@ def compare(
         "enforced": settings.enforce,
         "storage_mbps": settings.storage_mbps,
         "n_prompts": len(prompts),
+        "n_prompts_too_long": n_too_long,
         "max_tokens": settings.n_tokens,
         "time_limit_seconds": settings.seconds,
         "n_threads": settings.n_threads,

@@ -51,6 +51,7 @@ def curve_command(
     """Speedup against acceptance rate, with a drafter of known accuracy."""
     from bench.curve import CurveError, CurveSettings, CurveSpec, run_curve
     from bench.curve_figures import format_curve
+    from bench.prompt_lengths import refuse_long
     from bench.results import write_json
     from specdec.models import resolve_model
 
@@ -60,9 +61,11 @@ def curve_command(
     check_writable("--log", log)
     if enforce and load.memory_budget == "auto":
         raise UsageMistake("--enforce needs a --memory-budget with a size, e.g. 3.5GiB")
+    path, chosen = resolve_model(load.model), read_prompts(prompts, n_prompts)
+    refuse_long(chosen, path, load.ctx_size)
     spec = CurveSpec(
-        {**load.as_keywords(), "model": str(resolve_model(load.model))},
-        read_prompts(prompts, n_prompts),
+        {**load.as_keywords(), "model": str(path)},
+        chosen,
         settings,
         str(log.resolve()) if log else None,
     )

@@ -10,6 +10,7 @@ from bench.limited import OK
 from bench.peer_figures import describe_ratio
 from bench.peer_runs import describe_tuned
 from bench.peers import PEERS
+from bench.workloads import describe_left_out
 from offload.units import GIB, format_bytes
 
 Row = Mapping[str, Any]
@@ -17,6 +18,7 @@ Row = Mapping[str, Any]
 COLUMNS: tuple[tuple[str, str, str, float], ...] = (
     # heading, key, format, unit
     ("tok/s", "tokens_per_second", "{:.2f}", 1.0),
+    ("load s", "load_seconds", "{:.1f}", 1.0),
     ("first token s", "time_to_first_token", "{:.2f}", 1.0),
     ("s/token median", "seconds_per_token_median", "{:.3f}", 1.0),
     ("p90", "seconds_per_token_p90", "{:.3f}", 1.0),
@@ -79,8 +81,14 @@ def _heading(result: Mapping[str, Any]) -> list[str]:
         f"budget  {format_bytes(result['memory_budget_bytes'])} ({kept}); {storage}",
         f"prompts {result['n_prompts']} x {result['max_tokens']} tokens, greedy, "
         f"{result['n_threads']} threads; at most {result['time_limit_seconds']:g} s each",
+        *_left_out(result),
         "page cache of the models' files dropped before each process (posix_fadvise)",
     ]
+
+
+def _left_out(result: Mapping[str, Any]) -> list[str]:
+    n = result.get("n_prompts_too_long", 0)  # older records have none
+    return [describe_left_out(n, result["max_tokens"])] if n else []
 
 
 def _ratio_lines(result: Mapping[str, Any]) -> list[str]:

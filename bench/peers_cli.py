@@ -99,6 +99,7 @@ def peers_command(
     from bench.compare import compare
     from bench.peer_runs import RunSettings
     from bench.peer_table import format_comparison
+    from bench.prompt_lengths import fitting
     from bench.results import write_json
     from specdec.division import DEFAULT_CTX_SIZE
 
@@ -127,14 +128,17 @@ def peers_command(
         load={name: value for name, value in keywords.items() if name not in own},
         interpreters=interpreters,
     )
-    chosen = spread(read_prompts(prompts), n_prompts)
+    fit, n_too_long = fitting(
+        read_prompts(prompts), weights[0].model, load.ctx_size, max_tokens
+    )
+    chosen = spread(fit, n_prompts)
 
     def save(so_far: dict[str, Any]) -> None:
         if output_file is not None:
             write_json(so_far, output_file)
 
     argv = ["specdec-bench", *context.obj.argv]
-    result = compare(names, weights, chosen, settings, argv, save)
+    result = compare(names, weights, chosen, settings, argv, save, n_too_long)
     save(result)
     if output == "json":
         write_json(result, None)

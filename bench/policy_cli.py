@@ -48,6 +48,7 @@ def policy_command(
 ) -> None:
     """The automatic size of trees against fixed ones, in one process."""
     from bench.policy_sweep import PolicySpec, format_sweep, parse_sizes, sweep_in_child
+    from bench.prompt_lengths import refuse_long
     from bench.results import write_json
     from specdec.models import resolve_model
 
@@ -55,9 +56,11 @@ def policy_command(
         raise UsageMistake("--enforce needs a --memory-budget with a size, e.g. 3.5GiB")
     check_writable("--output-file", output_file)
     check_writable("--log", log)
+    path, chosen = resolve_model(load.model), read_prompts(prompts, n_prompts)
+    refuse_long(chosen, path, load.ctx_size)
     spec = PolicySpec(
-        load={**load.as_keywords(), "model": str(resolve_model(load.model))},
-        prompts=tuple(read_prompts(prompts, n_prompts)),
+        load={**load.as_keywords(), "model": str(path)},
+        prompts=tuple(chosen),
         sampling=sampling_keywords(max_tokens, ignore_eos, sampling),
         sizes=parse_sizes(sizes),
         with_plain=with_plain,

@@ -55,6 +55,7 @@ def speedup_command(
     debug: options.Debug = False,
 ) -> None:
     """Plain streamed decoding against speculative decoding of the same target."""
+    from bench.prompt_lengths import refuse_long
     from bench.results import write_json
     from bench.speedup import SpeedupRun, run_speedup
     from bench.table import format_report
@@ -62,9 +63,11 @@ def speedup_command(
     from specdec.models import resolve_model
 
     _check_choices(output, peer, load, enforce, output_file, log)
+    path, chosen = resolve_model(load.model), read_prompts(prompts, n_prompts)
+    refuse_long(chosen, path, load.ctx_size)
     run = SpeedupRun(
-        load={**load.as_keywords(), "model": str(resolve_model(load.model))},
-        prompts=read_prompts(prompts, n_prompts),
+        load={**load.as_keywords(), "model": str(path)},
+        prompts=chosen,
         sampling=sampling_keywords(max_tokens, ignore_eos, sampling),
         enforce=enforce,
         log=log,

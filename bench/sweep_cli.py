@@ -19,7 +19,7 @@ from bench.options import (
     check_lossless,
     check_writable,
 )
-from bench.workloads import BUILT_IN, read_prompts, spread
+from bench.workloads import BUILT_IN, describe_left_out, read_prompts, spread
 from offload.units import format_bytes, parse_bytes
 from specdec import cli_options as options
 from specdec.cli_groups import LoadOptions, parse_num_draft_tokens
@@ -77,6 +77,7 @@ def sweep_command(
     """Budgets x storage speeds x tree sizes; interrupted, it goes on where it was."""
     from bench.peer_runs import RunSettings
     from bench.peers import Weights
+    from bench.prompt_lengths import fitting
     from bench.provenance import collect
     from bench.sweep import Sweep, all_settings, drop_torn_line, recorded_budgets, run_sweep
     from specdec.division import DEFAULT_CTX_SIZE
@@ -100,7 +101,10 @@ def sweep_command(
         enforce=enforce,
         load={name: value for name, value in load.as_keywords().items() if name not in own},
     )
-    sweep = Sweep(weights, tuple(spread(read_prompts(prompts), n_prompts)), base)
+    fit, n_too_long = fitting(read_prompts(prompts), weights.model, load.ctx_size, max_tokens)
+    if n_too_long:
+        typer.echo(describe_left_out(n_too_long, max_tokens), err=True)
+    sweep = Sweep(weights, tuple(spread(fit, n_prompts)), base)
     if not amounts:
         drop_torn_line(output_file)
         amounts = recorded_budgets(output_file, sweep) or find_budgets(load)

@@ -29,7 +29,8 @@ def peer_row(name: str, speed: float | None, **more: Any) -> dict[str, Any]:
         "time_to_first_token": speed, "seconds_per_token_median": speed,
         "seconds_per_token_p90": speed, "bytes_read_per_token": None,
         "mean_acceptance_length": None, "peak_anonymous_bytes": GIB, "cgroup_peak_bytes": None,
-        "n_prompts": 2, "n_tokens": 20, "by_category": {}, "acceptance_by_depth": None, **more,
+        "load_seconds": speed, "n_prompts": 2, "n_tokens": 20, "by_category": {},
+        "acceptance_by_depth": None, **more,
     }  # fmt: skip
 
 

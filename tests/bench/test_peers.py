@@ -43,8 +43,8 @@ ROW_KEYS = {
 }  # fmt: skip
 KEYS = {
     "peers", "ratios", "weights", "memory_budget_bytes", "enforced", "storage_mbps",
-    "storage_bytes_per_second", "n_prompts", "max_tokens", "time_limit_seconds", "n_threads",
-    "ctx_size", "provenance",
+    "storage_bytes_per_second", "n_prompts", "n_prompts_too_long", "max_tokens",
+    "time_limit_seconds", "n_threads", "ctx_size", "provenance",
 }  # fmt: skip
 
 

@@ -1,0 +1,67 @@
+"""Which prompts fit the context: found out before anything runs, not in the middle of an hour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from backends.source import BackendOptions
+from bench.options import UsageMistake
+from bench.workloads import Prompt
+from offload.errors import SpecdecError
+from specdec.division import DEFAULT_CTX_SIZE
+from specdec.formats import open_model
+from specdec.prompts import PromptError, check_room, encode_prompt
+
+
+class Context:
+    """The tokens that a model takes at once, and those of a prompt.
+
+    Raises SpecdecError where specdec cannot run the model.
+    """
+
+    def __init__(self, model: Path, ctx_size: int | None) -> None:
+        opened = open_model(model, BackendOptions())
+        self._tokenizer = opened.tokenizer
+        self.n_model = opened.source.max_context
+        self.n_tokens = min(ctx_size or DEFAULT_CTX_SIZE, self.n_model)
+
+    def length(self, prompt: Prompt) -> int:
+        """Tokens of a prompt. Raises UsageMistake for a text that is none."""
+        try:
+            return len(encode_prompt(prompt.text, self._tokenizer))
+        except PromptError as error:
+            raise UsageMistake(f"--prompts, {prompt.name}: {error}") from None
+
+
+def refuse_long(prompts: Sequence[Prompt], model: Path, ctx_size: int | None) -> None:
+    """Raise UsageMistake for the first prompt that leaves no room for a token."""
+    context = Context(model, ctx_size)
+    for prompt in prompts:
+        n_tokens = context.length(prompt)
+        try:
+            check_room(n_tokens, context.n_tokens, context.n_model)
+        except PromptError as error:
+            raise UsageMistake(f"--prompts, {prompt.name}: {error}") from None
+
+
+def fitting(
+    prompts: Sequence[Prompt], model: Path, ctx_size: int | None, n_new: int
+) -> tuple[list[Prompt], int]:
+    """(those that fit together with `n_new` tokens, how many do not).
+
+    All of them where specdec cannot run the model: its row says why, and others may run it.
+
+    Raises UsageMistake where none fits.
+    """
+    try:
+        context = Context(model, ctx_size)
+    except SpecdecError:
+        return list(prompts), 0
+    found = [prompt for prompt in prompts if context.length(prompt) + n_new <= context.n_tokens]
+    if not found:
+        raise UsageMistake(
+            f"no prompt fits the context of {context.n_tokens} tokens with {n_new} more "
+            f"(the model has {context.n_model}): give a larger -c, a smaller -n or other prompts"
+        )
+    return found, len(prompts) - len(found)
