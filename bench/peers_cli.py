@@ -128,9 +128,7 @@ def peers_command(
         load={name: value for name, value in keywords.items() if name not in own},
         interpreters=interpreters,
     )
-    fit, n_too_long = fitting(
-        read_prompts(prompts), weights[0].model, load.ctx_size, max_tokens
-    )
+    fit, n_too_long = fitting(read_prompts(prompts), weights[0].model, load.ctx_size, max_tokens)
     chosen = spread(fit, n_prompts)
 
     def save(so_far: dict[str, Any]) -> None:

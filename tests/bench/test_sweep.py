@@ -241,7 +241,7 @@ def test_automatic_budgets_are_those_that_the_file_was_begun_with(
     settings = [line["setting"] for line in read_results(file).value["settings"]]
     assert settings == [json.loads(line)["setting"] for line in lines]
     # Of other models, or with another context, they are planned anew.
-    assert main([*argv.split(), "-o", str(file), "-c", "128"]) == 0
+    assert main([*argv.split(), "-o", str(file), "-c", "1024"]) == 0
     assert "already there" not in capfd.readouterr().err
     assert len(finished_keys(file)) == 12
 
