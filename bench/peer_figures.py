@@ -94,8 +94,13 @@ def pairwise_ratios(runs: Mapping[str, Sequence[Record]]) -> dict[str, dict[str,
 
 def describe_ratio(found: Mapping[str, Any]) -> str:
     """What a ratio is over; results of earlier versions do not know the tokens."""
-    text = f"{found['n_prompts']} prompts"
-    return f"{text}, {found['n_tokens']} tokens" if "n_tokens" in found else text
+    text = count_of(found["n_prompts"], "prompt")
+    return f"{text}, {count_of(found['n_tokens'], 'token')}" if "n_tokens" in found else text
+
+
+def count_of(n: int, thing: str) -> str:
+    """1 prompt, 2 prompts."""
+    return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
 
 
 def token_match(records: Sequence[Record], reference: Sequence[Record]) -> float | None:

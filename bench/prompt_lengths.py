@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from backends.source import BackendOptions
+from bench.child import quiet_libraries
 from bench.options import UsageMistake
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
@@ -21,6 +22,7 @@ class Context:
     """
 
     def __init__(self, model: Path, ctx_size: int | None) -> None:
+        quiet_libraries()  # transformers has a word on long prompts, too
         opened = open_model(model, BackendOptions())
         self._tokenizer = opened.tokenizer
         self.n_model = opened.source.max_context

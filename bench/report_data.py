@@ -10,6 +10,7 @@ from typing import Any
 from bench import aggregate
 from bench.compare import label
 from bench.known_drafter import expected_tokens
+from bench.peer_figures import count_of
 from bench.results import BUDGETS, CURVE, PEERS, POLICY, SPEEDUP, SWEEP, Results
 from specdec.stats import ratio
 
@@ -94,17 +95,23 @@ def bars(results: Results) -> list[Bar]:
 
 
 def points(several: Iterable[Results]) -> list[Point]:
-    """Every speed that was measured at a known budget."""
-    found: list[Point] = []
-    for results in several:
-        if results.kind == SWEEP:
-            lines = results.value["settings"]
-            found += [_sweep_point(line) for line in lines if line["tokens_per_second"]]
-        elif results.kind == BUDGETS:
-            found += _budget_points(results.value)
-        elif results.kind == SPEEDUP:
-            found += _speedup_points(results.value)
-    return found
+    """Every speed that was measured at a known budget.
+
+    Files have lines of their own, as their drafts and sampling may differ.
+    """
+    found = {results.name: made for results in several if (made := _points_of(results))}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    return [replace(p, series=f"{p.series}: {name}") for name in found for p in found[name]]
+
+
+def _points_of(results: Results) -> list[Point]:
+    if results.kind == SWEEP:
+        lines = results.value["settings"]
+        return [_sweep_point(line) for line in lines if line["tokens_per_second"]]
+    if results.kind == BUDGETS:
+        return _budget_points(results.value)
+    return _speedup_points(results.value) if results.kind == SPEEDUP else []
 
 
 def depths(several: Iterable[Results]) -> list[Depths]:
@@ -176,7 +183,7 @@ def _with_peer(value: Mapping[str, Any], ours: Sequence[Bar]) -> Iterator[Bar]:
 
 
 def _counted(bar: Bar, n_prompts: int, n_tokens: int) -> Bar:
-    counts = f"{n_prompts} prompts, {n_tokens} tokens"
+    counts = f"{count_of(n_prompts, 'prompt')}, {count_of(n_tokens, 'token')}"
     return replace(bar, note=f"{bar.note}; {counts}" if bar.note else counts)
 
 

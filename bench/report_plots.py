@@ -12,6 +12,8 @@ from offload.units import GIB
 
 # Okabe and Ito's colours: told apart by colour-blind readers too.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_STYLES = ("o-", "s--", "^:")
+"""One for each round through the colours."""
 _OURS, _THEIRS, _FAINT = "#0072B2", "#8C8C8C", "#666666"
 
 
@@ -77,13 +79,15 @@ def speed_against_budget(points: Sequence[Point], title: str) -> Any:
 
 def acceptance_by_depth(several: Sequence[Depths], title: str) -> Any:
     """How far a walk gets, and how often the next guess is right where it has got to."""
-    figure = _figure(9.0, 3.9)
+    figure = _figure(9.0, 3.9 + 0.1 * len(several))
     reach, each = figure.subplots(1, 2)
-    for colour, one in zip(_COLOURS * len(several), several, strict=False):
+    for index, one in enumerate(several):
+        colour = _COLOURS[index % len(_COLOURS)]
+        style = _STYLES[index // len(_COLOURS) % len(_STYLES)]
         at = range(1, len(one.tried) + 1)
         n_rounds = [one.tried[0]] * len(one.tried)
-        reach.plot(at, share(one.accepted, n_rounds), "o-", color=colour, ms=3.5, label=one.name)
-        each.plot(at, share(one.accepted, one.tried), "o-", color=colour, ms=3.5)
+        reach.plot(at, share(one.accepted, n_rounds), style, color=colour, ms=3.5, label=one.name)
+        each.plot(at, share(one.accepted, one.tried), style, color=colour, ms=3.5)
     deepest = max(len(one.tried) for one in several)
     reach.set_title("rounds that accept a token at this depth", fontsize=10)
     each.set_title("a guess is right, where the walk gets that far", fontsize=10)
@@ -95,7 +99,7 @@ def acceptance_by_depth(several: Sequence[Depths], title: str) -> Any:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     reach.set_ylabel("share")
-    reach.legend(frameon=False, fontsize=8.5)
+    _legend(figure, [reach], {})
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
@@ -221,11 +225,13 @@ def _legend(figure: Any, panels: Sequence[Any], more: Mapping[str, tuple[str, st
         found |= dict(zip(labels, handles, strict=True))
     for name, (style, colour) in more.items():
         found[name] = Line2D([], [], linestyle=style, color=colour)
+    inches = 0.6 + 0.075 * max(map(len, found))  # of the widest column
+    n_columns = max(1, min(len(found), 4, int(figure.get_figwidth() / inches)))
     figure.legend(
         found.values(),
         found.keys(),
         loc="outside lower center",
-        ncols=min(len(found), 4),
+        ncols=n_columns,
         frameon=False,
         fontsize=8.5,
     )

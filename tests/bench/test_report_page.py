@@ -21,7 +21,8 @@ from result_values import (
 )
 
 from bench.cli import main
-from bench.report_data import Point, bars, curves, depths, points
+from bench.report_data import Depths, Point, bars, curves, depths, points
+from bench.report_plots import acceptance_by_depth
 from bench.report_tables import tables
 from bench.results import read_all, read_results
 from offload.units import GIB
@@ -173,6 +174,27 @@ def test_what_is_drawn_of_each_kind(files: dict[str, Path]) -> None:
     assert sums["sweep: tree: auto"] == ((36,), (30,))
     assert sums["speedup: specdec"] == ((10, 8), (8, 4))  # two rounds at depth 3 say nothing
     assert [one.name for one in depths([results["peers"]])] == ["specdec"]
+
+
+def test_files_have_lines_of_their_own(files: dict[str, Path]) -> None:
+    """Their drafts may differ, and one line through both would mean nothing."""
+    both = [read_results(files[kind]) for kind in ("speedup", "budgets")]
+    assert {point.series for point in points(both[:1])} == {"plain", "speculative"}
+    assert {point.series for point in points(both)} == {
+        "plain: speedup", "speculative: speedup", "speculative: budgets"
+    }  # fmt: skip
+
+
+def test_more_lines_than_colours_can_be_told_apart() -> None:
+    several = [Depths(f"a rather long name of a file, {n}", (9, 9), (8, 7)) for n in range(15)]
+    figure = acceptance_by_depth(several, "")
+    reach, each = figure.axes
+    for axes in (reach, each):
+        looks = {(line.get_color(), line.get_linestyle()) for line in axes.lines}
+        assert len(looks) == len(several)
+    [legend] = figure.legends
+    figure.draw_without_rendering()
+    assert legend.get_window_extent().width <= figure.bbox.width
 
 
 def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
