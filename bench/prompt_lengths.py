@@ -62,8 +62,9 @@ def fitting(
         return list(prompts), 0
     found = [prompt for prompt in prompts if context.length(prompt) + n_new <= context.n_tokens]
     if not found:
+        longer = "a larger -c, " if context.n_tokens < context.n_model else ""
         raise UsageMistake(
             f"no prompt fits the context of {context.n_tokens} tokens with {n_new} more "
-            f"(the model has {context.n_model}): give a larger -c, a smaller -n or other prompts"
+            f"(the model has {context.n_model}): give {longer}a smaller -n or other prompts"
         )
     return found, len(prompts) - len(found)

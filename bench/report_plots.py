@@ -56,7 +56,8 @@ def speed_against_budget(points: Sequence[Point], title: str) -> Any:
     colours = dict(zip(names, _COLOURS * len(names), strict=False))
     n_columns = min(len(speeds), 2)
     n_rows = -(-len(speeds) // n_columns)
-    figure = _figure(5.0 * n_columns + 1.5 * (n_columns == 1), 3.1 * n_rows + 0.9)
+    height = 3.1 * n_rows + 0.9 + 0.12 * max(0, len(names) - 3)
+    figure = _figure(5.0 * n_columns + 1.5 * (n_columns == 1), height)
     grid = figure.subplots(n_rows, n_columns, sharey=True, sharex=True, squeeze=False)
     panels = list(grid.flat)[: len(speeds)]
     for unused in list(grid.flat)[len(speeds) :]:

@@ -145,7 +145,10 @@ def parse_budgets(text: str) -> list[int]:
     """Bytes, in the order given; empty for "auto"."""
     if text == "auto":
         return []
-    return list(dict.fromkeys(parse_bytes(name) for name in text.split(",")))
+    amounts = list(dict.fromkeys(parse_bytes(name) for name in text.split(",")))
+    if 0 in amounts:
+        raise UsageMistake(f"--budgets {text}: a budget of 0 bytes holds nothing; try 2GiB")
+    return amounts
 
 
 def find_budgets(load: LoadOptions) -> list[int]:

@@ -47,8 +47,10 @@ def test_those_that_fit_with_the_tokens_to_come(
 
 
 def test_where_none_fits_the_command_ends(target: Path) -> None:
-    with pytest.raises(UsageMistake, match="no prompt fits the context of 19 tokens with 10 more"):
+    with pytest.raises(UsageMistake, match="of 19 tokens with 10 more .* a larger -c, a smaller"):
         fitting(prompts(10, 55), target, 19, 10)
+    with pytest.raises(UsageMistake, match="the model has 64.: give a smaller -n"):
+        fitting(prompts(10, 55), target, None, 60)
 
 
 def test_a_model_that_specdec_cannot_run_leaves_them_all(tmp_path: Path) -> None:
