@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 import typer
@@ -23,6 +23,9 @@ from bench.workloads import BUILT_IN, describe_left_out, read_prompts, spread
 from offload.units import format_bytes, parse_bytes
 from specdec import cli_options as options
 from specdec.cli_groups import LoadOptions, parse_num_draft_tokens
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 STORAGE_SPEEDS = {"sd-card": 90.0, "sata": 500.0, "ufs-3.1": 1500.0, "full": None}
 """MB/s that reads are held to, by name."""
@@ -115,7 +118,7 @@ def sweep_command(
         for setting, line in zip(
             settings, run_sweep(sweep, settings, output_file, provenance), strict=True
         ):
-            advance(describe(setting, line))
+            advance(describe(setting, line), line is not None)
 
 
 def parse_speeds(text: str) -> list[float | None]:
@@ -199,8 +202,16 @@ def _progress(n_settings: int) -> Iterator[Any]:
     ) as bar:
         task = bar.add_task("sweep", total=n_settings)
 
-        def advance(line: str) -> None:
+        def advance(line: str, is_measured: bool) -> None:
             console.print(line, markup=False, highlight=False)
-            bar.advance(task)
+            count_setting(bar, task, is_measured)
 
         yield advance
+
+
+def count_setting(bar: Progress, task: TaskID, is_measured: bool) -> None:
+    """One more is done; what was there took no time, and says nothing of the time left."""
+    if is_measured:
+        bar.advance(task)
+    else:
+        bar.reset(task, completed=int(bar.tasks[task].completed) + 1)

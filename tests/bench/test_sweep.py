@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import fake_peers
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 from tiny_pair import save_model
 
 from bench import peers
@@ -29,7 +32,7 @@ from bench.sweep import (
     run_sweep,
     setting_key,
 )
-from bench.sweep_cli import describe, parse_speeds, parse_trees
+from bench.sweep_cli import count_setting, describe, parse_speeds, parse_trees
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from offload.throttle import ReadLimit
@@ -169,6 +172,18 @@ def test_auto_budgets_go_from_the_smallest_to_all_in_memory(smallest: int, whole
     assert whole <= budgets[-1] <= whole * 1.05 + 1
     assert budgets == sorted(budgets)
     assert len(budgets) == 6
+
+
+def test_the_time_left_is_that_of_what_is_measured() -> None:
+    seconds = 0.0
+    bar = Progress(console=Console(file=io.StringIO()), get_time=lambda: seconds)
+    task = bar.add_task("sweep", total=10)
+    for _ in range(6):
+        count_setting(bar, task, is_measured=False)
+    for _ in range(2):
+        seconds += 60
+        count_setting(bar, task, is_measured=True)
+    assert (bar.tasks[0].completed, bar.tasks[0].time_remaining) == (8, 120)
 
 
 def test_names_of_speeds_and_trees() -> None:
