@@ -176,7 +176,9 @@ def test_auto_budgets_go_from_the_smallest_to_all_in_memory(smallest: int, whole
 
 def test_the_time_left_is_that_of_what_is_measured() -> None:
     seconds = 0.0
-    bar = Progress(console=Console(file=io.StringIO()), get_time=lambda: seconds)
+    bar = Progress(
+        console=Console(file=io.StringIO()), get_time=lambda: seconds, speed_estimate_period=3600
+    )
     task = bar.add_task("sweep", total=10)
     for _ in range(6):
         count_setting(bar, task, is_measured=False)
