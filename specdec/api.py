@@ -24,8 +24,9 @@ from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter
 from specdec.drafters.ngram import NgramDrafter
-from specdec.generation import PLAIN, GenerationStream, ModelBusy, ModelClosed, ModelElsewhere
+from specdec.generation import PLAIN, GenerationStream
 from specdec.loading import check_spec, load_draft, load_target
+from specdec.model_errors import ModelBusy, ModelClosed, ModelElsewhere
 from specdec.options import RunOptions, run_options
 from specdec.planning import plan_models
 from specdec.policy import DraftPolicy, new_experience
@@ -219,7 +220,7 @@ class LLM:
         self.check_open()
         with self._starting:
             if self._running is not None:
-                self._running.cancel()
+                self._running.end()
             self.ahead.settle()  # an interrupt may have left it at work
             self._prompt_cache.save(self.target, self.draft)
 
@@ -233,8 +234,7 @@ class LLM:
         if self._is_forked:
             return
         while self._running is not None and self._running.is_computing_elsewhere:
-            for backend in self.backends:
-                backend.request_cancel()
+            self.request_cancel()
             time.sleep(POLL_SECONDS)
         with self._closing, ExitStack() as stack:  # one caller frees, the others wait for it
             for backend in self.backends:
@@ -264,13 +264,18 @@ class LLM:
         """
         with self._starting:
             if self._running is not None and self._running is not stream:
-                self._running.cancel()
+                self._running.end()
             self._running = stream
 
     @property
     def backends(self) -> tuple[Backend, ...]:
         """The target, and the draft if there is one."""
         return (self.target,) if self.draft is None else (self.target, self.draft)
+
+    def request_cancel(self) -> None:
+        """End the passes that another thread is in; those that begin later go on."""
+        for backend in self.backends:
+            backend.request_cancel()
 
     def forget_prompt(self) -> None:
         """Empty the KV caches: the next prompt is computed from its first token on."""

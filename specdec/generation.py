@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Generator, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
-from backends.base import Backend, StreamUse
-from offload.errors import SpecdecError
+from backends.base import Backend, BackendError, StreamUse
+from offload.interruptible import POLL_SECONDS
 from offload.memory import process_memory
 from specdec.acceptance import Acceptance
 from specdec.assembly import make_controller
@@ -16,6 +18,7 @@ from specdec.beam_decoder import BeamDecoder, Hypothesis, check_beams
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.drafters.base import Drafter
 from specdec.gpu import vram_peak_bytes
+from specdec.model_errors import ModelBusy, ModelClosed
 from specdec.options import CUDA
 from specdec.sampling import Sampler
 from specdec.sequences import GeneratedSequence, GenerationResult, StreamChunk, sequence_seed
@@ -32,33 +35,6 @@ if TYPE_CHECKING:
 PLAIN = SpecConfig(spec_type=())
 _ONE_TOKEN = (DraftTree(0), Acceptance((0,), 0, is_bonus=False))
 """For the statistics: a pass of beam search brings all beams one token further."""
-
-
-class ModelClosed(SpecdecError):
-    """A model was asked for something after its end."""
-
-    def __init__(self) -> None:
-        super().__init__("the model is closed; load it again")
-
-
-class ModelElsewhere(SpecdecError):
-    """A forked process asked for something of its parent's model."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the model was loaded by another process, and its threads are not in this fork of it: "
-            "load it here"
-        )
-
-
-class ModelBusy(SpecdecError):
-    """A generation was asked for while another one computes."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "an LLM runs one generation at a time: wait for the one that is running, "
-            "or load the model once more"
-        )
 
 
 class GenerationStream:
@@ -89,6 +65,7 @@ class GenerationStream:
             check_beams(params.num_beams, self._spec, llm.max_beams)
         self._use_before: StreamUse | None = None  # of bytes and stalls, when this one began
         self._stats: GenerationStats | None = None
+        self.is_cancelled = False
         self._thread_id = 0  # of the thread that computes, while one does
         self._chunks = self._tracked(self._run())
 
@@ -96,11 +73,17 @@ class GenerationStream:
         return self
 
     def __next__(self) -> StreamChunk:
+        if self.is_cancelled:
+            self._wait_for_its_end()
+            raise StopIteration
         if self._is_computing:
             raise ModelBusy
         try:
             return next(self._chunks)
         except Exception as error:
+            if self.is_cancelled and (isinstance(error, BackendError) or self._is_executing(error)):
+                self._wait_for_its_end()
+                raise StopIteration from error
             if self._is_executing(error):
                 raise ModelBusy from error
             if self._llm.is_closed and not isinstance(error, (StopIteration, ModelClosed)):
@@ -108,7 +91,21 @@ class GenerationStream:
             raise
 
     def cancel(self) -> None:
-        """End here; what was generated so far is the result."""
+        """End here; what was generated so far is the result. Any thread may call it.
+
+        A pass that another thread is in is cut short, and its `next` ends the iteration. Raises
+        ModelBusy inside of the generation itself (in a logits processor, say).
+        """
+        if self._is_computing and not self.is_computing_elsewhere:
+            raise ModelBusy
+        self.is_cancelled = True
+        while True:
+            self._wait_for_its_end(self._llm.request_cancel)
+            with suppress(ModelBusy):  # it was about to begin when it was told
+                return self.end()
+
+    def end(self) -> None:
+        """The same where nothing is being computed; raises ModelBusy where it is."""
         try:
             self._chunks.close()
         except ValueError as error:
@@ -116,6 +113,12 @@ class GenerationStream:
                 raise ModelBusy from error
             raise
         self._finish()
+
+    def _wait_for_its_end(self, poll: Callable[[], None] = lambda: None) -> None:
+        """Return when no other thread is inside of `next`; meanwhile `poll` every now and then."""
+        while self.is_computing_elsewhere:
+            poll()
+            time.sleep(POLL_SECONDS)
 
     @property
     def is_computing_elsewhere(self) -> bool:

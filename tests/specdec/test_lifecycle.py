@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forced_streaming import force_streaming
+from hanging_storage import HangingStorage
 from tiny_pair import save_model
 
 import specdec
@@ -186,12 +189,104 @@ def test_one_stream_in_two_threads_is_refused(llm: LLM) -> None:
     reader = threading.Thread(target=lambda: list(stream))
     reader.start()
     processor.reached.wait()
-    for use in (lambda: next(stream), stream.cancel):
-        with pytest.raises(ModelBusy):
-            use()
+    with pytest.raises(ModelBusy):
+        next(stream)
     processor.may_go_on.set()
     reader.join()
     assert stream.result.finish_reason == "length"
+
+
+class Reader(threading.Thread):
+    """Reads a stream; its chunks, and its error, if it had one."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self.chunks: list[Any] = []
+        self.error: BaseException | None = None
+        self._stream = stream
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.chunks.extend(self._stream)
+        except BaseException as error:
+            self.error = error
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_stream_is_cancelled_by_another_thread(llm: LLM, beams: int) -> None:
+    """Between two passes: what was there already is the result."""
+    options = {"max_tokens": 40, "num_beams": beams, "cache_prompt": False}
+    expected = llm.generate(PROMPT, **options).token_ids
+    processor = Held()
+    stream = llm.stream(PROMPT, logits_processors=[processor], **options)
+    reader = Reader(stream)
+    processor.reached.wait()
+    cancelling = threading.Thread(target=stream.cancel)
+    cancelling.start()
+    while not stream.is_cancelled:
+        pass
+    processor.may_go_on.set()
+    cancelling.join()
+    reader.join()
+    assert reader.error is None
+    result = stream.result
+    assert result.finish_reason == "cancelled"
+    assert len(result.token_ids) < 40
+    if beams == 1:
+        assert result.token_ids == expected[: len(result.token_ids)]
+        assert result.token_ids == sum((chunk.token_ids for chunk in reader.chunks), ())
+    assert list(stream) == []
+    assert llm.generate(PROMPT, **options).token_ids == expected
+
+
+def test_a_cancel_by_another_thread_ends_a_pass_that_would_not_end(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its storage hangs."""
+    force_streaming(monkeypatch)
+    storage = HangingStorage(monkeypatch)
+    with specdec.load(target, ctx_size=256) as llm:
+        expected = llm.generate(PROMPT, max_tokens=20).token_ids
+        stream = llm.stream(PROMPT, max_tokens=20)
+        first = next(stream)
+        storage.hang()
+        reader = Reader(stream)
+        storage.wait_until_reached()
+        stream.cancel()
+        reader.join()
+        assert storage.is_hanging
+        assert reader.error is None
+        n_tokens = len(stream.result.token_ids)
+        assert len(first.token_ids) <= n_tokens < 20
+        assert stream.result.token_ids == expected[:n_tokens]
+        assert stream.result.finish_reason == "cancelled"
+        storage.let_go()
+        assert llm.generate(PROMPT, max_tokens=20).token_ids == expected
+
+
+def test_a_cancel_inside_of_the_generation_is_refused(llm: LLM) -> None:
+    streams: list[Any] = []
+    processor = Held(then=lambda: streams[0].cancel())
+    processor.may_go_on.set()
+    streams.append(llm.stream(PROMPT, max_tokens=20, logits_processors=[processor]))
+    with pytest.raises(ModelBusy):
+        list(streams[0])
+
+
+def test_cancels_at_any_time(llm: LLM) -> None:
+    """The reader's loop ends, never in an error, and the next generation is as ever."""
+    expected = llm.generate(PROMPT, max_tokens=30).token_ids
+    rng = random.Random(0)
+    for _ in range(12):
+        stream = llm.stream(PROMPT, max_tokens=30)
+        reader = Reader(stream)
+        time.sleep(rng.uniform(0.0, 0.03))
+        stream.cancel()
+        reader.join()
+        assert reader.error is None
+        assert stream.result.token_ids == expected[: len(stream.result.token_ids)]
+        assert llm.generate(PROMPT, max_tokens=30).token_ids == expected
 
 
 def test_a_users_error_stays_the_users(llm: LLM) -> None:
