@@ -83,6 +83,35 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
         assert shape_flops(shape, n_rows, context) == counted_flops(meta, n_rows, context)
 
 
+REAL = {
+    "llama-2-7b": transformers.LlamaConfig(),
+    "llama-3.2-1b": transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
+    ),
+    "mistral-7b": transformers.MistralConfig(),
+    "qwen2.5-7b": transformers.Qwen2Config(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4,
+    ),
+}  # fmt: skip
+"""Models that there are, with three feed-forward matrices."""
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_flops_of_real_models_are_those_that_torch_counts(name: str) -> None:
+    """On the meta device: nothing is allocated."""
+    config = REAL[name]
+    config._attn_implementation = "eager"
+    shape = shape_of(build_model(config, torch.bfloat16), Path(name), {})
+    with torch.device("meta"):
+        meta = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="eager"
+        )
+    for n_rows, context in ((1, 512), (8, 512)):
+        assert shape_flops(shape, n_rows, context) == counted_flops(meta.eval(), n_rows, context)
+
+
 @pytest.mark.parametrize("family", MIXTURES)
 def test_flops_of_a_mixture_are_those_of_the_active_experts(family: str) -> None:
     config = config_of(family)
