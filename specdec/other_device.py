@@ -92,10 +92,11 @@ def plan_on(
 
     Raises DeviceError and what `plan_run` raises.
     """
+    known = find_device(device_name)
     asked = run_options(model, draft_model, **options)
     pair = open_pair(asked)
     machine = _this_machine(asked, pair)
-    device = complete(find_device(device_name), machine)
+    device = complete(known, machine)
     gpu = _gpu(device, asked, pair)
     total_bytes, source = device.memory_bytes, f"all memory of {device.name}"
     if asked.memory_budget != AUTO:
