@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from offload.units import format_bytes
@@ -26,6 +27,8 @@ def check_models(load: LoadOptions) -> None:
             say(f"note: the draft model {load.draft_model} is not used: {why}")
     if load.draft_window is not None and (load.draft_model is None or _why_no_draft(load)):
         say("note: --draft-window has no effect without a draft model")
+    for option, why in _without_effect(load):
+        say(f"note: {option} has no effect: {why}")
 
 
 def check_prompt(text: str) -> None:
@@ -67,6 +70,24 @@ def _note_mapped(load: LoadOptions, budget_bytes: int) -> None:
 def check_chat_template(llm: LLM, name: str) -> None:
     if not llm.tokenizer.has_chat_template:
         raise OptionError(f"{name} has no chat template: use `specdec run`, or an instruct model")
+
+
+def _without_effect(load: LoadOptions) -> Iterator[tuple[str, str]]:
+    """Options of drafting where there is none of that kind, and why."""
+    keywords = load.as_keywords()
+    if keywords["spec_type"] == () or keywords["num_draft_tokens"] == 0:
+        given = {
+            "--tree-width": load.tree_width is not None,
+            "--acceptance": load.acceptance != "match",
+            "--accept-threshold": load.accept_threshold is not None,
+            "--draft-ahead": load.draft_ahead == "on",
+        }
+        yield from ((name, "nothing is drafted") for name, is_given in given.items() if is_given)
+    elif load.draft_ahead == "on":
+        if load.draft_model is None or _why_no_draft(load):
+            yield "--draft-ahead", "only a draft model drafts ahead"
+        elif load.acceptance != "match":
+            yield "--draft-ahead", f"chains for {load.acceptance} are drawn before each pass"
 
 
 def _why_no_draft(load: LoadOptions) -> str:

@@ -92,6 +92,7 @@ def test_nonsense_is_refused(
         (["--num-draft-tokens", "0"], "is not used: --num-draft-tokens is 0"),
         (["-c", "99999"], "--ctx-size 99999 is cut to the model's 32768"),
         (["--load-mode", "ram", "--prefetch-depth", "3"], "--prefetch-depth has no effect: no l"),
+        (["--acceptance", "block", "--draft-ahead", "on"], "--draft-ahead has no effect: chains"),
     ],
 )
 def test_options_without_effect_are_noted(
@@ -102,6 +103,29 @@ def test_options_without_effect_are_noted(
     assert first.startswith("specdec: note: ")
     assert note in first
     assert len(rest) == 1  # the perf line
+
+
+@pytest.mark.parametrize("none", [["--spec-type", "none"], ["--num-draft-tokens", "0"]])
+def test_options_of_drafting_are_noted_where_nothing_drafts(
+    capsys: pytest.CaptureFixture[str], models: Models, none: list[str]
+) -> None:
+    argv = ["run", "-m", str(models.target), "-p", "ab", "-n", "2", *none]
+    more = ["--tree-width", "3", "--accept-threshold", "0.3", "--draft-ahead", "on"]
+    assert main([*argv, *more]) == 0
+    *notes, last = capsys.readouterr().err.splitlines()
+    assert notes == [
+        f"specdec: note: {name} has no effect: nothing is drafted"
+        for name in ("--tree-width", "--accept-threshold", "--draft-ahead")
+    ]
+    assert "LOSSY" not in last
+
+
+def test_only_a_draft_model_drafts_ahead(
+    capsys: pytest.CaptureFixture[str], models: Models
+) -> None:
+    argv = ["run", "-m", str(models.target), "-p", "ab", "-n", "2", "--draft-ahead", "on"]
+    assert main(argv) == 0
+    assert "note: --draft-ahead has no effect: only a draft model" in capsys.readouterr().err
 
 
 @pytest.mark.gguf
