@@ -67,12 +67,22 @@ def best_depth(spec: SpecConfig, deepest: int, pass_seconds: float, level_second
 
     A level that is reached with probability a^d costs one run of the draft (Leviathan et al.
     2023, theorem 3.8, with a tree's acceptance for a). Where levels cost nothing, or the user
-    fixed them, all of them.
+    fixed them, all of them; and as many as the number of tokens needs that the user fixed.
     """
     if spec.draft_depth is not None or not level_seconds:
         return deepest
     return max(
-        range(1, deepest + 1),
+        range(min(_least_depth(spec), deepest), deepest + 1),
         key=lambda depth: tokens_of_levels(depth) / (pass_seconds + depth * level_seconds),
         default=0,
     )
+
+
+def _least_depth(spec: SpecConfig) -> int:
+    """Levels without which a tree has no room for all tokens that the user fixed."""
+    n_left, n_of_level, depth = spec.num_draft_tokens or 0, 1, 0
+    while n_left > 0:
+        n_of_level *= spec.width
+        n_left -= n_of_level
+        depth += 1
+    return max(1, depth)

@@ -14,9 +14,11 @@ from specdec.alternatives import Alternative, Figures, Weighing
 from specdec.assumed_trees import (
     ASSUMED_LEVEL_ACCEPTANCE,
     ASSUMED_TOKENS_PER_PASS,
+    best_depth,
     expected_tokens,
     likely_levels,
 )
+from specdec.config import SpecConfig
 from specdec.division import Divider
 from specdec.options import run_options
 
@@ -203,3 +205,14 @@ def test_levels_that_take_long_are_fewer():
     assert 1 <= slow.depth < quick.depth == likely_levels(16, 8)
     level = slow.draft.seconds(16)
     assert slow.drafting_seconds == pytest.approx(slow.depth * level)
+
+
+@given(st.integers(1, 300), st.integers(1, 8), st.floats(1e-3, 100.0))
+def test_levels_are_enough_for_a_number_that_the_user_fixed(n: int, width: int, level: float):
+    """However long a level takes; up to the deepest."""
+    spec = SpecConfig(num_draft_tokens=n, tree_width=width)
+    depth = best_depth(spec, 32, 1.0, level)
+    room = sum(width**k for k in range(1, depth + 1))
+    assert room >= n or depth == 32
+    free = best_depth(SpecConfig(tree_width=width), 32, 1.0, level)
+    assert depth == free or sum(width**k for k in range(1, depth)) < n  # no deeper than needed

@@ -258,3 +258,13 @@ def test_a_drafter_of_ones_own(llm):
 def test_a_drafter_and_plain_decoding_contradict(llm, plainly):
     with pytest.raises(SpecdecError, match="plain decoding"):
         llm.generate(PROMPT, drafter=Oracle([]), **plainly)
+
+
+@pytest.mark.parametrize("rule", ["match", "block"])
+def test_a_chain_has_as_many_tokens_as_the_user_fixed(rule, target):
+    """Also where the plan's times would make it shorter: a draft as slow as the target."""
+    options = {"num_draft_tokens": 12, "tree_width": 1, "spec_type": "draft", "acceptance": rule}
+    sampling = {"temperature": 2.0, "seed": 1} if rule == "block" else {}
+    with specdec.load(target, target, ctx_size=128, threads=1, **options) as llm:
+        stats = llm.generate([5, 6, 7], max_tokens=60, ignore_eos=True, **sampling).stats
+    assert stats.pass_times[0].n_rows == 1 + 12
