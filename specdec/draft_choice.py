@@ -7,17 +7,18 @@ the time.
 
 from __future__ import annotations
 
+from specdec.allowance import Allowance
+
 _HYSTERESIS = 1.03  # the other way must look this much faster
 _FADE_IN_USE = 2.0 ** (-1 / 32)  # weight of a round after the next one of its kind
 _FADE_AT_FIRST, _FADE_STEP = 0.8, 0.1  # after the first round; more after each further one
 _FADE_IDLE = 2.0 ** (-1 / 128)  # after a round of the other kind
 _BIAS_STRENGTH = 2.0  # tokens: how many it takes to doubt the calibrated expectation
 _PLAN_WEIGHT = 0.5  # rounds that the plan's word for a way counts as
-_PROBE_SHARE = 0.015  # of the time may go into trying the way that looked slower
-_CREDIT = 2.0  # rounds without the draft that trying it may cost beyond that
-_BUDGET_FADE = 2.0 ** (-1 / 512)
-_N_FIRST = 2  # rounds with small trees, before the draft is given large ones
-_N_DOUBTED = 3  # rounds without a right guess, after which the plan's word for the draft is void
+_ALLOWANCE = 2.0
+"""Tokens that a draft may lose before it was ever right: a text of 64 keeps 0.95 of its speed with
+a loss of 3.2 (rounds overdraw a little, and time adds its share)."""
+_STAKE = 0.5  # of what is left may be lost in one round: a second failure has half as much
 _FIRST_INTERVAL, _LONGEST_INTERVAL = 6, 64  # rounds between probes
 
 
@@ -78,15 +79,12 @@ class DraftChoice:
         if with_draft is not None:
             self._paces[True] = Pace(*with_draft, weight=_PLAN_WEIGHT)
         self._settled = max(self._paces, key=lambda kind: self._paces[kind].rate)
-        self._lost_seconds = self._all_seconds = 0.0
+        self._allowances = {True: Allowance(_ALLOWANCE, _ALLOWANCE), False: Allowance(0.0)}
         self._interval = _FIRST_INTERVAL
         self._n_settled = 0  # rounds since the last probe
-        self._n_drafts = self._n_alone = 0  # rounds with the draft and without
-        self._has_been_right = False
+        self._n_alone = 0  # rounds without the draft
         self._is_winning = False  # the last round was a probe that paid
-        self.is_on_trial = False
-        """Whether the draft is to show with a small tree what it is worth: until it was right for
-        once, and when it was given up; not after a trial that paid."""
+        self._is_alone_known = False
 
     @property
     def is_drafting(self) -> bool:
@@ -98,30 +96,46 @@ class DraftChoice:
         """Tokens per second of the way in use: what a second is worth."""
         return self._paces[self._settled].rate
 
-    def next_uses_draft(self, plain_seconds: float, is_known: bool = False) -> bool:
-        """For the next round.
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether the draft has not yet won more than it lost.
 
-        plain_seconds: of a pass of one token, by what is known of passes.
+        It is to show with small trees what it is worth: at first, and after it was given up.
+        """
+        return self._allowances[True].tokens <= _ALLOWANCE
+
+    @property
+    def stake_seconds(self) -> float:
+        """What a round on trial may take beyond one without the draft."""
+        return _STAKE * max(0.0, self._allowances[True].tokens) / self._paces[False].rate
+
+    def note_plain(self, seconds: float, is_known: bool = False) -> None:
+        """What a pass of one token takes, by what is known of passes.
+
         is_known: that is all of a round without the draft, and was measured: trying one would teach
             nothing.
         """
-        self.is_on_trial = False
+        self._is_alone_known = is_known
         if is_known or not self._n_alone:
-            self._paces[False] = Pace(1.0, plain_seconds, weight=1.0 if is_known else _PLAN_WEIGHT)
+            weight = 1.0 if is_known else _PLAN_WEIGHT
+            self._paces[False] = Pace(1.0, seconds, weight)
+
+    def next_uses_draft(self, draft_seconds: float) -> bool:
+        """For the next round.
+
+        draft_seconds: what the smallest round with the draft takes beyond one without it.
+        """
         if len(self._paces) == 1:
             return False
+        is_affordable = draft_seconds * self._paces[False].rate <= self._allowances[True].tokens
         here, there = self._paces[self._settled], self._paces[not self._settled]
-        is_doubted = self._n_drafts >= _N_DOUBTED and not self._has_been_right
         is_better = there.rate > _HYSTERESIS * here.rate
-        if (is_better or is_doubted) if self._settled else (is_better and not is_doubted):
+        if (is_better or not is_affordable) if self._settled else (is_better and is_affordable):
             self._settle(not self._settled)
             return self._settled
-        may_probe = not (is_known and self._settled) and self._may_probe(here, there)
-        uses_draft = self._settled != may_probe
-        is_new = self._n_drafts < _N_FIRST or not self._has_been_right
-        is_given_up = may_probe and not self._is_winning
-        self.is_on_trial = uses_draft and (is_given_up or is_new)
-        return uses_draft
+        if self._settled:
+            return not self._may_probe(self._is_alone_affordable())
+        return self._may_probe(is_affordable)
 
     def record(
         self,
@@ -129,53 +143,52 @@ class DraftChoice:
         expected: float,
         actual: float,
         seconds: float,
-        was_right: bool = True,
+        extra_seconds: float = 0.0,
     ) -> None:
         """A round brought `actual` tokens, of `expected` ones, in so many seconds.
 
-        was_right: the draft offered the next token, whether it was verified or not.
+        extra_seconds: that it took beyond those for having changed the way.
         """
+        if len(self._paces) > 1:
+            self._account(uses_draft, actual, seconds + extra_seconds)
+        is_winning = actual > seconds * self.rate
         for kind, pace in self._paces.items():
             if kind == uses_draft:
                 pace.add(expected, actual, seconds)
             else:
                 pace.fade(_FADE_IDLE)
-        self._n_drafts += uses_draft
         self._n_alone += not uses_draft
-        self._has_been_right |= uses_draft and was_right
-        self._all_seconds = self._all_seconds * _BUDGET_FADE + seconds
-        self._lost_seconds *= _BUDGET_FADE
         if uses_draft == self._settled:
             self._is_winning = False
             self._n_settled += 1
             return
-        loss = seconds - actual / self.rate
-        self._lost_seconds = max(0.0, self._lost_seconds + loss)
-        self._is_winning = loss < 0.0
+        self._is_winning = is_winning
         self._n_settled = 0
         longer = _FIRST_INTERVAL if self._is_winning else 2 * self._interval
         self._interval = min(longer, _LONGEST_INTERVAL)
+
+    def _account(self, uses_draft: bool, actual: float, seconds: float) -> None:
+        for kind, allowance in self._allowances.items():
+            worth = seconds * self._paces[not kind].rate
+            allowance.pass_time(worth)
+            if kind == uses_draft and (kind or self._settled):  # plain decoding needs no leave
+                allowance.settle_up(actual, worth)
+        self._allowances[not self._settled].limit()
 
     def _settle(self, kind: bool) -> None:
         self._settled = kind
         self._interval, self._n_settled = _FIRST_INTERVAL, 0
         self._is_winning = False
 
-    def _may_probe(self, here: Pace, there: Pace) -> bool:
-        """Whether a round of the other kind is due, and what it will lose is within the budget.
+    def _may_probe(self, is_affordable: bool) -> bool:
+        """Whether a round of the other kind is due; one that paid is followed by another at once."""
+        return self._is_winning or (is_affordable and self._n_settled >= self._interval)
 
-        A probe that paid is followed by another one at once.
-        """
-        if self._is_winning:
-            return True
-        if self._n_settled < self._interval:
+    def _is_alone_affordable(self) -> bool:
+        here, there = self._paces[True], self._paces[False]
+        if self._is_alone_known:
             return False
-        if not self._settled and not self._n_drafts:
-            return True  # nothing but the plan speaks against it
-        loss = max(0.0, there.seconds - there.tokens / here.rate)
-        # The draft may have been given up in haste: it gets a chance before there is time enough.
-        credit = 0.0 if self._settled else _CREDIT * here.seconds
-        return self._lost_seconds + loss <= _PROBE_SHARE * self._all_seconds + credit
+        return there.seconds * here.rate - there.tokens <= self._allowances[False].tokens
 
 
 _AHEAD_FADE = 0.9

@@ -27,7 +27,7 @@ for a GPU, where a node costs next to nothing, may have room for more."""
 _RESIDENT_SLACK = 1.5
 """How much longer than one row's a pass may take where no reads hide the arithmetic."""
 _TYPICAL_DEPTH = 4
-"""A round that may emit fewer tokens tells nothing of the draft: it is the end of a text."""
+"""A round with room for fewer levels tells nothing of the draft: it is the end of a text."""
 _GROWTH = 4
 """How many times larger than the largest pass so far a tree may be."""
 _STUMBLE = 2.0
@@ -64,12 +64,14 @@ class _Round:
 
     began: float
     uses_draft: bool
+    is_first: bool = False  # of a generation: the draft's cache may lack the prompt
     is_catching_up: bool = False  # the draft's cache lacks what was emitted while it rested
     is_typical: bool = True  # not cut short by the tokens wanted
     follows_ahead: bool = False  # the pass before had drafting beside it
     is_ahead: bool = False  # so has this one
     drafted_at: float = 0.0
-    draft_seconds: float = 0.0  # not hidden by the pass before
+    draft_seconds: float = 0.0  # not hidden by the pass before, without catching up
+    catch_up_seconds: float = 0.0
     pass_seconds: float = 0.0
     candidates: DraftTree | None = None  # before it was cut
     expected_tokens: float = 1.0
@@ -138,6 +140,7 @@ class DraftPolicy:
         )
         self._shape = TreeShape(config, self._experience, self._lessons, self._has_model)
         self._round = _Round(0.0, False)
+        self._n_rounds = 0
 
     @property
     def n_nodes(self) -> int:
@@ -166,7 +169,7 @@ class DraftPolicy:
         known = max(self._n_likely, _GROWTH * self._experience.passes.most_rows)
         most = min(most, known)
         depth = max(0, min(self._config.depth, room))
-        self._round = self._begin(is_typical=depth >= _TYPICAL_DEPTH)
+        self._round = self._begin(is_typical=room >= _TYPICAL_DEPTH)
         if not self._round.uses_draft and not self._proposes_alone:
             return TreeLimits(0, depth, self._config.width)
         limits = self._shape.limits(most, depth, self._round.uses_draft)
@@ -212,8 +215,10 @@ class DraftPolicy:
         if this.is_typical and self._config.num_draft_tokens is None:
             seconds = this.draft_seconds + this.pass_seconds
             expected = this.expected_tokens
-            was_right = _was_right(this.candidates or tree, emitted)
-            self._lessons.choice.record(this.uses_draft, expected, len(emitted), seconds, was_right)
+            self._note_plain()
+            self._lessons.choice.record(
+                this.uses_draft, expected, len(emitted), seconds, this.catch_up_seconds
+            )
 
     # --- a round's parts -----------------------------------------------------------------------
 
@@ -221,22 +226,30 @@ class DraftPolicy:
         choice, before = self._lessons.choice, self._round
         uses_draft = choice.is_drafting
         if is_typical:
-            passes = self._experience.passes
-            is_known = not self._proposes_alone and passes.evidence()[0] >= 1.0
-            uses_draft = choice.next_uses_draft(passes.of(1), is_known)
+            self._note_plain()
+            uses_draft = choice.next_uses_draft(self._shape.least_draft_seconds())
+        self._n_rounds += 1
         return _Round(
             self._clock(),
             uses_draft,
+            is_first=self._n_rounds == 1,
             is_catching_up=uses_draft and not before.uses_draft,
             is_typical=is_typical,
             follows_ahead=before.is_ahead,
         )
+
+    def _note_plain(self) -> None:
+        passes = self._experience.passes
+        is_known = not self._proposes_alone and passes.evidence()[0] >= 1.0
+        self._lessons.choice.note_plain(passes.of(1), is_known)
 
     def _note_drafting(self, tree: DraftTree, seconds: float) -> None:
         this, drafts = self._round, self._experience.drafts
         this.draft_seconds = seconds
         if this.is_catching_up:  # that much is not what drafting usually takes
             this.draft_seconds = min(seconds, drafts.seconds(tree.n_runs, tree.n_run_nodes))
+            if not this.is_first:  # the prompt is not the draft's fault
+                this.catch_up_seconds = seconds - this.draft_seconds
         elif this.uses_draft:
             self._experience.ahead.record_drafting(this.follows_ahead, seconds)
             drafts.observe(tree.n_runs, tree.n_run_nodes, seconds)
@@ -257,12 +270,6 @@ class DraftPolicy:
         drafting = self._depth * level_seconds(draft_cost, self._n_likely)
         tokens = tokens_of_levels(min(self._depth, self._n_likely))
         return DraftChoice((tokens, cost.seconds(1 + self._n_likely) + drafting), plain)
-
-
-def _was_right(candidates: DraftTree, emitted: Sequence[int]) -> bool:
-    """Whether the draft model offered the next token, verified or not."""
-    first = candidates.children(ROOT).get(emitted[0])
-    return first is not None and DRAFT_SOURCE in candidates.sources[first]
 
 
 def new_experience(cost: PassCost, draft_cost: PassCost | None, n_nodes: int) -> Experience:

@@ -18,10 +18,10 @@ from specdec.tree import DRAFT_SOURCE, ROOT, DraftTree
 
 _OPTIMISM = 0.15
 """How much faster than estimated a size of pass may be that was never tried: so it is, once."""
-_TRIAL_NODES, _TRIAL_DEPTH = 12, 4
-"""Enough to see whether a draft is useful, ..."""
-_TRIAL_PRICE = 0.6
-"""... for drafting that takes so much of a plain pass at most, or a single level."""
+_TRIAL_NODES = 16
+"""Enough to see whether a draft is useful."""
+_PLAN_ERROR = 2.0
+"""How many times longer than planned drafting may take, before it was measured."""
 
 
 class TreeShape:
@@ -45,7 +45,7 @@ class TreeShape:
     def limits(self, most: int, depth: int, uses_draft: bool) -> TreeLimits:
         """Of a proposal that may have at most so many nodes and levels."""
         config = self._config
-        if self._lessons.choice.is_on_trial:
+        if uses_draft and self._lessons.choice.is_on_trial:
             most = min(most, _TRIAL_NODES)
             depth = depth if config.draft_depth is not None else min(depth, self._trial_depth())
         if config.acceptance != "match":
@@ -64,7 +64,9 @@ class TreeShape:
         order = np.argsort(-chances[1:], kind="stable") + 1  # parents stay before their children
         tokens = 1.0 + np.concatenate(([0.0], np.cumsum(chances[order])))
         costs = self._lessons.choice.rate * self.pass_seconds(len(tree))
-        n_kept = int((tokens - costs).argmax())
+        is_trial = uses_draft and self._lessons.choice.is_on_trial
+        n_most = self._trial_nodes(tree) if is_trial else tree.n_drafted
+        n_kept = int((tokens - costs)[: 1 + n_most].argmax())
         if self._lessons.should_vary_size():
             n_kept //= 2
         if uses_draft and tree.n_drafted:
@@ -83,11 +85,23 @@ class TreeShape:
         doubt = _OPTIMISM * np.exp2(-passes.evidence()[:max_rows])
         return passes.seconds()[:max_rows] * (1.0 - doubt)
 
+    def least_draft_seconds(self) -> float:
+        """What a round with one level and one node takes beyond one without the draft."""
+        passes = self._experience.passes
+        return self._experience.drafts.seconds(1, 1) + passes.of(2) - passes.of(1)
+
     def _trial_depth(self) -> int:
-        """A level tells most of what there is to know of a draft that is wrong there."""
-        price = _TRIAL_PRICE * self._experience.passes.of(1)
-        n_levels = price / max(self._experience.drafts.run_seconds, 1e-9)
-        return int(min(max(n_levels, 1.0), _TRIAL_DEPTH))
+        """Levels, each with a row of its own, that the stake pays for; at least one."""
+        doubt = 1.0 if self._experience.drafts.is_measured else _PLAN_ERROR
+        level = doubt * self.least_draft_seconds()
+        return max(1, int(self._lessons.choice.stake_seconds / max(level, 1e-9)))
+
+    def _trial_nodes(self, tree: DraftTree) -> int:
+        """Nodes of this tree whose rows what is left of the stake pays for; at least one."""
+        drafted = self._experience.drafts.seconds(tree.n_runs, tree.n_run_nodes)
+        left = self._lessons.choice.stake_seconds - drafted
+        passes = np.maximum.accumulate(self._experience.passes.seconds()[: len(tree)])
+        return max(1, int(np.count_nonzero(passes <= passes[0] + left)) - 1)
 
     def _min_level_probability(self, uses_draft: bool) -> float:
         """Draft probability of a level from which on one more run of the draft is worth its time.

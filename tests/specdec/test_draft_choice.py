@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specdec.draft_choice import AheadChoice, DraftChoice
 
@@ -13,7 +15,7 @@ def play(choice: DraftChoice, costs: dict[bool, tuple[float, float]], n: int = R
     """Rounds of fixed (tokens, seconds) for each way; how much time each one got."""
     spent = {False: 0.0, True: 0.0}
     for _ in range(n):
-        kind = choice.next_uses_draft(1.0)
+        kind = choice.next_uses_draft(costs.get(True, (1.0, 1.0))[1] - 1.0)
         tokens, seconds = costs[kind]
         choice.record(kind, tokens, tokens, seconds)
         spent[kind] += seconds
@@ -52,20 +54,64 @@ def test_what_came_out_corrects_what_was_expected() -> None:
     choice = DraftChoice((4.0, 1.5), 1.0)
     n_drafted = 0
     for _ in range(30):
-        kind = choice.next_uses_draft(1.0)
+        kind = choice.next_uses_draft(0.5)
         n_drafted += kind
         choice.record(kind, 4.0 if kind else 1.0, 1.0, 1.5 if kind else 1.0)
     assert n_drafted <= 11
 
 
-def test_a_draft_that_is_never_right_is_given_up_whatever_was_promised() -> None:
+@given(st.floats(1.0, 20.0), st.lists(st.tuples(st.integers(1, 6), st.floats(1.1, 4.0)), max_size=300))
+def test_a_draft_never_loses_more_than_its_allowance(promised: float, rounds) -> None:
+    """Whatever it promises and however long it did well; plain passes take a second.
+
+    Beyond it are the share that time adds, and what the last round overdraws.
+    """
+    choice = DraftChoice((promised, 1.0), 1.0)
+    choice.note_plain(1.0, is_known=True)
+    balance, all_seconds = 0.0, 0.0
+    for tokens, seconds in rounds:
+        kind = choice.next_uses_draft(0.1)
+        tokens, seconds = (tokens, seconds) if kind else (1, 1.0)
+        choice.record(kind, tokens, tokens, seconds)
+        balance += tokens - seconds
+        all_seconds += seconds
+        assert balance > -(2.0 + 0.015 * all_seconds + 3.0)
+
+
+def test_a_draft_that_lost_may_lose_less_in_the_next_round() -> None:
     choice = DraftChoice((9.0, 1.0), 1.0)
-    kinds = []
-    for _ in range(9):
-        kinds.append(choice.next_uses_draft(1.0))
-        assert choice.is_on_trial == kinds[-1]
-        choice.record(kinds[-1], 9.0 if kinds[-1] else 1.0, 1.0, 1.0, was_right=False)
-    assert kinds == [True] * 3 + [False] * 6
+    stakes = []
+    while choice.next_uses_draft(0.1):
+        assert choice.is_on_trial
+        stakes.append(choice.stake_seconds)
+        choice.record(True, 9.0, 1.0, 1.0 + stakes[-1])
+    assert len(stakes) >= 3
+    assert all(later < 0.6 * earlier for earlier, later in zip(stakes, stakes[1:]))
+
+
+def test_a_draft_that_wins_may_stake_more_and_ends_its_trial() -> None:
+    choice = DraftChoice((3.0, 2.0), 1.0)
+    first = choice.stake_seconds
+    assert choice.next_uses_draft(0.3)
+    choice.record(True, 3.0, 3.0, 2.0)
+    assert not choice.is_on_trial
+    assert choice.stake_seconds > first
+
+
+def test_what_changing_the_way_takes_is_held_against_the_draft_but_is_not_its_pace() -> None:
+    stakes, rates = [], []
+    for extra in (0.0, 1.0):
+        choice = DraftChoice((3.0, 2.0), 1.0)
+        choice.record(True, 1.0, 1.0, 1.2, extra)
+        stakes.append(choice.stake_seconds)
+        rates.append(choice.rate)
+    assert stakes[0] == pytest.approx(stakes[1] + 0.5, abs=0.02)
+    assert rates[0] == rates[1]
+
+
+def test_a_level_that_takes_more_than_may_be_lost_is_not_tried() -> None:
+    choice = DraftChoice((9.0, 1.0), 1.0)
+    assert not any(choice.next_uses_draft(2.5) for _ in range(3))
 
 
 def test_without_a_draft_model_there_is_nothing_to_choose() -> None:

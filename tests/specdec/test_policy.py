@@ -75,6 +75,29 @@ def test_a_slow_draft_is_asked_for_fewer_levels():
     assert depths[2] == max(rates, key=lambda d: rates[d])
 
 
+@pytest.mark.parametrize(("level_seconds", "depth"), [(0.02, 25), (0.1, 5), (0.3, 1), (0.9, 1)])
+def test_a_first_tree_has_the_levels_that_may_all_be_lost(level_seconds, depth):
+    """Half of two tokens, which take a second each, on levels that take up to twice the plan."""
+    draft_cost = PassCost(level_seconds, 0.0, 1e-9)
+    policy = DraftPolicy(SpecConfig(), PassCost(1.0, 0.1, 0.001), 1000, draft_cost)
+    policy._lessons.choice._settle(True)
+    assert policy.limits(10, 64, 1000).max_depth == depth
+
+
+def test_running_the_prompt_is_not_held_against_the_draft():
+    clock = Clock()
+    policy = DraftPolicy(SpecConfig(("draft",)), FREE, 1000, DRAFT, clock=clock)
+    assert policy.limits(10, 64, 1000).max_nodes
+    tree = DraftTree(0)
+    node = tree.add(0, 1, -0.1)
+    tree.n_runs = tree.n_run_nodes = 1
+    clock.now += 100.0  # as long as eleven passes
+    kept = policy.trim(tree)
+    clock.now += FREE.seconds(len(kept))
+    policy.observe(Acceptance((0, node), 99, True), kept)
+    assert policy.limits(12, 64, 1000).max_nodes
+
+
 def test_a_fixed_depth_is_kept():
     policy = DraftPolicy(SpecConfig(draft_depth=7), PassCost(2.0, 0.1, 0.1), 1000, DRAFT)
     assert policy.depth == 7

@@ -77,13 +77,8 @@ def test_it_is_never_slower_than_plain_decoding(name: str) -> None:
 # --- short texts, in a fresh process --------------------------------------------------------------
 
 SHORT, SEEDS = 64, range(8)
-SHORT_USELESS = {
-    "useless draft": 0.945,
-    "useless draft, streamed": 0.945,
-    "draft slower than the target": 0.95,
-    "cheap, useless draft": 0.94,
-    "dear, useless draft": 0.935,  # a level of it takes a third of a pass
-}
+
+
 SHORT_GOOD = {
     "slow storage": 0.95,
     "fast storage": 0.95,
@@ -92,28 +87,68 @@ SHORT_GOOD = {
     "in memory": 0.9,
 }
 """In memory the best of many sizes is better by chance: 64 tokens are 25 rounds."""
-SHORT_WORLDS = WORLDS | {
+
+
+def hardly_right(percent: int, run_seconds: float) -> Draft:
+    """A draft whose best candidate is right in so many places of a hundred."""
+    bias = {5: -3.4, 10: -2.65, 15: -2.2}[percent]
+    return Draft(sharpness=0.3, bias=bias, coverage=0.1, run_seconds=run_seconds)
+
+
+# Drafts that are not worth their time, by how much of it a level takes.
+SHORT_USELESS = {
+    "useless draft": WORLDS["useless draft"],
+    "useless draft, streamed": WORLDS["useless draft, streamed"],
     "cheap, useless draft": World(RESIDENT, replace(USELESS, run_seconds=0.006)),
+    "cheap, useless draft, streamed": World(STREAMED, replace(USELESS, run_seconds=0.02)),
     "dear, useless draft": World(STREAMED, replace(USELESS, run_seconds=0.3)),
+    "very dear, useless draft": World(STREAMED, replace(USELESS, run_seconds=0.6)),
+    "draft slower than the target": WORLDS["draft slower than the target"],
+    "good, but a level takes 0.9 of a pass": World(STREAMED, Draft(run_seconds=0.9)),
+    "good, but a level takes 0.6 of a pass in memory": World(RESIDENT, Draft(run_seconds=0.04)),
+    "good, but a level takes all of a pass in memory": World(RESIDENT, Draft(run_seconds=0.06)),
+    "fair, but a level takes half of a pass in memory": World(
+        RESIDENT, Draft(ease=0.0, run_seconds=0.03)
+    ),
+} | {
+    f"right in {percent} %, levels of {seconds} s, {place}": World(
+        target, hardly_right(percent, seconds)
+    )
+    for percent in (5, 10, 15)
+    for place, target, costs in (
+        ("streamed", STREAMED, (0.1, 0.3)),
+        ("in memory", RESIDENT, (0.006, 0.02)),
+    )
+    for seconds in costs
 }
 
 
-def short_rate(name: str, spec: SpecConfig) -> float:
+def short_rate(world: World, spec: SpecConfig, n_tokens: int = SHORT) -> float:
     """Tokens per second over several texts, each with nothing learnt before."""
-    worlds = [replace(SHORT_WORLDS[name], seed=seed) for seed in SEEDS]
-    outcomes = [simulate(world, spec, SHORT) for world in worlds]
+    worlds = [replace(world, seed=seed) for seed in SEEDS]
+    outcomes = [simulate(world, spec, n_tokens) for world in worlds]
     return sum(one.counts[-1] for one in outcomes) / sum(one.times[-1] for one in outcomes)
 
 
+@pytest.mark.parametrize("n_tokens", [SHORT, 2 * SHORT])
 @pytest.mark.parametrize("name", SHORT_USELESS)
-def test_a_useless_draft_is_given_up_within_a_short_text(name: str) -> None:
-    assert short_rate(name, SpecConfig()) > SHORT_USELESS[name] * short_rate(name, PLAIN)
+def test_a_draft_that_does_not_pay_costs_little_of_a_short_text(name: str, n_tokens: int) -> None:
+    world = SHORT_USELESS[name]
+    plain_rate = short_rate(world, PLAIN, n_tokens)
+    assert short_rate(world, SpecConfig(), n_tokens) > 0.95 * plain_rate
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("name", ["useless draft, streamed", "cheap, useless draft"])
+def test_neither_does_one_whose_depth_the_user_fixed(name: str, depth: int) -> None:
+    world = SHORT_USELESS[name]
+    assert short_rate(world, SpecConfig(draft_depth=depth)) > 0.95 * short_rate(world, PLAIN)
 
 
 @pytest.mark.parametrize("name", SHORT_GOOD)
 def test_a_good_draft_is_made_use_of_within_a_short_text(name: str) -> None:
-    best = max(short_rate(name, fixed(*size)) for size in SIZES)
-    assert short_rate(name, SpecConfig()) > SHORT_GOOD[name] * best
+    best = max(short_rate(WORLDS[name], fixed(*size)) for size in SIZES)
+    assert short_rate(WORLDS[name], SpecConfig()) > SHORT_GOOD[name] * best
 
 
 def test_a_number_that_the_user_fixed_is_obeyed_though_it_does_not_pay() -> None:
