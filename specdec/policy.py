@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from specdec.acceptance import Acceptance
@@ -18,7 +18,7 @@ from specdec.draft_choice import DraftChoice
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.model import max_beams
 from specdec.experience import Experience
-from specdec.tree import DRAFT_SOURCE, ROOT, DraftTree
+from specdec.tree import DraftTree
 from specdec.tree_shape import TreeShape
 
 MAX_AUTO_NODES = 128

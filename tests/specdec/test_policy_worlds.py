@@ -218,7 +218,10 @@ def test_passes_are_followed_while_drafting_goes_on_beside_them(kind: str) -> No
         STREAMED, draft, slowdown=1.1, hit_rate=0.9, change_at=300, slower=4.0, planned_error=0.7
     )
     spec, n_tokens = SpecConfig(draft_ahead=kind), 520
-    experience = new_experience(world.planned(), world.planned_draft(), MAX_NODES)
-    simulate(world, spec, n_tokens, experience)
+    found = []
+    for seed in SEEDS:
+        experience = new_experience(world.planned(), world.planned_draft(), MAX_NODES)
+        simulate(replace(world, seed=seed), spec, n_tokens, experience)
+        found.append(experience.passes.of(12))
     slowed = 4.0 * (1.1 if kind == "on" else 1.0)  # "on" never sees what a pass takes alone
-    assert experience.passes.of(12) == pytest.approx(slowed, rel=0.15)
+    assert sum(found) / len(found) == pytest.approx(slowed, rel=0.15)
