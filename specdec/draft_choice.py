@@ -149,9 +149,9 @@ class DraftChoice:
 
         extra_seconds: that it took beyond those for having changed the way.
         """
+        is_winning = actual > seconds * self.rate
         if len(self._paces) > 1:
             self._account(uses_draft, actual, seconds + extra_seconds)
-        is_winning = actual > seconds * self.rate
         for kind, pace in self._paces.items():
             if kind == uses_draft:
                 pace.add(expected, actual, seconds)
@@ -181,7 +181,7 @@ class DraftChoice:
         self._is_winning = False
 
     def _may_probe(self, is_affordable: bool) -> bool:
-        """Whether a round of the other kind is due; one that paid is followed by another at once."""
+        """Whether a round of the other kind is due; one that paid is followed by another one."""
         return self._is_winning or (is_affordable and self._n_settled >= self._interval)
 
     def _is_alone_affordable(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,7 +62,10 @@ def test_what_came_out_corrects_what_was_expected() -> None:
     assert n_drafted <= 11
 
 
-@given(st.floats(1.0, 20.0), st.lists(st.tuples(st.integers(1, 6), st.floats(1.1, 4.0)), max_size=300))
+ROUND_LISTS = st.lists(st.tuples(st.integers(1, 6), st.floats(1.1, 4.0)), max_size=300)
+
+
+@given(st.floats(1.0, 20.0), ROUND_LISTS)
 def test_a_draft_never_loses_more_than_its_allowance(promised: float, rounds) -> None:
     """Whatever it promises and however long it did well; plain passes take a second.
 
@@ -69,9 +74,9 @@ def test_a_draft_never_loses_more_than_its_allowance(promised: float, rounds) ->
     choice = DraftChoice((promised, 1.0), 1.0)
     choice.note_plain(1.0, is_known=True)
     balance, all_seconds = 0.0, 0.0
-    for tokens, seconds in rounds:
+    for offered in rounds:
         kind = choice.next_uses_draft(0.1)
-        tokens, seconds = (tokens, seconds) if kind else (1, 1.0)
+        tokens, seconds = offered if kind else (1, 1.0)
         choice.record(kind, tokens, tokens, seconds)
         balance += tokens - seconds
         all_seconds += seconds
@@ -86,7 +91,7 @@ def test_a_draft_that_lost_may_lose_less_in_the_next_round() -> None:
         stakes.append(choice.stake_seconds)
         choice.record(True, 9.0, 1.0, 1.0 + stakes[-1])
     assert len(stakes) >= 3
-    assert all(later < 0.6 * earlier for earlier, later in zip(stakes, stakes[1:]))
+    assert all(later < 0.6 * earlier for earlier, later in itertools.pairwise(stakes))
 
 
 def test_a_draft_that_wins_may_stake_more_and_ends_its_trial() -> None:
