@@ -122,11 +122,6 @@ class DraftTimes:
         self._parts = shares * typical / scale
 
     @property
-    def is_measured(self) -> bool:
-        """Or else everything is the plan's word."""
-        return bool(self._drafts)
-
-    @property
     def run_seconds(self) -> float:
         """Of one more run, as wide as recent ones were."""
         return float(self._parts[1] + self._width * self._parts[2])

@@ -20,8 +20,6 @@ _OPTIMISM = 0.15
 """How much faster than estimated a size of pass may be that was never tried: so it is, once."""
 _TRIAL_NODES = 16
 """Enough to see whether a draft is useful."""
-_PLAN_ERROR = 2.0
-"""How many times longer than planned drafting may take, before it was measured."""
 
 
 class TreeShape:
@@ -92,9 +90,8 @@ class TreeShape:
 
     def _trial_depth(self) -> int:
         """Levels, each with a row of its own, that the stake pays for; at least one."""
-        doubt = 1.0 if self._experience.drafts.is_measured else _PLAN_ERROR
-        level = doubt * self.least_draft_seconds()
-        return max(1, int(self._lessons.choice.stake_seconds / max(level, 1e-9)))
+        level = max(self.least_draft_seconds(), 1e-9)
+        return max(1, int(self._lessons.choice.stake_seconds / level))
 
     def _trial_nodes(self, tree: DraftTree) -> int:
         """Nodes of this tree whose rows what is left of the stake pays for; at least one."""
