@@ -75,9 +75,9 @@ def test_a_slow_draft_is_asked_for_fewer_levels():
     assert depths[2] == max(rates, key=lambda d: rates[d])
 
 
-@pytest.mark.parametrize(("level_seconds", "depth"), [(0.024, 20), (0.09, 5), (0.3, 1), (0.9, 1)])
+@pytest.mark.parametrize(("level_seconds", "depth"), [(0.048, 20), (0.18, 5), (0.6, 1), (0.9, 1)])
 def test_a_first_tree_has_the_levels_that_may_all_be_lost(level_seconds, depth):
-    """Half of two tokens, which take a second each, on levels that take up to twice the plan."""
+    """Half of two tokens, which take a second each."""
     draft_cost = PassCost(level_seconds, 0.0, 1e-9)
     policy = DraftPolicy(SpecConfig(), PassCost(1.0, 0.1, 0.001), 1000, draft_cost)
     policy._lessons.choice._settle(True)

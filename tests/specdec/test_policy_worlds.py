@@ -6,6 +6,7 @@ behind plain decoding, from its first token on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -77,8 +78,8 @@ def test_it_is_never_slower_than_plain_decoding(name: str) -> None:
 # --- short texts, in a fresh process --------------------------------------------------------------
 
 SHORT, SEEDS = 64, range(8)
-
-
+MANY_SEEDS = range(24)
+"""Where the best of many sizes is compared with: it is the best by chance, too."""
 SHORT_GOOD = {
     "slow storage": 0.95,
     "fast storage": 0.95,
@@ -86,7 +87,7 @@ SHORT_GOOD = {
     "expensive draft": 0.95,
     "in memory": 0.9,
 }
-"""In memory the best of many sizes is better by chance: 64 tokens are 25 rounds."""
+"""In memory 64 tokens are 25 rounds, of which the first ones have small trees."""
 
 
 def hardly_right(percent: int, run_seconds: float) -> Draft:
@@ -123,9 +124,11 @@ SHORT_USELESS = {
 }
 
 
-def short_rate(world: World, spec: SpecConfig, n_tokens: int = SHORT) -> float:
+def short_rate(
+    world: World, spec: SpecConfig, n_tokens: int = SHORT, seeds: Sequence[int] = SEEDS
+) -> float:
     """Tokens per second over several texts, each with nothing learnt before."""
-    worlds = [replace(world, seed=seed) for seed in SEEDS]
+    worlds = [replace(world, seed=seed) for seed in seeds]
     outcomes = [simulate(world, spec, n_tokens) for world in worlds]
     return sum(one.counts[-1] for one in outcomes) / sum(one.times[-1] for one in outcomes)
 
@@ -147,8 +150,9 @@ def test_neither_does_one_whose_depth_the_user_fixed(name: str, depth: int) -> N
 
 @pytest.mark.parametrize("name", SHORT_GOOD)
 def test_a_good_draft_is_made_use_of_within_a_short_text(name: str) -> None:
-    best = max(short_rate(WORLDS[name], fixed(*size)) for size in SIZES)
-    assert short_rate(WORLDS[name], SpecConfig()) > SHORT_GOOD[name] * best
+    rates = [short_rate(WORLDS[name], fixed(*size), seeds=MANY_SEEDS) for size in SIZES]
+    automatic_rate = short_rate(WORLDS[name], SpecConfig(), seeds=MANY_SEEDS)
+    assert automatic_rate > SHORT_GOOD[name] * max(rates)
 
 
 def test_a_number_that_the_user_fixed_is_obeyed_though_it_does_not_pay() -> None:
