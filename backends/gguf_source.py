@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CACHE_TYPE = CACHE_TYPES[0]
 _TYPE_IDS = {kind.name: number for number, kind in GGML_TYPES.items()}
-_SAMPLE_ROWS = (1, 2, 4, 8, 16, 32)
+_SAMPLE_ROWS = (1, 2, 3, 5, 9, 17, 33)
+"""A root and a tree of 2**k nodes: ggml's products take a step upwards after each power of two."""
 _SAMPLE_SHARE = 8
 """Of the memory that the process may have, one part in so many at most is taken to time layers."""
 
