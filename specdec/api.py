@@ -231,10 +231,10 @@ class LLM:
         process that loaded them, they are left to the process's end.
         """
         self._is_closed = True
-        if self._is_forked:
+        if self.is_forked:
             return
         while self._running is not None and self._running.is_computing_elsewhere:
-            self.request_cancel()
+            self._cancel_passes()
             time.sleep(POLL_SECONDS)
         with self._closing, ExitStack() as stack:  # one caller frees, the others wait for it
             for backend in self.backends:
@@ -251,7 +251,7 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         with closing(self):
-            is_open = not self._is_closed and not self._is_forked
+            is_open = not self._is_closed and not self.is_forked
             if exc is None and self._prompt_cache is not None and is_open:
                 self.save_prompt_cache()
 
@@ -272,8 +272,13 @@ class LLM:
         """The target, and the draft if there is one."""
         return (self.target,) if self.draft is None else (self.target, self.draft)
 
-    def request_cancel(self) -> None:
-        """End the passes that another thread is in; those that begin later go on."""
+    def request_cancel(self, stream: GenerationStream) -> None:
+        """End the pass that another thread is in for this stream, not for the one after it."""
+        with self._starting:
+            if self._running is stream and stream.is_computing_elsewhere:
+                self._cancel_passes()
+
+    def _cancel_passes(self) -> None:
         for backend in self.backends:
             backend.request_cancel()
 
@@ -290,11 +295,11 @@ class LLM:
         """Raise ModelClosed after `close`, ModelElsewhere in a fork."""
         if self._is_closed:
             raise ModelClosed
-        if self._is_forked:
+        if self.is_forked:
             raise ModelElsewhere
 
     @property
-    def _is_forked(self) -> bool:
+    def is_forked(self) -> bool:
         return os.getpid() != self._process_id
 
     def policy(self, spec: SpecConfig, temperature: float = 0.0) -> DraftPolicy:

@@ -6,7 +6,6 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from backends.base import Backend, BackendError, StreamUse
@@ -18,7 +17,7 @@ from specdec.beam_decoder import BeamDecoder, Hypothesis, check_beams
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.drafters.base import Drafter
 from specdec.gpu import vram_peak_bytes
-from specdec.model_errors import ModelBusy, ModelClosed
+from specdec.model_errors import ModelBusy, ModelClosed, ModelElsewhere
 from specdec.options import CUDA
 from specdec.sampling import Sampler
 from specdec.sequences import GeneratedSequence, GenerationResult, StreamChunk, sequence_seed
@@ -81,10 +80,10 @@ class GenerationStream:
         try:
             return next(self._chunks)
         except Exception as error:
-            if self.is_cancelled and (isinstance(error, BackendError) or self._is_executing(error)):
+            if self.is_cancelled and (isinstance(error, BackendError) or _is_reentry(error)):
                 self._wait_for_its_end()
                 raise StopIteration from error
-            if self._is_executing(error):
+            if _is_reentry(error):
                 raise ModelBusy from error
             if self._llm.is_closed and not isinstance(error, (StopIteration, ModelClosed)):
                 raise ModelClosed from error
@@ -96,27 +95,31 @@ class GenerationStream:
         A pass that another thread is in is cut short, and its `next` ends the iteration. Raises
         ModelBusy inside of the generation itself (in a logits processor, say).
         """
+        if self._llm.is_forked and self._is_computing:
+            raise ModelElsewhere  # the thread that computes is not in this process
         if self._is_computing and not self.is_computing_elsewhere:
             raise ModelBusy
         self.is_cancelled = True
-        while True:
-            self._wait_for_its_end(self._llm.request_cancel)
-            with suppress(ModelBusy):  # it was about to begin when it was told
-                return self.end()
+        self.end(lambda: self._llm.request_cancel(self))
 
-    def end(self) -> None:
-        """The same where nothing is being computed; raises ModelBusy where it is."""
-        try:
-            self._chunks.close()
-        except ValueError as error:
-            if self._is_executing(error):
-                raise ModelBusy from error
-            raise
+    def end(self, poll: Callable[[], None] = lambda: None) -> None:
+        """The same for what no thread computes; raises ModelBusy where one does that was not told
+        to end. `poll` is called every now and then while one that was told has not ended."""
+        while True:
+            self._wait_for_its_end(poll)
+            try:
+                self._chunks.close()
+                break
+            except ValueError as error:  # another thread entered it meanwhile
+                if not _is_reentry(error):
+                    raise
+                if not self.is_cancelled or self._thread_id == threading.get_ident():
+                    raise ModelBusy from error
         self._finish()
 
     def _wait_for_its_end(self, poll: Callable[[], None] = lambda: None) -> None:
-        """Return when no other thread is inside of `next`; meanwhile `poll` every now and then."""
-        while self.is_computing_elsewhere:
+        """Where it was cancelled, return when no other thread is inside of it."""
+        while self.is_cancelled and self.is_computing_elsewhere:
             poll()
             time.sleep(POLL_SECONDS)
 
@@ -128,10 +131,6 @@ class GenerationStream:
     @property
     def _is_computing(self) -> bool:
         return inspect.getgeneratorstate(self._chunks) == inspect.GEN_RUNNING
-
-    def _is_executing(self, error: Exception) -> bool:
-        """Whether the error is Python's own, of entering a generator twice."""
-        return isinstance(error, ValueError) and self._is_computing
 
     @property
     def result(self) -> GenerationResult:
@@ -152,8 +151,9 @@ class GenerationStream:
                     return
                 yield chunk
         finally:
-            self._thread_id = 0
+            self._thread_id = threading.get_ident()
             chunks.close()
+            self._thread_id = 0
 
     def _run(self) -> Generator[StreamChunk, None, None]:
         try:
@@ -290,6 +290,11 @@ class GenerationStream:
         n_texts = 1 if self._params.num_beams > 1 else len(self._sequences)
         context = len(self._prompt_ids) + n_tokens // (2 * n_texts)
         return flops.of_tokens(n_tokens, context)
+
+
+def _is_reentry(error: Exception) -> bool:
+    """Whether the error is Python's own, of entering a generator that is being executed."""
+    return isinstance(error, ValueError) and str(error) == "generator already executing"
 
 
 def _token_limit(params: SamplingParams, n_prompt: int, max_context: int) -> int:
