@@ -79,7 +79,8 @@ class DraftChoice:
         if with_draft is not None:
             self._paces[True] = Pace(*with_draft, weight=_PLAN_WEIGHT)
         self._settled = max(self._paces, key=lambda kind: self._paces[kind].rate)
-        self._allowances = {True: Allowance(_ALLOWANCE, _ALLOWANCE), False: Allowance(0.0)}
+        self._allowances = {True: Allowance(_ALLOWANCE), False: Allowance(0.0)}
+        self._entry = _ALLOWANCE  # tokens that a draft which is not in use may put by
         self._interval = _FIRST_INTERVAL
         self._n_settled = 0  # rounds since the last probe
         self._n_alone = 0  # rounds without the draft
@@ -102,7 +103,7 @@ class DraftChoice:
 
         It is to show with small trees what it is worth: at first, and after it was given up.
         """
-        return self._allowances[True].tokens <= _ALLOWANCE
+        return self._allowances[True].tokens <= self._entry
 
     @property
     def stake_seconds(self) -> float:
@@ -127,7 +128,10 @@ class DraftChoice:
         """
         if len(self._paces) == 1:
             return False
-        is_affordable = draft_seconds * self._paces[False].rate <= self._allowances[True].tokens
+        price = draft_seconds * self._paces[False].rate
+        # One that is too dear is tried again, too: it may have been measured in a bad hour.
+        self._entry = max(_ALLOWANCE, price)
+        is_affordable = price <= self._allowances[True].tokens
         here, there = self._paces[self._settled], self._paces[not self._settled]
         is_better = there.rate > _HYSTERESIS * here.rate
         if (is_better or not is_affordable) if self._settled else (is_better and is_affordable):
@@ -173,7 +177,8 @@ class DraftChoice:
             allowance.pass_time(worth)
             if kind == uses_draft and (kind or self._settled):  # plain decoding needs no leave
                 allowance.settle_up(actual, worth)
-        self._allowances[not self._settled].limit()
+        if not self._settled:
+            self._allowances[True].limit(self._entry)
 
     def _settle(self, kind: bool) -> None:
         self._settled = kind

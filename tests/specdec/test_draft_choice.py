@@ -142,3 +142,15 @@ def test_drafting_ahead_is_used_where_it_saves_more_than_it_slows() -> None:
 
 def test_drafting_that_takes_no_time_is_not_worth_a_trial() -> None:
     assert ahead_share(drafting=0.02, hidden=0.0, slowdown=1.0) == 0.0
+
+
+def test_a_draft_that_was_measured_in_a_bad_hour_is_tried_again() -> None:
+    """A round with it seems to cost five tokens, until one is run: time pays for that one."""
+    choice = DraftChoice((6.0, 2.0), 1.0)
+    n_rounds, costs = 0, 5.0
+    choice.note_plain(1.0, is_known=True)
+    while not choice.next_uses_draft(costs):
+        choice.record(False, 1.0, 1.0, 1.0)
+        n_rounds += 1
+        assert n_rounds < 300
+    assert n_rounds > 100
