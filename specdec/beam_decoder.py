@@ -150,13 +150,13 @@ class BeamDecoder:
             text = text.fork()
             has_ended = text.push([token]).stop is not None or has_ended
         grown = replace(beam, token_ids=token_ids, above=node, has_ended=has_ended, text=text)
-        return self._with_logprobs(grown, self._rows[node])
+        return self._with_logprobs(grown, node)
 
-    def _with_logprobs(self, grown: Hypothesis, row: NDArray[np.float32]) -> Hypothesis:
+    def _with_logprobs(self, grown: Hypothesis, node: int) -> Hypothesis:
         params, token = self._sampler.params, grown.token_ids[-1]
         if not params.logprobs:
             return grown
-        log_p = log_probs_of(row[: self._sampler.n_tokens])
+        log_p = log_probs_of(self._rows[node][: self._sampler.n_tokens])
         top = with_chosen(top_logprobs(log_p, params.n_top_logprobs), token, float(log_p[token]))
         return replace(
             grown,
