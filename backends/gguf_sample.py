@@ -23,6 +23,9 @@ from offload.plan import spread
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
+SAMPLED_ARCHITECTURES = frozenset("gemma gemma2 llama phi3 qwen2 qwen3".split())
+"""Whose layers are alike and do not depend on how many there are, as the tests run them. Elsewhere
+llama.cpp may end the process where its assumptions do not hold (layers that share their KV)."""
 _VOCABULARY_TENSORS = ("token_embd.weight", "output.weight", "output.bias")
 _N_TOKENS = 256
 _LEFT_OUT = ("general.", "tokenizer.", "split.")
@@ -40,6 +43,12 @@ _VALUE_TYPES = {
     "i64": "INT64",
     "f64": "FLOAT64",
 }
+
+
+def can_be_sampled(model: GgufModel) -> bool:
+    """Whether a few layers stand for all. Not for experts: a row's values choose those that
+    compute, and zeros choose the same ones for all rows."""
+    return model.architecture in SAMPLED_ARCHITECTURES and not model.n_experts
 
 
 def spread_layers(model: GgufModel, n_bytes: int) -> tuple[int, ...]:

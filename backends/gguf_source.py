@@ -11,7 +11,7 @@ from backends.base import Backend
 from backends.compute_profile import WEIGHT_BYTES, ComputeCurve, matrix_formats
 from backends.ggml_compute import measure_ggml_compute
 from backends.gguf_model import GgufModel, load_gguf_model
-from backends.gguf_sample import sample_file, spread_layers
+from backends.gguf_sample import can_be_sampled, sample_file, spread_layers
 from backends.llama_context import MAX_LEAVES, context_options, recurrent_model
 from backends.llama_cpp import LlamaBackend
 from backends.llama_lib import default_threads, llama_version
@@ -117,14 +117,15 @@ class GgufSource(ModelSource):
         return ModelCompute(per_byte, self.head_bytes, moving, head)
 
     def _measure_layers(self, reading: Path | None) -> ComputeCurve:
-        """Seconds per byte: of a few layers as llama.cpp runs them, or of their products where
-        those are too large for that, or send each row to experts that its values choose."""
+        """Seconds per byte: of a few layers as llama.cpp runs them, or of their products where a
+        few do not stand for all, or are too large for that."""
         chosen = spread_layers(self.model, WEIGHT_BYTES)
         n_bytes = sum(r.n_bytes for i in chosen for r in self.layers[i].tensors)
-        if not self.model.n_experts and n_bytes <= memory_limit().n_bytes // _SAMPLE_SHARE:
+        is_small_enough = n_bytes <= memory_limit().n_bytes // _SAMPLE_SHARE
+        if is_small_enough and can_be_sampled(self.model):
             try:
                 return self._measure_sample(chosen, reading)
-            except SpecdecError as error:
+            except (SpecdecError, OSError, ValueError, KeyError) as error:  # gguf's, memfd's
                 logger.warning("passes are predicted from single products: %s", error)
         records = [record for layer in self.layers for record in layer.tensors]
         return self._measure_formats(records, reading)

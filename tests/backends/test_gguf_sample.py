@@ -12,7 +12,7 @@ from gguf_models import FAMILIES, save_tiny_gguf
 
 from backends import gguf_source
 from backends.gguf_model import load_gguf_model
-from backends.gguf_sample import sample_file, spread_layers
+from backends.gguf_sample import SAMPLED_ARCHITECTURES, sample_file, spread_layers
 from backends.llama_lib import LlamaError
 from backends.source import BackendOptions, Loading
 from offload.gguf_index import GgufIndex
@@ -27,10 +27,17 @@ def needs_llama_cpp() -> None:
     pytest.importorskip("llama_cpp")
 
 
+def test_only_architectures_that_run_here_are_sampled() -> None:
+    assert {FAMILIES[name].architecture for name in DENSE} == SAMPLED_ARCHITECTURES
+
+
+@pytest.mark.parametrize("layers", [(2,), (1, 3)])
 @pytest.mark.parametrize("family", DENSE)
-def test_llama_cpp_runs_a_sample_of_every_architecture(family: str, tmp_path: Path) -> None:
+def test_llama_cpp_runs_a_sample_of_every_architecture(
+    family: str, layers: tuple[int, ...], tmp_path: Path
+) -> None:
     path = save_tiny_gguf(family, tmp_path / "m.gguf", n_layers=4, vocab=300)
-    with sample_file(load_gguf_model(path), (1, 3)) as sample:
+    with sample_file(load_gguf_model(path), layers) as sample:
         source = gguf_source.GgufSource(sample, BackendOptions(n_threads=1))
         residency = plan_residency(source.layers, 1 << 40)
         with source.load(Loading(residency, 16, 4, 4, load_mode="mmap")) as backend:
