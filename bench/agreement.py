@@ -2,15 +2,15 @@
 
     python -m bench.agreement FIRST.json AGAIN.json --within 15
 
-How far a slow program comes within its time differs from run to run, and ratios over other prompts
-compare texts. So each program is taken over the prompts that it came to in both runs. Prints every
-pair's ratio in both, and exits with 1 where one is off by more.
+How far a program comes within its time differs from run to run, and ratios over other tokens
+compare texts. So each pair is taken over the places of the prompts' texts that both programs came
+to in both runs. Prints every pair's ratio in both, and exits with 1 where one is off by more.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -20,12 +20,12 @@ import typer
 
 from bench.compare import label
 from bench.options import OutputFile, check_writable
-from bench.peer_figures import Record, pairwise_ratios
+from bench.peer_figures import describe_ratio, seconds_by_position
 from bench.results import PEERS, ResultsError, read_results, write_json
 from specdec.cli_errors import run_app
 
-Runs = dict[str, list[Record]]
-"""Program -> its prompts' journals."""
+Seconds = dict[tuple[str, int], float]
+"""(prompt, position in the text) -> of this token."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -39,6 +39,7 @@ class Agreement:
     first: float
     again: float
     n_prompts: int
+    n_tokens: int
 
     @property
     def difference(self) -> float:
@@ -49,35 +50,27 @@ class Agreement:
 
 def agreements(first: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[Agreement]:
     """Every pair of programs that decoded the same tokens in both results of `peers`."""
-    runs = _shared_prompts(_prompts(first), _prompts(again))
-    ratios = [pairwise_ratios(run) for run in runs]
-    for other, name in combinations(runs[0], 2):  # specdec's own rows are the last ones
-        found, repeated = (ratio.get(name, {}).get(other) for ratio in ratios)
-        if found and repeated:
-            n_prompts = min(found["n_prompts"], repeated["n_prompts"])
-            yield Agreement(name, other, found["ratio"], repeated["ratio"], n_prompts)
+    runs = _seconds(first), _seconds(again)
+    names = [name for name in runs[0] if name in runs[1]]
+    for other, name in combinations(names, 2):  # specdec's own rows are the last ones
+        places = set.intersection(*(set(run[one]) for run in runs for one in (name, other)))
+        seconds = [sum(run[one][at] for at in places) for run in runs for one in (other, name)]
+        if all(seconds):
+            n_prompts = len({prompt for prompt, _ in places})
+            found, repeated = seconds[0] / seconds[1], seconds[2] / seconds[3]
+            yield Agreement(name, other, found, repeated, n_prompts, len(places))
 
 
-def _prompts(result: Mapping[str, Any]) -> Runs:
+def _seconds(result: Mapping[str, Any]) -> dict[str, Seconds]:
     rows = result["peers"]
-    return {label(row, rows): row["prompts"] for row in rows if row.get("prompts")}
-
-
-def _shared_prompts(first: Runs, again: Runs) -> tuple[Runs, Runs]:
-    names = {
-        program: {record["prompt"] for record in records}
-        & {record["prompt"] for record in again[program]}
-        for program, records in first.items()
-        if program in again
-    }
-    return _only(first, names), _only(again, names)
-
-
-def _only(run: Runs, names: Mapping[str, Set[str]]) -> Runs:
-    """The prompts of these names."""
     return {
-        program: [record for record in run[program] if record["prompt"] in wanted]
-        for program, wanted in names.items()
+        label(row, rows): {
+            (record["prompt"], position): seconds
+            for record in row["prompts"]
+            for position, seconds in seconds_by_position(record).items()
+        }
+        for row in rows
+        if row.get("prompts")
     }
 
 
@@ -90,17 +83,17 @@ def main(
     ] = 15.0,
     output_file: OutputFile = None,
 ) -> None:
-    """Compare the ratios of two runs over the prompts of both."""
+    """Compare the ratios of two runs over the tokens of both."""
     check_writable("--output-file", output_file)
     found = list(agreements(_read(first), _read(again)))
     if not found:
-        raise ResultsError(f"{first} and {again} have no pair of programs with the same prompts")
+        raise ResultsError(f"{first} and {again} have no pair of programs with the same tokens")
     width = max(len(f"{one.name} / {one.other}") for one in found)
     for one in found:
         pair = f"{one.name} / {one.other}"
         typer.echo(
             f"{pair:<{width}} {one.first:8.2f} {one.again:8.2f} {one.difference:7.1%} "
-            f"({one.n_prompts} prompts)"
+            f"({describe_ratio(vars(one))})"
         )
     largest = max(found, key=lambda one: one.difference)
     typer.echo(f"largest difference {largest.difference:.1%}: {largest.name} / {largest.other}")

@@ -131,15 +131,15 @@ def _same_tokens(
     records: Sequence[Record], others: Sequence[Record]
 ) -> Iterator[tuple[list[float], list[float]]]:
     """Seconds of the same tokens in both, for every prompt that has some."""
-    theirs = {record["prompt"]: _seconds_by_position(record) for record in others}
+    theirs = {record["prompt"]: seconds_by_position(record) for record in others}
     for record in records:
-        own, other = _seconds_by_position(record), theirs.get(record["prompt"], {})
+        own, other = seconds_by_position(record), theirs.get(record["prompt"], {})
         shared = own.keys() & other.keys()
         if shared:
             yield [own[at] for at in shared], [other[at] for at in shared]
 
 
-def _seconds_by_position(record: Record) -> dict[int, float]:
+def seconds_by_position(record: Record) -> dict[int, float]:
     """Position in the generated text -> seconds, of every token after the first arrival."""
     first = record["arrivals"][0][1] if record["arrivals"] else 0
     return dict(enumerate(seconds_of_tokens(record), start=first))

@@ -40,6 +40,21 @@ def test_programs_are_taken_over_the_prompts_of_both_runs() -> None:
     assert found.difference == pytest.approx(0.1)
 
 
+def test_pairs_are_taken_over_the_tokens_of_both_runs() -> None:
+    """In the second run the slow program came further, to where the quick one is quicker."""
+    quick = prompt("a", 0.5, 2)
+    quick["arrivals"] += [[2.1, 1], [2.2, 1]]
+    first, again = (
+        {**comparison(), "peers": [
+            peer_row("slow", 1.0, prompts=[prompt("a", 1.0, n_tokens)]),
+            peer_row("quick", 1.0, prompts=[quick]),
+        ]}
+        for n_tokens in (2, 4)
+    )  # fmt: skip
+    (found,) = agreements(first, again)
+    assert (found.first, found.again, found.n_tokens) == (2.0, 2.0, 2)
+
+
 def test_a_program_of_one_run_is_left_out() -> None:
     first = run(slow={"a": 1.0}, quick={"a": 0.5})
     again = run(other={"a": 1.0}, quick={"a": 0.5})
