@@ -38,12 +38,6 @@ def record(prompt: str, tokens: list[int]) -> dict[str, object]:
     }
 
 
-def unopened(folder: Path) -> Path:
-    """A checkpoint by its look."""
-    (folder / "config.json").write_text("{}")
-    return folder
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`run_budgets` over made-up texts: budget -> prompt -> tokens, or None for a kill."""
@@ -111,8 +105,8 @@ def test_the_command_keeps_what_it_has_when_it_is_interrupted(
         return measure(spec, enforce=enforce)
 
     monkeypatch.setattr(budgets, "measure_in_child", measure_or_end)
-    file, model = tmp_path / "budgets.json", str(unopened(tmp_path))
-    argv = ["budgets", "-m", model, "--budgets", "1GiB,2GiB", "--output-file", str(file)]
+    file = tmp_path / "budgets.json"
+    argv = ["budgets", "-m", "pair:target", "--budgets", "1GiB,2GiB", "--output-file", str(file)]
     assert main(argv) == EXIT_INTERRUPTED
     kept = read_results(file)
     assert kept.kind == BUDGETS
@@ -135,7 +129,7 @@ def test_mistakes_are_one_line(
     other, notes = tmp_path / "other.json", tmp_path / "notes.txt"
     other.write_text(json.dumps({"budgets": []}))
     notes.write_text("notes")
-    argv = ["budgets", "-m", str(unopened(tmp_path)), "--budgets", "1GiB"]
+    argv = ["budgets", "-m", "pair:target", "--budgets", "1GiB"]
     assert main([*argv, *more.format(other=other, notes=notes).split()]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
