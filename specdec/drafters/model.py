@@ -30,6 +30,9 @@ _FEWEST_BEAMS = 32
 """Nodes that the draft may run at a time; more make a level slow and add little ..."""
 _BEAMS_SHARE = 8
 """... unless the tree is large: it is grown in about so many levels more than its depth."""
+_MOST_AHEAD = 2
+"""Times the runs of a tree that begins with nothing: what is run ahead beyond that hardly ever
+comes to be used, and takes the pass's processor."""
 _LEAST_SHARE = 0.08
 """Of the likeliest node's chance, for another node to be run ahead together with it: many small
 levels find more of the likeliest nodes than few wide ones."""
@@ -75,6 +78,7 @@ class ModelDrafter(Drafter):
         self._limits = TreeLimits(0, 0, 1)
         self._tree: GrownTree | None = None
         self._n_hidden = 0  # tokens of the context that the window leaves out
+        self._n_fresh_runs = 1  # of the last tree that began with nothing
         self._is_hit = False
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
@@ -90,12 +94,15 @@ class ModelDrafter(Drafter):
         if self._chain is not None:
             length = min(limits.max_nodes, depth)
             return self._draw_chain(context_ids, self._advance(view), length, *self._chain)
-        widths = [] if self._tree else [1]  # of the runs that it takes
+        is_grown = self._tree is not None
+        widths = [] if is_grown else [1]  # of the runs that it takes
         tree = self._tree or self._start_tree(context_ids, self._advance(view))
         frontier = Frontier(tree, depth, limits.width, limits.max_nodes)
         while level := self._best_level(tree, frontier):
             self._run(tree, level, frontier)
             widths.append(len(level))
+        if not is_grown:
+            self._n_fresh_runs = len(widths)
         proposal = tree.best_tree(limits.max_nodes, depth, limits.width)
         proposal.n_runs, proposal.n_run_nodes = len(widths), sum(widths)
         return proposal
@@ -120,7 +127,9 @@ class ModelDrafter(Drafter):
         grown.graft(tree)
         depth = self._within_context(self._limits.max_ahead_depth, self._backend.n_committed)
         frontier = Frontier(grown, depth)
-        while not should_stop() and (level := self._level_ahead(grown, frontier)):
+        for _ in range(_MOST_AHEAD * self._n_fresh_runs):
+            if should_stop() or not (level := self._level_ahead(grown, frontier)):
+                return
             self._run(grown, level, frontier)
             for _, node in level:
                 node.is_run_ahead = True
