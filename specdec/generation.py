@@ -200,7 +200,7 @@ class GenerationStream:
             sequence.top_logprobs = target.top_logprobs
         yield sequence.take((first,))
         while sequence.is_open:
-            self._llm.check_open()
+            self._check_going_on()
             tree, acceptance, tokens = controller.step(sequence.n_left)
             text, taken = sequence.take(tokens)
             self._recorder.record_round(tree, acceptance, n_emitted=len(taken))
@@ -220,7 +220,7 @@ class GenerationStream:
             decoder.start()
             self._recorder.record_first_token(decoder.n_reused)
             while not decoder.is_over:
-                self._llm.check_open()
+                self._check_going_on()
                 with self._recorder.verifying():
                     decoder.step()
                 self._recorder.record_round(*_ONE_TOKEN)
@@ -254,6 +254,12 @@ class GenerationStream:
             logits_processors=self._processors,
         )
         return GeneratedSequence(self._llm.tokenizer, self._prompt_ids, sampler, self._limit)
+
+    def _check_going_on(self) -> None:
+        """Before a pass: a request to cut one short may have come while none was running."""
+        self._llm.check_open()
+        if self.is_cancelled:
+            raise BackendError("the generation was cancelled")
 
     def _finish(self) -> None:
         if self._stats is None:
