@@ -1,8 +1,8 @@
 """Seconds of target passes and of drafting, as measured while they run.
 
-Planning knows them from the storage's bandwidth and one timed matrix product. What a pass really
-takes also has attention, a library's overheads and other programs in it, and it changes when the
-storage is shared. So the plan's curve gives the shape between measured sizes, and recent rounds
+Planning knows them from the storage's bandwidth and a few timed products or layers. What a pass
+really takes also has long contexts and other programs in it, and it changes when the storage is
+shared. So the plan's curve gives the shape between measured sizes, and recent rounds
 give its height.
 """
 

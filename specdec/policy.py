@@ -141,6 +141,7 @@ class DraftPolicy:
         self._shape = TreeShape(config, self._experience, self._lessons, self._has_model)
         self._round = _Round(0.0, False)
         self._n_rounds = 0
+        self._note_plain()
 
     @property
     def n_nodes(self) -> int:
@@ -226,7 +227,6 @@ class DraftPolicy:
         choice, before = self._lessons.choice, self._round
         uses_draft = choice.is_drafting
         if is_typical:
-            self._note_plain()
             uses_draft = choice.next_uses_draft(self._shape.least_draft_seconds())
         self._n_rounds += 1
         return _Round(

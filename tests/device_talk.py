@@ -7,13 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from cpu_engine import CpuEngine
 from tiered import DEVICE, HOST, STORAGE, tiered_model
 
 from backends.base import PREFIX, Backend
+from backends.cuda_engine import CudaEngine, cuda_problem
 from backends.device_weights import DeviceWeights, TorchEngine
 from backends.hf_model import load_hf_model
 from backends.torch_backend import TorchBackend
+from offload.units import GIB
 
+NEEDS_CUDA = pytest.mark.skipif(cuda_problem() is not None, reason=cuda_problem() or "")
+ENGINES = [
+    pytest.param(CpuEngine, id="fake"),
+    pytest.param(lambda: CudaEngine(2 * GIB), id="cuda", marks=[pytest.mark.cuda, NEEDS_CUDA]),
+]
+"""What makes an engine."""
 PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
 NODES, PARENTS = [7, 20, 30, 21, 22, 31, 40], [-1, 0, 0, 1, 3, 2, 3]
 TIERS = [STORAGE, HOST, DEVICE, STORAGE, HOST]

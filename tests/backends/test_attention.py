@@ -13,7 +13,7 @@ import transformers
 from checkpoints import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.profiler import ProfilerActivity, profile
+from torch_memory import peak_bytes
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from backends import attention
@@ -202,14 +202,7 @@ def _peak_bytes(prefix: int, softcap: float | None) -> int:
     layout = random_tree(prefix, 0, 64, np.random.default_rng(1))
     query, key, value = states(64, prefix + 64, heads=(8, 2), dims=(32, 32))
     mask = segmented_mask(layout, 0, 64, None, torch.float32, CPU)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        segmented_attention(Module(), query, key, value, mask, 0.2, softcap)
-    held = most = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
+    return peak_bytes(lambda: segmented_attention(Module(), query, key, value, mask, 0.2, softcap))
 
 
 def _mask_of(n_keys: int) -> SegmentedMask:

@@ -13,7 +13,7 @@ import torch
 from cpu_engine import CpuEngine
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.profiler import ProfilerActivity, profile
+from torch_memory import peak_bytes
 
 from backends.device_ranking import DeviceRanker
 from backends.device_rows import DeviceRows
@@ -182,18 +182,6 @@ def test_every_row_gets_the_noise_of_its_position() -> None:
 
 
 # --- memory ---------------------------------------------------------------------------------------
-
-
-def peak_bytes(rank: object) -> int:
-    """Most that torch holds at a time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        rank()  # type: ignore[operator]
-    held = most = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
 
 
 @pytest.mark.parametrize("n_rows", [1, 33, 100])
