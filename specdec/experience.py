@@ -13,8 +13,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.ahead_choice import AheadChoice
 from specdec.calibration import Calibration, ChainSurvival
-from specdec.draft_choice import AheadChoice, DraftChoice
+from specdec.draft_choice import DraftChoice
 from specdec.measured_costs import DraftTimes, PassTimes
 
 MAX_CHAIN = 128  # tokens of a sampled chain about which anything is learnt
@@ -25,6 +26,9 @@ _SLOPES = (0.5, 8.0)
 _LEAST_GAIN = 0.01
 _ON_DIAGONAL = np.array([2.0, -2.0, -2.0, 4.0, 4.0])
 """Sums of 1, x, y, x*x, x*y over the points (0, 0) and (-2, -2)."""
+_TRUST = 0.1
+"""Times those points count always: where trees of two levels give points in one place only, their
+scatter alone would decide the slope, and could keep trees that small."""
 
 
 class LevelYield:
@@ -33,25 +37,24 @@ class LevelYield:
     The drafter must decide while it knows nothing but its own probabilities. An overconfident one
     is the more wrong the deeper it goes, so the relation is a power: a line through
     (log draft probability of a level, log of the tokens that the next one gained), fitted to
-    recent trees, beginning with "as the draft says".
+    recent trees, with a lasting pull towards "as the draft says".
     """
 
     def __init__(self) -> None:
-        self._sums = _ON_DIAGONAL
+        self._sums = np.zeros_like(_ON_DIAGONAL)
 
     def observe(self, draft: NDArray[np.float64], gains: NDArray[np.float64]) -> None:
         """Total draft probability of levels, and tokens gained by the level below each."""
         x, y = (np.log(np.maximum(values, _LEAST_GAIN)) for values in (draft, gains))
+        # Trees of one level teach nothing, and what made them so fades.
         new = np.array([len(x), x.sum(), y.sum(), (x * x).sum(), (x * y).sum()])
-        if not len(x):  # trees of one level teach nothing: doubt what made them so
-            new = (1.0 - _LEVEL_FADE) * _ON_DIAGONAL
         self._sums = _LEVEL_FADE * self._sums + new
 
     def draft_probability(self, gain: float) -> float:
         """Of the level below which the next one gains so many tokens."""
-        n, x, y, xx, xy = self._sums / self._sums[0]
-        spread = xx - x * x
-        slope = (xy - x * y) / spread if spread > 1e-6 else 1.0
+        sums = self._sums + _TRUST * _ON_DIAGONAL
+        _, x, y, xx, xy = sums / sums[0]
+        slope = (xy - x * y) / (xx - x * x)
         slope = min(max(slope, _SLOPES[0]), _SLOPES[1])
         log_probability = x + (math.log(max(gain, _LEAST_GAIN)) - y) / slope
         return math.exp(min(log_probability, 0.0))

@@ -85,8 +85,7 @@ class TreeShape:
 
     def least_draft_seconds(self) -> float:
         """What a round with one level and one node takes beyond one without the draft."""
-        passes = self._experience.passes
-        return self._experience.drafts.seconds(1, 1) + passes.of(2) - passes.of(1)
+        return self._experience.drafts.seconds(1, 1) + self._experience.passes.beyond_one(2)
 
     def _trial_depth(self) -> int:
         """Levels, each with a row of its own, that the stake pays for; at least one."""

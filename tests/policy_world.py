@@ -51,6 +51,7 @@ class World:
     target: PassCost
     draft: Draft | None = None
     copied_share: float = 0.0  # of the text in passages that n-grams predict
+    passage: tuple[int, int] = (20, 50)  # tokens of one, at least and below
     planned_error: float = 0.7  # of arithmetic: planned / true
     pass_noise: float = 0.05
     change_at: int = NEVER
@@ -89,8 +90,8 @@ class Text:
             slow = 0.95 * slow + np.sqrt(1 - 0.95**2) * rng.normal()
             jitter = draft.jitter * rng.normal(size=WIDTH + 1)
             self.logit_q[t] = draft.ease + draft.spread * slow + jitter
-            if passage == 0 and rng.random() < world.copied_share / 30:
-                passage = int(rng.integers(20, 50))
+            if passage == 0 and rng.random() < world.copied_share / (0.43 * sum(world.passage)):
+                passage = int(rng.integers(*world.passage))
             passage = max(0, passage - 1)
             self.is_copied[t] = passage > 0
             before = self.tokens[t] = self._draw(draft, self.logit_q[t, before], rng.random())
@@ -131,6 +132,7 @@ class SimulatedDraft(Drafter):
     clock: Clock
     noise: np.random.Generator
     is_hidden: bool = False  # this drafting was done ahead
+    n_fresh_runs: int = 0  # of the last tree that was not
     log_shares: np.ndarray = field(default_factory=lambda: np.log(candidate_shares()[1:]))
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
@@ -145,11 +147,19 @@ class SimulatedDraft(Drafter):
             ranked = sorted(newest, key=lambda i: -tree.path_log_probs[i])[:MAX_BEAMS]
             level = [i for i in ranked if tree.path_log_probs[i] > worst]
             chance = sum(np.exp(tree.path_log_probs[i]) for i in level)
-            if not level or chance < limits.min_level_probability:
+            if not level:
+                break
+            if chance < limits.min_level_probability and not self._is_run_ahead(depth):
                 break
         if self.is_hidden:  # it was run beside the pass
             self.clock.now, tree.n_runs, tree.n_run_nodes = began, 0, 0
+        else:
+            self.n_fresh_runs = depth
         return tree.best_subset(limits.max_nodes)
+
+    def _is_run_ahead(self, depth: int) -> bool:
+        """Half of what is run ahead is below the right outcome; what it costs is not asked."""
+        return self.is_hidden and depth < self.n_fresh_runs
 
     def _run(self, tree: DraftTree, n_nodes: int) -> None:
         seconds = self.draft.run_seconds + n_nodes * self.draft.run_node_seconds

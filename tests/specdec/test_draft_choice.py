@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.draft_choice import AheadChoice, DraftChoice
+from specdec.ahead_choice import AheadChoice
+from specdec.draft_choice import DraftChoice
 
 ROUNDS = 3000
 
