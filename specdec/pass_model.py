@@ -114,6 +114,10 @@ class PassModel:
 
 
 def _line(n_low: int, low: float, n_high: int, high: float) -> tuple[float, float]:
-    """(seconds of no rows, seconds per row) of the line through two points; neither below zero."""
+    """(seconds of no rows, seconds per row) of the line through two points.
+
+    A steep line is below zero where there are no rows, and it must be: raised to zero it would be
+    above what was measured at the lower point.
+    """
     slope = max((high - low) / (n_high - n_low), 1e-12)
-    return max(0.0, low - slope * n_low), slope
+    return low - slope * n_low, slope

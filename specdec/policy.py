@@ -40,7 +40,8 @@ class PassCost:
 
     read_seconds: float
     row_free_seconds: float
-    """Arithmetic of a pass that does not depend on the number of rows."""
+    """Arithmetic of a pass that does not depend on the number of rows; below zero where only
+    passes of many rows are held up by them."""
     seconds_per_row: float
 
     def seconds(self, n_rows: int) -> float:

@@ -60,6 +60,7 @@ class World:
     seed: int = 0
     hit_rate: float = 0.0  # of drafting ahead
     slowdown: float = 1.0  # of a pass with drafting beside it
+    max_nodes: int = MAX_NODES  # that memory is set aside for
 
     def planned(self) -> PassCost:
         off, cost = self.planned_error, self.target
@@ -231,7 +232,7 @@ def simulate(
         spec = replace(spec, spec_type=tuple(set(spec.spec_type) - {"draft"}))
     drafter, model = _drafters(world, spec, text, clock, noise)
     planned, planned_draft = world.planned(), world.planned_draft()
-    most = MAX_NODES if spec.num_draft_tokens is None else spec.num_draft_tokens
+    most = world.max_nodes if spec.num_draft_tokens is None else spec.num_draft_tokens
     experience = experience or new_experience(planned, planned_draft, most)
     policy = DraftPolicy(
         spec, planned, NEVER, planned_draft, most, experience=experience, clock=clock

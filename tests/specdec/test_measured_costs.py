@@ -47,6 +47,18 @@ def test_single_stumbles_do_not_count() -> None:
     assert times.of(8) == pytest.approx(1.5, rel=0.06)
 
 
+def test_what_a_second_row_takes_is_bounded_by_larger_passes() -> None:
+    """The one pass of two rows was disturbed; passes of nine take no longer than those of one."""
+    times = PassTimes(COST.seconds, 40)
+    for _ in range(6):
+        times.observe(1, 1.0)
+        times.observe(9, 1.05)
+    times.observe(2, 1.9)
+    assert times.of(2) > 1.5
+    assert times.beyond_one(2) == pytest.approx(0.05)
+    assert times.beyond_one(1) == 0.0
+
+
 def test_a_change_of_speed_is_followed_within_the_passes_that_are_kept() -> None:
     times = PassTimes(COST.seconds, 40)
     for _ in range(100):

@@ -75,6 +75,19 @@ def test_the_cost_for_the_policy_is_near_the_simulation(available, fixed, per_ro
     assert cost.seconds(n_rows) == pytest.approx(one.seconds(n_rows), rel=0.1)
 
 
+@pytest.mark.parametrize("most_seconds", [0.12, 0.25, 1.0])
+def test_what_only_the_largest_passes_take_is_not_held_against_smaller_ones(most_seconds: float):
+    """Reads hide 64 rows; of 128 the arithmetic takes `most_seconds`."""
+    n_bytes = LAYER_BYTES + HEAD_BYTES
+    figures = tuple(seconds / n_bytes for seconds in (0.01, 0.02, 0.05, most_seconds))
+    one = model(40 * MIB, ComputeCurve((1, 16, 64, 128), figures, figures))
+    assert one.seconds(64) == pytest.approx(one.seconds(1))
+    cost = one.cost()
+    for n_rows in (1, 32, 64, 128):
+        assert cost.seconds(n_rows) == pytest.approx(one.seconds(n_rows), rel=0.01)
+    assert cost.free_rows() >= 64
+
+
 def test_moving_what_has_arrived_is_work_too():
     plan = plan_residency(LAYERS, 40 * MIB, n_slots=3)
     one = PassModel(plan, ModelCompute(linear(0.1, 0.1), HEAD_BYTES, 1e-9), 1e9)

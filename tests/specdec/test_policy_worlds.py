@@ -214,6 +214,22 @@ def test_drafting_ahead_is_chosen_where_it_pays(slowdown, hit_rate, is_better, s
     assert rates["auto"] > 0.9 * max(rates["on"], rates["off"])
 
 
+@pytest.mark.parametrize("planned_error", [1.0, 2.5])
+def test_a_dear_draft_is_kept_though_n_grams_are_lucky_at_times(planned_error: float) -> None:
+    """Eight levels take as long as a pass, and short passages of the text are copied."""
+    target = PassCost(read_seconds=0.17, row_free_seconds=0.15, seconds_per_row=0.006)
+    draft = Draft(ease=2.0, run_seconds=0.021)
+    world = World(
+        target, draft, 0.3, (5, 16), planned_error, 0.1, hit_rate=0.6, slowdown=1.12, max_nodes=8
+    )
+    best = replace(fixed(8, 8), draft_ahead="on")
+    ratios = []
+    for one in (replace(world, seed=seed) for seed in range(16)):
+        ratios.append(simulate(one, SpecConfig(), 384).rate() / simulate(one, best, 384).rate())
+    assert sum(ratios) / len(ratios) > 0.9
+    assert min(ratios) > 0.75
+
+
 @pytest.mark.parametrize("kind", ["on", "auto"])
 def test_passes_are_followed_while_drafting_goes_on_beside_them(kind: str) -> None:
     """Storage becomes four times as slow where all passes have drafting beside them."""
