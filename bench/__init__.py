@@ -9,7 +9,7 @@ peer_*           the programs: accelerate, llama, airllm, specdec
 limited          one process within limits of memory, storage and time
 interpreters     environments of their own that programs may run in
 peer_runs        a program's processes; compare takes them in turns
-agreement        whether two runs of that agree
+agreement        whether the records of two such comparisons agree
 prompt_lengths   prompts that do not fit the context, found beforehand
 sweep            budgets x storage speeds x tree sizes
 report_page      results of all these as one page; report_* its data, tables and plots

@@ -7,7 +7,8 @@ from specdec.draft_choice import FIRST_INTERVAL, LONGEST_INTERVAL
 _FADE = 0.9
 _ENOUGH = 2.0  # fading count of rounds before a figure is believed
 _BLOCK = 4  # rounds of one trial: the first of them still drafts as before
-_SHARE = 0.015  # of the time, that trials of the worse way may cost
+_SHARE = 0.015
+"""Of the time, that trials of a worse way may cost, as far as the longest interval allows."""
 _WORTH_TRYING = 0.05  # share of a round that drafting must take
 _LEAST_GAIN = 0.01  # of a round
 

@@ -10,8 +10,9 @@ still), and would take thousands of tokens to forget."""
 
 
 class Allowance:
-    """Tokens that one way of decoding may still lose against the other one.
+    """Tokens that one way of decoding may still lose against another one.
 
+    That is a draft against plain decoding, and a trial without the draft against drafting.
     A token is lost for every one that the other way would have brought in the same time. What the
     way loses is taken off, what it wins is put by, and time adds a small share; little is put by
     while the way is not in use. So a way that never pays loses that and the share in all, however

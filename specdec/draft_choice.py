@@ -108,7 +108,7 @@ class DraftChoice:
 
     @property
     def stake_seconds(self) -> float:
-        """What a round on trial may take beyond one without the draft."""
+        """What a round on trial may take beyond a plain pass."""
         return _STAKE * max(0.0, self._allowances[True].tokens) * self._plain_seconds
 
     def note_plain(self, seconds: float, is_known: bool = False) -> None:
@@ -126,7 +126,7 @@ class DraftChoice:
     def next_uses_draft(self, draft_seconds: float) -> bool:
         """For the next round.
 
-        draft_seconds: what the smallest round with the draft takes beyond one without it.
+        draft_seconds: what the smallest round with the draft takes beyond a plain pass.
         """
         if len(self._paces) == 1:
             return False
@@ -174,7 +174,7 @@ class DraftChoice:
         self._interval = min(longer, LONGEST_INTERVAL)
 
     def _account(self, uses_draft: bool, actual: float, seconds: float) -> None:
-        # A draft is held to plain decoding, which is certain. What n-grams bring alone scatters: a
+        # A draft is held to plain decoding, which is sure. What n-grams bring alone scatters: a
         # lucky passage of theirs would make every round of a good draft a loss.
         rates = {True: 1.0 / self._plain_seconds, False: self._paces[True].rate}
         for kind, allowance in self._allowances.items():

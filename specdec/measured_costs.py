@@ -76,13 +76,14 @@ class PassTimes:
     def of(self, n_rows: int) -> float:
         return float(self._seconds[min(n_rows, len(self._seconds)) - 1])
 
-    def beyond_one(self, n_rows: int) -> float:
-        """What so many rows take beyond one; no more than a larger pass did, if one was quicker.
+    def beyond_one(self) -> NDArray[np.float64]:
+        """What 1, 2, ... max_rows rows take beyond one, float64 [max_rows], ascending.
 
-        Sizes that are seldom seen are known from few passes, and those may have been disturbed.
+        No more than a larger pass, if one was quicker: sizes that are seldom seen are known from
+        few passes, and those may have been disturbed.
         """
         at_most = np.minimum.accumulate(self._seconds[::-1])[::-1]
-        return float(at_most[min(n_rows, len(at_most)) - 1] - at_most[0])
+        return at_most - at_most[0]
 
     def _fit(self) -> None:
         is_filled = np.isfinite(self._births)

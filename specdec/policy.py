@@ -28,6 +28,7 @@ _RESIDENT_SLACK = 1.5
 """How much longer than one row's a pass may take where no reads hide the arithmetic."""
 _TYPICAL_DEPTH = 4
 """A round with room for fewer levels tells nothing of the draft: it is the end of a text."""
+_ROUNDING = 1e-6  # of a row: where exactly so many are free, they are
 _GROWTH = 4
 """How many times larger than the largest pass so far a tree may be."""
 _STUMBLE = 2.0
@@ -51,7 +52,7 @@ class PassCost:
         """Most rows whose arithmetic hides behind the reads (or within the slack)."""
         one_row = self.row_free_seconds + self.seconds_per_row
         allowed = max(self.read_seconds, _RESIDENT_SLACK * one_row)
-        return max(1, int((allowed - self.row_free_seconds) / self.seconds_per_row))
+        return max(1, int((allowed - self.row_free_seconds) / self.seconds_per_row + _ROUNDING))
 
 
 def level_seconds(draft_cost: PassCost, n_nodes: int) -> float:
@@ -257,7 +258,8 @@ class DraftPolicy:
 
     def _note_pass(self, n_rows: int, seconds: float) -> None:
         this, passes, ahead = self._round, self._experience.passes, self._experience.ahead
-        ahead.record_pass(this.is_ahead, seconds, passes.of(n_rows))
+        usual = passes.of(n_rows)
+        ahead.record_pass(this.is_ahead, min(seconds, _STUMBLE * usual), usual)
         slowdown = ahead.slowdown if this.is_ahead else 1.0
         if not (this.is_ahead and ahead.is_on_trial):  # whose slowdown is not known yet
             passes.observe(n_rows, seconds / slowdown)

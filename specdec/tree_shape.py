@@ -85,7 +85,8 @@ class TreeShape:
 
     def least_draft_seconds(self) -> float:
         """What a round with one level and one node takes beyond one without the draft."""
-        return self._experience.drafts.seconds(1, 1) + self._experience.passes.beyond_one(2)
+        one_more = float(self._experience.passes.beyond_one()[:2][-1])
+        return self._experience.drafts.seconds(1, 1) + one_more
 
     def _trial_depth(self) -> int:
         """Levels, each with a row of its own, that the stake pays for; at least one."""
@@ -96,8 +97,8 @@ class TreeShape:
         """Nodes of this tree whose rows what is left of the stake pays for; at least one."""
         drafted = self._experience.drafts.seconds(tree.n_runs, tree.n_run_nodes)
         left = self._lessons.choice.stake_seconds - drafted
-        passes = np.maximum.accumulate(self._experience.passes.seconds()[: len(tree)])
-        return max(1, int(np.count_nonzero(passes <= passes[0] + left)) - 1)
+        beyond = self._experience.passes.beyond_one()[: len(tree)]
+        return max(1, int(np.count_nonzero(beyond <= left)) - 1)
 
     def _min_level_probability(self, uses_draft: bool) -> float:
         """Draft probability of a level from which on one more run of the draft is worth its time.

@@ -91,7 +91,10 @@ class Text:
             slow = 0.95 * slow + np.sqrt(1 - 0.95**2) * rng.normal()
             jitter = draft.jitter * rng.normal(size=WIDTH + 1)
             self.logit_q[t] = draft.ease + draft.spread * slow + jitter
-            if passage == 0 and rng.random() < world.copied_share / (0.43 * sum(world.passage)):
+            mean = sum(world.passage) / 2
+            # The share of the tokens between passages after which one begins.
+            begins = world.copied_share / (0.86 * mean)
+            if passage == 0 and rng.random() < begins:
                 passage = int(rng.integers(*world.passage))
             passage = max(0, passage - 1)
             self.is_copied[t] = passage > 0

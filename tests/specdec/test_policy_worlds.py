@@ -220,7 +220,15 @@ def test_a_dear_draft_is_kept_though_n_grams_are_lucky_at_times(planned_error: f
     target = PassCost(read_seconds=0.17, row_free_seconds=0.15, seconds_per_row=0.006)
     draft = Draft(ease=2.0, run_seconds=0.021)
     world = World(
-        target, draft, 0.3, (5, 16), planned_error, 0.1, hit_rate=0.6, slowdown=1.12, max_nodes=8
+        target,
+        draft,
+        copied_share=0.3,
+        passage=(5, 16),
+        planned_error=planned_error,
+        pass_noise=0.1,
+        hit_rate=0.6,
+        slowdown=1.12,
+        max_nodes=8,
     )
     best = replace(fixed(8, 8), draft_ahead="on")
     ratios = []
