@@ -23,9 +23,9 @@ from offload.errors import SpecdecError
 from offload.fingerprint import fingerprint
 from offload.gguf_header import GGML_TYPES
 from offload.header import TensorRecord
-from offload.memory import memory_limit, reset_peak_rss
 from offload.paged_memory import move_seconds_per_byte
 from offload.paging_plan import paging_overhead_bytes
+from offload.process.memory import memory_limit, reset_peak_rss
 from offload.reading import resident_footprint
 
 logger = logging.getLogger(__name__)

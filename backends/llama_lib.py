@@ -23,7 +23,7 @@ from backends.base import BackendError
 from backends.llama_batch import Batch
 from backends.llama_log import LlamaLog
 from offload.errors import SpecdecError
-from offload.interruptible import call_aside
+from offload.process.interruptible import call_aside
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
 """Types of the KV cache by their number in ggml.h."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from backends.base import BackendError
 from backends.llama_lib import LlamaContext
-from offload.interruptible import CallThread
+from offload.process.interruptible import CallThread
 
 
 class PassCancelled(BackendError):

@@ -28,9 +28,9 @@ from backends.llama_passes import PassCancelled
 from backends.llama_tree import check_lengths
 from offload.address_space import MappedRange, find_mapping
 from offload.header import TensorRecord
-from offload.interruptible import call_aside
 from offload.pager import Pager
 from offload.plan import LayerWeights
+from offload.process.interruptible import call_aside
 from offload.reading import DEFAULT_N_READERS
 
 _EMBEDDING = "token_embd.weight"

@@ -108,7 +108,7 @@ def compare(
     `n_too_long` prompts of the file were left out, as they do not fit the context.
 
     Raises:
-        offload.cgroup.CgroupUnavailable: the limits cannot be set; nothing was measured.
+        offload.process.cgroup.CgroupUnavailable: the limits cannot be set; nothing was measured.
     """
     shared = {
         "memory_budget_bytes": settings.memory_bytes,

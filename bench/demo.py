@@ -178,7 +178,7 @@ def _choose_n_tokens(target: Path) -> int:
 
 def _can_enforce(budget_bytes: int) -> bool:
     """Whether a memory cgroup can be made; says so either way."""
-    from offload.cgroup import CgroupUnavailable, MemoryCgroup
+    from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
 
     try:
         with MemoryCgroup.create(budget_bytes):

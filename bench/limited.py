@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from offload.cgroup import MemoryCgroup
-from offload.signals import handling
+from offload.process.cgroup import MemoryCgroup
+from offload.process.signals import handling
 from offload.throttle import ReadLimit
 
 OK, OOM_KILLED, TIMED_OUT, FAILED = "ok", "oom-killed", "timeout", "failed"
@@ -55,7 +55,7 @@ def run_limited(argv: Sequence[str], limits: Limits, env: Mapping[str, str], log
     """Run `argv` to its end or its limit; what it prints goes to `log`.
 
     Raises:
-        offload.cgroup.CgroupUnavailable: a limit cannot be set; nothing was started.
+        offload.process.cgroup.CgroupUnavailable: a limit cannot be set; nothing was started.
     """
     with ExitStack() as stack:
         command = list(argv)

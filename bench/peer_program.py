@@ -91,7 +91,7 @@ class Journal:
             self._write({"prompt": record | extras})
 
     def done(self) -> None:
-        from offload.memory import process_memory
+        from offload.process.memory import process_memory
 
         self._write({"done": {"peak_rss_bytes": process_memory().peak_rss_bytes}})
 

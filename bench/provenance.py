@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from offload.memory import memory_limit
+from offload.process.memory import memory_limit
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = tuple("torch transformers numpy safetensors accelerate airllm llama-cpp-python".split())

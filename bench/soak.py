@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from bench.workloads import BUILT_IN, Prompt, read_prompts
-from offload.memory import process_memory
+from offload.process.memory import process_memory
 from offload.units import format_bytes
 from specdec.cli_errors import run_app
 

@@ -17,8 +17,8 @@ from offload.direct_io import (
     buffer_bytes,
 )
 from offload.index import TensorRecord
-from offload.interruptible import call_aside
 from offload.layout import Layout, Piece, make_layout
+from offload.process.interruptible import call_aside
 from offload.slots import SlotMemory, SlotRing
 from offload.trace import READ, record_since
 from offload.units import MIB

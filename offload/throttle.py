@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.cgroup import MemoryCgroup
-from offload.cgroup_files import CgroupUnavailable, make_cgroup, remove_cgroup, write_cgroup
 from offload.direct_io import StorageError
-from offload.memory import controller_cgroups
+from offload.process.cgroup import MemoryCgroup
+from offload.process.cgroup_files import CgroupUnavailable, make_cgroup, remove_cgroup, write_cgroup
+from offload.process.memory import controller_cgroups
 
 _V1_FILE = "blkio.throttle.read_bps_device"
 _V2_FILE = "io.max"

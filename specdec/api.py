@@ -19,7 +19,7 @@ from typing import Any
 from typing_extensions import Self
 
 from backends.base import Backend
-from offload.interruptible import POLL_SECONDS
+from offload.process.interruptible import POLL_SECONDS
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.errors import SpecdecError
-from offload.launch import exit_code, tied_argv
-from offload.memory import memory_limit as limit_of_this_process
+from offload.process.launch import exit_code, tied_argv
+from offload.process.memory import memory_limit as limit_of_this_process
 from offload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def run_enforced(
 
     Raises:
         EnforceError: the budget is "auto".
-        offload.cgroup.CgroupUnavailable: the rights are missing; the message says which.
+        offload.process.cgroup.CgroupUnavailable: the rights are missing; the message says which.
     """
-    from offload.cgroup import run_in_cgroup
+    from offload.process.cgroup import run_in_cgroup
 
     if memory_budget == "auto":
         raise EnforceError("--enforce needs a size: give --memory-budget, for example 3.5GiB")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from backends.base import Backend, BackendError, StreamUse
-from offload.interruptible import POLL_SECONDS
-from offload.memory import process_memory
+from offload.process.interruptible import POLL_SECONDS
+from offload.process.memory import process_memory
 from specdec.acceptance import Acceptance
 from specdec.assembly import make_controller
 from specdec.beam_decoder import BeamDecoder, Hypothesis, check_beams

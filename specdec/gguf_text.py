@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.llama_lib import LOG, load_library
-from offload.interruptible import call_aside
+from offload.process.interruptible import call_aside
 from specdec.chat_template import ChatTemplateError, render_chat
 from specdec.compat import Vocabulary
 from specdec.tokenizer import TokenizerError

@@ -20,7 +20,7 @@ from backends.base import Backend, BackendError, SavedTensors
 from offload.errors import SpecdecError
 from offload.header import CheckpointError
 from offload.mapped_file import MappedFile, TensorShape, read_mapped, write_mapped
-from offload.memory import reset_peak_rss
+from offload.process.memory import reset_peak_rss
 from specdec.formats import OpenedModel
 
 _FORMAT = "specdec prompt cache 1"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.compute_profile import ComputeCurve, matrix_formats
-from offload.memory import memory_limit
+from offload.process.memory import memory_limit
 from offload.profile import measure_storage
 from specdec.devices import DeviceError
 from specdec.formats import is_gguf

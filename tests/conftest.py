@@ -29,7 +29,7 @@ def _own_hooks() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans count what a fresh process takes, not what the suite has taken before this test."""
-    from offload.memory import ProcessMemory
+    from offload.process.memory import ProcessMemory
 
     fresh = ProcessMemory(
         rss_bytes=400 << 20, anonymous_bytes=300 << 20, swap_bytes=0, peak_rss_bytes=400 << 20

@@ -1,7 +1,7 @@
 """AheadThread: drafting in one thread while the target's pass runs in the caller's.
 
 The pass stays where Ctrl-C arrives, so that may come at any point of what the caller's thread does
-here: as everywhere in `offload.interruptible`, there are no locks made of Python code.
+here: as everywhere in `offload.process.interruptible`, there are no locks made of Python code.
 
 The thread is started once and kept, because torch and OpenMP hold workers for every thread that
 computes.
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from offload.interruptible import POLL_SECONDS, Worker
+from offload.process.interruptible import POLL_SECONDS, Worker
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.limited import FAILED, OK, OOM_KILLED, TIMED_OUT, Limits, Outcome, run_limited
-from offload.cgroup import CgroupUnavailable, MemoryCgroup
+from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
 from offload.throttle import ReadLimit, block_device
 from offload.units import MIB
 

@@ -31,7 +31,7 @@ from bench.peers import (
 from bench.peers_cli import UsageMistake, all_weights, parse_peers
 from bench.weights_card import describe_weights
 from bench.workloads import Prompt
-from offload.cgroup import CgroupUnavailable, MemoryCgroup
+from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
 from offload.units import GIB, MIB
 
 ROW_KEYS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload import profile, throttle
-from offload.cgroup import CgroupUnavailable, MemoryCgroup, run_in_cgroup
+from offload.process.cgroup import CgroupUnavailable, MemoryCgroup, run_in_cgroup
 from offload.profile import measure_storage
 from offload.streamer import StreamStats
 from offload.throttle import ReadLimit, block_device, read_limit_in_force

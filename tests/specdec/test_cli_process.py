@@ -10,7 +10,7 @@ import pytest
 from command_line import Models, save_models, start, wait_for_text
 from tiny_pair import save_model
 
-from offload.cgroup import CgroupUnavailable, MemoryCgroup
+from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
 from offload.units import MIB
 
 LONG = ("-p", "a", "-n", "30000", "--seed", "1", "--temperature", "2")

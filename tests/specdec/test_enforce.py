@@ -23,5 +23,5 @@ def test_the_command_is_named_and_not_the_interpreter(
         assert named == {"name": name}
         return 137
 
-    monkeypatch.setattr("offload.cgroup.run_in_cgroup", run)
+    monkeypatch.setattr("offload.process.cgroup.run_in_cgroup", run)
     assert run_enforced(module, argv, "1GiB") == 137

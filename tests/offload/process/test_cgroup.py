@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from offload import cgroup, cgroup_files
-from offload.cgroup import CgroupUnavailable, MemoryCgroup, run_in_cgroup
-from offload.memory import memory_cgroups
+from offload.process import cgroup, cgroup_files
+from offload.process.cgroup import CgroupUnavailable, MemoryCgroup, run_in_cgroup
+from offload.process.memory import memory_cgroups
 from offload.units import MIB
 
 ALLOCATE = "import sys; x = bytearray(int(sys.argv[1])); print(len(x)); sys.exit(7)"
@@ -95,7 +95,7 @@ def test_figures_and_removal() -> None:
 def test_signals_are_passed_on() -> None:
     # A process of its own, because pytest has the signal handlers here.
     script = (
-        "import sys; from offload.cgroup import run_in_cgroup; "
+        "import sys; from offload.process.cgroup import run_in_cgroup; "
         "child = 'import signal, sys; print(1, flush=True); signal.sigwait([signal.SIGTERM]); "
         "sys.exit(9)'; "
         "child = 'import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); ' "
@@ -106,7 +106,7 @@ def test_signals_are_passed_on() -> None:
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
     assert process.stdout is not None
     process.stdout.read(1)

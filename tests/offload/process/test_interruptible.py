@@ -12,13 +12,13 @@ from contextlib import suppress
 import pytest
 from interrupting import interrupted
 
-from offload.interruptible import CallThread, call_aside
+from offload.process.interruptible import CallThread, call_aside
 
 # An interrupt inside of what is being dropped is reported, not raised.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 SIGNALS = """
 import os, random, signal, sys, threading, time
-from offload.interruptible import CallThread
+from offload.process.interruptible import CallThread
 
 thread, rng = CallThread("calls"), random.Random({seed})
 ended, n_interrupted = time.monotonic() + {seconds}, 0

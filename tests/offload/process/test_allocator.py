@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="calls of glibc")
 
 # Blocks that are freed below one that stays: the heap cannot shrink from its end.
 KEPT = """
-from offload.memory import process_memory
-from specdec.allocator import free_large_blocks_at_once, give_back_freed
+from offload.process.memory import process_memory
+from offload.process.allocator import free_large_blocks_at_once, give_back_freed
 {before}
 bytearray({size})  # its size becomes the threshold below which blocks share the heap
 blocks = [bytearray({size}) for _ in range({count})]

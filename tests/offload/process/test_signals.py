@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from offload.signals import handling
+from offload.process.signals import handling
 
 
 def test_a_block_has_its_own_handler_and_puts_the_others_back() -> None:

@@ -14,10 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from offload.cgroup_files import CgroupUnavailable as CgroupUnavailable
-from offload.cgroup_files import make_cgroup, read_words, remove_cgroup, usable_parent, write_cgroup
-from offload.launch import run_forwarding, tied_argv
-from offload.memory import memory_cgroups
+from offload.process.cgroup_files import CgroupUnavailable as CgroupUnavailable
+from offload.process.cgroup_files import (
+    make_cgroup,
+    read_words,
+    remove_cgroup,
+    usable_parent,
+    write_cgroup,
+)
+from offload.process.launch import run_forwarding, tied_argv
+from offload.process.memory import memory_cgroups
 from offload.units import format_bytes
 
 OOM_EXIT_CODE = 137  # 128 + SIGKILL, as shells and container runtimes report it

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from offload.cgroup import CgroupUnavailable, MemoryCgroup
-from offload.launch import run_forwarding, tied_argv
+from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
+from offload.process.launch import run_forwarding, tied_argv
 from offload.units import MIB
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # Tells that it runs, and keeps the pipe open for as long as it lives.
 WAIT = "print('x', end='', flush=True); import time; time.sleep(600)"
 TIED = f"""
 import subprocess, sys
-from offload.launch import tied_argv
+from offload.process.launch import tied_argv
 subprocess.run(tied_argv([sys.executable, "-c", {WAIT!r}]))
 """
 IN_CGROUP = f"""
 import sys
-from offload.cgroup import run_in_cgroup
+from offload.process.cgroup import run_in_cgroup
 run_in_cgroup([sys.executable, "-c", {WAIT!r}], 100 << 20)
 """
 AS_CHILD = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offload.memory import memory_cgroups, memory_limit, process_memory, reset_peak_rss
+from offload.process.memory import memory_cgroups, memory_limit, process_memory, reset_peak_rss
 from offload.units import GIB, MIB
 
 NO_LIMIT_V1 = "9223372036854771712"

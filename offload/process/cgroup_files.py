@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from offload.errors import SpecdecError
-from offload.memory import CgroupLocation
+from offload.process.memory import CgroupLocation
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""This process and those that it starts: memory, cgroups, threads, signals."""
