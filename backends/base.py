@@ -20,7 +20,7 @@ from typing_extensions import Self
 from backends.ranking import Ranking, RowRanker
 from backends.rows import LogitRows
 from offload.errors import SpecdecError
-from offload.mapped_file import TensorShape
+from offload.formats.mapped import TensorShape
 
 SavedTensors = Mapping[str, tuple[TensorShape, memoryview]]
 """Tensors by name, each with its bytes, which may be written to."""

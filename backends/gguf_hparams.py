@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from offload.gguf_header import GgufError, GgufMetadata, row_bytes
+from offload.formats.gguf_header import GgufError, GgufMetadata, row_bytes
 
 MAX_LAYERS = 1024
 MAX_HEADS = 2**14

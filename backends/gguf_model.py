@@ -22,8 +22,8 @@ from backends.gguf_hparams import (
     KvShape,
     read_kv_shape,
 )
-from offload.gguf_index import GgufError, GgufIndex
-from offload.header import TensorRecord
+from offload.formats.gguf_index import GgufError, GgufIndex
+from offload.formats.safetensors import TensorRecord
 from offload.plan import LayerWeights
 
 _ENCODER = "an encoder, which gives embeddings and no next token"

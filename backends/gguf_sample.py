@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from backends.gguf_model import GgufModel
-from offload.header import TensorRecord
+from offload.formats.safetensors import TensorRecord
 from offload.plan import spread
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from backends.llama_stream import resident_outer_records
 from backends.small_model import is_small, measure_passes, measure_small
 from backends.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from offload.errors import SpecdecError
-from offload.fingerprint import fingerprint
-from offload.gguf_header import GGML_TYPES
-from offload.header import TensorRecord
+from offload.formats.fingerprint import fingerprint
+from offload.formats.gguf_header import GGML_TYPES
+from offload.formats.safetensors import TensorRecord
 from offload.paged_memory import move_seconds_per_byte
 from offload.paging_plan import paging_overhead_bytes
 from offload.process.memory import memory_limit, reset_peak_rss

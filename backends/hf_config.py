@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from backends.base import UnsupportedModel
 from backends.library_errors import one_line
-from offload.index import CheckpointError
+from offload.formats.checkpoint import CheckpointError
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 # Their attention masks or biases go by the row in the cache, which for the nodes of a tree is not

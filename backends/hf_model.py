@@ -30,7 +30,7 @@ from backends.hf_config import context_limit, declared, kv_values_per_token, loa
 from backends.layer_count import check_layers_used, refuse_absurd_count
 from backends.library_errors import one_line
 from backends.raw_config import refuse_nonsense
-from offload.index import CheckpointError, TensorRecord, WeightIndex
+from offload.formats.checkpoint import CheckpointError, TensorRecord, WeightIndex
 from offload.plan import LayerWeights
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}

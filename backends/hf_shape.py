@@ -40,7 +40,7 @@ from backends.model_shape import (
     ModelShape,
 )
 from backends.raw_config import refuse_nonsense
-from offload.index import TensorRecord, WeightIndex
+from offload.formats.checkpoint import TensorRecord, WeightIndex
 
 _FORMATS = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)

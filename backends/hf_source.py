@@ -22,7 +22,7 @@ from backends.static_pass import MAX_STATIC_ROWS, has_static_passes
 from backends.torch_backend import TorchBackend
 from backends.torch_cpu import CpuWeights
 from backends.torch_weights import TorchWeights
-from offload.fingerprint import fingerprint
+from offload.formats.fingerprint import fingerprint
 from offload.plan import LayerWeights
 from offload.reading import resident_footprint
 

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from backends.raw_config import read_raw
-from offload.index import CheckpointError, WeightIndex
+from offload.formats.checkpoint import CheckpointError, WeightIndex
 
 _COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")

@@ -24,7 +24,7 @@ from backends.masks import (
     segmented_mask,
 )
 from backends.torch_weights import RawTensors
-from offload.index import TensorRecord
+from offload.formats.checkpoint import TensorRecord
 from offload.units import MIB
 
 MAX_MASK_BYTES = 16 * MIB

@@ -23,7 +23,7 @@ from backends.llama_stream import StreamedLayers, mapped_ranges
 from backends.llama_tree import TreeSequences
 from backends.mending import MendingBackend
 from backends.node_table import NodeTable
-from offload.mapped_file import TensorShape
+from offload.formats.mapped import TensorShape
 from offload.plan import ResidencyPlan
 
 _QUICK_BYTES = 4e9  # weights times rows that take less than about a second: no thread for those

@@ -14,7 +14,7 @@ import numpy as np
 
 from backends.base import BackendError, SavedTensors
 from backends.llama_lib import LlamaContext, LlamaModel
-from offload.mapped_file import TensorShape
+from offload.formats.mapped import TensorShape
 
 _NAME = "sequence"
 _SEQUENCE = 0

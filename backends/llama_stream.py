@@ -27,7 +27,7 @@ from backends.llama_lib import LlamaContext, LlamaError, LlamaModel, Progress
 from backends.llama_passes import PassCancelled
 from backends.llama_tree import check_lengths
 from offload.address_space import MappedRange, find_mapping
-from offload.header import TensorRecord
+from offload.formats.safetensors import TensorRecord
 from offload.pager import Pager
 from offload.plan import LayerWeights
 from offload.process.interruptible import call_aside

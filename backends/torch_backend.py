@@ -36,7 +36,7 @@ from backends.static_pass import StaticPasses
 from backends.torch_cpu import CpuWeights
 from backends.torch_prefix import load_prefix, prefix_tensors, save_prefix
 from backends.torch_weights import RawTensors, TorchWeights
-from offload.mapped_file import TensorShape
+from offload.formats.mapped import TensorShape
 
 CHUNK_ROWS = 256
 """Rows that go through a layer at once: bounds the activations of a long prompt."""

@@ -11,7 +11,7 @@ from backends.base import BackendError, SavedTensors
 from backends.hf_config import kv_values_per_token
 from backends.hf_model import TORCH_DTYPES, HfModel
 from backends.kv_cache import TreeCache
-from offload.mapped_file import TensorShape
+from offload.formats.mapped import TensorShape
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 

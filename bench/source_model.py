@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bench.shapes import LlamaShape, SynthError
-from offload.index import WeightIndex
+from offload.formats.checkpoint import WeightIndex
 from specdec.pair.float_weights import read_float32
 
 _MAX_FIGURE = 2**24  # far above any model

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 from bench.peers import GGUF, Weights
-from offload.gguf_index import GgufIndex
-from offload.index import WeightIndex
+from offload.formats.checkpoint import WeightIndex
+from offload.formats.gguf_index import GgufIndex
 
 
 def describe_weights(weights: Weights) -> dict[str, Any]:

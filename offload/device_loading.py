@@ -9,7 +9,7 @@ from typing import Any
 
 from offload.copying import CopyEngine, DeviceBuffer
 from offload.direct_io import DirectFile, OpenStorage
-from offload.index import TensorRecord
+from offload.formats.checkpoint import TensorRecord
 from offload.layout import Layout, Piece, make_layout
 from offload.reading import DEFAULT_N_READERS, OpenFiles, Progress, bring_pieces
 from offload.slots import SlotMemory

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from offload.address_space import check_supported
 from offload.direct_io import DirectFile, OpenStorage, buffer_bytes
 from offload.file_supply import RingOptions, walk_files
-from offload.index import TensorRecord
+from offload.formats.checkpoint import TensorRecord
 from offload.paged_memory import Loan, PageMemory, load_resident, reserve_all, reserve_streamed
 from offload.paging_plan import Mappings, plan_paging
 from offload.plan import LayerWeights

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from offload.address_space import AddressSpaceError, MappedRange
 from offload.direct_io import HUGE_PAGE_BYTES, buffer_bytes
-from offload.index import TensorRecord
+from offload.formats.checkpoint import TensorRecord
 from offload.layout import Layout, Piece
 from offload.plan import LayerWeights
 from offload.reading import resident_footprint

@@ -19,7 +19,7 @@ import numpy as np
 
 from offload.budget import BudgetExceeded
 from offload.direct_io import align_down, align_up, buffer_bytes
-from offload.index import TensorRecord
+from offload.formats.checkpoint import TensorRecord
 from offload.layout import Layout, make_layout
 from offload.reading import resident_footprint
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.direct_io import DirectFile, StorageError
-from offload.index import TensorRecord
+from offload.formats.checkpoint import TensorRecord
 from offload.plan import LayerWeights
 from offload.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
 from offload.slots import StreamerClosed

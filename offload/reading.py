@@ -16,7 +16,7 @@ from offload.direct_io import (
     align_up,
     buffer_bytes,
 )
-from offload.index import TensorRecord
+from offload.formats.checkpoint import TensorRecord
 from offload.layout import Layout, Piece, make_layout
 from offload.process.interruptible import call_aside
 from offload.slots import SlotMemory, SlotRing

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload import address_space
-from offload.index import TensorRecord
+from offload.formats.checkpoint import TensorRecord
 from offload.plan import LayerWeights
 from offload.units import MIB
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offload.direct_io import buffer_bytes
-from offload.index import TensorRecord
+from offload.formats.checkpoint import TensorRecord
 from offload.layout import Layout, make_layout
 from offload.plan import LayerWeights
 from offload.units import MIB

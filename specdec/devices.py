@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from backends.source import PassCompute
 from offload.errors import SpecdecError
-from offload.header import TensorRecord
+from offload.formats.safetensors import TensorRecord
 from offload.units import GIB
 
 DEFAULT_FORMAT = "default"

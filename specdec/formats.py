@@ -12,7 +12,7 @@ from typing import Any
 
 from backends.library_errors import one_line
 from backends.source import BackendOptions, ModelSource
-from offload.index import CheckpointError
+from offload.formats.checkpoint import CheckpointError
 from specdec.compat import Compatibility, Vocabulary, compare_vocabularies
 from specdec.models import resolve_model
 from specdec.tokenizer import ChatTokenizer, Tokenizer

@@ -18,8 +18,8 @@ import numpy as np
 
 from backends.base import Backend, BackendError, SavedTensors
 from offload.errors import SpecdecError
-from offload.header import CheckpointError
-from offload.mapped_file import MappedFile, TensorShape, read_mapped, write_mapped
+from offload.formats.mapped import MappedFile, TensorShape, read_mapped, write_mapped
+from offload.formats.safetensors import CheckpointError
 from offload.process.memory import reset_peak_rss
 from specdec.formats import OpenedModel
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offload.index import WeightIndex
+from offload.formats.checkpoint import WeightIndex
 
 
 def weight_files(model: Path) -> list[Path]:
     """The files that hold a model's weights: of a checkpoint directory or a GGUF file."""
     if model.is_file():
-        from offload.gguf_index import GgufIndex
+        from offload.formats.gguf_index import GgufIndex
 
         return list(GgufIndex.from_path(model).paths)
     return sorted({record.path for record in WeightIndex.from_directory(model).values()})

@@ -73,11 +73,11 @@ class ThisMachine:
 def model_formats(model: Path) -> tuple[str, ...]:
     """What a run of the model multiplies in; reads the headers of its files."""
     if is_gguf(model):
-        from offload.gguf_index import GgufIndex
+        from offload.formats.gguf_index import GgufIndex
 
         formats = matrix_formats(GgufIndex.from_path(model).values())
         return tuple(dict.fromkeys((*formats, "F16")))  # the KV cache is F16
-    from offload.index import WeightIndex
+    from offload.formats.checkpoint import WeightIndex
 
     return matrix_formats(WeightIndex.from_directory(model).values())
 
@@ -85,7 +85,7 @@ def model_formats(model: Path) -> tuple[str, ...]:
 def _measure_ggml(name: str, n_threads: int | None) -> tuple[ComputeCurve, float]:
     from backends.ggml_compute import measure_ggml_compute
     from backends.llama_lib import default_threads
-    from offload.gguf_header import GGML_TYPES
+    from offload.formats.gguf_header import GGML_TYPES
 
     for number, kind in GGML_TYPES.items():
         if kind.name == name:

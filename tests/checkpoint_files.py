@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload.index import CheckpointError, WeightIndex
+from offload.formats.checkpoint import CheckpointError, WeightIndex
 
 GOOD: dict[str, Any] = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
 

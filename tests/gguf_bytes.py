@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from offload.gguf_header import GGML_TYPES
+from offload.formats.gguf_header import GGML_TYPES
 
 CODES = {"u8": 0, "i8": 1, "u16": 2, "i16": 3, "u32": 4, "i32": 5, "f32": 6, "bool": 7, "str": 8,
          "arr": 9, "u64": 10, "i64": 11, "f64": 12}  # fmt: skip

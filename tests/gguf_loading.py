@@ -8,7 +8,7 @@ import gguf_bytes as gb
 import pytest
 
 from backends.gguf_model import GgufModel, load_gguf_model
-from offload.gguf_index import GgufError
+from offload.formats.gguf_index import GgufError
 
 
 def load(folder: Path, metadata: dict | None = None, tensors: dict | None = None) -> GgufModel:

@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf_bytes as gb
 import pytest
 
-from offload.gguf_header import GgufError, GgufFile
+from offload.formats.gguf_header import GgufError, GgufFile
 
 F32, I8, I64, Q4_0, Q4_K = 0, 24, 27, 2, 12
 HUGE = 2**64 - 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from weight_files import Weights
 
 from offload.address_space import MappedRange, find_mapping
-from offload.index import TensorRecord
+from offload.formats.checkpoint import TensorRecord
 from offload.pager import Pager
 
 HUGE = 2 << 20

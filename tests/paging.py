@@ -11,7 +11,7 @@ from mapped_weights import memory_in as bytes_in
 from weight_files import Weights, write_weights
 
 from offload import address_space, paging_plan
-from offload.index import TensorRecord
+from offload.formats.checkpoint import TensorRecord
 from offload.pager import Pager
 
 PAGE = address_space.PAGE_BYTES

@@ -7,7 +7,7 @@ from pathlib import Path
 from backends.base import Backend
 from backends.compute_profile import ComputeCurve
 from backends.source import Loading, ModelCompute, ModelSource
-from offload.index import TensorRecord
+from offload.formats.checkpoint import TensorRecord
 from offload.plan import LayerWeights
 from offload.units import MIB
 

@@ -9,7 +9,7 @@ from exact_rules import Rows
 
 from backends.base import Backend, SavedTensors
 from backends.node_table import NodeTable
-from offload.mapped_file import TensorShape
+from offload.formats.mapped import TensorShape
 
 
 class TableBackend(Backend):

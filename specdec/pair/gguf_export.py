@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from offload.header import TensorRecord
-from offload.index import WeightIndex
+from offload.formats.checkpoint import WeightIndex
+from offload.formats.safetensors import TensorRecord
 from specdec.pair import PAIR_NAMES, PAIR_PREFIX, pair_path
 from specdec.pair.float_weights import read_float32
 from specdec.pair.gguf_file import (

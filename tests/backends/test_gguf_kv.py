@@ -13,7 +13,7 @@ import pytest
 
 from backends.gguf_hparams import KvLayer, KvShape
 from backends.gguf_model import GgufModel, load_gguf_model
-from offload.gguf_index import GgufError
+from offload.formats.gguf_index import GgufError
 
 
 def load(folder: Path, metadata: dict | None = None) -> GgufModel:

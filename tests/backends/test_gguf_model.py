@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from backends.base import UnsupportedModel
 from backends.gguf_model import load_gguf_model
-from offload.gguf_index import GgufError
+from offload.formats.gguf_index import GgufError
 
 
 def hybrid_tensors(*kinds: str) -> dict:

@@ -15,7 +15,7 @@ from backends.gguf_model import load_gguf_model
 from backends.gguf_sample import SAMPLED_ARCHITECTURES, sample_file, spread_layers
 from backends.llama_lib import LlamaError
 from backends.source import BackendOptions, Loading
-from offload.gguf_index import GgufIndex
+from offload.formats.gguf_index import GgufIndex
 from offload.plan import plan_residency
 
 pytestmark = pytest.mark.gguf

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import save_tiny_checkpoint
 
 from backends.hf_model import load_hf_model
-from offload.index import CheckpointError
+from offload.formats.checkpoint import CheckpointError
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from backends.llama_log import LlamaLog
 from backends.llama_memory import context_memory, logged_sizes
 from backends.llama_passes import PassCancelled
 from backends.source import BackendOptions
-from offload.gguf_index import GgufError
+from offload.formats.gguf_index import GgufError
 from offload.plan import ResidencyPlan
 
 pytestmark = pytest.mark.gguf

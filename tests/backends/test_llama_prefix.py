@@ -16,7 +16,7 @@ pytest.importorskip("gguf")
 from backends.base import PREFIX, BackendError
 from backends.gguf_model import load_gguf_model
 from backends.llama_cpp import LlamaBackend
-from offload.mapped_file import TensorShape
+from offload.formats.mapped import TensorShape
 
 pytestmark = pytest.mark.gguf
 TEXT = [3, 4, 5, 6, 7]

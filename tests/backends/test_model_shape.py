@@ -21,7 +21,7 @@ from backends.gguf_shape import gguf_shape
 from backends.hf_model import build_model
 from backends.hf_shape import hf_shape, shape_of
 from backends.model_shape import FFN, ModelShape
-from offload.index import CheckpointError, WeightIndex
+from offload.formats.checkpoint import CheckpointError, WeightIndex
 from specdec.analysis.operators import pass_work, total
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from streaming import reader_threads
 from weight_files import Weights, write_weights
 
 from offload.address_space import AddressSpaceError, MappedRange
-from offload.index import TensorRecord
+from offload.formats.checkpoint import TensorRecord
 from offload.pager import Pager
 from offload.paging_plan import paging_overhead_bytes, plan_paging
 from offload.plan import LayerWeights

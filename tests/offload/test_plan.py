@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weight_files import write_weights
 
 from offload.budget import BudgetExceeded
-from offload.index import TensorRecord
+from offload.formats.checkpoint import TensorRecord
 from offload.plan import LayerWeights, ResidencyPlan, plan_residency, spread
 from offload.reading import resident_footprint
 from offload.streamer import WeightStreamer

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.budget import BudgetExceeded
-from offload.index import TensorRecord
+from offload.formats.checkpoint import TensorRecord
 from offload.plan import LayerWeights
 from offload.tier_planner import (
     TieredPlan,

@@ -12,7 +12,7 @@ import pytest
 from tiny_pair import save_model
 
 from backends.compute_profile import matrix_formats
-from offload.header import TensorRecord
+from offload.formats.safetensors import TensorRecord
 from specdec.cli import main
 from specdec.device_file import find_device
 from specdec.devices import PRESETS, DeviceError, DeviceSpec, complete, this_machine

@@ -16,7 +16,7 @@ from tiny_pair import save_model
 import specdec
 from backends.source import BackendOptions
 from offload.errors import SpecdecError
-from offload.mapped_file import TensorShape, read_mapped, write_mapped
+from offload.formats.mapped import TensorShape, read_mapped, write_mapped
 from specdec.api import LLM, GenerationResult
 from specdec.cli import main
 from specdec.formats import OpenedModel, open_model

@@ -18,7 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.header import DTYPE_BITS, CheckpointError, TensorRecord, read_header_and_metadata
+from offload.formats.safetensors import (
+    DTYPE_BITS,
+    CheckpointError,
+    TensorRecord,
+    read_header_and_metadata,
+)
 
 _ALIGNMENT = 64
 _DIGEST_KEY = "sha256"

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from offload.header import (
+from offload.formats.safetensors import (
     MAX_HEADER_BYTES,
     CheckpointError,
     TensorRecord,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from gguf_reading import I8, one_tensor, read
 
-from offload import gguf_metadata
-from offload.gguf_header import GGML_TYPES, GgufError, GgufFile, row_bytes
+from offload.formats import gguf_metadata
+from offload.formats.gguf_header import GGML_TYPES, GgufError, GgufFile, row_bytes
 
 SCALARS = {
     "u8": 200, "i8": -100, "u16": 60000, "i16": -30000, "u32": 2**32 - 1, "i32": -(2**31),

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from offload.gguf_header import GgufError, GgufFile, GgufMetadata
-from offload.header import TensorRecord
+from offload.formats.gguf_header import GgufError, GgufFile, GgufMetadata
+from offload.formats.safetensors import TensorRecord
 
 __all__ = ["GgufError", "GgufIndex"]
 

@@ -15,7 +15,7 @@ from gguf_reading import HUGE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.gguf_header import GGML_TYPES, GgufError, GgufFile
+from offload.formats.gguf_header import GGML_TYPES, GgufError, GgufFile
 
 BASE = gb.make_file(
     {

@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf_bytes as gb
 import pytest
 
-from offload.gguf_index import GgufError, GgufIndex
+from offload.formats.gguf_index import GgufError, GgufIndex
 
 META = {"general.architecture": ("str", "llama")}
 PARTS = (

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
-from offload.gguf_metadata import (
+from offload.formats.gguf_metadata import (
     DAMAGED,
     MAX_METADATA,
     Cursor,
@@ -26,7 +26,7 @@ from offload.gguf_metadata import (
     GgufMetadata,
     read_metadata,
 )
-from offload.header import TensorRecord
+from offload.formats.safetensors import TensorRecord
 from offload.units import MIB, format_bytes
 
 __all__ = ["GGML_TYPES", "GgmlType", "GgufError", "GgufFile", "GgufMetadata", "row_bytes"]

@@ -13,9 +13,9 @@ import gguf_bytes as gb
 import pytest
 from gguf_reading import F32, HUGE, I8, I64, Q4_0, Q4_K, one_tensor, read, refused
 
-from offload import gguf_metadata
-from offload.gguf_header import GgufError, GgufFile
-from offload.index import CheckpointError
+from offload.formats import gguf_metadata
+from offload.formats.checkpoint import CheckpointError
+from offload.formats.gguf_header import GgufError, GgufFile
 
 
 def test_header(tmp_path: Path) -> None:

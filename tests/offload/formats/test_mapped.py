@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from offload.header import CheckpointError
-from offload.mapped_file import TensorShape, read_mapped, write_mapped
+from offload.formats.mapped import TensorShape, read_mapped, write_mapped
+from offload.formats.safetensors import CheckpointError
 
 TENSORS = (
     TensorShape("odd", "U8", (7,)),

@@ -11,7 +11,7 @@ import pytest
 from checkpoint_files import refused, write_raw
 from safetensors.numpy import save_file
 
-from offload.index import WeightIndex, read_header
+from offload.formats.checkpoint import WeightIndex, read_header
 
 # --- what works --------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""Where each tensor of a safetensors or GGUF file lies, read with distrust."""
