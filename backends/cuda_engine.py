@@ -13,8 +13,8 @@ import torch
 
 from backends.base import BackendError
 from backends.vram_errors import VramUse, no_raw_out_of_memory
-from offload.direct_io import AlignedBuffer
 from offload.errors import SpecdecError
+from offload.storage.direct_io import AlignedBuffer
 from offload.units import format_bytes
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context

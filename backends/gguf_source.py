@@ -26,7 +26,7 @@ from offload.formats.safetensors import TensorRecord
 from offload.paged_memory import move_seconds_per_byte
 from offload.paging_plan import paging_overhead_bytes
 from offload.process.memory import memory_limit, reset_peak_rss
-from offload.reading import resident_footprint
+from offload.storage.reading import resident_footprint
 
 logger = logging.getLogger(__name__)
 

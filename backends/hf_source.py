@@ -24,7 +24,7 @@ from backends.torch_cpu import CpuWeights
 from backends.torch_weights import TorchWeights
 from offload.formats.fingerprint import fingerprint
 from offload.plan import LayerWeights
-from offload.reading import resident_footprint
+from offload.storage.reading import resident_footprint
 
 
 class HfSource(ModelSource):

@@ -31,7 +31,7 @@ from offload.formats.safetensors import TensorRecord
 from offload.pager import Pager
 from offload.plan import LayerWeights
 from offload.process.interruptible import call_aside
-from offload.reading import DEFAULT_N_READERS
+from offload.storage.reading import DEFAULT_N_READERS
 
 _EMBEDDING = "token_embd.weight"
 _SWITCH_SECONDS = 0.0005

@@ -14,8 +14,8 @@ from backends.ranking import Ranking
 from backends.rows import LogitRows
 from backends.torch_weights import RawTensors
 from offload.plan import LayerWeights
-from offload.reading import DEFAULT_N_READERS, Progress
 from offload.slots import Check
+from offload.storage.reading import DEFAULT_N_READERS, Progress
 from offload.streamer import WeightStreamer, load_resident
 
 

@@ -26,7 +26,7 @@ from specdec.storage import weight_files
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from offload.throttle import ReadLimit
+    from offload.storage.read_limit import ReadLimit
 
 
 class ChildFailed(SpecdecError):

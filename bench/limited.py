@@ -17,7 +17,7 @@ from types import FrameType
 
 from offload.process.cgroup import MemoryCgroup
 from offload.process.signals import handling
-from offload.throttle import ReadLimit
+from offload.storage.read_limit import ReadLimit
 
 OK, OOM_KILLED, TIMED_OUT, FAILED = "ok", "oom-killed", "timeout", "failed"
 _SAMPLE_SECONDS = 0.1

@@ -19,7 +19,7 @@ from bench.peer_program import LEAST_SPECULATED_TOKENS, LEAST_TOKENS, Task
 from bench.peers import LEAST_AMOUNT_BYTES, MEMORY, Peer, Weights, settings_to_try
 from bench.probe import probe_bandwidth
 from bench.workloads import Prompt
-from offload.throttle import ReadLimit
+from offload.storage.read_limit import ReadLimit
 from offload.units import GIB
 from specdec.enforce import child_environment
 from specdec.storage import largest_weight_file, weight_files

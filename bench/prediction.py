@@ -1,7 +1,7 @@
 """Does the plan's prediction hold? Predicted against measured, over models, budgets and storages.
 
 Every setting is a fresh process inside a memory cgroup of its budget; slower storage is a limit on
-reading that the kernel enforces (`offload.throttle`).
+reading that the kernel enforces (`offload.storage.read_limit`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bench.provenance import collect
 from bench.results import write_json
 from bench.workloads import BUILT_IN, read_prompts
 from offload.errors import SpecdecError
-from offload.throttle import ReadLimit
+from offload.storage.read_limit import ReadLimit
 from offload.units import parse_bytes
 from specdec.formats import is_gguf
 from specdec.models import resolve_draft, resolve_model

@@ -8,11 +8,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from offload.copying import CopyEngine, DeviceBuffer
-from offload.direct_io import DirectFile, OpenStorage
 from offload.formats.checkpoint import TensorRecord
-from offload.layout import Layout, Piece, make_layout
-from offload.reading import DEFAULT_N_READERS, OpenFiles, Progress, bring_pieces
 from offload.slots import SlotMemory
+from offload.storage.direct_io import DirectFile, OpenStorage
+from offload.storage.layout import Layout, Piece, make_layout
+from offload.storage.reading import DEFAULT_N_READERS, OpenFiles, Progress, bring_pieces
 from offload.units import MIB
 
 LOAD_READ_BYTES = 8 * MIB

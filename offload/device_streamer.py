@@ -19,11 +19,11 @@ from typing import Any
 from offload.copying import CopyEngine, Event
 from offload.device_loading import load_on_device
 from offload.device_supply import CopySupply, DeviceSlot
-from offload.direct_io import DirectFile, OpenStorage
 from offload.host_tier import HostTier
 from offload.lending import LayerLender
-from offload.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
 from offload.slots import Check
+from offload.storage.direct_io import DirectFile, OpenStorage
+from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
 from offload.tiers import TierPlan
 from offload.walk import LayerWalk, Taken
 

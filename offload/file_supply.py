@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from offload.direct_io import AlignedBuffer, OpenStorage
-from offload.layout import Layout, Piece
-from offload.reading import OpenFiles, ReaderThreads, shared_read_bytes
 from offload.slots import Fence, SlotMemory, SlotRing, poison_memory
+from offload.storage.direct_io import AlignedBuffer, OpenStorage
+from offload.storage.layout import Layout, Piece
+from offload.storage.reading import OpenFiles, ReaderThreads, shared_read_bytes
 from offload.walk import LayerWalk
 
 

@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload.copying import CopyEngine
-from offload.direct_io import DirectFile, OpenStorage
 from offload.file_supply import RingOptions, walk_files
-from offload.layout import Layout
 from offload.lending import LayerLender
-from offload.reading import (
+from offload.slots import SlotMemory
+from offload.storage.direct_io import DirectFile, OpenStorage
+from offload.storage.layout import Layout
+from offload.storage.reading import (
     DEFAULT_N_READERS,
     DEFAULT_READ_BYTES,
     Progress,
     ResidentWeights,
     load_resident,
 )
-from offload.slots import SlotMemory
 from offload.tiers import TieredLayer
 from offload.walk import StreamStats, Taken
 

@@ -21,10 +21,10 @@ from offload.address_space import (
     unmap,
     view,
 )
-from offload.direct_io import HUGE_PAGE_BYTES, OpenStorage
-from offload.layout import Layout, Piece
 from offload.paging_plan import PagingPlan, Part
-from offload.reading import Progress, read_pieces
+from offload.storage.direct_io import HUGE_PAGE_BYTES, OpenStorage
+from offload.storage.layout import Layout, Piece
+from offload.storage.reading import Progress, read_pieces
 
 _PROBE_BYTES = 16 * HUGE_PAGE_BYTES
 _PROBES = 5

@@ -24,14 +24,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from offload.address_space import check_supported
-from offload.direct_io import DirectFile, OpenStorage, buffer_bytes
 from offload.file_supply import RingOptions, walk_files
 from offload.formats.checkpoint import TensorRecord
 from offload.paged_memory import Loan, PageMemory, load_resident, reserve_all, reserve_streamed
 from offload.paging_plan import Mappings, plan_paging
 from offload.plan import LayerWeights
-from offload.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
 from offload.slots import Check, SlotMemory
+from offload.storage.direct_io import DirectFile, OpenStorage, buffer_bytes
+from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
 from offload.trace import LAYER, record_since
 from offload.walk import StreamStats, Taken
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.address_space import AddressSpaceError, MappedRange
-from offload.direct_io import HUGE_PAGE_BYTES, buffer_bytes
 from offload.formats.checkpoint import TensorRecord
-from offload.layout import Layout, Piece
 from offload.plan import LayerWeights
-from offload.reading import resident_footprint
 from offload.spans import Span, resident_spans, streamed_spans
+from offload.storage.direct_io import HUGE_PAGE_BYTES, buffer_bytes
+from offload.storage.layout import Layout, Piece
+from offload.storage.reading import resident_footprint
 
 Mappings = Mapping[Path, Sequence[MappedRange]]
 """Where each file is mapped."""

@@ -18,10 +18,10 @@ from functools import cached_property
 import numpy as np
 
 from offload.budget import BudgetExceeded
-from offload.direct_io import align_down, align_up, buffer_bytes
 from offload.formats.checkpoint import TensorRecord
-from offload.layout import Layout, make_layout
-from offload.reading import resident_footprint
+from offload.storage.direct_io import align_down, align_up, buffer_bytes
+from offload.storage.layout import Layout, make_layout
+from offload.storage.reading import resident_footprint
 
 DEFAULT_N_SLOTS = 3
 MIN_N_SLOTS = 2

@@ -1,6 +1,6 @@
 """How fast this machine's storage is, measured once with the streamer's own kind of reads.
 
-A limit that a cgroup sets on reading (`offload.throttle`) is not the device's: under one, nothing
+A limit that a cgroup sets on reading (`offload.storage.read_limit`) is not the device's: under one, nothing
 is remembered, and nothing remembered is used.
 """
 
@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offload.direct_io import DirectFile, StorageError
 from offload.formats.checkpoint import TensorRecord
 from offload.plan import LayerWeights
-from offload.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
 from offload.slots import StreamerClosed
+from offload.storage.direct_io import DirectFile, StorageError
+from offload.storage.read_limit import read_limit_in_force
+from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
 from offload.streamer import StreamStats, WeightStreamer
-from offload.throttle import read_limit_in_force
 from offload.units import GIB, MIB
 
 logger = logging.getLogger(__name__)

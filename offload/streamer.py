@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload.direct_io import DirectFile, OpenStorage, buffer_bytes
 from offload.file_supply import RingOptions, walk_files
 from offload.lending import LayerLender
 from offload.plan import LayerWeights
-from offload.reading import (
+from offload.slots import SlotMemory, StreamerClosed
+from offload.storage.direct_io import DirectFile, OpenStorage, buffer_bytes
+from offload.storage.reading import (
     DEFAULT_N_READERS,
     DEFAULT_READ_BYTES,
     Progress,
@@ -25,7 +26,6 @@ from offload.reading import (
     load_resident,
     resident_footprint,
 )
-from offload.slots import SlotMemory, StreamerClosed
 from offload.walk import StreamStats, Taken
 
 __all__ = [

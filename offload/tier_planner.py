@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.budget import BudgetExceeded
-from offload.direct_io import ALIGNMENT
-from offload.layout import MERGE_GAP_BYTES, make_layout
 from offload.plan import MIN_N_SLOTS, LayerWeights, ResidencyPlan, plan_residency
+from offload.storage.direct_io import ALIGNMENT
+from offload.storage.layout import MERGE_GAP_BYTES, make_layout
 from offload.tiers import (
     DEFAULT_N_DEVICE_SLOTS,
     DEVICE_GRANULE_BYTES,

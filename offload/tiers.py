@@ -19,10 +19,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from offload.direct_io import buffer_bytes
 from offload.formats.checkpoint import TensorRecord
-from offload.layout import Layout, make_layout
 from offload.plan import LayerWeights
+from offload.storage.direct_io import buffer_bytes
+from offload.storage.layout import Layout, make_layout
 from offload.units import MIB
 
 DEVICE_GRANULE_BYTES = 2 * MIB

@@ -20,7 +20,7 @@ from offload.process.memory import memory_limit as limit_of_this_process
 from offload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from offload.throttle import ReadLimit
+    from offload.storage.read_limit import ReadLimit
 
 KILLED = 137  # 128 + SIGKILL: what the kernel does at the limit
 _MARK = "SPECDEC_ENFORCED_BYTES"

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from offload.direct_io import DirectFile
+from offload.storage.direct_io import DirectFile
 
 
 class HangingStorage:

@@ -10,7 +10,7 @@ from fake_device import FakeDevice, Policy
 from weight_files import Weights
 
 from offload.device_streamer import DeviceStreamer
-from offload.direct_io import ALIGNMENT
+from offload.storage.direct_io import ALIGNMENT
 from offload.tiers import TieredLayer, TierPlan
 
 DEVICE, HOST, STORAGE = "device", "host", "storage"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from offload.direct_io import DirectFile, OpenStorage, pread_into
 from offload.formats.checkpoint import TensorRecord
 from offload.plan import LayerWeights
+from offload.storage.direct_io import DirectFile, OpenStorage, pread_into
 from offload.streamer import WeightStreamer
 
 

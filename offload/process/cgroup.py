@@ -137,7 +137,7 @@ def run_in_cgroup(
     Signals that this process gets meanwhile are passed on. The program dies with this process.
 
     Args:
-        further: limits of other kinds, such as `offload.throttle.ReadLimit.applied`.
+        further: limits of other kinds, such as `offload.storage.read_limit.ReadLimit.applied`.
         name: what messages call the program; argv[0] when left out.
 
     Returns:

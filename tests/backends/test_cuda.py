@@ -29,7 +29,7 @@ from backends.graphs import CudaGraphs
 from backends.torch_backend import TorchBackend
 from backends.vram_errors import VramExceeded
 from offload.device_streamer import DeviceStreamer
-from offload.direct_io import ALIGNMENT
+from offload.storage.direct_io import ALIGNMENT
 from offload.units import GIB, MIB
 
 __all__ = ["no_thread_is_left"]

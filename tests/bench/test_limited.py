@@ -12,7 +12,7 @@ import pytest
 
 from bench.limited import FAILED, OK, OOM_KILLED, TIMED_OUT, Limits, Outcome, run_limited
 from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
-from offload.throttle import ReadLimit, block_device
+from offload.storage.read_limit import ReadLimit, block_device
 from offload.units import MIB
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +95,7 @@ def test_reads_are_held_to_a_speed(tmp_path: Path) -> None:
     if block_device(tmp_path) is None:
         pytest.skip("no block device below the temporary folder")
     script = (
-        "from pathlib import Path; from offload.throttle import read_limit_in_force; "
+        "from pathlib import Path; from offload.storage.read_limit import read_limit_in_force; "
         f"print(read_limit_in_force(Path({str(tmp_path)!r})))"
     )
     limits = Limits(400 * MIB, 30.0, ReadLimit(tmp_path, 90_000_000))

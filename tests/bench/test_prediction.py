@@ -21,7 +21,7 @@ from bench.prediction import (
 )
 from bench.prediction_run import PredictionSpec, measure
 from bench.results import PREDICTION, read_results
-from offload.throttle import ReadLimit
+from offload.storage.read_limit import ReadLimit
 from specdec.cli_errors import EXIT_INTERRUPTED
 from specdec.storage import largest_weight_file
 

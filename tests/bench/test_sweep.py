@@ -35,7 +35,7 @@ from bench.sweep import (
 from bench.sweep_cli import count_setting, describe, parse_speeds, parse_trees
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
-from offload.throttle import ReadLimit
+from offload.storage.read_limit import ReadLimit
 from offload.units import GIB
 
 OUR_PEERS = dict(peers.PEERS)

@@ -14,8 +14,8 @@ from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
 from weight_files import write_weights
 
 from offload.device_streamer import DeviceStreamer
-from offload.direct_io import ALIGNMENT
 from offload.slots import StreamerClosed
+from offload.storage.direct_io import ALIGNMENT
 
 PAGE = ALIGNMENT
 pytestmark = [

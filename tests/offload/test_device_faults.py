@@ -19,7 +19,7 @@ from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
 from weight_files import FaultyReads, Weights, write_weights
 
 from offload.device_streamer import DeviceStreamer
-from offload.direct_io import ALIGNMENT, StorageError
+from offload.storage.direct_io import ALIGNMENT, StorageError
 from offload.tiers import TierPlan
 
 PAGE = ALIGNMENT

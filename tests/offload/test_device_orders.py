@@ -11,8 +11,8 @@ from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
 from weight_files import write_weights
 
 from offload.device_streamer import DeviceStreamer
-from offload.direct_io import ALIGNMENT
 from offload.slots import Slot, SlotRing
+from offload.storage.direct_io import ALIGNMENT
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 

@@ -14,7 +14,7 @@ from weight_files import write_weights
 
 from offload.budget import BudgetExceeded
 from offload.device_streamer import DeviceStats, DeviceStreamer
-from offload.direct_io import ALIGNMENT
+from offload.storage.direct_io import ALIGNMENT
 from offload.tiers import TieredLayer, TierPlan
 
 PAGE = ALIGNMENT

@@ -20,10 +20,10 @@ from weight_files import FaultyReads, write_weights
 
 from offload import address_space
 from offload.address_space import MappedRange
-from offload.direct_io import DirectFile, buffer_bytes
 from offload.pager import Pager
 from offload.paging_plan import paging_overhead_bytes, plan_paging
-from offload.reading import resident_footprint
+from offload.storage.direct_io import DirectFile, buffer_bytes
+from offload.storage.reading import resident_footprint
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 

@@ -17,9 +17,9 @@ from streaming import Gate, reader_threads, uneven_sizes
 from weight_files import write_weights
 
 from offload.address_space import AddressSpaceError
-from offload.direct_io import StorageError
 from offload.pager import Pager
 from offload.slots import StreamerClosed
+from offload.storage.direct_io import StorageError
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 

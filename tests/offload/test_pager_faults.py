@@ -18,8 +18,8 @@ from paging import PAGE, check_memory, small_weights
 from streaming import reader_threads, uneven_sizes
 from weight_files import FaultyReads, write_weights
 
-from offload.direct_io import DirectFile, StorageError
 from offload.pager import Pager
+from offload.storage.direct_io import DirectFile, StorageError
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 

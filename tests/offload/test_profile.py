@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from offload import profile
-from offload.direct_io import StorageError
 from offload.profile import DeviceProfile, measure_storage
+from offload.storage.direct_io import StorageError
 from offload.streamer import StreamStats
 from offload.units import MIB
 

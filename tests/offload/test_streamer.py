@@ -13,7 +13,7 @@ from streaming import Gate, reader_threads, uneven_sizes
 from weight_files import FaultyReads, write_weights
 
 from offload import file_supply
-from offload.direct_io import ALIGNMENT
+from offload.storage.direct_io import ALIGNMENT
 from offload.streamer import StreamStats, WeightStreamer, resident_footprint
 
 PAGE = ALIGNMENT

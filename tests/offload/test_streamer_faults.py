@@ -16,8 +16,8 @@ import pytest
 from streaming import small_weights, uneven_sizes
 from weight_files import FaultyReads, write_weights
 
-from offload.direct_io import ALIGNMENT, StorageError
 from offload.plan import LayerWeights
+from offload.storage.direct_io import ALIGNMENT, StorageError
 from offload.streamer import (
     WeightStreamer,
     load_resident,
@@ -180,7 +180,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from weight_files import write_weights
-from offload.direct_io import StorageError
+from offload.storage.direct_io import StorageError
 from offload.streamer import WeightStreamer
 
 weights = write_weights(Path(sys.argv[1]), [[9000], [5000], [12000]])

@@ -14,7 +14,7 @@ import pytest
 from streaming import Gate, reader_threads, small_weights, uneven_sizes
 from weight_files import FaultyReads, write_weights
 
-from offload.direct_io import ALIGNMENT
+from offload.storage.direct_io import ALIGNMENT
 from offload.streamer import (
     StreamerClosed,
     WeightStreamer,

@@ -15,8 +15,8 @@ from weight_files import write_weights
 
 from offload import paging_plan
 from offload import trace as tracing
-from offload.direct_io import ALIGNMENT
 from offload.pager import Pager
+from offload.storage.direct_io import ALIGNMENT
 from offload.streamer import WeightStreamer
 from offload.trace import LAYER, READ, WAIT, Event, Trace, record_since, recorded, recording
 

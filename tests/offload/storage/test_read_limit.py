@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from offload import profile, throttle
+from offload import profile
 from offload.process.cgroup import CgroupUnavailable, MemoryCgroup, run_in_cgroup
 from offload.profile import measure_storage
+from offload.storage import read_limit as throttle
+from offload.storage.read_limit import ReadLimit, block_device, read_limit_in_force
 from offload.streamer import StreamStats
-from offload.throttle import ReadLimit, block_device, read_limit_in_force
 from offload.units import MIB
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TELL = (
-    "import sys; from pathlib import Path; from offload.throttle import read_limit_in_force; "
+    "import sys; from pathlib import Path; from offload.storage.read_limit import read_limit_in_force; "
     "print(read_limit_in_force(Path(sys.argv[1])))"
 )
 

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from offload.direct_io import (
+from offload.formats.checkpoint import TensorRecord
+from offload.process.interruptible import call_aside
+from offload.slots import SlotMemory, SlotRing
+from offload.storage.direct_io import (
     AlignedBuffer,
     DirectFile,
     OpenStorage,
@@ -16,10 +19,7 @@ from offload.direct_io import (
     align_up,
     buffer_bytes,
 )
-from offload.formats.checkpoint import TensorRecord
-from offload.layout import Layout, Piece, make_layout
-from offload.process.interruptible import call_aside
-from offload.slots import SlotMemory, SlotRing
+from offload.storage.layout import Layout, Piece, make_layout
 from offload.trace import READ, record_since
 from offload.units import MIB
 

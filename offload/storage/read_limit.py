@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.direct_io import StorageError
 from offload.process.cgroup import MemoryCgroup
 from offload.process.cgroup_files import CgroupUnavailable, make_cgroup, remove_cgroup, write_cgroup
 from offload.process.memory import controller_cgroups
+from offload.storage.direct_io import StorageError
 
 _V1_FILE = "blkio.throttle.read_bps_device"
 _V2_FILE = "io.max"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from weight_files import FaultyReads
 
-from offload.direct_io import (
+from offload.storage.direct_io import (
     ALIGNMENT,
     HUGE_PAGE_BYTES,
     AlignedBuffer,

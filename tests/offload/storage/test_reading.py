@@ -10,8 +10,8 @@ import pytest
 from interrupting import interrupted
 from weight_files import FaultyReads, Weights, write_weights
 
-from offload.direct_io import ALIGNMENT
-from offload.reading import ResidentWeights, _Reading, load_resident, resident_footprint
+from offload.storage.direct_io import ALIGNMENT
+from offload.storage.reading import ResidentWeights, _Reading, load_resident, resident_footprint
 
 pytestmark = [
     pytest.mark.usefixtures("no_thread_is_left"),
