@@ -18,7 +18,7 @@ import numpy as np
 
 from backends.gguf_model import GgufModel
 from offload.formats.safetensors import TensorRecord
-from offload.plan import spread
+from offload.residency.plan import spread
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

@@ -31,7 +31,7 @@ from backends.layer_count import check_layers_used, refuse_absurd_count
 from backends.library_errors import one_line
 from backends.raw_config import refuse_nonsense
 from offload.formats.checkpoint import CheckpointError, TensorRecord, WeightIndex
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _SLIDING_MASK = "create_sliding_window_causal_mask"

@@ -23,7 +23,7 @@ from backends.torch_backend import TorchBackend
 from backends.torch_cpu import CpuWeights
 from backends.torch_weights import TorchWeights
 from offload.formats.fingerprint import fingerprint
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 from offload.storage.reading import resident_footprint
 
 

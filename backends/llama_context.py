@@ -5,7 +5,7 @@ from __future__ import annotations
 from backends.base import UnsupportedModel
 from backends.gguf_model import GgufModel
 from backends.llama_lib import MAX_SEQUENCES, ContextOptions, default_threads
-from offload.plan import ResidencyPlan
+from offload.residency.plan import ResidencyPlan
 
 LOAD_MODES = ("stream", "mmap", "ram")
 

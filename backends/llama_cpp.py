@@ -24,7 +24,7 @@ from backends.llama_tree import TreeSequences
 from backends.mending import MendingBackend
 from backends.node_table import NodeTable
 from offload.formats.mapped import TensorShape
-from offload.plan import ResidencyPlan
+from offload.residency.plan import ResidencyPlan
 
 _QUICK_BYTES = 4e9  # weights times rows that take less than about a second: no thread for those
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 from backends.base import UnsupportedModel
 from backends.llama_lib import LlamaError
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 
 _NO_WORK = {b"NONE", b"RESHAPE", b"VIEW", b"PERMUTE", b"TRANSPOSE"}
 Node = frozenset[int]

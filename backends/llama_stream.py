@@ -29,8 +29,8 @@ from backends.llama_tree import check_lengths
 from offload.address_space import MappedRange, find_mapping
 from offload.formats.safetensors import TensorRecord
 from offload.pager import Pager
-from offload.plan import LayerWeights
 from offload.process.interruptible import call_aside
+from offload.residency.plan import LayerWeights
 from offload.storage.reading import DEFAULT_N_READERS
 
 _EMBEDDING = "token_embd.weight"

@@ -15,7 +15,7 @@ from backends.base import PREFIX, Backend
 from backends.compute_profile import ComputeCurve, Product, measure_curve
 from backends.rows import LogitRows
 from backends.source import Loading, ModelCompute, ModelSource
-from offload.plan import plan_residency
+from offload.residency.plan import plan_residency
 from offload.units import MIB
 
 SMALL_BYTES = 64 * MIB

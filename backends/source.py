@@ -14,7 +14,7 @@ from pathlib import Path
 from backends.base import Backend, UnsupportedModel
 from backends.compute_profile import ComputeCurve
 from backends.ranking import Ranking
-from offload.plan import LayerWeights, ResidencyPlan
+from offload.residency.plan import LayerWeights, ResidencyPlan
 from offload.tiers import TierPlan
 
 Progress = Callable[[int, int], None]

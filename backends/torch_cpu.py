@@ -13,7 +13,7 @@ from backends.model_forward import on_host
 from backends.ranking import Ranking
 from backends.rows import LogitRows
 from backends.torch_weights import RawTensors
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 from offload.slots import Check
 from offload.storage.reading import DEFAULT_N_READERS, Progress
 from offload.streamer import WeightStreamer, load_resident

@@ -28,7 +28,7 @@ from offload.file_supply import RingOptions, walk_files
 from offload.formats.checkpoint import TensorRecord
 from offload.paged_memory import Loan, PageMemory, load_resident, reserve_all, reserve_streamed
 from offload.paging_plan import Mappings, plan_paging
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 from offload.slots import Check, SlotMemory
 from offload.storage.direct_io import DirectFile, OpenStorage, buffer_bytes
 from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from offload.address_space import AddressSpaceError, MappedRange
 from offload.formats.checkpoint import TensorRecord
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 from offload.spans import Span, resident_spans, streamed_spans
 from offload.storage.direct_io import HUGE_PAGE_BYTES, buffer_bytes
 from offload.storage.layout import Layout, Piece

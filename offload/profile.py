@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.formats.checkpoint import TensorRecord
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 from offload.slots import StreamerClosed
 from offload.storage.direct_io import DirectFile, StorageError
 from offload.storage.read_limit import read_limit_in_force

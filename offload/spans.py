@@ -14,7 +14,7 @@ from pathlib import Path
 
 from offload import address_space
 from offload.formats.checkpoint import TensorRecord
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 from offload.units import MIB
 
 MAX_GAP_BYTES = MIB  # reading one along costs less than two more edges and reads

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from offload.file_supply import RingOptions, walk_files
 from offload.lending import LayerLender
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 from offload.slots import SlotMemory, StreamerClosed
 from offload.storage.direct_io import DirectFile, OpenStorage, buffer_bytes
 from offload.storage.reading import (

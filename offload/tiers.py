@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offload.formats.checkpoint import TensorRecord
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 from offload.storage.direct_io import buffer_bytes
 from offload.storage.layout import Layout, make_layout
 from offload.units import MIB

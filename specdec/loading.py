@@ -7,7 +7,7 @@ from typing import Any
 from backends.base import Backend
 from backends.shared_source import SharedSource
 from backends.source import Loading
-from offload.plan import ResidencyPlan
+from offload.residency.plan import ResidencyPlan
 from specdec.config import ConfigError, SpecConfig
 from specdec.drafters.model import max_beams
 from specdec.drafters.window import DraftWindow, draft_context_size

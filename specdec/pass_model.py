@@ -1,8 +1,8 @@
 """T_pass(N): how long a pass of N rows takes a model whose layers are placed as planned.
 
 Every layer is read, as far as it streams, and multiplied with: the ring of slots is simulated over
-their real order and sizes (`offload.ring_model`), with this machine's bandwidth and arithmetic. On
-a GPU layers are copied to its memory as well (`offload.tier_model`).
+their real order and sizes (`offload.residency.ring_simulation`), with this machine's bandwidth and arithmetic. On
+a GPU layers are copied to its memory as well (`offload.residency.tier_simulation`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from backends.source import ModelCompute
-from offload.plan import ResidencyPlan
-from offload.ring_model import LayerWork, Overlap, RingTimes, simulate_passes
-from offload.tier_model import TierWork, simulate_tiers
+from offload.residency.plan import ResidencyPlan
+from offload.residency.ring_simulation import LayerWork, Overlap, RingTimes, simulate_passes
+from offload.residency.tier_simulation import TierWork, simulate_tiers
 from offload.tier_planner import TieredPlan
 from offload.tiers import TierPlan
 from specdec.policy import PassCost

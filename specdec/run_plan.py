@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from offload.budget import format_up
-from offload.plan import ResidencyPlan
+from offload.residency.plan import ResidencyPlan
 from offload.tier_planner import TieredPlan
 from offload.tiers import CUDA_CONTEXT_BYTES
 from offload.units import GIB, format_bytes

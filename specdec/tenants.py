@@ -14,7 +14,7 @@ from functools import cached_property
 from backends.source import ModelSource
 from offload.budget import MemoryBudget
 from offload.device_loading import LOAD_STAGING_BYTES
-from offload.plan import DEFAULT_N_SLOTS, ResidencyPlan, plan_residency
+from offload.residency.plan import DEFAULT_N_SLOTS, ResidencyPlan, plan_residency
 from offload.tier_planner import (
     OnDevice,
     TieredPlan,

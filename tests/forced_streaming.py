@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offload.plan import LayerWeights, ResidencyPlan, plan_residency
+from offload.residency.plan import LayerWeights, ResidencyPlan, plan_residency
 
 _PLENTY_BYTES = 1 << 40
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from backends.base import PREFIX
 from backends.llama_cpp import LlamaBackend
-from offload.plan import ResidencyPlan
+from offload.residency.plan import ResidencyPlan
 
 PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
 TREE_TOKENS = [7, 20, 30, 21, 22, 31, 40]

@@ -8,7 +8,7 @@ from backends.base import Backend
 from backends.compute_profile import ComputeCurve
 from backends.source import Loading, ModelCompute, ModelSource
 from offload.formats.checkpoint import TensorRecord
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 from offload.units import MIB
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from offload.formats.checkpoint import TensorRecord
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 from offload.storage.direct_io import DirectFile, OpenStorage, pread_into
 from offload.streamer import WeightStreamer
 

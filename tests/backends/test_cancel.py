@@ -21,7 +21,7 @@ from backends.device_weights import DeviceWeights
 from backends.hf_model import load_hf_model
 from backends.torch_backend import TorchBackend
 from backends.torch_cpu import CpuWeights
-from offload.plan import ResidencyPlan
+from offload.residency.plan import ResidencyPlan
 
 PROMPT = [3, 17, 5, 60, 41, 8]
 N_LAYERS = 6  # more than slots, so that no pass can do without a read

@@ -21,7 +21,7 @@ from backends.hf_model import load_hf_model
 from backends.hf_source import HfSource
 from backends.source import BackendOptions, Loading
 from backends.torch_backend import TorchBackend
-from offload.plan import plan_residency
+from offload.residency.plan import plan_residency
 
 __all__ = ["no_thread_is_left"]
 

@@ -16,7 +16,7 @@ from backends.gguf_sample import SAMPLED_ARCHITECTURES, sample_file, spread_laye
 from backends.llama_lib import LlamaError
 from backends.source import BackendOptions, Loading
 from offload.formats.gguf_index import GgufIndex
-from offload.plan import plan_residency
+from offload.residency.plan import plan_residency
 
 pytestmark = pytest.mark.gguf
 DENSE = [name for name, family in FAMILIES.items() if not family.n_experts]

@@ -18,7 +18,7 @@ pytest.importorskip("gguf")
 from backends.base import PREFIX
 from backends.gguf_model import load_gguf_model
 from backends.llama_cpp import LlamaBackend
-from offload.plan import ResidencyPlan
+from offload.residency.plan import ResidencyPlan
 
 # An interrupt inside of what is being dropped is reported, not raised.
 pytestmark = [

@@ -27,7 +27,7 @@ from backends.llama_memory import context_memory, logged_sizes
 from backends.llama_passes import PassCancelled
 from backends.source import BackendOptions
 from offload.formats.gguf_index import GgufError
-from offload.plan import ResidencyPlan
+from offload.residency.plan import ResidencyPlan
 
 pytestmark = pytest.mark.gguf
 

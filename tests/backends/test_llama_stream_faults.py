@@ -24,7 +24,7 @@ from backends.llama_graph import make_schedule
 from backends.llama_lib import LlamaError
 from backends.llama_passes import PassCancelled
 from backends.llama_stream import _QUICK_HANDOVER
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 from offload.storage.direct_io import StorageError
 
 pytestmark = pytest.mark.gguf

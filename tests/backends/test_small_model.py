@@ -18,7 +18,7 @@ from backends.hf_source import HfSource
 from backends.shared_source import SharedSource
 from backends.small_model import is_small
 from backends.source import BackendOptions, Loading, ModelCompute, ModelSource
-from offload.plan import plan_residency
+from offload.residency.plan import plan_residency
 
 
 def hf_source(checkpoint_factory: Callable[..., Path], _: Path) -> ModelSource:

@@ -20,7 +20,7 @@ from offload.address_space import AddressSpaceError, MappedRange
 from offload.formats.checkpoint import TensorRecord
 from offload.pager import Pager
 from offload.paging_plan import paging_overhead_bytes, plan_paging
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 

@@ -16,7 +16,7 @@ import pytest
 from streaming import small_weights, uneven_sizes
 from weight_files import FaultyReads, write_weights
 
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 from offload.storage.direct_io import ALIGNMENT, StorageError
 from offload.streamer import (
     WeightStreamer,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offload.budget import BudgetExceeded
 from offload.formats.checkpoint import TensorRecord
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 from offload.tier_planner import (
     TieredPlan,
     choose_on_device,

@@ -115,7 +115,7 @@ def test_gguf_beams_equal_those_computed_anew(family, is_streamed, tmp_path):
     pytest.importorskip("llama_cpp")
     from backends.gguf_model import load_gguf_model
     from backends.llama_cpp import LlamaBackend
-    from offload.plan import ResidencyPlan
+    from offload.residency.plan import ResidencyPlan
 
     model = load_gguf_model(save_tiny_gguf(family, tmp_path / "model.gguf", seed=4))
     options: dict[str, Any] = {

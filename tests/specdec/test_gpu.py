@@ -15,7 +15,7 @@ from backends.base import UnsupportedModel
 from backends.compute_profile import ComputeCurve
 from backends.cuda_probe import CudaMemory
 from backends.shared_source import SharedSource
-from offload.plan import LayerWeights
+from offload.residency.plan import LayerWeights
 from offload.units import GIB, MIB
 from specdec import ranking_cost
 from specdec.alternatives import Figures

@@ -9,7 +9,7 @@ from paper_models import PaperModel
 
 from backends.compute_profile import ComputeCurve
 from backends.source import ModelCompute
-from offload.plan import plan_residency
+from offload.residency.plan import plan_residency
 from offload.tier_planner import plan_tiers
 from offload.units import GIB, MIB
 from specdec.pass_model import PassModel

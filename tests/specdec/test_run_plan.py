@@ -14,7 +14,7 @@ import specdec
 from backends.compute_profile import ComputeCurve
 from backends.source import ModelCompute
 from offload.budget import MemoryBudget
-from offload.plan import plan_residency
+from offload.residency.plan import plan_residency
 from offload.units import GIB, MIB
 from specdec.alternatives import Figures, predict
 from specdec.config import SpecConfig

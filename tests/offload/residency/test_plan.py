@@ -11,7 +11,7 @@ from weight_files import write_weights
 
 from offload.budget import BudgetExceeded
 from offload.formats.checkpoint import TensorRecord
-from offload.plan import LayerWeights, ResidencyPlan, plan_residency, spread
+from offload.residency.plan import LayerWeights, ResidencyPlan, plan_residency, spread
 from offload.storage.reading import resident_footprint
 from offload.streamer import WeightStreamer
 from offload.units import MIB

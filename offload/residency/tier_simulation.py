@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.ring_model import RingTimes, mean_times
+from offload.residency.ring_simulation import RingTimes, mean_times
 
 _MAX_PASSES = 64
 _SAME_STATE = 1e-9

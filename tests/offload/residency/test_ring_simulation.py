@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from offload.ring_model import LayerWork, Overlap, RingTimes, simulate_passes
+from offload.residency.ring_simulation import LayerWork, Overlap, RingTimes, simulate_passes
 
 WORKS = st.lists(
     st.tuples(st.integers(0, 6), st.integers(0, 6)).map(lambda pair: LayerWork(*pair)),

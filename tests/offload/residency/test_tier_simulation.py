@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.ring_model import LayerWork, simulate_passes
-from offload.tier_model import TierWork, simulate_tiers
+from offload.residency.ring_simulation import LayerWork, simulate_passes
+from offload.residency.tier_simulation import TierWork, simulate_tiers
 
 SECONDS = st.integers(0, 6)
 LAYERS = st.lists(
