@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.formats.safetensors import TensorRecord
-from offload.profile import busy_storage, is_measurable
+from offload.ring.bandwidth import busy_storage, is_measurable
 from offload.units import MIB
 
 WEIGHT_BYTES = 64 * MIB

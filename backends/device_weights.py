@@ -19,7 +19,7 @@ from backends.torch_weights import RawTensors
 from offload.copying import CopyEngine
 from offload.device_loading import load_on_device
 from offload.device_streamer import DeviceStreamer
-from offload.slots import Check
+from offload.ring.slots import Check
 from offload.storage.reading import DEFAULT_N_READERS, Progress
 from offload.tiers import TierPlan
 

@@ -14,9 +14,9 @@ from backends.ranking import Ranking
 from backends.rows import LogitRows
 from backends.torch_weights import RawTensors
 from offload.residency.plan import LayerWeights
-from offload.slots import Check
+from offload.ring.slots import Check
+from offload.ring.streamer import WeightStreamer, load_resident
 from offload.storage.reading import DEFAULT_N_READERS, Progress
-from offload.streamer import WeightStreamer, load_resident
 
 
 class CpuWeights:

@@ -15,7 +15,7 @@ import torch
 from backends.base import StreamUse
 from backends.ranking import Ranking, RowRanker
 from backends.rows import LogitRows
-from offload.slots import Check
+from offload.ring.slots import Check
 
 RawTensors = Mapping[str, torch.Tensor]
 """By name, the bytes of each tensor in its file's format: uint8 [n_bytes] on the device."""

@@ -168,7 +168,7 @@ def _vocab_size(source: str) -> int:
 
 def _choose_n_tokens(target: Path) -> int:
     """As many tokens as plain decoding gives in PLAIN_SECONDS."""
-    from offload.profile import measure_storage
+    from offload.ring.bandwidth import measure_storage
 
     speed = measure_storage(largest_weight_file(target), refresh=True).storage_bytes_per_second
     seconds_per_token = sum(file.stat().st_size for file in weight_files(target)) / speed

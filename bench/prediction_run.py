@@ -48,7 +48,7 @@ def measure(spec: PredictionSpec) -> dict[str, Any]:
     The storage is measured just before, as `specdec profile --refresh` does, and once more
     afterwards: a virtual disk may have changed its speed meanwhile.
     """
-    from offload.profile import measure_storage
+    from offload.ring.bandwidth import measure_storage
     from specdec.api import load
     from specdec.models import resolve_model
     from specdec.storage import largest_weight_file

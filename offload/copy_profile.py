@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from offload.copying import CopyEngine, DeviceBuffer
-from offload.slots import SlotMemory
+from offload.ring.slots import SlotMemory
 from offload.units import MIB
 
 _BUFFER_BYTES = 64 * MIB

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from offload.slots import SlotMemory
+from offload.ring.slots import SlotMemory
 
 
 class Event(Protocol):

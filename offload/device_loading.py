@@ -9,7 +9,7 @@ from typing import Any
 
 from offload.copying import CopyEngine, DeviceBuffer
 from offload.formats.checkpoint import TensorRecord
-from offload.slots import SlotMemory
+from offload.ring.slots import SlotMemory
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.layout import Layout, Piece, make_layout
 from offload.storage.reading import DEFAULT_N_READERS, OpenFiles, Progress, bring_pieces

@@ -20,12 +20,12 @@ from offload.copying import CopyEngine, Event
 from offload.device_loading import load_on_device
 from offload.device_supply import CopySupply, DeviceSlot
 from offload.host_tier import HostTier
-from offload.lending import LayerLender
-from offload.slots import Check
+from offload.ring.lending import LayerLender
+from offload.ring.slots import Check
+from offload.ring.walk import LayerWalk, Taken
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
 from offload.tiers import TierPlan
-from offload.walk import LayerWalk, Taken
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import threading
 
 from offload.copying import CopyEngine, DeviceBuffer, Event
 from offload.host_tier import HostTier
-from offload.slots import SlotRing, Work
+from offload.ring.slots import SlotRing, Work
 
 
 class DeviceSlot:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload.copying import CopyEngine
-from offload.file_supply import RingOptions, walk_files
-from offload.lending import LayerLender
-from offload.slots import SlotMemory
+from offload.ring.file_supply import RingOptions, walk_files
+from offload.ring.lending import LayerLender
+from offload.ring.slots import SlotMemory
+from offload.ring.walk import StreamStats, Taken
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.layout import Layout
 from offload.storage.reading import (
@@ -25,7 +26,6 @@ from offload.storage.reading import (
     load_resident,
 )
 from offload.tiers import TieredLayer
-from offload.walk import StreamStats, Taken
 
 
 class Part(NamedTuple):

@@ -24,16 +24,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from offload.address_space import check_supported
-from offload.file_supply import RingOptions, walk_files
 from offload.formats.checkpoint import TensorRecord
 from offload.paged_memory import Loan, PageMemory, load_resident, reserve_all, reserve_streamed
 from offload.paging_plan import Mappings, plan_paging
 from offload.residency.plan import LayerWeights
-from offload.slots import Check, SlotMemory
+from offload.ring.file_supply import RingOptions, walk_files
+from offload.ring.slots import Check, SlotMemory
+from offload.ring.walk import StreamStats, Taken
 from offload.storage.direct_io import DirectFile, OpenStorage, buffer_bytes
 from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
 from offload.trace import LAYER, record_since
-from offload.walk import StreamStats, Taken
 
 logger = logging.getLogger(__name__)
 

@@ -65,7 +65,7 @@ def profile(
     debug: options.Debug = False,
 ) -> None:
     """Show how fast this machine's storage and arithmetic are; the JSON is a device for --on."""
-    from offload.profile import measure_storage
+    from offload.ring.bandwidth import measure_storage
     from specdec.models import resolve_model
     from specdec.storage import largest_weight_file
     from specdec.this_gpu import ThisGpu

@@ -15,7 +15,7 @@ from backends.shared_source import SharedSource
 from backends.source import BackendOptions, ModelSource
 from offload.process.allocator import free_large_blocks_at_once, give_back_freed
 from offload.process.memory import memory_limit, process_memory
-from offload.profile import measure_storage
+from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes, format_exactly, parse_bytes
 from specdec.alternatives import Alternative, Figures, Weighing
 from specdec.compat import compare_vocabularies

@@ -13,7 +13,7 @@ from typing import Any
 
 from backends.compute_profile import ComputeCurve, matrix_formats
 from offload.process.memory import memory_limit
-from offload.profile import measure_storage
+from offload.ring.bandwidth import measure_storage
 from specdec.devices import DeviceError
 from specdec.formats import is_gguf
 from specdec.storage import largest_weight_file

@@ -12,8 +12,8 @@ import numpy as np
 
 from offload.formats.checkpoint import TensorRecord
 from offload.residency.plan import LayerWeights
+from offload.ring.streamer import WeightStreamer
 from offload.storage.direct_io import DirectFile, OpenStorage, pread_into
-from offload.streamer import WeightStreamer
 
 
 @dataclass(frozen=True)

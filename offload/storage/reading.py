@@ -10,7 +10,7 @@ from pathlib import Path
 
 from offload.formats.checkpoint import TensorRecord
 from offload.process.interruptible import call_aside
-from offload.slots import SlotMemory, SlotRing
+from offload.ring.slots import SlotMemory, SlotRing
 from offload.storage.direct_io import (
     AlignedBuffer,
     DirectFile,

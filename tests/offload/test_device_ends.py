@@ -14,7 +14,7 @@ from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
 from weight_files import write_weights
 
 from offload.device_streamer import DeviceStreamer
-from offload.slots import StreamerClosed
+from offload.ring.slots import StreamerClosed
 from offload.storage.direct_io import ALIGNMENT
 
 PAGE = ALIGNMENT

@@ -11,7 +11,7 @@ from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
 from weight_files import write_weights
 
 from offload.device_streamer import DeviceStreamer
-from offload.slots import Slot, SlotRing
+from offload.ring.slots import Slot, SlotRing
 from offload.storage.direct_io import ALIGNMENT
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

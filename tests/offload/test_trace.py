@@ -16,8 +16,8 @@ from weight_files import write_weights
 from offload import paging_plan
 from offload import trace as tracing
 from offload.pager import Pager
+from offload.ring.streamer import WeightStreamer
 from offload.storage.direct_io import ALIGNMENT
-from offload.streamer import WeightStreamer
 from offload.trace import LAYER, READ, WAIT, Event, Trace, record_since, recorded, recording
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

@@ -219,5 +219,5 @@ def test_help_shows_flags_without_a_type(capsys: pytest.CaptureFixture[str], com
 
 def test_our_own_warnings_are_notes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    logging.getLogger("offload.profile").warning("not %s", "kept")
+    logging.getLogger("offload.ring.bandwidth").warning("not %s", "kept")
     assert capsys.readouterr().err == "specdec: note: not kept\n"

@@ -13,8 +13,8 @@ from interrupting import interrupted
 from streaming import Gate, small_weights, uneven_sizes
 from weight_files import write_weights
 
-from offload.slots import SlotRing, SlotState
-from offload.streamer import WeightStreamer
+from offload.ring.slots import SlotRing, SlotState
+from offload.ring.streamer import WeightStreamer
 
 pytestmark = [
     pytest.mark.usefixtures("no_thread_is_left"),

@@ -15,7 +15,7 @@ from paging import page_weights, slot_ranges
 from streaming import small_weights
 
 from offload.pager import Pager
-from offload.streamer import WeightStreamer
+from offload.ring.streamer import WeightStreamer
 
 pytestmark = [
     pytest.mark.usefixtures("no_thread_is_left"),
@@ -85,7 +85,7 @@ import os, sys, threading, time
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 from streaming import small_weights
-from offload.streamer import WeightStreamer
+from offload.ring.streamer import WeightStreamer
 
 streamer = WeightStreamer(small_weights(Path(sys.argv[1])).layers, 2)
 lock = streamer._walk._ring._lock

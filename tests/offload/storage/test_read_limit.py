@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from offload import profile
 from offload.process.cgroup import CgroupUnavailable, MemoryCgroup, run_in_cgroup
-from offload.profile import measure_storage
+from offload.ring import bandwidth as profile
+from offload.ring.bandwidth import measure_storage
+from offload.ring.streamer import StreamStats
 from offload.storage import read_limit as throttle
 from offload.storage.read_limit import ReadLimit, block_device, read_limit_in_force
-from offload.streamer import StreamStats
 from offload.units import MIB
 
 ROOT = Path(__file__).parents[3]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from streaming import Gate, reader_threads, uneven_sizes
 from weight_files import FaultyReads, write_weights
 
-from offload import file_supply
+from offload.ring import file_supply
+from offload.ring.streamer import StreamStats, WeightStreamer, resident_footprint
 from offload.storage.direct_io import ALIGNMENT
-from offload.streamer import StreamStats, WeightStreamer, resident_footprint
 
 PAGE = ALIGNMENT
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

@@ -33,8 +33,8 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from offload.bell import Bell
 from offload.errors import SpecdecError
+from offload.ring.bell import Bell
 
 # A signal that arrives between Python's check for signals and the wait itself interrupts nothing;
 # waking up now and then bounds how long a Ctrl-C may go unnoticed.

@@ -15,9 +15,9 @@ from typing import Generic, TypeVar
 
 from typing_extensions import Self
 
-from offload.slots import Check, MemoryT
+from offload.ring.slots import Check, MemoryT
+from offload.ring.walk import LayerWalk, Taken
 from offload.trace import LAYER, record_since
-from offload.walk import LayerWalk, Taken
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Protocol
 
-from offload.slots import Check, MemoryT, Slot, SlotRing, StreamerClosed
+from offload.ring.slots import Check, MemoryT, Slot, SlotRing, StreamerClosed
 from offload.trace import WAIT, record_since
 
 _JOIN_SECONDS = 10.0  # a read that hangs longer (a dead network mount) is left behind

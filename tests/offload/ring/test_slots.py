@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.slots import SlotRing, SlotState, StreamerClosed, Work, poison_memory
+from offload.ring.slots import SlotRing, SlotState, StreamerClosed, Work, poison_memory
 from offload.storage.direct_io import AlignedBuffer
 from offload.storage.layout import Piece
 

@@ -22,11 +22,11 @@ from typing import Any
 
 from offload.formats.checkpoint import TensorRecord
 from offload.residency.plan import LayerWeights
-from offload.slots import StreamerClosed
+from offload.ring.slots import StreamerClosed
+from offload.ring.streamer import StreamStats, WeightStreamer
 from offload.storage.direct_io import DirectFile, StorageError
 from offload.storage.read_limit import read_limit_in_force
 from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
-from offload.streamer import StreamStats, WeightStreamer
 from offload.units import GIB, MIB
 
 logger = logging.getLogger(__name__)

@@ -17,11 +17,11 @@ from streaming import small_weights, uneven_sizes
 from weight_files import FaultyReads, write_weights
 
 from offload.residency.plan import LayerWeights
-from offload.storage.direct_io import ALIGNMENT, StorageError
-from offload.streamer import (
+from offload.ring.streamer import (
     WeightStreamer,
     load_resident,
 )
+from offload.storage.direct_io import ALIGNMENT, StorageError
 
 PAGE = ALIGNMENT
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
@@ -181,7 +181,7 @@ import sys
 from pathlib import Path
 from weight_files import write_weights
 from offload.storage.direct_io import StorageError
-from offload.streamer import WeightStreamer
+from offload.ring.streamer import WeightStreamer
 
 weights = write_weights(Path(sys.argv[1]), [[9000], [5000], [12000]])
 n_good = n_bad = 0
@@ -208,7 +208,7 @@ print(n_good, "passes,", n_bad, "errors")
     ],
 )
 def test_faults_of_real_reads(tmp_path: Path, fault: str, output: str | None) -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     calls = "preadv,preadv2"
     strace = ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={calls}"]
     argv = [*strace, "-e", f"inject={calls}:{fault}", sys.executable, "-c", CHILD, str(tmp_path)]

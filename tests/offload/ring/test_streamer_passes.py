@@ -14,11 +14,11 @@ import pytest
 from streaming import Gate, reader_threads, small_weights, uneven_sizes
 from weight_files import FaultyReads, write_weights
 
-from offload.storage.direct_io import ALIGNMENT
-from offload.streamer import (
+from offload.ring.streamer import (
     StreamerClosed,
     WeightStreamer,
 )
+from offload.storage.direct_io import ALIGNMENT
 
 PAGE = ALIGNMENT
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
@@ -158,7 +158,7 @@ def test_a_view_that_outlives_the_streamer_is_safe(tmp_path: Path) -> None:
 def test_a_read_that_never_returns_does_not_block_closing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.walk._JOIN_SECONDS", 0.01)
+    monkeypatch.setattr("offload.ring.walk._JOIN_SECONDS", 0.01)
     weights = small_weights(tmp_path)
     gate = Gate(0)
     streamer = WeightStreamer(weights.layers, 2, storage=gate.storage)

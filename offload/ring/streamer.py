@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload.file_supply import RingOptions, walk_files
-from offload.lending import LayerLender
 from offload.residency.plan import LayerWeights
-from offload.slots import SlotMemory, StreamerClosed
+from offload.ring.file_supply import RingOptions, walk_files
+from offload.ring.lending import LayerLender
+from offload.ring.slots import SlotMemory, StreamerClosed
+from offload.ring.walk import StreamStats, Taken
 from offload.storage.direct_io import DirectFile, OpenStorage, buffer_bytes
 from offload.storage.reading import (
     DEFAULT_N_READERS,
@@ -26,7 +27,6 @@ from offload.storage.reading import (
     load_resident,
     resident_footprint,
 )
-from offload.walk import StreamStats, Taken
 
 __all__ = [
     "ResidentWeights",

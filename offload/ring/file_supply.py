@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from offload.slots import Fence, SlotMemory, SlotRing, poison_memory
+from offload.ring.slots import Fence, SlotMemory, SlotRing, poison_memory
+from offload.ring.walk import LayerWalk
 from offload.storage.direct_io import AlignedBuffer, OpenStorage
 from offload.storage.layout import Layout, Piece
 from offload.storage.reading import OpenFiles, ReaderThreads, shared_read_bytes
-from offload.walk import LayerWalk
 
 
 @dataclass(frozen=True)

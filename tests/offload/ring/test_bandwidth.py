@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offload import profile
-from offload.profile import DeviceProfile, measure_storage
+from offload.ring import bandwidth as profile
+from offload.ring.bandwidth import DeviceProfile, measure_storage
+from offload.ring.streamer import StreamStats
 from offload.storage.direct_io import StorageError
-from offload.streamer import StreamStats
 from offload.units import MIB
 
 
