@@ -43,7 +43,7 @@ def vram_peak_bytes(index: int = 0) -> int:
 
 
 class CudaEvent:
-    """See offload.copying.Event."""
+    """See offload.device.engine.Event."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         # blocking: a thread that waits sleeps, instead of keeping a core busy.
@@ -107,7 +107,7 @@ def pin(address: int, n_bytes: int, device: torch.device) -> None:
 
 
 class VramBuffer:
-    """Memory of the GPU; see offload.copying.DeviceBuffer."""
+    """Memory of the GPU; see offload.device.engine.DeviceBuffer."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor

@@ -12,7 +12,7 @@ import torch
 from backends.cuda_engine import CudaEngine, NoDevice, vram_use
 from backends.library_errors import one_line
 from backends.vram_errors import no_raw_out_of_memory
-from offload.copy_profile import measure_copies
+from offload.device.bandwidth import measure_copies
 
 
 @dataclass(frozen=True)

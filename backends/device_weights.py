@@ -16,12 +16,12 @@ from backends.device_rows import DeviceRows
 from backends.hf_model import HfModel
 from backends.ranking import Ranking
 from backends.torch_weights import RawTensors
-from offload.copying import CopyEngine
-from offload.device_loading import load_on_device
-from offload.device_streamer import DeviceStreamer
+from offload.device.engine import CopyEngine
+from offload.device.loading import load_on_device
+from offload.device.streamer import DeviceStreamer
+from offload.device.tiers import TierPlan
 from offload.ring.slots import Check
 from offload.storage.reading import DEFAULT_N_READERS, Progress
-from offload.tiers import TierPlan
 
 
 class TorchEngine(CopyEngine, Protocol):

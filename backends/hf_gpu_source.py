@@ -17,7 +17,7 @@ from backends.hf_source import HfSource
 from backends.ranking import RANKED_TOGETHER, Ranking
 from backends.small_model import is_small, measure_small
 from backends.source import ModelCompute
-from offload.tiers import TieredLayer, TierPlan, device_footprint
+from offload.device.tiers import TieredLayer, TierPlan, device_footprint
 
 _RANKED_ROWS = (1, RANKED_TOGETHER, 4 * RANKED_TOGETHER)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from backends.base import Backend, UnsupportedModel
 from backends.compute_profile import ComputeCurve
 from backends.ranking import Ranking
+from offload.device.tiers import TierPlan
 from offload.residency.plan import LayerWeights, ResidencyPlan
-from offload.tiers import TierPlan
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in total)"""

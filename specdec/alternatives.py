@@ -15,8 +15,8 @@ from typing import Any
 
 from backends.source import ModelCompute
 from offload.budget import BudgetExceeded
+from offload.device.planner import TieredPlan
 from offload.residency.plan import ResidencyPlan
-from offload.tier_planner import TieredPlan
 from specdec.assumed_trees import ASSUMED_NGRAM_SHARE, best_depth, expected_tokens, likely_levels
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.division import Divider, Division, Shape

@@ -19,10 +19,10 @@ from functools import cached_property
 
 from backends.source import ModelSource
 from offload.budget import BudgetExceeded, MemoryBudget, format_up
+from offload.device.planner import VRAM
+from offload.device.tiers import CUDA_CONTEXT_BYTES, DEFAULT_N_DEVICE_SLOTS
 from offload.process.memory import process_memory
 from offload.residency.plan import ResidencyPlan
-from offload.tier_planner import VRAM
-from offload.tiers import CUDA_CONTEXT_BYTES, DEFAULT_N_DEVICE_SLOTS
 from offload.units import MIB
 from specdec.memory_parts import Parts, PartsOfRun
 from specdec.options import CPU, CUDA, RunOptions

@@ -7,9 +7,9 @@ from typing import Any
 
 from backends.compute_profile import matrix_formats
 from backends.source import ModelSource
+from offload.device.planner import TieredPlan
 from offload.residency.plan import ResidencyPlan
 from offload.ring.bandwidth import measure_storage
-from offload.tier_planner import TieredPlan
 from offload.units import format_bytes, format_exactly, parse_bytes
 from specdec.alternatives import Figures
 from specdec.config import ConfigError

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from backends.source import ModelCompute
+from offload.device.planner import TieredPlan
+from offload.device.tiers import TierPlan
 from offload.residency.plan import ResidencyPlan
 from offload.residency.ring_simulation import LayerWork, Overlap, RingTimes, simulate_passes
 from offload.residency.tier_simulation import TierWork, simulate_tiers
-from offload.tier_planner import TieredPlan
-from offload.tiers import TierPlan
 from specdec.policy import PassCost
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)

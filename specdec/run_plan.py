@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from offload.budget import format_up
+from offload.device.planner import TieredPlan
+from offload.device.tiers import CUDA_CONTEXT_BYTES
 from offload.residency.plan import ResidencyPlan
-from offload.tier_planner import TieredPlan
-from offload.tiers import CUDA_CONTEXT_BYTES
 from offload.units import GIB, format_bytes
 from specdec.alternatives import Alternative
 from specdec.options import CPU, CUDA

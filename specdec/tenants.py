@@ -13,9 +13,8 @@ from functools import cached_property
 
 from backends.source import ModelSource
 from offload.budget import MemoryBudget
-from offload.device_loading import LOAD_STAGING_BYTES
-from offload.residency.plan import DEFAULT_N_SLOTS, ResidencyPlan, plan_residency
-from offload.tier_planner import (
+from offload.device.loading import LOAD_STAGING_BYTES
+from offload.device.planner import (
     OnDevice,
     TieredPlan,
     choose_on_device,
@@ -24,7 +23,8 @@ from offload.tier_planner import (
     place_rest,
     smallest_host_bytes,
 )
-from offload.tiers import DEFAULT_N_DEVICE_SLOTS
+from offload.device.tiers import DEFAULT_N_DEVICE_SLOTS
+from offload.residency.plan import DEFAULT_N_SLOTS, ResidencyPlan, plan_residency
 
 _PLENTY_BYTES = 1 << 62
 

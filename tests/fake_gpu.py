@@ -16,8 +16,8 @@ from fake_device import Policy
 from backends.compute import measure_compute
 from backends.cuda_probe import CudaMemory
 from backends.graphs import Unrecorded
-from offload import tier_planner
-from offload.tiers import TieredLayer, TierPlan
+from offload.device import planner as tier_planner
+from offload.device.tiers import TieredLayer, TierPlan
 from offload.units import GIB
 
 PEAK_BYTES = 123

@@ -9,9 +9,9 @@ from functools import partial
 from fake_device import FakeDevice, Policy
 from weight_files import Weights
 
-from offload.device_streamer import DeviceStreamer
+from offload.device.streamer import DeviceStreamer
+from offload.device.tiers import TieredLayer, TierPlan
 from offload.storage.direct_io import ALIGNMENT
-from offload.tiers import TieredLayer, TierPlan
 
 DEVICE, HOST, STORAGE = "device", "host", "storage"
 POLICIES = [(copies, computations) for copies in Policy for computations in Policy]

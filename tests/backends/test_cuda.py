@@ -28,7 +28,7 @@ from backends.cuda_engine import CudaEngine, PinningFailed, cuda_problem, pin, v
 from backends.graphs import CudaGraphs
 from backends.torch_backend import TorchBackend
 from backends.vram_errors import VramExceeded
-from offload.device_streamer import DeviceStreamer
+from offload.device.streamer import DeviceStreamer
 from offload.storage.direct_io import ALIGNMENT
 from offload.units import GIB, MIB
 

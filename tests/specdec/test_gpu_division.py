@@ -10,7 +10,7 @@ from paper_models import PaperModel
 from backends.compute_profile import ComputeCurve
 from backends.ranking import MAX_NOISE_POSITIONS, RANKED_TOGETHER
 from offload.budget import BudgetExceeded
-from offload.tier_planner import TieredPlan
+from offload.device.planner import TieredPlan
 from offload.units import GIB, MIB
 from specdec.alternatives import Alternative, Figures, Weighing
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig

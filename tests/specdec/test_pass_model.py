@@ -9,8 +9,8 @@ from paper_models import PaperModel
 
 from backends.compute_profile import ComputeCurve
 from backends.source import ModelCompute
+from offload.device.planner import plan_tiers
 from offload.residency.plan import plan_residency
-from offload.tier_planner import plan_tiers
 from offload.units import GIB, MIB
 from specdec.pass_model import PassModel
 

@@ -16,16 +16,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from offload.copying import CopyEngine, Event
-from offload.device_loading import load_on_device
-from offload.device_supply import CopySupply, DeviceSlot
-from offload.host_tier import HostTier
+from offload.device.engine import CopyEngine, Event
+from offload.device.host import HostTier
+from offload.device.loading import load_on_device
+from offload.device.supply import CopySupply, DeviceSlot
+from offload.device.tiers import TierPlan
 from offload.ring.lending import LayerLender
 from offload.ring.slots import Check
 from offload.ring.walk import LayerWalk, Taken
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
-from offload.tiers import TierPlan
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
 from weight_files import write_weights
 
 from offload.budget import BudgetExceeded
-from offload.device_streamer import DeviceStats, DeviceStreamer
+from offload.device.streamer import DeviceStats, DeviceStreamer
+from offload.device.tiers import TieredLayer, TierPlan
 from offload.storage.direct_io import ALIGNMENT
-from offload.tiers import TieredLayer, TierPlan
 
 PAGE = ALIGNMENT
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

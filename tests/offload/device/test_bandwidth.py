@@ -6,7 +6,7 @@ import pytest
 from fake_device import DeviceBroken, FakeDevice, Policy
 
 from offload.budget import BudgetExceeded
-from offload.copy_profile import measure_copies
+from offload.device.bandwidth import measure_copies
 from offload.units import MIB
 
 

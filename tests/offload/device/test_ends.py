@@ -13,7 +13,7 @@ from streaming import Gate, reader_threads, small_weights, uneven_sizes
 from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
 from weight_files import write_weights
 
-from offload.device_streamer import DeviceStreamer
+from offload.device.streamer import DeviceStreamer
 from offload.ring.slots import StreamerClosed
 from offload.storage.direct_io import ALIGNMENT
 

@@ -10,7 +10,7 @@ from fake_device import FakeDevice, FakeEvent, Policy
 from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
 from weight_files import write_weights
 
-from offload.device_streamer import DeviceStreamer
+from offload.device.streamer import DeviceStreamer
 from offload.ring.slots import Slot, SlotRing
 from offload.storage.direct_io import ALIGNMENT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from offload.copying import CopyEngine, DeviceBuffer
+from offload.device.engine import CopyEngine, DeviceBuffer
 from offload.ring.slots import SlotMemory
 from offload.units import MIB
 

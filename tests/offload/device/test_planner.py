@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.budget import BudgetExceeded
-from offload.formats.checkpoint import TensorRecord
-from offload.residency.plan import LayerWeights
-from offload.tier_planner import (
+from offload.device.planner import (
     TieredPlan,
     choose_on_device,
     least_on_device,
     plan_tiers,
     smallest_host_bytes,
 )
+from offload.formats.checkpoint import TensorRecord
+from offload.residency.plan import LayerWeights
 from offload.units import GIB, KIB, MIB
 
 _ROLES = {"down": 4, "gate": 4, "up": 4, "norm": 0.001, "q": 2, "o": 2}

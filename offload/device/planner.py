@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.budget import BudgetExceeded
-from offload.residency.plan import MIN_N_SLOTS, LayerWeights, ResidencyPlan, plan_residency
-from offload.storage.direct_io import ALIGNMENT
-from offload.storage.layout import MERGE_GAP_BYTES, make_layout
-from offload.tiers import (
+from offload.device.tiers import (
     DEFAULT_N_DEVICE_SLOTS,
     DEVICE_GRANULE_BYTES,
     TieredLayer,
     TierPlan,
     device_footprint,
 )
+from offload.residency.plan import MIN_N_SLOTS, LayerWeights, ResidencyPlan, plan_residency
+from offload.storage.direct_io import ALIGNMENT
+from offload.storage.layout import MERGE_GAP_BYTES, make_layout
 
 VRAM = "VRAM"
 """The device's ledger in errors and tables."""

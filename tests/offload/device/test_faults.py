@@ -18,9 +18,9 @@ from streaming import small_weights, uneven_sizes
 from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
 from weight_files import FaultyReads, Weights, write_weights
 
-from offload.device_streamer import DeviceStreamer
+from offload.device.streamer import DeviceStreamer
+from offload.device.tiers import TierPlan
 from offload.storage.direct_io import ALIGNMENT, StorageError
-from offload.tiers import TierPlan
 
 PAGE = ALIGNMENT
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

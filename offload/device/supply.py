@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import threading
 
-from offload.copying import CopyEngine, DeviceBuffer, Event
-from offload.host_tier import HostTier
+from offload.device.engine import CopyEngine, DeviceBuffer, Event
+from offload.device.host import HostTier
 from offload.ring.slots import SlotRing, Work
 
 

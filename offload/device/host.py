@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from offload.copying import CopyEngine
+from offload.device.engine import CopyEngine
+from offload.device.tiers import TieredLayer
 from offload.ring.file_supply import RingOptions, walk_files
 from offload.ring.lending import LayerLender
 from offload.ring.slots import SlotMemory
@@ -25,7 +26,6 @@ from offload.storage.reading import (
     ResidentWeights,
     load_resident,
 )
-from offload.tiers import TieredLayer
 
 
 class Part(NamedTuple):

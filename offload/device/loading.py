@@ -7,7 +7,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
-from offload.copying import CopyEngine, DeviceBuffer
+from offload.device.engine import CopyEngine, DeviceBuffer
 from offload.formats.checkpoint import TensorRecord
 from offload.ring.slots import SlotMemory
 from offload.storage.direct_io import DirectFile, OpenStorage

@@ -1,0 +1,1 @@
+"""The same ring on a device, filled from pinned host memory."""
