@@ -23,8 +23,8 @@ from offload.errors import SpecdecError
 from offload.formats.fingerprint import fingerprint
 from offload.formats.gguf_header import GGML_TYPES
 from offload.formats.safetensors import TensorRecord
-from offload.paged_memory import move_seconds_per_byte
-from offload.paging_plan import paging_overhead_bytes
+from offload.paging.memory import move_seconds_per_byte
+from offload.paging.plan import paging_overhead_bytes
 from offload.process.memory import memory_limit, reset_peak_rss
 from offload.storage.reading import resident_footprint
 

@@ -26,9 +26,9 @@ from backends.llama_graph import GraphReader, Node, PassSchedule, make_schedule
 from backends.llama_lib import LlamaContext, LlamaError, LlamaModel, Progress
 from backends.llama_passes import PassCancelled
 from backends.llama_tree import check_lengths
-from offload.address_space import MappedRange, find_mapping
 from offload.formats.safetensors import TensorRecord
-from offload.pager import Pager
+from offload.paging.address_space import MappedRange, find_mapping
+from offload.paging.pager import Pager
 from offload.process.interruptible import call_aside
 from offload.residency.plan import LayerWeights
 from offload.storage.reading import DEFAULT_N_READERS

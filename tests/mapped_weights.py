@@ -12,9 +12,9 @@ from pathlib import Path
 
 from weight_files import Weights
 
-from offload.address_space import MappedRange, find_mapping
 from offload.formats.checkpoint import TensorRecord
-from offload.pager import Pager
+from offload.paging.address_space import MappedRange, find_mapping
+from offload.paging.pager import Pager
 
 HUGE = 2 << 20
 MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS = 1, 2, 0x10, 0x20

@@ -10,9 +10,10 @@ from mapped_weights import MappedWeights
 from mapped_weights import memory_in as bytes_in
 from weight_files import Weights, write_weights
 
-from offload import address_space, paging_plan
 from offload.formats.checkpoint import TensorRecord
-from offload.pager import Pager
+from offload.paging import address_space
+from offload.paging import plan as paging_plan
+from offload.paging.pager import Pager
 
 PAGE = address_space.PAGE_BYTES
 

@@ -30,7 +30,7 @@ def models(tmp_path_factory):
 def paging(monkeypatch):
     """paging(**options): options for the pagers made from now on; slots are poisoned anyway."""
 
-    from offload.pager import Pager
+    from offload.paging.pager import Pager
 
     def change(**options):
         pager = partial(Pager, poison=True, **options)

@@ -13,9 +13,9 @@ from mapped_weights import mapped
 from streaming import small_weights
 from weight_files import write_weights
 
-from offload import paging_plan
 from offload import trace as tracing
-from offload.pager import Pager
+from offload.paging import plan as paging_plan
+from offload.paging.pager import Pager
 from offload.ring.streamer import WeightStreamer
 from offload.storage.direct_io import ALIGNMENT
 from offload.trace import LAYER, READ, WAIT, Event, Trace, record_since, recorded, recording

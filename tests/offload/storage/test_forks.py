@@ -14,7 +14,7 @@ from mapped_weights import mapped
 from paging import page_weights, slot_ranges
 from streaming import small_weights
 
-from offload.pager import Pager
+from offload.paging.pager import Pager
 from offload.ring.streamer import WeightStreamer
 
 pytestmark = [

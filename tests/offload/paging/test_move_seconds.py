@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.paged_memory import move_seconds_per_byte
+from offload.paging.memory import move_seconds_per_byte
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs mremap")
 

@@ -11,7 +11,7 @@ from mapped_weights import mapped
 from streaming import uneven_sizes
 from weight_files import write_weights
 
-from offload.pager import Pager
+from offload.paging.pager import Pager
 
 pytestmark = [
     pytest.mark.usefixtures("no_thread_is_left"),

@@ -16,10 +16,10 @@ from paging import PAGE, check_memory, one_file
 from streaming import reader_threads
 from weight_files import Weights, write_weights
 
-from offload.address_space import AddressSpaceError, MappedRange
 from offload.formats.checkpoint import TensorRecord
-from offload.pager import Pager
-from offload.paging_plan import paging_overhead_bytes, plan_paging
+from offload.paging.address_space import AddressSpaceError, MappedRange
+from offload.paging.pager import Pager
+from offload.paging.plan import paging_overhead_bytes, plan_paging
 from offload.residency.plan import LayerWeights
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
@@ -78,7 +78,7 @@ def test_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = LayerWeights((gap,))
     plan = plan_paging([whole, other], (), files)
     assert [len(layer.parts) for layer in plan.layers if layer] == [2, 1]
-    monkeypatch.setattr("offload.spans.MAX_GAP_BYTES", 19_999)
+    monkeypatch.setattr("offload.paging.spans.MAX_GAP_BYTES", 19_999)
     assert n_parts(whole) == 3
 
 
@@ -156,7 +156,7 @@ import ctypes, sys
 from pathlib import Path
 from mapped_weights import MappedWeights
 from weight_files import write_weights
-from offload.pager import Pager
+from offload.paging.pager import Pager
 
 files = MappedWeights(write_weights(Path(sys.argv[1]), [[30000], [5000000], [30000]]))
 pager = Pager(files.layers, [], files.mappings, 2)
@@ -181,7 +181,7 @@ print("survived")
 @pytest.mark.parametrize("moment", ["before", "after", "closed", "write"])
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_an_absent_layer_faults(tmp_path: Path, layer: int, moment: str) -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     path = os.pathsep.join([str(root), str(root / "tests")])
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path), str(layer), moment],

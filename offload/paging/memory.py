@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
-from offload.address_space import (
+from offload.paging.address_space import (
     PROT_NONE,
     PROT_READ,
     PROT_READ_WRITE,
@@ -21,7 +21,7 @@ from offload.address_space import (
     unmap,
     view,
 )
-from offload.paging_plan import PagingPlan, Part
+from offload.paging.plan import PagingPlan, Part
 from offload.storage.direct_io import HUGE_PAGE_BYTES, OpenStorage
 from offload.storage.layout import Layout, Piece
 from offload.storage.reading import Progress, read_pieces

@@ -23,10 +23,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from offload.address_space import check_supported
 from offload.formats.checkpoint import TensorRecord
-from offload.paged_memory import Loan, PageMemory, load_resident, reserve_all, reserve_streamed
-from offload.paging_plan import Mappings, plan_paging
+from offload.paging.address_space import check_supported
+from offload.paging.memory import Loan, PageMemory, load_resident, reserve_all, reserve_streamed
+from offload.paging.plan import Mappings, plan_paging
 from offload.residency.plan import LayerWeights
 from offload.ring.file_supply import RingOptions, walk_files
 from offload.ring.slots import Check, SlotMemory

@@ -18,10 +18,10 @@ from paging import PAGE, check_memory, page_weights, slot_ranges
 from streaming import uneven_sizes
 from weight_files import FaultyReads, write_weights
 
-from offload import address_space
-from offload.address_space import MappedRange
-from offload.pager import Pager
-from offload.paging_plan import paging_overhead_bytes, plan_paging
+from offload.paging import address_space
+from offload.paging.address_space import MappedRange
+from offload.paging.pager import Pager
+from offload.paging.plan import paging_overhead_bytes, plan_paging
 from offload.storage.direct_io import DirectFile, buffer_bytes
 from offload.storage.reading import resident_footprint
 

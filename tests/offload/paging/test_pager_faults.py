@@ -18,7 +18,7 @@ from paging import PAGE, check_memory, small_weights
 from streaming import reader_threads, uneven_sizes
 from weight_files import FaultyReads, write_weights
 
-from offload.pager import Pager
+from offload.paging.pager import Pager
 from offload.storage.direct_io import DirectFile, StorageError
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

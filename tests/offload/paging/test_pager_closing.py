@@ -16,8 +16,8 @@ from paging import PAGE, page_weights, slot_ranges
 from streaming import Gate, reader_threads, uneven_sizes
 from weight_files import write_weights
 
-from offload.address_space import AddressSpaceError
-from offload.pager import Pager
+from offload.paging.address_space import AddressSpaceError
+from offload.paging.pager import Pager
 from offload.ring.slots import StreamerClosed
 from offload.storage.direct_io import StorageError
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from mapped_weights import MAP_PRIVATE, MAP_SHARED, is_readable, libc, map_file, memory_in
 
-from offload import address_space
-from offload.address_space import (
+from offload.paging import address_space
+from offload.paging.address_space import (
     PAGE_BYTES,
     PROT_NONE,
     PROT_READ_WRITE,
