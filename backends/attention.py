@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from backends.base import BackendError
+from backends.contract.backend import BackendError
 from backends.masks import Segment, SegmentedMask
 
 SEGMENTED = "specdec_segments"

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from backends.base import BackendError
+from backends.contract.backend import BackendError
 from backends.vram_errors import VramUse, no_raw_out_of_memory
 from offload.errors import SpecdecError
 from offload.storage.direct_io import AlignedBuffer

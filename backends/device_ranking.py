@@ -1,4 +1,4 @@
-"""Ranking on the device that has the logits; see backends/ranking.py."""
+"""Ranking on the device that has the logits; see backends/contract/ranking.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from backends.device_rows import Computing, DeviceRows
-from backends.ranking import (
+from backends.contract.ranking import (
     HEAD_TOKENS,
     MAX_NOISE_POSITIONS,
     RANKED_TOGETHER,
@@ -18,7 +17,8 @@ from backends.ranking import (
     TokenFilters,
     log_chances,
 )
-from backends.rows import LogitRows
+from backends.contract.rows import LogitRows
+from backends.device_rows import Computing, DeviceRows
 
 
 class DeviceRanker:

@@ -10,11 +10,11 @@ from typing import Protocol
 
 import torch
 
-from backends.base import StreamUse
+from backends.contract.backend import StreamUse
+from backends.contract.ranking import Ranking
 from backends.device_ranking import DeviceRanker
 from backends.device_rows import DeviceRows
 from backends.hf_model import HfModel
-from backends.ranking import Ranking
 from backends.torch_weights import RawTensors
 from offload.device.engine import CopyEngine
 from offload.device.loading import load_on_device

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from backends.base import UnsupportedModel
+from backends.contract.backend import UnsupportedModel
 from backends.gguf_hparams import (
     MAX_CONTEXT,
     MAX_EXPERTS,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from backends.base import UnsupportedModel
+from backends.contract.backend import UnsupportedModel
 from backends.gguf_hparams import (
     CACHE_TYPES,
     MAX_CONTEXT,

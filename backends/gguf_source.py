@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from backends.base import Backend
 from backends.compute_profile import WEIGHT_BYTES, ComputeCurve, matrix_formats
+from backends.contract.backend import Backend
+from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from backends.ggml_compute import measure_ggml_compute
 from backends.gguf_model import GgufModel, load_gguf_model
 from backends.gguf_sample import can_be_sampled, sample_file, spread_layers
@@ -18,7 +19,6 @@ from backends.llama_lib import default_threads, llama_version
 from backends.llama_memory import context_memory
 from backends.llama_stream import resident_outer_records
 from backends.small_model import is_small, measure_passes, measure_small
-from backends.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from offload.errors import SpecdecError
 from offload.formats.fingerprint import fingerprint
 from offload.formats.gguf_header import GGML_TYPES

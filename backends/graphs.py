@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from backends.base import BackendError
-from backends.library_errors import one_line
+from backends.contract.backend import BackendError
+from backends.contract.library_errors import one_line
 from backends.vram_errors import out_of_memory_in
 
 logger = logging.getLogger(__name__)

@@ -25,10 +25,10 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from backends.attention import SEGMENTED, supports_segments
-from backends.base import UnsupportedModel
+from backends.contract.backend import UnsupportedModel
+from backends.contract.library_errors import one_line
 from backends.hf_config import context_limit, declared, kv_values_per_token, load_config
 from backends.layer_count import check_layers_used, refuse_absurd_count
-from backends.library_errors import one_line
 from backends.raw_config import refuse_nonsense
 from offload.formats.checkpoint import CheckpointError, TensorRecord, WeightIndex
 from offload.residency.plan import LayerWeights

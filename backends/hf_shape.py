@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from backends.base import UnsupportedModel
+from backends.contract.backend import UnsupportedModel
 from backends.hf_config import context_limit, declared, kv_values_per_token, load_config
 from backends.hf_model import (
     TORCH_DTYPES,

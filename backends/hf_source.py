@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 
 from backends.activations import activation_bytes
-from backends.base import Backend, UnsupportedModel
 from backends.compute import measure_compute
+from backends.contract.backend import Backend, UnsupportedModel
+from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.cuda_engine import CudaEngine
 from backends.device_weights import DeviceWeights
 from backends.graphs import CudaGraphs
 from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import whole_blocks
 from backends.small_model import is_small, measure_small
-from backends.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.static_pass import MAX_STATIC_ROWS, has_static_passes
 from backends.torch_backend import TorchBackend
 from backends.torch_cpu import CpuWeights

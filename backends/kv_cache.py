@@ -16,8 +16,8 @@ from contextlib import contextmanager
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from backends.base import BackendError
-from backends.node_table import NodeTable
+from backends.contract.backend import BackendError
+from backends.contract.nodes import NodeTable
 
 BLOCK_ROWS = 256
 

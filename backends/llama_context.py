@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backends.base import UnsupportedModel
+from backends.contract.backend import UnsupportedModel
 from backends.gguf_model import GgufModel
 from backends.llama_lib import MAX_SEQUENCES, ContextOptions, default_threads
 from offload.residency.plan import ResidencyPlan

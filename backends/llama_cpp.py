@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from backends.base import BackendError, ContextFull, SavedTensors, StreamUse
+from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
+from backends.contract.mending import MendingBackend
+from backends.contract.nodes import NodeTable
 from backends.gguf_model import GgufModel
 from backends.llama_batch import Batch
 from backends.llama_context import check_options, context_options, recurrent_model
@@ -21,8 +23,6 @@ from backends.llama_passes import PassThread
 from backends.llama_prefix import LlamaPrefix
 from backends.llama_stream import StreamedLayers, mapped_ranges
 from backends.llama_tree import TreeSequences
-from backends.mending import MendingBackend
-from backends.node_table import NodeTable
 from offload.formats.mapped import TensorShape
 from offload.residency.plan import ResidencyPlan
 

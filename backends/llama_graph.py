@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from backends.base import UnsupportedModel
+from backends.contract.backend import UnsupportedModel
 from backends.llama_lib import LlamaError
 from offload.residency.plan import LayerWeights
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.base import BackendError
+from backends.contract.backend import BackendError
 from backends.llama_batch import Batch
 from backends.llama_log import LlamaLog
 from offload.errors import SpecdecError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from backends.base import BackendError
+from backends.contract.backend import BackendError
 from backends.llama_lib import LlamaContext
 from offload.process.interruptible import CallThread
 

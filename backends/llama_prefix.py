@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from backends.base import BackendError, SavedTensors
+from backends.contract.backend import BackendError, SavedTensors
 from backends.llama_lib import LlamaContext, LlamaModel
 from offload.formats.mapped import TensorShape
 

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from backends.base import StreamUse
+from backends.contract.backend import StreamUse
 from backends.gguf_model import GgufModel
 from backends.llama_batch import Batch
 from backends.llama_graph import GraphReader, Node, PassSchedule, make_schedule

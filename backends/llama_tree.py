@@ -21,9 +21,9 @@ from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from backends.base import PREFIX, BackendError
+from backends.contract.backend import PREFIX, BackendError
+from backends.contract.nodes import NodeTable
 from backends.llama_lib import LlamaContext, LlamaModel
-from backends.node_table import NodeTable
 
 _MIN_IN_USE = 2
 """A sliding-window cache reuses cells of a single sequence once they are out of its window; with

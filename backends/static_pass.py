@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from backends.attention import SEGMENTED
-from backends.base import BackendError
+from backends.contract.backend import BackendError
 from backends.graphs import Recorder, Replay
 from backends.hf_config import has_length_dependent_rope
 from backends.hf_model import HfModel

@@ -21,17 +21,17 @@ import numpy as np
 import torch
 
 from backends.attention import SEGMENTED
-from backends.base import BackendError, ContextFull, SavedTensors, StreamUse
+from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
+from backends.contract.mending import MendingBackend
+from backends.contract.nodes import NodeTable
+from backends.contract.ranking import Ranking, RowRanker
+from backends.contract.rows import LogitRows
 from backends.graphs import Recorder
 from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import TreeCache
 from backends.layer_runner import LayerRunner, PassState, bind, unbind
 from backends.masks import CausalLayout, PassLayout
-from backends.mending import MendingBackend
 from backends.model_forward import prepare_buffers, run_model, set_state
-from backends.node_table import NodeTable
-from backends.ranking import Ranking, RowRanker
-from backends.rows import LogitRows
 from backends.static_pass import StaticPasses
 from backends.torch_cpu import CpuWeights
 from backends.torch_prefix import load_prefix, prefix_tensors, save_prefix

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from backends.base import StreamUse
+from backends.contract.backend import StreamUse
+from backends.contract.ranking import Ranking
+from backends.contract.rows import LogitRows
 from backends.hf_model import HfModel
 from backends.model_forward import on_host
-from backends.ranking import Ranking
-from backends.rows import LogitRows
 from backends.torch_weights import RawTensors
 from offload.residency.plan import LayerWeights
 from offload.ring.slots import Check

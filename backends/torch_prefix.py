@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from backends.base import BackendError, SavedTensors
+from backends.contract.backend import BackendError, SavedTensors
 from backends.hf_config import kv_values_per_token
 from backends.hf_model import TORCH_DTYPES, HfModel
 from backends.kv_cache import TreeCache

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 
-from backends.base import StreamUse
-from backends.ranking import Ranking, RowRanker
-from backends.rows import LogitRows
+from backends.contract.backend import StreamUse
+from backends.contract.ranking import Ranking, RowRanker
+from backends.contract.rows import LogitRows
 from offload.ring.slots import Check
 
 RawTensors = Mapping[str, torch.Tensor]

@@ -81,7 +81,7 @@ def smallest_budget(name: str, model: Path, draft: str | None, options: Mapping[
 
 def _drift_of_rows(s: Settings) -> float:
     """Largest difference of a logit between passes of one and of several rows."""
-    from backends.base import PREFIX
+    from backends.contract.backend import PREFIX
 
     with load(s.small_target, spec_type="none", num_beams=_N_ROWS, **_staying(s)) as llm:
         target, ids = llm.target, llm.tokenizer.encode(read_prompts(BUILT_IN, 1)[0].text)

@@ -54,10 +54,10 @@ def alone(
     draft's level, where they are or brought to the host."""
     import torch
 
+    from backends.contract.ranking import Ranking
     from backends.device_ranking import DeviceRanker
     from backends.device_rows import DeviceRows
     from backends.model_forward import on_host
-    from backends.ranking import Ranking
 
     def product(offset: int, n_rows: int) -> float:
         n_out, n_in = shape

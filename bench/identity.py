@@ -17,7 +17,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from backends.base import PREFIX, Backend
+from backends.contract.backend import PREFIX, Backend
 from offload.errors import SpecdecError
 from specdec.cli_errors import run_app
 

@@ -15,7 +15,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.base import PREFIX, Backend
+from backends.contract.backend import PREFIX, Backend
 
 BATCH_ROWS = (1, 8, 64)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from backends.source import BackendOptions
+from backends.contract.source import BackendOptions
 from bench.child import quiet_libraries
 from bench.options import UsageMistake
 from bench.workloads import Prompt

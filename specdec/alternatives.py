@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from backends.source import ModelCompute
+from backends.contract.source import ModelCompute
 from offload.budget import BudgetExceeded
 from offload.device.planner import TieredPlan
 from offload.residency.plan import ResidencyPlan

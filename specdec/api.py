@@ -18,7 +18,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from backends.base import Backend
+from backends.contract.backend import Backend
 from offload.process.interruptible import POLL_SECONDS
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.drafters.ahead import AheadThread

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backends.base import Backend
+from backends.contract.backend import Backend
 from specdec.config import SamplingParams, SpecConfig
 from specdec.controller import Controller, NoDrafter
 from specdec.drafters.base import Drafter

@@ -18,7 +18,7 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.base import PREFIX, Backend
+from backends.contract.backend import PREFIX, Backend
 from specdec.beam_search import BeamRules, BeamSearch, by_score
 from specdec.config import ConfigError, SpecConfig
 from specdec.logprobs import TopLogprobs, log_probs_of, top_logprobs, with_chosen

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.base import Backend
-from backends.rows import LogitRows
+from backends.contract.backend import Backend
+from backends.contract.rows import LogitRows
 from specdec.acceptance import Acceptance, lenient, match_walk, rejection_walk
 from specdec.block_verification import block_walk
 from specdec.drafters.ahead import AheadThread

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from backends.source import PassCompute
+from backends.contract.source import PassCompute
 from offload.errors import SpecdecError
 from offload.formats.safetensors import TensorRecord
 from offload.units import GIB

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
-from backends.source import ModelSource
+from backends.contract.source import ModelSource
 from offload.budget import BudgetExceeded, MemoryBudget, format_up
 from offload.device.planner import VRAM
 from offload.device.tiers import CUDA_CONTEXT_BYTES, DEFAULT_N_DEVICE_SLOTS

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.library_errors import one_line
-from backends.source import BackendOptions, ModelSource
+from backends.contract.library_errors import one_line
+from backends.contract.source import BackendOptions, ModelSource
 from offload.formats.checkpoint import CheckpointError
 from specdec.compat import Compatibility, Vocabulary, compare_vocabularies
 from specdec.models import resolve_model

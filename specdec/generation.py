@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from backends.base import Backend, BackendError, StreamUse
+from backends.contract.backend import Backend, BackendError, StreamUse
 from offload.process.interruptible import POLL_SECONDS
 from offload.process.memory import process_memory
 from specdec.acceptance import Acceptance

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from backends.compute_profile import matrix_formats
-from backends.source import ModelSource
+from backends.contract.source import ModelSource
 from offload.device.planner import TieredPlan
 from offload.residency.plan import ResidencyPlan
 from offload.ring.bandwidth import measure_storage

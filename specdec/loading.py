@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from backends.base import Backend
-from backends.shared_source import SharedSource
-from backends.source import Loading
+from backends.contract.backend import Backend
+from backends.contract.shared import SharedSource
+from backends.contract.source import Loading
 from offload.residency.plan import ResidencyPlan
 from specdec.config import ConfigError, SpecConfig
 from specdec.drafters.model import max_beams

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from backends.node_table import table_bytes
-from backends.ranking import MAX_NOISE_POSITIONS, ranking_bytes
-from backends.source import ModelSource
+from backends.contract.nodes import table_bytes
+from backends.contract.ranking import MAX_NOISE_POSITIONS, ranking_bytes
+from backends.contract.source import ModelSource
 from specdec.config import SpecConfig
 from specdec.drafters.model import max_beams
 from specdec.drafters.window import draft_context_size

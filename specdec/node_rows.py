@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.rows import LogitRows
+from backends.contract.rows import LogitRows
 
 
 class NodeRows:

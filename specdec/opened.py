@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.source import ModelSource
+from backends.contract.source import ModelSource
 from specdec.formats import OpenedModel
 
 

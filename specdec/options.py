@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from backends.source import CACHE_TYPES, LOAD_MODES, BackendOptions
+from backends.contract.source import CACHE_TYPES, LOAD_MODES, BackendOptions
 from offload.units import parse_bytes
 from specdec.config import ConfigError, SpecConfig
 from specdec.models import SELF_DRAFT, is_self_draft

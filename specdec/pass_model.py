@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from backends.source import ModelCompute
+from backends.contract.source import ModelCompute
 from offload.device.planner import TieredPlan
 from offload.device.tiers import TierPlan
 from offload.residency.plan import ResidencyPlan

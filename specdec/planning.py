@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
-from backends.shared_source import SharedSource
-from backends.source import BackendOptions, ModelSource
+from backends.contract.shared import SharedSource
+from backends.contract.source import BackendOptions, ModelSource
 from offload.process.allocator import free_large_blocks_at_once, give_back_freed
 from offload.process.memory import memory_limit, process_memory
 from offload.ring.bandwidth import measure_storage

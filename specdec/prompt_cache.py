@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from backends.base import Backend, BackendError, SavedTensors
+from backends.contract.backend import Backend, BackendError, SavedTensors
 from offload.errors import SpecdecError
 from offload.formats.mapped import MappedFile, TensorShape, read_mapped, write_mapped
 from offload.formats.safetensors import CheckpointError

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
-from backends.source import ModelSource
+from backends.contract.source import ModelSource
 from offload.budget import MemoryBudget
 from offload.device.loading import LOAD_STAGING_BYTES
 from offload.device.planner import (

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from backends.library_errors import one_line
+from backends.contract.library_errors import one_line
 from offload.errors import SpecdecError
 
 # transformers makes a tokenizer from any of these.

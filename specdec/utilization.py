@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from backends.contract.source import BackendOptions, ModelCompute
 from backends.model_shape import ModelShape
-from backends.source import BackendOptions, ModelCompute
 from offload.errors import SpecdecError
 from specdec.analysis.analyze import read_shape
 from specdec.analysis.operators import pass_work, total

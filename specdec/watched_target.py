@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.base import Backend
-from backends.rows import LogitRows
+from backends.contract.backend import Backend
+from backends.contract.rows import LogitRows
 from specdec.logprobs import TopLogprobs, log_probs_of, top_logprobs
 from specdec.node_rows import NodeRows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backends.base import Backend
+from backends.contract.backend import Backend
 from specdec.beam_decoder import BeamDecoder, Hypothesis
 from specdec.config import SamplingParams
 from specdec.sampling import Sampler

@@ -11,7 +11,7 @@ import pytest
 from cpu_engine import CpuEngine
 from tiered import DEVICE, HOST, STORAGE, tiered_model
 
-from backends.base import PREFIX, Backend
+from backends.contract.backend import PREFIX, Backend
 from backends.cuda_engine import CudaEngine, cuda_problem
 from backends.device_weights import DeviceWeights, TorchEngine
 from backends.hf_model import load_hf_model

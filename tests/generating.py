@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.base import Backend
+from backends.contract.backend import Backend
 from bench.near_ties import examine
 from specdec.acceptance import Acceptance
 from specdec.config import SamplingParams, SpecConfig

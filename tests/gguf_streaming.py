@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from backends.base import PREFIX
+from backends.contract.backend import PREFIX
 from backends.llama_cpp import LlamaBackend
 from offload.residency.plan import ResidencyPlan
 

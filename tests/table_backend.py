@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from exact_rules import Rows
 
-from backends.base import Backend, SavedTensors
-from backends.node_table import NodeTable
+from backends.contract.backend import Backend, SavedTensors
+from backends.contract.nodes import NodeTable
 from offload.formats.mapped import TensorShape
 
 

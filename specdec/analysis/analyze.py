@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from backends.base import UnsupportedModel
+from backends.contract.backend import UnsupportedModel
+from backends.contract.source import CACHE_TYPES, BackendOptions
 from backends.model_shape import ModelShape
-from backends.source import CACHE_TYPES, BackendOptions
 from offload.units import parse_bytes
 from specdec.analysis.report import DECODE, PHASES, PREFILL, VERIFY, Analysis
 from specdec.analysis.roofline import free_tokens, pass_cost, place

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.base import Backend
-from backends.ranking import (
+from backends.contract.backend import Backend
+from backends.contract.ranking import (
     HEAD_TOKENS,
     MAX_NOISE_POSITIONS,
     Ranked,
@@ -29,7 +29,7 @@ from backends.ranking import (
     TokenFilters,
     log_chances,
 )
-from backends.rows import LogitRows
+from backends.contract.rows import LogitRows
 from specdec.config import SamplingParams
 from specdec.sampling import Sampler, gumbel_noise
 

@@ -16,7 +16,7 @@ from heapq import heappop, heappush, merge
 from itertools import count, islice
 from typing import Any
 
-from backends.base import PREFIX
+from backends.contract.backend import PREFIX
 from specdec.drafters.candidates import Candidates
 from specdec.tree import ROOT, DraftTree
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.base import Backend
+from backends.contract.backend import Backend
 from specdec.acceptance import Acceptance, sample_index
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.candidates import CandidateRanker

@@ -28,7 +28,7 @@ from backends.attention import (
     segmented_attention,
     supports_segments,
 )
-from backends.base import BackendError
+from backends.contract.backend import BackendError
 from backends.masks import CausalLayout, PassLayout, Segment, SegmentedMask, segmented_mask
 
 CPU = torch.device("cpu")

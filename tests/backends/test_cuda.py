@@ -23,7 +23,7 @@ from tiered import HOST, tiered
 from transformers import AutoModelForCausalLM
 from weight_files import Weights, write_weights
 
-from backends.base import PREFIX
+from backends.contract.backend import PREFIX
 from backends.cuda_engine import CudaEngine, PinningFailed, cuda_problem, pin, vram_peak_bytes
 from backends.graphs import CudaGraphs
 from backends.torch_backend import TorchBackend

@@ -14,12 +14,12 @@ from fake_device import Policy
 from streaming import no_thread_is_left
 from tiered import DEVICE, HOST, STORAGE, tiered_model
 
-from backends.base import PREFIX, BackendError
+from backends.contract.backend import PREFIX, BackendError
+from backends.contract.source import BackendOptions, Loading
 from backends.cuda_engine import cuda_problem
 from backends.device_weights import DeviceWeights
 from backends.hf_model import load_hf_model
 from backends.hf_source import HfSource
-from backends.source import BackendOptions, Loading
 from backends.torch_backend import TorchBackend
 from offload.residency.plan import plan_residency
 

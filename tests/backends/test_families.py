@@ -8,7 +8,7 @@ import torch
 from checkpoints import FAMILIES, VOCAB
 from transformers import AutoModelForCausalLM
 
-from backends.base import PREFIX, UnsupportedModel
+from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.hf_model import load_hf_model
 from backends.torch_backend import TorchBackend
 from backends.torch_cpu import CpuWeights

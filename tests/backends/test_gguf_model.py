@@ -11,7 +11,7 @@ from gguf_loading import load, refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backends.base import UnsupportedModel
+from backends.contract.backend import UnsupportedModel
 from backends.gguf_model import load_gguf_model
 from offload.formats.gguf_index import GgufError
 

@@ -9,7 +9,7 @@ import pytest
 from gguf_loading import load, refused
 
 from backends import gguf_model
-from backends.base import UnsupportedModel
+from backends.contract.backend import UnsupportedModel
 
 
 @pytest.mark.parametrize("architecture", sorted(gguf_model._REFUSED))

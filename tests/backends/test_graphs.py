@@ -9,7 +9,7 @@ import torch
 from cpu_engine import CpuEngine
 from graph_tape import GraphTape, no_memory
 
-from backends.base import BackendError
+from backends.contract.backend import BackendError
 from backends.cuda_engine import cuda_problem
 from backends.graphs import CudaGraphs, Graphs, Replay
 from backends.vram_errors import VramExceeded

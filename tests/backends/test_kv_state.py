@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from backends.base import PREFIX, ContextFull
+from backends.contract.backend import PREFIX, ContextFull
 from backends.torch_backend import TorchBackend
 
 TOLERANCE = 2e-5

@@ -15,7 +15,7 @@ from interrupting import interrupted
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
-from backends.base import PREFIX
+from backends.contract.backend import PREFIX
 from backends.gguf_model import load_gguf_model
 from backends.llama_cpp import LlamaBackend
 from offload.residency.plan import ResidencyPlan

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
-from backends.base import PREFIX, BackendError, ContextFull
+from backends.contract.backend import PREFIX, BackendError, ContextFull
 from backends.gguf_model import load_gguf_model
 from backends.llama_cpp import LlamaBackend
 

@@ -15,7 +15,8 @@ from gguf_models import FAMILIES, VOCAB, save_tiny_gguf
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
-from backends.base import PREFIX, BackendError, StreamUse, UnsupportedModel
+from backends.contract.backend import PREFIX, BackendError, StreamUse, UnsupportedModel
+from backends.contract.source import BackendOptions
 from backends.gguf_model import load_gguf_model
 from backends.gguf_source import GgufSource
 from backends.llama_batch import Batch
@@ -25,7 +26,6 @@ from backends.llama_lib import ContextOptions, LlamaContext, LlamaError, LlamaMo
 from backends.llama_log import LlamaLog
 from backends.llama_memory import context_memory, logged_sizes
 from backends.llama_passes import PassCancelled
-from backends.source import BackendOptions
 from offload.formats.gguf_index import GgufError
 from offload.residency.plan import ResidencyPlan
 

@@ -13,7 +13,7 @@ from gguf_models import save_tiny_gguf
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
-from backends.base import PREFIX, BackendError
+from backends.contract.backend import PREFIX, BackendError
 from backends.gguf_model import load_gguf_model
 from backends.llama_cpp import LlamaBackend
 from offload.formats.mapped import TensorShape

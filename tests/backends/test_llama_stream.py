@@ -9,7 +9,7 @@ pytest.importorskip("gguf")
 
 from gguf_streaming import PROMPT, exercise, in_memory, pinned, same, streamed
 
-from backends.base import PREFIX, ContextFull
+from backends.contract.backend import PREFIX, ContextFull
 from backends.llama_stream import resident_outer_records
 
 pytestmark = pytest.mark.gguf

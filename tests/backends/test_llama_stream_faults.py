@@ -19,7 +19,7 @@ from gguf_streaming import PROMPT, exercise, in_memory, pinned, same, streamed
 
 import backends.llama_graph
 import backends.llama_stream
-from backends.base import PREFIX, UnsupportedModel
+from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.llama_graph import make_schedule
 from backends.llama_lib import LlamaError
 from backends.llama_passes import PassCancelled

@@ -16,7 +16,7 @@ from checkpoints import FAMILIES, save_tiny_checkpoint
 from gguf_models import FEED_FORWARD, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, save_tiny_gguf
 from torch.utils.flop_counter import FlopCounterMode
 
-from backends.base import UnsupportedModel
+from backends.contract.backend import UnsupportedModel
 from backends.gguf_shape import gguf_shape
 from backends.hf_model import build_model
 from backends.hf_shape import hf_shape, shape_of

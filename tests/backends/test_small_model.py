@@ -13,11 +13,11 @@ from gguf_models import save_tiny_gguf
 
 from backends import gguf_source, small_model
 from backends.compute_profile import ComputeCurve
+from backends.contract.shared import SharedSource
+from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.hf_gpu_source import HfGpuSource
 from backends.hf_source import HfSource
-from backends.shared_source import SharedSource
 from backends.small_model import is_small
-from backends.source import BackendOptions, Loading, ModelCompute, ModelSource
 from offload.residency.plan import plan_residency
 
 

@@ -10,7 +10,7 @@ from graph_tape import GraphTape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.base import PREFIX, BackendError
+from backends.contract.backend import PREFIX, BackendError
 from backends.graphs import Unrecorded
 from backends.hf_model import load_hf_model
 from backends.kv_cache import TreeCache

@@ -13,7 +13,7 @@ from hanging_storage import HangingStorage
 from tiny_pair import save_model
 
 import specdec
-from backends.base import BackendError
+from backends.contract.backend import BackendError
 from offload.errors import SpecdecError
 from specdec.api import LLM, ModelClosed
 from specdec.config import SamplingParams

@@ -8,7 +8,7 @@ from generating import make_controller, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.ranking import MAX_NOISE_POSITIONS
+from backends.contract.ranking import MAX_NOISE_POSITIONS
 from backends.torch_backend import TorchBackend
 from bench.workloads import BUILT_IN, read_prompts
 from specdec.config import SamplingParams, SpecConfig

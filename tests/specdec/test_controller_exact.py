@@ -13,7 +13,7 @@ import pytest
 from controller_checks import CHECKS, rounds_error
 from mutants import mutated
 
-from backends.base import BackendError
+from backends.contract.backend import BackendError
 from specdec.config import CHAIN_RULES
 from specdec.controller import Controller
 from specdec.drafters.model import ModelDrafter

@@ -15,9 +15,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch_memory import peak_bytes
 
+from backends.contract.ranking import HEAD_TOKENS, MAX_NOISE_POSITIONS, Ranking, ranking_bytes
 from backends.device_ranking import DeviceRanker
 from backends.device_rows import DeviceRows
-from backends.ranking import HEAD_TOKENS, MAX_NOISE_POSITIONS, Ranking, ranking_bytes
 from backends.vram_errors import VramExceeded
 from specdec.config import SamplingParams
 from specdec.drafters.candidates import CandidateRanker, Candidates

@@ -17,11 +17,11 @@ from device_talk import ENGINES, NEEDS_CUDA, PROMPT, all_there, on_device
 from fake_device import Policy
 from graph_tape import AlwaysGraphs, GraphTape
 
-from backends.base import PREFIX
+from backends.contract.backend import PREFIX
+from backends.contract.ranking import Ranking, ranking_bytes
 from backends.cuda_engine import CudaEngine
 from backends.device_ranking import DeviceRanker
 from backends.device_rows import DeviceRows
-from backends.ranking import Ranking, ranking_bytes
 from backends.torch_backend import TorchBackend
 from offload.units import GIB
 from specdec.config import SamplingParams

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_models import PaperModel
 
-from backends.source import ModelSource
+from backends.contract.source import ModelSource
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.block_verification import block_walk

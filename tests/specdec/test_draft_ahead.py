@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_backend import TableBackend
 
-from backends.base import Backend
+from backends.contract.backend import Backend
 from backends.torch_backend import TorchBackend
 from specdec.config import SamplingParams, SpecConfig
 from specdec.drafters.base import TreeLimits

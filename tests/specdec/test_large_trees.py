@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from generating import RandomDrafter, assert_equal_or_near_tie, run
 
-from backends.base import PREFIX
-from backends.node_table import NodeTable
+from backends.contract.backend import PREFIX
+from backends.contract.nodes import NodeTable
 from backends.torch_backend import TorchBackend
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.base import TreeLimits

@@ -10,7 +10,7 @@ from generating import (
     run,
 )
 
-from backends.base import PREFIX
+from backends.contract.backend import PREFIX
 from backends.torch_backend import TorchBackend
 from specdec.config import CHAIN_RULES, SamplingParams, SpecConfig
 from specdec.drafters.merged import MergedDrafter

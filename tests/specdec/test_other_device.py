@@ -11,8 +11,8 @@ import pytest
 from paper_models import PaperModel
 
 from backends.compute_profile import ComputeCurve
-from backends.shared_source import SharedSource
-from backends.source import ModelCompute
+from backends.contract.shared import SharedSource
+from backends.contract.source import ModelCompute
 from offload.units import GIB, MIB
 from specdec import other_device
 from specdec.config import ConfigError

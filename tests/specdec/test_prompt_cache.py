@@ -14,7 +14,7 @@ from gguf_models import save_tiny_gguf
 from tiny_pair import save_model
 
 import specdec
-from backends.source import BackendOptions
+from backends.contract.source import BackendOptions
 from offload.errors import SpecdecError
 from offload.formats.mapped import TensorShape, read_mapped, write_mapped
 from specdec.api import LLM, GenerationResult

@@ -9,10 +9,10 @@ from fake_gpu import install_fake_gpu
 from paper_models import PaperModel
 
 from backends.compute_profile import ComputeCurve
+from backends.contract.ranking import Ranking
+from backends.contract.shared import SharedSource
+from backends.contract.source import BackendOptions
 from backends.hf_source import HfSource
-from backends.ranking import Ranking
-from backends.shared_source import SharedSource
-from backends.source import BackendOptions
 from specdec import ranking_cost
 from specdec.drafters.candidates import CandidateRanker
 from specdec.ranking_cost import measure_draft

@@ -20,7 +20,7 @@ from device_talk import ENGINES, PROMPT, all_there, on_device
 from generating import RandomDrafter, SteppedAhead, make_controller, run
 from graph_tape import AlwaysGraphs, GraphTape
 
-from backends.base import Backend
+from backends.contract.backend import Backend
 from backends.device_rows import DeviceRows
 from backends.torch_backend import TorchBackend
 from specdec.beam_decoder import BeamDecoder

@@ -12,7 +12,7 @@ from tiny_pair import save_model
 
 import specdec
 from backends.compute_profile import ComputeCurve
-from backends.source import ModelCompute
+from backends.contract.source import ModelCompute
 from offload.budget import MemoryBudget
 from offload.residency.plan import plan_residency
 from offload.units import GIB, MIB

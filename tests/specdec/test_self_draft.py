@@ -13,7 +13,7 @@ from gguf_models import save_tiny_gguf
 from tiny_pair import save_model
 
 import specdec
-from backends.base import Backend, BackendError
+from backends.contract.backend import Backend, BackendError
 from backends.gguf_model import load_gguf_model
 from backends.llama_cpp import LlamaBackend
 from backends.torch_backend import TorchBackend

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import specdec
 from backends.compute_profile import ComputeCurve
-from backends.source import BackendOptions, ModelCompute
+from backends.contract.source import BackendOptions, ModelCompute
 from specdec.stats import GenerationStats
 from specdec.utilization import model_flops
 

@@ -16,7 +16,7 @@ from hanging_storage import HangingStorage
 from tiered import STORAGE, tiered_model
 
 from backends import torch_backend
-from backends.base import PREFIX, Backend, BackendError
+from backends.contract.backend import PREFIX, Backend, BackendError
 from backends.device_weights import DeviceWeights
 from backends.hf_model import load_hf_model
 from backends.torch_backend import TorchBackend

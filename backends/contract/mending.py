@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from backends.base import Backend, BackendError
-from backends.node_table import NodeTable
+from backends.contract.backend import Backend, BackendError
+from backends.contract.nodes import NodeTable
 
 _T = TypeVar("_T")
 

@@ -4,7 +4,7 @@ A backend knows tokens, logits and its KV cache. It knows nothing of speculation
 tentative *nodes*, and is told afterwards which of them became part of the text.
 
 Logits are float32 rows: a numpy array, so that a backend without torch fits the same contract, or
-rows that stay on a device until they are asked for (backends/rows.py).
+rows that stay on a device until they are asked for (backends/contract/rows.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from typing_extensions import Self
 
-from backends.ranking import Ranking, RowRanker
-from backends.rows import LogitRows
+from backends.contract.ranking import Ranking, RowRanker
+from backends.contract.rows import LogitRows
 from offload.errors import SpecdecError
 from offload.formats.mapped import TensorShape
 

@@ -13,7 +13,7 @@ from interrupting import interrupted
 from tiered import DEVICE, HOST, STORAGE, tiered_model
 
 from backends import layer_runner
-from backends.base import PREFIX, BackendError
+from backends.contract.backend import PREFIX, BackendError
 from backends.device_weights import DeviceWeights
 from backends.hf_model import load_hf_model
 from backends.torch_backend import TorchBackend

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from backends.base import PREFIX, BackendError
+from backends.contract.backend import PREFIX, BackendError
 
 
 def table_bytes(max_nodes: int) -> int:

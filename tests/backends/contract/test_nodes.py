@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.base import PREFIX, BackendError
-from backends.node_table import NodeTable, table_bytes
+from backends.contract.backend import PREFIX, BackendError
+from backends.contract.nodes import NodeTable, table_bytes
 
 
 def add(table, parents):

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.rows import LogitRows
+from backends.contract.rows import LogitRows
 
 MAX_NOISE_POSITIONS = 32
 """Positions whose noise is kept, [n_tokens] each: a tree needs it again at every level."""

@@ -1,0 +1,1 @@
+"""What every backend promises, and what all of them share."""
