@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from backends.compute_profile import WEIGHT_BYTES, ComputeCurve, Product, measure_curve
 from backends.llama_lib import load_library
+from backends.timing.measure import WEIGHT_BYTES, ComputeCurve, Product, measure_curve
 from offload.units import MIB
 
 _OUT, _IN = 4096, 4096

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from backends.compute_profile import WEIGHT_BYTES, ComputeCurve, matrix_formats
 from backends.contract.backend import Backend
 from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from backends.ggml_compute import measure_ggml_compute
@@ -18,7 +17,8 @@ from backends.llama_cpp import LlamaBackend
 from backends.llama_lib import default_threads, llama_version
 from backends.llama_memory import context_memory
 from backends.llama_stream import resident_outer_records
-from backends.small_model import is_small, measure_passes, measure_small
+from backends.timing.measure import WEIGHT_BYTES, ComputeCurve, matrix_formats
+from backends.timing.passes import is_small, measure_passes, measure_small
 from offload.errors import SpecdecError
 from offload.formats.fingerprint import fingerprint
 from offload.formats.gguf_header import GGML_TYPES

@@ -8,7 +8,6 @@ import torch
 
 from backends.activations import activation_bytes
 from backends.compute import measure_gpu_compute
-from backends.compute_profile import ComputeCurve, Product, measure_curve
 from backends.contract.ranking import RANKED_TOGETHER, Ranking
 from backends.contract.source import ModelCompute
 from backends.cuda_engine import CudaEngine
@@ -16,7 +15,8 @@ from backends.device_memory import cache_bytes, recording_bytes
 from backends.device_ranking import DeviceRanker
 from backends.device_rows import DeviceRows
 from backends.hf_source import HfSource
-from backends.small_model import is_small, measure_small
+from backends.timing.measure import ComputeCurve, Product, measure_curve
+from backends.timing.passes import is_small, measure_small
 from offload.device.tiers import TieredLayer, TierPlan, device_footprint
 
 _RANKED_ROWS = (1, RANKED_TOGETHER, 4 * RANKED_TOGETHER)

@@ -17,8 +17,8 @@ from backends.device_weights import DeviceWeights
 from backends.graphs import CudaGraphs
 from backends.hf_model import HfModel, load_hf_model
 from backends.kv_cache import whole_blocks
-from backends.small_model import is_small, measure_small
 from backends.static_pass import MAX_STATIC_ROWS, has_static_passes
+from backends.timing.passes import is_small, measure_small
 from backends.torch_backend import TorchBackend
 from backends.torch_cpu import CpuWeights
 from backends.torch_weights import TorchWeights

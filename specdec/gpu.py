@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from backends.compute_profile import matrix_formats
 from backends.contract.source import ModelSource
+from backends.timing.measure import matrix_formats
 from offload.device.planner import TieredPlan
 from offload.residency.plan import ResidencyPlan
 from offload.ring.bandwidth import measure_storage

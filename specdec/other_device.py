@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from backends.compute_profile import ComputeCurve, matrix_formats
 from backends.contract.source import ModelCompute, ModelSource
+from backends.timing.measure import ComputeCurve, matrix_formats
 from offload.units import GIB, format_bytes, format_exactly, parse_bytes
 from specdec.alternatives import Figures
 from specdec.device_file import find_device

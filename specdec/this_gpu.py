@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
-from backends.compute_profile import ComputeCurve
+from backends.timing.measure import ComputeCurve
 from specdec.devices import DeviceError
 from specdec.formats import is_gguf
 from specdec.this_machine import ThisMachine, torch_format

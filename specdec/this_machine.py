@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from backends.compute_profile import ComputeCurve, matrix_formats
+from backends.timing.measure import ComputeCurve, matrix_formats
 from offload.process.memory import memory_limit
 from offload.ring.bandwidth import measure_storage
 from specdec.devices import DeviceError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backends.compute_profile import ComputeCurve
 from backends.contract.backend import Backend
 from backends.contract.source import Loading, ModelCompute, ModelSource
+from backends.timing.measure import ComputeCurve
 from offload.formats.checkpoint import TensorRecord
 from offload.residency.plan import LayerWeights
 from offload.units import MIB

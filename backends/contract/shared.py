@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from backends.compute_profile import ComputeCurve
 from backends.contract.backend import Backend, BackendError
 from backends.contract.ranking import Ranking
 from backends.contract.source import Loading, ModelCompute, ModelSource
+from backends.timing.measure import ComputeCurve
 
 
 class SharedSource(ModelSource):

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from backends.compute_profile import ComputeCurve
 from backends.contract.backend import Backend, UnsupportedModel
 from backends.contract.ranking import Ranking
+from backends.timing.measure import ComputeCurve
 from offload.device.tiers import TierPlan
 from offload.residency.plan import LayerWeights, ResidencyPlan
 

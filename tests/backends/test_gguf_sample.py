@@ -147,7 +147,7 @@ def test_a_sample_stands_for_all_layers(timed: Any, monkeypatch: pytest.MonkeyPa
         return backend
 
     monkeypatch.setattr(gguf_source.GgufSource, "load", loaded)
-    monkeypatch.setattr("backends.compute_profile.time.perf_counter", lambda: now)
+    monkeypatch.setattr("backends.timing.measure.time.perf_counter", lambda: now)
     layer_bytes = sum(record.n_bytes for record in source.layers[0].tensors)
     head_bytes = 96 * 64 * 4  # float32; the sample has it once
     per_byte = source.measure_compute(beside_reads=False).per_byte

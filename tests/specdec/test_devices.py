@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tiny_pair import save_model
 
-from backends.compute_profile import matrix_formats
+from backends.timing.measure import matrix_formats
 from offload.formats.safetensors import TensorRecord
 from specdec.cli import main
 from specdec.device_file import find_device

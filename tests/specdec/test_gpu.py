@@ -11,10 +11,10 @@ from command_line import expect_error
 from paper_models import PaperModel
 
 from backends import cuda_engine, cuda_probe
-from backends.compute_profile import ComputeCurve
 from backends.contract.backend import UnsupportedModel
 from backends.contract.shared import SharedSource
 from backends.cuda_probe import CudaMemory
+from backends.timing.measure import ComputeCurve
 from offload.residency.plan import LayerWeights
 from offload.units import GIB, MIB
 from specdec import ranking_cost

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_models import PaperModel
 
-from backends.compute_profile import ComputeCurve
 from backends.contract.ranking import MAX_NOISE_POSITIONS, RANKED_TOGETHER
+from backends.timing.measure import ComputeCurve
 from offload.budget import BudgetExceeded
 from offload.device.planner import TieredPlan
 from offload.units import GIB, MIB

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from paper_models import PaperModel
 
-from backends.compute_profile import ComputeCurve
 from backends.contract.shared import SharedSource
 from backends.contract.source import ModelCompute
+from backends.timing.measure import ComputeCurve
 from offload.units import GIB, MIB
 from specdec import other_device
 from specdec.config import ConfigError

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_models import PaperModel
 
-from backends.compute_profile import ComputeCurve
 from backends.contract.source import ModelCompute
+from backends.timing.measure import ComputeCurve
 from offload.device.planner import plan_tiers
 from offload.residency.plan import plan_residency
 from offload.units import GIB, MIB

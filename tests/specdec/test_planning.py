@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from paper_models import PaperModel
 
-from backends.compute_profile import ComputeCurve
+from backends.timing.measure import ComputeCurve
 from offload.units import GIB, MIB
 from specdec import planning
 from specdec.alternatives import Figures

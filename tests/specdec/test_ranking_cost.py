@@ -8,11 +8,11 @@ import pytest
 from fake_gpu import install_fake_gpu
 from paper_models import PaperModel
 
-from backends.compute_profile import ComputeCurve
 from backends.contract.ranking import Ranking
 from backends.contract.shared import SharedSource
 from backends.contract.source import BackendOptions
 from backends.hf_source import HfSource
+from backends.timing.measure import ComputeCurve
 from specdec import ranking_cost
 from specdec.drafters.candidates import CandidateRanker
 from specdec.ranking_cost import measure_draft
@@ -29,7 +29,7 @@ def test_a_level_is_a_pass_and_the_ranking_of_its_rows(monkeypatch: pytest.Monke
         return rank(self, logits[:, :10], places, width)
 
     monkeypatch.setattr(CandidateRanker, "rank", timed)
-    monkeypatch.setattr("backends.compute_profile.time.perf_counter", lambda: now)
+    monkeypatch.setattr("backends.timing.measure.time.perf_counter", lambda: now)
     ranking_cost.measure_ranking.cache_clear()
     draft = PaperModel("d", 2, 1000, curve=ComputeCurve.linear(1e-6, 0.0))
     compute = measure_draft(draft)

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 import specdec
-from backends.compute_profile import ComputeCurve
 from backends.contract.source import BackendOptions, ModelCompute
+from backends.timing.measure import ComputeCurve
 from specdec.stats import GenerationStats
 from specdec.utilization import model_flops
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from backends import compute_profile
-from backends.compute_profile import ComputeCurve, measure_curve
+from backends.timing import measure as compute_profile
+from backends.timing.measure import ComputeCurve, measure_curve
 
 
 def curve(*seconds: float, beside: tuple[float, ...] | None = None) -> ComputeCurve:

@@ -11,10 +11,10 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-from backends.compute_profile import ComputeCurve, Product, measure_curve
 from backends.contract.backend import PREFIX, Backend
 from backends.contract.rows import LogitRows
 from backends.contract.source import Loading, ModelCompute, ModelSource
+from backends.timing.measure import ComputeCurve, Product, measure_curve
 from offload.residency.plan import plan_residency
 from offload.units import MIB
 

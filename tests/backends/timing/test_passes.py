@@ -11,13 +11,14 @@ import pytest
 from fake_gpu import install_fake_gpu
 from gguf_models import save_tiny_gguf
 
-from backends import gguf_source, small_model
-from backends.compute_profile import ComputeCurve
+from backends import gguf_source
 from backends.contract.shared import SharedSource
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.hf_gpu_source import HfGpuSource
 from backends.hf_source import HfSource
-from backends.small_model import is_small
+from backends.timing import passes as small_model
+from backends.timing.measure import ComputeCurve
+from backends.timing.passes import is_small
 from offload.residency.plan import plan_residency
 
 
@@ -74,7 +75,7 @@ def test_a_small_models_own_passes_are_timed(
 
     before = logits(source)
     monkeypatch.setattr(type(source), "load", loaded)
-    monkeypatch.setattr("backends.compute_profile.time.perf_counter", lambda: now)
+    monkeypatch.setattr("backends.timing.measure.time.perf_counter", lambda: now)
     compute = source.measure_compute()
     monkeypatch.undo()
     assert is_small(source)

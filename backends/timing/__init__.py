@@ -1,0 +1,1 @@
+"""How fast this machine multiplies, measured on the shapes of a model."""
