@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from backends.activations import level_bytes
-from backends.hf_config import kv_values_per_token
-from backends.hf_model import HfModel
-from backends.kv_cache import whole_blocks
-from backends.static_pass import MAX_STATIC_ROWS, has_static_passes, static_keys, static_shapes
+from backends.hf.activations import level_bytes
+from backends.hf.cache import whole_blocks
+from backends.hf.config import kv_values_per_token
+from backends.hf.model import HfModel
+from backends.hf.static_pass import MAX_STATIC_ROWS, has_static_passes, static_keys, static_shapes
 from offload.units import MIB
 
 _BLOCK_BYTES = 512
@@ -40,7 +40,7 @@ def cache_bytes(model: HfModel, n_rows: int) -> int:
 
 
 def recording_bytes(model: HfModel, ctx_size: int, max_nodes: int, max_rows: int) -> int:
-    """What passes of fixed shapes (backends/static_pass.py) take beside the others: rows of padding
+    """What passes of fixed shapes (backends/hf/static_pass.py) take beside the others: rows of padding
     in the KV cache, masks and logits of each shape, and the memory that recordings share."""
     if not has_static_passes(model):
         return 0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.model_forward import on_host
+from backends.hf.forward import on_host
 
 Computing = Callable[[], AbstractContextManager[None]]
 """See TorchWeights.computing."""

@@ -14,8 +14,8 @@ from backends.contract.backend import StreamUse
 from backends.contract.ranking import Ranking
 from backends.device_ranking import DeviceRanker
 from backends.device_rows import DeviceRows
-from backends.hf_model import HfModel
-from backends.torch_weights import RawTensors
+from backends.hf.model import HfModel
+from backends.hf.weights import RawTensors
 from offload.device.engine import CopyEngine
 from offload.device.loading import load_on_device
 from offload.device.streamer import DeviceStreamer

@@ -6,15 +6,15 @@ from functools import cache, cached_property
 
 import torch
 
-from backends.activations import activation_bytes
-from backends.compute import measure_gpu_compute
 from backends.contract.ranking import RANKED_TOGETHER, Ranking
 from backends.contract.source import ModelCompute
 from backends.cuda_engine import CudaEngine
 from backends.device_memory import cache_bytes, recording_bytes
 from backends.device_ranking import DeviceRanker
 from backends.device_rows import DeviceRows
-from backends.hf_source import HfSource
+from backends.hf.activations import activation_bytes
+from backends.hf.source import HfSource
+from backends.hf.timing import measure_gpu_compute
 from backends.timing.measure import ComputeCurve, Product, measure_curve
 from backends.timing.passes import is_small, measure_small
 from offload.device.tiers import TieredLayer, TierPlan, device_footprint

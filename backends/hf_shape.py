@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from backends.contract.backend import UnsupportedModel
-from backends.hf_config import context_limit, declared, kv_values_per_token, load_config
-from backends.hf_model import (
+from backends.hf.config import context_limit, declared, kv_values_per_token, load_config
+from backends.hf.layer_count import refuse_absurd_count
+from backends.hf.model import (
     TORCH_DTYPES,
     build_model,
     decoder_layers,
@@ -27,7 +28,7 @@ from backends.hf_model import (
     main_dtype,
     tied_names,
 )
-from backends.layer_count import refuse_absurd_count
+from backends.hf.raw_config import refuse_nonsense
 from backends.model_shape import (
     FFN,
     HEAD,
@@ -39,7 +40,6 @@ from backends.model_shape import (
     Matrix,
     ModelShape,
 )
-from backends.raw_config import refuse_nonsense
 from offload.formats.checkpoint import TensorRecord, WeightIndex
 
 _FORMATS = {dtype: name for name, dtype in TORCH_DTYPES.items()}

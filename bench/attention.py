@@ -1,7 +1,7 @@
 """How long the ways of computing a tree pass's attention take on a device: which one to build on.
 
 `whole` is what transformers does with a mask over all keys: keys and values repeated for every
-query head, then SDPA. `segments` is backends/attention.py. `python -m bench.attention --device
+query head, then SDPA. `segments` is backends/hf/attention.py. `python -m bench.attention --device
 cuda` prints a table; both ways get the same tensors, and their outputs are compared.
 """
 
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from backends.attention import segmented_attention
-from backends.masks import PassLayout, additive_mask, segmented_mask
+from backends.hf.attention import segmented_attention
+from backends.hf.masks import PassLayout, additive_mask, segmented_mask
 
 _HEADS = ((32, 32, 128), (24, 8, 128), (32, 4, 64))
 _NODES = (8, 64, 256, 1024)

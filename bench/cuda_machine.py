@@ -57,7 +57,7 @@ def alone(
     from backends.contract.ranking import Ranking
     from backends.device_ranking import DeviceRanker
     from backends.device_rows import DeviceRows
-    from backends.model_forward import on_host
+    from backends.hf.forward import on_host
 
     def product(offset: int, n_rows: int) -> float:
         n_out, n_in = shape

@@ -53,9 +53,9 @@ def read_vocabulary(name: str | Path) -> Vocabulary:
     path = resolve_model(name)
     if is_gguf(path):
         return _open_gguf(path, BackendOptions()).vocabulary
-    from backends.hf_config import load_config
-    from backends.layer_count import refuse_absurd_count
-    from backends.raw_config import refuse_nonsense
+    from backends.hf.config import load_config
+    from backends.hf.layer_count import refuse_absurd_count
+    from backends.hf.raw_config import refuse_nonsense
 
     refuse_nonsense(path)
     refuse_absurd_count(path)
@@ -69,7 +69,7 @@ def compare_models(target: str | Path, draft: str | Path) -> Compatibility:
 
 
 def _open_checkpoint(directory: Path, options: BackendOptions) -> OpenedModel:
-    from backends.hf_source import HfSource
+    from backends.hf.source import HfSource
 
     source = HfSource(directory, options)
     tokenizer = Tokenizer.from_pretrained(directory)

@@ -45,7 +45,7 @@ class ThisGpu(ThisMachine):
         import torch
 
         from backends import cuda_probe
-        from backends.compute import measure_gpu_compute
+        from backends.hf.timing import measure_gpu_compute
 
         dtype = torch_format(name)
         with cuda_probe.measuring():

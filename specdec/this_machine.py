@@ -96,7 +96,7 @@ def _measure_ggml(name: str, n_threads: int | None) -> tuple[ComputeCurve, float
 
 def torch_format(name: str) -> Any:
     """The dtype of torch that weight files call so. Raises DeviceError where there is none."""
-    from backends.hf_model import TORCH_DTYPES
+    from backends.hf.model import TORCH_DTYPES
 
     if name not in TORCH_DTYPES:
         raise DeviceError(
@@ -109,7 +109,7 @@ def torch_format(name: str) -> Any:
 def _measure_torch(name: str, n_threads: int | None) -> tuple[ComputeCurve, float]:
     import torch
 
-    from backends.compute import measure_compute
+    from backends.hf.timing import measure_compute
 
     dtype = torch_format(name)
     if n_threads is not None:

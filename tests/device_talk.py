@@ -14,8 +14,8 @@ from tiered import DEVICE, HOST, STORAGE, tiered_model
 from backends.contract.backend import PREFIX, Backend
 from backends.cuda_engine import CudaEngine, cuda_problem
 from backends.device_weights import DeviceWeights, TorchEngine
-from backends.hf_model import load_hf_model
-from backends.torch_backend import TorchBackend
+from backends.hf.backend import TorchBackend
+from backends.hf.model import load_hf_model
 from offload.units import GIB
 
 NEEDS_CUDA = pytest.mark.skipif(cuda_problem() is not None, reason=cuda_problem() or "")

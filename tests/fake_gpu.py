@@ -13,9 +13,9 @@ import torch
 from cpu_engine import CpuEngine
 from fake_device import Policy
 
-from backends.compute import measure_compute
 from backends.cuda_probe import CudaMemory
 from backends.graphs import Unrecorded
+from backends.hf.timing import measure_compute
 from offload.device import planner as tier_planner
 from offload.device.tiers import TieredLayer, TierPlan
 from offload.units import GIB
@@ -43,9 +43,9 @@ def install_fake_gpu(patch: pytest.MonkeyPatch) -> list[int]:
     patch.setattr("backends.cuda_probe.measure_copies_to_gpu", lambda: 1e9)
     patch.setattr("backends.cuda_probe.measuring", nullcontext)
     patch.setattr("backends.hf_gpu_source.measure_gpu_compute", compute)
-    patch.setattr("backends.hf_source.CudaEngine", engine)
+    patch.setattr("backends.hf.source.CudaEngine", engine)
     patch.setattr("backends.hf_gpu_source.CudaEngine", engine)
-    patch.setattr("backends.hf_source.CudaGraphs", Unrecorded)
+    patch.setattr("backends.hf.source.CudaGraphs", Unrecorded)
     return limits
 
 

@@ -26,7 +26,7 @@ from weight_files import Weights, write_weights
 from backends.contract.backend import PREFIX
 from backends.cuda_engine import CudaEngine, PinningFailed, cuda_problem, pin, vram_peak_bytes
 from backends.graphs import CudaGraphs
-from backends.torch_backend import TorchBackend
+from backends.hf.backend import TorchBackend
 from backends.vram_errors import VramExceeded
 from offload.device.streamer import DeviceStreamer
 from offload.storage.direct_io import ALIGNMENT

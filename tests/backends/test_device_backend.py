@@ -18,9 +18,9 @@ from backends.contract.backend import PREFIX, BackendError
 from backends.contract.source import BackendOptions, Loading
 from backends.cuda_engine import cuda_problem
 from backends.device_weights import DeviceWeights
-from backends.hf_model import load_hf_model
-from backends.hf_source import HfSource
-from backends.torch_backend import TorchBackend
+from backends.hf.backend import TorchBackend
+from backends.hf.model import load_hf_model
+from backends.hf.source import HfSource
 from offload.residency.plan import plan_residency
 
 __all__ = ["no_thread_is_left"]
@@ -118,7 +118,7 @@ def test_a_plan_over_tiers_loads_the_model_onto_the_device(
         budgets.append(vram_bytes)
         return CpuEngine()
 
-    monkeypatch.setattr("backends.hf_source.CudaEngine", engine)
+    monkeypatch.setattr("backends.hf.source.CudaEngine", engine)
     directory = checkpoint_factory("llama")
     source = HfSource(directory, BackendOptions())
     loading = Loading(

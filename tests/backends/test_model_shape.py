@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from backends.contract.backend import UnsupportedModel
 from backends.gguf_shape import gguf_shape
-from backends.hf_model import build_model
+from backends.hf.model import build_model
 from backends.hf_shape import hf_shape, shape_of
 from backends.model_shape import FFN, ModelShape
 from offload.formats.checkpoint import CheckpointError, WeightIndex

@@ -4,7 +4,7 @@ import pytest
 from checkpoints import save_tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
-from backends.torch_backend import TorchBackend
+from backends.hf.backend import TorchBackend
 from bench.near_ties import examine
 
 PROMPT = [5, 17, 60, 33, 8]

@@ -13,7 +13,7 @@ from gguf_models import save_tiny_gguf
 from table_backend import TableBackend
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from backends.torch_backend import TorchBackend
+from backends.hf.backend import TorchBackend
 from specdec.beam_search import best_continuations
 from specdec.config import SamplingParams
 from specdec.sampling import gumbel_at

@@ -22,7 +22,7 @@ from backends.contract.ranking import Ranking, ranking_bytes
 from backends.cuda_engine import CudaEngine
 from backends.device_ranking import DeviceRanker
 from backends.device_rows import DeviceRows
-from backends.torch_backend import TorchBackend
+from backends.hf.backend import TorchBackend
 from offload.units import GIB
 from specdec.config import SamplingParams
 from specdec.drafters.candidates import CandidateRanker

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from table_backend import TableBackend
 
 from backends.contract.backend import Backend
-from backends.torch_backend import TorchBackend
+from backends.hf.backend import TorchBackend
 from specdec.config import SamplingParams, SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.candidates import CandidateRanker

@@ -204,7 +204,7 @@ def test_a_run_without_a_gpu_says_so_in_one_line(capsys, monkeypatch, tmp_path):
 def test_a_profile_of_a_gpu_is_a_device_to_plan_for(capsys, monkeypatch, tmp_path):
     from tiny_pair import save_model
 
-    from backends import compute
+    from backends.hf import timing as compute
     from specdec.cli import main
     from specdec.device_file import find_device
 

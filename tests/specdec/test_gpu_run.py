@@ -175,8 +175,8 @@ def test_a_real_gpu_gives_the_same_tokens_within_its_budget(models, monkeypatch,
 def test_what_is_measured_of_a_real_gpu_is_plausible():
     import torch
 
-    from backends.compute import measure_gpu_compute
     from backends.cuda_probe import cuda_memory, measure_copies_to_gpu
+    from backends.hf.timing import measure_gpu_compute
 
     memory = cuda_memory()
     assert 0 < memory.free_bytes <= memory.total_bytes

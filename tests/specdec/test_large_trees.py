@@ -8,7 +8,7 @@ from generating import RandomDrafter, assert_equal_or_near_tie, run
 
 from backends.contract.backend import PREFIX
 from backends.contract.nodes import NodeTable
-from backends.torch_backend import TorchBackend
+from backends.hf.backend import TorchBackend
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.candidates import CandidateRanker

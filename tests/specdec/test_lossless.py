@@ -11,7 +11,7 @@ from generating import (
 )
 
 from backends.contract.backend import PREFIX
-from backends.torch_backend import TorchBackend
+from backends.hf.backend import TorchBackend
 from specdec.config import CHAIN_RULES, SamplingParams, SpecConfig
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter

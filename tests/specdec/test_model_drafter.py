@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from backends.torch_backend import TorchBackend
+from backends.hf.backend import TorchBackend
 from specdec.acceptance import Acceptance
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.model import ModelDrafter

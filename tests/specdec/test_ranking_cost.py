@@ -11,7 +11,7 @@ from paper_models import PaperModel
 from backends.contract.ranking import Ranking
 from backends.contract.shared import SharedSource
 from backends.contract.source import BackendOptions
-from backends.hf_source import HfSource
+from backends.hf.source import HfSource
 from backends.timing.measure import ComputeCurve
 from specdec import ranking_cost
 from specdec.drafters.candidates import CandidateRanker

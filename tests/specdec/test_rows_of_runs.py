@@ -22,7 +22,7 @@ from graph_tape import AlwaysGraphs, GraphTape
 
 from backends.contract.backend import Backend
 from backends.device_rows import DeviceRows
-from backends.torch_backend import TorchBackend
+from backends.hf.backend import TorchBackend
 from specdec.beam_decoder import BeamDecoder
 from specdec.config import SamplingParams, SpecConfig
 from specdec.drafters.base import TreeLimits

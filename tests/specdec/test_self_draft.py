@@ -15,8 +15,8 @@ from tiny_pair import save_model
 import specdec
 from backends.contract.backend import Backend, BackendError
 from backends.gguf_model import load_gguf_model
+from backends.hf.backend import TorchBackend
 from backends.llama_cpp import LlamaBackend
-from backends.torch_backend import TorchBackend
 from specdec.config import ConfigError
 
 OPTIONS = {

@@ -15,12 +15,12 @@ from gguf_models import save_tiny_gguf
 from hanging_storage import HangingStorage
 from tiered import STORAGE, tiered_model
 
-from backends import torch_backend
 from backends.contract.backend import PREFIX, Backend, BackendError
 from backends.device_weights import DeviceWeights
-from backends.hf_model import load_hf_model
-from backends.torch_backend import TorchBackend
-from backends.torch_cpu import CpuWeights
+from backends.hf import backend as torch_backend
+from backends.hf.backend import TorchBackend
+from backends.hf.cpu_weights import CpuWeights
+from backends.hf.model import load_hf_model
 from offload.residency.plan import ResidencyPlan
 
 PROMPT = [3, 17, 5, 60, 41, 8]

@@ -12,13 +12,13 @@ from fake_device import Policy
 from interrupting import interrupted
 from tiered import DEVICE, HOST, STORAGE, tiered_model
 
-from backends import layer_runner
 from backends.contract.backend import PREFIX, BackendError
 from backends.device_weights import DeviceWeights
-from backends.hf_model import load_hf_model
-from backends.torch_backend import TorchBackend
-from backends.torch_cpu import CpuWeights
-from backends.torch_weights import TorchWeights
+from backends.hf import layer_runner
+from backends.hf.backend import TorchBackend
+from backends.hf.cpu_weights import CpuWeights
+from backends.hf.model import load_hf_model
+from backends.hf.weights import TorchWeights
 
 # An interrupt inside of a generator that is being dropped is reported, not raised.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -31,7 +31,7 @@ SECONDS = (None, 1, 2, 3, 5, 8, 13)
 @pytest.fixture(params=["streamed", "half", "device"])
 def backend(request, checkpoint_factory, monkeypatch) -> Iterator[TorchBackend]:
     """All layers through a ring of two slots; or every second one resident; or three tiers."""
-    monkeypatch.setattr("backends.kv_cache.BLOCK_ROWS", 4)  # so that the cache grows, too
+    monkeypatch.setattr("backends.hf.cache.BLOCK_ROWS", 4)  # so that the cache grows, too
     model = load_hf_model(checkpoint_factory("llama"))
     layers = list(model.layer_weights)
     if request.param == "half":

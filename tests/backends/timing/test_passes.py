@@ -14,8 +14,8 @@ from gguf_models import save_tiny_gguf
 from backends import gguf_source
 from backends.contract.shared import SharedSource
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
+from backends.hf.source import HfSource
 from backends.hf_gpu_source import HfGpuSource
-from backends.hf_source import HfSource
 from backends.timing import passes as small_model
 from backends.timing.measure import ComputeCurve
 from backends.timing.passes import is_small

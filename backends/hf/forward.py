@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from backends.hf_model import HfModel
-from backends.kv_cache import TreeCache
-from backends.layer_runner import LayerRunner, LayerState, OpenLayer
+from backends.hf.cache import TreeCache
+from backends.hf.layer_runner import LayerRunner, LayerState, OpenLayer
+from backends.hf.model import HfModel
 
 
 def prepare_buffers(model: HfModel, device: torch.device) -> torch.Tensor | None:

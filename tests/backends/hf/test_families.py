@@ -9,9 +9,9 @@ from checkpoints import FAMILIES, VOCAB
 from transformers import AutoModelForCausalLM
 
 from backends.contract.backend import PREFIX, UnsupportedModel
-from backends.hf_model import load_hf_model
-from backends.torch_backend import TorchBackend
-from backends.torch_cpu import CpuWeights
+from backends.hf.backend import TorchBackend
+from backends.hf.cpu_weights import CpuWeights
+from backends.hf.model import load_hf_model
 
 TOLERANCE = 1e-5
 PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
@@ -78,7 +78,7 @@ def test_commit_continues_without_recomputing(family, checkpoint_factory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layer_major_prefill_in_chunks(family, checkpoint_factory, monkeypatch):
-    monkeypatch.setattr("backends.torch_backend.CHUNK_ROWS", 5)
+    monkeypatch.setattr("backends.hf.backend.CHUNK_ROWS", 5)
     directory = checkpoint_factory(family)
     with streamed(directory) as backend:
         backend.prefill(PROMPT[:4])

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch_memory import peak_bytes
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from backends import attention
-from backends.attention import (
+from backends.contract.backend import BackendError
+from backends.hf import attention
+from backends.hf.attention import (
     SEGMENTED,
     _looks_into_mask,
     blockwise_kernel,
@@ -28,8 +29,7 @@ from backends.attention import (
     segmented_attention,
     supports_segments,
 )
-from backends.contract.backend import BackendError
-from backends.masks import CausalLayout, PassLayout, Segment, SegmentedMask, segmented_mask
+from backends.hf.masks import CausalLayout, PassLayout, Segment, SegmentedMask, segmented_mask
 
 CPU = torch.device("cpu")
 WHOLE_MASKS = {"bloom", "gpt2", "xglm"}  # ALiBi; a mask added by hand; attention of its own

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from backends.raw_config import read_raw
+from backends.hf.raw_config import read_raw
 from offload.formats.checkpoint import CheckpointError, WeightIndex
 
 _COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

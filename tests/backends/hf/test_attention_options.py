@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from backends.hf_model import load_hf_model
-from backends.torch_backend import TorchBackend
+from backends.hf.backend import TorchBackend
+from backends.hf.model import load_hf_model
 
 PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
 

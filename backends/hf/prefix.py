@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from backends.contract.backend import BackendError, SavedTensors
-from backends.hf_config import kv_values_per_token
-from backends.hf_model import TORCH_DTYPES, HfModel
-from backends.kv_cache import TreeCache
+from backends.hf.cache import TreeCache
+from backends.hf.config import kv_values_per_token
+from backends.hf.model import TORCH_DTYPES, HfModel
 from offload.formats.mapped import TensorShape
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from checkpoints import save_tiny_checkpoint
 
-from backends.hf_config import load_config
-from backends.hf_model import load_hf_model
+from backends.hf.config import load_config
+from backends.hf.model import load_hf_model
 from offload.errors import SpecdecError
 
 WRONG: list[tuple[dict[str, Any], str]] = [

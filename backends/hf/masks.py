@@ -6,7 +6,7 @@ by position, since the rows of a tree are not in the order of their positions.
 
 Nearly all of such a mask is zeros, because every node sees the prefix. So a layout can also be
 asked for `spans`: runs of keys, of which only those that some rows see and others do not come with
-a mask (backends/attention.py computes with them).
+a mask (backends/hf/attention.py computes with them).
 """
 
 from __future__ import annotations

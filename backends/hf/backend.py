@@ -20,22 +20,22 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from backends.attention import SEGMENTED
 from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.contract.mending import MendingBackend
 from backends.contract.nodes import NodeTable
 from backends.contract.ranking import Ranking, RowRanker
 from backends.contract.rows import LogitRows
 from backends.graphs import Recorder
-from backends.hf_model import HfModel, load_hf_model
-from backends.kv_cache import TreeCache
-from backends.layer_runner import LayerRunner, PassState, bind, unbind
-from backends.masks import CausalLayout, PassLayout
-from backends.model_forward import prepare_buffers, run_model, set_state
-from backends.static_pass import StaticPasses
-from backends.torch_cpu import CpuWeights
-from backends.torch_prefix import load_prefix, prefix_tensors, save_prefix
-from backends.torch_weights import RawTensors, TorchWeights
+from backends.hf.attention import SEGMENTED
+from backends.hf.cache import TreeCache
+from backends.hf.cpu_weights import CpuWeights
+from backends.hf.forward import prepare_buffers, run_model, set_state
+from backends.hf.layer_runner import LayerRunner, PassState, bind, unbind
+from backends.hf.masks import CausalLayout, PassLayout
+from backends.hf.model import HfModel, load_hf_model
+from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
+from backends.hf.static_pass import StaticPasses
+from backends.hf.weights import RawTensors, TorchWeights
 from offload.formats.mapped import TensorShape
 
 CHUNK_ROWS = 256
@@ -125,7 +125,7 @@ class TorchBackend(MendingBackend):
         return StaticPasses.can_serve(self._model, self._runners)
 
     def use_static_passes(self, recorder: Recorder) -> None:
-        """Let levels of a tree be passes of fixed shapes (see backends/static_pass.py).
+        """Let levels of a tree be passes of fixed shapes (see backends/hf/static_pass.py).
 
         Raises BackendError for a model that is streamed, or whose attention needs whole masks.
         """

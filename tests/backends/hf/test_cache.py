@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from backends.contract.backend import PREFIX, ContextFull
-from backends.torch_backend import TorchBackend
+from backends.hf.backend import TorchBackend
 
 TOLERANCE = 2e-5
 CONTEXT = 60
@@ -125,7 +125,7 @@ class KvMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "minicpm3", "mistral"])
 def test_any_history_equals_a_fresh_prefill(family, checkpoint_factory, monkeypatch):
-    monkeypatch.setattr("backends.kv_cache.BLOCK_ROWS", 4)  # so that the cache grows in between
+    monkeypatch.setattr("backends.hf.cache.BLOCK_ROWS", 4)  # so that the cache grows in between
     directory = checkpoint_factory(family)
     with TorchBackend.resident(directory) as fresh:
         machine = type("Machine", (KvMachine,), {"directory": directory, "fresh": fresh})

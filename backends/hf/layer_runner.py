@@ -15,15 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from backends.hf_model import TORCH_DTYPES, BoundTensor
-from backends.masks import (
+from backends.hf.masks import (
     PassLayout,
     SegmentedMask,
     additive_mask,
     alibi_bias,
     segmented_mask,
 )
-from backends.torch_weights import RawTensors
+from backends.hf.model import TORCH_DTYPES, BoundTensor
+from backends.hf.weights import RawTensors
 from offload.formats.checkpoint import TensorRecord
 from offload.units import MIB
 
@@ -34,7 +34,7 @@ OpenLayer = Callable[[int], AbstractContextManager[RawTensors]]
 class PassState:
     """What every layer of one forward shares: the layout and the masks made from it.
 
-    is_segmented: whether attention computes in segments (backends/attention.py), not with whole
+    is_segmented: whether attention computes in segments (backends/hf/attention.py), not with whole
         masks.
     check_cancel: raises where the forward is to end; called between the chunks of a layer.
     """

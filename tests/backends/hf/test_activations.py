@@ -10,9 +10,9 @@ import transformers
 from checkpoints import FAMILIES
 from torch.profiler import ProfilerActivity, profile
 
-from backends.activations import activation_bytes
-from backends.hf_model import load_hf_model
-from backends.torch_backend import TorchBackend
+from backends.hf.activations import activation_bytes
+from backends.hf.backend import TorchBackend
+from backends.hf.model import load_hf_model
 
 N_TOKENS = 1030  # several chunks, the last one short
 MOST_OVER = 1.4

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from backends.contract.backend import PREFIX, BackendError
 from backends.graphs import Unrecorded
-from backends.hf_model import load_hf_model
-from backends.kv_cache import TreeCache
-from backends.static_pass import static_keys, static_shapes
-from backends.torch_backend import TorchBackend
-from backends.torch_cpu import CpuWeights
+from backends.hf.backend import TorchBackend
+from backends.hf.cache import TreeCache
+from backends.hf.cpu_weights import CpuWeights
+from backends.hf.model import load_hf_model
+from backends.hf.static_pass import static_keys, static_shapes
 
 TOLERANCE = 1e-5
 FAMILIES = ["llama", "qwen2-sliding", "gemma2", "gemma3", "minicpm3", "gpt-neox"]
@@ -69,7 +69,7 @@ def test_recordings_go_where_the_cache_moves(checkpoint_factory) -> None:
 def test_memory_that_holds_nan_does_no_harm(checkpoint_factory, monkeypatch) -> None:
     """New memory of the cache holds anything; what is hidden is multiplied by 0."""
     monkeypatch.setattr(
-        "backends.kv_cache._empty_rows",
+        "backends.hf.cache._empty_rows",
         lambda like, n: torch.full((*like.shape[:2], n, like.shape[3]), torch.nan),
     )
     with TorchBackend.resident(checkpoint_factory("llama")) as backend:
@@ -85,7 +85,7 @@ def test_an_error_leaves_the_cache_as_it_was(checkpoint_factory, monkeypatch) ->
         expected = backend.extend([7, 8], [PREFIX] * 2)[1]
         backend.rollback(len(PROMPT))
         with monkeypatch.context() as patch:
-            patch.setattr("backends.static_pass.run_model", lambda *args: 1 / 0)
+            patch.setattr("backends.hf.static_pass.run_model", lambda *args: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 backend.extend([7], [PREFIX])
         assert backend.n_committed == len(PROMPT)

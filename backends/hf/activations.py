@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
-from backends.attention import MAX_SCORE_BYTES, SEGMENTED
-from backends.hf_model import HfModel
-from backends.layer_runner import MAX_MASK_BYTES
-from backends.torch_backend import CHUNK_ROWS
+from backends.hf.attention import MAX_SCORE_BYTES, SEGMENTED
+from backends.hf.backend import CHUNK_ROWS
+from backends.hf.layer_runner import MAX_MASK_BYTES
+from backends.hf.model import HfModel
 
 _FLOAT32 = 4
 _CUSTOM_SCORE_BYTES = 16
@@ -84,7 +84,7 @@ def _logit_bytes(model: HfModel, on_gpu: bool) -> int:
 
 
 def _segmented_bytes(model: HfModel, ctx_size: int, kernel_bytes: int) -> int:
-    """Of attention in segments (backends/attention.py): outputs, and what a kernel works on."""
+    """Of attention in segments (backends/hf/attention.py): outputs, and what a kernel works on."""
     config, itemsize = model.config, model.dtype.itemsize
     heads = config.num_attention_heads
     dims = _latent_dims(config)

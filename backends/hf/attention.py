@@ -28,7 +28,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from backends.contract.backend import BackendError
-from backends.masks import Segment, SegmentedMask
+from backends.hf.masks import Segment, SegmentedMask
 
 SEGMENTED = "specdec_segments"
 """Name of this attention among those of transformers."""

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import torch
 
-from backends.activations import activation_bytes
-from backends.compute import measure_compute
 from backends.contract.backend import Backend, UnsupportedModel
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.cuda_engine import CudaEngine
 from backends.device_weights import DeviceWeights
 from backends.graphs import CudaGraphs
-from backends.hf_model import HfModel, load_hf_model
-from backends.kv_cache import whole_blocks
-from backends.static_pass import MAX_STATIC_ROWS, has_static_passes
+from backends.hf.activations import activation_bytes
+from backends.hf.backend import TorchBackend
+from backends.hf.cache import whole_blocks
+from backends.hf.cpu_weights import CpuWeights
+from backends.hf.model import HfModel, load_hf_model
+from backends.hf.static_pass import MAX_STATIC_ROWS, has_static_passes
+from backends.hf.timing import measure_compute
+from backends.hf.weights import TorchWeights
 from backends.timing.passes import is_small, measure_small
-from backends.torch_backend import TorchBackend
-from backends.torch_cpu import CpuWeights
-from backends.torch_weights import TorchWeights
 from offload.formats.fingerprint import fingerprint
 from offload.residency.plan import LayerWeights
 from offload.storage.reading import resident_footprint

@@ -10,9 +10,9 @@ import torch
 from backends.contract.backend import StreamUse
 from backends.contract.ranking import Ranking
 from backends.contract.rows import LogitRows
-from backends.hf_model import HfModel
-from backends.model_forward import on_host
-from backends.torch_weights import RawTensors
+from backends.hf.forward import on_host
+from backends.hf.model import HfModel
+from backends.hf.weights import RawTensors
 from offload.residency.plan import LayerWeights
 from offload.ring.slots import Check
 from offload.ring.streamer import WeightStreamer, load_resident

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.masks import CausalLayout, PassLayout, additive_mask, segmented_mask
+from backends.hf.masks import CausalLayout, PassLayout, additive_mask, segmented_mask
 
 
 @given(

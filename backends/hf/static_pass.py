@@ -20,16 +20,16 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from backends.attention import SEGMENTED
 from backends.contract.backend import BackendError
 from backends.graphs import Recorder, Replay
-from backends.hf_config import has_length_dependent_rope
-from backends.hf_model import HfModel
-from backends.kv_cache import TreeCache, whole_blocks
-from backends.layer_runner import LayerRunner
-from backends.masks import PassLayout, Segment, SegmentedMask
-from backends.model_forward import run_model, set_state
-from backends.torch_weights import RawTensors
+from backends.hf.attention import SEGMENTED
+from backends.hf.cache import TreeCache, whole_blocks
+from backends.hf.config import has_length_dependent_rope
+from backends.hf.forward import run_model, set_state
+from backends.hf.layer_runner import LayerRunner
+from backends.hf.masks import PassLayout, Segment, SegmentedMask
+from backends.hf.model import HfModel
+from backends.hf.weights import RawTensors
 
 MAX_STATIC_ROWS = 256
 """Wider levels are no matter of short kernels."""
@@ -90,7 +90,7 @@ class _StaticPass:
             allowed = np.zeros(mask.shape[2:], dtype=bool)
             allowed[:n_new, : n_before + n_new] = layout.allowed(0, n_new, window)
             hidden = torch.from_numpy(~allowed).to(mask.device)
-            # See backends.masks on why not the most negative value.
+            # See backends.hf.masks on why not the most negative value.
             mask[0, 0].zero_().masked_fill_(hidden, torch.finfo(mask.dtype).min / 2)
 
 

@@ -1,0 +1,1 @@
+"""Checkpoints on transformers and torch: one pass over a streamed model."""
