@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from backends.contract.backend import UnsupportedModel
-from backends.gguf_hparams import (
+from backends.llama.hparams import (
     CACHE_TYPES,
     MAX_CONTEXT,
     MAX_EXPERTS,
@@ -17,7 +17,7 @@ from backends.gguf_hparams import (
     Keys,
     KvShape,
 )
-from backends.gguf_model import GgufModel, load_gguf_model
+from backends.llama.model import GgufModel, load_gguf_model
 from backends.model_shape import (
     FFN,
     HEAD,

@@ -79,7 +79,7 @@ def _open_checkpoint(directory: Path, options: BackendOptions) -> OpenedModel:
 
 
 def _open_gguf(path: Path, options: BackendOptions) -> OpenedModel:
-    from backends.gguf_source import GgufSource
+    from backends.llama.source import GgufSource
     from specdec.gguf_text import GgufTokenizer
 
     source = GgufSource(path, options)

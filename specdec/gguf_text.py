@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from backends.llama_lib import LOG, load_library
+from backends.llama.library import LOG, load_library
 from offload.process.interruptible import call_aside
 from specdec.chat_template import ChatTemplateError, render_chat
 from specdec.compat import Vocabulary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from backends.contract.backend import PREFIX
-from backends.llama_cpp import LlamaBackend
+from backends.llama.backend import LlamaBackend
 from offload.residency.plan import ResidencyPlan
 
 PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]

@@ -30,7 +30,7 @@ TORCH_FREE = (
     "specdec.api",
     "specdec.planning",
     "specdec.gguf_text",
-    "backends.gguf_source",
+    "backends.llama.source",
     "backends.gguf_shape",
     "specdec.analysis.analyze",
     "specdec.this_machine",

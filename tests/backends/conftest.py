@@ -12,7 +12,7 @@ def models(tmp_path_factory):
     """models(family, **options) -> GgufModel, written once."""
     from gguf_models import save_tiny_gguf
 
-    from backends.gguf_model import load_gguf_model
+    from backends.llama.model import load_gguf_model
 
     made = {}
 
@@ -34,7 +34,7 @@ def paging(monkeypatch):
 
     def change(**options):
         pager = partial(Pager, poison=True, **options)
-        monkeypatch.setattr("backends.llama_stream.Pager", pager)
+        monkeypatch.setattr("backends.llama.stream.Pager", pager)
 
     change()
     return change

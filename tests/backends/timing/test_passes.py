@@ -11,11 +11,11 @@ import pytest
 from fake_gpu import install_fake_gpu
 from gguf_models import save_tiny_gguf
 
-from backends import gguf_source
 from backends.contract.shared import SharedSource
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.hf.source import HfSource
 from backends.hf_gpu_source import HfGpuSource
+from backends.llama import source as gguf_source
 from backends.timing import passes as small_model
 from backends.timing.measure import ComputeCurve
 from backends.timing.passes import is_small
@@ -146,7 +146,7 @@ def test_what_comes_after_the_layers() -> None:
 def test_a_product_may_be_timed_any_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each computation takes a buffer of ggml's, about a megabyte: they are to be given back."""
     pytest.importorskip("llama_cpp")
-    from backends import ggml_compute
+    from backends.llama import timing as ggml_compute
 
     monkeypatch.setattr(ggml_compute, "_ROWS", (1,))
 

@@ -18,8 +18,8 @@ pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
 from backends.contract.backend import PREFIX, BackendError, ContextFull
-from backends.gguf_model import load_gguf_model
-from backends.llama_cpp import LlamaBackend
+from backends.llama.backend import LlamaBackend
+from backends.llama.model import load_gguf_model
 
 pytestmark = pytest.mark.gguf
 

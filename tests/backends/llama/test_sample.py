@@ -10,11 +10,11 @@ import pytest
 from gguf_bytes import make_file
 from gguf_models import FAMILIES, save_tiny_gguf
 
-from backends import gguf_source
 from backends.contract.source import BackendOptions, Loading
-from backends.gguf_model import load_gguf_model
-from backends.gguf_sample import SAMPLED_ARCHITECTURES, sample_file, spread_layers
-from backends.llama_lib import LlamaError
+from backends.llama import source as gguf_source
+from backends.llama.library import LlamaError
+from backends.llama.model import load_gguf_model
+from backends.llama.sample import SAMPLED_ARCHITECTURES, sample_file, spread_layers
 from offload.formats.gguf_index import GgufIndex
 from offload.residency.plan import plan_residency
 

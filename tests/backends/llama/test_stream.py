@@ -10,7 +10,7 @@ pytest.importorskip("gguf")
 from gguf_streaming import PROMPT, exercise, in_memory, pinned, same, streamed
 
 from backends.contract.backend import PREFIX, ContextFull
-from backends.llama_stream import resident_outer_records
+from backends.llama.stream import resident_outer_records
 
 pytestmark = pytest.mark.gguf
 
@@ -92,7 +92,7 @@ def test_a_prompt_longer_than_a_batch(models, paging, monkeypatch):
     model = models("llama")
     with streamed(model) as whole:
         expected = whole.prefill(PROMPT)
-    monkeypatch.setattr("backends.llama_context.PREFILL_ROWS", 5)
+    monkeypatch.setattr("backends.llama.context.PREFILL_ROWS", 5)
     with streamed(model, max_nodes=3) as chunked:
         assert chunked.max_rows == 5
         assert np.abs(chunked.prefill(PROMPT) - expected).max() < 1e-2

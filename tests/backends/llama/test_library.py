@@ -17,21 +17,27 @@ pytest.importorskip("gguf")
 
 from backends.contract.backend import PREFIX, BackendError, StreamUse, UnsupportedModel
 from backends.contract.source import BackendOptions
-from backends.gguf_model import load_gguf_model
-from backends.gguf_source import GgufSource
-from backends.llama_batch import Batch
-from backends.llama_context import context_options
-from backends.llama_cpp import LlamaBackend
-from backends.llama_lib import ContextOptions, LlamaContext, LlamaError, LlamaModel, load_library
-from backends.llama_log import LlamaLog
-from backends.llama_memory import context_memory, logged_sizes
-from backends.llama_passes import PassCancelled
+from backends.llama.backend import LlamaBackend
+from backends.llama.batch import Batch
+from backends.llama.context import context_options
+from backends.llama.library import (
+    ContextOptions,
+    LlamaContext,
+    LlamaError,
+    LlamaModel,
+    load_library,
+)
+from backends.llama.log import LlamaLog
+from backends.llama.memory import context_memory, logged_sizes
+from backends.llama.model import load_gguf_model
+from backends.llama.passes import PassCancelled
+from backends.llama.source import GgufSource
 from offload.formats.gguf_index import GgufError
 from offload.residency.plan import ResidencyPlan
 
 pytestmark = pytest.mark.gguf
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,7 @@ def test_without_llama_cpp_the_error_says_what_to_install(monkeypatch):
 
 
 def test_an_older_library_is_refused_by_the_field_it_lacks(monkeypatch):
-    monkeypatch.setattr("backends.llama_lib._MODEL_FIELDS", "load_mode beam_width")
+    monkeypatch.setattr("backends.llama.library._MODEL_FIELDS", "load_mode beam_width")
     with pytest.raises(LlamaError, match="no llama_model_params.beam_width"):
         load_library.__wrapped__()
 
@@ -166,7 +172,7 @@ def test_a_refused_extend_leaves_the_prefix(tokens, parents, named, path):
 
 
 def test_more_leaves_than_sequences(path, monkeypatch):
-    monkeypatch.setattr("backends.llama_context.MAX_LEAVES", 4)
+    monkeypatch.setattr("backends.llama.context.MAX_LEAVES", 4)
     with LlamaBackend(load_gguf_model(path), max_context=60, load_mode="mmap") as backend:
         expected = backend.prefill([3, 4, 5])
         ids, logits = backend.extend([5, 6, 7, 8], [PREFIX] * 4)
@@ -188,7 +194,7 @@ def test_a_draft_longer_than_the_window_is_refused(tmp_path):
 
 
 def test_a_long_pass_in_memory_can_be_cancelled(path, monkeypatch):
-    monkeypatch.setattr("backends.llama_cpp._QUICK_BYTES", 0)  # every pass is a long one
+    monkeypatch.setattr("backends.llama.backend._QUICK_BYTES", 0)  # every pass is a long one
     model = load_gguf_model(path)
     with LlamaBackend(model, max_context=500, max_nodes=8, load_mode="mmap") as backend:
         expected = backend.prefill([3, 4, 5])
@@ -236,7 +242,7 @@ def test_a_recurrent_model_is_refused_by_name(path, monkeypatch):
     model = replace(load_gguf_model(path), is_recurrent=True, architecture="mamba")
     with pytest.raises(UnsupportedModel, match=r"\(mamba\) keeps a recurrent state"):
         LlamaBackend(model)
-    monkeypatch.setattr("backends.gguf_source.load_gguf_model", lambda path: model)
+    monkeypatch.setattr("backends.llama.source.load_gguf_model", lambda path: model)
     with pytest.raises(UnsupportedModel, match=r"\(mamba\) keeps a recurrent state"):
         GgufSource(path, BackendOptions())
 
@@ -266,9 +272,9 @@ def test_options_bound_the_outputs():
 def test_neither_torch_nor_transformers_is_imported(path):
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
-from backends.gguf_model import load_gguf_model
-from backends.llama_cpp import LlamaBackend
-from backends.llama_memory import context_memory
+from backends.llama.model import load_gguf_model
+from backends.llama.backend import LlamaBackend
+from backends.llama.memory import context_memory
 model = load_gguf_model({str(path)!r})
 context_memory(model, 60, 4)
 with LlamaBackend(model, max_context=60, load_mode="mmap") as backend:

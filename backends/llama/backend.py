@@ -15,14 +15,14 @@ import numpy as np
 from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.contract.mending import MendingBackend
 from backends.contract.nodes import NodeTable
-from backends.gguf_model import GgufModel
-from backends.llama_batch import Batch
-from backends.llama_context import check_options, context_options, recurrent_model
-from backends.llama_lib import ContextOptions, LlamaContext, LlamaModel, Progress
-from backends.llama_passes import PassThread
-from backends.llama_prefix import LlamaPrefix
-from backends.llama_stream import StreamedLayers, mapped_ranges
-from backends.llama_tree import TreeSequences
+from backends.llama.batch import Batch
+from backends.llama.context import check_options, context_options, recurrent_model
+from backends.llama.library import ContextOptions, LlamaContext, LlamaModel, Progress
+from backends.llama.model import GgufModel
+from backends.llama.passes import PassThread
+from backends.llama.prefix import LlamaPrefix
+from backends.llama.stream import StreamedLayers, mapped_ranges
+from backends.llama.tree import TreeSequences
 from offload.formats.mapped import TensorShape
 from offload.residency.plan import ResidencyPlan
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from backends.gguf_model import GgufModel
-from backends.llama_context import context_options
-from backends.llama_lib import ContextOptions, LlamaContext, LlamaError, LlamaModel
+from backends.llama.context import context_options
+from backends.llama.library import ContextOptions, LlamaContext, LlamaError, LlamaModel
+from backends.llama.model import GgufModel
 from offload.units import MIB
 
 _SIZE = re.compile(r"(compute|output) buffer size = +([0-9.]+) MiB")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backends.contract.backend import UnsupportedModel
-from backends.gguf_hparams import (
+from backends.llama.hparams import (
     MAX_CONTEXT,
     MAX_EXPERTS,
     MAX_HIDDEN_SIZE,

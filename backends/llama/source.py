@@ -9,14 +9,14 @@ from pathlib import Path
 
 from backends.contract.backend import Backend
 from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
-from backends.ggml_compute import measure_ggml_compute
-from backends.gguf_model import GgufModel, load_gguf_model
-from backends.gguf_sample import can_be_sampled, sample_file, spread_layers
-from backends.llama_context import MAX_LEAVES, context_options, recurrent_model
-from backends.llama_cpp import LlamaBackend
-from backends.llama_lib import default_threads, llama_version
-from backends.llama_memory import context_memory
-from backends.llama_stream import resident_outer_records
+from backends.llama.backend import LlamaBackend
+from backends.llama.context import MAX_LEAVES, context_options, recurrent_model
+from backends.llama.library import default_threads, llama_version
+from backends.llama.memory import context_memory
+from backends.llama.model import GgufModel, load_gguf_model
+from backends.llama.sample import can_be_sampled, sample_file, spread_layers
+from backends.llama.stream import resident_outer_records
+from backends.llama.timing import measure_ggml_compute
 from backends.timing.measure import WEIGHT_BYTES, ComputeCurve, matrix_formats
 from backends.timing.passes import is_small, measure_passes, measure_small
 from offload.errors import SpecdecError

@@ -20,12 +20,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from backends.contract.backend import StreamUse
-from backends.gguf_model import GgufModel
-from backends.llama_batch import Batch
-from backends.llama_graph import GraphReader, Node, PassSchedule, make_schedule
-from backends.llama_lib import LlamaContext, LlamaError, LlamaModel, Progress
-from backends.llama_passes import PassCancelled
-from backends.llama_tree import check_lengths
+from backends.llama.batch import Batch
+from backends.llama.graph import GraphReader, Node, PassSchedule, make_schedule
+from backends.llama.library import LlamaContext, LlamaError, LlamaModel, Progress
+from backends.llama.model import GgufModel
+from backends.llama.passes import PassCancelled
+from backends.llama.tree import check_lengths
 from offload.formats.safetensors import TensorRecord
 from offload.paging.address_space import MappedRange, find_mapping
 from offload.paging.pager import Pager

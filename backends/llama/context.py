@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from backends.contract.backend import UnsupportedModel
-from backends.gguf_model import GgufModel
-from backends.llama_lib import MAX_SEQUENCES, ContextOptions, default_threads
+from backends.llama.library import MAX_SEQUENCES, ContextOptions, default_threads
+from backends.llama.model import GgufModel
 from offload.residency.plan import ResidencyPlan
 
 LOAD_MODES = ("stream", "mmap", "ram")

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from backends.contract.backend import BackendError
-from backends.llama_batch import Batch
-from backends.llama_log import LlamaLog
+from backends.llama.batch import Batch
+from backends.llama.log import LlamaLog
 from offload.errors import SpecdecError
 from offload.process.interruptible import call_aside
 

@@ -8,8 +8,8 @@ import gguf_bytes as gb
 import pytest
 from gguf_loading import load, refused
 
-from backends import gguf_model
 from backends.contract.backend import UnsupportedModel
+from backends.llama import model as gguf_model
 
 
 @pytest.mark.parametrize("architecture", sorted(gguf_model._REFUSED))

@@ -17,13 +17,13 @@ pytest.importorskip("gguf")
 
 from gguf_streaming import PROMPT, exercise, in_memory, pinned, same, streamed
 
-import backends.llama_graph
-import backends.llama_stream
+import backends.llama.graph
+import backends.llama.stream
 from backends.contract.backend import PREFIX, UnsupportedModel
-from backends.llama_graph import make_schedule
-from backends.llama_lib import LlamaError
-from backends.llama_passes import PassCancelled
-from backends.llama_stream import _QUICK_HANDOVER
+from backends.llama.graph import make_schedule
+from backends.llama.library import LlamaError
+from backends.llama.passes import PassCancelled
+from backends.llama.stream import _QUICK_HANDOVER
 from offload.residency.plan import LayerWeights
 from offload.storage.direct_io import StorageError
 
@@ -127,15 +127,15 @@ def test_a_layer_that_is_read_too_early_is_refused(models):
 def test_a_graph_in_several_parts_is_refused(models, monkeypatch):
     log = ["sched_reserve: graph: nodes = 99, splits = 3, input objects = 4"]
     with pytest.raises(LlamaError, match="divides the graph into 3 parts"):
-        backends.llama_stream._check_one_split(log)
+        backends.llama.stream._check_one_split(log)
     with pytest.raises(LlamaError, match="an unknown number of parts"):
-        backends.llama_stream._check_one_split([])
+        backends.llama.stream._check_one_split([])
 
 
 def test_another_layout_of_ggml_tensor_is_noticed(models, paging, monkeypatch):
-    fields = [field for field in backends.llama_graph.Tensor._fields_ if field[0] != "view_offs"]
+    fields = [field for field in backends.llama.graph.Tensor._fields_ if field[0] != "view_offs"]
     other = type("Other", (ctypes.Structure,), {"_fields_": fields})
-    monkeypatch.setattr(backends.llama_graph, "Tensor", other)
+    monkeypatch.setattr(backends.llama.graph, "Tensor", other)
     with pytest.raises(LlamaError, match="lays out ggml_tensor in another way"):
         streamed(models("llama"))
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from backends.llama_lib import load_library
+from backends.llama.library import load_library
 from backends.timing.measure import WEIGHT_BYTES, ComputeCurve, Product, measure_curve
 from offload.units import MIB
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from backends.contract.backend import BackendError, SavedTensors
-from backends.llama_lib import LlamaContext, LlamaModel
+from backends.llama.library import LlamaContext, LlamaModel
 from offload.formats.mapped import TensorShape
 
 _NAME = "sequence"

@@ -1,0 +1,1 @@
+"""GGUF files on llama.cpp: one pass over a paged model."""
