@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backends.contract.source import BackendOptions, ModelCompute
-from backends.model_shape import ModelShape
+from backends.shapes.shape import ModelShape
 from offload.errors import SpecdecError
 from specdec.analysis.analyze import read_shape
 from specdec.analysis.operators import pass_work, total

@@ -31,7 +31,7 @@ TORCH_FREE = (
     "specdec.planning",
     "specdec.gguf_text",
     "backends.llama.source",
-    "backends.gguf_shape",
+    "backends.shapes.gguf",
     "specdec.analysis.analyze",
     "specdec.this_machine",
     "specdec.drafters.ngram",

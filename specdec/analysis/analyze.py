@@ -7,7 +7,7 @@ from typing import Any
 
 from backends.contract.backend import UnsupportedModel
 from backends.contract.source import CACHE_TYPES, BackendOptions
-from backends.model_shape import ModelShape
+from backends.shapes.shape import ModelShape
 from offload.units import parse_bytes
 from specdec.analysis.report import DECODE, PHASES, PREFILL, VERIFY, Analysis
 from specdec.analysis.roofline import free_tokens, pass_cost, place
@@ -63,13 +63,13 @@ def analyze(
 def read_shape(path: Path, options: BackendOptions) -> ModelShape:
     """Of a directory or a GGUF file; only its own format's libraries are imported."""
     if is_gguf(path):
-        from backends.gguf_shape import gguf_shape
+        from backends.shapes.gguf import gguf_shape
 
         default = CACHE_TYPES[0]
         return gguf_shape(path, options.cache_type_k or default, options.cache_type_v or default)
     if options.cache_type_k or options.cache_type_v:
         raise UnsupportedModel(f"{path} is no GGUF model: its KV cache has its weights' dtype")
-    from backends.hf_shape import hf_shape
+    from backends.shapes.hf import hf_shape
 
     return hf_shape(path)
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from backends.model_shape import FFN, HEAD, OTHER, OUTPUT, QKV, AttentionShape, Matrix, ModelShape
+from backends.shapes.shape import FFN, HEAD, OTHER, OUTPUT, QKV, AttentionShape, Matrix, ModelShape
 
 ATTENTION = "attention"
 OPERATORS = (QKV, ATTENTION, OUTPUT, FFN, OTHER, HEAD)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
-from backends.model_shape import ModelShape
+from backends.shapes.shape import ModelShape
 from offload.units import format_bytes
 from specdec.analysis.operators import Work, total
 from specdec.analysis.roofline import (

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from backends.model_shape import HEAD, ModelShape
+from backends.shapes.shape import HEAD, ModelShape
 from specdec.analysis.operators import ATTENTION, Work, pass_work
 from specdec.devices import DeviceSpec
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.model_shape import (
+from backends.shapes.shape import (
     FFN,
     HEAD,
     OUTPUT,

@@ -29,7 +29,7 @@ from backends.hf.model import (
     tied_names,
 )
 from backends.hf.raw_config import refuse_nonsense
-from backends.model_shape import (
+from backends.shapes.shape import (
     FFN,
     HEAD,
     OTHER,

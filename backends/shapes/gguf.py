@@ -18,7 +18,7 @@ from backends.llama.hparams import (
     KvShape,
 )
 from backends.llama.model import GgufModel, load_gguf_model
-from backends.model_shape import (
+from backends.shapes.shape import (
     FFN,
     HEAD,
     OTHER,

@@ -17,14 +17,14 @@ from gguf_models import FEED_FORWARD, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, 
 from torch.utils.flop_counter import FlopCounterMode
 
 from backends.contract.backend import UnsupportedModel
-from backends.gguf_shape import gguf_shape
 from backends.hf.model import build_model
-from backends.hf_shape import hf_shape, shape_of
-from backends.model_shape import FFN, ModelShape
+from backends.shapes.gguf import gguf_shape
+from backends.shapes.hf import hf_shape, shape_of
+from backends.shapes.shape import FFN, ModelShape
 from offload.formats.checkpoint import CheckpointError, WeightIndex
 from specdec.analysis.operators import pass_work, total
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DENSE = [name for name in FAMILIES if name != "minicpm3"]  # latent attention is approximated
 MIXTURE = {
     "vocab_size": 96,
@@ -212,7 +212,7 @@ def test_quantised_bytes_are_those_of_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.gguf
 def test_recurrent_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from backends import gguf_shape as module
+    from backends.shapes import gguf as module
 
     path = save_tiny_gguf("llama", tmp_path / "model.gguf")
     load = module.load_gguf_model

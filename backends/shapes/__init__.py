@@ -1,0 +1,1 @@
+"""What a model multiplies, from its config or header alone."""
