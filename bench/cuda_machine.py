@@ -33,7 +33,7 @@ def machine(s: Settings, note: Note) -> None:
         return
     import torch
 
-    from backends.cuda_probe import cuda_memory, measure_copies_to_gpu
+    from backends.cuda.probe import cuda_memory, measure_copies_to_gpu
 
     memory = cuda_memory()
     note("device", memory.name)
@@ -55,8 +55,8 @@ def alone(
     import torch
 
     from backends.contract.ranking import Ranking
-    from backends.device_ranking import DeviceRanker
-    from backends.device_rows import DeviceRows
+    from backends.cuda.ranker import DeviceRanker
+    from backends.cuda.rows import DeviceRows
     from backends.hf.forward import on_host
 
     def product(offset: int, n_rows: int) -> float:
@@ -112,7 +112,7 @@ def attention(
 
 def vram_outside_torch() -> int:
     """CUDA's context and kernels, for which a plan assumes a figure; and what others have taken."""
-    from backends.cuda_probe import cuda_memory
+    from backends.cuda.probe import cuda_memory
 
     memory = cuda_memory()
     return memory.total_bytes - memory.free_bytes - memory.held_bytes

@@ -112,7 +112,7 @@ def check_device(device: str, tiny: bool) -> None:
     if device == CPU and not tiny:
         raise SuiteError("on a CPU the suite can only be tried: add --tiny")
     if device == CUDA:
-        from backends.cuda_engine import cuda_problem
+        from backends.cuda.engine import cuda_problem
 
         problem = cuda_problem()
         if problem is not None:

@@ -35,7 +35,7 @@ def find_gpu(options: RunOptions, pair: OpenedPair) -> Gpu | None:
     if not _is_wanted(options, target):
         check_no_gpu_options(options)
         return None
-    from backends.cuda_probe import cuda_memory
+    from backends.cuda.probe import cuda_memory
 
     memory = cuda_memory()
     most = memory.free_bytes + memory.held_bytes  # the budget is the whole process's
@@ -84,7 +84,7 @@ def gpu_for(
 
 def measure_with_gpu(pair: OpenedPair, gpu: Gpu) -> Figures:
     """This machine's speed, its GPU's among it."""
-    from backends import cuda_probe
+    from backends.cuda import probe as cuda_probe
 
     storage = measure_storage(pair.target.source.weight_file).storage_bytes_per_second
     cpu_draft = None if gpu.cpu_draft is None else measure_draft(gpu.cpu_draft)
@@ -117,7 +117,7 @@ def gpu_loading(plan: RunPlan, residency: ResidencyPlan) -> dict[str, Any]:
 
 def vram_peak_bytes() -> int:
     """Most that torch's allocator has reserved of the GPU's memory in this process."""
-    from backends import cuda_engine
+    from backends.cuda import engine as cuda_engine
 
     return cuda_engine.vram_peak_bytes()
 
@@ -145,7 +145,7 @@ def _is_wanted(options: RunOptions, target: ModelSource) -> bool:
         if options.device == CUDA:
             target.on_gpu()  # says why not
         return False
-    from backends import cuda_engine
+    from backends.cuda import engine as cuda_engine
 
     problem = cuda_engine.cuda_problem()
     if problem is not None and options.device == CUDA:

@@ -22,7 +22,7 @@ class ThisGpu(ThisMachine):
         super().__init__(model, formats)
         if is_gguf(model):
             raise DeviceError(f"{model} runs on the CPU only: profile a GPU with a checkpoint")
-        from backends import cuda_engine
+        from backends.cuda import engine as cuda_engine
 
         problem = cuda_engine.cuda_problem()
         if problem is not None:
@@ -30,13 +30,13 @@ class ThisGpu(ThisMachine):
 
     @cached_property
     def vram_bytes(self) -> int:
-        from backends.cuda_probe import cuda_memory
+        from backends.cuda.probe import cuda_memory
 
         return cuda_memory().total_bytes
 
     @cached_property
     def pcie_bytes_per_second(self) -> float:
-        from backends import cuda_probe
+        from backends.cuda import probe as cuda_probe
 
         with cuda_probe.measuring():
             return cuda_probe.measure_copies_to_gpu()
@@ -44,7 +44,7 @@ class ThisGpu(ThisMachine):
     def measure(self, name: str) -> tuple[ComputeCurve, float]:
         import torch
 
-        from backends import cuda_probe
+        from backends.cuda import probe as cuda_probe
         from backends.hf.timing import measure_gpu_compute
 
         dtype = torch_format(name)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from fake_device import POISON, FakeBuffer, FakeDevice, FakeEvent, Policy
 
-from backends.vram_errors import VramUse, no_raw_out_of_memory
+from backends.cuda.errors import VramUse, no_raw_out_of_memory
 
 
 class TensorBuffer(FakeBuffer):

@@ -12,8 +12,8 @@ from cpu_engine import CpuEngine
 from tiered import DEVICE, HOST, STORAGE, tiered_model
 
 from backends.contract.backend import PREFIX, Backend
-from backends.cuda_engine import CudaEngine, cuda_problem
-from backends.device_weights import DeviceWeights, TorchEngine
+from backends.cuda.engine import CudaEngine, cuda_problem
+from backends.cuda.weights import DeviceWeights, TorchEngine
 from backends.hf.backend import TorchBackend
 from backends.hf.model import load_hf_model
 from offload.units import GIB

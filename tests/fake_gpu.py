@@ -13,8 +13,8 @@ import torch
 from cpu_engine import CpuEngine
 from fake_device import Policy
 
-from backends.cuda_probe import CudaMemory
-from backends.graphs import Unrecorded
+from backends.cuda.graphs import Unrecorded
+from backends.cuda.probe import CudaMemory
 from backends.hf.timing import measure_compute
 from offload.device import planner as tier_planner
 from offload.device.tiers import TieredLayer, TierPlan
@@ -36,15 +36,15 @@ def install_fake_gpu(patch: pytest.MonkeyPatch) -> list[int]:
     def compute(dtype: torch.dtype, device: torch.device) -> Any:
         return measure_compute(dtype)
 
-    patch.setattr("backends.cuda_engine.cuda_problem", lambda: None)
-    patch.setattr("backends.cuda_engine.vram_peak_bytes", lambda: PEAK_BYTES)
+    patch.setattr("backends.cuda.engine.cuda_problem", lambda: None)
+    patch.setattr("backends.cuda.engine.vram_peak_bytes", lambda: PEAK_BYTES)
     memory = CudaMemory("fake", 8 * GIB, 6 * GIB)
-    patch.setattr("backends.cuda_probe.cuda_memory", lambda: memory)
-    patch.setattr("backends.cuda_probe.measure_copies_to_gpu", lambda: 1e9)
-    patch.setattr("backends.cuda_probe.measuring", nullcontext)
-    patch.setattr("backends.hf_gpu_source.measure_gpu_compute", compute)
+    patch.setattr("backends.cuda.probe.cuda_memory", lambda: memory)
+    patch.setattr("backends.cuda.probe.measure_copies_to_gpu", lambda: 1e9)
+    patch.setattr("backends.cuda.probe.measuring", nullcontext)
+    patch.setattr("backends.cuda.source.measure_gpu_compute", compute)
     patch.setattr("backends.hf.source.CudaEngine", engine)
-    patch.setattr("backends.hf_gpu_source.CudaEngine", engine)
+    patch.setattr("backends.cuda.source.CudaEngine", engine)
     patch.setattr("backends.hf.source.CudaGraphs", Unrecorded)
     return limits
 

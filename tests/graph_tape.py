@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from backends.graphs import CudaGraphs, Graphs, Replay
+from backends.cuda.graphs import CudaGraphs, Graphs, Replay
 
 
 @dataclass

@@ -25,7 +25,7 @@ from backends.contract.mending import MendingBackend
 from backends.contract.nodes import NodeTable
 from backends.contract.ranking import Ranking, RowRanker
 from backends.contract.rows import LogitRows
-from backends.graphs import Recorder
+from backends.cuda.graphs import Recorder
 from backends.hf.attention import SEGMENTED
 from backends.hf.cache import TreeCache
 from backends.hf.cpu_weights import CpuWeights

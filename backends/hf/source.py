@@ -10,9 +10,9 @@ import torch
 
 from backends.contract.backend import Backend, UnsupportedModel
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
-from backends.cuda_engine import CudaEngine
-from backends.device_weights import DeviceWeights
-from backends.graphs import CudaGraphs
+from backends.cuda.engine import CudaEngine
+from backends.cuda.graphs import CudaGraphs
+from backends.cuda.weights import DeviceWeights
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
 from backends.hf.cache import whole_blocks
@@ -86,7 +86,7 @@ class HfSource(ModelSource):
         return True
 
     def on_gpu(self) -> HfSource:
-        from backends.hf_gpu_source import HfGpuSource
+        from backends.cuda.source import HfGpuSource
 
         return HfGpuSource(self)
 

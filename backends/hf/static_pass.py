@@ -9,7 +9,7 @@ goes over more keys than there are, the rest behind the mask:
     keys   [ prefix | live nodes | this level | padding, hidden ]
 
 For models whose weights all stay on the device, and whose code looks at no number while it runs.
-What is recorded how is the `Recorder`'s business (backends/graphs.py).
+What is recorded how is the `Recorder`'s business (backends/cuda/graphs.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from backends.contract.backend import BackendError
-from backends.graphs import Recorder, Replay
+from backends.cuda.graphs import Recorder, Replay
 from backends.hf.attention import SEGMENTED
 from backends.hf.cache import TreeCache, whole_blocks
 from backends.hf.config import has_length_dependent_rope

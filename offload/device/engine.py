@@ -8,7 +8,7 @@ what across the two is said with events:
     a stream waits for it     nothing that is enqueued in the stream afterwards begins before
     the host waits for it     `event.wait()`
 
-Nothing here knows tensors or CUDA: `backends.cuda_engine` is the engine of a GPU, tests have one
+Nothing here knows tensors or CUDA: `backends.cuda.engine` is the engine of a GPU, tests have one
 that delays whatever the events allow it to delay.
 """
 

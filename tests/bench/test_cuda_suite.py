@@ -97,7 +97,7 @@ def test_time_that_is_up_leaves_sections_out(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_that_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    monkeypatch.setattr("backends.cuda_engine.cuda_problem", lambda: "no CUDA device")
+    monkeypatch.setattr("backends.cuda.engine.cuda_problem", lambda: "no CUDA device")
     assert run_app(cuda_suite.app, "bench.cuda_suite", []) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch_memory import peak_bytes
 
 from backends.contract.ranking import HEAD_TOKENS, MAX_NOISE_POSITIONS, Ranking, ranking_bytes
-from backends.device_ranking import DeviceRanker
-from backends.device_rows import DeviceRows
-from backends.vram_errors import VramExceeded
+from backends.cuda.errors import VramExceeded
+from backends.cuda.ranker import DeviceRanker
+from backends.cuda.rows import DeviceRows
 from specdec.config import SamplingParams
 from specdec.drafters.candidates import CandidateRanker, Candidates
 from specdec.sampling import Sampler

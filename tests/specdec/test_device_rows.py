@@ -19,9 +19,9 @@ from graph_tape import AlwaysGraphs, GraphTape
 
 from backends.contract.backend import PREFIX
 from backends.contract.ranking import Ranking, ranking_bytes
-from backends.cuda_engine import CudaEngine
-from backends.device_ranking import DeviceRanker
-from backends.device_rows import DeviceRows
+from backends.cuda.engine import CudaEngine
+from backends.cuda.ranker import DeviceRanker
+from backends.cuda.rows import DeviceRows
 from backends.hf.backend import TorchBackend
 from offload.units import GIB
 from specdec.config import SamplingParams

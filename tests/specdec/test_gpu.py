@@ -10,10 +10,11 @@ import pytest
 from command_line import expect_error
 from paper_models import PaperModel
 
-from backends import cuda_engine, cuda_probe
 from backends.contract.backend import UnsupportedModel
 from backends.contract.shared import SharedSource
-from backends.cuda_probe import CudaMemory
+from backends.cuda import engine as cuda_engine
+from backends.cuda import probe as cuda_probe
+from backends.cuda.probe import CudaMemory
 from backends.timing.measure import ComputeCurve
 from offload.residency.plan import LayerWeights
 from offload.units import GIB, MIB

@@ -11,7 +11,7 @@ from fake_gpu import PEAK_BYTES, force_tiers, install_fake_gpu
 from tiny_pair import save_model
 
 import specdec
-from backends.cuda_engine import cuda_problem
+from backends.cuda.engine import cuda_problem
 from specdec.cli import main
 from specdec.models import SELF_DRAFT
 
@@ -175,7 +175,7 @@ def test_a_real_gpu_gives_the_same_tokens_within_its_budget(models, monkeypatch,
 def test_what_is_measured_of_a_real_gpu_is_plausible():
     import torch
 
-    from backends.cuda_probe import cuda_memory, measure_copies_to_gpu
+    from backends.cuda.probe import cuda_memory, measure_copies_to_gpu
     from backends.hf.timing import measure_gpu_compute
 
     memory = cuda_memory()

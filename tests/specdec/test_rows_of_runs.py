@@ -21,7 +21,7 @@ from generating import RandomDrafter, SteppedAhead, make_controller, run
 from graph_tape import AlwaysGraphs, GraphTape
 
 from backends.contract.backend import Backend
-from backends.device_rows import DeviceRows
+from backends.cuda.rows import DeviceRows
 from backends.hf.backend import TorchBackend
 from specdec.beam_decoder import BeamDecoder
 from specdec.config import SamplingParams, SpecConfig
@@ -82,7 +82,7 @@ class Noted(DeviceRows):
 def noted(monkeypatch: pytest.MonkeyPatch) -> type[Noted]:
     gc.collect()
     Noted.brought, Noted.alive, Noted.most_alive = [], weakref.WeakSet(), 0
-    monkeypatch.setattr("backends.device_weights.DeviceRows", Noted)
+    monkeypatch.setattr("backends.cuda.weights.DeviceRows", Noted)
     return Noted
 
 

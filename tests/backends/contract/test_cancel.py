@@ -16,7 +16,7 @@ from hanging_storage import HangingStorage
 from tiered import STORAGE, tiered_model
 
 from backends.contract.backend import PREFIX, Backend, BackendError
-from backends.device_weights import DeviceWeights
+from backends.cuda.weights import DeviceWeights
 from backends.hf import backend as torch_backend
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights

@@ -13,7 +13,7 @@ from interrupting import interrupted
 from tiered import DEVICE, HOST, STORAGE, tiered_model
 
 from backends.contract.backend import PREFIX, BackendError
-from backends.device_weights import DeviceWeights
+from backends.cuda.weights import DeviceWeights
 from backends.hf import layer_runner
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights

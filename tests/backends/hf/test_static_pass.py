@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.contract.backend import PREFIX, BackendError
-from backends.graphs import Unrecorded
+from backends.cuda.graphs import Unrecorded
 from backends.hf.backend import TorchBackend
 from backends.hf.cache import TreeCache
 from backends.hf.cpu_weights import CpuWeights

@@ -13,8 +13,8 @@ from gguf_models import save_tiny_gguf
 
 from backends.contract.shared import SharedSource
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
+from backends.cuda.source import HfGpuSource
 from backends.hf.source import HfSource
-from backends.hf_gpu_source import HfGpuSource
 from backends.llama import source as gguf_source
 from backends.timing import passes as small_model
 from backends.timing.measure import ComputeCurve

@@ -16,8 +16,8 @@ from tiered import DEVICE, HOST, STORAGE, tiered_model
 
 from backends.contract.backend import PREFIX, BackendError
 from backends.contract.source import BackendOptions, Loading
-from backends.cuda_engine import cuda_problem
-from backends.device_weights import DeviceWeights
+from backends.cuda.engine import cuda_problem
+from backends.cuda.weights import DeviceWeights
 from backends.hf.backend import TorchBackend
 from backends.hf.model import load_hf_model
 from backends.hf.source import HfSource

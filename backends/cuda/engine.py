@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from backends.contract.backend import BackendError
-from backends.vram_errors import VramUse, no_raw_out_of_memory
+from backends.cuda.errors import VramUse, no_raw_out_of_memory
 from offload.errors import SpecdecError
 from offload.storage.direct_io import AlignedBuffer
 from offload.units import format_bytes

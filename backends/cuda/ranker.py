@@ -18,7 +18,7 @@ from backends.contract.ranking import (
     log_chances,
 )
 from backends.contract.rows import LogitRows
-from backends.device_rows import Computing, DeviceRows
+from backends.cuda.rows import Computing, DeviceRows
 
 
 class DeviceRanker:

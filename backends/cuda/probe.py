@@ -10,8 +10,8 @@ from functools import cache
 import torch
 
 from backends.contract.library_errors import one_line
-from backends.cuda_engine import CudaEngine, NoDevice, vram_use
-from backends.vram_errors import no_raw_out_of_memory
+from backends.cuda.engine import CudaEngine, NoDevice, vram_use
+from backends.cuda.errors import no_raw_out_of_memory
 from offload.device.bandwidth import measure_copies
 
 

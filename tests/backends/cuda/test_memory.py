@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from backends.contract.backend import PREFIX
 from backends.contract.source import BackendOptions
-from backends.cuda_engine import CudaEngine, cuda_problem
-from backends.device_memory import allocated_bytes, cache_bytes, recording_bytes
-from backends.graphs import Unrecorded
+from backends.cuda.engine import CudaEngine, cuda_problem
+from backends.cuda.graphs import Unrecorded
+from backends.cuda.memory import allocated_bytes, cache_bytes, recording_bytes
+from backends.cuda.source import HfGpuSource
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
 from backends.hf.model import load_hf_model
 from backends.hf.source import HfSource
 from backends.hf.static_pass import static_keys
-from backends.hf_gpu_source import HfGpuSource
 from offload.units import GIB, MIB
 
 MAX_CONTEXT, MAX_NODES = 1000, 300

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from backends.contract.backend import BackendError
 from backends.contract.library_errors import one_line
-from backends.vram_errors import out_of_memory_in
+from backends.cuda.errors import out_of_memory_in
 
 logger = logging.getLogger(__name__)
 

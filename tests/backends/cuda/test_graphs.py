@@ -10,9 +10,9 @@ from cpu_engine import CpuEngine
 from graph_tape import GraphTape, no_memory
 
 from backends.contract.backend import BackendError
-from backends.cuda_engine import cuda_problem
-from backends.graphs import CudaGraphs, Graphs, Replay
-from backends.vram_errors import VramExceeded
+from backends.cuda.engine import cuda_problem
+from backends.cuda.errors import VramExceeded
+from backends.cuda.graphs import CudaGraphs, Graphs, Replay
 
 
 class Clocked(Graphs):

@@ -9,7 +9,7 @@ from cpu_engine import CpuEngine
 from device_talk import PROMPT, on_device
 
 from backends.contract.backend import PREFIX
-from backends.vram_errors import VramExceeded, VramUse, no_raw_out_of_memory, wanted_bytes
+from backends.cuda.errors import VramExceeded, VramUse, no_raw_out_of_memory, wanted_bytes
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 

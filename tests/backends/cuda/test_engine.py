@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM
 from weight_files import Weights, write_weights
 
 from backends.contract.backend import PREFIX
-from backends.cuda_engine import CudaEngine, PinningFailed, cuda_problem, pin, vram_peak_bytes
-from backends.graphs import CudaGraphs
+from backends.cuda.engine import CudaEngine, PinningFailed, cuda_problem, pin, vram_peak_bytes
+from backends.cuda.errors import VramExceeded
+from backends.cuda.graphs import CudaGraphs
 from backends.hf.backend import TorchBackend
-from backends.vram_errors import VramExceeded
 from offload.device.streamer import DeviceStreamer
 from offload.storage.direct_io import ALIGNMENT
 from offload.units import GIB, MIB

@@ -12,8 +12,8 @@ import torch
 
 from backends.contract.backend import StreamUse
 from backends.contract.ranking import Ranking
-from backends.device_ranking import DeviceRanker
-from backends.device_rows import DeviceRows
+from backends.cuda.ranker import DeviceRanker
+from backends.cuda.rows import DeviceRows
 from backends.hf.model import HfModel
 from backends.hf.weights import RawTensors
 from offload.device.engine import CopyEngine

@@ -8,10 +8,10 @@ import torch
 
 from backends.contract.ranking import RANKED_TOGETHER, Ranking
 from backends.contract.source import ModelCompute
-from backends.cuda_engine import CudaEngine
-from backends.device_memory import cache_bytes, recording_bytes
-from backends.device_ranking import DeviceRanker
-from backends.device_rows import DeviceRows
+from backends.cuda.engine import CudaEngine
+from backends.cuda.memory import cache_bytes, recording_bytes
+from backends.cuda.ranker import DeviceRanker
+from backends.cuda.rows import DeviceRows
 from backends.hf.activations import activation_bytes
 from backends.hf.source import HfSource
 from backends.hf.timing import measure_gpu_compute

@@ -1,0 +1,1 @@
+"""What a GPU adds to the torch backend."""
