@@ -15,7 +15,7 @@ import numpy as np
 
 from offload.errors import SpecdecError
 from specdec.drafters.base import Drafter, TreeLimits
-from specdec.tree import ROOT, DraftTree
+from specdec.verification.tree import ROOT, DraftTree
 
 
 class AccuracyError(SpecdecError, ValueError):

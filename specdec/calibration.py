@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.tree import DraftTree
+from specdec.verification.tree import DraftTree
 
 N_BUCKETS = 14
 _LOWEST_LOGIT = -7.0  # buckets are one unit of logit(q) wide: from q = 0.001 to 0.999

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from backends.contract.backend import Backend
 from backends.contract.rows import LogitRows
-from specdec.acceptance import Acceptance, lenient, match_walk, rejection_walk
-from specdec.block_verification import block_walk
 from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.policy import DraftPolicy
 from specdec.sampling import Sampler
 from specdec.stats_recorder import StatsRecorder
-from specdec.tree import DraftTree
+from specdec.verification.acceptance import Acceptance, lenient, match_walk, rejection_walk
+from specdec.verification.block import block_walk
+from specdec.verification.tree import DraftTree
 
 ChainRule = Callable[..., Acceptance]
 _CHAIN_RULES: dict[str, ChainRule] = {"rejection": rejection_walk, "block": block_walk}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 from backends.contract.backend import Backend, BackendError, StreamUse
 from offload.process.interruptible import POLL_SECONDS
 from offload.process.memory import process_memory
-from specdec.acceptance import Acceptance
 from specdec.assembly import make_controller
 from specdec.beam_decoder import BeamDecoder, Hypothesis, check_beams
 from specdec.config import ConfigError, SamplingParams, SpecConfig
@@ -24,8 +23,9 @@ from specdec.sequences import GeneratedSequence, GenerationResult, StreamChunk, 
 from specdec.stats import GenerationStats
 from specdec.stats_recorder import StatsRecorder
 from specdec.text import TextStream
-from specdec.tree import DraftTree
 from specdec.utilization import ModelFlops
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import DraftTree
 from specdec.watched_target import WatchedTarget
 
 if TYPE_CHECKING:

@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from specdec.acceptance import Acceptance
 from specdec.assumed_trees import ASSUMED_LEVEL_ACCEPTANCE, best_depth, tokens_of_levels
 from specdec.config import SpecConfig
 from specdec.draft_choice import DraftChoice
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.model import max_beams
 from specdec.experience import Experience
-from specdec.tree import DraftTree
 from specdec.tree_shape import TreeShape
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import DraftTree
 
 MAX_AUTO_NODES = 128
 """Beyond this the next node of a tree is hardly ever accepted, and its logits take memory; plans

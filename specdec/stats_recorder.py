@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from offload.trace import record_since, recorded
-from specdec.acceptance import Acceptance
 from specdec.stats import ACCEPT, DRAFT, PASS, PREFILL, GenerationStats, PassTime, percentile
-from specdec.tree import DraftTree
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import DraftTree
 
 
 class StatsRecorder:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.experience import Experience, Lessons
-from specdec.tree import DRAFT_SOURCE, ROOT, DraftTree
+from specdec.verification.tree import DRAFT_SOURCE, ROOT, DraftTree
 
 _OPTIMISM = 0.15
 """How much faster than estimated a size of pass may be that was never tried: so it is, once."""

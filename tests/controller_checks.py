@@ -30,7 +30,7 @@ from specdec.drafters.model import ModelDrafter
 from specdec.policy import DraftPolicy
 from specdec.sampling import Sampler
 from specdec.stats_recorder import StatsRecorder
-from specdec.tree import DraftTree
+from specdec.verification.tree import DraftTree
 
 CAUGHT = 1e-6  # far above rounding, far below the error of any mutant
 VOCAB, DEPTH, N_TOKENS = 8, 2, 40

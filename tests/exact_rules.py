@@ -1,6 +1,6 @@
 """Exact distributions of acceptance rules, by enumerating every random decision in float64.
 
-A rule asks for its decisions through `specdec.acceptance.Decisions`. `enumerate_outcomes` answers
+A rule asks for its decisions through `specdec.verification.acceptance.Decisions`. `enumerate_outcomes` answers
 them in every possible way and weighs each run with its probability, so that what a rule emits can
 be compared with the target to rounding error instead of statistically.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec.acceptance import Acceptance, match_walk
-from specdec.tree import DraftTree
+from specdec.verification.acceptance import Acceptance, match_walk
+from specdec.verification.tree import DraftTree
 
 Rows = Callable[[tuple[int, ...]], np.ndarray]  # prefix -> distribution [vocab]
 Rule = Callable[..., Acceptance]

@@ -10,7 +10,6 @@ import numpy as np
 
 from backends.contract.backend import Backend
 from bench.near_ties import examine
-from specdec.acceptance import Acceptance
 from specdec.config import SamplingParams, SpecConfig
 from specdec.controller import Controller, NoDrafter
 from specdec.drafters.ahead import AheadThread
@@ -18,7 +17,8 @@ from specdec.drafters.base import Drafter, TreeLimits
 from specdec.policy import DraftPolicy, PassCost
 from specdec.sampling import Sampler
 from specdec.stats_recorder import StatsRecorder
-from specdec.tree import ROOT, DraftTree
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import ROOT, DraftTree
 
 DRIFT = 1e-4
 """Most that logits of passes of different sizes may differ in fp32."""

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from specdec.acceptance import match_walk
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.merged import MergedDrafter
 from specdec.experience import Experience
 from specdec.policy import DraftPolicy, PassCost, new_experience
-from specdec.tree import ROOT, DraftTree
+from specdec.verification.acceptance import match_walk
+from specdec.verification.tree import ROOT, DraftTree
 
 WIDTH = 6
 OTHER = WIDTH  # the text's token is none of the candidates

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from specdec.acceptance import Acceptance
-from specdec.tree import DraftTree
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import DraftTree
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from backends.contract.backend import PREFIX
 from specdec.drafters.candidates import Candidates
-from specdec.tree import ROOT, DraftTree
+from specdec.verification.tree import ROOT, DraftTree
 
 _NOTHING: array[Any] = array("i")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from specdec.acceptance import Acceptance
 from specdec.drafters.base import Drafter, TreeLimits
-from specdec.tree import ROOT, DraftTree
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import ROOT, DraftTree
 
 
 class MergedDrafter(Drafter):

@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.contract.backend import Backend
-from specdec.acceptance import Acceptance, sample_index
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.frontier import Frontier, Level
 from specdec.drafters.grown_tree import GrownNode, GrownTree
 from specdec.drafters.window import DraftWindow
 from specdec.sampling import Sampler
-from specdec.tree import ROOT, DraftTree
+from specdec.verification.acceptance import Acceptance, sample_index
+from specdec.verification.tree import ROOT, DraftTree
 
 _FEWEST_BEAMS = 32
 """Nodes that the draft may run at a time; more make a level slow and add little ..."""

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 
-from specdec.acceptance import Acceptance
 from specdec.drafters.base import Drafter, TreeLimits
-from specdec.tree import ROOT, DraftTree
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import ROOT, DraftTree
 
 SOURCE = "ngram"
 MAX_NGRAM = 4

@@ -13,10 +13,10 @@ from table_backend import TableBackend
 
 from bench.curve_figures import standard_error
 from bench.known_drafter import AccuracyError, KnownAccuracyDrafter, expected_tokens
-from specdec.acceptance import Acceptance
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
-from specdec.tree import DraftTree
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import DraftTree
 
 VOCAB = 50
 TEXT = [(7 * i + 3) % VOCAB for i in range(200)]

@@ -12,7 +12,7 @@ from offload.errors import SpecdecError
 from offload.units import MIB
 from specdec.config import ConfigError, SpecConfig
 from specdec.drafters.base import Drafter
-from specdec.tree import DraftTree
+from specdec.verification.tree import DraftTree
 
 PROMPT = "def add(a, b):"
 WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 24}  # 100 MB in fp32

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.calibration import Calibration, ChainSurvival
-from specdec.tree import DraftTree
+from specdec.verification.tree import DraftTree
 
 
 def chain(*qs: float, source: str = "draft") -> DraftTree:

@@ -13,10 +13,10 @@ from paper_models import PaperModel
 from backends.contract.source import ModelSource
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
-from specdec.block_verification import block_walk
 from specdec.division import Divider, Shape
 from specdec.options import run_options
-from specdec.tree import DraftTree
+from specdec.verification.block import block_walk
+from specdec.verification.tree import DraftTree
 
 CTX = 1024
 

@@ -24,7 +24,7 @@ from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
 from specdec.sampling import Sampler
-from specdec.tree import DraftTree
+from specdec.verification.tree import DraftTree
 
 VOCAB, PROMPT, N_TOKENS = 8, [1, 2], 30
 TARGET = table_rows(VOCAB, seed=3, concentration=0.3)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specdec.drafters.frontier import Frontier
 from specdec.drafters.grown_tree import GrownNode, GrownTree
 from specdec.drafters.model import max_beams
-from specdec.tree import DraftTree
+from specdec.verification.tree import DraftTree
 
 WIDTH = 3
 

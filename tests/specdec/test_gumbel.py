@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from specdec.acceptance import match_walk
 from specdec.config import SamplingParams
 from specdec.sampling import SMALLEST_UNIFORM, Sampler, SamplingError, gumbel_at, gumbel_noise
-from specdec.tree import DraftTree
+from specdec.verification.acceptance import match_walk
+from specdec.verification.tree import DraftTree
 
 N_DRAWS = 200_000
 VOCAB = 8

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_backend import TableBackend
 
-from specdec.acceptance import Acceptance
 from specdec.config import SamplingParams, SpecConfig
 from specdec.controller import Controller
 from specdec.drafters import Drafter, MergedDrafter, NgramDrafter, TreeLimits
@@ -22,7 +21,8 @@ from specdec.drafters.model import ModelDrafter
 from specdec.policy import DraftPolicy
 from specdec.sampling import Sampler
 from specdec.stats_recorder import StatsRecorder
-from specdec.tree import DraftTree
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import DraftTree
 
 LIMITS = TreeLimits(max_nodes=32, max_depth=8, width=4)
 CHAIN = TreeLimits(max_nodes=8, max_depth=8, width=1)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from backends.hf.backend import TorchBackend
-from specdec.acceptance import Acceptance
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.model import ModelDrafter
+from specdec.verification.acceptance import Acceptance
 
 CONTEXT = [5, 17, 60, 33, 8]
 

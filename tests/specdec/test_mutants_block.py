@@ -8,7 +8,7 @@ import pytest
 from chain_checks import chain_is_exact
 from mutants import is_caught
 
-from specdec import block_verification
+from specdec.verification import block as block_verification
 
 MISTAKES = {
     "weight: each token alone": (

@@ -15,8 +15,8 @@ from chain_checks import CASES, CAUGHT, STOPS
 from exact_rules import fixed_tree_error, match_rule
 from mutants import is_caught
 
-from specdec import acceptance
-from specdec.tree import DraftTree
+from specdec.verification import acceptance
+from specdec.verification.tree import DraftTree
 
 IN_MATCH_WALK = {
     "draws again where the draw was not drafted": (

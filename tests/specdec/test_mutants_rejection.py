@@ -15,7 +15,7 @@ import pytest
 from chain_checks import chain_is_exact
 from mutants import is_caught
 
-from specdec import acceptance
+from specdec.verification import acceptance
 
 MISTAKES = {
     "resample from p instead of the residual": (

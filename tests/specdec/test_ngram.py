@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.acceptance import Acceptance, match_walk
 from specdec.drafters import NgramDrafter, TreeLimits
 from specdec.drafters.ngram import MAX_OCCURRENCES, NgramIndex
-from specdec.tree import DraftTree
+from specdec.verification.acceptance import Acceptance, match_walk
+from specdec.verification.tree import DraftTree
 
 LIMITS = TreeLimits(max_nodes=32, max_depth=8, width=4)
 CHAIN = TreeLimits(max_nodes=8, max_depth=8, width=1)

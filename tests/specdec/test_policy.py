@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_world import Clock
 
-from specdec.acceptance import Acceptance, rejection_walk
 from specdec.assumed_trees import ASSUMED_LEVEL_ACCEPTANCE
-from specdec.block_verification import block_walk
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.policy import MAX_AUTO_NODES, DraftPolicy, PassCost, new_experience
-from specdec.tree import DraftTree
+from specdec.verification.acceptance import Acceptance, rejection_walk
+from specdec.verification.block import block_walk
+from specdec.verification.tree import DraftTree
 
 FREE = PassCost(read_seconds=9.0, row_free_seconds=0.0, seconds_per_row=0.001)
 DRAFT = PassCost(read_seconds=0.01, row_free_seconds=0.0, seconds_per_row=1e-6)

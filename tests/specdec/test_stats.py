@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from specdec.acceptance import Acceptance
 from specdec.stats import GenerationStats, PassTime, percentile
 from specdec.stats_recorder import StatsRecorder
-from specdec.tree import DraftTree
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import DraftTree
 
 CONTRACT = {
     "tokens_per_second", "time_to_first_token", "time_per_output_token", "generated_tokens",

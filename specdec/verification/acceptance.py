@@ -7,7 +7,7 @@ emits the accepted tokens and exactly one recovered or bonus token, which become
 `match_walk` asks the target for its token first and then looks whether the draft guessed it. Since
 the draft has no part in the choice, any tree is lossless. `rejection_walk` (Leviathan et al. 2023,
 Chen et al. 2023) decides about one chain whose tokens were drawn from known distributions q;
-`specdec.block_verification` about the same chain as a whole. `lenient` is the one rule that is not
+`specdec.verification.block` about the same chain as a whole. `lenient` is the one rule that is not
 lossless, and only used where a caller asks for it.
 """
 
@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.tree import ROOT, DraftTree
+from specdec.verification.tree import ROOT, DraftTree
 
 Probs = NDArray[np.float64]  # [vocab], sums to 1
 

@@ -19,9 +19,9 @@ from exact_rules import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.acceptance import rejection_walk
-from specdec.block_verification import block_walk
-from specdec.tree import DraftTree
+from specdec.verification.acceptance import rejection_walk
+from specdec.verification.block import block_walk
+from specdec.verification.tree import DraftTree
 
 EXACT = 1e-12
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.acceptance import (
+from specdec.verification.acceptance import (
     Acceptance,
     Decisions,
     Probs,
@@ -41,7 +41,7 @@ from specdec.acceptance import (
     likelihood_ratio,
     residual,
 )
-from specdec.tree import ROOT, DraftTree
+from specdec.verification.tree import ROOT, DraftTree
 
 
 class _Block(NamedTuple):

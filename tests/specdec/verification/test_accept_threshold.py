@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_backend import TableBackend
 
-from specdec.acceptance import lenient, match_walk
 from specdec.cli import main
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.drafters.model import ModelDrafter
 from specdec.planning import plan_run
-from specdec.tree import DraftTree
+from specdec.verification.acceptance import lenient, match_walk
+from specdec.verification.tree import DraftTree
 
 VOCAB = 5
 ROWS = table_rows(VOCAB, seed=21)

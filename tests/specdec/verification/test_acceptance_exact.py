@@ -13,7 +13,7 @@ from exact_rules import (
     match_rule,
 )
 
-from specdec.acceptance import (
+from specdec.verification.acceptance import (
     Acceptance,
     accept_probability,
     match_walk,
@@ -21,8 +21,8 @@ from specdec.acceptance import (
     residual,
     sample_index,
 )
-from specdec.block_verification import block_walk
-from specdec.tree import DraftTree
+from specdec.verification.block import block_walk
+from specdec.verification.tree import DraftTree
 
 EXACT = 1e-12
 CHAIN_WALKS = [rejection_walk, block_walk]

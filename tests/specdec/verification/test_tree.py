@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.tree import DraftTree
+from specdec.verification.tree import DraftTree
 
 
 @st.composite

@@ -1,0 +1,1 @@
+"""The tree of draft tokens, and how far the target agrees: pure functions."""
