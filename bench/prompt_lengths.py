@@ -12,7 +12,7 @@ from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.division import DEFAULT_CTX_SIZE
 from specdec.formats import open_model
-from specdec.prompts import PromptError, check_room, encode_prompt
+from specdec.text.prompts import PromptError, check_room, encode_prompt
 
 
 class Context:

@@ -19,7 +19,7 @@ from specdec.stats import ACCEPT, DRAFT, PASS, PREFILL
 
 if TYPE_CHECKING:
     from specdec.api import LLM
-    from specdec.prompts import Prompt
+    from specdec.text.prompts import Prompt
 
 STORAGE, TARGET, DRAFTING, ACCEPTANCE = "storage", "target", "drafting", "acceptance"
 GROUPS = (STORAGE, TARGET, DRAFTING, ACCEPTANCE)

@@ -31,9 +31,9 @@ from specdec.options import RunOptions, run_options
 from specdec.planning import plan_models
 from specdec.policy import DraftPolicy, new_experience
 from specdec.prompt_cache import PromptCache
-from specdec.prompts import Prompt, PromptError, check_room, encode_prompt
 from specdec.run_plan import RunPlan
 from specdec.sequences import CompletionOutput, GenerationResult, StreamChunk
+from specdec.text.prompts import Prompt, PromptError, check_room, encode_prompt
 from specdec.utilization import model_flops
 
 __all__ = [

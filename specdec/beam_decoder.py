@@ -24,7 +24,7 @@ from specdec.config import ConfigError, SpecConfig
 from specdec.logprobs import TopLogprobs, log_probs_of, top_logprobs, with_chosen
 from specdec.node_rows import NodeRows
 from specdec.sampling import Sampler, gumbel_at
-from specdec.text import TextStream
+from specdec.text.detokenizer import TextStream
 
 
 class BeamMemoryFull(ConfigError):

@@ -13,9 +13,9 @@ from typing import Any
 from backends.contract.library_errors import one_line
 from backends.contract.source import BackendOptions, ModelSource
 from offload.formats.checkpoint import CheckpointError
-from specdec.compat import Compatibility, Vocabulary, compare_vocabularies
 from specdec.models import resolve_model
-from specdec.tokenizer import ChatTokenizer, Tokenizer
+from specdec.text.tokenizer import ChatTokenizer, Tokenizer
+from specdec.text.vocabulary import Compatibility, Vocabulary, compare_vocabularies
 
 GGUF_SUFFIX = ".gguf"
 
@@ -80,7 +80,7 @@ def _open_checkpoint(directory: Path, options: BackendOptions) -> OpenedModel:
 
 def _open_gguf(path: Path, options: BackendOptions) -> OpenedModel:
     from backends.llama.source import GgufSource
-    from specdec.gguf_text import GgufTokenizer
+    from specdec.text.gguf_tokenizer import GgufTokenizer
 
     source = GgufSource(path, options)
     tokenizer = GgufTokenizer.from_file(path)

@@ -22,7 +22,7 @@ from specdec.sampling import Sampler
 from specdec.sequences import GeneratedSequence, GenerationResult, StreamChunk, sequence_seed
 from specdec.stats import GenerationStats
 from specdec.stats_recorder import StatsRecorder
-from specdec.text import TextStream
+from specdec.text.detokenizer import TextStream
 from specdec.utilization import ModelFlops
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree

@@ -18,7 +18,6 @@ from offload.process.memory import memory_limit, process_memory
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes, format_exactly, parse_bytes
 from specdec.alternatives import Alternative, Figures, Weighing
-from specdec.compat import compare_vocabularies
 from specdec.config import ConfigError
 from specdec.division import Divider, Division, Gpu
 from specdec.formats import OpenedModel, open_model
@@ -28,6 +27,7 @@ from specdec.opened import OpenedPair
 from specdec.options import RunOptions, run_options
 from specdec.ranking_cost import measure_draft
 from specdec.run_plan import RunPlan
+from specdec.text.vocabulary import compare_vocabularies
 
 _WORTH_SAYING = 1.05
 """How much faster a run without the draft has to be for the plan to say so."""

@@ -9,8 +9,8 @@ from specdec.logprobs import TopLogprobs, with_chosen
 from specdec.sampling import Sampler
 from specdec.sampling_checks import SEED_LIMIT
 from specdec.stats import GenerationStats
-from specdec.text import TextStream
-from specdec.tokenizer import TokenDecoder
+from specdec.text.detokenizer import TextStream
+from specdec.text.tokenizer import TokenDecoder
 
 
 def sequence_seed(seed: int, index: int) -> int:

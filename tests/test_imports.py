@@ -29,7 +29,7 @@ TORCH_FREE = (
     "specdec.controller",
     "specdec.api",
     "specdec.planning",
-    "specdec.gguf_text",
+    "specdec.text.gguf_tokenizer",
     "backends.llama.source",
     "backends.shapes.gguf",
     "specdec.analysis.analyze",

@@ -126,7 +126,7 @@ def test_types_are_those_of_llama_quantize(source: Path, tmp_path: Path) -> None
 
 
 def test_padding_tokens_have_no_text_and_come_from_no_text(source: Path, tmp_path: Path) -> None:
-    from specdec.gguf_text import GgufTokenizer
+    from specdec.text.gguf_tokenizer import GgufTokenizer
 
     path = grow_gguf(source, tmp_path / "grown.gguf", LARGE, dtype="q8_0").path
     small = grow_gguf(source, tmp_path / "small.gguf", SMALL, dtype="q8_0").path

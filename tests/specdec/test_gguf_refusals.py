@@ -13,7 +13,7 @@ from gguf_models import save_tiny_gguf
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
-from specdec import gguf_text
+from specdec.text import gguf_tokenizer as gguf_text
 
 pytestmark = pytest.mark.gguf
 HOSTILE = [

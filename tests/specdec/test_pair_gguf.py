@@ -34,7 +34,7 @@ def test_logits_equal_the_checkpoints(name: str, cache: Path) -> None:
     from gguf_logits import gguf_logits
     from transformers import AutoModelForCausalLM
 
-    from specdec.gguf_text import GgufTokenizer
+    from specdec.text.gguf_tokenizer import GgufTokenizer
 
     path = pair_gguf_path(name)
     with GgufTokenizer(path) as tokenizer:
@@ -132,8 +132,8 @@ def test_strange_tensors_are_refused() -> None:
 def test_the_export_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     code = (
         "from specdec.pair.gguf_export import pair_gguf_path\n"
-        "import specdec.gguf_text, sys\n"
-        "specdec.gguf_text.GgufTokenizer(pair_gguf_path('pair:draft.gguf')).encode('a b')\n"
+        "import specdec.text.gguf_tokenizer, sys\n"
+        "specdec.text.gguf_tokenizer.GgufTokenizer(pair_gguf_path('pair:draft.gguf')).encode('a b')\n"
         "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )
     environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": ""}

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from specdec.tokenizer import TokenDecoder
+from specdec.text.tokenizer import TokenDecoder
 
 UNFINISHED = "\ufffd"  # what decoders give for bytes that are no complete character (yet)
 CONTEXT_TOKENS = 6  # of the prompt: enough for decoders that look at the neighbours of a token

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.compat import Vocabulary, VocabularyMismatch, compare_vocabularies
+from specdec.text.vocabulary import Vocabulary, VocabularyMismatch, compare_vocabularies
 
 SPECIAL = {"bos": 0, "eos": 1, "pad": None}
 

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.compat import Vocabulary, compare_vocabularies
 from specdec.pair import pair_path
-from specdec.text import IncrementalDetokenizer
-from specdec.tokenizer import Tokenizer, TokenizerError
+from specdec.text.detokenizer import IncrementalDetokenizer
+from specdec.text.tokenizer import Tokenizer, TokenizerError
+from specdec.text.vocabulary import Vocabulary, compare_vocabularies
 
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.gguf
 
-from specdec.chat_template import ChatTemplateError, render_chat  # noqa: E402
-from specdec.gguf_text import GgufTokenizer  # noqa: E402
 from specdec.pair.gguf_export import pair_gguf_path  # noqa: E402
+from specdec.text.chat_template import ChatTemplateError, render_chat  # noqa: E402
+from specdec.text.gguf_tokenizer import GgufTokenizer  # noqa: E402
 
 N_LINES = 10_000
 # Letters of Unicode 16 (2024), which llama.cpp's tables do not have yet: `'s` after them is split

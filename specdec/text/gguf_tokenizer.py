@@ -1,6 +1,6 @@
 """Text and token ids of a GGUF model: llama.cpp's own tokenizer, without its weights.
 
-The same members as `specdec.tokenizer.Tokenizer`, so that everything there works with it unchanged.
+The same members as `specdec.text.tokenizer.Tokenizer`, so that everything there works with it unchanged.
 Neither torch nor transformers is imported.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 from backends.llama.library import LOG, load_library
 from offload.process.interruptible import call_aside
-from specdec.chat_template import ChatTemplateError, render_chat
-from specdec.compat import Vocabulary
-from specdec.tokenizer import TokenizerError
+from specdec.text.chat_template import ChatTemplateError, render_chat
+from specdec.text.tokenizer import TokenizerError
+from specdec.text.vocabulary import Vocabulary
 
 
 class GgufTokenizer:

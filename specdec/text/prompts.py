@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from offload.errors import SpecdecError
-from specdec.tokenizer import ChatTokenizer
+from specdec.text.tokenizer import ChatTokenizer
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """A text, a conversation (messages with role and content), or token ids."""

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.text import UNFINISHED, IncrementalDetokenizer, StopStrings, TextStream
-from specdec.tokenizer import Tokenizer, TokenizerError
+from specdec.text.detokenizer import UNFINISHED, IncrementalDetokenizer, StopStrings, TextStream
+from specdec.text.tokenizer import Tokenizer, TokenizerError
 
 tokenizers = pytest.importorskip("tokenizers")
 

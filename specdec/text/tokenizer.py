@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from specdec.tokenizer_files import TokenizerError as TokenizerError
-from specdec.tokenizer_files import load_hf_tokenizer
+from specdec.text.tokenizer_files import TokenizerError as TokenizerError
+from specdec.text.tokenizer_files import load_hf_tokenizer
 
 
 class TokenDecoder(Protocol):

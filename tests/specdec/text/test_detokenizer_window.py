@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.text import CONTEXT_TOKENS, MAX_PENDING_TOKENS, IncrementalDetokenizer
+from specdec.text.detokenizer import CONTEXT_TOKENS, MAX_PENDING_TOKENS, IncrementalDetokenizer
 
 # The finished tokens of a window were its pending ones before; one more asks for a cut.
 MOST_TOKENS = 2 * (MAX_PENDING_TOKENS + 1)

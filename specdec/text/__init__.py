@@ -1,0 +1,1 @@
+"""Tokens from text and messages, and text from tokens."""
