@@ -13,7 +13,7 @@ from specdec.drafters.base import Drafter
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 from specdec.stats_recorder import StatsRecorder
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from backends.contract.backend import PREFIX, Backend
 from specdec.beam_search import BeamRules, BeamSearch, by_score
 from specdec.config import ConfigError, SpecConfig
-from specdec.logprobs import TopLogprobs, log_probs_of, top_logprobs, with_chosen
 from specdec.node_rows import NodeRows
-from specdec.sampling import Sampler, gumbel_at
+from specdec.sampling.logprobs import TopLogprobs, log_probs_of, top_logprobs, with_chosen
+from specdec.sampling.sampler import Sampler, gumbel_at
 from specdec.text.detokenizer import TextStream
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.config_checks import ConfigError as ConfigError
 from specdec.config_checks import check as _check
 from specdec.config_checks import refuse_unknown
-from specdec.sampling_checks import normalised, validate
+from specdec.sampling.checks import normalised, validate
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -120,13 +120,13 @@ class SamplingParams:
         A mapping is read like the content of a `generation_config.json`. Raises ConfigError for
         options that speculative decoding cannot honour exactly, instead of ignoring them.
         """
-        from specdec.generation_config import options_from
+        from specdec.sampling.hf_config import options_from
 
         return cls(**options_from(config))
 
     def to_generation_config(self) -> GenerationConfig:
         """The transformers configuration with which `generate` does the same (imports torch)."""
-        from specdec.generation_config import to_generation_config
+        from specdec.sampling.hf_config import to_generation_config
 
         return to_generation_config(self)
 

@@ -18,7 +18,7 @@ from specdec.drafters.base import Drafter
 from specdec.gpu import vram_peak_bytes
 from specdec.model_errors import ModelBusy, ModelClosed, ModelElsewhere
 from specdec.options import CUDA
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 from specdec.sequences import GeneratedSequence, GenerationResult, StreamChunk, sequence_seed
 from specdec.stats import GenerationStats
 from specdec.stats_recorder import StatsRecorder

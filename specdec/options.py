@@ -12,7 +12,7 @@ from backends.contract.source import CACHE_TYPES, LOAD_MODES, BackendOptions
 from offload.units import parse_bytes
 from specdec.config import ConfigError, SpecConfig
 from specdec.models import SELF_DRAFT, is_self_draft
-from specdec.sampling_checks import MAX_BEAMS
+from specdec.sampling.checks import MAX_BEAMS
 
 CPU, CUDA, AUTO = "cpu", "cuda", "auto"
 DEVICES = (CPU, CUDA, AUTO)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from backends.contract.backend import Backend
 from backends.contract.rows import LogitRows
-from specdec.logprobs import TopLogprobs, log_probs_of, top_logprobs
 from specdec.node_rows import NodeRows
+from specdec.sampling.logprobs import TopLogprobs, log_probs_of, top_logprobs
 
 
 class WatchedTarget:

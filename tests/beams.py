@@ -5,7 +5,7 @@ from __future__ import annotations
 from backends.contract.backend import Backend
 from specdec.beam_decoder import BeamDecoder, Hypothesis
 from specdec.config import SamplingParams
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 
 
 def search(

@@ -28,7 +28,7 @@ from specdec.config import CHAIN_RULES, SamplingParams, SpecConfig
 from specdec.controller import Controller, NoDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.policy import DraftPolicy
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 from specdec.stats_recorder import StatsRecorder
 from specdec.verification.tree import DraftTree
 

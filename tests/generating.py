@@ -15,7 +15,7 @@ from specdec.controller import Controller, NoDrafter
 from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.policy import DraftPolicy, PassCost
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 from specdec.stats_recorder import StatsRecorder
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import ROOT, DraftTree

@@ -24,7 +24,7 @@ TORCH_FREE = (
     "specdec.verification.acceptance",
     "specdec.verification.block",
     "specdec.ranking",
-    "specdec.sampling",
+    "specdec.sampling.sampler",
     "specdec.stats",
     "specdec.controller",
     "specdec.api",

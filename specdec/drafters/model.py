@@ -22,7 +22,7 @@ from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.frontier import Frontier, Level
 from specdec.drafters.grown_tree import GrownNode, GrownTree
 from specdec.drafters.window import DraftWindow
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import Acceptance, sample_index
 from specdec.verification.tree import ROOT, DraftTree
 

@@ -21,7 +21,7 @@ from table_backend import TableBackend
 from specdec.beam_decoder import BeamDecoder, BeamMemoryFull
 from specdec.beam_search import BeamRules, BeamSearch, best_continuations, by_score
 from specdec.config import SamplingParams
-from specdec.sampling import Sampler, gumbel_at
+from specdec.sampling.sampler import Sampler, gumbel_at
 
 REJECT_BELOW = 1e-6
 
@@ -187,7 +187,7 @@ import numpy as np
 from table_backend import TableBackend
 from specdec.beam_decoder import BeamDecoder
 from specdec.config import SamplingParams
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 for temperature in (0.0, 0.8):
     options = {"num_beams": 3, "n": 2, "max_tokens": 5, "top_k": 5, "seed": 1}
     params = SamplingParams(temperature=temperature, **options)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from backends.hf.backend import TorchBackend
 from specdec.beam_search import best_continuations
 from specdec.config import SamplingParams
-from specdec.sampling import gumbel_at
+from specdec.sampling.sampler import gumbel_at
 
 VOCAB = 96  # of the tiny checkpoints
 PAD = 1

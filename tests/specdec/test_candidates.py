@@ -21,7 +21,7 @@ from specdec.drafters.candidates import (
 )
 from specdec.drafters.model import ModelDrafter
 from specdec.pair import pair_path
-from specdec.sampling import LogitsPipeline, Sampler, gumbel_noise
+from specdec.sampling.sampler import LogitsPipeline, Sampler, gumbel_noise
 from specdec.text.tokenizer import Tokenizer
 
 VOCAB = 40

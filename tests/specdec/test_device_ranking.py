@@ -21,7 +21,7 @@ from backends.cuda.ranker import DeviceRanker
 from backends.cuda.rows import DeviceRows
 from specdec.config import SamplingParams
 from specdec.drafters.candidates import CandidateRanker, Candidates
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 
 CHANCE = 2e-5
 """Of float32 sums in another order: logarithms of chances differ by no more."""

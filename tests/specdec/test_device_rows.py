@@ -26,7 +26,7 @@ from backends.hf.backend import TorchBackend
 from offload.units import GIB
 from specdec.config import SamplingParams
 from specdec.drafters.candidates import CandidateRanker
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 
 VOCAB = 96
 

@@ -23,7 +23,7 @@ from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 from specdec.verification.tree import DraftTree
 
 VOCAB, PROMPT, N_TOKENS = 8, [1, 2], 30

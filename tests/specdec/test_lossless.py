@@ -16,7 +16,7 @@ from specdec.config import CHAIN_RULES, SamplingParams, SpecConfig
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 
 N_PROMPTS, N_TOKENS = 50, 24
 

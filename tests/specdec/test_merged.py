@@ -19,7 +19,7 @@ from specdec.drafters import Drafter, MergedDrafter, NgramDrafter, TreeLimits
 from specdec.drafters.merged import merge_trees, narrowed
 from specdec.drafters.model import ModelDrafter
 from specdec.policy import DraftPolicy
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 from specdec.stats_recorder import StatsRecorder
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree

@@ -29,7 +29,7 @@ from specdec.drafters.base import TreeLimits
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.model import ModelDrafter
 from specdec.policy import DraftPolicy
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 from specdec.watched_target import WatchedTarget
 
 VOCAB = 96

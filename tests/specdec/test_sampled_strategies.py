@@ -14,7 +14,7 @@ from tiny_pair import VOCAB
 from transformers import GenerationConfig
 
 from specdec.config import SamplingParams
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 
 SAMPLED: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.6, "top_k": 0},

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from offload.errors import SpecdecError
-from specdec import processors as np_forms
 from specdec.config import ConfigError, SamplingParams
-from specdec.pipeline_order import ORDER, PipelineContext, active_steps, numpy_form, torch_form
-from specdec.processors import Ids, Processor, Scores
+from specdec.sampling import processors as np_forms
+from specdec.sampling.processors import Ids, Processor, Scores
+from specdec.sampling.steps import ORDER, PipelineContext, active_steps, numpy_form, torch_form
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList

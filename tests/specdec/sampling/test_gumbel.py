@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from specdec.config import SamplingParams
-from specdec.sampling import SMALLEST_UNIFORM, Sampler, SamplingError, gumbel_at, gumbel_noise
+from specdec.sampling.sampler import (
+    SMALLEST_UNIFORM,
+    Sampler,
+    SamplingError,
+    gumbel_at,
+    gumbel_noise,
+)
 from specdec.verification.acceptance import match_walk
 from specdec.verification.tree import DraftTree
 

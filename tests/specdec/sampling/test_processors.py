@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from specdec.config import SamplingParams
-from specdec.pipeline_order import ORDER, PipelineContext, numpy_form, torch_form
-from specdec.sampling import LogitsPipeline, Sampler, transformers_processors
+from specdec.sampling.sampler import LogitsPipeline, Sampler, transformers_processors
+from specdec.sampling.steps import ORDER, PipelineContext, numpy_form, torch_form
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -265,7 +265,7 @@ import sys
 import numpy as np
 from specdec.config import SamplingParams
 from specdec.drafters import NgramDrafter
-from specdec.sampling import Sampler
+from specdec.sampling.sampler import Sampler
 import specdec.verification.acceptance, specdec.stats, specdec.text.detokenizer
 params = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, typical_p=0.9, seed=1,
                         repetition_penalty=1.1, no_repeat_ngram_size=2, min_tokens=2)

@@ -1,0 +1,1 @@
+"""From a row of logits to the target's choice."""
