@@ -36,7 +36,7 @@ def budgets_command(
     from bench.prompt_lengths import refuse_long
     from bench.results import write_json
     from offload.units import parse_bytes
-    from specdec.models import resolve_model
+    from specdec.models.names import resolve_model
 
     check_writable("--output-file", output_file)
     names = sizes.split(",")

@@ -21,7 +21,7 @@ from offload.errors import SpecdecError
 from specdec.cli_errors import EXIT_ERROR, EXIT_INTERRUPTED, guard
 from specdec.enforce import KILLED as KILLED
 from specdec.enforce import run_child as run_child
-from specdec.storage import weight_files
+from specdec.models.files import weight_files
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

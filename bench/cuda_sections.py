@@ -33,7 +33,7 @@ def grow_targets(s: Settings, note: Note) -> None:
     from bench.shapes import named_shape
     from bench.source_model import SourceModel
     from bench.synth import grow
-    from specdec.models import resolve_model
+    from specdec.models.names import resolve_model
 
     source = resolve_model(s.source)
     own = SourceModel(source).shape

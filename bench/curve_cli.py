@@ -53,7 +53,7 @@ def curve_command(
     from bench.curve_figures import format_curve
     from bench.prompt_lengths import refuse_long
     from bench.results import write_json
-    from specdec.models import resolve_model
+    from specdec.models.names import resolve_model
 
     settings = CurveSettings(parse_rates(rates), parse_lengths(sizes), max_tokens, ignore_eos, seed)
     check_output(output)

@@ -25,8 +25,8 @@ from bench.workloads import BUILT_IN, read_prompts
 from offload.budget import format_up
 from offload.errors import SpecdecError
 from offload.units import MIB, format_bytes, parse_bytes
-from specdec.models import resolve_model
-from specdec.storage import largest_weight_file, weight_files
+from specdec.models.files import largest_weight_file, weight_files
+from specdec.models.names import resolve_model
 
 DEFAULT_SIZE = "3GB"
 N_PROMPTS = 2

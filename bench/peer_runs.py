@@ -22,7 +22,7 @@ from bench.workloads import Prompt
 from offload.storage.read_limit import ReadLimit
 from offload.units import GIB
 from specdec.enforce import child_environment
-from specdec.storage import largest_weight_file, weight_files
+from specdec.models.files import largest_weight_file, weight_files
 
 LOAD_SECONDS = 300.0
 """Allowed beside the time for decoding, which may be overrun once more for the last prompt."""

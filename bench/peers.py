@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.interpreters import Interpreter, has_module
 from offload.units import MIB
-from specdec.models import resolve_draft, resolve_model
+from specdec.models.names import resolve_draft, resolve_model
 
 HF, GGUF = "hf", "gguf"
 MEMORY, DRAFTING = "memory", "drafting"
@@ -140,7 +140,7 @@ class Weights:
 
     @classmethod
     def named(cls, model: str, draft: str | None = None) -> Weights:
-        """From the names that a user types. Raises specdec.models.ModelNotFound."""
+        """From the names that a user types. Raises specdec.models.names.ModelNotFound."""
         return cls.of(resolve_model(model), resolve_draft(draft) or draft)
 
     @property

@@ -50,7 +50,7 @@ def policy_command(
     from bench.policy_sweep import PolicySpec, format_sweep, parse_sizes, sweep_in_child
     from bench.prompt_lengths import refuse_long
     from bench.results import write_json
-    from specdec.models import resolve_model
+    from specdec.models.names import resolve_model
 
     if enforce and load.memory_budget == "auto":
         raise UsageMistake("--enforce needs a --memory-budget with a size, e.g. 3.5GiB")

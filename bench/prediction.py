@@ -22,9 +22,9 @@ from bench.workloads import BUILT_IN, read_prompts
 from offload.errors import SpecdecError
 from offload.storage.read_limit import ReadLimit
 from offload.units import parse_bytes
-from specdec.formats import is_gguf
-from specdec.models import resolve_draft, resolve_model
-from specdec.storage import largest_weight_file
+from specdec.models.files import largest_weight_file
+from specdec.models.formats import is_gguf
+from specdec.models.names import resolve_draft, resolve_model
 
 UNLIMITED = "unlimited"
 KINDS = ("plain", "speculative")

@@ -50,8 +50,8 @@ def measure(spec: PredictionSpec) -> dict[str, Any]:
     """
     from offload.ring.bandwidth import measure_storage
     from specdec.api import load
-    from specdec.models import resolve_model
-    from specdec.storage import largest_weight_file
+    from specdec.models.files import largest_weight_file
+    from specdec.models.names import resolve_model
 
     weights = largest_weight_file(resolve_model(spec.load["model"]))
     measure_storage(weights, seconds=PROBE_SECONDS, refresh=True)

@@ -11,7 +11,7 @@ from bench.options import UsageMistake
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.division import DEFAULT_CTX_SIZE
-from specdec.formats import open_model
+from specdec.models.formats import open_model
 from specdec.text.prompts import PromptError, check_room, encode_prompt
 
 

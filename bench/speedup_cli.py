@@ -60,7 +60,7 @@ def speedup_command(
     from bench.speedup import SpeedupRun, run_speedup
     from bench.table import format_report
     from offload.units import parse_bytes
-    from specdec.models import resolve_model
+    from specdec.models.names import resolve_model
 
     _check_choices(output, peer, load, enforce, output_file, log)
     path, chosen = resolve_model(load.model), read_prompts(prompts, n_prompts)

@@ -67,7 +67,7 @@ def _grow(stand_in: StandIn, folder: Path) -> Path:
     from bench.synth import FORMATS, grow
     from bench.synth_cli import choose_shape
     from bench.synth_gguf import GGUF_FORMATS, grow_gguf
-    from specdec.models import resolve_model
+    from specdec.models.names import resolve_model
 
     is_gguf = stand_in.format == "gguf"
     source, dtype, vocab_size = resolve_model(stand_in.source), stand_in.dtype, stand_in.vocab_size

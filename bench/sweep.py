@@ -31,8 +31,8 @@ from bench.peer_runs import ProcessRun, ProgramRunner, RunSettings
 from bench.peers import PEERS, Weights
 from bench.results import SWEEP, ResultsError, append_line, read_results
 from bench.workloads import Prompt
+from specdec.models.files import weight_files
 from specdec.run_plan import RunPlan
-from specdec.storage import weight_files
 
 N_AUTO_BUDGETS = 6
 _LINE_START = b'{"setting": '  # of every line, as `measure_setting` makes them

@@ -77,7 +77,7 @@ def synth_command(
     from bench.source_model import SourceModel
     from bench.synth import FORMATS, grow
     from bench.synth_gguf import GGUF_FORMATS, grow_gguf
-    from specdec.models import resolve_model
+    from specdec.models.names import resolve_model
 
     folder = resolve_model(source)
     form = (GGUF_FORMATS if format == "gguf" else FORMATS)[dtype]

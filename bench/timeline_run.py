@@ -33,7 +33,7 @@ def run_timeline(run: TimelineRun) -> list[str]:
     """Run, draw and write; the lines to show."""
     from specdec.api import load
     from specdec.cli_output import loading_progress
-    from specdec.models import resolve_draft
+    from specdec.models.names import resolve_draft
 
     if run.picture is not None:
         check_matplotlib()  # before minutes are spent

@@ -8,7 +8,7 @@ import typer
 
 from specdec import cli_options as options
 from specdec.cli_output import say, write_json, write_text
-from specdec.models import check_local_name
+from specdec.models.names import check_local_name
 
 Phase = Annotated[
     str | None,

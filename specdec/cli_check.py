@@ -12,7 +12,7 @@ from specdec import cli_options as options
 from specdec.cli_groups import LoadOptions, SamplingOptions
 from specdec.cli_output import write_json, write_text
 from specdec.cli_signature import with_options
-from specdec.models import check_local_draft, check_local_name, is_self_draft
+from specdec.models.names import check_local_draft, check_local_name, is_self_draft
 from specdec.prompt_files import read_prompts, spread
 from specdec.ranking import measure_in_child, rank_drafts
 
@@ -78,7 +78,7 @@ def check(
 def _compare(load: LoadOptions, json: bool) -> None:
     if load.draft_model is None:
         raise options.OptionError("no draft model was named: use -md (--draft-model)")
-    from specdec.formats import compare_models
+    from specdec.models.formats import compare_models
 
     draft = load.model if is_self_draft(load.draft_model) else load.draft_model
     result = compare_models(load.model, draft)

@@ -9,8 +9,8 @@ from offload.units import format_bytes
 from specdec.cli_groups import LoadOptions
 from specdec.cli_options import OptionError
 from specdec.cli_output import say
-from specdec.models import check_local_draft, check_local_name, resolve_headers
-from specdec.storage import weight_files
+from specdec.models.files import weight_files
+from specdec.models.names import check_local_draft, check_local_name, resolve_headers
 
 if TYPE_CHECKING:
     from specdec.api import LLM

@@ -66,8 +66,8 @@ def profile(
 ) -> None:
     """Show how fast this machine's storage and arithmetic are; the JSON is a device for --on."""
     from offload.ring.bandwidth import measure_storage
-    from specdec.models import resolve_model
-    from specdec.storage import largest_weight_file
+    from specdec.models.files import largest_weight_file
+    from specdec.models.names import resolve_model
     from specdec.this_gpu import ThisGpu
     from specdec.this_machine import ThisMachine, model_formats
 

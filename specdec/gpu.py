@@ -14,8 +14,8 @@ from offload.units import format_bytes, format_exactly, parse_bytes
 from specdec.alternatives import Figures
 from specdec.config import ConfigError
 from specdec.division import Gpu
-from specdec.models import SELF_DRAFT
-from specdec.opened import OpenedPair
+from specdec.models.names import SELF_DRAFT
+from specdec.models.opened import OpenedPair
 from specdec.options import AUTO, CPU, CUDA, RunOptions
 from specdec.ranking_cost import measure_draft
 from specdec.run_plan import RunPlan

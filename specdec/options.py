@@ -11,7 +11,7 @@ from pathlib import Path
 from backends.contract.source import CACHE_TYPES, LOAD_MODES, BackendOptions
 from offload.units import parse_bytes
 from specdec.config import ConfigError, SpecConfig
-from specdec.models import SELF_DRAFT, is_self_draft
+from specdec.models.names import SELF_DRAFT, is_self_draft
 from specdec.sampling.checks import MAX_BEAMS
 
 CPU, CUDA, AUTO = "cpu", "cuda", "auto"

@@ -21,7 +21,7 @@ from specdec.device_file import find_device
 from specdec.devices import DeviceError, DeviceSpec, Machine, complete
 from specdec.division import Gpu
 from specdec.gpu import check_no_gpu_options, gpu_for
-from specdec.opened import OpenedPair
+from specdec.models.opened import OpenedPair
 from specdec.options import AUTO, CPU, CUDA, RunOptions, run_options
 from specdec.planning import asked_budget, make_plan, must_stream, open_pair
 from specdec.ranking_cost import measure_draft

@@ -20,10 +20,10 @@ from offload.units import format_bytes, format_exactly, parse_bytes
 from specdec.alternatives import Alternative, Figures, Weighing
 from specdec.config import ConfigError
 from specdec.division import Divider, Division, Gpu
-from specdec.formats import OpenedModel, open_model
 from specdec.gpu import find_gpu, measure_with_gpu, placed
-from specdec.models import SELF_DRAFT
-from specdec.opened import OpenedPair
+from specdec.models.formats import OpenedModel, open_model
+from specdec.models.names import SELF_DRAFT
+from specdec.models.opened import OpenedPair
 from specdec.options import RunOptions, run_options
 from specdec.ranking_cost import measure_draft
 from specdec.run_plan import RunPlan

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from backends.timing.measure import ComputeCurve
 from specdec.devices import DeviceError
-from specdec.formats import is_gguf
+from specdec.models.formats import is_gguf
 from specdec.this_machine import ThisMachine, torch_format
 
 

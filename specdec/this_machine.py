@@ -15,8 +15,8 @@ from backends.timing.measure import ComputeCurve, matrix_formats
 from offload.process.memory import memory_limit
 from offload.ring.bandwidth import measure_storage
 from specdec.devices import DeviceError
-from specdec.formats import is_gguf
-from specdec.storage import largest_weight_file
+from specdec.models.files import largest_weight_file
+from specdec.models.formats import is_gguf
 
 
 class ThisMachine:

@@ -15,8 +15,8 @@ from specdec.config import ConfigError
 from specdec.device_file import find_device
 from specdec.devices import DeviceSpec, complete, this_machine, with_memory
 from specdec.division import DEFAULT_CTX_SIZE
-from specdec.formats import is_gguf
-from specdec.models import resolve_headers
+from specdec.models.formats import is_gguf
+from specdec.models.names import resolve_headers
 from specdec.options import run_options
 from specdec.this_machine import ThisMachine
 

@@ -179,7 +179,7 @@ def test_llama_cpp_alone_and_with_a_draft(
 ) -> None:
     pytest.importorskip("llama_cpp")
     from bench.peer_llama import program
-    from specdec.models import resolve_model
+    from specdec.models.names import resolve_model
 
     models: dict[str, Any] = {"model": str(resolve_model("pair:draft.gguf")), "n_tokens": 24}
     alone = run(program, **models, n_ctx=1024)

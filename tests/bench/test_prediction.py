@@ -23,7 +23,7 @@ from bench.prediction_run import PredictionSpec, measure
 from bench.results import PREDICTION, read_results
 from offload.storage.read_limit import ReadLimit
 from specdec.cli_errors import EXIT_INTERRUPTED
-from specdec.storage import largest_weight_file
+from specdec.models.files import largest_weight_file
 
 AFTER = {"storage_bytes_per_second_after": 1e9}
 

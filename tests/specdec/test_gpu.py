@@ -22,9 +22,9 @@ from specdec import ranking_cost
 from specdec.alternatives import Figures
 from specdec.config import ConfigError
 from specdec.division import Divider, Shape
-from specdec.formats import OpenedModel
 from specdec.gpu import find_gpu, gpu_for, measure_with_gpu, placed
-from specdec.opened import OpenedPair
+from specdec.models.formats import OpenedModel
+from specdec.models.opened import OpenedPair
 from specdec.options import RunOptions, run_options
 from specdec.planning import make_plan
 

@@ -13,7 +13,7 @@ from tiny_pair import save_model
 import specdec
 from backends.cuda.engine import cuda_problem
 from specdec.cli import main
-from specdec.models import SELF_DRAFT
+from specdec.models.names import SELF_DRAFT
 
 PROMPT = "def f(x): return x"
 needs_cuda = [

@@ -17,7 +17,7 @@ from offload.units import GIB, MIB
 from specdec import other_device
 from specdec.config import ConfigError
 from specdec.devices import PRESETS, DeviceError, complete
-from specdec.opened import OpenedPair
+from specdec.models.opened import OpenedPair
 from specdec.other_device import DevicePlan, plan_on
 
 HERE = ComputeCurve.linear(1e-12, 1e-15)

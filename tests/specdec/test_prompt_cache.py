@@ -19,7 +19,7 @@ from offload.errors import SpecdecError
 from offload.formats.mapped import TensorShape, read_mapped, write_mapped
 from specdec.api import LLM, GenerationResult
 from specdec.cli import main
-from specdec.formats import OpenedModel, open_model
+from specdec.models.formats import OpenedModel, open_model
 from specdec.prompt_cache import PromptCache, PromptCacheError
 
 PROMPT = list(range(10, 40))

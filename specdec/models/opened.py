@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backends.contract.source import ModelSource
-from specdec.formats import OpenedModel
+from specdec.models.formats import OpenedModel
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.models import (
+from specdec.models.names import (
     ModelNotFound,
     check_local_draft,
     check_local_name,

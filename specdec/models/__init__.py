@@ -1,0 +1,1 @@
+"""A model's name, its files and its format."""
