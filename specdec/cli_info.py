@@ -21,7 +21,7 @@ from specdec.entry import COMMAND_NAME
 from specdec.options import CPU, CUDA
 
 if TYPE_CHECKING:
-    from specdec.this_gpu import ThisGpu
+    from specdec.devices.this_gpu import ThisGpu
 
 
 ProfileDevice = Annotated[
@@ -66,10 +66,10 @@ def profile(
 ) -> None:
     """Show how fast this machine's storage and arithmetic are; the JSON is a device for --on."""
     from offload.ring.bandwidth import measure_storage
+    from specdec.devices.this_gpu import ThisGpu
+    from specdec.devices.this_machine import ThisMachine, model_formats
     from specdec.models.files import largest_weight_file
     from specdec.models.names import resolve_model
-    from specdec.this_gpu import ThisGpu
-    from specdec.this_machine import ThisMachine, model_formats
 
     if device not in (CPU, CUDA):
         raise options.OptionError(f"--device is {device!r}, must be cpu or cuda")

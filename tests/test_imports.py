@@ -33,7 +33,7 @@ TORCH_FREE = (
     "backends.llama.source",
     "backends.shapes.gguf",
     "specdec.analysis.analyze",
-    "specdec.this_machine",
+    "specdec.devices.this_machine",
     "specdec.drafters.ngram",
 )
 

@@ -12,13 +12,13 @@ from offload.units import parse_bytes
 from specdec.analysis.report import DECODE, PHASES, PREFILL, VERIFY, Analysis
 from specdec.analysis.roofline import free_tokens, pass_cost, place
 from specdec.config import ConfigError
-from specdec.device_file import find_device
-from specdec.devices import DeviceSpec, complete, this_machine, with_memory
+from specdec.devices.file import find_device
+from specdec.devices.spec import DeviceSpec, complete, this_machine, with_memory
+from specdec.devices.this_machine import ThisMachine
 from specdec.division import DEFAULT_CTX_SIZE
 from specdec.models.formats import is_gguf
 from specdec.models.names import resolve_headers
 from specdec.options import run_options
-from specdec.this_machine import ThisMachine
 
 DEFAULT_VERIFIED = 16
 """Tokens of the verify pass that is shown unless asked for otherwise."""
@@ -38,7 +38,7 @@ def analyze(
         phase: "decode" (one token), "verify" (n_tokens of a tree, all of whose logits are wanted)
             or "prefill" (a prompt); all three when None.
         n_tokens: of the pass, for verify (16 by default) and prefill (the whole context).
-        on: a name of `specdec.devices.PRESETS` or a profile's path; this machine when None.
+        on: a name of `specdec.devices.spec.PRESETS` or a profile's path; this machine when None.
         options: of `specdec.load`: ctx_size, memory_budget (what the device's memory is taken
             for), threads, cache_type_k, cache_type_v.
 

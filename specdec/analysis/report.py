@@ -17,7 +17,7 @@ from specdec.analysis.roofline import (
     PassCost,
     Placement,
 )
-from specdec.devices import DEFAULT_FORMAT, DeviceSpec
+from specdec.devices.spec import DEFAULT_FORMAT, DeviceSpec
 
 DECODE, VERIFY, PREFILL = "decode", "verify", "prefill"
 PHASES = (DECODE, VERIFY, PREFILL)

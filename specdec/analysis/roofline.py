@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from backends.shapes.shape import HEAD, ModelShape
 from specdec.analysis.operators import ATTENTION, Work, pass_work
-from specdec.devices import DeviceSpec
+from specdec.devices.spec import DeviceSpec
 
 COMPUTE, MEMORY, PCIE, STORAGE = "compute", "memory", "pcie", "storage"
 TIERS = (COMPUTE, MEMORY, PCIE, STORAGE)

@@ -31,7 +31,7 @@ from specdec.analysis.roofline import (
     pass_cost,
     place,
 )
-from specdec.devices import DeviceSpec
+from specdec.devices.spec import DeviceSpec
 
 HIDDEN, HEADS, FEED_FORWARD, LAYERS, VOCAB = 4096, 32, 11008, 32, 32000
 MI = 2**20

@@ -207,7 +207,7 @@ def test_a_profile_of_a_gpu_is_a_device_to_plan_for(capsys, monkeypatch, tmp_pat
 
     from backends.hf import timing as compute
     from specdec.cli import main
-    from specdec.device_file import find_device
+    from specdec.devices.file import find_device
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cuda_probe, "measure_copies_to_gpu", lambda: 12e9)
@@ -231,8 +231,8 @@ def test_a_profile_of_a_gpu_is_a_device_to_plan_for(capsys, monkeypatch, tmp_pat
 
 
 def test_a_format_that_torch_lacks_is_named(monkeypatch, tmp_path):
-    from specdec.devices import DeviceError
-    from specdec.this_gpu import ThisGpu
+    from specdec.devices.spec import DeviceError
+    from specdec.devices.this_gpu import ThisGpu
 
     with pytest.raises(DeviceError, match="arithmetic in F8_E4M3 cannot be timed here"):
         ThisGpu(tmp_path, ["F8_E4M3"]).measure("F8_E4M3")

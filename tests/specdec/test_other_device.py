@@ -16,7 +16,7 @@ from backends.timing.measure import ComputeCurve
 from offload.units import GIB, MIB
 from specdec import other_device
 from specdec.config import ConfigError
-from specdec.devices import PRESETS, DeviceError, complete
+from specdec.devices.spec import PRESETS, DeviceError, complete
 from specdec.models.opened import OpenedPair
 from specdec.other_device import DevicePlan, plan_on
 

@@ -7,9 +7,9 @@ from functools import cached_property
 from pathlib import Path
 
 from backends.timing.measure import ComputeCurve
-from specdec.devices import DeviceError
+from specdec.devices.spec import DeviceError
+from specdec.devices.this_machine import ThisMachine, torch_format
 from specdec.models.formats import is_gguf
-from specdec.this_machine import ThisMachine, torch_format
 
 
 class ThisGpu(ThisMachine):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.units import UnitError, parse_bytes
-from specdec.devices import PRESETS, DeviceError, DeviceFigures
+from specdec.devices.spec import PRESETS, DeviceError, DeviceFigures
 
 _MAX_FILE_BYTES = 2**20
 _SPEEDS = ("storage_bytes_per_second", "dram_bytes_per_second", "pcie_bytes_per_second")

@@ -14,7 +14,7 @@ from typing import Any
 from backends.timing.measure import ComputeCurve, matrix_formats
 from offload.process.memory import memory_limit
 from offload.ring.bandwidth import measure_storage
-from specdec.devices import DeviceError
+from specdec.devices.spec import DeviceError
 from specdec.models.files import largest_weight_file
 from specdec.models.formats import is_gguf
 

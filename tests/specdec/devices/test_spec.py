@@ -14,9 +14,9 @@ from tiny_pair import save_model
 from backends.timing.measure import matrix_formats
 from offload.formats.safetensors import TensorRecord
 from specdec.cli import main
-from specdec.device_file import find_device
-from specdec.devices import PRESETS, DeviceError, DeviceSpec, complete, this_machine
-from specdec.this_machine import ThisMachine
+from specdec.devices.file import find_device
+from specdec.devices.spec import PRESETS, DeviceError, DeviceSpec, complete, this_machine
+from specdec.devices.this_machine import ThisMachine
 
 WHOLE = {
     "storage_bytes_per_second": 1e9,

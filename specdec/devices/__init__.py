@@ -1,0 +1,1 @@
+"""What a device can do: named, from a file, or measured."""
