@@ -3,7 +3,7 @@
 A byte can hold a part of the target that is then not read in every pass, a part of the draft that
 is then not read for every level of every tree, one more slot of the ring (which hides drafting and
 uneven layers), or room for a larger tree. What a pass takes is simulated (`specdec.pass_model`);
-what a tree brings is assumed (`specdec.assumed_trees`).
+what a tree brings is assumed (`specdec.policy.assumptions`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from backends.contract.source import ModelCompute
 from offload.budget import BudgetExceeded
 from offload.device.planner import TieredPlan
 from offload.residency.plan import ResidencyPlan
-from specdec.assumed_trees import ASSUMED_NGRAM_SHARE, best_depth, expected_tokens, likely_levels
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.division import Divider, Division, Shape
 from specdec.drafters.model import max_beams
 from specdec.options import CPU, CUDA
 from specdec.pass_model import PassModel
-from specdec.policy import MAX_AUTO_NODES
+from specdec.policy.assumptions import (
+    ASSUMED_NGRAM_SHARE,
+    best_depth,
+    expected_tokens,
+    likely_levels,
+)
+from specdec.policy.draft_policy import MAX_AUTO_NODES
 
 _TREES = (8, 16, 32, 64, MAX_AUTO_NODES, 256, 512, MAX_DRAFT_TOKENS)
 """Those beyond MAX_AUTO_NODES on a GPU only."""

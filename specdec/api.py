@@ -29,7 +29,7 @@ from specdec.loading import check_spec, load_draft, load_target
 from specdec.model_errors import ModelBusy, ModelClosed, ModelElsewhere
 from specdec.options import RunOptions, run_options
 from specdec.planning import plan_models
-from specdec.policy import DraftPolicy, new_experience
+from specdec.policy.draft_policy import DraftPolicy, new_experience
 from specdec.prompt_cache import PromptCache
 from specdec.run_plan import RunPlan
 from specdec.sequences import CompletionOutput, GenerationResult, StreamChunk

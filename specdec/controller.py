@@ -18,7 +18,7 @@ from backends.contract.backend import Backend
 from backends.contract.rows import LogitRows
 from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter, TreeLimits
-from specdec.policy import DraftPolicy
+from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.sampler import Sampler
 from specdec.stats_recorder import StatsRecorder
 from specdec.verification.acceptance import Acceptance, lenient, match_walk, rejection_walk

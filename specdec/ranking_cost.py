@@ -13,7 +13,7 @@ from backends.timing.measure import ComputeCurve, Product, measure_curve
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import SHARPNESS, CandidateRanker
 from specdec.drafters.model import max_beams
-from specdec.policy import MAX_AUTO_NODES
+from specdec.policy.draft_policy import MAX_AUTO_NODES
 
 _ROWS = (1, 8, max_beams(MAX_AUTO_NODES))
 

@@ -13,7 +13,7 @@ from offload.residency.plan import ResidencyPlan
 from offload.units import GIB, format_bytes
 from specdec.alternatives import Alternative
 from specdec.options import CPU, CUDA
-from specdec.policy import PassCost
+from specdec.policy.draft_policy import PassCost
 
 _WHY_NOT_THE_FASTEST = (
     "the row with * may be slower than the first one: another ring, or less of the draft in "

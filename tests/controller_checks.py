@@ -27,7 +27,7 @@ from table_backend import TableBackend
 from specdec.config import CHAIN_RULES, SamplingParams, SpecConfig
 from specdec.controller import Controller, NoDrafter
 from specdec.drafters.model import ModelDrafter
-from specdec.policy import DraftPolicy
+from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.sampler import Sampler
 from specdec.stats_recorder import StatsRecorder
 from specdec.verification.tree import DraftTree

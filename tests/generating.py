@@ -14,7 +14,7 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.controller import Controller, NoDrafter
 from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter, TreeLimits
-from specdec.policy import DraftPolicy, PassCost
+from specdec.policy.draft_policy import DraftPolicy, PassCost
 from specdec.sampling.sampler import Sampler
 from specdec.stats_recorder import StatsRecorder
 from specdec.verification.acceptance import Acceptance

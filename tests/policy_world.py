@@ -18,8 +18,8 @@ import numpy as np
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.merged import MergedDrafter
-from specdec.experience import Experience
-from specdec.policy import DraftPolicy, PassCost, new_experience
+from specdec.policy.draft_policy import DraftPolicy, PassCost, new_experience
+from specdec.policy.lessons import Experience
 from specdec.verification.acceptance import match_walk
 from specdec.verification.tree import ROOT, DraftTree
 

@@ -11,16 +11,16 @@ from backends.timing.measure import ComputeCurve
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.alternatives import Alternative, Figures, Weighing
-from specdec.assumed_trees import (
+from specdec.config import SpecConfig
+from specdec.division import Divider
+from specdec.options import run_options
+from specdec.policy.assumptions import (
     ASSUMED_LEVEL_ACCEPTANCE,
     ASSUMED_TOKENS_PER_PASS,
     best_depth,
     expected_tokens,
     likely_levels,
 )
-from specdec.config import SpecConfig
-from specdec.division import Divider
-from specdec.options import run_options
 
 FREE = ComputeCurve.linear(1e-12, 1e-15)
 """Of a machine whose arithmetic costs next to nothing."""

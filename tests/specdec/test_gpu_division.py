@@ -17,7 +17,7 @@ from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.division import Divider, Gpu, Shape
 from specdec.drafters.model import max_beams
 from specdec.options import run_options
-from specdec.policy import MAX_AUTO_NODES, DraftPolicy
+from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
 
 BASE_BYTES = 300 * MIB
 FAST = ComputeCurve.linear(1e-12, 1e-15)

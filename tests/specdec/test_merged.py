@@ -18,7 +18,7 @@ from specdec.controller import Controller
 from specdec.drafters import Drafter, MergedDrafter, NgramDrafter, TreeLimits
 from specdec.drafters.merged import merge_trees, narrowed
 from specdec.drafters.model import ModelDrafter
-from specdec.policy import DraftPolicy
+from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.sampler import Sampler
 from specdec.stats_recorder import StatsRecorder
 from specdec.verification.acceptance import Acceptance

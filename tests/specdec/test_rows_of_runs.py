@@ -28,7 +28,7 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.model import ModelDrafter
-from specdec.policy import DraftPolicy
+from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.sampler import Sampler
 from specdec.watched_target import WatchedTarget
 

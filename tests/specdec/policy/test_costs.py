@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.measured_costs import DraftTimes, PassTimes
-from specdec.policy import PassCost
+from specdec.policy.costs import DraftTimes, PassTimes
+from specdec.policy.draft_policy import PassCost
 
 COST = PassCost(read_seconds=1.0, row_free_seconds=0.2, seconds_per_row=0.05)
 

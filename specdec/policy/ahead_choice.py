@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.draft_choice import FIRST_INTERVAL, LONGEST_INTERVAL
+from specdec.policy.draft_choice import FIRST_INTERVAL, LONGEST_INTERVAL
 
 _FADE = 0.9
 _ENOUGH = 2.0  # fading count of rounds before a figure is believed

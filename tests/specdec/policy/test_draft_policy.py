@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_world import Clock
 
-from specdec.assumed_trees import ASSUMED_LEVEL_ACCEPTANCE
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
-from specdec.policy import MAX_AUTO_NODES, DraftPolicy, PassCost, new_experience
+from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
+from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy, PassCost, new_experience
 from specdec.verification.acceptance import Acceptance, rejection_walk
 from specdec.verification.block import block_walk
 from specdec.verification.tree import DraftTree

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.allowance import Allowance
+from specdec.policy.allowance import Allowance
 
 ROUNDS = st.lists(st.tuples(st.floats(0.0, 8.0), st.floats(0.0, 0.1)), max_size=60)
 

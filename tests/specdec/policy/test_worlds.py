@@ -14,7 +14,7 @@ import pytest
 from policy_world import MAX_NODES, Draft, Outcome, World, simulate
 
 from specdec.config import SpecConfig
-from specdec.policy import PassCost, new_experience
+from specdec.policy.draft_policy import PassCost, new_experience
 
 N_TOKENS = 400
 AHEAD = ("on", "off", "auto")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
-from specdec.experience import Experience, Lessons
+from specdec.policy.lessons import Experience, Lessons
 from specdec.verification.tree import DRAFT_SOURCE, ROOT, DraftTree
 
 _OPTIMISM = 0.15

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.calibration import Calibration, ChainSurvival
+from specdec.policy.calibration import Calibration, ChainSurvival
 from specdec.verification.tree import DraftTree
 
 

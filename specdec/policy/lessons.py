@@ -13,10 +13,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.ahead_choice import AheadChoice
-from specdec.calibration import Calibration, ChainSurvival
-from specdec.draft_choice import DraftChoice
-from specdec.measured_costs import DraftTimes, PassTimes
+from specdec.policy.ahead_choice import AheadChoice
+from specdec.policy.calibration import Calibration, ChainSurvival
+from specdec.policy.costs import DraftTimes, PassTimes
+from specdec.policy.draft_choice import DraftChoice
 
 MAX_CHAIN = 128  # tokens of a sampled chain about which anything is learnt
 _N_KEPT = 8

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.ahead_choice import AheadChoice
-from specdec.draft_choice import DraftChoice
+from specdec.policy.ahead_choice import AheadChoice
+from specdec.policy.draft_choice import DraftChoice
 
 ROUNDS = 3000
 

@@ -1,6 +1,6 @@
 """What a tree brings before anything was decoded: assumed, because acceptance is known only later.
 
-The plan weighs divisions of the memory by it; the policy (`specdec.policy`) begins with it and then
+The plan weighs divisions of the memory by it; the policy (`specdec.policy.draft_policy`) begins with it and then
 measures.
 """
 

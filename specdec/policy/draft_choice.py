@@ -7,7 +7,7 @@ the time.
 
 from __future__ import annotations
 
-from specdec.allowance import Allowance
+from specdec.policy.allowance import Allowance
 
 _HYSTERESIS = 1.03  # the other way must look this much faster
 _FADE_IN_USE = 2.0 ** (-1 / 32)  # weight of a round after the next one of its kind

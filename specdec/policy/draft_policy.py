@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from specdec.assumed_trees import ASSUMED_LEVEL_ACCEPTANCE, best_depth, tokens_of_levels
 from specdec.config import SpecConfig
-from specdec.draft_choice import DraftChoice
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.model import max_beams
-from specdec.experience import Experience
-from specdec.tree_shape import TreeShape
+from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE, best_depth, tokens_of_levels
+from specdec.policy.draft_choice import DraftChoice
+from specdec.policy.lessons import Experience
+from specdec.policy.shape import TreeShape
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 

@@ -1,0 +1,1 @@
+"""How large a tree is drafted, and whether to draft at all."""
