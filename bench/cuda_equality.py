@@ -14,8 +14,8 @@ from bench.cuda_settings import Note, Settings
 from bench.workloads import BUILT_IN, read_prompts
 from offload.budget import BudgetExceeded
 from specdec.api import load
-from specdec.options import CPU, CUDA
-from specdec.planning import plan_run
+from specdec.planning.plan import plan_run
+from specdec.planning.run_options import CPU, CUDA
 
 _N_ROWS = 8
 

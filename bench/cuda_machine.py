@@ -15,7 +15,7 @@ from bench.cuda_settings import Note, Settings
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.candidates import SHARPNESS, CandidateRanker
 from specdec.drafters.model import max_beams
-from specdec.options import CPU, CUDA
+from specdec.planning.run_options import CPU, CUDA
 
 _N_RUNS, _PER_RUN = 5, 4
 _ALIGNMENTS = (("round", 0), ("8 bytes on", 8))

@@ -20,7 +20,7 @@ from bench.provenance import versions
 from bench.workloads import BUILT_IN, Prompt, read_prompts
 from specdec.api import LLM, load
 from specdec.config import SpecConfig
-from specdec.options import AUTO, CUDA
+from specdec.planning.run_options import AUTO, CUDA
 from specdec.stats import GenerationStats, ratio
 
 SMALLEST = "smallest"

@@ -33,7 +33,7 @@ from bench.results import write_json
 from offload.errors import SpecdecError
 from specdec.cli_errors import EXIT_ERROR, run_app
 from specdec.enforce import child_environment
-from specdec.options import CPU, CUDA
+from specdec.planning.run_options import CPU, CUDA
 
 MOST_SECONDS = 540.0
 _LEAST_SECONDS = 5.0

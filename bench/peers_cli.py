@@ -101,7 +101,7 @@ def peers_command(
     from bench.peer_table import format_comparison
     from bench.prompt_lengths import fitting
     from bench.results import write_json
-    from specdec.division import DEFAULT_CTX_SIZE
+    from specdec.planning.division import DEFAULT_CTX_SIZE
 
     check_output(output)
     check_lossless(load, "peers")

@@ -20,7 +20,7 @@ from specdec.stats import ratio
 
 if TYPE_CHECKING:
     from specdec.api import LLM
-    from specdec.run_plan import RunPlan
+    from specdec.planning.run_plan import RunPlan
     from specdec.stats import GenerationStats
 
 PROBE_SECONDS = 4.0

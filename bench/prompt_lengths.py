@@ -10,8 +10,8 @@ from bench.child import quiet_libraries
 from bench.options import UsageMistake
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
-from specdec.division import DEFAULT_CTX_SIZE
 from specdec.models.formats import open_model
+from specdec.planning.division import DEFAULT_CTX_SIZE
 from specdec.text.prompts import PromptError, check_room, encode_prompt
 
 

@@ -25,7 +25,7 @@ from bench.provenance import collect
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from offload.units import parse_bytes
-from specdec.division import DEFAULT_CTX_SIZE
+from specdec.planning.division import DEFAULT_CTX_SIZE
 from specdec.stats import ratio
 
 # Its prompts and tokens are few and given: no other limit is wanted.

@@ -52,9 +52,9 @@ def smallest_budget(stand_in: StandIn) -> int | None:
 
 
 def _plan(stand_in: StandIn) -> int:
-    from specdec.division import Divider
-    from specdec.options import run_options
-    from specdec.planning import open_pair
+    from specdec.planning.division import Divider
+    from specdec.planning.plan import open_pair
+    from specdec.planning.run_options import run_options
 
     with tempfile.TemporaryDirectory(prefix="specdec-stand-in-") as folder:
         target = _grow(stand_in, Path(folder))

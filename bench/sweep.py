@@ -32,7 +32,7 @@ from bench.peers import PEERS, Weights
 from bench.results import SWEEP, ResultsError, append_line, read_results
 from bench.workloads import Prompt
 from specdec.models.files import weight_files
-from specdec.run_plan import RunPlan
+from specdec.planning.run_plan import RunPlan
 
 N_AUTO_BUDGETS = 6
 _LINE_START = b'{"setting": '  # of every line, as `measure_setting` makes them

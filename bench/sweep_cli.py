@@ -83,7 +83,7 @@ def sweep_command(
     from bench.prompt_lengths import fitting
     from bench.provenance import collect
     from bench.sweep import Sweep, all_settings, drop_torn_line, recorded_budgets, run_sweep
-    from specdec.division import DEFAULT_CTX_SIZE
+    from specdec.planning.division import DEFAULT_CTX_SIZE
 
     check_writable("--output-file", output_file)
     check_lossless(load, "sweep")
@@ -157,7 +157,7 @@ def parse_budgets(text: str) -> list[int]:
 def find_budgets(load: LoadOptions) -> list[int]:
     """Bytes, as the planner sees the models on this machine now."""
     from bench.sweep import auto_budgets
-    from specdec.planning import plan_run
+    from specdec.planning.plan import plan_run
 
     keywords = {name: v for name, v in load.as_keywords().items() if name != "memory_budget"}
     return auto_budgets(lambda budget: plan_run(memory_budget=budget, **keywords))

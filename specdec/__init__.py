@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from specdec.api import load as load
     from specdec.config import SamplingParams as SamplingParams
     from specdec.config import SpecConfig as SpecConfig
-    from specdec.planning import plan_run as plan_run
-    from specdec.run_plan import RunPlan as RunPlan
+    from specdec.planning.plan import plan_run as plan_run
+    from specdec.planning.run_plan import RunPlan as RunPlan
     from specdec.stats import GenerationStats as GenerationStats
 
 # Public name -> the module that defines it.
@@ -40,13 +40,13 @@ _PUBLIC = {
     "GenerationResult": "specdec.api",
     "GenerationStats": "specdec.stats",
     "LLM": "specdec.api",
-    "RunPlan": "specdec.run_plan",
+    "RunPlan": "specdec.planning.run_plan",
     "SamplingParams": "specdec.config",
     "SpecConfig": "specdec.config",
     "SpecdecError": "offload.errors",
     "StreamChunk": "specdec.api",
     "load": "specdec.api",
-    "plan_run": "specdec.planning",
+    "plan_run": "specdec.planning.plan",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -25,13 +25,13 @@ from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter
 from specdec.drafters.ngram import NgramDrafter
 from specdec.generation import PLAIN, GenerationStream
-from specdec.loading import check_spec, load_draft, load_target
 from specdec.model_errors import ModelBusy, ModelClosed, ModelElsewhere
-from specdec.options import RunOptions, run_options
-from specdec.planning import plan_models
+from specdec.planning.load import check_spec, load_draft, load_target
+from specdec.planning.plan import plan_models
+from specdec.planning.run_options import RunOptions, run_options
+from specdec.planning.run_plan import RunPlan
 from specdec.policy.draft_policy import DraftPolicy, new_experience
 from specdec.prompt_cache import PromptCache
-from specdec.run_plan import RunPlan
 from specdec.sequences import CompletionOutput, GenerationResult, StreamChunk
 from specdec.text.prompts import Prompt, PromptError, check_room, encode_prompt
 from specdec.utilization import model_flops

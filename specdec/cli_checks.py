@@ -14,7 +14,7 @@ from specdec.models.names import check_local_draft, check_local_name, resolve_he
 
 if TYPE_CHECKING:
     from specdec.api import LLM
-    from specdec.run_plan import RunPlan
+    from specdec.planning.run_plan import RunPlan
 
 
 def check_models(load: LoadOptions) -> None:

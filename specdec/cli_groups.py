@@ -45,7 +45,7 @@ class TargetOptions:
 
     def __post_init__(self) -> None:
         """Raise SpecdecError for a mistake before anything is started."""
-        from specdec.options import run_options  # the help does without
+        from specdec.planning.run_options import run_options  # the help does without
 
         run_options(**self.as_keywords())
 
@@ -70,7 +70,7 @@ class LoadOptions(TargetOptions):
 
     def __post_init__(self) -> None:
         """Raise SpecdecError for a mistake before anything is started."""
-        from specdec.options import run_options  # the help does without
+        from specdec.planning.run_options import run_options  # the help does without
 
         drafts: Sequence[str | None] = self.draft_models or [None]
         for draft_model in drafts:

@@ -18,7 +18,7 @@ from specdec.cli_output import write_json, write_text
 from specdec.cli_signature import with_options
 from specdec.enforce import child_environment
 from specdec.entry import COMMAND_NAME
-from specdec.options import CPU, CUDA
+from specdec.planning.run_options import CPU, CUDA
 
 if TYPE_CHECKING:
     from specdec.devices.this_gpu import ThisGpu
@@ -43,8 +43,8 @@ def plan(
 ) -> None:
     """Show what goes where in memory, what else was weighed, and the predicted speed."""
     check_models(load)
-    from specdec.other_device import plan_on
-    from specdec.planning import plan_run
+    from specdec.planning.other_device import plan_on
+    from specdec.planning.plan import plan_run
 
     keywords = load.as_keywords()
     elsewhere = None if on is None else plan_on(on, **keywords)

@@ -15,9 +15,9 @@ from specdec.assembly import make_controller
 from specdec.beam_decoder import BeamDecoder, Hypothesis, check_beams
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.drafters.base import Drafter
-from specdec.gpu import vram_peak_bytes
 from specdec.model_errors import ModelBusy, ModelClosed, ModelElsewhere
-from specdec.options import CUDA
+from specdec.planning.gpu import vram_peak_bytes
+from specdec.planning.run_options import CUDA
 from specdec.sampling.sampler import Sampler
 from specdec.sequences import GeneratedSequence, GenerationResult, StreamChunk, sequence_seed
 from specdec.stats import GenerationStats

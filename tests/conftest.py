@@ -34,7 +34,7 @@ def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = ProcessMemory(
         rss_bytes=400 << 20, anonymous_bytes=300 << 20, swap_bytes=0, peak_rss_bytes=400 << 20
     )
-    monkeypatch.setattr("specdec.division.process_memory", lambda: fresh)
+    monkeypatch.setattr("specdec.planning.division.process_memory", lambda: fresh)
 
 
 @pytest.fixture(scope="session")

@@ -59,9 +59,9 @@ def force_tiers(patch: pytest.MonkeyPatch) -> None:
         tiers = tuple(TieredLayer(layer.tensors) for layer in layers)
         return tier_planner.as_residency(layers, TierPlan(tiers, 1, 1), 0)
 
-    patch.setattr("specdec.tenants.choose_on_device", nothing)
-    patch.setattr("specdec.tenants.place_rest", streamed)
-    patch.setattr("specdec.tenants.GpuResident.place", _resident)
+    patch.setattr("specdec.planning.placement.choose_on_device", nothing)
+    patch.setattr("specdec.planning.placement.place_rest", streamed)
+    patch.setattr("specdec.planning.placement.GpuResident.place", _resident)
 
 
 def _resident(self: Any, n_bytes: int, device_bytes: int, rings: Any) -> Any:

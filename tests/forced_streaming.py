@@ -19,4 +19,4 @@ def force_streaming(patch: pytest.MonkeyPatch, n_slots: int = 2) -> None:
         smallest = plan_residency(layers, _PLENTY_BYTES, n_slots=n_slots).smallest_bytes
         return plan_residency(layers, smallest, n_slots=n_slots)
 
-    patch.setattr("specdec.tenants.plan_residency", planned)
+    patch.setattr("specdec.planning.placement.plan_residency", planned)

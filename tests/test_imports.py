@@ -28,7 +28,7 @@ TORCH_FREE = (
     "specdec.stats",
     "specdec.controller",
     "specdec.api",
-    "specdec.planning",
+    "specdec.planning.plan",
     "specdec.text.gguf_tokenizer",
     "backends.llama.source",
     "backends.shapes.gguf",

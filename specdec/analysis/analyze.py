@@ -15,10 +15,10 @@ from specdec.config import ConfigError
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceSpec, complete, this_machine, with_memory
 from specdec.devices.this_machine import ThisMachine
-from specdec.division import DEFAULT_CTX_SIZE
 from specdec.models.formats import is_gguf
 from specdec.models.names import resolve_headers
-from specdec.options import run_options
+from specdec.planning.division import DEFAULT_CTX_SIZE
+from specdec.planning.run_options import run_options
 
 DEFAULT_VERIFIED = 16
 """Tokens of the verify pass that is shown unless asked for otherwise."""

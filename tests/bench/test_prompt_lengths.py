@@ -15,7 +15,7 @@ from bench.options import UsageMistake
 from bench.peer_table import format_comparison
 from bench.prompt_lengths import fitting, refuse_long
 from bench.workloads import Prompt
-from specdec.division import DEFAULT_CTX_SIZE
+from specdec.planning.division import DEFAULT_CTX_SIZE
 
 CONTEXT = 64
 

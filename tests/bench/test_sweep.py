@@ -244,7 +244,7 @@ def test_automatic_budgets_are_those_that_the_file_was_begun_with(
     def measure(sweep: Sweep, setting: Setting) -> dict[str, Any]:
         return {"setting": asdict(setting), "tokens_per_second": 1.0, "exit": "ok"}
 
-    monkeypatch.setattr("specdec.planning.plan_run", plan_run)
+    monkeypatch.setattr("specdec.planning.plan.plan_run", plan_run)
     monkeypatch.setattr("bench.sweep.measure_setting", measure)
     file = tmp_path / "sweep.jsonl"
     argv = f"sweep -m {target} -md {target} --no-enforce -n 5 --n-prompts 1 --threads 1 --trees 0"

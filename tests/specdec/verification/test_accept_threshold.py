@@ -17,7 +17,7 @@ from table_backend import TableBackend
 from specdec.cli import main
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.drafters.model import ModelDrafter
-from specdec.planning import plan_run
+from specdec.planning.plan import plan_run
 from specdec.verification.acceptance import lenient, match_walk
 from specdec.verification.tree import DraftTree
 

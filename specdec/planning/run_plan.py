@@ -11,8 +11,8 @@ from offload.device.planner import TieredPlan
 from offload.device.tiers import CUDA_CONTEXT_BYTES
 from offload.residency.plan import ResidencyPlan
 from offload.units import GIB, format_bytes
-from specdec.alternatives import Alternative
-from specdec.options import CPU, CUDA
+from specdec.planning.run_options import CPU, CUDA
+from specdec.planning.search import Alternative
 from specdec.policy.draft_policy import PassCost
 
 _WHY_NOT_THE_FASTEST = (

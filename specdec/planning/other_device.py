@@ -16,17 +16,17 @@ from typing import Any
 from backends.contract.source import ModelCompute, ModelSource
 from backends.timing.measure import ComputeCurve, matrix_formats
 from offload.units import GIB, format_bytes, format_exactly, parse_bytes
-from specdec.alternatives import Figures
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceError, DeviceSpec, Machine, complete
 from specdec.devices.this_machine import ThisMachine
-from specdec.division import Gpu
-from specdec.gpu import check_no_gpu_options, gpu_for
 from specdec.models.opened import OpenedPair
-from specdec.options import AUTO, CPU, CUDA, RunOptions, run_options
-from specdec.planning import asked_budget, make_plan, must_stream, open_pair
-from specdec.ranking_cost import measure_draft
-from specdec.run_plan import RunPlan
+from specdec.planning.division import Gpu
+from specdec.planning.gpu import check_no_gpu_options, gpu_for
+from specdec.planning.plan import asked_budget, make_plan, must_stream, open_pair
+from specdec.planning.ranking_cost import measure_draft
+from specdec.planning.run_options import AUTO, CPU, CUDA, RunOptions, run_options
+from specdec.planning.run_plan import RunPlan
+from specdec.planning.search import Figures
 
 _ARITHMETIC = {"dram_bytes_per_second", "flops_per_second"}
 _NO_GAIN = 1.02

@@ -10,10 +10,10 @@ from paper_models import PaperModel
 from backends.timing.measure import ComputeCurve
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
-from specdec.alternatives import Alternative, Figures, Weighing
 from specdec.config import SpecConfig
-from specdec.division import Divider
-from specdec.options import run_options
+from specdec.planning.division import Divider
+from specdec.planning.run_options import run_options
+from specdec.planning.search import Alternative, Figures, Weighing
 from specdec.policy.assumptions import (
     ASSUMED_LEVEL_ACCEPTANCE,
     ASSUMED_TOKENS_PER_PASS,

@@ -2,7 +2,7 @@
 
 A byte can hold a part of the target that is then not read in every pass, a part of the draft that
 is then not read for every level of every tree, one more slot of the ring (which hides drafting and
-uneven layers), or room for a larger tree. What a pass takes is simulated (`specdec.pass_model`);
+uneven layers), or room for a larger tree. What a pass takes is simulated (`specdec.planning.pass_model`);
 what a tree brings is assumed (`specdec.policy.assumptions`).
 """
 
@@ -18,10 +18,10 @@ from offload.budget import BudgetExceeded
 from offload.device.planner import TieredPlan
 from offload.residency.plan import ResidencyPlan
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
-from specdec.division import Divider, Division, Shape
 from specdec.drafters.model import max_beams
-from specdec.options import CPU, CUDA
-from specdec.pass_model import PassModel
+from specdec.planning.division import Divider, Division, Shape
+from specdec.planning.pass_model import PassModel
+from specdec.planning.run_options import CPU, CUDA
 from specdec.policy.assumptions import (
     ASSUMED_NGRAM_SHARE,
     best_depth,

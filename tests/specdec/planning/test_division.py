@@ -13,8 +13,8 @@ from paper_models import PaperModel
 from backends.contract.source import ModelSource
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
-from specdec.division import Divider, Shape
-from specdec.options import run_options
+from specdec.planning.division import Divider, Shape
+from specdec.planning.run_options import run_options
 from specdec.verification.block import block_walk
 from specdec.verification.tree import DraftTree
 

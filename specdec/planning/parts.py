@@ -11,7 +11,7 @@ from backends.contract.source import ModelSource
 from specdec.config import SpecConfig
 from specdec.drafters.model import max_beams
 from specdec.drafters.window import draft_context_size
-from specdec.options import RunOptions
+from specdec.planning.run_options import RunOptions
 
 _RUNS_PER_NODE = 6
 _PROBABILITY_BYTES = 8  # float64

@@ -11,14 +11,14 @@ from offload.device.planner import TieredPlan
 from offload.residency.plan import ResidencyPlan
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes, format_exactly, parse_bytes
-from specdec.alternatives import Figures
 from specdec.config import ConfigError
-from specdec.division import Gpu
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedPair
-from specdec.options import AUTO, CPU, CUDA, RunOptions
-from specdec.ranking_cost import measure_draft
-from specdec.run_plan import RunPlan
+from specdec.planning.division import Gpu
+from specdec.planning.ranking_cost import measure_draft
+from specdec.planning.run_options import AUTO, CPU, CUDA, RunOptions
+from specdec.planning.run_plan import RunPlan
+from specdec.planning.search import Figures
 
 _SLOW_BF16 = (
     "{name} has no arithmetic for bf16 and takes float32 for it, which is slow: a checkpoint in "

@@ -12,7 +12,7 @@ from backends.timing.measure import ComputeCurve
 from offload.device.planner import plan_tiers
 from offload.residency.plan import plan_residency
 from offload.units import GIB, MIB
-from specdec.pass_model import PassModel
+from specdec.planning.pass_model import PassModel
 
 LAYERS = PaperModel("t", 12, 4 * MIB).layers
 LAYER_BYTES = 12 * 8 * MIB

@@ -16,10 +16,10 @@ from backends.timing.measure import ComputeCurve
 from offload.budget import MemoryBudget
 from offload.residency.plan import plan_residency
 from offload.units import GIB, MIB
-from specdec.alternatives import Figures, predict
 from specdec.config import SpecConfig
-from specdec.division import Division, Shape
-from specdec.run_plan import RunPlan
+from specdec.planning.division import Division, Shape
+from specdec.planning.run_plan import RunPlan
+from specdec.planning.search import Figures, predict
 
 LAYERS = PaperModel("t", 8, MIB // 2).layers
 CURVE = ComputeCurve.linear(0.1 / (18 * MIB), 0.01 / (18 * MIB))

@@ -18,15 +18,15 @@ from backends.cuda.probe import CudaMemory
 from backends.timing.measure import ComputeCurve
 from offload.residency.plan import LayerWeights
 from offload.units import GIB, MIB
-from specdec import ranking_cost
-from specdec.alternatives import Figures
 from specdec.config import ConfigError
-from specdec.division import Divider, Shape
-from specdec.gpu import find_gpu, gpu_for, measure_with_gpu, placed
 from specdec.models.formats import OpenedModel
 from specdec.models.opened import OpenedPair
-from specdec.options import RunOptions, run_options
-from specdec.planning import make_plan
+from specdec.planning import ranking_cost
+from specdec.planning.division import Divider, Shape
+from specdec.planning.gpu import find_gpu, gpu_for, measure_with_gpu, placed
+from specdec.planning.plan import make_plan
+from specdec.planning.run_options import RunOptions, run_options
+from specdec.planning.search import Figures
 
 TARGET = PaperModel("t", 4, MIB, can_use_gpu=True)
 DRAFT = PaperModel("d", 2, MIB, can_use_gpu=True)
@@ -172,7 +172,7 @@ def test_a_draft_ranks_its_candidates_wherever_it_runs(monkeypatch):
     monkeypatch.setattr(ranking_cost, "measure_ranking", lambda n_tokens: ranking)
     monkeypatch.setattr(cuda_probe, "measure_copies_to_gpu", lambda: 12e9)
     storage = SimpleNamespace(storage_bytes_per_second=1e9)
-    monkeypatch.setattr("specdec.gpu.measure_storage", lambda path: storage)
+    monkeypatch.setattr("specdec.planning.gpu.measure_storage", lambda path: storage)
     monkeypatch.setattr(PaperModel, "weight_file", None)
     figures = measure_with_gpu(both, gpu_for(options(device="cuda"), both, GIB, "as asked"))
     assert figures.target.per_pass is None

@@ -13,9 +13,9 @@ from backends.contract.shared import SharedSource
 from backends.contract.source import BackendOptions
 from backends.hf.source import HfSource
 from backends.timing.measure import ComputeCurve
-from specdec import ranking_cost
 from specdec.drafters.candidates import CandidateRanker
-from specdec.ranking_cost import measure_draft
+from specdec.planning import ranking_cost
+from specdec.planning.ranking_cost import measure_draft
 
 
 def test_a_level_is_a_pass_and_the_ranking_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ from paper_models import PaperModel
 
 from backends.timing.measure import ComputeCurve
 from offload.units import GIB, MIB
-from specdec import planning
-from specdec.alternatives import Figures
-from specdec.options import run_options
-from specdec.planning import OpenedPair, PlannedModels
+from specdec.planning import plan as planning
+from specdec.planning.plan import OpenedPair, PlannedModels
+from specdec.planning.run_options import run_options
+from specdec.planning.search import Figures
 
 CURVE = ComputeCurve.linear(1e-12, 1e-15)
 TARGET = PaperModel("t", 40, 40 * MIB, kv_bytes_per_token=1000, curve=CURVE)

@@ -12,11 +12,11 @@ from backends.timing.measure import ComputeCurve
 from offload.budget import BudgetExceeded
 from offload.device.planner import TieredPlan
 from offload.units import GIB, MIB
-from specdec.alternatives import Alternative, Figures, Weighing
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
-from specdec.division import Divider, Gpu, Shape
 from specdec.drafters.model import max_beams
-from specdec.options import run_options
+from specdec.planning.division import Divider, Gpu, Shape
+from specdec.planning.run_options import run_options
+from specdec.planning.search import Alternative, Figures, Weighing
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
 
 BASE_BYTES = 300 * MIB

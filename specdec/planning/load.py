@@ -11,11 +11,11 @@ from offload.residency.plan import ResidencyPlan
 from specdec.config import ConfigError, SpecConfig
 from specdec.drafters.model import max_beams
 from specdec.drafters.window import DraftWindow, draft_context_size
-from specdec.gpu import gpu_loading
-from specdec.memory_parts import most_draft_nodes, planned_width
-from specdec.options import RunOptions
-from specdec.planning import PlannedModels
-from specdec.run_plan import RunPlan
+from specdec.planning.gpu import gpu_loading
+from specdec.planning.parts import most_draft_nodes, planned_width
+from specdec.planning.plan import PlannedModels
+from specdec.planning.run_options import RunOptions
+from specdec.planning.run_plan import RunPlan
 
 
 def load_target(planned: PlannedModels, options: RunOptions, progress: Any = None) -> Backend:

@@ -14,11 +14,11 @@ from backends.contract.shared import SharedSource
 from backends.contract.source import ModelCompute
 from backends.timing.measure import ComputeCurve
 from offload.units import GIB, MIB
-from specdec import other_device
 from specdec.config import ConfigError
 from specdec.devices.spec import PRESETS, DeviceError, complete
 from specdec.models.opened import OpenedPair
-from specdec.other_device import DevicePlan, plan_on
+from specdec.planning import other_device
+from specdec.planning.other_device import DevicePlan, plan_on
 
 HERE = ComputeCurve.linear(1e-12, 1e-15)
 TARGET = PaperModel("t", 40, 40 * MIB, kv_bytes_per_token=1000, curve=HERE, can_use_gpu=True)

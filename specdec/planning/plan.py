@@ -17,16 +17,16 @@ from offload.process.allocator import free_large_blocks_at_once, give_back_freed
 from offload.process.memory import memory_limit, process_memory
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes, format_exactly, parse_bytes
-from specdec.alternatives import Alternative, Figures, Weighing
 from specdec.config import ConfigError
-from specdec.division import Divider, Division, Gpu
-from specdec.gpu import find_gpu, measure_with_gpu, placed
 from specdec.models.formats import OpenedModel, open_model
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedPair
-from specdec.options import RunOptions, run_options
-from specdec.ranking_cost import measure_draft
-from specdec.run_plan import RunPlan
+from specdec.planning.division import Divider, Division, Gpu
+from specdec.planning.gpu import find_gpu, measure_with_gpu, placed
+from specdec.planning.ranking_cost import measure_draft
+from specdec.planning.run_options import RunOptions, run_options
+from specdec.planning.run_plan import RunPlan
+from specdec.planning.search import Alternative, Figures, Weighing
 from specdec.text.vocabulary import compare_vocabularies
 
 _WORTH_SAYING = 1.05

@@ -5,7 +5,7 @@ The budget is the whole process's. From it come off, in this order: what the pro
 of both models. What is left holds layers. The draft's come first, because drafting reads them once
 for every level of a tree; what of them does not fit, or is not wanted in memory, streams. The
 target gets the rest: a ring of slots through which its layers stream, and as many pinned tensors as
-fit. How much goes to each is a `Shape`, and `specdec.alternatives` chooses it.
+fit. How much goes to each is a `Shape`, and `specdec.planning.search` chooses it.
 
 With a GPU there are two ledgers. What is computed there is in its own, of VRAM, which is divided
 first; layers for which it has no room are the host's to hold or to stream, in pinned memory.
@@ -24,9 +24,9 @@ from offload.device.tiers import CUDA_CONTEXT_BYTES, DEFAULT_N_DEVICE_SLOTS
 from offload.process.memory import process_memory
 from offload.residency.plan import ResidencyPlan
 from offload.units import MIB
-from specdec.memory_parts import Parts, PartsOfRun
-from specdec.options import CPU, CUDA, RunOptions
-from specdec.tenants import GpuResident, GpuTenant, HostTenant, Ledgers, Rings, Tenant
+from specdec.planning.parts import Parts, PartsOfRun
+from specdec.planning.placement import GpuResident, GpuTenant, HostTenant, Ledgers, Rings, Tenant
+from specdec.planning.run_options import CPU, CUDA, RunOptions
 
 DEFAULT_CTX_SIZE = 2048
 HEADROOM_BYTES = 192 * MIB
