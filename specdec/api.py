@@ -20,6 +20,7 @@ from typing_extensions import Self
 
 from backends.contract.backend import Backend
 from offload.process.interruptible import POLL_SECONDS
+from specdec.analysis.utilization import model_flops
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.drafters.ahead import AheadThread
 from specdec.drafters.base import Drafter
@@ -34,7 +35,6 @@ from specdec.policy.draft_policy import DraftPolicy, new_experience
 from specdec.prompt_cache import PromptCache
 from specdec.sequences import CompletionOutput, GenerationResult, StreamChunk
 from specdec.text.prompts import Prompt, PromptError, check_room, encode_prompt
-from specdec.utilization import model_flops
 
 __all__ = [
     "LLM",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from backends.contract.backend import Backend, BackendError, StreamUse
 from offload.process.interruptible import POLL_SECONDS
 from offload.process.memory import process_memory
+from specdec.analysis.utilization import ModelFlops
 from specdec.assembly import make_controller
 from specdec.beam_decoder import BeamDecoder, Hypothesis, check_beams
 from specdec.config import ConfigError, SamplingParams, SpecConfig
@@ -23,7 +24,6 @@ from specdec.sequences import GeneratedSequence, GenerationResult, StreamChunk, 
 from specdec.stats import GenerationStats
 from specdec.stats_recorder import StatsRecorder
 from specdec.text.detokenizer import TextStream
-from specdec.utilization import ModelFlops
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 from specdec.watched_target import WatchedTarget
