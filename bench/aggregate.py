@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from specdec.stats import AVERAGED, BY_DEPTH, LARGEST, SUMMED, TRUE_FOR_ALL, ratio
+from specdec.decoding.stats import AVERAGED, BY_DEPTH, LARGEST, SUMMED, TRUE_FOR_ALL, ratio
 
 LOSSY = "LOSSY (--accept-threshold)"
 

@@ -20,8 +20,8 @@ from bench.provenance import versions
 from bench.workloads import BUILT_IN, Prompt, read_prompts
 from specdec.api import LLM, load
 from specdec.config import SpecConfig
+from specdec.decoding.stats import GenerationStats, ratio
 from specdec.planning.run_options import AUTO, CUDA
-from specdec.stats import GenerationStats, ratio
 
 SMALLEST = "smallest"
 _MORE_LAYERS = 4

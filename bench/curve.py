@@ -33,7 +33,7 @@ from specdec.config import SpecConfig
 
 if TYPE_CHECKING:
     from specdec.api import LLM
-    from specdec.stats import GenerationStats
+    from specdec.decoding.stats import GenerationStats
 
 DEFAULT_RATES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 DEFAULT_LENGTHS = (1, 2, 4, 8, 16, 32, 64)

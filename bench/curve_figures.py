@@ -11,7 +11,7 @@ from bench import aggregate
 from bench.efficiency import efficiency, median_pass_seconds, pass_times_of
 from bench.known_drafter import expected_tokens
 from offload.units import format_bytes
-from specdec.stats import ratio
+from specdec.decoding.stats import ratio
 
 PLAIN_ROWS = 1
 """A pass over the pending token alone."""

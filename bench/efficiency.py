@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from specdec.stats import PassTime, ratio
+from specdec.decoding.stats import PassTime, ratio
 
 
 def pass_times_of(records: Iterable[Mapping[str, Any]]) -> list[PassTime]:

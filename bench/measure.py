@@ -25,8 +25,8 @@ from bench.probe import BUFFER_BYTES, probe_bandwidth
 from bench.results import append_line
 from bench.workloads import Prompt
 from offload.units import parse_bytes
+from specdec.decoding.stats import PassTime, ratio
 from specdec.models.files import largest_weight_file
-from specdec.stats import PassTime, ratio
 
 if TYPE_CHECKING:
     from specdec.api import LLM

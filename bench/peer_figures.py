@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from bench.aggregate import first_mismatch, sum_by_depth
-from specdec.stats import BY_DEPTH, percentile, ratio
+from specdec.decoding.stats import BY_DEPTH, percentile, ratio
 
 Record = Mapping[str, Any]
 """A `prompt` line of a journal (bench.peer_program)."""

@@ -22,8 +22,8 @@ from bench.results import append_line
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.config import SpecConfig
+from specdec.decoding.stats import ratio
 from specdec.policy.draft_policy import new_experience
-from specdec.stats import ratio
 
 if TYPE_CHECKING:
     from specdec.api import LLM

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.child import measure_for_parent
+from specdec.decoding.stats import ratio
 from specdec.drafters.model import max_beams
-from specdec.stats import ratio
 
 if TYPE_CHECKING:
     from specdec.api import LLM
+    from specdec.decoding.stats import GenerationStats
     from specdec.planning.run_plan import RunPlan
-    from specdec.stats import GenerationStats
 
 PROBE_SECONDS = 4.0
 WARM_UP_ROUNDS = 2  # the first passes pay for threads, caches and scratch memory

@@ -12,7 +12,7 @@ from bench.compare import label
 from bench.known_drafter import expected_tokens
 from bench.peer_figures import count_of
 from bench.results import BUDGETS, CURVE, PEERS, POLICY, SPEEDUP, SWEEP, Results
-from specdec.stats import ratio
+from specdec.decoding.stats import ratio
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"

@@ -25,8 +25,8 @@ from bench.provenance import collect
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from offload.units import parse_bytes
+from specdec.decoding.stats import ratio
 from specdec.planning.division import DEFAULT_CTX_SIZE
-from specdec.stats import ratio
 
 # Its prompts and tokens are few and given: no other limit is wanted.
 _PEER_SECONDS = 3600.0

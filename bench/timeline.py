@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bench.results import write_whole
 from offload.errors import SpecdecError
 from offload.trace import LAYER, READ, WAIT, Event, Trace, recording
-from specdec.stats import ACCEPT, DRAFT, PASS, PREFILL
+from specdec.decoding.stats import ACCEPT, DRAFT, PASS, PREFILL
 
 if TYPE_CHECKING:
     from specdec.api import LLM

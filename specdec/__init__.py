@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from specdec.api import load as load
     from specdec.config import SamplingParams as SamplingParams
     from specdec.config import SpecConfig as SpecConfig
+    from specdec.decoding.stats import GenerationStats as GenerationStats
     from specdec.planning.plan import plan_run as plan_run
     from specdec.planning.run_plan import RunPlan as RunPlan
-    from specdec.stats import GenerationStats as GenerationStats
 
 # Public name -> the module that defines it.
 _PUBLIC = {
     "CompletionOutput": "specdec.api",
     "GenerationResult": "specdec.api",
-    "GenerationStats": "specdec.stats",
+    "GenerationStats": "specdec.decoding.stats",
     "LLM": "specdec.api",
     "RunPlan": "specdec.planning.run_plan",
     "SamplingParams": "specdec.config",

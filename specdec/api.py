@@ -22,18 +22,18 @@ from backends.contract.backend import Backend
 from offload.process.interruptible import POLL_SECONDS
 from specdec.analysis.utilization import model_flops
 from specdec.config import ConfigError, SamplingParams, SpecConfig
-from specdec.drafters.ahead import AheadThread
+from specdec.decoding.ahead_thread import AheadThread
+from specdec.decoding.errors import ModelBusy, ModelClosed, ModelElsewhere
+from specdec.decoding.generation import PLAIN, GenerationStream
+from specdec.decoding.prompt_cache import PromptCache
+from specdec.decoding.sequences import CompletionOutput, GenerationResult, StreamChunk
 from specdec.drafters.base import Drafter
 from specdec.drafters.ngram import NgramDrafter
-from specdec.generation import PLAIN, GenerationStream
-from specdec.model_errors import ModelBusy, ModelClosed, ModelElsewhere
 from specdec.planning.load import check_spec, load_draft, load_target
 from specdec.planning.plan import plan_models
 from specdec.planning.run_options import RunOptions, run_options
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.draft_policy import DraftPolicy, new_experience
-from specdec.prompt_cache import PromptCache
-from specdec.sequences import CompletionOutput, GenerationResult, StreamChunk
 from specdec.text.prompts import Prompt, PromptError, check_room, encode_prompt
 
 __all__ = [

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
-from specdec.stats import ratio
+from specdec.decoding.stats import ratio
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from generating import FREE, SteppedAhead, make_controller, run
 from table_backend import TableBackend
 
 from specdec.config import CHAIN_RULES, SamplingParams, SpecConfig
-from specdec.controller import Controller, NoDrafter
+from specdec.decoding.controller import Controller, NoDrafter
+from specdec.decoding.recorder import StatsRecorder
 from specdec.drafters.model import ModelDrafter
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.sampler import Sampler
-from specdec.stats_recorder import StatsRecorder
 from specdec.verification.tree import DraftTree
 
 CAUGHT = 1e-6  # far above rounding, far below the error of any mutant

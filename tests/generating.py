@@ -11,12 +11,12 @@ import numpy as np
 from backends.contract.backend import Backend
 from bench.near_ties import examine
 from specdec.config import SamplingParams, SpecConfig
-from specdec.controller import Controller, NoDrafter
-from specdec.drafters.ahead import AheadThread
+from specdec.decoding.ahead_thread import AheadThread
+from specdec.decoding.controller import Controller, NoDrafter
+from specdec.decoding.recorder import StatsRecorder
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.policy.draft_policy import DraftPolicy, PassCost
 from specdec.sampling.sampler import Sampler
-from specdec.stats_recorder import StatsRecorder
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import ROOT, DraftTree
 

@@ -8,7 +8,7 @@ import pytest
 
 from bench import aggregate
 from bench.table import format_report
-from specdec.stats import GenerationStats
+from specdec.decoding.stats import GenerationStats
 
 
 def record(

@@ -20,7 +20,7 @@ PROMPTS = [Prompt("a", "x"), Prompt("b", "y")]
 
 
 def record(prompt: str, tokens: list[int]) -> dict[str, object]:
-    from specdec.stats_recorder import StatsRecorder
+    from specdec.decoding.recorder import StatsRecorder
 
     stats = StatsRecorder(prompt_tokens=1).finish(
         bytes_streamed=0,

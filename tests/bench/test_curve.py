@@ -21,7 +21,7 @@ from bench.curve_figures import format_curve, summarise
 from bench.known_drafter import expected_tokens
 from bench.options import UsageMistake
 from bench.workloads import Prompt
-from specdec.stats import GenerationStats
+from specdec.decoding.stats import GenerationStats
 
 PROMPTS = [Prompt("add", "def add(a, b):"), Prompt("sum", "total = ")]
 SETTINGS = CurveSettings((0.5, 0.9), (1, 4, 8), max_tokens=120, ignore_eos=True)

@@ -8,7 +8,7 @@ from bench.efficiency import (
     pass_times_of,
     typical_pass_seconds,
 )
-from specdec.stats import PassTime
+from specdec.decoding.stats import PassTime
 
 TIMES = [PassTime(1, 1.0), PassTime(1, 2.0), PassTime(1, 30.0), PassTime(5, 4.0, True)]
 

@@ -23,7 +23,7 @@ from bench.policy_sweep import (
 )
 from bench.workloads import Prompt
 from specdec.config import SpecConfig
-from specdec.stats_recorder import StatsRecorder
+from specdec.decoding.recorder import StatsRecorder
 
 
 def record(way: str, seconds: float) -> dict[str, object]:

@@ -13,7 +13,7 @@ import specdec
 from backends.contract.source import BackendOptions, ModelCompute
 from backends.timing.measure import ComputeCurve
 from specdec.analysis.utilization import model_flops
-from specdec.stats import GenerationStats
+from specdec.decoding.stats import GenerationStats
 
 CURVE = ComputeCurve((1, 4, 16), (1e-9, 1e-9, 8e-9), (1e-9, 1e-9, 8e-9))
 

@@ -15,7 +15,7 @@ from mutants import mutated
 
 from backends.contract.backend import BackendError
 from specdec.config import CHAIN_RULES
-from specdec.controller import Controller
+from specdec.decoding.controller import Controller
 from specdec.drafters.model import ModelDrafter
 
 EXACT = 1e-12

@@ -8,13 +8,13 @@ import numpy as np
 
 from backends.contract.backend import Backend
 from specdec.config import SamplingParams, SpecConfig
-from specdec.controller import Controller, NoDrafter
+from specdec.decoding.controller import Controller, NoDrafter
+from specdec.decoding.recorder import StatsRecorder
 from specdec.drafters.base import Drafter
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.sampling.sampler import Sampler
-from specdec.stats_recorder import StatsRecorder
 
 if TYPE_CHECKING:
     from specdec.api import LLM

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from backends.contract.backend import Backend
 from backends.contract.rows import LogitRows
-from specdec.node_rows import NodeRows
+from specdec.decoding.node_rows import NodeRows
 from specdec.sampling.logprobs import TopLogprobs, log_probs_of, top_logprobs
 
 

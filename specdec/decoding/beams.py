@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.contract.backend import PREFIX, Backend
-from specdec.beam_search import BeamRules, BeamSearch, by_score
 from specdec.config import ConfigError, SpecConfig
-from specdec.node_rows import NodeRows
+from specdec.decoding.beam_search import BeamRules, BeamSearch, by_score
+from specdec.decoding.node_rows import NodeRows
 from specdec.sampling.logprobs import TopLogprobs, log_probs_of, top_logprobs, with_chosen
 from specdec.sampling.sampler import Sampler, gumbel_at
 from specdec.text.detokenizer import TextStream

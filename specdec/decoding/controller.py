@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from backends.contract.backend import Backend
 from backends.contract.rows import LogitRows
-from specdec.drafters.ahead import AheadThread
+from specdec.decoding.ahead_thread import AheadThread
+from specdec.decoding.recorder import StatsRecorder
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.sampler import Sampler
-from specdec.stats_recorder import StatsRecorder
 from specdec.verification.acceptance import Acceptance, lenient, match_walk, rejection_walk
 from specdec.verification.block import block_walk
 from specdec.verification.tree import DraftTree

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from specdec.stats import GenerationStats, PassTime, percentile
-from specdec.stats_recorder import StatsRecorder
+from specdec.decoding.recorder import StatsRecorder
+from specdec.decoding.stats import GenerationStats, PassTime, percentile
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from scipy import stats
 from table_backend import TableBackend
 
-from specdec.beam_decoder import BeamDecoder, BeamMemoryFull
-from specdec.beam_search import BeamRules, BeamSearch, best_continuations, by_score
 from specdec.config import SamplingParams
+from specdec.decoding.beam_search import BeamRules, BeamSearch, best_continuations, by_score
+from specdec.decoding.beams import BeamDecoder, BeamMemoryFull
 from specdec.sampling.sampler import Sampler, gumbel_at
 
 REJECT_BELOW = 1e-6
@@ -185,7 +185,7 @@ def test_beams_need_neither_torch_nor_transformers():
 import sys
 import numpy as np
 from table_backend import TableBackend
-from specdec.beam_decoder import BeamDecoder
+from specdec.decoding.beams import BeamDecoder
 from specdec.config import SamplingParams
 from specdec.sampling.sampler import Sampler
 for temperature in (0.0, 0.8):
@@ -199,6 +199,6 @@ for temperature in (0.0, 0.8):
     assert len(decoder.results(2)) == 2
 assert not {"torch", "transformers"} & set(sys.modules), "imported"
 """
-    tests = str(Path(__file__).resolve().parents[1])
+    tests = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(tests).parent), tests])}
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=environment)

@@ -12,21 +12,26 @@ from backends.contract.backend import Backend, BackendError, StreamUse
 from offload.process.interruptible import POLL_SECONDS
 from offload.process.memory import process_memory
 from specdec.analysis.utilization import ModelFlops
-from specdec.assembly import make_controller
-from specdec.beam_decoder import BeamDecoder, Hypothesis, check_beams
 from specdec.config import ConfigError, SamplingParams, SpecConfig
+from specdec.decoding.beams import BeamDecoder, Hypothesis, check_beams
+from specdec.decoding.errors import ModelBusy, ModelClosed, ModelElsewhere
+from specdec.decoding.recorder import StatsRecorder
+from specdec.decoding.sequences import (
+    GeneratedSequence,
+    GenerationResult,
+    StreamChunk,
+    sequence_seed,
+)
+from specdec.decoding.session import make_controller
+from specdec.decoding.stats import GenerationStats
+from specdec.decoding.watched_target import WatchedTarget
 from specdec.drafters.base import Drafter
-from specdec.model_errors import ModelBusy, ModelClosed, ModelElsewhere
 from specdec.planning.gpu import vram_peak_bytes
 from specdec.planning.run_options import CUDA
 from specdec.sampling.sampler import Sampler
-from specdec.sequences import GeneratedSequence, GenerationResult, StreamChunk, sequence_seed
-from specdec.stats import GenerationStats
-from specdec.stats_recorder import StatsRecorder
 from specdec.text.detokenizer import TextStream
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
-from specdec.watched_target import WatchedTarget
 
 if TYPE_CHECKING:
     from specdec.api import LLM

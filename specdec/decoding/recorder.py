@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from offload.trace import record_since, recorded
-from specdec.stats import ACCEPT, DRAFT, PASS, PREFILL, GenerationStats, PassTime, percentile
+from specdec.decoding.stats import (
+    ACCEPT,
+    DRAFT,
+    PASS,
+    PREFILL,
+    GenerationStats,
+    PassTime,
+    percentile,
+)
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 

@@ -1,0 +1,1 @@
+"""The loop over rounds: propose, extend, accept, commit."""
