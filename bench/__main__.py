@@ -1,16 +1,16 @@
-"""Where the `specdec-bench` command begins: as `specdec.entry`, it imports next to nothing."""
+"""Where the `specdec-bench` command begins: as `specdec.cli.entry`, it imports next to nothing."""
 
 from __future__ import annotations
 
 import os
 
-from specdec.entry import COMMAND_NAME, run_command
+from specdec.cli.entry import COMMAND_NAME, run_command
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specdec.entry import Run
+    from specdec.cli.entry import Run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

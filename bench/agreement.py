@@ -22,7 +22,7 @@ from bench.compare import label
 from bench.options import OutputFile, check_writable
 from bench.peer_figures import describe_ratio, seconds_by_position
 from bench.results import PEERS, ResultsError, read_results, write_json
-from specdec.cli_errors import run_app
+from specdec.cli.errors import run_app
 
 Seconds = dict[tuple[str, int], float]
 """(prompt, position in the text) -> of this token."""

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from offload.errors import SpecdecError
-from specdec.cli_errors import EXIT_ERROR, EXIT_INTERRUPTED, guard
-from specdec.enforce import KILLED as KILLED
-from specdec.enforce import run_child as run_child
+from specdec.cli.enforce import KILLED as KILLED
+from specdec.cli.enforce import run_child as run_child
+from specdec.cli.errors import EXIT_ERROR, EXIT_INTERRUPTED, guard
 from specdec.models.files import weight_files
 
 if TYPE_CHECKING:

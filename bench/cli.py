@@ -17,8 +17,8 @@ from bench.report_cli import report_command
 from bench.speedup_cli import speedup_command
 from bench.sweep_cli import sweep_command
 from bench.timeline_cli import timeline_command
-from specdec.cli_errors import run_app
-from specdec.cli_signature import with_debug, with_options
+from specdec.cli.errors import run_app
+from specdec.cli.signature import with_debug, with_options
 
 NAME = "specdec-bench"
 

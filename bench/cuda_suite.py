@@ -31,8 +31,8 @@ from bench.limited import Limits, run_limited
 from bench.provenance import collect
 from bench.results import write_json
 from offload.errors import SpecdecError
-from specdec.cli_errors import EXIT_ERROR, run_app
-from specdec.enforce import child_environment
+from specdec.cli.enforce import child_environment
+from specdec.cli.errors import EXIT_ERROR, run_app
 from specdec.planning.run_options import CPU, CUDA
 
 MOST_SECONDS = 540.0

@@ -18,8 +18,8 @@ from bench.options import (
     check_writable,
 )
 from bench.workloads import BUILT_IN, read_prompts
-from specdec import cli_options as options
-from specdec.cli_groups import TargetOptions
+from specdec.cli import options
+from specdec.cli.groups import TargetOptions
 from specdec.config import MAX_DRAFT_TOKENS
 
 Rates = Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from specdec import cli_options as options
+from specdec.cli import options
 
 
 def demo_command(

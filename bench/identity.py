@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from backends.contract.backend import PREFIX, Backend
 from offload.errors import SpecdecError
-from specdec.cli_errors import run_app
+from specdec.cli.errors import run_app
 
 PROMPT = "def fibonacci(n):\n    "
 N_NODES = 8

@@ -87,7 +87,7 @@ def measure_in_child(spec: MeasureSpec, *, enforce: bool) -> dict[str, Any]:
 def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
     """Run the whole specification; progress goes to `out`."""
     from specdec.api import load
-    from specdec.cli_output import loading_progress
+    from specdec.cli.output import loading_progress
 
     with loading_progress(f"loading {spec.load['model']}") as progress:
         llm = load(**_without_probe(spec.load), progress=progress)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from offload.errors import SpecdecError
-from specdec.cli_groups import LoadOptions, SamplingOptions
+from specdec.cli.groups import LoadOptions, SamplingOptions
 
 
 class UsageMistake(SpecdecError):

@@ -21,7 +21,7 @@ from bench.probe import probe_bandwidth
 from bench.workloads import Prompt
 from offload.storage.read_limit import ReadLimit
 from offload.units import GIB
-from specdec.enforce import child_environment
+from specdec.cli.enforce import child_environment
 from specdec.models.files import largest_weight_file, weight_files
 
 LOAD_SECONDS = 300.0

@@ -26,8 +26,8 @@ from bench.options import (
 from bench.peers import GGUF, HF, PEERS, Weights
 from bench.workloads import BUILT_IN, read_prompts, spread
 from offload.units import parse_bytes
-from specdec import cli_options as options
-from specdec.cli_groups import LoadOptions
+from specdec.cli import options
+from specdec.cli.groups import LoadOptions
 from specdec.pair import PAIR_PREFIX
 
 ALL_PEERS = ",".join(PEERS)

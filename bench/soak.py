@@ -21,7 +21,7 @@ import typer
 from bench.workloads import BUILT_IN, Prompt, read_prompts
 from offload.process.memory import process_memory
 from offload.units import format_bytes
-from specdec.cli_errors import run_app
+from specdec.cli.errors import run_app
 
 SETTLED_SECONDS = 60.0
 SAMPLE_TOKENS = 64
@@ -99,7 +99,7 @@ def main(
     minutes: Annotated[float, typer.Option("--minutes", min=0.0)] = 60.0,
 ) -> None:
     """Generate for a long time inside a memory cgroup of the budget."""
-    from specdec.enforce import enforced_bytes, run_enforced
+    from specdec.cli.enforce import enforced_bytes, run_enforced
 
     if enforced_bytes() is None:
         raise typer.Exit(run_enforced("bench.soak", sys.argv[1:], memory_budget))

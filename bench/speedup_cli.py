@@ -21,8 +21,8 @@ from bench.options import (
     sampling_keywords,
 )
 from bench.workloads import BUILT_IN, read_prompts
-from specdec import cli_options as options
-from specdec.cli_groups import LoadOptions, SamplingOptions
+from specdec.cli import options
+from specdec.cli.groups import LoadOptions, SamplingOptions
 
 SpeedupPeer = Annotated[
     str | None,

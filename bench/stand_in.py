@@ -15,8 +15,8 @@ from pathlib import Path
 
 from bench.shapes import SynthError
 from offload.errors import SpecdecError
-from specdec.cli_errors import guard
-from specdec.enforce import child_environment
+from specdec.cli.enforce import child_environment
+from specdec.cli.errors import guard
 
 
 class StandInError(SpecdecError):

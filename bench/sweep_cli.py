@@ -21,8 +21,8 @@ from bench.options import (
 )
 from bench.workloads import BUILT_IN, describe_left_out, read_prompts, spread
 from offload.units import format_bytes, parse_bytes
-from specdec import cli_options as options
-from specdec.cli_groups import LoadOptions, parse_num_draft_tokens
+from specdec.cli import options
+from specdec.cli.groups import LoadOptions, parse_num_draft_tokens
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -9,8 +9,8 @@ import typer
 
 from bench.options import IgnoreEos, Prompts, UsageMistake, check_writable, sampling_keywords
 from bench.workloads import BUILT_IN, read_prompts
-from specdec import cli_options as options
-from specdec.cli_groups import LoadOptions, SamplingOptions
+from specdec.cli import options
+from specdec.cli.groups import LoadOptions, SamplingOptions
 
 
 def timeline_command(

@@ -32,7 +32,7 @@ class TimelineRun:
 def run_timeline(run: TimelineRun) -> list[str]:
     """Run, draw and write; the lines to show."""
     from specdec.api import load
-    from specdec.cli_output import loading_progress
+    from specdec.cli.output import loading_progress
     from specdec.models.names import resolve_draft
 
     if run.picture is not None:

@@ -23,12 +23,12 @@ from typing import Any
 import typer
 
 from offload.errors import SpecdecError
-from specdec.cli_errors import EXIT_INTERRUPTED, guard
-from specdec.cli_output import loading_progress
+from specdec.cli.enforce import KILLED, run_child
+from specdec.cli.errors import EXIT_INTERRUPTED, guard
+from specdec.cli.output import loading_progress
+from specdec.cli.quiet import quiet_libraries
 from specdec.config import SPEC_TYPES
 from specdec.decoding.stats import GenerationStats, ratio
-from specdec.enforce import KILLED, run_child
-from specdec.quiet import quiet_libraries
 from specdec.ranked_draft import Comparison, RankedDraft, compare_speeds, together
 
 PLAIN, NGRAM = "none", "ngram"

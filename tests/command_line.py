@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from tiny_pair import save_model
 
-from specdec.cli import main
+from specdec.cli.app import main
 
 ROOT = Path(__file__).resolve().parents[1]
 

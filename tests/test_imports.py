@@ -18,7 +18,7 @@ HEAVY = ("torch", "transformers")
 TORCH_FREE = (
     "offload",
     "specdec",
-    "specdec.cli",
+    "specdec.cli.app",
     "specdec.config",
     "specdec.verification.tree",
     "specdec.verification.acceptance",

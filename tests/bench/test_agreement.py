@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from result_values import comparison, peer_row
 
 from bench.agreement import agreements, app
-from specdec.cli_errors import run_app
+from specdec.cli.errors import run_app
 
 
 def prompt(name: str, seconds: float, n_tokens: int = 5) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from bench.child import KILLED
 from bench.cli import main
 from bench.results import BUDGETS, read_results
 from bench.workloads import Prompt
-from specdec.cli_errors import EXIT_INTERRUPTED
+from specdec.cli.errors import EXIT_INTERRUPTED
 
 PLAN = {"streamed_bytes_per_pass": 10**9}
 PROMPTS = [Prompt("a", "x"), Prompt("b", "y")]

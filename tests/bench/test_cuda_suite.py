@@ -14,7 +14,7 @@ from bench import cuda_machine, cuda_suite
 from bench.cuda_checks import checks, lines
 from bench.cuda_settings import SECTIONS, Settings, full_settings, tiny_settings
 from bench.cuda_suite import do_section, in_child, run_suite, summarise
-from specdec.cli_errors import run_app
+from specdec.cli.errors import run_app
 
 
 def in_this_process(name: str, settings: Settings, seconds: float) -> dict[str, Any]:

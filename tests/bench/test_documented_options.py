@@ -10,11 +10,11 @@ import pytest
 import typer
 
 import bench.cli
-import specdec.cli
-from specdec.cli_errors import ALIASES
+import specdec.cli.app
+from specdec.cli.errors import ALIASES
 
 DOC = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
-APPS = {"specdec": specdec.cli, "specdec-bench": bench.cli}
+APPS = {"specdec": specdec.cli.app, "specdec-bench": bench.cli}
 COMMANDS = [
     f"{name} {command}"
     for name, module in APPS.items()

@@ -22,7 +22,7 @@ from bench.prediction import (
 from bench.prediction_run import PredictionSpec, measure
 from bench.results import PREDICTION, read_results
 from offload.storage.read_limit import ReadLimit
-from specdec.cli_errors import EXIT_INTERRUPTED
+from specdec.cli.errors import EXIT_INTERRUPTED
 from specdec.models.files import largest_weight_file
 
 AFTER = {"storage_bytes_per_second_after": 1e9}

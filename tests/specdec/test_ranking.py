@@ -12,7 +12,7 @@ import pytest
 from command_line import Models, expect_error, save_models
 from tiny_pair import save_model
 
-from specdec.cli import main
+from specdec.cli.app import main
 from specdec.prompt_files import read_prompts
 from specdec.ranked_draft import RankedDraft, compare_speeds, together
 from specdec.ranking import (
@@ -132,7 +132,7 @@ def test_command(
             seconds_per_token=(1 / speed,) * len(candidate.prompts),
         )
 
-    monkeypatch.setattr("specdec.cli_check.measure_in_child", measure)
+    monkeypatch.setattr("specdec.cli.check.measure_in_child", measure)
     argv = argv_of(models, prompts, models.draft, models.draft)  # named twice, measured once
     assert main([*argv, "--temperature", "0.7", "--memory-budget", "2GiB", "--enforce"]) == 0
     out, err = capsys.readouterr()

@@ -226,7 +226,7 @@ def test_a_gguf_header_needs_neither_torch_nor_llama_cpp(tmp_path: Path) -> None
     path = save_tiny_gguf("qwen3", tmp_path / "model.gguf")
     code = (
         "import sys\n"
-        "from specdec.cli import main\n"
+        "from specdec.cli.app import main\n"
         f"assert main(['analyze', '-m', {str(path)!r}, '--on', 'laptop']) == 0\n"
         "print([m for m in ('torch', 'transformers', 'llama_cpp') if m in sys.modules])\n"
     )

@@ -28,7 +28,7 @@ from offload.process.cgroup import run_in_cgroup
 run_in_cgroup([sys.executable, "-c", {WAIT!r}], 100 << 20)
 """
 AS_CHILD = """
-from specdec.enforce import run_child
+from specdec.cli.enforce import run_child
 run_child("waiting_module", [], None)
 """
 

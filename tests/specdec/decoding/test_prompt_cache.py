@@ -18,7 +18,7 @@ from backends.contract.source import BackendOptions
 from offload.errors import SpecdecError
 from offload.formats.mapped import TensorShape, read_mapped, write_mapped
 from specdec.api import LLM, GenerationResult
-from specdec.cli import main
+from specdec.cli.app import main
 from specdec.decoding.prompt_cache import PromptCache, PromptCacheError
 from specdec.models.formats import OpenedModel, open_model
 

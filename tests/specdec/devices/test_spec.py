@@ -13,7 +13,7 @@ from tiny_pair import save_model
 
 from backends.timing.measure import matrix_formats
 from offload.formats.safetensors import TensorRecord
-from specdec.cli import main
+from specdec.cli.app import main
 from specdec.devices.file import find_device
 from specdec.devices.spec import PRESETS, DeviceError, DeviceSpec, complete, this_machine
 from specdec.devices.this_machine import ThisMachine

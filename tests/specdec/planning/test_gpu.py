@@ -206,7 +206,7 @@ def test_a_profile_of_a_gpu_is_a_device_to_plan_for(capsys, monkeypatch, tmp_pat
     from tiny_pair import save_model
 
     from backends.hf import timing as compute
-    from specdec.cli import main
+    from specdec.cli.app import main
     from specdec.devices.file import find_device
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

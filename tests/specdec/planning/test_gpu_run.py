@@ -12,7 +12,7 @@ from tiny_pair import save_model
 
 import specdec
 from backends.cuda.engine import cuda_problem
-from specdec.cli import main
+from specdec.cli.app import main
 from specdec.models.names import SELF_DRAFT
 
 PROMPT = "def f(x): return x"

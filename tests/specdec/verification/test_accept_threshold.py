@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_backend import TableBackend
 
-from specdec.cli import main
+from specdec.cli.app import main
 from specdec.config import ConfigError, SamplingParams, SpecConfig
 from specdec.drafters.model import ModelDrafter
 from specdec.planning.plan import plan_run

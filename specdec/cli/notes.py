@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from offload.units import format_bytes
-from specdec.cli_groups import LoadOptions
-from specdec.cli_options import OptionError
-from specdec.cli_output import say
+from specdec.cli.groups import LoadOptions
+from specdec.cli.options import OptionError
+from specdec.cli.output import say
 from specdec.models.files import weight_files
 from specdec.models.names import check_local_draft, check_local_name, resolve_headers
 

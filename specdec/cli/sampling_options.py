@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from specdec.cli_groups import LoadOptions
-from specdec.cli_options import OptionError
+from specdec.cli.groups import LoadOptions
+from specdec.cli.options import OptionError
 from specdec.config import SamplingParams
 
 _PANEL = "Beams and sequences"

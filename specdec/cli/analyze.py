@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from specdec import cli_options as options
-from specdec.cli_output import say, write_json, write_text
+from specdec.cli import options
+from specdec.cli.output import say, write_json, write_text
 from specdec.models.names import check_local_name
 
 Phase = Annotated[

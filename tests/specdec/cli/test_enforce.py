@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offload.units import GIB
-from specdec.enforce import run_enforced
+from specdec.cli.enforce import run_enforced
 
 
 @pytest.mark.parametrize(

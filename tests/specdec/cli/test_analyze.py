@@ -10,7 +10,7 @@ import pytest
 from command_line import expect_error
 from tiny_pair import save_model
 
-from specdec.cli import main
+from specdec.cli.app import main
 
 
 @pytest.fixture(scope="module")

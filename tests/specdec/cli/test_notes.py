@@ -14,7 +14,7 @@ import pytest
 from command_line import ROOT, Models, expect_error, save_models
 from gguf_models import save_tiny_gguf
 
-from specdec.cli import main
+from specdec.cli.app import main
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def run_without_torch(module: str, *argv: str) -> str:
     ],
 )
 def test_mistakes_are_told_before_torch_is_imported(argv: list[str], part: str) -> None:
-    assert part in run_without_torch("specdec.cli", "run", *argv)
+    assert part in run_without_torch("specdec.cli.app", "run", *argv)
 
 
 @pytest.mark.parametrize("option", ["--log", "--output-file"])
@@ -149,7 +149,7 @@ def test_notes_on_files_that_are_mapped(capsys: pytest.CaptureFixture[str], tmp_
 def test_chat_without_a_template_is_told_before_the_user_types(
     capsys: pytest.CaptureFixture[str], models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.cli_run.read_line", lambda: pytest.fail("it waits for a line"))
+    monkeypatch.setattr("specdec.cli.run.read_line", lambda: pytest.fail("it waits for a line"))
     expect_error(capsys, ["chat", "-m", str(models.target)], "no chat template: use `specdec run`")
 
 

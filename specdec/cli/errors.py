@@ -19,7 +19,7 @@ import typer
 from typer.exceptions import TyperException
 
 from offload.errors import SpecdecError
-from specdec.cli_output import OutputError, write_text
+from specdec.cli.output import OutputError, write_text
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from typing import Any, get_type_hints
 
-from specdec.cli_options import Debug
+from specdec.cli.options import Debug
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from command_line import Models, expect_error, save_models
 
-from specdec.cli import main
-from specdec.cli_errors import expand_aliases
-from specdec.cli_output import byte_progress, loading_progress
+from specdec.cli.app import main
+from specdec.cli.errors import expand_aliases
+from specdec.cli.output import byte_progress, loading_progress
 
 
 @pytest.fixture(scope="module")

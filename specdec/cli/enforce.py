@@ -101,6 +101,6 @@ def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     `-m` puts the working directory in front of the path, where a user may well have a folder
     called `bench`: PYTHONSAFEPATH keeps it out (Python 3.11 and later).
     """
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", **(extra or {})}

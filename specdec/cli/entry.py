@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the `specdec` command line and return its exit code."""
 
     def load() -> Run:
-        from specdec.cli import main as run
+        from specdec.cli.app import main as run
 
         return run
 
@@ -47,7 +47,7 @@ def run_command(name: str, load: Callable[[], Run], argv: Sequence[str] | None) 
     if is_default:
         signal.signal(signal.SIGINT, leave)
     run = load()
-    from specdec.dropped_interrupts import send_dropped_interrupts_again
+    from specdec.cli.interrupts import send_dropped_interrupts_again
 
     try:
         if is_default:

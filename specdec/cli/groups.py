@@ -1,6 +1,6 @@
 """The options of the command line in groups: what loads a model, and how tokens are chosen.
 
-A command takes a group as one parameter; `specdec.cli_signature.with_options` turns its fields into
+A command takes a group as one parameter; `specdec.cli.signature.with_options` turns its fields into
 the options that typer sees.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from specdec import cli_options as options
+from specdec.cli import options
 from specdec.config import MAX_DRAFT_TOKENS, SamplingParams, parse_spec_type
 
 

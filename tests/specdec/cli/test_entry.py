@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 AT_IMPORT = """
 import os, signal, sys
 class Interrupting:
@@ -24,9 +24,9 @@ sys.exit(main(["--help"]))
 @pytest.mark.parametrize(
     ("entry", "module"),
     [
-        ("specdec.entry", "specdec.cli"),
-        ("specdec.entry", "typer"),
-        ("specdec.entry", "specdec.cli_run"),
+        ("specdec.cli.entry", "specdec.cli.app"),
+        ("specdec.cli.entry", "typer"),
+        ("specdec.cli.entry", "specdec.cli.run"),
         ("bench.__main__", "bench.cli"),
         ("bench.__main__", "typer"),
         ("bench.__main__", "bench.speedup_cli"),
@@ -40,7 +40,7 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(entry: str, module: str) 
     assert run.stderr == name + b": interrupted\n"
 
 
-@pytest.mark.parametrize("entry", ["specdec.entry", "bench.__main__"])
+@pytest.mark.parametrize("entry", ["specdec.cli.entry", "bench.__main__"])
 def test_next_to_nothing_is_imported_before_ctrl_c_is_caught(entry: str) -> None:
     code = (
         f"import sys; before = set(sys.modules); import {entry}; "
@@ -48,5 +48,5 @@ def test_next_to_nothing_is_imported_before_ctrl_c_is_caught(entry: str) -> None
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     imported = set(run.stdout.split())
-    assert {"specdec", "specdec.entry", entry} <= imported
+    assert {"specdec", "specdec.cli.entry", entry} <= imported
     assert not {"typing", "pathlib", "contextlib", "re", "importlib.util"} & imported

@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 
-from specdec.cli_output import say
+from specdec.cli.output import say
 
 _OURS = logging.getLogger("offload")
 

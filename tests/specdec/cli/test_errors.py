@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from command_line import Models, expect_error, save_models
 
-from specdec.cli import main
-from specdec.cli_run import read_bounded, read_prompt
+from specdec.cli.app import main
+from specdec.cli.run import read_bounded, read_prompt
 
 
 @pytest.fixture(scope="module")

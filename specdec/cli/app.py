@@ -8,10 +8,14 @@ from typing import Annotated
 
 import typer
 
-from specdec import __version__, cli_analyze, cli_check, cli_info, cli_run
-from specdec.cli_errors import run_app
-from specdec.cli_output import write_text
-from specdec.quiet import quiet_libraries
+from specdec import __version__
+from specdec.cli import analyze as cli_analyze
+from specdec.cli import check as cli_check
+from specdec.cli import info as cli_info
+from specdec.cli import run as cli_run
+from specdec.cli.errors import run_app
+from specdec.cli.output import write_text
+from specdec.cli.quiet import quiet_libraries
 
 app = typer.Typer(
     name="specdec",

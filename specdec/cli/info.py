@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload.units import format_bytes
-from specdec import cli_options as options
-from specdec.cli_checks import check_models, note_plan
-from specdec.cli_groups import LoadOptions
-from specdec.cli_output import write_json, write_text
-from specdec.cli_signature import with_options
-from specdec.enforce import child_environment
-from specdec.entry import COMMAND_NAME
+from specdec.cli import options
+from specdec.cli.enforce import child_environment
+from specdec.cli.entry import COMMAND_NAME
+from specdec.cli.groups import LoadOptions
+from specdec.cli.notes import check_models, note_plan
+from specdec.cli.output import write_json, write_text
+from specdec.cli.signature import with_options
 from specdec.planning.run_options import CPU, CUDA
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 The names are an interface: a test pins them. The Python keyword of an option is its long name
 with underscores. A command takes `LoadOptions` and `SamplingOptions` as parameters, and
-`specdec.cli_signature.with_options` turns their fields into the options that typer sees.
+`specdec.cli.signature.with_options` turns their fields into the options that typer sees.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import json
 import pytest
 from command_line import Models, expect_error, save_models
 
-from specdec.cli import main
+from specdec.cli.app import main
 
 SAMPLED = ["-p", "ab", "-n", "6", "--temperature", "0.9", "--seed", "3"]
 BEAMS = ["-p", "ab", "-n", "6", "--num-beams", "3"]

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from offload.units import MIB, format_bytes
-from specdec import cli_options as options
-from specdec.cli_checks import (
+from specdec.cli import options
+from specdec.cli.enforce import enforced_bytes, run_enforced
+from specdec.cli.groups import LoadOptions, SamplingOptions
+from specdec.cli.notes import (
     check_chat_template,
     check_models,
     check_prompt,
     note_left_out,
     note_plan,
 )
-from specdec.cli_groups import LoadOptions, SamplingOptions
-from specdec.cli_output import loading_progress, perf_line, say, write_json, write_text
-from specdec.cli_sequences import SequenceOptions, check_sampling
-from specdec.cli_signature import with_options
-from specdec.enforce import enforced_bytes, run_enforced
+from specdec.cli.output import loading_progress, perf_line, say, write_json, write_text
+from specdec.cli.sampling_options import SequenceOptions, check_sampling
+from specdec.cli.signature import with_options
 
 if TYPE_CHECKING:
     from specdec.api import LLM, CompletionOutput, GenerationResult

@@ -1,0 +1,1 @@
+"""The `specdec` command: options to calls, errors to one line."""
