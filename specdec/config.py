@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specdec.config_checks import ConfigError as ConfigError
-from specdec.config_checks import check as _check
-from specdec.config_checks import refuse_unknown
+from specdec.checks import ConfigError as ConfigError
+from specdec.checks import check as _check
+from specdec.checks import refuse_unknown
 from specdec.sampling.checks import normalised, validate
 
 if TYPE_CHECKING:

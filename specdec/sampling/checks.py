@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from specdec.config_checks import ConfigError, as_float, check
+from specdec.checks import ConfigError, as_float, check
 
 if TYPE_CHECKING:
     from specdec.config import SamplingParams
