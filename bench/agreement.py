@@ -21,7 +21,7 @@ import typer
 from bench.compare import label
 from bench.options import OutputFile, check_writable
 from bench.peer_figures import describe_ratio, seconds_by_position
-from bench.results import PEERS, ResultsError, read_results, write_json
+from bench.process.results import PEERS, ResultsError, read_results, write_json
 from specdec.cli.errors import run_app
 
 Seconds = dict[tuple[str, int], float]

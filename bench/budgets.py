@@ -13,10 +13,10 @@ from typing import Any
 import typer
 
 from bench import aggregate
-from bench.child import KILLED, quiet_libraries
 from bench.measure import MeasureSpec, measure_in_child
-from bench.provenance import collect
-from bench.results import SPEEDUP, ResultsError, read_results
+from bench.process.child import KILLED, quiet_libraries
+from bench.process.provenance import collect
+from bench.process.results import SPEEDUP, ResultsError, read_results
 from bench.workloads import Prompt
 from offload.units import GIB
 

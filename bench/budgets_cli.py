@@ -33,8 +33,8 @@ def budgets_command(
 ) -> None:
     """The same prompts at several budgets: nothing killed, and the same texts?"""
     from bench.budgets import format_rows, run_budgets
+    from bench.process.results import write_json
     from bench.prompt_lengths import refuse_long
-    from bench.results import write_json
     from offload.units import parse_bytes
     from specdec.models.names import resolve_model
 

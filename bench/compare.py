@@ -34,12 +34,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench import limited
-from bench.interpreters import Interpreter
 from bench.peer_figures import by_category, pairwise_ratios, summarise, token_match
 from bench.peer_runs import ProcessRun, ProgramRunner, RunSettings
 from bench.peers import PEERS, Peer, Weights, why_not
-from bench.provenance import collect
+from bench.process import limited
+from bench.process.interpreters import Interpreter
+from bench.process.provenance import collect
 from bench.weights_card import describe_weights
 from bench.workloads import Prompt
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from bench.child import forget_model
 from bench.cuda_equality import drift, fp32, smallest_budget
 from bench.cuda_machine import machine, vram_outside_torch
 from bench.cuda_settings import Note, Settings
 from bench.known_drafter import KnownAccuracyDrafter, expected_tokens
-from bench.provenance import versions
+from bench.process.child import forget_model
+from bench.process.provenance import versions
 from bench.workloads import BUILT_IN, Prompt, read_prompts
 from specdec.api import LLM, load
 from specdec.config import SpecConfig

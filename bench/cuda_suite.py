@@ -24,12 +24,12 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.child import quiet_libraries
 from bench.cuda_checks import checks, lines
 from bench.cuda_settings import SECTIONS, Settings, full_settings, tiny_settings
-from bench.limited import Limits, run_limited
-from bench.provenance import collect
-from bench.results import write_json
+from bench.process.child import quiet_libraries
+from bench.process.limited import Limits, run_limited
+from bench.process.provenance import collect
+from bench.process.results import write_json
 from offload.errors import SpecdecError
 from specdec.cli.enforce import child_environment
 from specdec.cli.errors import EXIT_ERROR, run_app

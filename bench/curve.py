@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from bench.aggregate import first_mismatch
-from bench.child import measure_for_parent, quiet_libraries, result_of_child
 from bench.curve_figures import summarise
 from bench.known_drafter import KnownAccuracyDrafter
 from bench.near_ties import examine
-from bench.provenance import collect
-from bench.results import append_line
+from bench.process.child import measure_for_parent, quiet_libraries, result_of_child
+from bench.process.provenance import collect
+from bench.process.results import append_line
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.config import SpecConfig

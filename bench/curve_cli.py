@@ -51,8 +51,8 @@ def curve_command(
     """Speedup against acceptance rate, with a drafter of known accuracy."""
     from bench.curve import CurveError, CurveSettings, CurveSpec, run_curve
     from bench.curve_figures import format_curve
+    from bench.process.results import write_json
     from bench.prompt_lengths import refuse_long
-    from bench.results import write_json
     from specdec.models.names import resolve_model
 
     settings = CurveSettings(parse_rates(rates), parse_lengths(sizes), max_tokens, ignore_eos, seed)

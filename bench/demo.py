@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.child import check_child, run_child
+from bench.process.child import check_child, run_child
 from bench.speedup import SpeedupRun, run_speedup
 from bench.stand_in import StandIn, smallest_budget
 from bench.table import format_report

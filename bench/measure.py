@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bench.child import measure_for_parent, result_of_child
 from bench.near_ties import examine
-from bench.probe import BUFFER_BYTES, probe_bandwidth
-from bench.results import append_line
+from bench.process.child import measure_for_parent, result_of_child
+from bench.process.probe import BUFFER_BYTES, probe_bandwidth
+from bench.process.results import append_line
 from bench.workloads import Prompt
 from offload.units import parse_bytes
 from specdec.decoding.stats import PassTime, ratio

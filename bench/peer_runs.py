@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import limited
-from bench.child import forget_files, forget_model
-from bench.interpreters import Interpreter, executable, own_packages
-from bench.limited import Limits
 from bench.peer_figures import summarise
 from bench.peer_program import LEAST_SPECULATED_TOKENS, LEAST_TOKENS, Task
 from bench.peers import LEAST_AMOUNT_BYTES, MEMORY, Peer, Weights, settings_to_try
-from bench.probe import probe_bandwidth
+from bench.process import limited
+from bench.process.child import forget_files, forget_model
+from bench.process.interpreters import Interpreter, executable, own_packages
+from bench.process.limited import Limits
+from bench.process.probe import probe_bandwidth
 from bench.workloads import Prompt
 from offload.storage.read_limit import ReadLimit
 from offload.units import GIB

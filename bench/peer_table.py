@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.compare import NOT_RUN, label
-from bench.limited import OK
 from bench.peer_figures import describe_ratio
 from bench.peer_runs import describe_tuned
 from bench.peers import PEERS
+from bench.process.limited import OK
 from bench.workloads import describe_left_out
 from offload.units import GIB, format_bytes
 

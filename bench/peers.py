@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.interpreters import Interpreter, has_module
+from bench.process.interpreters import Interpreter, has_module
 from offload.units import MIB
 from specdec.models.names import resolve_draft, resolve_model
 

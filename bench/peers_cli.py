@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from bench.interpreters import Interpreter, InterpreterError, probe
 from bench.options import (
     EnforceAlways,
     IgnoreEos,
@@ -24,6 +23,7 @@ from bench.options import (
     check_writable,
 )
 from bench.peers import GGUF, HF, PEERS, Weights
+from bench.process.interpreters import Interpreter, InterpreterError, probe
 from bench.workloads import BUILT_IN, read_prompts, spread
 from offload.units import parse_bytes
 from specdec.cli import options
@@ -99,8 +99,8 @@ def peers_command(
     from bench.compare import compare
     from bench.peer_runs import RunSettings
     from bench.peer_table import format_comparison
+    from bench.process.results import write_json
     from bench.prompt_lengths import fitting
-    from bench.results import write_json
     from specdec.planning.division import DEFAULT_CTX_SIZE
 
     check_output(output)

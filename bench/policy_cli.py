@@ -48,8 +48,8 @@ def policy_command(
 ) -> None:
     """The automatic size of trees against fixed ones, in one process."""
     from bench.policy_sweep import PolicySpec, format_sweep, parse_sizes, sweep_in_child
+    from bench.process.results import write_json
     from bench.prompt_lengths import refuse_long
-    from bench.results import write_json
     from specdec.models.names import resolve_model
 
     if enforce and load.memory_budget == "auto":

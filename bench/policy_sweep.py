@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from bench import aggregate
-from bench.child import measure_for_parent, quiet_libraries, result_of_child
 from bench.measure import WARM_UP_TOKENS, Record
-from bench.provenance import collect
-from bench.results import append_line
+from bench.process.child import measure_for_parent, quiet_libraries, result_of_child
+from bench.process.provenance import collect
+from bench.process.results import append_line
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.config import SpecConfig

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.child import forget_model, quiet_libraries, result_of_child
 from bench.options import OutputFile, check_writable
 from bench.prediction_run import PredictionSpec
-from bench.provenance import collect
-from bench.results import write_json
+from bench.process.child import forget_model, quiet_libraries, result_of_child
+from bench.process.provenance import collect
+from bench.process.results import write_json
 from bench.workloads import BUILT_IN, read_prompts
 from offload.errors import SpecdecError
 from offload.storage.read_limit import ReadLimit

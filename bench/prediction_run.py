@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.child import measure_for_parent
+from bench.process.child import measure_for_parent
 from specdec.decoding.stats import ratio
 from specdec.drafters.model import max_beams
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from backends.contract.source import BackendOptions
-from bench.child import quiet_libraries
 from bench.options import UsageMistake
+from bench.process.child import quiet_libraries
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.models.formats import open_model

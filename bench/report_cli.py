@@ -25,8 +25,8 @@ def report_command(
     ] = Path("report.html"),
 ) -> None:
     """One self-contained HTML page with tables and plots, and the plots as PNG files."""
+    from bench.process.results import read_all
     from bench.report_page import write_report
-    from bench.results import read_all
 
     check_writable("--output-file", output_file)
     for path in write_report(read_all(results), output_file):

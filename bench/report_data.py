@@ -11,7 +11,7 @@ from bench import aggregate
 from bench.compare import label
 from bench.known_drafter import expected_tokens
 from bench.peer_figures import count_of
-from bench.results import BUDGETS, CURVE, PEERS, POLICY, SPEEDUP, SWEEP, Results
+from bench.process.results import BUDGETS, CURVE, PEERS, POLICY, SPEEDUP, SWEEP, Results
 from specdec.decoding.stats import ratio
 
 PLAIN = "plain"

@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from bench import report_plots as plots
+from bench.process.results import (
+    BUDGETS,
+    PICTURE,
+    SPEEDUP,
+    SWEEP,
+    Results,
+    ResultsError,
+    write_whole,
+)
 from bench.report_data import bars, curves, depths, points
 from bench.report_tables import Table, tables
-from bench.results import BUDGETS, PICTURE, SPEEDUP, SWEEP, Results, ResultsError, write_whole
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 68rem; margin: 2rem auto;

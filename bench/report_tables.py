@@ -13,8 +13,8 @@ from bench.curve_figures import HEADINGS, best_line, cells
 from bench.peer_figures import describe_ratio
 from bench.peer_table import COLUMNS, category_cell
 from bench.peer_table import cells as peer_cells
+from bench.process.results import BUDGETS, CURVE, PEERS, POLICY, PREDICTION, SPEEDUP, SWEEP, Results
 from bench.report_data import series_name
-from bench.results import BUDGETS, CURVE, PEERS, POLICY, PREDICTION, SPEEDUP, SWEEP, Results
 from bench.table import ROWS
 from offload.units import GIB, format_bytes
 

@@ -14,14 +14,15 @@ from typing import Any
 
 import psutil
 
-from bench import aggregate, limited
-from bench.child import quiet_libraries
+from bench import aggregate
 from bench.efficiency import efficiency, pass_times_of, typical_pass_seconds
 from bench.measure import MeasureSpec, measure_in_child
 from bench.peer_figures import pairwise_ratios, summarise, token_match
 from bench.peer_runs import ProcessRun, ProgramRunner, RunSettings
 from bench.peers import PEERS, Weights
-from bench.provenance import collect
+from bench.process import limited
+from bench.process.child import quiet_libraries
+from bench.process.provenance import collect
 from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from offload.units import parse_bytes

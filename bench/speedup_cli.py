@@ -55,8 +55,8 @@ def speedup_command(
     debug: options.Debug = False,
 ) -> None:
     """Plain streamed decoding against speculative decoding of the same target."""
+    from bench.process.results import write_json
     from bench.prompt_lengths import refuse_long
-    from bench.results import write_json
     from bench.speedup import SpeedupRun, run_speedup
     from bench.table import format_report
     from offload.units import parse_bytes

@@ -80,8 +80,8 @@ def sweep_command(
     """Budgets x storage speeds x tree sizes; interrupted, it goes on where it was."""
     from bench.peer_runs import RunSettings
     from bench.peers import Weights
+    from bench.process.provenance import collect
     from bench.prompt_lengths import fitting
-    from bench.provenance import collect
     from bench.sweep import Sweep, all_settings, drop_torn_line, recorded_budgets, run_sweep
     from specdec.planning.division import DEFAULT_CTX_SIZE
 

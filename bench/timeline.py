@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.results import write_whole
+from bench.process.results import write_whole
 from offload.errors import SpecdecError
 from offload.trace import LAYER, READ, WAIT, Event, Trace, recording
 from specdec.decoding.stats import ACCEPT, DRAFT, PASS, PREFILL

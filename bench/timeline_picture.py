@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from bench.results import write_whole
+from bench.process.results import write_whole
 from bench.timeline import (
     ACCEPTANCE,
     DRAFTING,

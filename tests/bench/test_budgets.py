@@ -9,9 +9,9 @@ import pytest
 import typer
 
 from bench import budgets
-from bench.child import KILLED
 from bench.cli import main
-from bench.results import BUDGETS, read_results
+from bench.process.child import KILLED
+from bench.process.results import BUDGETS, read_results
 from bench.workloads import Prompt
 from specdec.cli.errors import EXIT_INTERRUPTED
 

@@ -14,12 +14,12 @@ from tiny_pair import save_model
 
 import specdec
 from bench.__main__ import main
-from bench.child import write_spec
 from bench.curve import CurveError, CurveSettings, CurveSpec, load_keywords, measure_curve
 from bench.curve_cli import parse_lengths, parse_rates
 from bench.curve_figures import format_curve, summarise
 from bench.known_drafter import expected_tokens
 from bench.options import UsageMistake
+from bench.process.child import write_spec
 from bench.workloads import Prompt
 from specdec.decoding.stats import GenerationStats
 

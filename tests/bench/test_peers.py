@@ -14,7 +14,6 @@ from tiny_pair import save_model
 from bench import peer_runs
 from bench.cli import main
 from bench.compare import NOT_RUN, compare
-from bench.limited import FAILED, OK, OOM_KILLED, TIMED_OUT
 from bench.peer_program import Task
 from bench.peer_runs import ProgramRunner, RunSettings
 from bench.peer_table import format_comparison
@@ -29,6 +28,7 @@ from bench.peers import (
     why_not,
 )
 from bench.peers_cli import UsageMistake, all_weights, parse_peers
+from bench.process.limited import FAILED, OK, OOM_KILLED, TIMED_OUT
 from bench.weights_card import describe_weights
 from bench.workloads import Prompt
 from offload.process.cgroup import CgroupUnavailable, MemoryCgroup

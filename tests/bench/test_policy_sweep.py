@@ -10,7 +10,6 @@ import pytest
 from interrupting import InterruptedAt
 from tiny_pair import save_model
 
-from bench.child import write_spec
 from bench.cli import main
 from bench.policy_sweep import (
     PolicySpec,
@@ -21,6 +20,7 @@ from bench.policy_sweep import (
     run_sweep,
     summarise,
 )
+from bench.process.child import write_spec
 from bench.workloads import Prompt
 from specdec.config import SpecConfig
 from specdec.decoding.recorder import StatsRecorder
@@ -87,7 +87,7 @@ def test_the_process_is_held_to_its_budget(
         Path(argv[1]).write_text(json.dumps(summarise([record("2x2", 1.0), record("auto", 1.0)])))
         return 0
 
-    monkeypatch.setattr("bench.child.run_child", child)
+    monkeypatch.setattr("bench.process.child.run_child", child)
     argv = ["policy", "-m", str(save_model(tmp_path / "target", 1)), "--sizes", "2x2"]
     assert main([*argv, "--memory-budget", "1GiB", "--enforce"]) == 0
     assert main([*argv, "--memory-budget", "1GiB"]) == 0

@@ -9,7 +9,6 @@ import pytest
 from tiny_pair import save_model
 from typer.testing import CliRunner
 
-from bench.child import write_spec
 from bench.cli import app, main
 from bench.prediction import (
     PredictionError,
@@ -20,7 +19,8 @@ from bench.prediction import (
     parse_speeds,
 )
 from bench.prediction_run import PredictionSpec, measure
-from bench.results import PREDICTION, read_results
+from bench.process.child import write_spec
+from bench.process.results import PREDICTION, read_results
 from offload.storage.read_limit import ReadLimit
 from specdec.cli.errors import EXIT_INTERRUPTED
 from specdec.models.files import largest_weight_file

@@ -13,13 +13,13 @@ import pytest
 import typer
 from tiny_pair import save_model
 
-from bench.child import KILLED, ChildFailed, check_child, run_child, write_spec
 from bench.cli import main
-from bench.limited import OK, OOM_KILLED
 from bench.measure import MeasureSpec, _without_probe
 from bench.peer_runs import ProcessRun, ProgramRunner
-from bench.probe import BUFFER_BYTES, BUFFERED, DIRECT
-from bench.provenance import git_revision
+from bench.process.child import KILLED, ChildFailed, check_child, run_child, write_spec
+from bench.process.limited import OK, OOM_KILLED
+from bench.process.probe import BUFFER_BYTES, BUFFERED, DIRECT
+from bench.process.provenance import git_revision
 from bench.workloads import Prompt
 from offload.units import GIB
 

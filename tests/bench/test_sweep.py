@@ -16,11 +16,11 @@ from tiny_pair import save_model
 
 from bench import peers
 from bench.cli import main
-from bench.limited import OK, Limits, Outcome
 from bench.peer_program import Task
 from bench.peer_runs import RunSettings
 from bench.peers import Peer, Weights
-from bench.results import ResultsError, read_results
+from bench.process.limited import OK, Limits, Outcome
+from bench.process.results import ResultsError, read_results
 from bench.sweep import (
     Setting,
     Sweep,
@@ -124,7 +124,7 @@ def test_a_setting_is_what_its_process_is_held_to(
         found.append((Task.read(Path(argv[-2])), limits))
         return Outcome(OK, 0, 1.0, 0, None)
 
-    monkeypatch.setattr("bench.limited.run_limited", run_limited)
+    monkeypatch.setattr("bench.process.limited.run_limited", run_limited)
     sweep = sweep_of(target, enforce=True, load={"tree_width": 2})
     for setting in (Setting(2 * GIB, 90.0, 16), Setting(GIB, None, None)):
         measure_setting(sweep, setting)

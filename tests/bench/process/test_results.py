@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.results import ResultsError, read_results, write_json
+from bench.process.results import ResultsError, read_results, write_json
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "notes", '{"peers": 3}', '{"setting": {}}\n3\n'])

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from bench import probe
-from bench.probe import (
+from bench.process import probe
+from bench.process.probe import (
     BLOCK_BYTES,
     BUFFER_BYTES,
     BUFFERED,
@@ -196,10 +196,10 @@ def test_wrong_sizes(tmp_path: Path, wrong: dict[str, int]) -> None:
 
 def test_it_uses_nothing_that_it_is_a_yardstick_of() -> None:
     code = (
-        "import sys, bench.probe; "
+        "import sys, bench.process.probe; "
         "print([m for m in sys.modules if m.startswith(('offload.', 'specdec', 'backends'))])"
     )
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )

@@ -16,11 +16,11 @@ from tiny_pair import save_model
 
 from bench.cli import main
 from bench.compare import NOT_RUN, compare
-from bench.interpreters import Interpreter, InterpreterError, own_packages, probe
-from bench.limited import FAILED, OK
 from bench.peer_runs import RunSettings
 from bench.peer_table import format_comparison
 from bench.peers import PEERS, Peer, Weights, why_not
+from bench.process.interpreters import Interpreter, InterpreterError, own_packages, probe
+from bench.process.limited import FAILED, OK
 from bench.workloads import Prompt
 from offload.units import GIB
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from offload.process.memory import memory_limit
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = tuple("torch transformers numpy safetensors accelerate airllm llama-cpp-python".split())
 
 
@@ -35,7 +35,7 @@ def collect(argv: Sequence[str], model: Path | None = None) -> dict[str, Any]:
 def git_revision(root: Path = ROOT) -> str | None:
     """The commit, with "+changes" when files differ from it; None outside our own repository."""
     # An installed copy may lie inside some other project's repository: ask for a file of ours.
-    if not _git(root, "ls-files", "--error-unmatch", "bench/provenance.py"):
+    if not _git(root, "ls-files", "--error-unmatch", "bench/process/provenance.py"):
         return None
     revision = _git(root, "rev-parse", "HEAD")
     changes = _git(root, "status", "--porcelain", "--untracked-files=no")

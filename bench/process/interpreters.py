@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.provenance import PACKAGES, ROOT
+from bench.process.provenance import PACKAGES, ROOT
 from offload.errors import SpecdecError
 
 _OWN_PACKAGES = ("bench", "specdec", "backends", "offload")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.limited import FAILED, OK, OOM_KILLED, TIMED_OUT, Limits, Outcome, run_limited
+from bench.process.limited import FAILED, OK, OOM_KILLED, TIMED_OUT, Limits, Outcome, run_limited
 from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
 from offload.storage.read_limit import ReadLimit, block_device
 from offload.units import MIB
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def _why_not() -> str:
@@ -65,7 +65,7 @@ def test_a_late_program_and_its_children_are_killed(tmp_path: Path) -> None:
 
 def test_nothing_outlives_a_terminated_benchmark(tmp_path: Path) -> None:
     script = (
-        "import os, sys; from pathlib import Path; from bench.limited import Limits, run_limited; "
+        "import os, sys; from pathlib import Path; from bench.process.limited import Limits, run_limited; "
         "argv = [sys.executable, '-c', "
         "'import os, time; print(os.getpid(), flush=True); time.sleep(60)']; "
         f"run_limited(argv, Limits(None, 60.0), os.environ, Path({str(tmp_path / 'log')!r}))"

@@ -1,0 +1,1 @@
+"""One measured child process, within limits, and what it leaves behind."""
