@@ -30,9 +30,9 @@ _MORE_LAYERS = 4
 
 def grow_targets(s: Settings, note: Note) -> None:
     """The large target, and two small ones: the source with more layers, enough to be moved."""
-    from bench.shapes import named_shape
-    from bench.source_model import SourceModel
-    from bench.synth import grow
+    from bench.synth.checkpoint import grow
+    from bench.synth.shapes import named_shape
+    from bench.synth.source import SourceModel
     from specdec.models.names import resolve_model
 
     source = resolve_model(s.source)

@@ -23,7 +23,7 @@ class Settings:
     limits: dict[str, float]
     """Seconds that each section may take."""
     shape: str | None
-    """Of the large target, from bench.shapes; None: that of the small ones."""
+    """Of the large target, from bench.synth.shapes; None: that of the small ones."""
     vram_budget: str
     """Of the large target; "smallest" is what a plan says."""
     host_budget: str

@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.process.child import check_child, run_child
 from bench.speedup import SpeedupRun, run_speedup
-from bench.stand_in import StandIn, smallest_budget
+from bench.synth.stand_in import StandIn, smallest_budget
 from bench.table import format_report
 from bench.workloads import BUILT_IN, read_prompts
 from offload.budget import format_up

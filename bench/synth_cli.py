@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bench.shapes import SHAPES, LlamaShape, SynthError, named_shape, shape_of_size
+from bench.synth.shapes import SHAPES, LlamaShape, SynthError, named_shape, shape_of_size
 from offload.units import format_bytes, parse_bytes
 
 DEFAULT_SIZE = "6GB"
@@ -74,9 +74,9 @@ def synth_command(
     n_bytes = parse_bytes(size) if size else None
 
     # Takes its time: a mistyped option should not have to wait for it.
-    from bench.source_model import SourceModel
-    from bench.synth import FORMATS, grow
-    from bench.synth_gguf import GGUF_FORMATS, grow_gguf
+    from bench.synth.checkpoint import FORMATS, grow
+    from bench.synth.gguf import GGUF_FORMATS, grow_gguf
+    from bench.synth.source import SourceModel
     from specdec.models.names import resolve_model
 
     folder = resolve_model(source)

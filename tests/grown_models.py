@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from bench.shapes import LlamaShape
+from bench.synth.shapes import LlamaShape
 
 HEAD_DIM = 8
 SMALL = LlamaShape(32, 48, 2, 4, 2, HEAD_DIM, 96, tied=False)

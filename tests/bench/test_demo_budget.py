@@ -10,7 +10,7 @@ import pytest
 
 from bench import demo
 from bench.cli import main
-from bench.stand_in import StandIn, StandInError, smallest_budget
+from bench.synth.stand_in import StandIn, StandInError, smallest_budget
 from offload.units import MIB
 
 STAND_IN = StandIn("pair:target", "gguf", "q8_0", 1_000_000_000, 4096, "pair:draft.gguf")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from bench.shapes import SynthError
+from bench.synth.shapes import SynthError
 from offload.units import MIB, format_bytes
 
 _MARGIN_BYTES = 16 * MIB  # headers, config, tokenizer, index, file-system blocks

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.shapes import LlamaShape, SynthError
+from bench.synth.shapes import LlamaShape, SynthError
 from offload.formats.checkpoint import WeightIndex
 from specdec.pair.float_weights import read_float32
 

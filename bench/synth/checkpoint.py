@@ -1,6 +1,6 @@
 """Grows a small Llama-architecture checkpoint to the bytes, FLOPs and shapes of a large one.
 
-The grown model computes the same function as the small one (see `bench.growth` for the maths),
+The grown model computes the same function as the small one (see `bench.synth.growth` for the maths),
 so text and acceptance are the small model's while the cost of a pass is the large model's. That
 is what makes honest measurements possible where no large model can be downloaded.
 
@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.growth import GrowthPlanner, TensorPlan
-from bench.random_weights import TensorMaker
-from bench.shapes import LlamaShape, SynthError
-from bench.source_model import SourceModel
-from bench.synth_disk import check_folder
-from bench.synth_files import grown_config, model_card, write_json, write_side_files
-from bench.weight_formats import BF16, F32, WeightFormat
+from bench.synth.disk import check_folder
+from bench.synth.files import grown_config, model_card, write_json, write_side_files
+from bench.synth.formats import BF16, F32, WeightFormat
+from bench.synth.growth import GrowthPlanner, TensorPlan
+from bench.synth.shapes import LlamaShape, SynthError
+from bench.synth.source import SourceModel
+from bench.synth.weights import TensorMaker
 from specdec.pair.gguf_file import ProgressFunction, reserve_blocks
 
 DEFAULT_SHARD_BYTES = 1_500_000_000

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from grown_models import altered, save_source_with_tokenizer
 
-from bench import synth_disk
-from bench.shapes import LlamaShape, SynthError
-from bench.synth_gguf import grow_gguf
+from bench.synth import disk as synth_disk
+from bench.synth.gguf import grow_gguf
+from bench.synth.shapes import LlamaShape, SynthError
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("llama_cpp")

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bench.shapes import LlamaShape
-from bench.source_model import SourceModel
+from bench.synth.shapes import LlamaShape
+from bench.synth.source import SourceModel
 from offload.units import format_bytes
 
 _CONFIG_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of a folder; GGUF has its own key

@@ -23,7 +23,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from bench.shapes import LlamaShape, SynthError
+from bench.synth.shapes import LlamaShape, SynthError
 
 
 class Fill(Enum):

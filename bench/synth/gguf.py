@@ -1,4 +1,4 @@
-"""Grows a small Llama to a large one's size as one GGUF file, as `bench.synth` does for folders.
+"""Grows a small Llama to a large one's size as one GGUF file, as `bench.synth.checkpoint` does for folders.
 
 Types follow llama-quantize: norms in F32; with Q4_0 the output head (a tied embedding is one too)
 in Q6_K, or in Q8_0 where its rows do not fill Q6_K's blocks; everything else as asked.
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.growth import GrowthPlanner, TensorPlan
-from bench.random_weights import TensorMaker
-from bench.shapes import LlamaShape, SynthError
-from bench.source_model import SourceModel
-from bench.synth import GrowReport, fit_shape
-from bench.synth_disk import check_gguf_file
-from bench.synth_files import grown_config, model_card
-from bench.weight_formats import BF16, F16, F32, Q4_0, Q6_K, Q8_0, WeightFormat
+from bench.synth.checkpoint import GrowReport, fit_shape
+from bench.synth.disk import check_gguf_file
+from bench.synth.files import grown_config, model_card
+from bench.synth.formats import BF16, F16, F32, Q4_0, Q6_K, Q8_0, WeightFormat
+from bench.synth.growth import GrowthPlanner, TensorPlan
+from bench.synth.shapes import LlamaShape, SynthError
+from bench.synth.source import SourceModel
+from bench.synth.weights import TensorMaker
 from specdec.pair.gguf_file import (
     GgufTensor,
     ProgressFunction,
@@ -60,7 +60,7 @@ def grow_gguf(
 ) -> GrowReport:
     """Writes one GGUF file of `shape` that computes the same function as the source.
 
-    The arguments are those of `bench.synth.grow`, but for `out_file`, whose name must end in
+    The arguments are those of `bench.synth.checkpoint.grow`, but for `out_file`, whose name must end in
     .gguf, and `dtype`, one of `GGUF_FORMATS`. The quantised weights of the source round its
     function; growing does not change it further.
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from grown_models import LARGE, SMALL, altered, save_source
 
-from bench import synth_disk
 from bench.cli import main
-from bench.shapes import SynthError
-from bench.source_model import SourceModel, source_shape
-from bench.synth import grow
+from bench.synth import disk as synth_disk
+from bench.synth.checkpoint import grow
+from bench.synth.shapes import SynthError
+from bench.synth.source import SourceModel, source_shape
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.shapes import SynthError
+from bench.synth.shapes import SynthError
 from offload.errors import SpecdecError
 from specdec.cli.enforce import child_environment
 from specdec.cli.errors import guard
@@ -41,7 +41,7 @@ def smallest_budget(stand_in: StandIn) -> int | None:
     Raises:
         StandInError: with the reason that planning gave.
     """
-    argv = [sys.executable, "-m", "bench.stand_in", json.dumps(asdict(stand_in))]
+    argv = [sys.executable, "-m", "bench.synth.stand_in", json.dumps(asdict(stand_in))]
     environment = child_environment()
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -63,10 +63,10 @@ def _plan(stand_in: StandIn) -> int:
 
 
 def _grow(stand_in: StandIn, folder: Path) -> Path:
-    from bench.source_model import SourceModel
-    from bench.synth import FORMATS, grow
+    from bench.synth.checkpoint import FORMATS, grow
+    from bench.synth.gguf import GGUF_FORMATS, grow_gguf
+    from bench.synth.source import SourceModel
     from bench.synth_cli import choose_shape
-    from bench.synth_gguf import GGUF_FORMATS, grow_gguf
     from specdec.models.names import resolve_model
 
     is_gguf = stand_in.format == "gguf"

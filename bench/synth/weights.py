@@ -8,9 +8,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from bench.growth import Fill, Patch, TensorPlan
-from bench.shapes import SynthError
-from bench.weight_formats import WeightFormat
+from bench.synth.formats import WeightFormat
+from bench.synth.growth import Fill, Patch, TensorPlan
+from bench.synth.shapes import SynthError
 from offload.units import MIB
 
 _CHUNK_BYTES = 32 * MIB

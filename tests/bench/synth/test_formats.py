@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.weight_formats import BF16, F16, F32, Q4_0, Q6_K, Q8_0, WeightFormat
+from bench.synth.formats import BF16, F16, F32, Q4_0, Q6_K, Q8_0, WeightFormat
 
 gguf = pytest.importorskip("gguf")
 

@@ -12,9 +12,9 @@ from grown_models import HEAD_DIM, LARGE, SMALL, altered, save_source
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.growth import layer_places, map_heads
-from bench.shapes import LlamaShape, SynthError
-from bench.synth import grow
+from bench.synth.checkpoint import grow
+from bench.synth.growth import layer_places, map_heads
+from bench.synth.shapes import LlamaShape, SynthError
 
 
 def logits_of(folder: Path) -> torch.Tensor:

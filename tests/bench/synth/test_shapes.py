@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.growth import GrowthPlanner
-from bench.shapes import SHAPES, LlamaShape, SynthError, shape_of_size
+from bench.synth.growth import GrowthPlanner
+from bench.synth.shapes import SHAPES, LlamaShape, SynthError, shape_of_size
 
 
 @pytest.mark.parametrize("text", [1_000_000_000, 6_000_000_000, 13_000_000_000, 60_000_000_000])

@@ -1,7 +1,7 @@
 """How weights are stored: floats, or ggml's blocks of quantised numbers.
 
 A row of a tensor is a row of blocks. Zeros stay exactly zero in every format, which is what
-`bench.growth` needs.
+`bench.synth.growth` needs.
 """
 
 from __future__ import annotations
