@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet -c constraints.txt
 
 MODEL   ?= build/grown-6gb
-PROMPTS ?= bench/prompts.jsonl
+PROMPTS ?= bench/prompts/prompts.jsonl
 BUDGET  ?= 3.5GiB
 
 .PHONY: demo test bench clean

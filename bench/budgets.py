@@ -17,7 +17,7 @@ from bench.measure import MeasureSpec, measure_in_child
 from bench.process.child import KILLED, quiet_libraries
 from bench.process.provenance import collect
 from bench.process.results import SPEEDUP, ResultsError, read_results
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 from offload.units import GIB
 
 _MODE = "speculative"

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bench.options import NPrompts, OutputFile, Prompts, check_writable, sampling_keywords
-from bench.workloads import BUILT_IN, read_prompts
+from bench.prompts.workloads import BUILT_IN, read_prompts
 from specdec.cli import options
 from specdec.cli.groups import LoadOptions, SamplingOptions
 
@@ -34,7 +34,7 @@ def budgets_command(
     """The same prompts at several budgets: nothing killed, and the same texts?"""
     from bench.budgets import format_rows, run_budgets
     from bench.process.results import write_json
-    from bench.prompt_lengths import refuse_long
+    from bench.prompts.lengths import refuse_long
     from offload.units import parse_bytes
     from specdec.models.names import resolve_model
 

@@ -40,8 +40,8 @@ from bench.peers import PEERS, Peer, Weights, why_not
 from bench.process import limited
 from bench.process.interpreters import Interpreter
 from bench.process.provenance import collect
+from bench.prompts.workloads import Prompt
 from bench.weights_card import describe_weights
-from bench.workloads import Prompt
 
 NOT_RUN = "not-run"
 _REFERENCE = "specdec-plain"

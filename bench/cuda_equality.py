@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.cuda_settings import Note, Settings
-from bench.workloads import BUILT_IN, read_prompts
+from bench.prompts.workloads import BUILT_IN, read_prompts
 from offload.budget import BudgetExceeded
 from specdec.api import load
 from specdec.planning.plan import plan_run

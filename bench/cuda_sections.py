@@ -17,7 +17,7 @@ from bench.cuda_settings import Note, Settings
 from bench.known_drafter import KnownAccuracyDrafter, expected_tokens
 from bench.process.child import forget_model
 from bench.process.provenance import versions
-from bench.workloads import BUILT_IN, Prompt, read_prompts
+from bench.prompts.workloads import BUILT_IN, Prompt, read_prompts
 from specdec.api import LLM, load
 from specdec.config import SpecConfig
 from specdec.decoding.stats import GenerationStats, ratio

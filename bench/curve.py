@@ -27,7 +27,7 @@ from bench.near_ties import examine
 from bench.process.child import measure_for_parent, quiet_libraries, result_of_child
 from bench.process.provenance import collect
 from bench.process.results import append_line
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.config import SpecConfig
 

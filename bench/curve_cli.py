@@ -17,7 +17,7 @@ from bench.options import (
     check_output,
     check_writable,
 )
-from bench.workloads import BUILT_IN, read_prompts
+from bench.prompts.workloads import BUILT_IN, read_prompts
 from specdec.cli import options
 from specdec.cli.groups import TargetOptions
 from specdec.config import MAX_DRAFT_TOKENS
@@ -52,7 +52,7 @@ def curve_command(
     from bench.curve import CurveError, CurveSettings, CurveSpec, run_curve
     from bench.curve_figures import format_curve
     from bench.process.results import write_json
-    from bench.prompt_lengths import refuse_long
+    from bench.prompts.lengths import refuse_long
     from specdec.models.names import resolve_model
 
     settings = CurveSettings(parse_rates(rates), parse_lengths(sizes), max_tokens, ignore_eos, seed)

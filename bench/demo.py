@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.process.child import check_child, run_child
+from bench.prompts.workloads import BUILT_IN, read_prompts
 from bench.speedup import SpeedupRun, run_speedup
 from bench.synth.stand_in import StandIn, smallest_budget
 from bench.table import format_report
-from bench.workloads import BUILT_IN, read_prompts
 from offload.budget import format_up
 from offload.errors import SpecdecError
 from offload.units import MIB, format_bytes, parse_bytes

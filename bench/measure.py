@@ -23,7 +23,7 @@ from bench.near_ties import examine
 from bench.process.child import measure_for_parent, result_of_child
 from bench.process.probe import BUFFER_BYTES, probe_bandwidth
 from bench.process.results import append_line
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 from offload.units import parse_bytes
 from specdec.decoding.stats import PassTime, ratio
 from specdec.models.files import largest_weight_file

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peer_program import Clock, Journal, Task, run_program
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 
 
 def program(task: Task, journal: Journal) -> None:

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 
 LEAST_TOKENS = 5

@@ -18,7 +18,7 @@ from bench.process.child import forget_files, forget_model
 from bench.process.interpreters import Interpreter, executable, own_packages
 from bench.process.limited import Limits
 from bench.process.probe import probe_bandwidth
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 from offload.storage.read_limit import ReadLimit
 from offload.units import GIB
 from specdec.cli.enforce import child_environment

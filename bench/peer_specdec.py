@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from bench.peer_program import Clock, Journal, Task, run_program
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 
 if TYPE_CHECKING:
     from specdec.api import LLM

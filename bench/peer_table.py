@@ -10,7 +10,7 @@ from bench.peer_figures import describe_ratio
 from bench.peer_runs import describe_tuned
 from bench.peers import PEERS
 from bench.process.limited import OK
-from bench.workloads import describe_left_out
+from bench.prompts.workloads import describe_left_out
 from offload.units import GIB, format_bytes
 
 Row = Mapping[str, Any]

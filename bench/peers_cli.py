@@ -24,7 +24,7 @@ from bench.options import (
 )
 from bench.peers import GGUF, HF, PEERS, Weights
 from bench.process.interpreters import Interpreter, InterpreterError, probe
-from bench.workloads import BUILT_IN, read_prompts, spread
+from bench.prompts.workloads import BUILT_IN, read_prompts, spread
 from offload.units import parse_bytes
 from specdec.cli import options
 from specdec.cli.groups import LoadOptions
@@ -100,7 +100,7 @@ def peers_command(
     from bench.peer_runs import RunSettings
     from bench.peer_table import format_comparison
     from bench.process.results import write_json
-    from bench.prompt_lengths import fitting
+    from bench.prompts.lengths import fitting
     from specdec.planning.division import DEFAULT_CTX_SIZE
 
     check_output(output)

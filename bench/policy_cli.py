@@ -16,7 +16,7 @@ from bench.options import (
     check_writable,
     sampling_keywords,
 )
-from bench.workloads import BUILT_IN, read_prompts
+from bench.prompts.workloads import BUILT_IN, read_prompts
 from specdec.cli import options
 from specdec.cli.groups import LoadOptions, SamplingOptions
 
@@ -49,7 +49,7 @@ def policy_command(
     """The automatic size of trees against fixed ones, in one process."""
     from bench.policy_sweep import PolicySpec, format_sweep, parse_sizes, sweep_in_child
     from bench.process.results import write_json
-    from bench.prompt_lengths import refuse_long
+    from bench.prompts.lengths import refuse_long
     from specdec.models.names import resolve_model
 
     if enforce and load.memory_budget == "auto":

@@ -19,7 +19,7 @@ from bench.measure import WARM_UP_TOKENS, Record
 from bench.process.child import measure_for_parent, quiet_libraries, result_of_child
 from bench.process.provenance import collect
 from bench.process.results import append_line
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.config import SpecConfig
 from specdec.decoding.stats import ratio

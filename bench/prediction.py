@@ -18,7 +18,7 @@ from bench.prediction_run import PredictionSpec
 from bench.process.child import forget_model, quiet_libraries, result_of_child
 from bench.process.provenance import collect
 from bench.process.results import write_json
-from bench.workloads import BUILT_IN, read_prompts
+from bench.prompts.workloads import BUILT_IN, read_prompts
 from offload.errors import SpecdecError
 from offload.storage.read_limit import ReadLimit
 from offload.units import parse_bytes

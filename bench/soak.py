@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.workloads import BUILT_IN, Prompt, read_prompts
+from bench.prompts.workloads import BUILT_IN, Prompt, read_prompts
 from offload.process.memory import process_memory
 from offload.units import format_bytes
 from specdec.cli.errors import run_app

@@ -23,7 +23,7 @@ from bench.peers import PEERS, Weights
 from bench.process import limited
 from bench.process.child import quiet_libraries
 from bench.process.provenance import collect
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 from offload.units import parse_bytes
 from specdec.decoding.stats import ratio

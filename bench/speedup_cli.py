@@ -20,7 +20,7 @@ from bench.options import (
     check_writable,
     sampling_keywords,
 )
-from bench.workloads import BUILT_IN, read_prompts
+from bench.prompts.workloads import BUILT_IN, read_prompts
 from specdec.cli import options
 from specdec.cli.groups import LoadOptions, SamplingOptions
 
@@ -56,7 +56,7 @@ def speedup_command(
 ) -> None:
     """Plain streamed decoding against speculative decoding of the same target."""
     from bench.process.results import write_json
-    from bench.prompt_lengths import refuse_long
+    from bench.prompts.lengths import refuse_long
     from bench.speedup import SpeedupRun, run_speedup
     from bench.table import format_report
     from offload.units import parse_bytes

@@ -30,7 +30,7 @@ from bench.peer_figures import summarise
 from bench.peer_runs import ProcessRun, ProgramRunner, RunSettings
 from bench.peers import PEERS, Weights
 from bench.process.results import SWEEP, ResultsError, append_line, read_results
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 from specdec.models.files import weight_files
 from specdec.planning.run_plan import RunPlan
 

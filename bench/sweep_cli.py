@@ -19,7 +19,7 @@ from bench.options import (
     check_lossless,
     check_writable,
 )
-from bench.workloads import BUILT_IN, describe_left_out, read_prompts, spread
+from bench.prompts.workloads import BUILT_IN, describe_left_out, read_prompts, spread
 from offload.units import format_bytes, parse_bytes
 from specdec.cli import options
 from specdec.cli.groups import LoadOptions, parse_num_draft_tokens
@@ -81,7 +81,7 @@ def sweep_command(
     from bench.peer_runs import RunSettings
     from bench.peers import Weights
     from bench.process.provenance import collect
-    from bench.prompt_lengths import fitting
+    from bench.prompts.lengths import fitting
     from bench.sweep import Sweep, all_settings, drop_torn_line, recorded_budgets, run_sweep
     from specdec.planning.division import DEFAULT_CTX_SIZE
 

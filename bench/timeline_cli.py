@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bench.options import IgnoreEos, Prompts, UsageMistake, check_writable, sampling_keywords
-from bench.workloads import BUILT_IN, read_prompts
+from bench.prompts.workloads import BUILT_IN, read_prompts
 from specdec.cli import options
 from specdec.cli.groups import LoadOptions, SamplingOptions
 

@@ -12,7 +12,7 @@ from bench import budgets
 from bench.cli import main
 from bench.process.child import KILLED
 from bench.process.results import BUDGETS, read_results
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 from specdec.cli.errors import EXIT_INTERRUPTED
 
 PLAN = {"streamed_bytes_per_pass": 10**9}

@@ -20,7 +20,7 @@ from bench.curve_figures import format_curve, summarise
 from bench.known_drafter import expected_tokens
 from bench.options import UsageMistake
 from bench.process.child import write_spec
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 from specdec.decoding.stats import GenerationStats
 
 PROMPTS = [Prompt("add", "def add(a, b):"), Prompt("sum", "total = ")]

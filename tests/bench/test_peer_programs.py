@@ -14,7 +14,7 @@ import pytest
 from tiny_pair import save_model
 
 from bench.peer_program import Clock, Journal, Task, bytes_read, run_program
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 from offload.units import GIB
 
 PROMPTS = (Prompt("a", "def f(x):", "code"), Prompt("b", "return", "code"))

@@ -29,8 +29,8 @@ from bench.peers import (
 )
 from bench.peers_cli import UsageMistake, all_weights, parse_peers
 from bench.process.limited import FAILED, OK, OOM_KILLED, TIMED_OUT
+from bench.prompts.workloads import Prompt
 from bench.weights_card import describe_weights
-from bench.workloads import Prompt
 from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
 from offload.units import GIB, MIB
 

@@ -21,7 +21,7 @@ from bench.policy_sweep import (
     summarise,
 )
 from bench.process.child import write_spec
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 from specdec.config import SpecConfig
 from specdec.decoding.recorder import StatsRecorder
 

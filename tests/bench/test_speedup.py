@@ -20,7 +20,7 @@ from bench.process.child import KILLED, ChildFailed, check_child, run_child, wri
 from bench.process.limited import OK, OOM_KILLED
 from bench.process.probe import BUFFER_BYTES, BUFFERED, DIRECT
 from bench.process.provenance import git_revision
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 from offload.units import GIB
 
 

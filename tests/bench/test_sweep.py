@@ -21,6 +21,7 @@ from bench.peer_runs import RunSettings
 from bench.peers import Peer, Weights
 from bench.process.limited import OK, Limits, Outcome
 from bench.process.results import ResultsError, read_results
+from bench.prompts.workloads import Prompt
 from bench.sweep import (
     Setting,
     Sweep,
@@ -33,7 +34,6 @@ from bench.sweep import (
     setting_key,
 )
 from bench.sweep_cli import count_setting, describe, parse_speeds, parse_trees
-from bench.workloads import Prompt
 from offload.errors import SpecdecError
 from offload.storage.read_limit import ReadLimit
 from offload.units import GIB

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from backends.contract.ranking import MAX_NOISE_POSITIONS
 from backends.hf.backend import TorchBackend
-from bench.workloads import BUILT_IN, read_prompts
+from bench.prompts.workloads import BUILT_IN, read_prompts
 from specdec.config import SamplingParams, SpecConfig
 from specdec.drafters.candidates import (
     SHARPNESS,

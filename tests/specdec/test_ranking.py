@@ -12,8 +12,8 @@ import pytest
 from command_line import Models, expect_error, save_models
 from tiny_pair import save_model
 
+from bench.prompts.files import read_prompts
 from specdec.cli.app import main
-from specdec.prompt_files import read_prompts
 from specdec.ranked_draft import RankedDraft, compare_speeds, together
 from specdec.ranking import (
     Candidate,

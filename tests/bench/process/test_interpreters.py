@@ -21,7 +21,7 @@ from bench.peer_table import format_comparison
 from bench.peers import PEERS, Peer, Weights, why_not
 from bench.process.interpreters import Interpreter, InterpreterError, own_packages, probe
 from bench.process.limited import FAILED, OK
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 from offload.units import GIB
 
 PACKAGE = "only_there"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec import prompt_files
-from specdec.prompt_files import Prompt, PromptFileError, read_prompts, spread
+from bench.prompts import files as prompt_files
+from bench.prompts.files import Prompt, PromptFileError, read_prompts, spread
 
 
 def write(tmp_path: Path, text: str) -> Path:

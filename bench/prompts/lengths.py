@@ -8,7 +8,7 @@ from pathlib import Path
 from backends.contract.source import BackendOptions
 from bench.options import UsageMistake
 from bench.process.child import quiet_libraries
-from bench.workloads import Prompt
+from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.models.formats import open_model
 from specdec.planning.division import DEFAULT_CTX_SIZE

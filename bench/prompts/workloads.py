@@ -1,10 +1,10 @@
-"""The prompts of a measurement: files that `specdec.prompt_files` reads, and a built-in one."""
+"""The prompts of a measurement: files that `bench.prompts.files` reads, and a built-in one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from specdec.prompt_files import Prompt, PromptFileError, read_prompts, spread
+from bench.prompts.files import Prompt, PromptFileError, read_prompts, spread
 
 BUILT_IN = Path(__file__).parent / "prompts.jsonl"
 
@@ -12,5 +12,5 @@ __all__ = ["BUILT_IN", "Prompt", "PromptFileError", "describe_left_out", "read_p
 
 
 def describe_left_out(n_too_long: int, n_new: int) -> str:
-    """For people, where prompts of a file are not used (see bench.prompt_lengths)."""
+    """For people, where prompts of a file are not used (see bench.prompts.lengths)."""
     return f"prompts left out: {n_too_long}, too long for the context with {n_new} tokens more"

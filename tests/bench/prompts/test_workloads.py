@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.workloads import BUILT_IN, read_prompts
+from bench.prompts.workloads import BUILT_IN, read_prompts
 
 
 def test_the_built_in_prompts() -> None:

@@ -13,8 +13,8 @@ from tiny_pair import save_model
 from bench.cli import main
 from bench.options import UsageMistake
 from bench.peer_table import format_comparison
-from bench.prompt_lengths import fitting, refuse_long
-from bench.workloads import Prompt
+from bench.prompts.lengths import fitting, refuse_long
+from bench.prompts.workloads import Prompt
 from specdec.planning.division import DEFAULT_CTX_SIZE
 
 CONTEXT = 64
