@@ -23,7 +23,7 @@ TORCH_FREE = (
     "specdec.verification.tree",
     "specdec.verification.acceptance",
     "specdec.verification.block",
-    "specdec.ranking",
+    "bench.rank.ranking",
     "specdec.sampling.sampler",
     "specdec.decoding.stats",
     "specdec.decoding.controller",

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from bench.prompts.files import read_prompts, spread
+from bench.rank.ranking import measure_in_child, rank_drafts
 from specdec.cli import options
 from specdec.cli.groups import LoadOptions, SamplingOptions
 from specdec.cli.output import write_json, write_text
 from specdec.cli.signature import with_options
 from specdec.models.names import check_local_draft, check_local_name, is_self_draft
-from specdec.ranking import measure_in_child, rank_drafts
 
 Rank = Annotated[
     bool,

@@ -22,6 +22,7 @@ from typing import Any
 
 import typer
 
+from bench.rank.ranked_draft import Comparison, RankedDraft, compare_speeds, together
 from offload.errors import SpecdecError
 from specdec.cli.enforce import KILLED, run_child
 from specdec.cli.errors import EXIT_INTERRUPTED, guard
@@ -29,7 +30,6 @@ from specdec.cli.output import loading_progress
 from specdec.cli.quiet import quiet_libraries
 from specdec.config import SPEC_TYPES
 from specdec.decoding.stats import GenerationStats, ratio
-from specdec.ranked_draft import Comparison, RankedDraft, compare_speeds, together
 
 PLAIN, NGRAM = "none", "ngram"
 
@@ -183,7 +183,7 @@ def measure_in_child(candidate: Candidate, *, enforce: bool = False) -> RankedDr
         asked, answer = Path(folder) / "candidate.json", Path(folder) / "ranked.json"
         asked.write_text(json.dumps(asdict(candidate)), encoding="utf-8")
         limit = candidate.load["memory_budget"] if enforce else None
-        code = run_child("specdec.ranking", [str(asked), str(answer)], limit)
+        code = run_child("bench.rank.ranking", [str(asked), str(answer)], limit)
         if code == EXIT_INTERRUPTED:
             raise KeyboardInterrupt
         if code == KILLED:

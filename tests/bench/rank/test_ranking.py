@@ -13,9 +13,8 @@ from command_line import Models, expect_error, save_models
 from tiny_pair import save_model
 
 from bench.prompts.files import read_prompts
-from specdec.cli.app import main
-from specdec.ranked_draft import RankedDraft, compare_speeds, together
-from specdec.ranking import (
+from bench.rank.ranked_draft import RankedDraft, compare_speeds, together
+from bench.rank.ranking import (
     Candidate,
     Ranking,
     RankingError,
@@ -23,6 +22,7 @@ from specdec.ranking import (
     measure_in_child,
     rank_drafts,
 )
+from specdec.cli.app import main
 
 N_TOKENS = 6
 
@@ -241,7 +241,7 @@ def test_a_child_that_the_kernel_kills_is_listed(monkeypatch: pytest.MonkeyPatch
         limits.append(limit)
         return 137
 
-    monkeypatch.setattr("specdec.ranking.run_child", killed)
+    monkeypatch.setattr("bench.rank.ranking.run_child", killed)
     assert "killed by the kernel" in str(measure_in_child(CANDIDATE, enforce=True).problem)
     assert measure_in_child(CANDIDATE).problem is not None
     assert limits == ["1GiB", None]
@@ -251,7 +251,7 @@ def test_a_child_that_the_kernel_kills_is_listed(monkeypatch: pytest.MonkeyPatch
 def test_a_child_that_fails_ends_the_ranking(
     monkeypatch: pytest.MonkeyPatch, code: int, error: type[BaseException]
 ) -> None:
-    monkeypatch.setattr("specdec.ranking.run_child", lambda *arguments: code)
+    monkeypatch.setattr("bench.rank.ranking.run_child", lambda *arguments: code)
     with pytest.raises(error):
         measure_in_child(CANDIDATE)
 

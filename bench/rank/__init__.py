@@ -1,0 +1,1 @@
+"""Which of several drafts serves a target best."""
