@@ -175,8 +175,8 @@ def peer(s: Settings, note: Note) -> None:
         return
     from transformers import AutoTokenizer
 
-    from bench.peer_accelerate import Decoder, count_modules, load_offloaded
-    from bench.peer_program import Clock
+    from bench.peers.accelerate import Decoder, count_modules, load_offloaded
+    from bench.peers.program import Clock
     from offload.units import parse_bytes
 
     tokenizer = AutoTokenizer.from_pretrained(s.target, local_files_only=True)

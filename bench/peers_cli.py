@@ -22,7 +22,7 @@ from bench.options import (
     check_output,
     check_writable,
 )
-from bench.peers import GGUF, HF, PEERS, Weights
+from bench.peers.registry import GGUF, HF, PEERS, Weights
 from bench.process.interpreters import Interpreter, InterpreterError, probe
 from bench.prompts.workloads import BUILT_IN, read_prompts, spread
 from offload.units import parse_bytes
@@ -96,9 +96,9 @@ def peers_command(
     debug: options.Debug = False,
 ) -> None:
     """specdec against other programs: same weights, prompts, threads and memory limit."""
-    from bench.compare import compare
-    from bench.peer_runs import RunSettings
-    from bench.peer_table import format_comparison
+    from bench.peers.compare import compare
+    from bench.peers.runs import RunSettings
+    from bench.peers.table import format_comparison
     from bench.process.results import write_json
     from bench.prompts.lengths import fitting
     from specdec.planning.division import DEFAULT_CTX_SIZE

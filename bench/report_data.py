@@ -8,9 +8,9 @@ from statistics import geometric_mean
 from typing import Any
 
 from bench import aggregate
-from bench.compare import label
 from bench.known_drafter import expected_tokens
-from bench.peer_figures import count_of
+from bench.peers.compare import label
+from bench.peers.figures import count_of
 from bench.process.results import BUDGETS, CURVE, PEERS, POLICY, SPEEDUP, SWEEP, Results
 from specdec.decoding.stats import ratio
 

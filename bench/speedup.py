@@ -17,9 +17,9 @@ import psutil
 from bench import aggregate
 from bench.efficiency import efficiency, pass_times_of, typical_pass_seconds
 from bench.measure import MeasureSpec, measure_in_child
-from bench.peer_figures import pairwise_ratios, summarise, token_match
-from bench.peer_runs import ProcessRun, ProgramRunner, RunSettings
-from bench.peers import PEERS, Weights
+from bench.peers.figures import pairwise_ratios, summarise, token_match
+from bench.peers.registry import PEERS, Weights
+from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
 from bench.process import limited
 from bench.process.child import quiet_libraries
 from bench.process.provenance import collect
@@ -111,7 +111,7 @@ def _peer_column(
 def _ratios(ours: Sequence[dict[str, Any]], peer: Mapping[str, Any]) -> dict[str, Any]:
     """Of plain and speculative decoding over the peer: the same tokens of the same prompts.
 
-    See bench.peer_figures.pairwise_ratios for the keys.
+    See bench.peers.figures.pairwise_ratios for the keys.
     """
     runs = {mode: aggregate.of_mode(ours, mode) for mode in ("plain", "speculative")}
     found = pairwise_ratios({**runs, _PEER: peer["prompts"]})

@@ -103,7 +103,7 @@ def _check_choices(
 
 
 def _check_peer(name: str, load: LoadOptions) -> None:
-    from bench.peers import PEERS, Weights, why_not
+    from bench.peers.registry import PEERS, Weights, why_not
 
     if name not in PEERS:
         raise UsageMistake(f"--peer {name!r} is not known; choose one of {', '.join(PEERS)}")

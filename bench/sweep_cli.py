@@ -78,11 +78,11 @@ def sweep_command(
     debug: options.Debug = False,
 ) -> None:
     """Budgets x storage speeds x tree sizes; interrupted, it goes on where it was."""
-    from bench.peer_runs import RunSettings
-    from bench.peers import Weights
+    from bench.peers.registry import Weights
+    from bench.peers.runs import RunSettings
+    from bench.peers.sweep import Sweep, all_settings, drop_torn_line, recorded_budgets, run_sweep
     from bench.process.provenance import collect
     from bench.prompts.lengths import fitting
-    from bench.sweep import Sweep, all_settings, drop_torn_line, recorded_budgets, run_sweep
     from specdec.planning.division import DEFAULT_CTX_SIZE
 
     check_writable("--output-file", output_file)
@@ -156,7 +156,7 @@ def parse_budgets(text: str) -> list[int]:
 
 def find_budgets(load: LoadOptions) -> list[int]:
     """Bytes, as the planner sees the models on this machine now."""
-    from bench.sweep import auto_budgets
+    from bench.peers.sweep import auto_budgets
     from specdec.planning.plan import plan_run
 
     keywords = {name: v for name, v in load.as_keywords().items() if name != "memory_budget"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.aggregate import lossy_mark
-from bench.peer_figures import describe_ratio
+from bench.peers.figures import describe_ratio
 from offload.units import GIB, format_bytes
 
 ROWS: tuple[tuple[str, str, str, float], ...] = (

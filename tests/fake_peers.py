@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import peers
-from bench.peers import Peer
+from bench.peers import registry as peers
+from bench.peers.registry import Peer
 
 SOURCE = """
 import sys, time
-from bench.peer_program import run_program
+from bench.peers.program import run_program
 
 def program(task, journal):
     journal.loaded({"threads": task.n_threads, "options": task.options})

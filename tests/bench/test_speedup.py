@@ -15,7 +15,7 @@ from tiny_pair import save_model
 
 from bench.cli import main
 from bench.measure import MeasureSpec, _without_probe
-from bench.peer_runs import ProcessRun, ProgramRunner
+from bench.peers.runs import ProcessRun, ProgramRunner
 from bench.process.child import KILLED, ChildFailed, check_child, run_child, write_spec
 from bench.process.limited import OK, OOM_KILLED
 from bench.process.probe import BUFFER_BYTES, BUFFERED, DIRECT

@@ -15,10 +15,10 @@ import pytest
 from tiny_pair import save_model
 
 from bench.cli import main
-from bench.compare import NOT_RUN, compare
-from bench.peer_runs import RunSettings
-from bench.peer_table import format_comparison
-from bench.peers import PEERS, Peer, Weights, why_not
+from bench.peers.compare import NOT_RUN, compare
+from bench.peers.registry import PEERS, Peer, Weights, why_not
+from bench.peers.runs import RunSettings
+from bench.peers.table import format_comparison
 from bench.process.interpreters import Interpreter, InterpreterError, own_packages, probe
 from bench.process.limited import FAILED, OK
 from bench.prompts.workloads import Prompt
@@ -28,7 +28,7 @@ PACKAGE = "only_there"
 """A package that the other environment has and ours has not."""
 PROGRAM = f"""
 import sys
-from bench.peer_program import run_program
+from bench.peers.program import run_program
 
 def program(task, journal):
     import {PACKAGE}
@@ -225,7 +225,7 @@ def test_mistakes_are_one_line(
 REWRITER = """
 import sys, time
 from pathlib import Path
-from bench.peer_program import run_program
+from bench.peers.program import run_program
 
 def program(task, journal):
     place = Path(task.options["rewritten"])

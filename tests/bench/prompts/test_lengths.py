@@ -12,7 +12,7 @@ from tiny_pair import save_model
 
 from bench.cli import main
 from bench.options import UsageMistake
-from bench.peer_table import format_comparison
+from bench.peers.table import format_comparison
 from bench.prompts.lengths import fitting, refuse_long
 from bench.prompts.workloads import Prompt
 from specdec.planning.division import DEFAULT_CTX_SIZE

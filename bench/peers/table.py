@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.compare import NOT_RUN, label
-from bench.peer_figures import describe_ratio
-from bench.peer_runs import describe_tuned
-from bench.peers import PEERS
+from bench.peers.compare import NOT_RUN, label
+from bench.peers.figures import describe_ratio
+from bench.peers.registry import PEERS
+from bench.peers.runs import describe_tuned
 from bench.process.limited import OK
 from bench.prompts.workloads import describe_left_out
 from offload.units import GIB, format_bytes

@@ -1,6 +1,6 @@
 """Which programs can be compared, on what weights, and why one cannot run.
 
-Every program is a module `bench.peer_*` that does a `bench.peer_program.Task` in a process of its
+Every program is a module `bench.peer_*` that does a `bench.peers.program.Task` in a process of its
 own.
 """
 
@@ -65,7 +65,7 @@ PEERS = {
     for peer in (
         Peer(
             "accelerate",
-            "bench.peer_accelerate",
+            "bench.peers.accelerate",
             (HF,),
             "transformers + accelerate, disk offload, the fastest max_memory",
             package="accelerate",
@@ -74,7 +74,7 @@ PEERS = {
         ),
         Peer(
             "accelerate-assisted",
-            "bench.peer_accelerate",
+            "bench.peers.accelerate",
             (HF,),
             "the same with assistant_model",
             uses_draft=True,
@@ -85,7 +85,7 @@ PEERS = {
         ),
         Peer(
             "llama.cpp",
-            "bench.peer_llama",
+            "bench.peers.llama",
             (GGUF,),
             "llama.cpp, weights mapped from the file, not repacked",
             package="llama_cpp",
@@ -93,7 +93,7 @@ PEERS = {
         ),
         Peer(
             "llama.cpp-draft",
-            "bench.peer_llama",
+            "bench.peers.llama",
             (GGUF,),
             "the same with a chain of draft tokens, as in speculative-simple, the fastest length",
             uses_draft=True,
@@ -104,17 +104,17 @@ PEERS = {
         ),
         Peer(
             "airllm",
-            "bench.peer_airllm",
+            "bench.peers.airllm",
             (HF,),
             "AirLLM on the CPU, no compression",
             package="airllm",
             install="pip install airllm",
             rewrites=True,
         ),
-        Peer("specdec-plain", "bench.peer_specdec", (HF, GGUF), "specdec without a draft"),
+        Peer("specdec-plain", "bench.peers.specdec", (HF, GGUF), "specdec without a draft"),
         Peer(
             "specdec",
-            "bench.peer_specdec",
+            "bench.peers.specdec",
             (HF, GGUF),
             "specdec with the draft",
             uses_draft=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from bench.peers import GGUF, Weights
+from bench.peers.registry import GGUF, Weights
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.gguf_index import GgufIndex
 

@@ -4,7 +4,7 @@ Plain greedy decoding or, with a draft, a chain of draft tokens verified in one 
 llama.cpp's own `speculative-simple` example does (common/speculative.cpp, "draft-simple"): the
 draft's likeliest token at each step, until the chain is as long as allowed or its probability
 *among the ten likeliest* falls below a threshold. Length and threshold are the caller's, as their
-defaults changed between versions (bench.peers.DRAFT_CHAINS). Two things are done in the peer's
+defaults changed between versions (bench.peers.registry.DRAFT_CHAINS). Two things are done in the peer's
 favour: the draft keeps its cache of the tokens that it proposed, where the example decodes every
 verified batch again, and the prompt's last token is not decoded in a pass of its own.
 
@@ -12,7 +12,7 @@ The low-level API is used, because the high-level class of llama-cpp-python cann
 weights off: those are anonymous memory, and the kernel kills a process that repacks a file larger
 than its limit.
 
-    python -m bench.peer_llama TASK.json JOURNAL.jsonl       (see bench.peer_program)
+    python -m bench.peers.llama TASK.json JOURNAL.jsonl       (see bench.peers.program)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.peer_program import Clock, Journal, Task, run_program
+from bench.peers.program import Clock, Journal, Task, run_program
 from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from result_values import comparison, peer_row
 
-from bench.agreement import agreements, app
+from bench.peers.agreement import agreements, app
 from specdec.cli.errors import run_app
 
 
@@ -84,7 +84,7 @@ def test_the_command(
         path.write_text(json.dumps(run(slow={"a": seconds}, quick={"a": 0.5})))
     out = tmp_path / "out.json"
     command = [*map(str, files), "--within", within, "--output-file", str(out)]
-    assert run_app(app, "bench.agreement", command) == code
+    assert run_app(app, "bench.peers.agreement", command) == code
     assert "largest difference 10.0%: quick / slow" in capsys.readouterr().out
     assert json.loads(out.read_text())["largest"] == pytest.approx(0.1)
 
@@ -94,5 +94,5 @@ def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     bare.write_text(json.dumps(comparison()))  # of a version that kept no prompts
     curve.write_text(json.dumps({"points": []}))
     for path, reason in ((bare, "no pair of programs"), (curve, "results of curve")):
-        assert run_app(app, "bench.agreement", [str(path), str(path)]) == 2
+        assert run_app(app, "bench.peers.agreement", [str(path), str(path)]) == 2
         assert reason in capsys.readouterr().err

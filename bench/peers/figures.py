@@ -14,7 +14,7 @@ from bench.aggregate import first_mismatch, sum_by_depth
 from specdec.decoding.stats import BY_DEPTH, percentile, ratio
 
 Record = Mapping[str, Any]
-"""A `prompt` line of a journal (bench.peer_program)."""
+"""A `prompt` line of a journal (bench.peers.program)."""
 
 
 def summarise(records: Sequence[Record], *, speculates: bool = False) -> dict[str, Any]:

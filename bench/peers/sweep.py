@@ -8,7 +8,7 @@ Every setting is one line of a JSON Lines file, written when it is finished:
     exit, reason, tokens_per_second, time_to_first_token, seconds_per_token_median,
     seconds_per_token_p90, bytes_read_per_token, mean_acceptance_length, n_prompts, n_tokens,
     acceptance_by_depth, peak_anonymous_bytes, cgroup_peak_bytes, storage_bytes_per_second (probed)
-                as in bench.compare
+                as in bench.peers.compare
     bytes_per_pass, predicted_tokens_per_second, smallest_budget_bytes     of specdec's own plan
     auto_budgets                the budgets that --budgets auto chose, and the key of what for; null
                                 where they were given
@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.peer_figures import summarise
-from bench.peer_runs import ProcessRun, ProgramRunner, RunSettings
-from bench.peers import PEERS, Weights
+from bench.peers.figures import summarise
+from bench.peers.registry import PEERS, Weights
+from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
 from bench.process.results import SWEEP, ResultsError, append_line, read_results
 from bench.prompts.workloads import Prompt
 from specdec.models.files import weight_files

@@ -9,15 +9,15 @@ KV cache stays on, the default of `generate`.
 AirLLM 4.0.0 computes on the CPU as it stands. After every layer it runs the garbage collector of
 Python (airllm.utils.clean_memory), which costs most of a pass where layers are small.
 
-    python -m bench.peer_airllm TASK.json JOURNAL.jsonl       (see bench.peer_program)
+    python -m bench.peers.airllm TASK.json JOURNAL.jsonl       (see bench.peers.program)
 """
 
 from __future__ import annotations
 
 import sys
 
-from bench.peer_accelerate import Decoder
-from bench.peer_program import Journal, Task, run_program
+from bench.peers.accelerate import Decoder
+from bench.peers.program import Journal, Task, run_program
 
 
 def program(task: Task, journal: Journal) -> None:

@@ -4,7 +4,7 @@ Set up as the accelerate guide on big models recommends: `device_map="auto"` wit
 for the CPU, the rest on disk. The safetensors files are read where they lie (transformers'
 offload index), nothing is written. With a draft it is handed to `generate` as `assistant_model`.
 
-    python -m bench.peer_accelerate TASK.json JOURNAL.jsonl       (see bench.peer_program)
+    python -m bench.peers.accelerate TASK.json JOURNAL.jsonl       (see bench.peers.program)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.peer_program import Clock, Journal, Task, run_program
+from bench.peers.program import Clock, Journal, Task, run_program
 from bench.prompts.workloads import Prompt
 
 

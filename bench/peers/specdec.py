@@ -1,6 +1,6 @@
 """specdec as one of the programs that are compared: the same task, the same journal.
 
-python -m bench.peer_specdec TASK.json JOURNAL.jsonl       (see bench.peer_program)
+python -m bench.peers.specdec TASK.json JOURNAL.jsonl       (see bench.peers.program)
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from bench.peer_program import Clock, Journal, Task, run_program
+from bench.peers.program import Clock, Journal, Task, run_program
 from bench.prompts.workloads import Prompt
 
 if TYPE_CHECKING:

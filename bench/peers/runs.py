@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.peer_figures import summarise
-from bench.peer_program import LEAST_SPECULATED_TOKENS, LEAST_TOKENS, Task
-from bench.peers import LEAST_AMOUNT_BYTES, MEMORY, Peer, Weights, settings_to_try
+from bench.peers.figures import summarise
+from bench.peers.program import LEAST_SPECULATED_TOKENS, LEAST_TOKENS, Task
+from bench.peers.registry import LEAST_AMOUNT_BYTES, MEMORY, Peer, Weights, settings_to_try
 from bench.process import limited
 from bench.process.child import forget_files, forget_model
 from bench.process.interpreters import Interpreter, executable, own_packages
@@ -208,7 +208,7 @@ class ProgramRunner:
     def _options(self) -> dict[str, Any]:
         if self._rewritten is not None:
             return {"rewritten": self._rewritten.name}
-        if self.peer.module == "bench.peer_specdec":
+        if self.peer.module == "bench.peers.specdec":
             plain = {} if self.peer.uses_draft else {"spec_type": "none"}
             return {**self.settings.load, **plain}
         return {}

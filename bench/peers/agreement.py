@@ -1,6 +1,6 @@
 """Do two runs of `specdec-bench peers` agree in their ratios?
 
-    python -m bench.agreement FIRST.json AGAIN.json --within 15
+    python -m bench.peers.agreement FIRST.json AGAIN.json --within 15
 
 How far a program comes within its time differs from run to run, and ratios over other tokens
 compare texts. So each pair is taken over the places of the prompts' texts that both programs came
@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.compare import label
 from bench.options import OutputFile, check_writable
-from bench.peer_figures import describe_ratio, seconds_by_position
+from bench.peers.compare import label
+from bench.peers.figures import describe_ratio, seconds_by_position
 from bench.process.results import PEERS, ResultsError, read_results, write_json
 from specdec.cli.errors import run_app
 
@@ -111,4 +111,4 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(app, "bench.agreement", sys.argv[1:]))
+    sys.exit(run_app(app, "bench.peers.agreement", sys.argv[1:]))

@@ -14,15 +14,12 @@ from rich.console import Console
 from rich.progress import Progress
 from tiny_pair import save_model
 
-from bench import peers
 from bench.cli import main
-from bench.peer_program import Task
-from bench.peer_runs import RunSettings
-from bench.peers import Peer, Weights
-from bench.process.limited import OK, Limits, Outcome
-from bench.process.results import ResultsError, read_results
-from bench.prompts.workloads import Prompt
-from bench.sweep import (
+from bench.peers import registry as peers
+from bench.peers.program import Task
+from bench.peers.registry import Peer, Weights
+from bench.peers.runs import RunSettings
+from bench.peers.sweep import (
     Setting,
     Sweep,
     all_settings,
@@ -33,6 +30,9 @@ from bench.sweep import (
     run_sweep,
     setting_key,
 )
+from bench.process.limited import OK, Limits, Outcome
+from bench.process.results import ResultsError, read_results
+from bench.prompts.workloads import Prompt
 from bench.sweep_cli import count_setting, describe, parse_speeds, parse_trees
 from offload.errors import SpecdecError
 from offload.storage.read_limit import ReadLimit
@@ -245,7 +245,7 @@ def test_automatic_budgets_are_those_that_the_file_was_begun_with(
         return {"setting": asdict(setting), "tokens_per_second": 1.0, "exit": "ok"}
 
     monkeypatch.setattr("specdec.planning.plan.plan_run", plan_run)
-    monkeypatch.setattr("bench.sweep.measure_setting", measure)
+    monkeypatch.setattr("bench.peers.sweep.measure_setting", measure)
     file = tmp_path / "sweep.jsonl"
     argv = f"sweep -m {target} -md {target} --no-enforce -n 5 --n-prompts 1 --threads 1 --trees 0"
     assert main([*argv.split(), "-o", str(file)]) == 0

@@ -10,7 +10,7 @@ The result (JSON; `null` where there is nothing to say):
         exit, reason            "ok", "oom-killed", "timeout", "failed" or "not-run"; one line
         tokens_per_second, time_to_first_token, seconds_per_token_median, seconds_per_token_p90,
         bytes_read_per_token, mean_acceptance_length, n_prompts, n_tokens, acceptance_by_depth
-                                see bench.peer_figures.summarise
+                                see bench.peers.figures.summarise
         peak_anonymous_bytes, cgroup_peak_bytes, peak_rss_bytes, load_seconds
                                 the largest of its processes
         token_match             share of tokens equal to specdec-plain's on the same weights
@@ -18,7 +18,7 @@ The result (JSON; `null` where there is nothing to say):
         settings, trials        how the program was set up; what was tried for that
         rewrite_seconds         for the weights in a format of its own, beforehand; else null
         processes               exit, seconds, memory and probed storage speed of each process
-        prompts                 the records of bench.peer_program
+        prompts                 the records of bench.peers.program
     ratios          peer -> other -> {ratio, n_prompts, n_tokens}: speed over speed, on the tokens
                     that both decoded
     weights         for each format: model, draft, n_bytes, types (share of the bytes by type)
@@ -34,14 +34,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.peer_figures import by_category, pairwise_ratios, summarise, token_match
-from bench.peer_runs import ProcessRun, ProgramRunner, RunSettings
-from bench.peers import PEERS, Peer, Weights, why_not
+from bench.peers.figures import by_category, pairwise_ratios, summarise, token_match
+from bench.peers.registry import PEERS, Peer, Weights, why_not
+from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
+from bench.peers.weights import describe_weights
 from bench.process import limited
 from bench.process.interpreters import Interpreter
 from bench.process.provenance import collect
 from bench.prompts.workloads import Prompt
-from bench.weights_card import describe_weights
 
 NOT_RUN = "not-run"
 _REFERENCE = "specdec-plain"

@@ -11,13 +11,11 @@ import fake_peers
 import pytest
 from tiny_pair import save_model
 
-from bench import peer_runs
 from bench.cli import main
-from bench.compare import NOT_RUN, compare
-from bench.peer_program import Task
-from bench.peer_runs import ProgramRunner, RunSettings
-from bench.peer_table import format_comparison
-from bench.peers import (
+from bench.peers import runs as peer_runs
+from bench.peers.compare import NOT_RUN, compare
+from bench.peers.program import Task
+from bench.peers.registry import (
     DRAFT_CHAINS,
     DRAFTING,
     MEMORY,
@@ -27,10 +25,12 @@ from bench.peers import (
     memory_amounts,
     why_not,
 )
+from bench.peers.runs import ProgramRunner, RunSettings
+from bench.peers.table import format_comparison
+from bench.peers.weights import describe_weights
 from bench.peers_cli import UsageMistake, all_weights, parse_peers
 from bench.process.limited import FAILED, OK, OOM_KILLED, TIMED_OUT
 from bench.prompts.workloads import Prompt
-from bench.weights_card import describe_weights
 from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
 from offload.units import GIB, MIB
 

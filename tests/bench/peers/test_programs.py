@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tiny_pair import save_model
 
-from bench.peer_program import Clock, Journal, Task, bytes_read, run_program
+from bench.peers.program import Clock, Journal, Task, bytes_read, run_program
 from bench.prompts.workloads import Prompt
 from offload.units import GIB
 
@@ -61,14 +61,14 @@ def run(tmp_path: Path, target: Path) -> Callable[..., dict[str, Any]]:
 
 
 def specdec_tokens(run: Callable[..., dict[str, Any]]) -> list[list[int]]:
-    from bench.peer_specdec import program
+    from bench.peers.specdec import program
 
     journal = run(program, options={"spec_type": "none"})
     return [record["token_ids"] for record in journal["prompts"]]
 
 
 def test_specdec_plain_and_with_a_draft(run: Callable[..., dict[str, Any]], draft: Path) -> None:
-    from bench.peer_specdec import program
+    from bench.peers.specdec import program
 
     plain = run(program, options={"spec_type": "none"})
     drafted = run(program, draft, options={"num_draft_tokens": 4})
@@ -84,7 +84,7 @@ def test_specdec_plain_and_with_a_draft(run: Callable[..., dict[str, Any]], draf
 
 
 def test_specdec_with_its_target_as_the_draft(run: Callable[..., dict[str, Any]]) -> None:
-    from bench.peer_specdec import program
+    from bench.peers.specdec import program
 
     drafted = run(program, Path("self:window=64"), options={"num_draft_tokens": 4})
     assert [record["token_ids"] for record in drafted["prompts"]] == specdec_tokens(run)
@@ -96,7 +96,7 @@ def test_accelerate_from_disk_alone_and_assisted(
     run: Callable[..., dict[str, Any]], draft: Path
 ) -> None:
     pytest.importorskip("accelerate")
-    from bench.peer_accelerate import program
+    from bench.peers.accelerate import program
 
     wanted = specdec_tokens(run)
     size = sum(path.stat().st_size for path in draft.glob("*.safetensors"))
@@ -114,7 +114,7 @@ def test_accelerate_from_disk_alone_and_assisted(
 def test_an_assistant_gets_the_targets_rows(tmp_path: Path) -> None:
     import torch
 
-    from bench.peer_accelerate import load_assistant
+    from bench.peers.accelerate import load_assistant
 
     small = save_model(tmp_path / "small", seed=3)
     assistant = load_assistant(small, 300)
@@ -129,7 +129,7 @@ def test_airllm_is_driven_as_documented(
     run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A stand-in with AirLLM's interface, over transformers."""
-    from bench.peer_airllm import program
+    from bench.peers.airllm import program
 
     seen: dict[str, Any] = {}
 
@@ -157,7 +157,7 @@ def test_airllm_is_driven_as_documented(
 def test_airllm_itself(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """Splits first, without a prompt; then it decodes what specdec does."""
     pytest.importorskip("airllm")
-    from bench.peer_airllm import program
+    from bench.peers.airllm import program
 
     place = tmp_path / "shards"
     options = {"rewritten": str(place)}
@@ -178,7 +178,7 @@ def test_llama_cpp_alone_and_with_a_draft(
     run: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     pytest.importorskip("llama_cpp")
-    from bench.peer_llama import program
+    from bench.peers.llama import program
     from specdec.models.names import resolve_model
 
     models: dict[str, Any] = {"model": str(resolve_model("pair:draft.gguf")), "n_tokens": 24}
@@ -206,7 +206,7 @@ def test_llama_cpp_alone_and_with_a_draft(
 @pytest.mark.gguf
 def test_a_draft_is_as_sure_as_among_the_ten_likeliest() -> None:
     pytest.importorskip("llama_cpp")
-    from bench.peer_llama import probability_of_best
+    from bench.peers.llama import probability_of_best
 
     row = np.zeros(1000, np.float32)
     row[7] = np.log(9.0)

@@ -1,0 +1,1 @@
+"""specdec beside other programs, with the same weights, prompts and limits."""
