@@ -38,7 +38,7 @@ def timeline_command(
     debug: options.Debug = False,
 ) -> None:
     """Draw one run as a Gantt chart: reads, target layers, drafting, acceptance."""
-    from bench.timeline_run import TimelineRun, run_timeline
+    from bench.timeline.run import TimelineRun, run_timeline
 
     if picture is None and trace is None:
         raise UsageMistake("nowhere to draw: give -o PICTURE.png, --trace EVENTS.json or both")

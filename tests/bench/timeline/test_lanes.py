@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny_pair import save_model
 
 from bench.cli import main
-from bench.timeline import (
+from bench.timeline.lanes import (
     ACCEPTANCE,
     DRAFTING,
     GROUPS,
@@ -270,8 +270,8 @@ def test_the_title_says_what_drafted_and_what_is_lossy(
         titles.append(title)
         return ""
 
-    monkeypatch.setattr("bench.timeline_run.draw", note)
-    monkeypatch.setattr("bench.timeline_run.check_matplotlib", lambda: None)
+    monkeypatch.setattr("bench.timeline.run.draw", note)
+    monkeypatch.setattr("bench.timeline.run.check_matplotlib", lambda: None)
     argv = f"timeline -m {model} -md self:window=16 --threads 1 -n 8 --ignore-eos"
     argv += f" --num-draft-tokens 4 -o {tmp_path / 'run.png'}"
     assert main(argv.split()) == 0

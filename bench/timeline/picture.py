@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.process.results import write_whole
-from bench.timeline import (
+from bench.timeline.lanes import (
     ACCEPTANCE,
     DRAFTING,
     STORAGE,

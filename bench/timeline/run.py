@@ -8,8 +8,8 @@ from typing import Any
 
 from bench.aggregate import lossy_mark
 from bench.prompts.workloads import Prompt
-from bench.timeline import chrome_trace, record_run, write_trace
-from bench.timeline_picture import check_matplotlib, draw
+from bench.timeline.lanes import chrome_trace, record_run, write_trace
+from bench.timeline.picture import check_matplotlib, draw
 
 _WARM_UP_TOKENS = 3  # the first pass pays for threads, caches and scratch memory
 

@@ -1,0 +1,1 @@
+"""One run as a picture of what overlapped."""
