@@ -14,7 +14,7 @@ from specdec.decoding.stats import AVERAGED, BY_DEPTH, LARGEST, SUMMED, TRUE_FOR
 LOSSY = "LOSSY (--accept-threshold)"
 
 Record = Mapping[str, Any]
-"""A `bench.measure.Record` as a dictionary."""
+"""A `bench.decode.measure.Record` as a dictionary."""
 
 
 def of_mode(records: Sequence[Record], mode: str) -> list[Record]:

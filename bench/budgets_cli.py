@@ -32,7 +32,7 @@ def budgets_command(
     debug: options.Debug = False,
 ) -> None:
     """The same prompts at several budgets: nothing killed, and the same texts?"""
-    from bench.budgets import format_rows, run_budgets
+    from bench.decode.budgets import format_rows, run_budgets
     from bench.process.results import write_json
     from bench.prompts.lengths import refuse_long
     from offload.units import parse_bytes

@@ -57,7 +57,7 @@ def synth(context: typer.Context) -> None:
 @app.command(context_settings=_PASSED_ON)
 def predict(context: typer.Context) -> None:
     """Predicted against measured speed, over models, budgets and storage speeds."""
-    _pass_on("predict", "bench.prediction", "predict_command", context.args)
+    _pass_on("predict", "bench.decode.predict", "predict_command", context.args)
 
 
 @app.command("train-pair", context_settings=_PASSED_ON)

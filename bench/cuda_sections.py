@@ -14,7 +14,7 @@ from typing import Any
 from bench.cuda_equality import drift, fp32, smallest_budget
 from bench.cuda_machine import machine, vram_outside_torch
 from bench.cuda_settings import Note, Settings
-from bench.known_drafter import KnownAccuracyDrafter, expected_tokens
+from bench.decode.known_drafter import KnownAccuracyDrafter, expected_tokens
 from bench.process.child import forget_model
 from bench.process.provenance import versions
 from bench.prompts.workloads import BUILT_IN, Prompt, read_prompts

@@ -49,8 +49,8 @@ def curve_command(
     debug: options.Debug = False,
 ) -> None:
     """Speedup against acceptance rate, with a drafter of known accuracy."""
-    from bench.curve import CurveError, CurveSettings, CurveSpec, run_curve
-    from bench.curve_figures import format_curve
+    from bench.decode.curve import CurveError, CurveSettings, CurveSpec, run_curve
+    from bench.decode.curve_figures import format_curve
     from bench.process.results import write_json
     from bench.prompts.lengths import refuse_long
     from specdec.models.names import resolve_model

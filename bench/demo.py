@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.decode.speedup import SpeedupRun, run_speedup
+from bench.decode.table import format_report
 from bench.process.child import check_child, run_child
 from bench.prompts.workloads import BUILT_IN, read_prompts
-from bench.speedup import SpeedupRun, run_speedup
 from bench.synth.stand_in import StandIn, smallest_budget
-from bench.table import format_report
 from offload.budget import format_up
 from offload.errors import SpecdecError
 from offload.units import MIB, format_bytes, parse_bytes

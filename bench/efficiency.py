@@ -15,7 +15,7 @@ from specdec.decoding.stats import PassTime, ratio
 
 
 def pass_times_of(records: Iterable[Mapping[str, Any]]) -> list[PassTime]:
-    """Of all passes of `bench.measure.Record`s, also of those read from JSON."""
+    """Of all passes of `bench.decode.measure.Record`s, also of those read from JSON."""
     return [
         PassTime(int(one[0]), float(one[1]), bool(one[2]))
         for record in records

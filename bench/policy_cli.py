@@ -47,7 +47,7 @@ def policy_command(
     debug: options.Debug = False,
 ) -> None:
     """The automatic size of trees against fixed ones, in one process."""
-    from bench.policy_sweep import PolicySpec, format_sweep, parse_sizes, sweep_in_child
+    from bench.decode.policy import PolicySpec, format_sweep, parse_sizes, sweep_in_child
     from bench.process.results import write_json
     from bench.prompts.lengths import refuse_long
     from specdec.models.names import resolve_model

@@ -8,7 +8,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from bench import aggregate
-from bench.known_drafter import expected_tokens
+from bench.decode.known_drafter import expected_tokens
 from bench.peers.compare import label
 from bench.peers.figures import count_of
 from bench.process.results import BUDGETS, CURVE, PEERS, POLICY, SPEEDUP, SWEEP, Results

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.aggregate import lossy_mark
-from bench.curve_figures import HEADINGS, best_line, cells
+from bench.decode.curve_figures import HEADINGS, best_line, cells
+from bench.decode.table import ROWS
 from bench.peers.compare import label
 from bench.peers.figures import describe_ratio
 from bench.peers.table import COLUMNS, category_cell
 from bench.peers.table import cells as peer_cells
 from bench.process.results import BUDGETS, CURVE, PEERS, POLICY, PREDICTION, SPEEDUP, SWEEP, Results
 from bench.report_data import series_name
-from bench.table import ROWS
 from offload.units import GIB, format_bytes
 
 KINDS = ("plain", "speculative")

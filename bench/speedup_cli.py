@@ -55,10 +55,10 @@ def speedup_command(
     debug: options.Debug = False,
 ) -> None:
     """Plain streamed decoding against speculative decoding of the same target."""
+    from bench.decode.speedup import SpeedupRun, run_speedup
+    from bench.decode.table import format_report
     from bench.process.results import write_json
     from bench.prompts.lengths import refuse_long
-    from bench.speedup import SpeedupRun, run_speedup
-    from bench.table import format_report
     from offload.units import parse_bytes
     from specdec.models.names import resolve_model
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from backends.contract.backend import Backend
-from bench.near_ties import examine
+from bench.decode.near_ties import examine
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.controller import Controller, NoDrafter

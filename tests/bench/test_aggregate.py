@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench import aggregate
-from bench.table import format_report
+from bench.decode.table import format_report
 from specdec.decoding.stats import GenerationStats
 
 

@@ -12,7 +12,7 @@ from specdec.cli.enforce import run_enforced
     ("module", "argv", "name"),
     [
         ("specdec", ["run", "-m", "pair:target"], "specdec run"),
-        ("bench.measure", ["spec.json", "result.json"], "bench.measure"),
+        ("bench.decode.measure", ["spec.json", "result.json"], "bench.decode.measure"),
     ],
 )
 def test_the_command_is_named_and_not_the_interpreter(

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
+from bench.decode.prediction_run import PredictionSpec
 from bench.options import OutputFile, check_writable
-from bench.prediction_run import PredictionSpec
 from bench.process.child import forget_model, quiet_libraries, result_of_child
 from bench.process.provenance import collect
 from bench.process.results import write_json
@@ -134,7 +134,7 @@ def run_setting(setting: Setting, load: Mapping[str, Any], n_rounds: int) -> dic
     for path in (setting.model, resolve_draft(setting.draft_model)):
         if path is not None:
             forget_model(path)
-    result = result_of_child("bench.prediction_run", spec, setting.memory_budget, reads)
+    result = result_of_child("bench.decode.prediction_run", spec, setting.memory_budget, reads)
     return {
         "model": str(setting.model),
         "memory_budget": setting.memory_budget,

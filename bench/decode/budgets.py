@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from bench import aggregate
-from bench.measure import MeasureSpec, measure_in_child
+from bench.decode.measure import MeasureSpec, measure_in_child
 from bench.process.child import KILLED, quiet_libraries
 from bench.process.provenance import collect
 from bench.process.results import SPEEDUP, ResultsError, read_results

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from bench import budgets
 from bench.cli import main
+from bench.decode import budgets
 from bench.process.child import KILLED
 from bench.process.results import BUDGETS, read_results
 from bench.prompts.workloads import Prompt

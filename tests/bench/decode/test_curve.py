@@ -14,10 +14,10 @@ from tiny_pair import save_model
 
 import specdec
 from bench.__main__ import main
-from bench.curve import CurveError, CurveSettings, CurveSpec, load_keywords, measure_curve
 from bench.curve_cli import parse_lengths, parse_rates
-from bench.curve_figures import format_curve, summarise
-from bench.known_drafter import expected_tokens
+from bench.decode.curve import CurveError, CurveSettings, CurveSpec, load_keywords, measure_curve
+from bench.decode.curve_figures import format_curve, summarise
+from bench.decode.known_drafter import expected_tokens
 from bench.options import UsageMistake
 from bench.process.child import write_spec
 from bench.prompts.workloads import Prompt
@@ -193,7 +193,7 @@ def test_an_unexplained_difference_is_an_error_after_the_report(
         **summarise(records), "differences": [tie], "n_texts": 2, "enforced": False, "model": "m",
         "memory_budget_bytes": 1 << 30, "n_prompts": 1, "max_tokens": 9,
     }  # fmt: skip
-    monkeypatch.setattr("bench.curve.run_curve", lambda *_, **__: result)
+    monkeypatch.setattr("bench.decode.curve.run_curve", lambda *_, **__: result)
     assert main(["curve", "-m", str(target)]) == 2
     out, err = capsys.readouterr()
     assert "NOT a near tie" in out

@@ -11,8 +11,8 @@ import pytest
 from generating import run
 from table_backend import TableBackend
 
-from bench.curve_figures import standard_error
-from bench.known_drafter import AccuracyError, KnownAccuracyDrafter, expected_tokens
+from bench.decode.curve_figures import standard_error
+from bench.decode.known_drafter import AccuracyError, KnownAccuracyDrafter, expected_tokens
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.verification.acceptance import Acceptance

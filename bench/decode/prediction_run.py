@@ -1,6 +1,6 @@
 """One setting of `specdec-bench predict`, in a process of its own.
 
-    python -m bench.prediction_run SPEC.json RESULT.json
+    python -m bench.decode.prediction_run SPEC.json RESULT.json
 
 What the plan predicts is taken before anything is decoded; then the same model decodes a few tokens
 plainly and a few rounds with the draft.

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 
 from bench import aggregate
+from bench.decode.measure import MeasureSpec, measure_in_child
 from bench.efficiency import efficiency, pass_times_of, typical_pass_seconds
-from bench.measure import MeasureSpec, measure_in_child
 from bench.peers.figures import pairwise_ratios, summarise, token_match
 from bench.peers.registry import PEERS, Weights
 from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings

@@ -3,7 +3,7 @@
 Runs as a process of its own, so that memory figures and limits mean this measurement and nothing
 else:
 
-    python -m bench.measure SPEC.json RESULT.json
+    python -m bench.decode.measure SPEC.json RESULT.json
 
 For every prompt: probe the storage, decode plainly, decode speculatively, the two in turns first.
 Each record also goes to a log at once, so that an interrupted measurement keeps what it has.
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bench.near_ties import examine
+from bench.decode.near_ties import examine
 from bench.process.child import measure_for_parent, result_of_child
 from bench.process.probe import BUFFER_BYTES, probe_bandwidth
 from bench.process.results import append_line
@@ -81,7 +81,7 @@ def measure_in_child(spec: MeasureSpec, *, enforce: bool) -> dict[str, Any]:
 
     Raises typer.Exit with the child's exit code where that has told why it failed.
     """
-    return result_of_child("bench.measure", spec, spec.load["memory_budget"] if enforce else None)
+    return result_of_child("bench.decode.measure", spec, spec.load["memory_budget"] if enforce else None)
 
 
 def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import typer
 from tiny_pair import save_model
 
 from bench.cli import main
-from bench.measure import MeasureSpec, _without_probe
+from bench.decode.measure import MeasureSpec, _without_probe
 from bench.peers.runs import ProcessRun, ProgramRunner
 from bench.process.child import KILLED, ChildFailed, check_child, run_child, write_spec
 from bench.process.limited import OK, OOM_KILLED
@@ -37,7 +37,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_json_report(
     capfd: pytest.CaptureFixture[str], target: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("bench.measure.SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("bench.decode.measure.SETTLE_SECONDS", 0.0)
     log, report_file = tmp_path / "log.jsonl", tmp_path / "report.json"
     argv = f"speedup -m {target} -md {target} --threads 1 --n-prompts 2 -n 4 --ignore-eos -o json"
     argv += " --num-draft-tokens 3"  # in memory, the policy need not draft at all
@@ -180,7 +180,7 @@ def test_a_peer_is_a_column_of_the_report(
     capfd: pytest.CaptureFixture[str], target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("accelerate")
-    monkeypatch.setattr("bench.measure.SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("bench.decode.measure.SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(ProgramRunner, "run", lambda *_: peer_run(OK, [1, 2]))
     argv = f"speedup -m {target} --threads 1 --n-prompts 1 -n 4 --ignore-eos --memory-budget 4GiB"
     assert main([*argv.split(), "--peer", "accelerate", "-o", "json"]) == 0
@@ -215,7 +215,7 @@ def test_git_revision_only_of_our_own_repository(tmp_path: Path) -> None:
 
 def test_measuring_process_tells_a_mistake_in_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "bench.measure", str(tmp_path / "none"), str(tmp_path / "out")],
+        [sys.executable, "-m", "bench.decode.measure", str(tmp_path / "none"), str(tmp_path / "out")],
         capture_output=True,
         text=True,
         timeout=120,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from bench import aggregate
-from bench.measure import WARM_UP_TOKENS, Record
+from bench.decode.measure import WARM_UP_TOKENS, Record
 from bench.process.child import measure_for_parent, quiet_libraries, result_of_child
 from bench.process.provenance import collect
 from bench.process.results import append_line
@@ -102,7 +102,7 @@ def sweep_in_child(spec: PolicySpec, argv: Sequence[str], *, enforce: bool) -> d
     quiet_libraries()
     provenance = collect(argv, Path(spec.load["model"]))
     limit = spec.load["memory_budget"] if enforce else None
-    result = result_of_child("bench.policy_sweep", spec, limit)
+    result = result_of_child("bench.decode.policy", spec, limit)
     return {**result, "enforced": enforce, "provenance": provenance}
 
 

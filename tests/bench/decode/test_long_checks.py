@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bench import identity, soak
+from bench.decode import identity, soak
 from offload.units import MIB
 
 RUN = CliRunner()

@@ -10,7 +10,7 @@ from tiny_pair import save_model
 from typer.testing import CliRunner
 
 from bench.cli import app, main
-from bench.prediction import (
+from bench.decode.predict import (
     PredictionError,
     Setting,
     format_rows,
@@ -18,7 +18,7 @@ from bench.prediction import (
     make_settings,
     parse_speeds,
 )
-from bench.prediction_run import PredictionSpec, measure
+from bench.decode.prediction_run import PredictionSpec, measure
 from bench.process.child import write_spec
 from bench.process.results import PREDICTION, read_results
 from offload.storage.read_limit import ReadLimit
@@ -117,15 +117,15 @@ def test_every_setting_is_held_to_its_budget_and_storage_and_written_at_once(
         started.append((module, spec, limit, reads))
         return {name: row[name] for name in ("plain", "speculative", "plan")} | AFTER
 
-    monkeypatch.setattr("bench.prediction.result_of_child", start)
-    monkeypatch.setattr("bench.prediction.forget_model", forgotten.append)
+    monkeypatch.setattr("bench.decode.predict.result_of_child", start)
+    monkeypatch.setattr("bench.decode.predict.forget_model", forgotten.append)
     file = tmp_path / "report.json"
     argv = ["predict", "-m", str(model), "-md", str(model), "--budgets", "1GiB,2GiB", "-c", "256"]
     argv += ["--storage-mbps", "800,unlimited", "--rounds", "3", "--num-draft-tokens", "5"]
     assert main([*argv, "--output-file", str(file)]) == EXIT_INTERRUPTED
     load = {"num_draft_tokens": 5, "ctx_size": 256, "model": str(model), "draft_model": str(model)}
     for module, spec, limit, _ in started:
-        assert module == "bench.prediction_run"
+        assert module == "bench.decode.prediction_run"
         assert spec.load == {**load, "memory_budget": limit}
         assert spec.n_rounds == 3
     assert [limit for _, _, limit, _ in started] == ["1GiB", "1GiB"]

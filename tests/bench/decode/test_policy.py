@@ -11,7 +11,7 @@ from interrupting import InterruptedAt
 from tiny_pair import save_model
 
 from bench.cli import main
-from bench.policy_sweep import (
+from bench.decode.policy import (
     PolicySpec,
     SweepMistake,
     TreeSize,

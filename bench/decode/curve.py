@@ -3,7 +3,7 @@
 A speedup depends on the machine, on the target and on how often the draft is right. The first two
 are measured here, the third is set, so that readers can place a pair of their own:
 
-    python -m bench.curve SPEC.json RESULT.json
+    python -m bench.decode.curve SPEC.json RESULT.json
 
 For every prompt the target first decodes plainly: that text is what the drafter knows. Then, for
 every rate, plain decoding and chains of every length take turns, which begin with another one each
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from bench.aggregate import first_mismatch
-from bench.curve_figures import summarise
-from bench.known_drafter import KnownAccuracyDrafter
-from bench.near_ties import examine
+from bench.decode.curve_figures import summarise
+from bench.decode.known_drafter import KnownAccuracyDrafter
+from bench.decode.near_ties import examine
 from bench.process.child import measure_for_parent, quiet_libraries, result_of_child
 from bench.process.provenance import collect
 from bench.process.results import append_line
@@ -99,7 +99,7 @@ def run_curve(spec: CurveSpec, argv: Sequence[str], *, enforce: bool) -> dict[st
     """
     quiet_libraries()
     provenance = collect(argv, Path(spec.load["model"]))
-    result = result_of_child("bench.curve", spec, spec.load["memory_budget"] if enforce else None)
+    result = result_of_child("bench.decode.curve", spec, spec.load["memory_budget"] if enforce else None)
     return {**result, "model": spec.load["model"], "enforced": enforce, "provenance": provenance}
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import aggregate
+from bench.decode.known_drafter import expected_tokens
 from bench.efficiency import efficiency, median_pass_seconds, pass_times_of
-from bench.known_drafter import expected_tokens
 from offload.units import format_bytes
 from specdec.decoding.stats import ratio
 
@@ -43,7 +43,7 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         best            for each rate, n_draft_tokens and speedup of the fastest chain
 
     Args:
-        records: of `bench.curve.measure_curve`; n_draft_tokens is 0 for plain decoding.
+        records: of `bench.decode.curve.measure_curve`; n_draft_tokens is 0 for plain decoding.
     """
     points = []
     for rate in dict.fromkeys(record["rate"] for record in records):

@@ -1,0 +1,1 @@
+"""How fast decoding is, with and without a draft."""
