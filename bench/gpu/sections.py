@@ -1,4 +1,4 @@
-"""The measurements on a GPU, one function each: `bench.cuda_suite` runs them one by one.
+"""The measurements on a GPU, one function each: `bench.gpu.suite` runs them one by one.
 
 Each gets a `note` that keeps what was measured so far, should the section be cut short.
 """
@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from bench.cuda_equality import drift, fp32, smallest_budget
-from bench.cuda_machine import machine, vram_outside_torch
-from bench.cuda_settings import Note, Settings
 from bench.decode.known_drafter import KnownAccuracyDrafter, expected_tokens
+from bench.gpu.equality import drift, fp32, smallest_budget
+from bench.gpu.machine import machine, vram_outside_torch
+from bench.gpu.settings import Note, Settings
 from bench.process.child import forget_model
 from bench.process.provenance import versions
 from bench.prompts.workloads import BUILT_IN, Prompt, read_prompts

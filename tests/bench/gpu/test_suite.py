@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from fake_gpu import PEAK_BYTES, install_fake_gpu
 
-from bench import cuda_machine, cuda_suite
-from bench.cuda_checks import checks, lines
-from bench.cuda_settings import SECTIONS, Settings, full_settings, tiny_settings
-from bench.cuda_suite import do_section, in_child, run_suite, summarise
+from bench.gpu import machine as cuda_machine
+from bench.gpu import suite as cuda_suite
+from bench.gpu.checks import checks, lines
+from bench.gpu.settings import SECTIONS, Settings, full_settings, tiny_settings
+from bench.gpu.suite import do_section, in_child, run_suite, summarise
 from specdec.cli.errors import run_app
 
 
@@ -98,12 +99,12 @@ def test_time_that_is_up_leaves_sections_out(tmp_path: Path) -> None:
 
 def test_without_a_gpu_that_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.setattr("backends.cuda.engine.cuda_problem", lambda: "no CUDA device")
-    assert run_app(cuda_suite.app, "bench.cuda_suite", []) == 2
+    assert run_app(cuda_suite.app, "bench.gpu.suite", []) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "no CUDA device; --device cpu --tiny" in error
     for argv, text in ((["--device", "tpu"], "must be cpu or cuda"), (["--device", "cpu"], "tiny")):
-        assert run_app(cuda_suite.app, "bench.cuda_suite", argv) == 2
+        assert run_app(cuda_suite.app, "bench.gpu.suite", argv) == 2
         assert text in capsys.readouterr().err
 
 
@@ -113,7 +114,7 @@ def test_the_command_runs_sections_in_processes_of_their_own(
     """At its smallest: as it is begun on a machine with a GPU, where nothing may be wrong."""
     report, folder = tmp_path / "cuda.json", tmp_path / "targets"
     argv = ["--device", "cpu", "--tiny", "--dir", str(folder), "--output-file", str(report)]
-    assert run_app(cuda_suite.app, "bench.cuda_suite", [*argv, "--sections", "grow, machine"]) == 0
+    assert run_app(cuda_suite.app, "bench.gpu.suite", [*argv, "--sections", "grow, machine"]) == 0
     found = json.loads(report.read_text())
     assert list(found["sections"]) == ["machine", "grow"]
     assert found["sections"]["machine"]["device"] == "cpu"
@@ -121,7 +122,7 @@ def test_the_command_runs_sections_in_processes_of_their_own(
     assert found["provenance"]["versions"]["torch"]
     assert (folder / "small-fp32" / "config.json").exists()
     assert "the figures mean nothing" in capsys.readouterr().err
-    assert run_app(cuda_suite.app, "bench.cuda_suite", [*argv, "--sections", "decode,all"]) == 2
+    assert run_app(cuda_suite.app, "bench.gpu.suite", [*argv, "--sections", "decode,all"]) == 2
     assert "--sections has 'all'; there are 'machine', 'grow'" in capsys.readouterr().err
 
 

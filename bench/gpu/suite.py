@@ -1,8 +1,8 @@
 """All measurements on a GPU in one command, and one JSON.
 
-    python -m bench.cuda_suite --output-file cuda.json           (about 9 minutes, 30 GB of disk)
-    python -m bench.cuda_suite --device cpu --tiny               (does it run at all?)
-    python -m bench.cuda_suite --sections "three tiers,peer" --dir FOLDER    (targets grown before)
+    python -m bench.gpu.suite --output-file cuda.json           (about 9 minutes, 30 GB of disk)
+    python -m bench.gpu.suite --device cpu --tiny               (does it run at all?)
+    python -m bench.gpu.suite --sections "three tiers,peer" --dir FOLDER    (targets grown before)
 
 Grows a 13B target of 26 GB from the embedded pair, runs it in 8 GiB of VRAM and 24 or 12 GiB of
 host memory, and holds the result against what docs/benchmarks.md asks for. Each section is a
@@ -24,8 +24,8 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.cuda_checks import checks, lines
-from bench.cuda_settings import SECTIONS, Settings, full_settings, tiny_settings
+from bench.gpu.checks import checks, lines
+from bench.gpu.settings import SECTIONS, Settings, full_settings, tiny_settings
 from bench.process.child import quiet_libraries
 from bench.process.limited import Limits, run_limited
 from bench.process.provenance import collect
@@ -80,7 +80,7 @@ def in_child(name: str, settings: Settings, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="specdec-cuda-") as folder:
         task, result, log = (Path(folder) / one for one in ("task.json", "result.json", "log"))
         settings.write(task)
-        argv = [sys.executable, "-m", "bench.cuda_suite", "--section", name]
+        argv = [sys.executable, "-m", "bench.gpu.suite", "--section", name]
         argv += ["--task", str(task), "--output-file", str(result)]
         outcome = run_limited(argv, Limits(None, seconds), child_environment(), log)
         figures = json.loads(result.read_text()) if result.exists() else {}
@@ -92,7 +92,7 @@ def in_child(name: str, settings: Settings, seconds: float) -> dict[str, Any]:
 
 def do_section(name: str, settings: Settings, result: Path | None) -> dict[str, Any]:
     """Run a section here; what is known is written after every step."""
-    from bench.cuda_sections import FUNCTIONS
+    from bench.gpu.sections import FUNCTIONS
 
     figures: dict[str, Any] = {}
 
@@ -148,7 +148,7 @@ def main(
     own = None if folder is not None else tempfile.mkdtemp(prefix="specdec-cuda-suite-")
     place = folder if folder is not None else Path(str(own))
     settings = replace((tiny_settings if tiny else full_settings)(device, place), sections=wanted)
-    argv = ["bench.cuda_suite", *sys.argv[1:]]
+    argv = ["bench.gpu.suite", *sys.argv[1:]]
 
     def keep(found: dict[str, Any]) -> None:
         if output_file is not None:
@@ -193,4 +193,4 @@ def summarise(
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(app, "bench.cuda_suite", sys.argv[1:]))
+    sys.exit(run_app(app, "bench.gpu.suite", sys.argv[1:]))

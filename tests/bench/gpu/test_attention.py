@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench import attention
+from bench.gpu import attention
 
 
 def test_both_ways_compute_the_same() -> None:

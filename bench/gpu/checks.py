@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bench.cuda_settings import Settings
+from bench.gpu.settings import Settings
 from specdec.planning.run_options import CUDA
 
 _MOST_VERSUS_COPIES = 1.1

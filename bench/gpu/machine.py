@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from bench.cuda_settings import Note, Settings
+from bench.gpu.settings import Note, Settings
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.candidates import SHARPNESS, CandidateRanker
 from specdec.drafters.model import max_beams
@@ -102,7 +102,7 @@ def attention(
     """Of a tree, both ways."""
     import torch
 
-    from bench.attention import compare
+    from bench.gpu.attention import compare
 
     return [
         asdict(compare(*one, torch.bfloat16, torch.device(device)))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.cuda_settings import Note, Settings
+from bench.gpu.settings import Note, Settings
 from bench.prompts.workloads import BUILT_IN, read_prompts
 from offload.budget import BudgetExceeded
 from specdec.api import load

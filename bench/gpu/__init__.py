@@ -1,0 +1,1 @@
+"""All measurements on a GPU in one command."""
