@@ -26,7 +26,7 @@ def report_command(
 ) -> None:
     """One self-contained HTML page with tables and plots, and the plots as PNG files."""
     from bench.process.results import read_all
-    from bench.report_page import write_report
+    from bench.report.page import write_report
 
     check_writable("--output-file", output_file)
     for path in write_report(read_all(results), output_file):

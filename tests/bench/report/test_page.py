@@ -22,9 +22,9 @@ from result_values import (
 
 from bench.cli import main
 from bench.process.results import read_all, read_results
-from bench.report_data import Depths, Point, bars, curves, depths, points
-from bench.report_plots import acceptance_by_depth
-from bench.report_tables import tables
+from bench.report.data import Depths, Point, bars, curves, depths, points
+from bench.report.plots import acceptance_by_depth
+from bench.report.tables import tables
 from offload.units import GIB
 
 pytest.importorskip("matplotlib")

@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.report_data import PLAIN, Bar, Curve, Depths, Point, share
+from bench.report.data import PLAIN, Bar, Curve, Depths, Point, share
 from offload.errors import SpecdecError
 from offload.units import GIB
 

@@ -15,7 +15,7 @@ from bench.peers.figures import describe_ratio
 from bench.peers.table import COLUMNS, category_cell
 from bench.peers.table import cells as peer_cells
 from bench.process.results import BUDGETS, CURVE, PEERS, POLICY, PREDICTION, SPEEDUP, SWEEP, Results
-from bench.report_data import series_name
+from bench.report.data import series_name
 from offload.units import GIB, format_bytes
 
 KINDS = ("plain", "speculative")

@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench import report_plots as plots
 from bench.process.results import (
     BUDGETS,
     PICTURE,
@@ -20,8 +19,9 @@ from bench.process.results import (
     ResultsError,
     write_whole,
 )
-from bench.report_data import bars, curves, depths, points
-from bench.report_tables import Table, tables
+from bench.report import plots
+from bench.report.data import bars, curves, depths, points
+from bench.report.tables import Table, tables
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 68rem; margin: 2rem auto;

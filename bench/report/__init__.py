@@ -1,0 +1,1 @@
+"""Results of all these as one page with plots."""
