@@ -63,7 +63,7 @@ def predict(context: typer.Context) -> None:
 @app.command("train-pair", context_settings=_PASSED_ON)
 def train_pair(context: typer.Context) -> None:
     """Train the embedded pair from Python source found on this machine."""
-    _pass_on("train-pair", "bench.train_pair", "main", context.args)
+    _pass_on("train-pair", "bench.train.train", "main", context.args)
 
 
 @app.callback(invoke_without_command=True)

@@ -28,6 +28,6 @@ def pair_path(name: str) -> Path:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"the embedded model {name!r} is not in {folder}; reinstall specdec, "
-            "or train it with `python -m bench.train_pair`"
+            "or train it with `python -m bench.train.train`"
         )
     return folder

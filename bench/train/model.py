@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from bench.pair_data import END_OF_TEXT, MAX_POSITIONS, save_tokenizer
+from bench.train.data import END_OF_TEXT, MAX_POSITIONS, save_tokenizer
 
 HEAD_DIM = 128  # as in large Llamas, so that a grown target keeps its rotary embedding
 

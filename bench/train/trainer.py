@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bench.pair_data import WindowSampler
+from bench.train.data import WindowSampler
 
 log = logging.getLogger(__name__)
 

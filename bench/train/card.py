@@ -15,10 +15,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from bench.pair_data import END_OF_TEXT, validation_batches
-from bench.pair_distil import continue_prompts, opening_prompts
-from bench.pair_model import forward_logits, next_token_loss
-from bench.pair_trainer import TrainState
+from bench.train.data import END_OF_TEXT, validation_batches
+from bench.train.distil import continue_prompts, opening_prompts
+from bench.train.model import forward_logits, next_token_loss
+from bench.train.trainer import TrainState
 
 EVALUATED_PROMPTS = 32
 EVALUATED_TOKENS = 128
@@ -179,7 +179,7 @@ does not solve problems.
 {quality.agreement_sampled:.3f} on its text at T = 0.7 |
 | hardware | {_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__} |
 
-Made by `python -m bench.train_pair`: {json.dumps(recipe)}. Learning rates follow the clock, so
+Made by `python -m bench.train.train`: {json.dumps(recipe)}. Learning rates follow the clock, so
 another machine gives other weights.
 
 The weights are released under the project's licence; the corpus and its licences are listed below.

@@ -1,6 +1,6 @@
 """Trains the embedded pair: a small target, and a smaller draft distilled from it.
 
-    python -m bench.train_pair -o specdec/pair --corpus .venv/lib/python3.11/site-packages
+    python -m bench.train.train -o specdec/pair --corpus .venv/lib/python3.11/site-packages
 
 Runs on two CPU cores in about two hours; an interrupted run goes on from `--scratch`, where
 `early/target` and `early/draft` are checkpoints to develop against while training runs. Needs
@@ -21,24 +21,24 @@ import typer
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from bench.corpus import Corpus, collect
-from bench.pair_card import measure_pair, pair_card, sample_texts
-from bench.pair_data import (
+from bench.train.card import measure_pair, pair_card, sample_texts
+from bench.train.corpus import Corpus, collect
+from bench.train.data import (
     END_OF_TEXT,
     WindowSampler,
     encode,
     mixed_documents,
     train_tokenizer,
 )
-from bench.pair_distil import distillation_loss, generate_stream, project_embedding
-from bench.pair_model import (
+from bench.train.distil import distillation_loss, generate_stream, project_embedding
+from bench.train.model import (
     build_model,
     draft_config,
     next_token_loss,
     save_checkpoint,
     target_config,
 )
-from bench.pair_trainer import Phase, Trainer, TrainOptions, TrainState
+from bench.train.trainer import Phase, Trainer, TrainOptions, TrainState
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.corpus import (
+from bench.train.corpus import (
     Corpus,
     collect,
     documented_functions,
@@ -18,7 +18,7 @@ from bench.corpus import (
     licence_of,
     strip_header,
 )
-from bench.pair_data import (
+from bench.train.data import (
     END_OF_TEXT,
     WindowSampler,
     encode,
@@ -26,9 +26,9 @@ from bench.pair_data import (
     save_tokenizer,
     train_tokenizer,
 )
-from bench.pair_distil import opening_prompts, project_embedding
-from bench.pair_model import build_model, draft_config, next_token_loss, target_config
-from bench.pair_trainer import Phase, Trainer, TrainOptions
+from bench.train.distil import opening_prompts, project_embedding
+from bench.train.model import build_model, draft_config, next_token_loss, target_config
+from bench.train.trainer import Phase, Trainer, TrainOptions
 
 SOURCE = '''"""A module."""
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache, LlamaForCausalLM
 
-from bench.pair_model import forward_logits
+from bench.train.model import forward_logits
 
 PROMPT_TOKENS = 48
 CONTINUATION_TOKENS = 208  # with its prompt, one training window
