@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 import typer
 
-from bench.budgets_cli import budgets_command
-from bench.curve_cli import curve_command
-from bench.demo_cli import demo_command
-from bench.peers_cli import peers_command
-from bench.policy_cli import policy_command
-from bench.report_cli import report_command
-from bench.speedup_cli import speedup_command
-from bench.sweep_cli import sweep_command
-from bench.timeline_cli import timeline_command
+from bench.commands.budgets import budgets_command
+from bench.commands.curve import curve_command
+from bench.commands.demo import demo_command
+from bench.commands.peers import peers_command
+from bench.commands.policy import policy_command
+from bench.commands.report import report_command
+from bench.commands.speedup import speedup_command
+from bench.commands.sweep import sweep_command
+from bench.commands.timeline import timeline_command
 from specdec.cli.errors import run_app
 from specdec.cli.signature import with_debug, with_options
 
@@ -51,7 +51,7 @@ app.command("report")(with_debug(report_command))
 @app.command(context_settings=_PASSED_ON)
 def synth(context: typer.Context) -> None:
     """Grow a small model to any size; its text stays the same."""
-    _pass_on("synth", "bench.synth_cli", "synth_command", context.args)
+    _pass_on("synth", "bench.commands.synth", "synth_command", context.args)
 
 
 @app.command(context_settings=_PASSED_ON)

@@ -63,10 +63,10 @@ def _plan(stand_in: StandIn) -> int:
 
 
 def _grow(stand_in: StandIn, folder: Path) -> Path:
+    from bench.commands.synth import choose_shape
     from bench.synth.checkpoint import FORMATS, grow
     from bench.synth.gguf import GGUF_FORMATS, grow_gguf
     from bench.synth.source import SourceModel
-    from bench.synth_cli import choose_shape
     from specdec.models.names import resolve_model
 
     is_gguf = stand_in.format == "gguf"

@@ -14,7 +14,7 @@ from tiny_pair import save_model
 
 import specdec
 from bench.__main__ import main
-from bench.curve_cli import parse_lengths, parse_rates
+from bench.commands.curve import parse_lengths, parse_rates
 from bench.decode.curve import CurveError, CurveSettings, CurveSpec, load_keywords, measure_curve
 from bench.decode.curve_figures import format_curve, summarise
 from bench.decode.known_drafter import expected_tokens

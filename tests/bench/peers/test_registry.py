@@ -12,6 +12,7 @@ import pytest
 from tiny_pair import save_model
 
 from bench.cli import main
+from bench.commands.peers import UsageMistake, all_weights, parse_peers
 from bench.peers import runs as peer_runs
 from bench.peers.compare import NOT_RUN, compare
 from bench.peers.program import Task
@@ -28,7 +29,6 @@ from bench.peers.registry import (
 from bench.peers.runs import ProgramRunner, RunSettings
 from bench.peers.table import format_comparison
 from bench.peers.weights import describe_weights
-from bench.peers_cli import UsageMistake, all_weights, parse_peers
 from bench.process.limited import FAILED, OK, OOM_KILLED, TIMED_OUT
 from bench.prompts.workloads import Prompt
 from offload.process.cgroup import CgroupUnavailable, MemoryCgroup

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from tiny_pair import save_model
 
 from bench.cli import main
+from bench.commands.sweep import count_setting, describe, parse_speeds, parse_trees
 from bench.peers import registry as peers
 from bench.peers.program import Task
 from bench.peers.registry import Peer, Weights
@@ -33,7 +34,6 @@ from bench.peers.sweep import (
 from bench.process.limited import OK, Limits, Outcome
 from bench.process.results import ResultsError, read_results
 from bench.prompts.workloads import Prompt
-from bench.sweep_cli import count_setting, describe, parse_speeds, parse_trees
 from offload.errors import SpecdecError
 from offload.storage.read_limit import ReadLimit
 from offload.units import GIB

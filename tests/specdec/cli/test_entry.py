@@ -29,7 +29,7 @@ sys.exit(main(["--help"]))
         ("specdec.cli.entry", "specdec.cli.run"),
         ("bench.__main__", "bench.cli"),
         ("bench.__main__", "typer"),
-        ("bench.__main__", "bench.speedup_cli"),
+        ("bench.__main__", "bench.commands.speedup"),
     ],
 )
 def test_ctrl_c_while_modules_are_imported_is_one_line(entry: str, module: str) -> None:

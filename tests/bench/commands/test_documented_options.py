@@ -13,7 +13,7 @@ import bench.cli
 import specdec.cli.app
 from specdec.cli.errors import ALIASES
 
-DOC = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
+DOC = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
 APPS = {"specdec": specdec.cli.app, "specdec-bench": bench.cli}
 COMMANDS = [
     f"{name} {command}"

@@ -1,0 +1,1 @@
+"""The `specdec-bench` command, one file for each of its commands."""
