@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.aggregate import aggregate_stats
+from bench.figures import aggregate_stats
 from offload.units import GIB
 from specdec.decoding.stats import GenerationStats
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from bench import aggregate
+from bench import figures as aggregate
 from bench.decode.measure import MeasureSpec, measure_in_child
 from bench.process.child import KILLED, quiet_libraries
 from bench.process.provenance import collect

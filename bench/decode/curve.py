@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bench.aggregate import first_mismatch
 from bench.decode.curve_figures import summarise
 from bench.decode.known_drafter import KnownAccuracyDrafter
 from bench.decode.near_ties import examine
+from bench.figures import first_mismatch
 from bench.process.child import measure_for_parent, quiet_libraries, result_of_child
 from bench.process.provenance import collect
 from bench.process.results import append_line

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import aggregate
+from bench import figures as aggregate
 from bench.decode.known_drafter import expected_tokens
 from bench.efficiency import efficiency, median_pass_seconds, pass_times_of
 from offload.units import format_bytes

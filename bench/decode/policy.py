@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bench import aggregate
+from bench import figures as aggregate
 from bench.decode.measure import WARM_UP_TOKENS, Record
 from bench.process.child import measure_for_parent, quiet_libraries, result_of_child
 from bench.process.provenance import collect

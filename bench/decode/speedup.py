@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from bench import aggregate
+from bench import figures as aggregate
 from bench.decode.measure import MeasureSpec, measure_in_child
 from bench.efficiency import efficiency, pass_times_of, typical_pass_seconds
 from bench.peers.figures import pairwise_ratios, summarise, token_match

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.aggregate import lossy_mark
+from bench.figures import lossy_mark
 from bench.peers.figures import describe_ratio
 from offload.units import GIB, format_bytes
 

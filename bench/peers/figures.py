@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from bench.aggregate import first_mismatch, sum_by_depth
+from bench.figures import first_mismatch, sum_by_depth
 from specdec.decoding.stats import BY_DEPTH, percentile, ratio
 
 Record = Mapping[str, Any]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import Any
 
-from bench import aggregate
+from bench import figures as aggregate
 from bench.decode.known_drafter import expected_tokens
 from bench.peers.compare import label
 from bench.peers.figures import count_of

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.aggregate import lossy_mark
 from bench.decode.curve_figures import HEADINGS, best_line, cells
 from bench.decode.table import ROWS
+from bench.figures import lossy_mark
 from bench.peers.compare import label
 from bench.peers.figures import describe_ratio
 from bench.peers.table import COLUMNS, category_cell

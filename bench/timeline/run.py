@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.aggregate import lossy_mark
+from bench.figures import lossy_mark
 from bench.prompts.workloads import Prompt
 from bench.timeline.lanes import chrome_trace, record_run, write_trace
 from bench.timeline.picture import check_matplotlib, draw

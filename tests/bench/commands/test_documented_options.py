@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import typer
 
-import bench.cli
+import bench.app
 import specdec.cli.app
 from specdec.cli.errors import ALIASES
 
 DOC = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
-APPS = {"specdec": specdec.cli.app, "specdec-bench": bench.cli}
+APPS = {"specdec": specdec.cli.app, "specdec-bench": bench.app}
 COMMANDS = [
     f"{name} {command}"
     for name, module in APPS.items()

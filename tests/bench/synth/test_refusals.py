@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from grown_models import LARGE, SMALL, altered, save_source
 
-from bench.cli import main
+from bench.app import main
 from bench.synth import disk as synth_disk
 from bench.synth.checkpoint import grow
 from bench.synth.shapes import SynthError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench import aggregate
+from bench import figures as aggregate
 from bench.decode.table import format_report
 from specdec.decoding.stats import GenerationStats
 
