@@ -40,8 +40,8 @@ def cache_bytes(model: HfModel, n_rows: int) -> int:
 
 
 def recording_bytes(model: HfModel, ctx_size: int, max_nodes: int, max_rows: int) -> int:
-    """What passes of fixed shapes (backends/hf/static_pass.py) take beside the others: rows of padding
-    in the KV cache, masks and logits of each shape, and the memory that recordings share."""
+    """What passes of fixed shapes take beside the others: rows of
+    padding in the KV cache, masks and logits of each shape, and what recordings share."""
     if not has_static_passes(model):
         return 0
     shapes, itemsize = static_shapes(max_rows), model.dtype.itemsize

@@ -99,7 +99,8 @@ def run_curve(spec: CurveSpec, argv: Sequence[str], *, enforce: bool) -> dict[st
     """
     quiet_libraries()
     provenance = collect(argv, Path(spec.load["model"]))
-    result = result_of_child("bench.decode.curve", spec, spec.load["memory_budget"] if enforce else None)
+    limit = spec.load["memory_budget"] if enforce else None
+    result = result_of_child("bench.decode.curve", spec, limit)
     return {**result, "model": spec.load["model"], "enforced": enforce, "provenance": provenance}
 
 

@@ -81,7 +81,8 @@ def measure_in_child(spec: MeasureSpec, *, enforce: bool) -> dict[str, Any]:
 
     Raises typer.Exit with the child's exit code where that has told why it failed.
     """
-    return result_of_child("bench.decode.measure", spec, spec.load["memory_budget"] if enforce else None)
+    limit = spec.load["memory_budget"] if enforce else None
+    return result_of_child("bench.decode.measure", spec, limit)
 
 
 def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:

@@ -4,9 +4,9 @@ Plain greedy decoding or, with a draft, a chain of draft tokens verified in one 
 llama.cpp's own `speculative-simple` example does (common/speculative.cpp, "draft-simple"): the
 draft's likeliest token at each step, until the chain is as long as allowed or its probability
 *among the ten likeliest* falls below a threshold. Length and threshold are the caller's, as their
-defaults changed between versions (bench.peers.registry.DRAFT_CHAINS). Two things are done in the peer's
-favour: the draft keeps its cache of the tokens that it proposed, where the example decodes every
-verified batch again, and the prompt's last token is not decoded in a pass of its own.
+defaults changed between versions (bench.peers.registry.DRAFT_CHAINS). Two things are done in the
+peer's favour: the draft keeps its cache of the tokens that it proposed, where the example decodes
+every verified batch again, and the prompt's last token is not decoded in a pass of its own.
 
 The low-level API is used, because the high-level class of llama-cpp-python cannot switch repacked
 weights off: those are anonymous memory, and the kernel kills a process that repacks a file larger

@@ -1,7 +1,7 @@
 """Grows a small Llama-architecture checkpoint to the bytes, FLOPs and shapes of a large one.
 
-The grown model computes the same function as the small one (see `bench.synth.growth` for the maths),
-so text and acceptance are the small model's while the cost of a pass is the large model's. That
+The grown model computes the same function as the small one (`bench.synth.growth` has the maths), so
+text and acceptance are the small model's while the cost of a pass is the large model's. That
 is what makes honest measurements possible where no large model can be downloaded.
 
 Nothing is held in memory but one chunk of one tensor. The checkpoint is written to a hidden

@@ -1,4 +1,4 @@
-"""Grows a small Llama to a large one's size as one GGUF file, as `bench.synth.checkpoint` does for folders.
+"""Grows a small Llama to a large one's size as one GGUF file, as `checkpoint` does for folders.
 
 Types follow llama-quantize: norms in F32; with Q4_0 the output head (a tied embedding is one too)
 in Q6_K, or in Q8_0 where its rows do not fill Q6_K's blocks; everything else as asked.
@@ -60,8 +60,8 @@ def grow_gguf(
 ) -> GrowReport:
     """Writes one GGUF file of `shape` that computes the same function as the source.
 
-    The arguments are those of `bench.synth.checkpoint.grow`, but for `out_file`, whose name must end in
-    .gguf, and `dtype`, one of `GGUF_FORMATS`. The quantised weights of the source round its
+    The arguments are those of `bench.synth.checkpoint.grow`, but for `out_file`, whose name must
+    end in .gguf, and `dtype`, one of `GGUF_FORMATS`. The quantised weights of the source round its
     function; growing does not change it further.
 
     Raises:

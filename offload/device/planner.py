@@ -4,9 +4,9 @@ A pass computes on the device, beside copies to it, beside reads from storage; t
 three sets its time. What stays on the device saves its copy in every pass, and its read; what stays
 in host memory saves its read. Both memories only save, so both are filled, the device's first. Each
 is the same question: a memory holds a ring of slots through which the rest of the layers moves, and
-a fixed set beside it that leaves the least to move. `offload.residency.plan` answers it, once for the
-device's slots and once, with what is left, for the pinned ones. How many slots the two rings have
-is the caller's to weigh, by the time of a pass (`offload.residency.tier_simulation`).
+a fixed set beside it that leaves the least to move. `offload.residency.plan` answers it, once for
+the device's slots and once, with what is left, for the pinned ones. How many slots the two rings
+have is the caller's to weigh, by the time of a pass (`offload.residency.tier_simulation`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How fast this machine's storage is, measured once with the streamer's own kind of reads.
 
-A limit that a cgroup sets on reading (`offload.storage.read_limit`) is not the device's: under one, nothing
-is remembered, and nothing remembered is used.
+A limit that a cgroup sets on reading (`offload.storage.read_limit`) is not the device's: under one,
+nothing is remembered, and nothing remembered is used.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ values as cached, activations as computed.
 With these, Llama-2-7B with two feed-forward matrices (hidden 4096, 32 heads, 11008, 32 layers) has
 15.93774 FLOPs per memory operation in a projection at n = 8, 14.84058 in attention at n = 8 and
 context 512, 874.0844 in feed-forward at n = 512; its layers do 11648 x 2^20 FLOPs for a token at
-context 4096, and hold 12992 x 2^20 elements at context 32768 (tests/specdec/test_analysis.py).
+context 4096, and hold 12992 x 2^20 elements at context 32768
+(tests/specdec/analysis/test_analyze.py).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """From the draft's logits to candidates: which tokens the target may choose, and how likely.
 
 The target takes argmax(log p / T + g), with Gumbel noise g that is fixed by (seed, position)
-(specdec/sampling/sampler.py). A draft that ranks its candidates with the *same* noise guesses that choice
-better than one that looks at its probabilities alone (Gumbel coupling: Daliri, Musco, Suresh 2024,
-"Coupling without communication and drafter-invariant speculative decoding", section 3). Greedy
-decoding is the same with T = 0:
+(specdec/sampling/sampler.py). A draft that ranks its candidates with the *same* noise guesses that
+choice better than one that looks at its probabilities alone (Gumbel coupling: Daliri, Musco, Suresh
+2024, "Coupling without communication and drafter-invariant speculative decoding", section 3).
+Greedy decoding is the same with T = 0:
 
     chance(token) = softmax((logits + T · g) / s)
 

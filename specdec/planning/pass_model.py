@@ -1,8 +1,9 @@
 """T_pass(N): how long a pass of N rows takes a model whose layers are placed as planned.
 
 Every layer is read, as far as it streams, and multiplied with: the ring of slots is simulated over
-their real order and sizes (`offload.residency.ring_simulation`), with this machine's bandwidth and arithmetic. On
-a GPU layers are copied to its memory as well (`offload.residency.tier_simulation`).
+their real order and sizes (`offload.residency.ring_simulation`), with this machine's bandwidth
+and arithmetic. On a GPU layers are copied to its memory as well
+(`offload.residency.tier_simulation`).
 """
 
 from __future__ import annotations

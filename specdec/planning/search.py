@@ -2,8 +2,8 @@
 
 A byte can hold a part of the target that is then not read in every pass, a part of the draft that
 is then not read for every level of every tree, one more slot of the ring (which hides drafting and
-uneven layers), or room for a larger tree. What a pass takes is simulated (`specdec.planning.pass_model`);
-what a tree brings is assumed (`specdec.policy.assumptions`).
+uneven layers), or room for a larger tree. What a pass takes is simulated
+(`specdec.planning.pass_model`); what a tree brings is assumed (`specdec.policy.assumptions`).
 """
 
 from __future__ import annotations

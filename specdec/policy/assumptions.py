@@ -1,7 +1,7 @@
 """What a tree brings before anything was decoded: assumed, because acceptance is known only later.
 
-The plan weighs divisions of the memory by it; the policy (`specdec.policy.draft_policy`) begins with it and then
-measures.
+The plan weighs divisions of the memory by it; the policy (`specdec.policy.draft_policy`) begins
+with it and then measures.
 """
 
 from __future__ import annotations

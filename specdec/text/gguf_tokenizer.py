@@ -1,7 +1,7 @@
 """Text and token ids of a GGUF model: llama.cpp's own tokenizer, without its weights.
 
-The same members as `specdec.text.tokenizer.Tokenizer`, so that everything there works with it unchanged.
-Neither torch nor transformers is imported.
+The same members as `specdec.text.tokenizer.Tokenizer`, so that everything there works with it
+unchanged. Neither torch nor transformers is imported.
 """
 
 from __future__ import annotations

@@ -214,8 +214,9 @@ def test_git_revision_only_of_our_own_repository(tmp_path: Path) -> None:
 
 
 def test_measuring_process_tells_a_mistake_in_one_line(tmp_path: Path) -> None:
+    paths = [str(tmp_path / "none"), str(tmp_path / "out")]
     done = subprocess.run(
-        [sys.executable, "-m", "bench.decode.measure", str(tmp_path / "none"), str(tmp_path / "out")],
+        [sys.executable, "-m", "bench.decode.measure", *paths],
         capture_output=True,
         text=True,
         timeout=120,

@@ -174,7 +174,10 @@ def test_programs_start_without_any_package(other: Path, tmp_path: Path, module:
 
 
 def test_a_journal_ends_without_any_package(other: Path, tmp_path: Path) -> None:
-    code = "from offload.process.memory import process_memory; print(process_memory().peak_rss_bytes > 0)"
+    code = (
+        "from offload.process.memory import process_memory; "
+        "print(process_memory().peak_rss_bytes > 0)"
+    )
     environment = {**os.environ, **own_packages(tmp_path)}
     done = subprocess.run([other, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr

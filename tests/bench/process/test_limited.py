@@ -65,7 +65,8 @@ def test_a_late_program_and_its_children_are_killed(tmp_path: Path) -> None:
 
 def test_nothing_outlives_a_terminated_benchmark(tmp_path: Path) -> None:
     script = (
-        "import os, sys; from pathlib import Path; from bench.process.limited import Limits, run_limited; "
+        "import os, sys; from pathlib import Path; "
+        "from bench.process.limited import Limits, run_limited; "
         "argv = [sys.executable, '-c', "
         "'import os, time; print(os.getpid(), flush=True); time.sleep(60)']; "
         f"run_limited(argv, Limits(None, 60.0), os.environ, Path({str(tmp_path / 'log')!r}))"

@@ -112,7 +112,7 @@ streamer.close()
 
 
 def test_a_child_ends_whatever_a_reader_held_when_it_was_forked(tmp_path: Path) -> None:
-    tests = Path(__file__).parents[2]
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(tests), str(tests.parent)]
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(root / "tests" / "helpers"), str(root)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

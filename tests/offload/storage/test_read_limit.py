@@ -18,7 +18,8 @@ from offload.units import MIB
 
 ROOT = Path(__file__).parents[3]
 TELL = (
-    "import sys; from pathlib import Path; from offload.storage.read_limit import read_limit_in_force; "
+    "import sys; from pathlib import Path; "
+    "from offload.storage.read_limit import read_limit_in_force; "
     "print(read_limit_in_force(Path(sys.argv[1])))"
 )
 

@@ -199,6 +199,7 @@ for temperature in (0.0, 0.8):
     assert len(decoder.results(2)) == 2
 assert not {"torch", "transformers"} & set(sys.modules), "imported"
 """
-    tests = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(tests).parent), tests])}
+    root = Path(__file__).resolve().parents[3]
+    path = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
+    environment = {**os.environ, "PYTHONPATH": path}
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=environment)

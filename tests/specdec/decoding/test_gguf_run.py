@@ -138,7 +138,8 @@ def test_the_backend_has_the_cache_that_was_planned(grown):
 def test_a_refused_budget_names_the_caches_that_would_do_with_less(
     grown, present, smaller, monkeypatch
 ):
-    monkeypatch.setattr("specdec.planning.division._SMALLEST_STEP_BYTES", 64 * KIB)  # it is a small model
+    # It is a small model.
+    monkeypatch.setattr("specdec.planning.division._SMALLEST_STEP_BYTES", 64 * KIB)
 
     def plan(budget: str, cache_type: str) -> None:
         types = {"cache_type_k": cache_type, "cache_type_v": cache_type}

@@ -1,6 +1,7 @@
 """Ranking on a device finds what numpy finds on the host, and brings few numbers back.
 
-A tensor on the CPU is the device here; the same runs on a GPU in tests/specdec/test_device_rows.py.
+A tensor on the CPU is the device here; the same runs on a GPU in
+tests/specdec/drafters/test_device_rows.py.
 """
 
 from __future__ import annotations

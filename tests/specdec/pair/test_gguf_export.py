@@ -132,8 +132,8 @@ def test_strange_tensors_are_refused() -> None:
 def test_the_export_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     code = (
         "from specdec.pair.gguf_export import pair_gguf_path\n"
-        "import specdec.text.gguf_tokenizer, sys\n"
-        "specdec.text.gguf_tokenizer.GgufTokenizer(pair_gguf_path('pair:draft.gguf')).encode('a b')\n"
+        "import sys; from specdec.text.gguf_tokenizer import GgufTokenizer\n"
+        "GgufTokenizer(pair_gguf_path('pair:draft.gguf')).encode('a b')\n"
         "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )
     environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": ""}

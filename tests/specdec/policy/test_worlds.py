@@ -1,4 +1,4 @@
-"""The policy in worlds of known costs and known truth (tests/policy_world.py).
+"""The policy in worlds of known costs and known truth (tests/helpers/policy_world.py).
 
 In each, it must come close to the best fixed size of tree, which it does not know, and never fall
 behind plain decoding, from its first token on.

@@ -12,7 +12,7 @@ from tiny_pair import save_model
 
 from specdec.cli.app import main
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Models(NamedTuple):

@@ -1,8 +1,8 @@
 """Exact distributions of acceptance rules, by enumerating every random decision in float64.
 
-A rule asks for its decisions through `specdec.verification.acceptance.Decisions`. `enumerate_outcomes` answers
-them in every possible way and weighs each run with its probability, so that what a rule emits can
-be compared with the target to rounding error instead of statistically.
+A rule asks for its decisions through `specdec.verification.acceptance.Decisions`.
+`enumerate_outcomes` answers them in every possible way and weighs each run with its probability, so
+that what a rule emits can be compared with the target to rounding error instead of statistically.
 """
 
 from __future__ import annotations
