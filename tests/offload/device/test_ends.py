@@ -54,7 +54,7 @@ def test_an_interrupt_at_every_call_of_a_pass(tmp_path: Path, n_slots: int, poli
             streamer.restart()
             walk(streamer, device, weights, 2)
         watchdog.cancel()
-    assert {"device_streamer.py:_lend", "device_streamer.py:_acquire"} <= places
+    assert {"streamer.py:_lend", "streamer.py:_acquire"} <= places
     assert places & {
         "lending.py:_release",
         "walk.py:give_back",

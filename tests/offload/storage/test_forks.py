@@ -113,6 +113,7 @@ streamer.close()
 
 def test_a_child_ends_whatever_a_reader_held_when_it_was_forked(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(root / "tests" / "helpers"), str(root)]
+    paths = (tmp_path, root / "tests" / "helpers", root)
+    command = [sys.executable, "-c", PROGRAM, *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
