@@ -1,97 +1,249 @@
-"""Imports go one way: bench -> specdec -> backends -> offload; and heavy libraries stay lazy."""
+"""Imports go one way: between the packages, between their rooms, and without circles."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# A package may import itself and those after it.
-ORDER = ("bench", "specdec", "backends", "offload")
+
+# From top to bottom: a room may import those below it; rooms of one line do not know each other.
+# A name is a folder or a file of the package.
+ROOMS = {
+    "bench": (
+        "__main__",
+        "commands",
+        "report gpu demo",
+        "decode",
+        "peers timeline rank",
+        "prompts",
+        "process synth figures options",
+        "train",
+    ),
+    "specdec": (
+        "__main__",
+        "cli",
+        "__init__",  # names the public API, and imports each name on its first use
+        "api",
+        "decoding",
+        "analysis",
+        "planning",
+        "policy",
+        "drafters",
+        "devices",
+        "sampling",
+        "models",
+        "verification",
+        "text",
+        "pair",
+        "config",
+    ),
+    "backends": ("cuda shapes", "hf llama", "timing", "contract"),
+    "offload": (
+        "paging device",
+        "ring",
+        "residency",
+        "storage",
+        "formats process",
+        "budget",
+        "units",
+        "errors trace",
+    ),
+}
+PACKAGES = tuple(ROOMS)  # a package may import itself and those after it
 HEAVY = ("torch", "transformers")
-# Modules of specdec that a run without torch (GGUF) needs.
+MOST_FILES_IN_A_ROOM = 18
+MOST_FILES_BESIDE_ROOMS = 8
+
+# Modules that a run without torch (GGUF) needs, beside all of offload.
 TORCH_FREE = (
-    "offload",
     "specdec",
+    "specdec.api",
     "specdec.cli.app",
     "specdec.config",
-    "specdec.verification.tree",
-    "specdec.verification.acceptance",
-    "specdec.verification.block",
-    "bench.rank.ranking",
-    "specdec.sampling.sampler",
-    "specdec.decoding.stats",
-    "specdec.decoding.controller",
-    "specdec.api",
-    "specdec.planning.plan",
-    "specdec.text.gguf_tokenizer",
-    "backends.llama.source",
-    "backends.shapes.gguf",
     "specdec.analysis.analyze",
+    "specdec.decoding.controller",
+    "specdec.decoding.stats",
     "specdec.devices.this_machine",
     "specdec.drafters.ngram",
+    "specdec.planning.plan",
+    "specdec.sampling.sampler",
+    "specdec.text.gguf_tokenizer",
+    "specdec.verification.acceptance",
+    "specdec.verification.block",
+    "specdec.verification.tree",
+    "backends.llama.source",
+    "backends.shapes.gguf",
 )
 
 
-def python_files(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+def module_name(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
 
 
-def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, top-level module) of every import in the file, also those inside functions."""
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the four packages, by its name."""
+    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return {module_name(path): path for path in sorted(paths)}
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import, also inside functions and under TYPE_CHECKING."""
     for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name.split(".")[0]
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: write the import out from the package"
-            yield node.lineno, (node.module or "").split(".")[0]
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield node.lineno, full if full in modules() else str(node.module)
 
 
-@pytest.mark.parametrize("package", ORDER)
-def test_imports_go_one_way(package: str) -> None:
-    above = set(ORDER[: ORDER.index(package)])
+@cache
+def own_imports() -> dict[str, tuple[tuple[int, str], ...]]:
+    """For each of our modules: (line, module) of the imports of others of ours."""
+    return {
+        name: tuple((line, to) for line, to in imported(path) if to in modules() and to != name)
+        for name, path in modules().items()
+    }
+
+
+def told(name: str, line: int, to: str) -> str:
+    return f"{modules()[name].relative_to(ROOT)}:{line} imports {to}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_one_way(package: str) -> None:
+    above = {*PACKAGES[: PACKAGES.index(package)], "tests"}
+    files = [path for name, path in modules().items() if name.split(".")[0] == package]
     wrong = [
-        f"{path.relative_to(ROOT)}:{line} imports {module}"
-        for path in python_files(package)
-        for line, module in imported_modules(path)
-        if module in above or module == "tests"
+        f"{path.relative_to(ROOT)}:{line} imports {to}"
+        for path in files
+        for line, to in imported(path)
+        if to.split(".")[0] in above
     ]
-    assert python_files(package)
+    assert files
     assert not wrong, "\n".join(wrong)
+
+
+def room_of(name: str) -> str:
+    """The folder or file of its package that a module belongs to: `specdec.cli.run` -> cli."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_rooms_import_from_top_to_bottom(package: str) -> None:
+    floors = {room: floor for floor, line in enumerate(ROOMS[package]) for room in line.split()}
+    wrong = [
+        told(name, line, to)
+        for name, imports in own_imports().items()
+        for line, to in imports
+        if name.split(".")[0] == to.split(".")[0] == package
+        and room_of(name) != room_of(to)
+        and floors[room_of(to)] <= floors[room_of(name)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_room_has_its_place_in_the_order(package: str) -> None:
+    named = {room for line in ROOMS[package] for room in line.split()} | {"__init__"}
+    here = {room_of(name) for name in modules() if name.split(".")[0] == package}
+    assert named == here, f"not in the order: {here - named}; not in the package: {named - here}"
+
+
+def reached(graph: dict[str, set[str]], name: str) -> set[str]:
+    """What a module imports, directly or through others."""
+    found: set[str] = set()
+    left = [name]
+    while left:
+        new = graph[left.pop()] - found
+        found |= new
+        left += new
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> set[tuple[str, ...]]:
+    """Groups of modules that import each other, directly or through one another."""
+    reach = {name: reached(graph, name) for name in graph}
+    return {
+        tuple(sorted(to for to in reach[name] if name in reach[to]))
+        for name in graph
+        if name in reach[name]
+    }
+
+
+def test_circles_are_found() -> None:
+    line = {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set[str]()}
+    assert not circles(line)
+    assert circles({**line, "c": {"b", "d"}}) == {("b", "c")}
+
+
+def test_no_files_import_each_other() -> None:
+    graph = {name: {to for _, to in imports} for name, imports in own_imports().items()}
+    found = circles(graph)
+    assert not found, "\n".join(" <-> ".join(circle) for circle in found)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_rooms_are_not_crowded(package: str) -> None:
+    sizes = Counter(path.parent for path in modules().values() if path.stem != "__init__")
+    beside = sizes.pop(ROOT / package, 0)
+    assert beside <= MOST_FILES_BESIDE_ROOMS, f"{package}/ has {beside} files beside its rooms"
+    crowded = {
+        str(room.relative_to(ROOT)): size
+        for room, size in sizes.items()
+        if room.is_relative_to(ROOT / package) and size > MOST_FILES_IN_A_ROOM
+    }
+    assert not crowded, f"files in a room, of at most {MOST_FILES_IN_A_ROOM}: {crowded}"
+
+
+def said(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
+def test_every_room_says_what_it_holds() -> None:
+    without = [
+        str(path.relative_to(ROOT))
+        for path in modules().values()
+        if path.stem == "__init__" and not said(path).split("\n")[0].endswith((".", ":"))
+    ]
+    assert not without, f"no line that says what the room holds: {without}"
 
 
 def test_offload_names_no_tensor_library() -> None:
     wrong = [
-        f"{path.relative_to(ROOT)}:{line} imports {module}"
-        for path in python_files("offload")
-        for line, module in imported_modules(path)
-        if module in (*HEAVY, "safetensors", "huggingface_hub", "accelerate")
+        f"{path.relative_to(ROOT)}:{line} imports {to}"
+        for name, path in modules().items()
+        for line, to in imported(path)
+        if name.startswith("offload")
+        and to.split(".")[0] in (*HEAVY, "safetensors", "huggingface_hub", "accelerate")
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def submodules(package: str) -> list[str]:
-    return [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in python_files(package)
-        if path.stem != "__init__"
-    ]
-
-
-@pytest.mark.parametrize("module", [*TORCH_FREE, *submodules("offload")])
-def test_imports_without_torch(module: str, tmp_path: Path) -> None:
+def test_what_a_gguf_run_needs_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    """One process imports module by module, and names the first that brings one along."""
+    names = [*TORCH_FREE, *(name for name in modules() if name.split(".")[0] == "offload")]
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {module}\n"
-        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from importlib import import_module\n"
+        f"for name in {names!r}:\n"
+        "    import_module(name)\n"
+        f"    heavy = [one for one in {HEAVY!r} if one in sys.modules]\n"
+        "    assert not heavy, f'importing {name} loaded {heavy}'\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]", f"importing {module} loaded {done.stdout.strip()}"
