@@ -14,7 +14,7 @@ import torch
 from backends.contract.backend import BackendError
 from backends.cuda.errors import VramUse, no_raw_out_of_memory
 from offload.errors import SpecdecError
-from offload.storage.direct_io import AlignedBuffer
+from offload.storage.aligned import AlignedBuffer
 from offload.units import format_bytes
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context

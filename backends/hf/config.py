@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from backends.contract.backend import UnsupportedModel
 from backends.contract.library_errors import one_line
-from offload.formats.checkpoint import CheckpointError
+from offload.formats.tensors import CheckpointError
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 # Their attention masks or biases go by the row in the cache, which for the nodes of a tree is not

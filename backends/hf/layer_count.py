@@ -14,7 +14,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from backends.hf.raw_config import read_raw
-from offload.formats.checkpoint import CheckpointError, WeightIndex
+from offload.formats.checkpoint import WeightIndex
+from offload.formats.tensors import CheckpointError
 
 _COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")

@@ -24,7 +24,7 @@ from backends.hf.masks import (
 )
 from backends.hf.model import TORCH_DTYPES, BoundTensor
 from backends.hf.weights import RawTensors
-from offload.formats.checkpoint import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.units import MIB
 
 MAX_MASK_BYTES = 16 * MIB

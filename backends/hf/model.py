@@ -30,7 +30,8 @@ from backends.hf.attention import SEGMENTED, supports_segments
 from backends.hf.config import context_limit, declared, kv_values_per_token, load_config
 from backends.hf.layer_count import check_layers_used, refuse_absurd_count
 from backends.hf.raw_config import refuse_nonsense
-from offload.formats.checkpoint import CheckpointError, TensorRecord, WeightIndex
+from offload.formats.checkpoint import WeightIndex
+from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.residency.plan import LayerWeights
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}

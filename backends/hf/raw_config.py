@@ -14,7 +14,7 @@ from typing import Any
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from backends.contract.backend import UnsupportedModel
-from offload.formats.checkpoint import CheckpointError
+from offload.formats.tensors import CheckpointError
 
 _REQUIRED = {"hidden_size": 2**20, "vocab_size": 2**24, "num_attention_heads": 2**14}
 _OPTIONAL = {

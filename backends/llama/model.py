@@ -23,7 +23,7 @@ from backends.llama.hparams import (
     read_kv_shape,
 )
 from offload.formats.gguf_index import GgufError, GgufIndex
-from offload.formats.safetensors import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.residency.plan import LayerWeights
 
 _ENCODER = "an encoder, which gives embeddings and no next token"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from backends.llama.model import GgufModel
-from offload.formats.safetensors import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.residency.plan import spread
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from backends.timing.passes import is_small, measure_passes, measure_small
 from offload.errors import SpecdecError
 from offload.formats.fingerprint import fingerprint
 from offload.formats.gguf_header import GGML_TYPES
-from offload.formats.safetensors import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.paging.memory import move_seconds_per_byte
 from offload.paging.plan import paging_overhead_bytes
 from offload.process.memory import memory_limit, reset_peak_rss

@@ -26,7 +26,7 @@ from backends.llama.library import LlamaContext, LlamaError, LlamaModel, Progres
 from backends.llama.model import GgufModel
 from backends.llama.passes import PassCancelled
 from backends.llama.tree import check_lengths
-from offload.formats.safetensors import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import MappedRange, find_mapping
 from offload.paging.pager import Pager
 from offload.process.interruptible import call_aside

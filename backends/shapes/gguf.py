@@ -29,7 +29,7 @@ from backends.shapes.shape import (
     Matrix,
     ModelShape,
 )
-from offload.formats.safetensors import TensorRecord
+from offload.formats.tensors import TensorRecord
 
 # Every so-manieth layer sees all of the context, the others a window: src/models/*.cpp of llama.cpp
 # (set_swa_pattern), for files that do not say it themselves.

@@ -40,7 +40,8 @@ from backends.shapes.shape import (
     Matrix,
     ModelShape,
 )
-from offload.formats.checkpoint import TensorRecord, WeightIndex
+from offload.formats.checkpoint import WeightIndex
+from offload.formats.tensors import TensorRecord
 
 _FORMATS = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)

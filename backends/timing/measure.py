@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.formats.safetensors import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.ring.bandwidth import busy_storage, is_measurable
 from offload.units import MIB
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from offload.device.engine import CopyEngine, DeviceBuffer
-from offload.ring.slots import SlotMemory
+from offload.storage.aligned import HostMemory
 from offload.units import MIB
 
 _BUFFER_BYTES = 64 * MIB
@@ -22,7 +22,7 @@ def measure_copies(engine: CopyEngine, buffer_bytes: int = _BUFFER_BYTES) -> flo
 
     Raises BudgetExceeded, MemoryError: the memory cannot be had.
     """
-    pinned: list[SlotMemory] = []
+    pinned: list[HostMemory] = []
     device: list[DeviceBuffer] = []
     try:
         for _ in range(_N_BUFFERS):
@@ -42,7 +42,7 @@ def measure_copies(engine: CopyEngine, buffer_bytes: int = _BUFFER_BYTES) -> flo
         _give_back(engine, pinned, device)
 
 
-def _give_back(engine: CopyEngine, pinned: list[SlotMemory], device: list[DeviceBuffer]) -> None:
+def _give_back(engine: CopyEngine, pinned: list[HostMemory], device: list[DeviceBuffer]) -> None:
     """Nothing enqueued may still use them."""
     try:
         engine.synchronize()

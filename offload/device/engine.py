@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from offload.ring.slots import SlotMemory
+from offload.storage.aligned import HostMemory
 
 
 class Event(Protocol):
@@ -53,7 +53,7 @@ class CopyEngine(Protocol):
     Buffers and events that are passed in (Any here) are those of the same engine.
     """
 
-    def allocate_pinned(self, n_bytes: int) -> SlotMemory:
+    def allocate_pinned(self, n_bytes: int) -> HostMemory:
         """Host memory that the device copies from by itself; aligned for O_DIRECT.
 
         It takes `buffer_bytes(n_bytes)`. Raises MemoryError where it cannot be had.

@@ -15,8 +15,8 @@ from offload.device.engine import CopyEngine
 from offload.device.tiers import TieredLayer
 from offload.ring.file_supply import RingOptions, walk_files
 from offload.ring.lending import LayerLender
-from offload.ring.slots import SlotMemory
 from offload.ring.walk import StreamStats, Taken
+from offload.storage.aligned import HostMemory
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.layout import Layout
 from offload.storage.reading import (
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     offset: int
 
 
-class HostTier(LayerLender[SlotMemory, tuple[Part, ...]]):
+class HostTier(LayerLender[HostMemory, tuple[Part, ...]]):
     """The layers that are copied to a device, in the order of use, again and again.
 
     Copies that the caller enqueues inside the with-block of a layer may run on after it.
@@ -95,7 +95,7 @@ class HostTier(LayerLender[SlotMemory, tuple[Part, ...]]):
     def stats(self) -> StreamStats:
         return self._walk.stats
 
-    def _lend(self, index: int, lease: Taken[SlotMemory] | None) -> tuple[Part, ...]:
+    def _lend(self, index: int, lease: Taken[HostMemory] | None) -> tuple[Part, ...]:
         layer, parts = self._layers[index], []
         if lease is not None:
             parts.append(Part(lease.slot.buffer.view[: layer.streamed_bytes], 0))

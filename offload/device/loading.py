@@ -8,8 +8,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from offload.device.engine import CopyEngine, DeviceBuffer
-from offload.formats.checkpoint import TensorRecord
-from offload.ring.slots import SlotMemory
+from offload.formats.tensors import TensorRecord
+from offload.storage.aligned import HostMemory
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.layout import Layout, Piece, make_layout
 from offload.storage.reading import DEFAULT_N_READERS, OpenFiles, Progress, bring_pieces
@@ -60,8 +60,8 @@ def load_on_device(
     layout = make_layout(records, merge_gap=0)
     pieces = layout.pieces(LOAD_READ_BYTES)
     weights = OnDevice(layout, engine.allocate_device(layout.n_bytes))
-    staging: list[SlotMemory] = []
-    free: SimpleQueue[SlotMemory] = SimpleQueue()
+    staging: list[HostMemory] = []
+    free: SimpleQueue[HostMemory] = SimpleQueue()
 
     def bring(files: OpenFiles, piece: Piece) -> None:
         memory = free.get()

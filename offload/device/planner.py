@@ -23,7 +23,7 @@ from offload.device.tiers import (
     device_footprint,
 )
 from offload.residency.plan import MIN_N_SLOTS, LayerWeights, ResidencyPlan, plan_residency
-from offload.storage.direct_io import ALIGNMENT
+from offload.storage.aligned import ALIGNMENT
 from offload.storage.layout import MERGE_GAP_BYTES, make_layout
 
 VRAM = "VRAM"

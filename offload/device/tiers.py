@@ -19,9 +19,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from offload.formats.checkpoint import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.residency.plan import LayerWeights
-from offload.storage.direct_io import buffer_bytes
+from offload.storage.aligned import buffer_bytes
 from offload.storage.layout import Layout, make_layout
 from offload.units import MIB
 

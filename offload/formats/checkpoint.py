@@ -1,7 +1,7 @@
 """Where each tensor of a safetensors checkpoint lies: nothing but the headers is read.
 
 Only files inside the checkpoint's folder (or the Hugging Face cache it belongs to) are opened, and
-pickled weights are refused: see `header` for the file format and its checks.
+pickled weights are refused: see `safetensors` for the file format and its checks.
 """
 
 from __future__ import annotations
@@ -11,16 +11,9 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from offload.formats.safetensors import (
-    MAX_HEADER_BYTES,
-    CheckpointError,
-    TensorRecord,
-    parse_json_object,
-    read_header,
-)
+from offload.formats.safetensors import MAX_HEADER_BYTES, parse_json_object, read_header
+from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.units import format_bytes
-
-__all__ = ["CheckpointError", "TensorRecord", "WeightIndex", "read_header"]
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 

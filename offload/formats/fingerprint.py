@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from offload.formats.safetensors import CheckpointError, TensorRecord
+from offload.formats.tensors import CheckpointError, TensorRecord
 
 SAMPLE_BYTES = 4096
 """Read of every tensor: fine-tunes of one model differ in nothing but the weights' values."""

@@ -26,7 +26,7 @@ from offload.formats.gguf_metadata import (
     GgufMetadata,
     read_metadata,
 )
-from offload.formats.safetensors import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.units import MIB, format_bytes
 
 __all__ = ["GGML_TYPES", "GgmlType", "GgufError", "GgufFile", "GgufMetadata", "row_bytes"]

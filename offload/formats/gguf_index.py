@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from offload.formats.gguf_header import GgufError, GgufFile, GgufMetadata
-from offload.formats.safetensors import TensorRecord
+from offload.formats.tensors import TensorRecord
 
 __all__ = ["GgufError", "GgufIndex"]
 

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from offload.formats.safetensors import CheckpointError
+from offload.formats.tensors import CheckpointError
 from offload.units import KIB, MIB, format_bytes
 
 MAX_HEADER_BYTES = 256 * MIB  # 300,000 tokens with their merges need about 20 MiB

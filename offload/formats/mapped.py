@@ -18,12 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.formats.safetensors import (
-    DTYPE_BITS,
-    CheckpointError,
-    TensorRecord,
-    read_header_and_metadata,
-)
+from offload.formats.safetensors import DTYPE_BITS, read_header_and_metadata
+from offload.formats.tensors import CheckpointError, TensorRecord
 
 _ALIGNMENT = 64
 _DIGEST_KEY = "sha256"

@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import stat
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from offload.errors import SpecdecError
+from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.units import MIB, format_bytes
 
 MAX_HEADER_BYTES = 64 * MIB  # a shard of 10,000 tensors needs about 1 MiB
@@ -28,22 +27,6 @@ DTYPE_BITS: dict[str, int] = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
-
-
-class CheckpointError(SpecdecError):
-    """The checkpoint is missing, incomplete, malformed or of a kind that is refused."""
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """One tensor on disk: `n_bytes` bytes from the absolute `offset` of the file `path`."""
-
-    name: str
-    dtype: str  # safetensors' name: "BF16", "F32", ...
-    shape: tuple[int, ...]
-    path: Path
-    offset: int
-    n_bytes: int
 
 
 def read_header(path: Path) -> dict[str, TensorRecord]:

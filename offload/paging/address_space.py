@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from offload.errors import SpecdecError
-from offload.storage.direct_io import ALIGNMENT, HUGE_PAGE_BYTES
+from offload.storage.aligned import ALIGNMENT, HUGE_PAGE_BYTES
 
 PAGE_BYTES = max(mmap.PAGESIZE, ALIGNMENT)  # pages change hands whole, and reads must be aligned
 

@@ -22,7 +22,8 @@ from offload.paging.address_space import (
     view,
 )
 from offload.paging.plan import PagingPlan, Part
-from offload.storage.direct_io import HUGE_PAGE_BYTES, OpenStorage
+from offload.storage.aligned import HUGE_PAGE_BYTES
+from offload.storage.direct_io import OpenStorage
 from offload.storage.layout import Layout, Piece
 from offload.storage.reading import Progress, read_pieces
 

@@ -23,15 +23,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from offload.formats.checkpoint import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import check_supported
 from offload.paging.memory import Loan, PageMemory, load_resident, reserve_all, reserve_streamed
 from offload.paging.plan import Mappings, plan_paging
 from offload.residency.plan import LayerWeights
 from offload.ring.file_supply import RingOptions, walk_files
-from offload.ring.slots import Check, SlotMemory
+from offload.ring.slots import Check
 from offload.ring.walk import StreamStats, Taken
-from offload.storage.direct_io import DirectFile, OpenStorage, buffer_bytes
+from offload.storage.aligned import HostMemory, buffer_bytes
+from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
 from offload.trace import LAYER, record_since
 
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 @dataclass(eq=False)
 class _Lease:
     index: int  # of the layer that a slot's pages are lent to
-    taken: Taken[SlotMemory]
+    taken: Taken[HostMemory]
     loan: Loan
     is_ending: bool = False
     entered: float = field(default_factory=time.perf_counter)

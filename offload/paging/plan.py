@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.formats.checkpoint import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import AddressSpaceError, MappedRange
 from offload.paging.spans import Span, resident_spans, streamed_spans
 from offload.residency.plan import LayerWeights
-from offload.storage.direct_io import HUGE_PAGE_BYTES, buffer_bytes
+from offload.storage.aligned import HUGE_PAGE_BYTES, buffer_bytes
 from offload.storage.layout import Layout, Piece
 from offload.storage.reading import resident_footprint
 

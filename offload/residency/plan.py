@@ -18,8 +18,8 @@ from functools import cached_property
 import numpy as np
 
 from offload.budget import BudgetExceeded
-from offload.formats.checkpoint import TensorRecord
-from offload.storage.direct_io import align_down, align_up, buffer_bytes
+from offload.formats.tensors import TensorRecord
+from offload.storage.aligned import align_down, align_up, buffer_bytes
 from offload.storage.layout import Layout, make_layout
 from offload.storage.reading import resident_footprint
 

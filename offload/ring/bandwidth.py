@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offload.formats.checkpoint import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.residency.plan import LayerWeights
 from offload.ring.slots import StreamerClosed
 from offload.ring.streamer import StreamStats, WeightStreamer

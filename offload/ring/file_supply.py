@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from offload.ring.slots import Fence, SlotMemory, SlotRing, poison_memory
+from offload.ring.readers import ReaderThreads
+from offload.ring.slots import Fence, SlotRing, poison_memory
 from offload.ring.walk import LayerWalk
-from offload.storage.direct_io import AlignedBuffer, OpenStorage
+from offload.storage.aligned import AlignedBuffer, HostMemory
+from offload.storage.direct_io import OpenStorage
 from offload.storage.layout import Layout, Piece
-from offload.storage.reading import OpenFiles, ReaderThreads, shared_read_bytes
+from offload.storage.reading import OpenFiles, shared_read_bytes
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,14 @@ class FileSupply:
         options: RingOptions,
         slot_bytes: int,
         *,
-        allocate: Callable[[int], SlotMemory] | None = None,
+        allocate: Callable[[int], HostMemory] | None = None,
         make_fence: Callable[[], Fence] | None = None,
     ) -> None:
         paths = (piece.path for layer in reads for piece in layer)
         self._files = OpenFiles(paths, options.storage)
         try:
             make = allocate or _slot
-            self.ring: SlotRing[SlotMemory, Piece] = SlotRing(
+            self.ring: SlotRing[HostMemory, Piece] = SlotRing(
                 [make(slot_bytes) for _ in range(min(options.n_slots, len(reads)))],
                 lambda ticket: reads[ticket % len(reads)],
                 make_fence=make_fence,
@@ -104,9 +106,9 @@ def walk_files(
     options: RingOptions,
     slot_bytes: int,
     *,
-    allocate: Callable[[int], SlotMemory] | None = None,
+    allocate: Callable[[int], HostMemory] | None = None,
     make_fence: Callable[[], Fence] | None = None,
-) -> LayerWalk[SlotMemory]:
+) -> LayerWalk[HostMemory]:
     """A walk over layers that are read from files; see FileSupply. `reads` has all layers."""
     streamed = [pieces for pieces in reads if pieces]
     supply = None

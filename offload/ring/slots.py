@@ -35,6 +35,7 @@ import numpy as np
 
 from offload.errors import SpecdecError
 from offload.ring.bell import Bell
+from offload.storage.aligned import HostMemory
 
 # A signal that arrives between Python's check for signals and the wait itself interrupts nothing;
 # waking up now and then bounds how long a Ctrl-C may go unnoticed.
@@ -59,15 +60,6 @@ class AnyMemory(Protocol):
     """What a slot is filled in."""
 
     def close(self) -> None: ...
-
-
-class SlotMemory(AnyMemory, Protocol):
-    """Memory that files are read into: an AlignedBuffer, or memory of the same members."""
-
-    address: int
-
-    @property
-    def view(self) -> memoryview: ...
 
 
 class Fence(Protocol):
@@ -296,6 +288,6 @@ class SlotRing(Generic[MemoryT, PieceT]):
             self._poison(slot.buffer)
 
 
-def poison_memory(buffer: SlotMemory) -> None:
+def poison_memory(buffer: HostMemory) -> None:
     """Overwrite memory with 0xFF, NaN in every float format."""
     np.frombuffer(buffer.view, dtype=np.uint8)[:] = 0xFF

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from offload.residency.plan import LayerWeights
 from offload.ring.file_supply import RingOptions, walk_files
 from offload.ring.lending import LayerLender
-from offload.ring.slots import SlotMemory, StreamerClosed
+from offload.ring.slots import StreamerClosed
 from offload.ring.walk import StreamStats, Taken
-from offload.storage.direct_io import DirectFile, OpenStorage, buffer_bytes
+from offload.storage.aligned import HostMemory, buffer_bytes
+from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.reading import (
     DEFAULT_N_READERS,
     DEFAULT_READ_BYTES,
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 
-class WeightStreamer(LayerLender[SlotMemory, dict[str, memoryview]]):
+class WeightStreamer(LayerLender[HostMemory, dict[str, memoryview]]):
     """The weights of all layers, the resident part in memory, the rest through a ring of slots.
 
     Args:
@@ -94,7 +95,7 @@ class WeightStreamer(LayerLender[SlotMemory, dict[str, memoryview]]):
         """Memory of the ring."""
         return self._walk.n_slots * buffer_bytes(self._slot_bytes)
 
-    def _lend(self, index: int, lease: Taken[SlotMemory] | None) -> dict[str, memoryview]:
+    def _lend(self, index: int, lease: Taken[HostMemory] | None) -> dict[str, memoryview]:
         layer = self._layers[index]
         views = layer.layout.views(lease.slot.buffer.view if lease else memoryview(b""))
         return {

@@ -10,27 +10,18 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from offload.errors import SpecdecError
-from offload.units import MIB
+from offload.storage.aligned import ALIGNMENT, AlignedBuffer, align_down
 
 logger = logging.getLogger(__name__)
 
-# Of offsets, lengths and buffers. Covers the logical blocks of 512 and 4096 bytes that drives have;
-# a file system that asks for more refuses the probe in DirectFile and gets buffered reads.
-ALIGNMENT = 4096
-HUGE_PAGE_BYTES = 2 * MIB
-
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 _MAX_IDLE_READS = 16  # reads in a row without progress before giving up
 
 ReadAt = Callable[[int, memoryview, int], int]
@@ -52,80 +43,6 @@ class Storage(Protocol):
 
 
 OpenStorage = Callable[[Path], Storage]
-
-
-def align_down(offset: int) -> int:
-    """The largest multiple of ALIGNMENT that is at most `offset`."""
-    return offset - offset % ALIGNMENT
-
-
-def align_up(offset: int) -> int:
-    """The smallest multiple of ALIGNMENT that is at least `offset`."""
-    return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
-def buffer_bytes(n_bytes: int) -> int:
-    """Memory that `AlignedBuffer(n_bytes)` really takes."""
-    return align_up(n_bytes)
-
-
-class AlignedBuffer:
-    """Anonymous memory aligned to 2 MiB, on huge pages as far as they fit, committed at once.
-
-    Committing at construction means that memory runs out here, at start, or never.
-
-    Args:
-        in_children: whether a process that is forked has it too. What is written to meanwhile
-            would take its memory twice then.
-    """
-
-    def __init__(self, n_bytes: int, *, in_children: bool = True) -> None:
-        if n_bytes < 0:
-            raise ValueError(f"a buffer cannot have {n_bytes} bytes")
-        self.n_bytes = n_bytes
-        size = buffer_bytes(max(n_bytes, 1))
-        # The slack for the alignment is address space only: it is never touched. MAP_PRIVATE,
-        # because Python's default is shared memory, which has its own rules for huge pages.
-        self._map = mmap.mmap(
-            -1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
-        address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
-        start = -address % HUGE_PAGE_BYTES
-        self.address = address + start
-        n_huge = size - size % HUGE_PAGE_BYTES
-        if n_huge:
-            self._advise(getattr(mmap, "MADV_HUGEPAGE", None), start, n_huge)
-        if size > n_huge:  # a huge page here would take memory that nobody reserved
-            self._advise(getattr(mmap, "MADV_NOHUGEPAGE", None), start + n_huge, size - n_huge)
-        self._view = memoryview(self._map)[start : start + size]
-        if not self._advise(_MADV_POPULATE_WRITE, start, size):
-            np.frombuffer(self._view, dtype=np.uint8)[::ALIGNMENT] = 0
-        if not in_children:
-            self._advise(getattr(mmap, "MADV_DONTFORK", None), start, size)
-
-    @property
-    def view(self) -> memoryview:
-        """The whole memory, writable: `buffer_bytes(n_bytes)` bytes, at least `n_bytes`."""
-        return self._view
-
-    def close(self) -> None:
-        """Give the memory back, or leave it to its last user where a view of it still lives."""
-        try:
-            self._view.release()
-            self._map.close()
-        except BufferError:
-            pass  # a tensor made from a view keeps the map alive; it is freed with that tensor
-
-    def _advise(self, option: int | None, start: int, size: int) -> bool:
-        if option is None:
-            return False
-        try:
-            self._map.madvise(option, start, size)
-        except OSError as error:
-            if error.errno == errno.ENOMEM or error.errno == errno.EFAULT:
-                raise MemoryError(f"cannot commit a buffer of {size} bytes") from error
-            return False  # EINVAL: this kernel does not know the advice
-        return True
 
 
 def pread_into(descriptor: int, view: memoryview, offset: int) -> int:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offload.formats.checkpoint import TensorRecord
-from offload.storage.direct_io import ALIGNMENT, align_down, align_up
+from offload.formats.tensors import TensorRecord
+from offload.storage.aligned import ALIGNMENT, align_down, align_up
 from offload.units import KIB
 
 # Reading a gap of 64 KiB costs 30 us at 2 GB/s, less than what another request costs.

@@ -1,26 +1,16 @@
-"""Pieces of files into buffers: the open files, the resident tensors, the readers of the ring."""
+"""Pieces of files into buffers: the open files, and the tensors that are read once and stay."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from offload.formats.checkpoint import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.process.interruptible import call_aside
-from offload.ring.slots import SlotMemory, SlotRing
-from offload.storage.direct_io import (
-    AlignedBuffer,
-    DirectFile,
-    OpenStorage,
-    StorageError,
-    align_up,
-    buffer_bytes,
-)
+from offload.storage.aligned import AlignedBuffer, HostMemory, align_up, buffer_bytes
+from offload.storage.direct_io import DirectFile, OpenStorage, StorageError
 from offload.storage.layout import Layout, Piece, make_layout
-from offload.trace import READ, record_since
 from offload.units import MIB
 
 # Reads of 8 MiB already reach the full bandwidth of an NVMe-class drive. Four times as long means a
@@ -79,7 +69,7 @@ class OpenFiles:
 class ResidentWeights(Mapping[str, memoryview]):
     """Tensors that stay in memory: name -> raw bytes, valid until `close`."""
 
-    def __init__(self, layout: Layout, allocate: Callable[[int], SlotMemory] | None = None) -> None:
+    def __init__(self, layout: Layout, allocate: Callable[[int], HostMemory] | None = None) -> None:
         make = allocate or AlignedBuffer
         self._buffer = make(layout.n_bytes) if layout.n_bytes else None
         self.n_bytes = buffer_bytes(layout.n_bytes)  # memory taken, rounding included
@@ -114,7 +104,7 @@ def load_resident(
     read_bytes: int = DEFAULT_READ_BYTES,
     n_readers: int = DEFAULT_N_READERS,
     storage: OpenStorage = DirectFile,
-    allocate: Callable[[int], SlotMemory] | None = None,
+    allocate: Callable[[int], HostMemory] | None = None,
 ) -> ResidentWeights:
     """Read tensors into memory for good (embeddings, norms, head, pinned layers).
 
@@ -224,45 +214,3 @@ class _Reading:
     def _bring_one(self, files: OpenFiles, piece: Piece) -> None:
         if not self._is_given_up:
             self._bring(files, piece)
-
-
-class ReaderThreads:
-    """`n_readers` daemon threads that fill a ring until it is closed.
-
-    They hold the ring and the files but not the streamer, so that a streamer nobody refers to any
-    more can be collected.
-    """
-
-    def __init__(self, ring: SlotRing[SlotMemory, Piece], files: OpenFiles, n_readers: int) -> None:
-        self._threads = [
-            threading.Thread(
-                target=_read_until_closed,
-                args=(ring, files),
-                name=f"specdec-reader-{index}",
-                daemon=True,
-            )
-            for index in range(n_readers)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def join(self, timeout_seconds: float) -> bool:
-        """Wait for all threads together up to the timeout; True when all have ended."""
-        deadline = time.monotonic() + timeout_seconds
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-
-def _read_until_closed(ring: SlotRing[SlotMemory, Piece], files: OpenFiles) -> None:
-    while (work := ring.acquire_for_read()) is not None:
-        started = time.perf_counter()
-        try:
-            if work.slot.fence is not None:
-                work.slot.fence.wait()  # a device still copies what was in the slot
-            n_bytes = files.read(work.piece, work.slot.buffer.view)
-        except BaseException as error:  # whatever it is, the consumer must learn of it
-            ring.publish(work, error=error)
-        else:
-            record_since(started, READ, "read", n_bytes, work.piece.path)
-            ring.publish(work, n_bytes)

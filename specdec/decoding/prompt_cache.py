@@ -19,7 +19,7 @@ import numpy as np
 from backends.contract.backend import Backend, BackendError, SavedTensors
 from offload.errors import SpecdecError
 from offload.formats.mapped import MappedFile, TensorShape, read_mapped, write_mapped
-from offload.formats.safetensors import CheckpointError
+from offload.formats.tensors import CheckpointError
 from offload.process.memory import reset_peak_rss
 from specdec.models.formats import OpenedModel
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from backends.contract.source import PassCompute
 from offload.errors import SpecdecError
-from offload.formats.safetensors import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.units import GIB
 
 DEFAULT_FORMAT = "default"

@@ -12,7 +12,7 @@ from typing import Any
 
 from backends.contract.library_errors import one_line
 from backends.contract.source import BackendOptions, ModelSource
-from offload.formats.checkpoint import CheckpointError
+from offload.formats.tensors import CheckpointError
 from specdec.models.names import resolve_model
 from specdec.text.tokenizer import ChatTokenizer, Tokenizer
 from specdec.text.vocabulary import Compatibility, Vocabulary, compare_vocabularies

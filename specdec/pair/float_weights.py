@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from offload.formats.safetensors import CheckpointError, TensorRecord
+from offload.formats.tensors import CheckpointError, TensorRecord
 
 
 def read_float32(record: TensorRecord) -> np.ndarray:

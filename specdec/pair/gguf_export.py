@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offload.formats.checkpoint import WeightIndex
-from offload.formats.safetensors import TensorRecord
+from offload.formats.tensors import TensorRecord
 from specdec.pair import PAIR_NAMES, PAIR_PREFIX, pair_path
 from specdec.pair.float_weights import read_float32
 from specdec.pair.gguf_file import (

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from offload.formats.checkpoint import CheckpointError, WeightIndex
+from offload.formats.checkpoint import WeightIndex
+from offload.formats.tensors import CheckpointError
 
 GOOD: dict[str, Any] = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from offload.budget import BudgetExceeded
-from offload.storage.direct_io import AlignedBuffer
+from offload.storage.aligned import AlignedBuffer
 
 POISON = 0xFF
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weight_files import Weights
 
-from offload.formats.checkpoint import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import MappedRange, find_mapping
 from offload.paging.pager import Pager
 

@@ -10,7 +10,7 @@ from mapped_weights import MappedWeights
 from mapped_weights import memory_in as bytes_in
 from weight_files import Weights, write_weights
 
-from offload.formats.checkpoint import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.paging import address_space
 from offload.paging import plan as paging_plan
 from offload.paging.pager import Pager

@@ -7,7 +7,7 @@ from pathlib import Path
 from backends.contract.backend import Backend
 from backends.contract.source import Loading, ModelCompute, ModelSource
 from backends.timing.measure import ComputeCurve
-from offload.formats.checkpoint import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.residency.plan import LayerWeights
 from offload.units import MIB
 

@@ -11,7 +11,7 @@ from weight_files import Weights
 
 from offload.device.streamer import DeviceStreamer
 from offload.device.tiers import TieredLayer, TierPlan
-from offload.storage.direct_io import ALIGNMENT
+from offload.storage.aligned import ALIGNMENT
 
 DEVICE, HOST, STORAGE = "device", "host", "storage"
 POLICIES = [(copies, computations) for copies in Policy for computations in Policy]

@@ -17,7 +17,7 @@ from offload import trace as tracing
 from offload.paging import plan as paging_plan
 from offload.paging.pager import Pager
 from offload.ring.streamer import WeightStreamer
-from offload.storage.direct_io import ALIGNMENT
+from offload.storage.aligned import ALIGNMENT
 from offload.trace import LAYER, READ, WAIT, Event, Trace, record_since, recorded, recording
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

@@ -29,7 +29,7 @@ from backends.cuda.errors import VramExceeded
 from backends.cuda.graphs import CudaGraphs
 from backends.hf.backend import TorchBackend
 from offload.device.streamer import DeviceStreamer
-from offload.storage.direct_io import ALIGNMENT
+from offload.storage.aligned import ALIGNMENT
 from offload.units import GIB, MIB
 
 __all__ = ["no_thread_is_left"]

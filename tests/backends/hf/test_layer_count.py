@@ -10,7 +10,7 @@ import pytest
 from checkpoints import save_tiny_checkpoint
 
 from backends.hf.model import load_hf_model
-from offload.formats.checkpoint import CheckpointError
+from offload.formats.tensors import CheckpointError
 
 
 @pytest.fixture

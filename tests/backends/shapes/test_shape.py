@@ -21,7 +21,8 @@ from backends.hf.model import build_model
 from backends.shapes.gguf import gguf_shape
 from backends.shapes.hf import hf_shape, shape_of
 from backends.shapes.shape import FFN, ModelShape
-from offload.formats.checkpoint import CheckpointError, WeightIndex
+from offload.formats.checkpoint import WeightIndex
+from offload.formats.tensors import CheckpointError
 from specdec.analysis.operators import pass_work, total
 
 ROOT = Path(__file__).resolve().parents[3]

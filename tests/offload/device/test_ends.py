@@ -15,7 +15,7 @@ from weight_files import write_weights
 
 from offload.device.streamer import DeviceStreamer
 from offload.ring.slots import StreamerClosed
-from offload.storage.direct_io import ALIGNMENT
+from offload.storage.aligned import ALIGNMENT
 
 PAGE = ALIGNMENT
 pytestmark = [

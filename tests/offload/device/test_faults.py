@@ -20,7 +20,8 @@ from weight_files import FaultyReads, Weights, write_weights
 
 from offload.device.streamer import DeviceStreamer
 from offload.device.tiers import TierPlan
-from offload.storage.direct_io import ALIGNMENT, StorageError
+from offload.storage.aligned import ALIGNMENT
+from offload.storage.direct_io import StorageError
 
 PAGE = ALIGNMENT
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

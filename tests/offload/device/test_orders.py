@@ -12,7 +12,7 @@ from weight_files import write_weights
 
 from offload.device.streamer import DeviceStreamer
 from offload.ring.slots import Slot, SlotRing
-from offload.storage.direct_io import ALIGNMENT
+from offload.storage.aligned import ALIGNMENT
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 

@@ -16,7 +16,7 @@ from offload.device.planner import (
     plan_tiers,
     smallest_host_bytes,
 )
-from offload.formats.checkpoint import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.residency.plan import LayerWeights
 from offload.units import GIB, KIB, MIB
 

@@ -15,7 +15,7 @@ from weight_files import write_weights
 from offload.budget import BudgetExceeded
 from offload.device.streamer import DeviceStats, DeviceStreamer
 from offload.device.tiers import TieredLayer, TierPlan
-from offload.storage.direct_io import ALIGNMENT
+from offload.storage.aligned import ALIGNMENT
 
 PAGE = ALIGNMENT
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

@@ -11,7 +11,8 @@ import pytest
 from checkpoint_files import refused, write_raw
 from safetensors.numpy import save_file
 
-from offload.formats.checkpoint import WeightIndex, read_header
+from offload.formats.checkpoint import WeightIndex
+from offload.formats.safetensors import read_header
 
 # --- what works --------------------------------------------------------------------------------
 

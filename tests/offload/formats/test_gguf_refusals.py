@@ -14,8 +14,8 @@ import pytest
 from gguf_reading import F32, HUGE, I8, I64, Q4_0, Q4_K, one_tensor, read, refused
 
 from offload.formats import gguf_metadata
-from offload.formats.checkpoint import CheckpointError
 from offload.formats.gguf_header import GgufError, GgufFile
+from offload.formats.tensors import CheckpointError
 
 
 def test_header(tmp_path: Path) -> None:

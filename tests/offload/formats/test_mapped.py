@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from offload.formats.mapped import TensorShape, read_mapped, write_mapped
-from offload.formats.safetensors import CheckpointError
+from offload.formats.tensors import CheckpointError
 
 TENSORS = (
     TensorShape("odd", "U8", (7,)),

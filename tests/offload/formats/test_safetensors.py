@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from offload.formats.checkpoint import CheckpointError, read_header
-from offload.formats.safetensors import MAX_HEADER_BYTES
+from offload.formats.safetensors import MAX_HEADER_BYTES, read_header
+from offload.formats.tensors import CheckpointError
 
 
 def _entry(**changes: object) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from offload.paging import address_space
 from offload.paging.address_space import MappedRange
 from offload.paging.pager import Pager
 from offload.paging.plan import paging_overhead_bytes, plan_paging
-from offload.storage.direct_io import DirectFile, buffer_bytes
+from offload.storage.aligned import buffer_bytes
+from offload.storage.direct_io import DirectFile
 from offload.storage.reading import resident_footprint
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

@@ -16,7 +16,7 @@ from paging import PAGE, check_memory, one_file
 from streaming import reader_threads
 from weight_files import Weights, write_weights
 
-from offload.formats.checkpoint import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import AddressSpaceError, MappedRange
 from offload.paging.pager import Pager
 from offload.paging.plan import paging_overhead_bytes, plan_paging

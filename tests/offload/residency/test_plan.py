@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weight_files import write_weights
 
 from offload.budget import BudgetExceeded
-from offload.formats.checkpoint import TensorRecord
+from offload.formats.tensors import TensorRecord
 from offload.residency.plan import LayerWeights, ResidencyPlan, plan_residency, spread
 from offload.ring.streamer import WeightStreamer
 from offload.storage.reading import resident_footprint

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload.ring.slots import SlotRing, SlotState, StreamerClosed, Work, poison_memory
-from offload.storage.direct_io import AlignedBuffer
+from offload.storage.aligned import AlignedBuffer
 from offload.storage.layout import Piece
 
 BLOCK = 64  # the ring does not care for alignment: small pieces keep the simulation fast

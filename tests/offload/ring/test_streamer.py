@@ -14,7 +14,7 @@ from weight_files import FaultyReads, write_weights
 
 from offload.ring import file_supply
 from offload.ring.streamer import StreamStats, WeightStreamer, resident_footprint
-from offload.storage.direct_io import ALIGNMENT
+from offload.storage.aligned import ALIGNMENT
 
 PAGE = ALIGNMENT
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

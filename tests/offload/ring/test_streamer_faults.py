@@ -21,7 +21,8 @@ from offload.ring.streamer import (
     WeightStreamer,
     load_resident,
 )
-from offload.storage.direct_io import ALIGNMENT, StorageError
+from offload.storage.aligned import ALIGNMENT
+from offload.storage.direct_io import StorageError
 
 PAGE = ALIGNMENT
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
@@ -179,7 +180,7 @@ def test_resident_tensors_that_cannot_be_read(tmp_path: Path) -> None:
 CHILD = """
 import sys
 from pathlib import Path
-from weight_files import write_weights
+from helpers.weight_files import write_weights
 from offload.storage.direct_io import StorageError
 from offload.ring.streamer import WeightStreamer
 

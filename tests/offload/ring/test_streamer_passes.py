@@ -18,7 +18,7 @@ from offload.ring.streamer import (
     StreamerClosed,
     WeightStreamer,
 )
-from offload.storage.direct_io import ALIGNMENT
+from offload.storage.aligned import ALIGNMENT
 
 PAGE = ALIGNMENT
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

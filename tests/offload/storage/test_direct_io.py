@@ -14,16 +14,15 @@ import numpy as np
 import pytest
 from weight_files import FaultyReads
 
-from offload.storage.direct_io import (
+from offload.storage.aligned import (
     ALIGNMENT,
     HUGE_PAGE_BYTES,
     AlignedBuffer,
-    DirectFile,
-    StorageError,
     align_down,
     align_up,
     buffer_bytes,
 )
+from offload.storage.direct_io import DirectFile, StorageError
 
 SIZES = [1, 511, 512, 4095, 4096, 4097, 8191, 8192, 3 * 4096 + 17, 100_003]
 

@@ -10,7 +10,7 @@ import pytest
 from interrupting import interrupted
 from weight_files import FaultyReads, Weights, write_weights
 
-from offload.storage.direct_io import ALIGNMENT
+from offload.storage.aligned import ALIGNMENT
 from offload.storage.reading import ResidentWeights, _Reading, load_resident, resident_footprint
 
 pytestmark = [

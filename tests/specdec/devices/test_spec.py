@@ -12,7 +12,7 @@ import pytest
 from tiny_pair import save_model
 
 from backends.timing.measure import matrix_formats
-from offload.formats.safetensors import TensorRecord
+from offload.formats.tensors import TensorRecord
 from specdec.cli.app import main
 from specdec.devices.file import find_device
 from specdec.devices.spec import PRESETS, DeviceError, DeviceSpec, complete, this_machine
