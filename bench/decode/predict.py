@@ -23,8 +23,8 @@ from offload.errors import SpecdecError
 from offload.storage.read_limit import ReadLimit
 from offload.units import parse_bytes
 from specdec.models.files import largest_weight_file
-from specdec.models.formats import is_gguf
 from specdec.models.names import resolve_draft, resolve_model
+from specdec.models.opened import is_gguf
 
 UNLIMITED = "unlimited"
 KINDS = ("plain", "speculative")

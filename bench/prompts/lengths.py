@@ -10,7 +10,7 @@ from bench.options import UsageMistake
 from bench.process.child import quiet_libraries
 from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
-from specdec.models.formats import open_model
+from specdec.models.opened import open_model
 from specdec.planning.division import DEFAULT_CTX_SIZE
 from specdec.text.prompts import PromptError, check_room, encode_prompt
 

@@ -15,8 +15,8 @@ from specdec.config import ConfigError
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceSpec, complete, this_machine, with_memory
 from specdec.devices.this_machine import ThisMachine
-from specdec.models.formats import is_gguf
 from specdec.models.names import resolve_headers
+from specdec.models.opened import is_gguf
 from specdec.planning.division import DEFAULT_CTX_SIZE
 from specdec.planning.run_options import run_options
 

@@ -78,7 +78,7 @@ def check(
 def _compare(load: LoadOptions, json: bool) -> None:
     if load.draft_model is None:
         raise options.OptionError("no draft model was named: use -md (--draft-model)")
-    from specdec.models.formats import compare_models
+    from specdec.models.opened import compare_models
 
     draft = load.model if is_self_draft(load.draft_model) else load.draft_model
     result = compare_models(load.model, draft)

@@ -21,7 +21,7 @@ from offload.errors import SpecdecError
 from offload.formats.mapped import MappedFile, TensorShape, read_mapped, write_mapped
 from offload.formats.tensors import CheckpointError
 from offload.process.memory import reset_peak_rss
-from specdec.models.formats import OpenedModel
+from specdec.models.opened import OpenedModel
 
 _FORMAT = "specdec prompt cache 1"
 _TOKENS = "token_ids"

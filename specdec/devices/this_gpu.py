@@ -9,7 +9,7 @@ from pathlib import Path
 from backends.timing.measure import ComputeCurve
 from specdec.devices.spec import DeviceError
 from specdec.devices.this_machine import ThisMachine, torch_format
-from specdec.models.formats import is_gguf
+from specdec.models.opened import is_gguf
 
 
 class ThisGpu(ThisMachine):

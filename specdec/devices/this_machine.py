@@ -16,7 +16,7 @@ from offload.process.memory import memory_limit
 from offload.ring.bandwidth import measure_storage
 from specdec.devices.spec import DeviceError
 from specdec.models.files import largest_weight_file
-from specdec.models.formats import is_gguf
+from specdec.models.opened import is_gguf
 
 
 class ThisMachine:

@@ -1,11 +1,33 @@
-"""The models of a run before their weights."""
+"""The models of a run before their weights: headers, tokenizer and vocabulary.
+
+The one place that tells model formats apart. Only the libraries of the formats in use are
+imported: a GGUF pair runs without torch and transformers.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from backends.contract.source import ModelSource
-from specdec.models.formats import OpenedModel
+from backends.contract.library_errors import one_line
+from backends.contract.source import BackendOptions, ModelSource
+from offload.formats.tensors import CheckpointError
+from specdec.models.names import resolve_model
+from specdec.text.tokenizer import ChatTokenizer, Tokenizer
+from specdec.text.vocabulary import Compatibility, Vocabulary, compare_vocabularies
+
+GGUF_SUFFIX = ".gguf"
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model before its weights, with its tokenizer."""
+
+    source: ModelSource
+    tokenizer: ChatTokenizer
+    vocabulary: Vocabulary
+    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -18,3 +40,86 @@ class OpenedPair:
     @property
     def sources(self) -> tuple[ModelSource, ModelSource | None]:
         return self.target.source, None if self.draft is None else self.draft.source
+
+
+def is_gguf(path: Path) -> bool:
+    """`resolve_model` gives a file for a GGUF model and a directory for a checkpoint."""
+    return path.suffix == GGUF_SUFFIX
+
+
+def open_model(name: str | Path, options: BackendOptions) -> OpenedModel:
+    """Read the headers and the tokenizer of a model; see `resolve_model` for names.
+
+    Raises:
+        SpecdecError: the model cannot be found, read or run; one line.
+    """
+    path = resolve_model(name)
+    return _open_gguf(path, options) if is_gguf(path) else _open_checkpoint(path, options)
+
+
+def read_vocabulary(name: str | Path) -> Vocabulary:
+    """What a model's token ids mean; a checkpoint's weights need not be there.
+
+    The header of a GGUF file is checked as for a run, before llama.cpp reads it.
+    """
+    path = resolve_model(name)
+    if is_gguf(path):
+        return _open_gguf(path, BackendOptions()).vocabulary
+    from backends.hf.config import load_config
+    from backends.hf.layer_count import refuse_absurd_count
+    from backends.hf.raw_config import refuse_nonsense
+
+    refuse_nonsense(path)
+    refuse_absurd_count(path)
+    n_rows = load_config(path).get_text_config().vocab_size
+    return Vocabulary.from_tokenizer(Tokenizer.from_pretrained(path).hf_tokenizer, n_rows)
+
+
+def compare_models(target: str | Path, draft: str | Path) -> Compatibility:
+    """Compare two models by name, as `specdec check` does."""
+    return compare_vocabularies(read_vocabulary(target), read_vocabulary(draft))
+
+
+def _open_checkpoint(directory: Path, options: BackendOptions) -> OpenedModel:
+    from backends.hf.source import HfSource
+
+    source = HfSource(directory, options)
+    tokenizer = Tokenizer.from_pretrained(directory)
+    vocabulary = Vocabulary.from_tokenizer(tokenizer.hf_tokenizer, source.vocab_size)
+    eos = _eos_token_ids(directory, source.model.config, tokenizer)
+    return OpenedModel(source, tokenizer, vocabulary, eos)
+
+
+def _open_gguf(path: Path, options: BackendOptions) -> OpenedModel:
+    from backends.llama.source import GgufSource
+    from specdec.text.gguf_tokenizer import GgufTokenizer
+
+    source = GgufSource(path, options)
+    tokenizer = GgufTokenizer.from_file(path)
+    return OpenedModel(source, tokenizer, tokenizer.vocabulary(), tokenizer.eos_token_ids)
+
+
+def _eos_token_ids(directory: Path, config: Any, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config.json's, else the model's, else the tokenizer's."""
+    from transformers import GenerationConfig
+
+    eos: Any = None
+    path = directory / "generation_config.json"
+    if path.is_file():
+        try:
+            eos = GenerationConfig.from_pretrained(directory).eos_token_id
+        except Exception as error:  # whatever a broken file makes the library raise
+            raise CheckpointError(
+                f"{path} cannot be read: {one_line(error)}: mend it or remove it"
+            ) from error
+    if eos is None:
+        eos = config.eos_token_id
+    if eos is None:
+        return tokenizer.eos_token_ids
+    ids = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    if not all(type(one) is int and one >= 0 for one in ids):
+        raise CheckpointError(
+            f"{directory}: eos_token_id is {eos!r}, must be a token id or a list of them: "
+            "mend generation_config.json or config.json"
+        )
+    return ids

@@ -18,9 +18,8 @@ from offload.process.memory import memory_limit, process_memory
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes, format_exactly, parse_bytes
 from specdec.config import ConfigError
-from specdec.models.formats import OpenedModel, open_model
 from specdec.models.names import SELF_DRAFT
-from specdec.models.opened import OpenedPair
+from specdec.models.opened import OpenedModel, OpenedPair, open_model
 from specdec.planning.division import Divider, Division, Gpu
 from specdec.planning.gpu import find_gpu, measure_with_gpu, placed
 from specdec.planning.ranking_cost import measure_draft

@@ -109,7 +109,7 @@ def test_a_checkpoint_with_a_gguf_draft():
 
 
 def test_formats_of_one_model_have_one_vocabulary():
-    from specdec.models.formats import compare_models
+    from specdec.models.opened import compare_models
 
     result = compare_models("pair:target.gguf", "pair:draft")
     assert result.problem is None

@@ -20,7 +20,7 @@ from offload.formats.mapped import TensorShape, read_mapped, write_mapped
 from specdec.api import LLM, GenerationResult
 from specdec.cli.app import main
 from specdec.decoding.prompt_cache import PromptCache, PromptCacheError
-from specdec.models.formats import OpenedModel, open_model
+from specdec.models.opened import OpenedModel, open_model
 
 PROMPT = list(range(10, 40))
 OPTIONS = {"ctx_size": 128, "num_draft_tokens": 4, "draft_depth": 3}

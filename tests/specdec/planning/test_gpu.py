@@ -19,8 +19,7 @@ from backends.timing.measure import ComputeCurve
 from offload.residency.plan import LayerWeights
 from offload.units import GIB, MIB
 from specdec.config import ConfigError
-from specdec.models.formats import OpenedModel
-from specdec.models.opened import OpenedPair
+from specdec.models.opened import OpenedModel, OpenedPair
 from specdec.planning import ranking_cost
 from specdec.planning.division import Divider, Shape
 from specdec.planning.gpu import find_gpu, gpu_for, measure_with_gpu, placed
