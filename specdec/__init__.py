@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from specdec.api import GenerationResult as GenerationResult
     from specdec.api import StreamChunk as StreamChunk
     from specdec.api import load as load
-    from specdec.config import SamplingParams as SamplingParams
     from specdec.config import SpecConfig as SpecConfig
     from specdec.decoding.stats import GenerationStats as GenerationStats
     from specdec.planning.plan import plan_run as plan_run
     from specdec.planning.run_plan import RunPlan as RunPlan
+    from specdec.sampling.params import SamplingParams as SamplingParams
 
 # Public name -> the module that defines it.
 _PUBLIC = {
@@ -41,7 +41,7 @@ _PUBLIC = {
     "GenerationStats": "specdec.decoding.stats",
     "LLM": "specdec.api",
     "RunPlan": "specdec.planning.run_plan",
-    "SamplingParams": "specdec.config",
+    "SamplingParams": "specdec.sampling.params",
     "SpecConfig": "specdec.config",
     "SpecdecError": "offload.errors",
     "StreamChunk": "specdec.api",

@@ -21,7 +21,8 @@ from typing_extensions import Self
 from backends.contract.backend import Backend
 from offload.process.interruptible import POLL_SECONDS
 from specdec.analysis.utilization import model_flops
-from specdec.config import ConfigError, SamplingParams, SpecConfig
+from specdec.checks import ConfigError
+from specdec.config import SpecConfig
 from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.errors import ModelBusy, ModelClosed, ModelElsewhere
 from specdec.decoding.generation import PLAIN, GenerationStream
@@ -34,6 +35,7 @@ from specdec.planning.plan import plan_models
 from specdec.planning.run_options import RunOptions, run_options
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.draft_policy import DraftPolicy, new_experience
+from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import Prompt, PromptError, check_room, encode_prompt
 
 __all__ = [

@@ -1,23 +1,14 @@
-"""What a caller may ask for: how to sample, and how to speculate.
+"""How to speculate: frozen, and validated once, when it is made, so that no later stage checks.
 
-Both configurations are frozen and validated once, when they are made, so that no later stage has to
-check again. An error names the option, the value it got and what would be accepted.
+An error names the option, the value it got and what would be accepted.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from specdec.checks import ConfigError as ConfigError
-from specdec.checks import check as _check
-from specdec.checks import refuse_unknown
-from specdec.sampling.checks import normalised, validate
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
+from specdec.checks import ConfigError, check
 
 SPEC_TYPES = ("draft", "ngram")
 CHAIN_RULES = ("rejection", "block")  # these verify one chain that was drawn from the draft
@@ -27,108 +18,6 @@ DEFAULT_TREE_WIDTH = 8
 DEFAULT_DRAFT_DEPTH = 32
 MAX_DRAFT_TOKENS = 1024
 MIN_DRAFT_WINDOW = 16
-
-SequenceBias = tuple[tuple[tuple[int, ...], float], ...]
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the next token is chosen from the target's logits, and when generation ends.
-
-    The names are vLLM's where vLLM has the option and transformers' otherwise; the meaning is that
-    of transformers' LogitsProcessors in the order in which `generate` applies them. Temperature 0
-    is greedy decoding: penalties, bans and forced tokens still apply, the options marked (warper)
-    have no effect, exactly as with `do_sample=False`.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0  # (warper) 0 = off
-    top_p: float = 1.0  # (warper)
-    min_p: float = 0.0  # (warper)
-    typical_p: float = 1.0  # (warper)
-    top_h: float | None = None  # (warper)
-    epsilon_cutoff: float = 0.0  # (warper)
-    eta_cutoff: float = 0.0  # (warper)
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    min_tokens: int = 0  # new tokens before an end-of-sequence token is possible
-    min_length: int = 0  # the same, counted with the prompt
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    sequence_bias: SequenceBias = ()  # ((token ids, bias added to the last one's logit), ...)
-    suppress_tokens: tuple[int, ...] = ()
-    begin_suppress_tokens: tuple[int, ...] = ()
-    forced_bos_token_id: int | None = None
-    forced_eos_token_id: tuple[int, ...] | None = None  # forced at the last position allowed
-    exponential_decay_length_penalty: tuple[int, float] | None = None
-    remove_invalid_values: bool = False
-    renormalize_logits: bool = False
-    seed: int | None = None  # None = a fresh one for every generation
-    stop: tuple[str, ...] = ()  # strings; the text ends before the first one that appears
-    stop_token_ids: tuple[int, ...] = ()  # end generation, besides the end-of-sequence tokens
-    eos_token_ids: tuple[int, ...] | None = None  # None = the model's own
-    max_tokens: int = 64  # new tokens
-    max_length: int | None = None  # prompt and new tokens together; overrides max_tokens when set
-    ignore_eos: bool = False
-    logprobs: bool | int = False  # True: of the emitted tokens; k: of the k likeliest as well
-    n: int = 1  # sequences to return, of seeds seed, seed + 1, ...; of beam search its best n
-    num_beams: int = 1  # above 1: beam search, with a temperature beam-search sampling
-    length_penalty: float = 1.0  # (beams) a sequence's score is its sum / length^length_penalty
-    early_stopping: bool | str = False  # (beams) True, False or "never"
-
-    def __post_init__(self) -> None:
-        for name, value in normalised(self).items():
-            object.__setattr__(self, name, value)  # tuples for lists, once, before validation
-        validate(self)
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def n_top_logprobs(self) -> int:
-        """Likeliest tokens whose log-probabilities are wanted at every position."""
-        return 0 if isinstance(self.logprobs, bool) else self.logprobs
-
-    def token_limit(self, prompt_length: int) -> int:
-        """New tokens that may follow a prompt of `prompt_length` tokens (may be ≤ 0)."""
-        return self.max_tokens if self.max_length is None else self.max_length - prompt_length
-
-    def resolve_eos(self, model_eos_token_ids: Iterable[int]) -> tuple[int, ...]:
-        """The end-of-sequence ids the processors know: the caller's, else the model's."""
-        return tuple(model_eos_token_ids) if self.eos_token_ids is None else self.eos_token_ids
-
-    def resolve_stop_tokens(self, model_eos_token_ids: Iterable[int]) -> frozenset[int]:
-        """All token ids that end a generation."""
-        eos = () if self.ignore_eos else self.resolve_eos(model_eos_token_ids)
-        return frozenset(eos) | frozenset(self.stop_token_ids)
-
-    def replace(self, **overrides: Any) -> SamplingParams:
-        """A copy with some options changed; unknown names are refused."""
-        refuse_unknown(overrides, type(self))
-        return dataclasses.replace(self, **overrides)
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> SamplingParams:
-        """Parameters from a mapping of option names; unknown names are refused."""
-        refuse_unknown(options, cls)
-        return cls(**options)
-
-    @classmethod
-    def from_generation_config(cls, config: GenerationConfig | Mapping[str, Any]) -> SamplingParams:
-        """Parameters that give what `generate` gives with this configuration.
-
-        A mapping is read like the content of a `generation_config.json`. Raises ConfigError for
-        options that speculative decoding cannot honour exactly, instead of ignoring them.
-        """
-        from specdec.sampling.hf_config import options_from
-
-        return cls(**options_from(config))
-
-    def to_generation_config(self) -> GenerationConfig:
-        """The transformers configuration with which `generate` does the same (imports torch)."""
-        from specdec.sampling.hf_config import to_generation_config
-
-        return to_generation_config(self)
 
 
 @dataclass(frozen=True)
@@ -159,11 +48,11 @@ class SpecConfig:
         if self.draft_ahead not in DRAFT_AHEAD_MODES:
             modes = ", ".join(DRAFT_AHEAD_MODES)
             raise ConfigError(f"draft_ahead is {self.draft_ahead!r}, must be one of {modes}")
-        _check("num_draft_tokens", self.num_draft_tokens, int, 0, MAX_DRAFT_TOKENS)
-        _check("tree_width", self.tree_width, int, 1, MAX_DRAFT_TOKENS)
-        _check("draft_depth", self.draft_depth, int, 1, MAX_DRAFT_TOKENS)
-        _check("accept_threshold", self.accept_threshold, float, 0.0, 1.0, open_low=True)
-        _check("draft_window", self.draft_window, int, MIN_DRAFT_WINDOW)
+        check("num_draft_tokens", self.num_draft_tokens, int, 0, MAX_DRAFT_TOKENS)
+        check("tree_width", self.tree_width, int, 1, MAX_DRAFT_TOKENS)
+        check("draft_depth", self.draft_depth, int, 1, MAX_DRAFT_TOKENS)
+        check("accept_threshold", self.accept_threshold, float, 0.0, 1.0, open_low=True)
+        check("draft_window", self.draft_window, int, MIN_DRAFT_WINDOW)
         if self.draws_chains and (self.tree_width or 1) > 1:
             raise ConfigError(
                 f"acceptance {self.acceptance!r} verifies one chain, but tree_width is "

@@ -11,7 +11,7 @@ from backends.shapes.shape import ModelShape
 from offload.units import parse_bytes
 from specdec.analysis.report import DECODE, PHASES, PREFILL, VERIFY, Analysis
 from specdec.analysis.roofline import free_tokens, pass_cost, place
-from specdec.config import ConfigError
+from specdec.checks import ConfigError
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceSpec, complete, this_machine, with_memory
 from specdec.devices.this_machine import ThisMachine

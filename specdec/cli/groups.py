@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from specdec.cli import options
-from specdec.config import MAX_DRAFT_TOKENS, SamplingParams, parse_spec_type
+from specdec.config import MAX_DRAFT_TOKENS, parse_spec_type
+from specdec.sampling.params import SamplingParams
 
 
 def parse_num_draft_tokens(text: str) -> int | None:

@@ -9,7 +9,7 @@ import typer
 
 from specdec.cli.groups import LoadOptions
 from specdec.cli.options import OptionError
-from specdec.config import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 _PANEL = "Beams and sequences"
 _EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}

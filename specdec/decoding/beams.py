@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.contract.backend import PREFIX, Backend
-from specdec.config import ConfigError, SpecConfig
+from specdec.checks import ConfigError
+from specdec.config import SpecConfig
 from specdec.decoding.beam_search import BeamRules, BeamSearch, by_score
 from specdec.decoding.node_rows import NodeRows
 from specdec.sampling.logprobs import TopLogprobs, log_probs_of, top_logprobs, with_chosen

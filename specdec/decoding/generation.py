@@ -12,7 +12,8 @@ from backends.contract.backend import Backend, BackendError, StreamUse
 from offload.process.interruptible import POLL_SECONDS
 from offload.process.memory import process_memory
 from specdec.analysis.utilization import ModelFlops
-from specdec.config import ConfigError, SamplingParams, SpecConfig
+from specdec.checks import ConfigError
+from specdec.config import SpecConfig
 from specdec.decoding.beams import BeamDecoder, Hypothesis, check_beams
 from specdec.decoding.errors import ModelBusy, ModelClosed, ModelElsewhere
 from specdec.decoding.recorder import StatsRecorder
@@ -28,6 +29,7 @@ from specdec.decoding.watched_target import WatchedTarget
 from specdec.drafters.base import Drafter
 from specdec.planning.gpu import vram_peak_bytes
 from specdec.planning.run_options import CUDA
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.text.detokenizer import TextStream
 from specdec.verification.acceptance import Acceptance

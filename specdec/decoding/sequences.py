@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.decoding.stats import GenerationStats
-from specdec.sampling.checks import SEED_LIMIT
 from specdec.sampling.logprobs import TopLogprobs, with_chosen
+from specdec.sampling.params import SEED_LIMIT
 from specdec.sampling.sampler import Sampler
 from specdec.text.detokenizer import TextStream
 from specdec.text.tokenizer import TokenDecoder

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backends.contract.backend import Backend
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import SpecConfig
 from specdec.decoding.controller import Controller, NoDrafter
 from specdec.decoding.recorder import StatsRecorder
 from specdec.drafters.base import Drafter
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
 if TYPE_CHECKING:

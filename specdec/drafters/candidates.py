@@ -30,7 +30,7 @@ from backends.contract.ranking import (
     log_chances,
 )
 from backends.contract.rows import LogitRows
-from specdec.config import SamplingParams
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler, gumbel_noise
 
 SHARPNESS = 0.5

@@ -11,7 +11,7 @@ from offload.device.planner import TieredPlan
 from offload.residency.plan import ResidencyPlan
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes, format_exactly, parse_bytes
-from specdec.config import ConfigError
+from specdec.checks import ConfigError
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedPair
 from specdec.planning.division import Gpu

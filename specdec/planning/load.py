@@ -8,7 +8,8 @@ from backends.contract.backend import Backend
 from backends.contract.shared import SharedSource
 from backends.contract.source import Loading
 from offload.residency.plan import ResidencyPlan
-from specdec.config import ConfigError, SpecConfig
+from specdec.checks import ConfigError
+from specdec.config import SpecConfig
 from specdec.drafters.model import max_beams
 from specdec.drafters.window import DraftWindow, draft_context_size
 from specdec.planning.gpu import gpu_loading

@@ -17,7 +17,7 @@ from offload.process.allocator import free_large_blocks_at_once, give_back_freed
 from offload.process.memory import memory_limit, process_memory
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes, format_exactly, parse_bytes
-from specdec.config import ConfigError
+from specdec.checks import ConfigError
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedModel, OpenedPair, open_model
 from specdec.planning.division import Divider, Division, Gpu

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from backends.contract.source import CACHE_TYPES, LOAD_MODES, BackendOptions
 from offload.units import parse_bytes
-from specdec.config import ConfigError, SpecConfig
+from specdec.checks import ConfigError
+from specdec.config import SpecConfig
 from specdec.models.names import SELF_DRAFT, is_self_draft
-from specdec.sampling.checks import MAX_BEAMS
+from specdec.sampling.params import MAX_BEAMS
 
 CPU, CUDA, AUTO = "cpu", "cuda", "auto"
 DEVICES = (CPU, CUDA, AUTO)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from specdec.config import ConfigError, SamplingParams
+from specdec.checks import ConfigError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -128,40 +128,32 @@ def _refuse(values: Mapping[str, Any]) -> None:
             )
 
 
-def to_generation_config(params: SamplingParams) -> GenerationConfig:
-    """The configuration with which `generate` does the same as `params` (imports transformers)."""
+def generation_config(options: Mapping[str, Any]) -> GenerationConfig:
+    """The configuration with which `generate` does the same (imports transformers).
+
+    options: all fields of a SamplingParams.
+    """
     from transformers import GenerationConfig
 
-    values: dict[str, Any] = {
-        "do_sample": not params.is_greedy,
-        "repetition_penalty": float(params.repetition_penalty),
-        "no_repeat_ngram_size": params.no_repeat_ngram_size,
-        "min_length": params.min_length,
-        "min_new_tokens": params.min_tokens or None,
-        "bad_words_ids": [list(word) for word in params.bad_words_ids] or None,
-        "sequence_bias": [[list(ids), bias] for ids, bias in params.sequence_bias] or None,
-        "suppress_tokens": list(params.suppress_tokens) or None,
-        "begin_suppress_tokens": list(params.begin_suppress_tokens) or None,
-        "forced_bos_token_id": params.forced_bos_token_id,
-        "forced_eos_token_id": _list_or_none(params.forced_eos_token_id),
-        "exponential_decay_length_penalty": params.exponential_decay_length_penalty,
-        "remove_invalid_values": params.remove_invalid_values,
-        "renormalize_logits": params.renormalize_logits,
-        "eos_token_id": _list_or_none(params.eos_token_ids),
-        "stop_strings": list(params.stop) or None,
-        "max_new_tokens": params.max_tokens if params.max_length is None else None,
-        "max_length": params.max_length,
-        "num_beams": params.num_beams,
-        "num_return_sequences": params.n,
+    is_greedy = options["temperature"] == 0.0
+    values = {theirs: _plain(options[ours]) for theirs, ours in _SAME_VALUE.items()}
+    values |= {
+        "do_sample": not is_greedy,
+        "repetition_penalty": float(options["repetition_penalty"]),
+        "min_new_tokens": options["min_tokens"] or None,
+        "max_new_tokens": options["max_tokens"] if options["max_length"] is None else None,
+        "max_length": options["max_length"],
     }
-    if params.num_beams > 1:
-        values.update({name: getattr(params, name) for name in _OF_BEAMS})
-    if not params.is_greedy:
-        values["temperature"] = params.temperature
-        values.update({name: getattr(params, name) for name in _WARPERS})
-        values["min_p"] = params.min_p or None
+    if options["num_beams"] > 1:
+        values |= {name: options[name] for name in _OF_BEAMS}
+    if not is_greedy:
+        values |= {name: options[name] for name in ("temperature", *_WARPERS)}
+        values["min_p"] = options["min_p"] or None
     return GenerationConfig(**values)
 
 
-def _list_or_none(token_ids: tuple[int, ...] | None) -> list[int] | None:
-    return None if token_ids is None else list(token_ids)
+def _plain(value: Any) -> Any:
+    """Lists for tuples, None for an empty one."""
+    if isinstance(value, tuple):
+        return [_plain(one) if isinstance(one, tuple) else one for one in value] or None
+    return value

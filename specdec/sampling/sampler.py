@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from offload.errors import SpecdecError
-from specdec.config import ConfigError, SamplingParams
+from specdec.checks import ConfigError
 from specdec.sampling import processors as np_forms
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.processors import Ids, Processor, Scores
 from specdec.sampling.steps import ORDER, PipelineContext, active_steps, numpy_form, torch_form
 

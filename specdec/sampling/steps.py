@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.config import SamplingParams
 from specdec.sampling import processors as np_forms
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.processors import Processor
 
 # The order of GenerationMixin._get_logits_processor, transformers 5.17 to 5.23.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from backends.contract.backend import Backend
-from specdec.config import SamplingParams
 from specdec.decoding.beams import BeamDecoder, Hypothesis
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
 

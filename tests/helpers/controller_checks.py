@@ -24,11 +24,12 @@ from exact_rules import (
 from generating import FREE, SteppedAhead, make_controller, run
 from table_backend import TableBackend
 
-from specdec.config import CHAIN_RULES, SamplingParams, SpecConfig
+from specdec.config import CHAIN_RULES, SpecConfig
 from specdec.decoding.controller import Controller, NoDrafter
 from specdec.decoding.recorder import StatsRecorder
 from specdec.drafters.model import ModelDrafter
 from specdec.policy.draft_policy import DraftPolicy
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.verification.tree import DraftTree
 

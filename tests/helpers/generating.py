@@ -10,12 +10,13 @@ import numpy as np
 
 from backends.contract.backend import Backend
 from bench.decode.near_ties import examine
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import SpecConfig
 from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.controller import Controller, NoDrafter
 from specdec.decoding.recorder import StatsRecorder
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.policy.draft_policy import DraftPolicy, PassCost
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import ROOT, DraftTree

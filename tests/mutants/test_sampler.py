@@ -10,8 +10,8 @@ import pytest
 from chain_checks import CAUGHT
 from mutants import is_caught
 
-from specdec.config import SamplingParams
 from specdec.sampling import sampler as sampling
+from specdec.sampling.params import SamplingParams
 
 MISTAKES = {
     "noise: the same at every position": ("np.array([seed, position]", "np.array([seed, 0]"),

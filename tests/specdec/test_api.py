@@ -10,7 +10,8 @@ import specdec
 from offload.budget import BudgetExceeded
 from offload.errors import SpecdecError
 from offload.units import MIB
-from specdec.config import ConfigError, SpecConfig
+from specdec.checks import ConfigError
+from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter
 from specdec.verification.tree import DraftTree
 

@@ -16,7 +16,7 @@ import specdec
 from backends.contract.backend import BackendError
 from offload.errors import SpecdecError
 from specdec.api import LLM, ModelClosed
-from specdec.config import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 PROMPT = "def add(a, b):\n    return a"
 PARAMS = SamplingParams(max_tokens=10, temperature=0.7, seed=3)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from scipy import stats
 from table_backend import TableBackend
 
-from specdec.config import SamplingParams
 from specdec.decoding.beam_search import BeamRules, BeamSearch, best_continuations, by_score
 from specdec.decoding.beams import BeamDecoder, BeamMemoryFull
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler, gumbel_at
 
 REJECT_BELOW = 1e-6
@@ -186,7 +186,7 @@ import sys
 import numpy as np
 from table_backend import TableBackend
 from specdec.decoding.beams import BeamDecoder
-from specdec.config import SamplingParams
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 for temperature in (0.0, 0.8):
     options = {"num_beams": 3, "n": 2, "max_tokens": 5, "top_k": 5, "seed": 1}

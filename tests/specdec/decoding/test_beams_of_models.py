@@ -14,8 +14,8 @@ from table_backend import TableBackend
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from backends.hf.backend import TorchBackend
-from specdec.config import SamplingParams
 from specdec.decoding.beam_search import best_continuations
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import gumbel_at
 
 VOCAB = 96  # of the tiny checkpoints

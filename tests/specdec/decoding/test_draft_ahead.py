@@ -17,12 +17,13 @@ from table_backend import TableBackend
 
 from backends.contract.backend import Backend
 from backends.hf.backend import TorchBackend
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.verification.tree import DraftTree
 

@@ -14,7 +14,7 @@ from gguf_models import save_tiny_gguf
 import specdec
 from offload.budget import BudgetExceeded
 from offload.units import KIB, MIB
-from specdec.config import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")

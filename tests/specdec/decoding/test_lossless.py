@@ -12,10 +12,11 @@ from generating import (
 
 from backends.contract.backend import PREFIX
 from backends.hf.backend import TorchBackend
-from specdec.config import CHAIN_RULES, SamplingParams, SpecConfig
+from specdec.config import CHAIN_RULES, SpecConfig
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
 N_PROMPTS, N_TOKENS = 50, 24

@@ -23,13 +23,14 @@ from graph_tape import AlwaysGraphs, GraphTape
 from backends.contract.backend import Backend
 from backends.cuda.rows import DeviceRows
 from backends.hf.backend import TorchBackend
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import SpecConfig
 from specdec.decoding.beams import BeamDecoder
 from specdec.decoding.watched_target import WatchedTarget
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.model import ModelDrafter
 from specdec.policy.draft_policy import DraftPolicy
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
 VOCAB = 96

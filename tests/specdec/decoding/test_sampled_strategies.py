@@ -13,7 +13,7 @@ from scipy import stats
 from tiny_pair import VOCAB
 from transformers import GenerationConfig
 
-from specdec.config import SamplingParams
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
 SAMPLED: dict[str, dict[str, Any]] = {

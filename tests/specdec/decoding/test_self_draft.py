@@ -17,7 +17,7 @@ from backends.contract.backend import Backend, BackendError
 from backends.hf.backend import TorchBackend
 from backends.llama.backend import LlamaBackend
 from backends.llama.model import load_gguf_model
-from specdec.config import ConfigError
+from specdec.checks import ConfigError
 
 OPTIONS = {
     "ctx_size": 200,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from backends.contract.ranking import MAX_NOISE_POSITIONS
 from backends.hf.backend import TorchBackend
 from bench.prompts.workloads import BUILT_IN, read_prompts
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import SpecConfig
 from specdec.drafters.candidates import (
     SHARPNESS,
     CandidateRanker,
@@ -21,6 +21,7 @@ from specdec.drafters.candidates import (
 )
 from specdec.drafters.model import ModelDrafter
 from specdec.pair import pair_path
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import LogitsPipeline, Sampler, gumbel_noise
 from specdec.text.tokenizer import Tokenizer
 

@@ -20,8 +20,8 @@ from backends.contract.ranking import HEAD_TOKENS, MAX_NOISE_POSITIONS, Ranking,
 from backends.cuda.errors import VramExceeded
 from backends.cuda.ranker import DeviceRanker
 from backends.cuda.rows import DeviceRows
-from specdec.config import SamplingParams
 from specdec.drafters.candidates import CandidateRanker, Candidates
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
 CHANCE = 2e-5

@@ -24,8 +24,8 @@ from backends.cuda.ranker import DeviceRanker
 from backends.cuda.rows import DeviceRows
 from backends.hf.backend import TorchBackend
 from offload.units import GIB
-from specdec.config import SamplingParams
 from specdec.drafters.candidates import CandidateRanker
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
 VOCAB = 96

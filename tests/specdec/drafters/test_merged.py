@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_backend import TableBackend
 
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import SpecConfig
 from specdec.decoding.controller import Controller
 from specdec.decoding.recorder import StatsRecorder
 from specdec.drafters import Drafter, MergedDrafter, NgramDrafter, TreeLimits
 from specdec.drafters.merged import merge_trees, narrowed
 from specdec.drafters.model import ModelDrafter
 from specdec.policy.draft_policy import DraftPolicy
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree

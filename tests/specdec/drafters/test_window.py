@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_pair import save_model
 
 import specdec
-from specdec.config import ConfigError
+from specdec.checks import ConfigError
 from specdec.drafters.window import N_SINKS, DraftWindow, draft_context_size
 
 OPTIONS = {"ctx_size": 256, "num_draft_tokens": 8, "draft_depth": 4, "spec_type": "draft"}

@@ -18,7 +18,7 @@ from backends.cuda.probe import CudaMemory
 from backends.timing.measure import ComputeCurve
 from offload.residency.plan import LayerWeights
 from offload.units import GIB, MIB
-from specdec.config import ConfigError
+from specdec.checks import ConfigError
 from specdec.models.opened import OpenedModel, OpenedPair
 from specdec.planning import ranking_cost
 from specdec.planning.division import Divider, Shape

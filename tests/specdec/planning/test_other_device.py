@@ -14,7 +14,7 @@ from backends.contract.shared import SharedSource
 from backends.contract.source import ModelCompute
 from backends.timing.measure import ComputeCurve
 from offload.units import GIB, MIB
-from specdec.config import ConfigError
+from specdec.checks import ConfigError
 from specdec.devices.spec import PRESETS, DeviceError, complete
 from specdec.models.opened import OpenedPair
 from specdec.planning import other_device

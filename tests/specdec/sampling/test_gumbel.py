@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from specdec.config import SamplingParams
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import (
     SMALLEST_UNIFORM,
     Sampler,

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from specdec.config import SamplingParams
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import LogitsPipeline, Sampler, transformers_processors
 from specdec.sampling.steps import ORDER, PipelineContext, numpy_form, torch_form
 
@@ -263,7 +263,7 @@ def test_common_samplers_need_neither_torch_nor_transformers() -> None:
     program = """
 import sys
 import numpy as np
-from specdec.config import SamplingParams
+from specdec.sampling.params import SamplingParams
 from specdec.drafters import NgramDrafter
 from specdec.sampling.sampler import Sampler
 import specdec.verification.acceptance, specdec.decoding.stats, specdec.text.detokenizer

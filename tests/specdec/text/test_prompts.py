@@ -11,7 +11,7 @@ from tiny_pair import save_model
 
 import specdec
 from specdec.api import LLM, PromptError
-from specdec.config import ConfigError
+from specdec.checks import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_backend import TableBackend
 
+from specdec.checks import ConfigError
 from specdec.cli.app import main
-from specdec.config import ConfigError, SamplingParams, SpecConfig
+from specdec.config import SpecConfig
 from specdec.drafters.model import ModelDrafter
 from specdec.planning.plan import plan_run
+from specdec.sampling.params import SamplingParams
 from specdec.verification.acceptance import lenient, match_walk
 from specdec.verification.tree import DraftTree
 

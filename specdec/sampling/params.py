@@ -1,14 +1,19 @@
-"""Validation of SamplingParams: shapes, ranges, token ids, contradictions."""
+"""How the next token is chosen, and when generation ends: frozen, and validated once, when made.
+
+An error names the option, the value it got and what would be accepted.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specdec.checks import ConfigError, as_float, check
+from specdec.checks import ConfigError, as_float, check, refuse_unknown
 
 if TYPE_CHECKING:
-    from specdec.config import SamplingParams
+    from transformers import GenerationConfig
 
 SEED_LIMIT = 2**64  # seeds are one 64-bit word of the noise generator's key
 LOWEST_TEMPERATURE = 1e-4  # below this, logits / temperature may overflow float32
@@ -17,15 +22,112 @@ MAX_BEAMS = 1024
 MAX_PENALTY = 16.0  # of the length, as an exponent: beyond it scores leave float32
 MAX_LOGPROBS = 1024
 
-
-def validate(params: SamplingParams) -> None:
-    """Raise ConfigError for the first thing that is wrong."""
-    _validate_ranges(params)
-    _validate_token_ids(params)
-    _validate_combinations(params)
+SequenceBias = tuple[tuple[tuple[int, ...], float], ...]
 
 
-def normalised(params: SamplingParams) -> dict[str, Any]:
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen from the target's logits, and when generation ends.
+
+    The names are vLLM's where vLLM has the option and transformers' otherwise; the meaning is that
+    of transformers' LogitsProcessors in the order in which `generate` applies them. Temperature 0
+    is greedy decoding: penalties, bans and forced tokens still apply, the options marked (warper)
+    have no effect, exactly as with `do_sample=False`.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0  # (warper) 0 = off
+    top_p: float = 1.0  # (warper)
+    min_p: float = 0.0  # (warper)
+    typical_p: float = 1.0  # (warper)
+    top_h: float | None = None  # (warper)
+    epsilon_cutoff: float = 0.0  # (warper)
+    eta_cutoff: float = 0.0  # (warper)
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    min_tokens: int = 0  # new tokens before an end-of-sequence token is possible
+    min_length: int = 0  # the same, counted with the prompt
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    sequence_bias: SequenceBias = ()  # ((token ids, bias added to the last one's logit), ...)
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: tuple[int, ...] | None = None  # forced at the last position allowed
+    exponential_decay_length_penalty: tuple[int, float] | None = None
+    remove_invalid_values: bool = False
+    renormalize_logits: bool = False
+    seed: int | None = None  # None = a fresh one for every generation
+    stop: tuple[str, ...] = ()  # strings; the text ends before the first one that appears
+    stop_token_ids: tuple[int, ...] = ()  # end generation, besides the end-of-sequence tokens
+    eos_token_ids: tuple[int, ...] | None = None  # None = the model's own
+    max_tokens: int = 64  # new tokens
+    max_length: int | None = None  # prompt and new tokens together; overrides max_tokens when set
+    ignore_eos: bool = False
+    logprobs: bool | int = False  # True: of the emitted tokens; k: of the k likeliest as well
+    n: int = 1  # sequences to return, of seeds seed, seed + 1, ...; of beam search its best n
+    num_beams: int = 1  # above 1: beam search, with a temperature beam-search sampling
+    length_penalty: float = 1.0  # (beams) a sequence's score is its sum / length^length_penalty
+    early_stopping: bool | str = False  # (beams) True, False or "never"
+
+    def __post_init__(self) -> None:
+        for name, value in _normalised(self).items():
+            object.__setattr__(self, name, value)  # tuples for lists, once, before validation
+        _validate_ranges(self)
+        _validate_token_ids(self)
+        _validate_combinations(self)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def n_top_logprobs(self) -> int:
+        """Likeliest tokens whose log-probabilities are wanted at every position."""
+        return 0 if isinstance(self.logprobs, bool) else self.logprobs
+
+    def token_limit(self, prompt_length: int) -> int:
+        """New tokens that may follow a prompt of `prompt_length` tokens (may be ≤ 0)."""
+        return self.max_tokens if self.max_length is None else self.max_length - prompt_length
+
+    def resolve_eos(self, model_eos_token_ids: Iterable[int]) -> tuple[int, ...]:
+        """The end-of-sequence ids the processors know: the caller's, else the model's."""
+        return tuple(model_eos_token_ids) if self.eos_token_ids is None else self.eos_token_ids
+
+    def resolve_stop_tokens(self, model_eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """All token ids that end a generation."""
+        eos = () if self.ignore_eos else self.resolve_eos(model_eos_token_ids)
+        return frozenset(eos) | frozenset(self.stop_token_ids)
+
+    def replace(self, **overrides: Any) -> SamplingParams:
+        """A copy with some options changed; unknown names are refused."""
+        refuse_unknown(overrides, type(self))
+        return dataclasses.replace(self, **overrides)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> SamplingParams:
+        """Parameters from a mapping of option names; unknown names are refused."""
+        refuse_unknown(options, cls)
+        return cls(**options)
+
+    @classmethod
+    def from_generation_config(cls, config: GenerationConfig | Mapping[str, Any]) -> SamplingParams:
+        """Parameters that give what `generate` gives with this configuration.
+
+        A mapping is read like the content of a `generation_config.json`. Raises ConfigError for
+        options that speculative decoding cannot honour exactly, instead of ignoring them.
+        """
+        from specdec.sampling.hf_config import options_from
+
+        return cls(**options_from(config))
+
+    def to_generation_config(self) -> GenerationConfig:
+        """The transformers configuration with which `generate` does the same (imports torch)."""
+        from specdec.sampling.hf_config import generation_config
+
+        return generation_config(dataclasses.asdict(self))
+
+
+def _normalised(params: SamplingParams) -> dict[str, Any]:
     """Values for the fields that accept a list or a single item where a tuple is stored."""
     new: dict[str, Any] = {"temperature": as_float("temperature", params.temperature)}
     try:
