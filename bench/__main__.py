@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = os.environ.pop(COMMAND_NAME, "specdec-bench")
 
     def load() -> Run:
-        from bench.app import main as run
+        from bench.commands.app import main as run
 
         return lambda argv: run(argv, name)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bench.synth.shapes import SHAPES, LlamaShape, SynthError, named_shape, shape_of_size
+from bench.synth.shapes import SHAPES, SynthError, choose_shape, named_shape
 from offload.units import format_bytes, parse_bytes
 
 DEFAULT_SIZE = "6GB"
@@ -111,29 +110,6 @@ def _check_dtype(format: str, dtype: str | None) -> str:
     if dtype not in known:
         raise SynthError(f"unknown dtype {dtype!r} for {format}; known: {', '.join(known)}")
     return dtype
-
-
-def choose_shape(
-    source: LlamaShape,
-    base: LlamaShape | None,
-    n_bytes: int | None,
-    vocab_size: int | None,
-    bytes_per_weight: float,
-) -> LlamaShape:
-    """The shape named, or adjusted to a size; tied only if the source is, so sizes are right."""
-    if n_bytes is None:
-        assert base is not None
-        return base
-    known = [base] if base else list(SHAPES.values())
-    candidates = [replace(shape, tied=shape.tied and source.tied) for shape in known]
-    return shape_of_size(
-        n_bytes,
-        bytes_per_weight,
-        candidates,
-        vocab_size=vocab_size,
-        min_layers=source.n_layers,
-        min_intermediate_size=source.intermediate_size,
-    )
 
 
 class _ProgressBar:

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench import figures as aggregate
 from bench.decode.known_drafter import expected_tokens
-from bench.efficiency import efficiency, median_pass_seconds, pass_times_of
+from bench.figures import efficiency, median_pass_seconds, pass_times_of
 from offload.units import format_bytes
 from specdec.decoding.stats import ratio
 

@@ -16,8 +16,14 @@ import psutil
 
 from bench import figures as aggregate
 from bench.decode.measure import MeasureSpec, measure_in_child
-from bench.efficiency import efficiency, pass_times_of, typical_pass_seconds
-from bench.peers.figures import pairwise_ratios, summarise, token_match
+from bench.figures import (
+    efficiency,
+    pairwise_ratios,
+    pass_times_of,
+    summarise,
+    token_match,
+    typical_pass_seconds,
+)
 from bench.peers.registry import PEERS, Weights
 from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
 from bench.process import limited
@@ -111,7 +117,7 @@ def _peer_column(
 def _ratios(ours: Sequence[dict[str, Any]], peer: Mapping[str, Any]) -> dict[str, Any]:
     """Of plain and speculative decoding over the peer: the same tokens of the same prompts.
 
-    See bench.peers.figures.pairwise_ratios for the keys.
+    See bench.figures.pairwise_ratios for the keys.
     """
     runs = {mode: aggregate.of_mode(ours, mode) for mode in ("plain", "speculative")}
     found = pairwise_ratios({**runs, _PEER: peer["prompts"]})

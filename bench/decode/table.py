@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.figures import lossy_mark
-from bench.peers.figures import describe_ratio
+from bench.figures import describe_ratio, lossy_mark
 from offload.units import GIB, format_bytes
 
 ROWS: tuple[tuple[str, str, str, float], ...] = (

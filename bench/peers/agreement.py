@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
+from bench.figures import describe_ratio, seconds_by_position
 from bench.options import OutputFile, check_writable
 from bench.peers.compare import label
-from bench.peers.figures import describe_ratio, seconds_by_position
 from bench.process.results import PEERS, ResultsError, read_results, write_json
 from specdec.cli.errors import run_app
 

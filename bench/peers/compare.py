@@ -10,7 +10,7 @@ The result (JSON; `null` where there is nothing to say):
         exit, reason            "ok", "oom-killed", "timeout", "failed" or "not-run"; one line
         tokens_per_second, time_to_first_token, seconds_per_token_median, seconds_per_token_p90,
         bytes_read_per_token, mean_acceptance_length, n_prompts, n_tokens, acceptance_by_depth
-                                see bench.peers.figures.summarise
+                                see bench.figures.summarise
         peak_anonymous_bytes, cgroup_peak_bytes, peak_rss_bytes, load_seconds
                                 the largest of its processes
         token_match             share of tokens equal to specdec-plain's on the same weights
@@ -34,7 +34,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.peers.figures import by_category, pairwise_ratios, summarise, token_match
+from bench.figures import by_category, pairwise_ratios, summarise, token_match
 from bench.peers.registry import PEERS, Peer, Weights, why_not
 from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
 from bench.peers.weights import describe_weights

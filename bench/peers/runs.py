@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.peers.figures import summarise
+from bench.figures import summarise
 from bench.peers.program import LEAST_SPECULATED_TOKENS, LEAST_TOKENS, Task
 from bench.peers.registry import LEAST_AMOUNT_BYTES, MEMORY, Peer, Weights, settings_to_try
 from bench.process import limited

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.peers.figures import summarise
+from bench.figures import summarise
 from bench.peers.registry import PEERS, Weights
 from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
 from bench.process.results import SWEEP, ResultsError, append_line, read_results

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.figures import describe_ratio
 from bench.peers.compare import NOT_RUN, label
-from bench.peers.figures import describe_ratio
 from bench.peers.registry import PEERS
 from bench.peers.runs import describe_tuned
 from bench.process.limited import OK

@@ -9,8 +9,8 @@ from typing import Any
 
 from bench import figures as aggregate
 from bench.decode.known_drafter import expected_tokens
+from bench.figures import count_of
 from bench.peers.compare import label
-from bench.peers.figures import count_of
 from bench.process.results import BUDGETS, CURVE, PEERS, POLICY, SPEEDUP, SWEEP, Results
 from specdec.decoding.stats import ratio
 

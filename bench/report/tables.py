@@ -9,9 +9,8 @@ from typing import Any
 
 from bench.decode.curve_figures import HEADINGS, best_line, cells
 from bench.decode.table import ROWS
-from bench.figures import lossy_mark
+from bench.figures import describe_ratio, lossy_mark
 from bench.peers.compare import label
-from bench.peers.figures import describe_ratio
 from bench.peers.table import COLUMNS, category_cell
 from bench.peers.table import cells as peer_cells
 from bench.process.results import BUDGETS, CURVE, PEERS, POLICY, PREDICTION, SPEEDUP, SWEEP, Results

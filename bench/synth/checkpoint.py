@@ -18,8 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.synth.disk import check_folder
-from bench.synth.files import grown_config, model_card, write_json, write_side_files
+from bench.synth.files import (
+    check_folder,
+    grown_config,
+    model_card,
+    write_json,
+    write_side_files,
+)
 from bench.synth.formats import BF16, F32, WeightFormat
 from bench.synth.growth import GrowthPlanner, TensorPlan
 from bench.synth.shapes import LlamaShape, SynthError

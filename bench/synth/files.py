@@ -1,4 +1,7 @@
-"""The small files of a grown checkpoint: config.json, tokenizer, model card."""
+"""Where a grown model goes, and its small files: config.json, tokenizer, model card.
+
+Is there room, and is what lies there already ours to replace?
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bench.synth.shapes import LlamaShape
+from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.source import SourceModel
-from offload.units import format_bytes
+from offload.units import MIB, format_bytes
 
+_MARGIN_BYTES = 16 * MIB  # headers, config, tokenizer, index, file-system blocks
 _CONFIG_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of a folder; GGUF has its own key
 _WRITTEN_HERE = {"config.json", "README.md"}
 _WEIGHT_FILES = (
@@ -91,3 +95,44 @@ random numbers (seed {seed}) that are multiplied by zero.
 def write_json(path: Path, value: Any) -> None:
     """Writes indented JSON with a final newline."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def check_folder(out_dir: Path, source_dir: Path, n_bytes: int, force: bool) -> None:
+    """Raises a SynthError if the folder `out_dir` may not be written or its disk lacks room."""
+    destination, source = out_dir.resolve(), source_dir.resolve()
+    if destination == source or destination in source.parents:
+        raise SynthError(f"{out_dir} holds the source model; choose another folder")
+    if out_dir.exists() and not out_dir.is_dir():
+        raise SynthError(f"{out_dir} is a file; choose a folder")
+    if out_dir.is_dir() and any(out_dir.iterdir()):
+        if not force:
+            raise SynthError(f"{out_dir} is not empty; choose another folder, or pass --force")
+        if not (out_dir / "config.json").is_file():
+            raise SynthError(f"{out_dir} is no checkpoint (no config.json): --force spares it")
+    check_room(out_dir, n_bytes)
+
+
+def check_gguf_file(path: Path, n_bytes: int, force: bool) -> None:
+    """Raises a SynthError if the file `path` may not be written or its disk lacks room."""
+    if path.suffix != ".gguf":
+        raise SynthError(f"{path} must end in .gguf: with --format gguf, -o names a file")
+    if path.is_dir():
+        raise SynthError(f"{path} is a folder; choose a file name")
+    if path.exists():
+        if not force:
+            raise SynthError(f"{path} exists; choose another name, or pass --force")
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise SynthError(f"{path} is no GGUF file: --force spares it")
+    check_room(path, n_bytes)
+
+
+def check_room(destination: Path, n_bytes: int) -> None:
+    """Raises a SynthError if the disk below `destination` has less than `n_bytes` free."""
+    existing = next(p for p in (destination, *destination.parents) if p.exists())
+    free, needed = shutil.disk_usage(existing).free, n_bytes + _MARGIN_BYTES
+    if free < needed:
+        raise SynthError(
+            f"not enough room at {existing}: {format_bytes(needed)} needed, "
+            f"{format_bytes(free)} free"
+        )

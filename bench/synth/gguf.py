@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bench.synth.checkpoint import GrowReport, fit_shape
-from bench.synth.disk import check_gguf_file
-from bench.synth.files import grown_config, model_card
+from bench.synth.files import check_gguf_file, grown_config, model_card
 from bench.synth.formats import BF16, F16, F32, Q4_0, Q6_K, Q8_0, WeightFormat
 from bench.synth.growth import GrowthPlanner, TensorPlan
 from bench.synth.shapes import LlamaShape, SynthError

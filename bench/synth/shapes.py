@@ -146,3 +146,26 @@ def shape_of_size(
             "vocabulary"
         )
     return shape
+
+
+def choose_shape(
+    source: LlamaShape,
+    base: LlamaShape | None,
+    n_bytes: int | None,
+    vocab_size: int | None,
+    bytes_per_weight: float,
+) -> LlamaShape:
+    """The shape named, or adjusted to a size; tied only if the source is, so sizes are right."""
+    if n_bytes is None:
+        assert base is not None
+        return base
+    known = [base] if base else list(SHAPES.values())
+    candidates = [replace(shape, tied=shape.tied and source.tied) for shape in known]
+    return shape_of_size(
+        n_bytes,
+        bytes_per_weight,
+        candidates,
+        vocab_size=vocab_size,
+        min_layers=source.n_layers,
+        min_intermediate_size=source.intermediate_size,
+    )

@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.synth.shapes import SynthError
+from bench.synth.shapes import SynthError, choose_shape
 from offload.errors import SpecdecError
 from specdec.cli.enforce import child_environment
 from specdec.cli.errors import guard
@@ -63,7 +63,6 @@ def _plan(stand_in: StandIn) -> int:
 
 
 def _grow(stand_in: StandIn, folder: Path) -> Path:
-    from bench.commands.synth import choose_shape
     from bench.synth.checkpoint import FORMATS, grow
     from bench.synth.gguf import GGUF_FORMATS, grow_gguf
     from bench.synth.source import SourceModel

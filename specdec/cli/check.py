@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bench.prompts.files import read_prompts, spread
+from bench.prompts.workloads import read_prompts, spread
 from bench.rank.ranking import measure_in_child, rank_drafts
 from specdec.cli import options
 from specdec.cli.groups import LoadOptions, SamplingOptions

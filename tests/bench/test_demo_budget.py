@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import demo
-from bench.app import main
+from bench.commands.app import main
 from bench.synth.stand_in import StandIn, StandInError, smallest_budget
 from offload.units import MIB
 

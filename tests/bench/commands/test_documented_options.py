@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import typer
 
-import bench.app
+import bench.commands.app
 import specdec.cli.app
 from specdec.cli.errors import ALIASES
 
 DOC = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
-APPS = {"specdec": specdec.cli.app, "specdec-bench": bench.app}
+APPS = {"specdec": specdec.cli.app, "specdec-bench": bench.commands.app}
 COMMANDS = [
     f"{name} {command}"
     for name, module in APPS.items()

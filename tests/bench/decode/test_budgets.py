@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from bench.app import main
+from bench.commands.app import main
 from bench.decode import budgets
 from bench.process.child import KILLED
 from bench.process.results import BUDGETS, read_results

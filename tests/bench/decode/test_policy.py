@@ -10,7 +10,7 @@ import pytest
 from interrupting import InterruptedAt
 from tiny_pair import save_model
 
-from bench.app import main
+from bench.commands.app import main
 from bench.decode.policy import (
     PolicySpec,
     SweepMistake,

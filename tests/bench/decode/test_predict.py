@@ -9,7 +9,7 @@ import pytest
 from tiny_pair import save_model
 from typer.testing import CliRunner
 
-from bench.app import app, main
+from bench.commands.app import app, main
 from bench.decode.predict import (
     PredictionError,
     Setting,

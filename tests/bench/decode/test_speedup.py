@@ -13,7 +13,7 @@ import pytest
 import typer
 from tiny_pair import save_model
 
-from bench.app import main
+from bench.commands.app import main
 from bench.decode.measure import MeasureSpec, _without_probe
 from bench.peers.runs import ProcessRun, ProgramRunner
 from bench.process.child import KILLED, ChildFailed, check_child, run_child, write_spec

@@ -11,7 +11,7 @@ import fake_peers
 import pytest
 from tiny_pair import save_model
 
-from bench.app import main
+from bench.commands.app import main
 from bench.commands.peers import UsageMistake, all_weights, parse_peers
 from bench.peers import runs as peer_runs
 from bench.peers.compare import NOT_RUN, compare

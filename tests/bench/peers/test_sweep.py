@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tiny_pair import save_model
 
-from bench.app import main
+from bench.commands.app import main
 from bench.commands.sweep import count_setting, describe, parse_speeds, parse_trees
 from bench.peers import registry as peers
 from bench.peers.program import Task

@@ -14,7 +14,7 @@ import fake_peers
 import pytest
 from tiny_pair import save_model
 
-from bench.app import main
+from bench.commands.app import main
 from bench.peers.compare import NOT_RUN, compare
 from bench.peers.registry import PEERS, Peer, Weights, why_not
 from bench.peers.runs import RunSettings

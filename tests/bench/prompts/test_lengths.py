@@ -10,7 +10,7 @@ import fake_peers
 import pytest
 from tiny_pair import save_model
 
-from bench.app import main
+from bench.commands.app import main
 from bench.options import UsageMistake
 from bench.peers.table import format_comparison
 from bench.prompts.lengths import fitting, refuse_long

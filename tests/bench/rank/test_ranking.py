@@ -12,7 +12,7 @@ import pytest
 from command_line import Models, expect_error, save_models
 from tiny_pair import save_model
 
-from bench.prompts.files import read_prompts
+from bench.prompts.workloads import read_prompts
 from bench.rank.ranked_draft import RankedDraft, compare_speeds, together
 from bench.rank.ranking import (
     Candidate,

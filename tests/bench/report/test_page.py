@@ -20,7 +20,7 @@ from result_values import (
     sweep_line,
 )
 
-from bench.app import main
+from bench.commands.app import main
 from bench.process.results import read_all, read_results
 from bench.report.data import Depths, Point, bars, curves, depths, points
 from bench.report.plots import acceptance_by_depth

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from grown_models import altered, save_source_with_tokenizer
 
-from bench.synth import disk as synth_disk
+from bench.synth import files as synth_files
 from bench.synth.gguf import grow_gguf
 from bench.synth.shapes import LlamaShape, SynthError
 
@@ -194,7 +194,7 @@ def test_a_full_disk_is_noticed_before_writing(
     from collections import namedtuple
 
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(synth_disk.shutil, "disk_usage", lambda path: usage(10, 10, 1024))
+    monkeypatch.setattr(synth_files.shutil, "disk_usage", lambda path: usage(10, 10, 1024))
     with pytest.raises(SynthError, match=r"needed, 1\.00 KiB free"):
         grow_gguf(source, tmp_path / "grown.gguf", LARGE)
     assert list(tmp_path.iterdir()) == []

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from grown_models import LARGE, SMALL, altered, save_source
 
-from bench.app import main
-from bench.synth import disk as synth_disk
+from bench.commands.app import main
+from bench.synth import files as synth_files
 from bench.synth.checkpoint import grow
 from bench.synth.shapes import SynthError
 from bench.synth.source import SourceModel, source_shape
@@ -84,7 +84,7 @@ def test_a_full_disk_is_noticed_before_writing(
     from collections import namedtuple
 
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(synth_disk.shutil, "disk_usage", lambda path: usage(10, 10, 1024))
+    monkeypatch.setattr(synth_files.shutil, "disk_usage", lambda path: usage(10, 10, 1024))
     with pytest.raises(SynthError, match=r"needed, 1\.00 KiB free"):
         grow(source, tmp_path / "grown", LARGE)
     assert list(tmp_path.iterdir()) == []

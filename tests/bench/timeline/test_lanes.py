@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_pair import save_model
 
-from bench.app import main
+from bench.commands.app import main
 from bench.timeline.lanes import (
     ACCEPTANCE,
     DRAFTING,

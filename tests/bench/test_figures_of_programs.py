@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.peers.figures import (
+from bench.figures import (
     acceptance_by_depth,
     by_category,
     describe_ratio,
