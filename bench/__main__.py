@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from specdec.cli.entry import COMMAND_NAME, run_command
+from specdec.cli.entry import run_command
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    # `specdec demo` becomes this program, and keeps its name.
-    name = os.environ.pop(COMMAND_NAME, "specdec-bench")
+    # `specdec demo` and `specdec check --rank` become this program, and keep their name
+    # (specdec.cli.enforce.COMMAND_NAME; importing that would import more than next to nothing).
+    name = os.environ.pop("SPECDEC_COMMAND_NAME", "specdec-bench")
 
     def load() -> Run:
         from bench.commands.app import main as run

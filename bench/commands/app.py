@@ -13,6 +13,7 @@ from bench.commands.curve import curve_command
 from bench.commands.demo import demo_command
 from bench.commands.peers import peers_command
 from bench.commands.policy import policy_command
+from bench.commands.rank import rank_command
 from bench.commands.report import report_command
 from bench.commands.speedup import speedup_command
 from bench.commands.sweep import sweep_command
@@ -44,6 +45,7 @@ app.command("curve")(with_options(curve_command))
 app.command("demo")(demo_command)
 app.command("peers")(with_options(peers_command))
 app.command("policy")(with_options(policy_command))
+app.command("rank")(with_options(rank_command))
 app.command("sweep")(with_options(sweep_command))
 app.command("report")(with_debug(report_command))
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from offload.errors import SpecdecError
 from offload.process.launch import exit_code, tied_argv
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 KILLED = 137  # 128 + SIGKILL: what the kernel does at the limit
 _MARK = "SPECDEC_ENFORCED_BYTES"
+COMMAND_NAME = "SPECDEC_COMMAND_NAME"
+"""Environment variable: what the benchmark's program calls itself."""
 
 
 class EnforceError(SpecdecError):
@@ -93,6 +95,16 @@ def run_child(
     finally:
         if process.poll() is None:
             process.kill()
+
+
+def run_benchmark(command: str, argv: Sequence[str]) -> NoReturn:
+    """Become the benchmark's program, which uses this package and not the other way round.
+
+    It takes this process over, so that Ctrl-C reaches it and it alone cleans up.
+    """
+    words = [sys.executable, "-m", "bench", command, *argv]
+    sys.stdout.flush()
+    os.execve(sys.executable, words, child_environment({COMMAND_NAME: "specdec"}))
 
 
 def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     Run = Callable[[Sequence[str] | None], int]
 
-COMMAND_NAME = "SPECDEC_COMMAND_NAME"
-"""Environment variable: what the benchmark's program calls itself."""
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 

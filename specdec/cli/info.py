@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
@@ -12,8 +10,7 @@ import typer
 
 from offload.units import format_bytes
 from specdec.cli import options
-from specdec.cli.enforce import child_environment
-from specdec.cli.entry import COMMAND_NAME
+from specdec.cli.enforce import run_benchmark
 from specdec.cli.groups import LoadOptions
 from specdec.cli.notes import check_models, note_plan
 from specdec.cli.output import write_json, write_text
@@ -114,8 +111,4 @@ def _gpu_figures(gpu: ThisGpu) -> dict[str, float]:
 
 def demo(arguments: DemoArguments = None) -> None:
     """Grow a target to twice its budget and run it, plain against speculative."""
-    # The demo belongs to the benchmark, which uses this package and not the other way round. It
-    # takes this process over, so that Ctrl-C reaches it and it alone cleans up.
-    command = [sys.executable, "-m", "bench", "demo", *(arguments or ())]
-    sys.stdout.flush()
-    os.execve(sys.executable, command, child_environment({COMMAND_NAME: "specdec"}))
+    run_benchmark("demo", arguments or ())

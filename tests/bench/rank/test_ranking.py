@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import Models, expect_error, save_models
+from command_line import Models, expect_error, save_models, start
 from tiny_pair import save_model
 
+from bench.commands.app import main
 from bench.prompts.workloads import read_prompts
 from bench.rank.ranked_draft import RankedDraft, compare_speeds, together
 from bench.rank.ranking import (
@@ -22,7 +23,7 @@ from bench.rank.ranking import (
     measure_in_child,
     rank_drafts,
 )
-from specdec.cli.app import main
+from specdec.cli.app import main as specdec_main
 
 N_TOKENS = 6
 
@@ -56,7 +57,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def argv_of(models: Models, prompts: Path, *drafts: Path) -> list[str]:
     named = [word for draft in drafts for word in ("-md", str(draft))]
     return [
-        *("check", "-m", str(models.target), *named, "--rank", "--prompts", str(prompts)),
+        *("rank", "-m", str(models.target), *named, "--prompts", str(prompts)),
         *("--n-prompts", "2", "-n", str(N_TOKENS), "--threads", "1"),
     ]
 
@@ -132,7 +133,7 @@ def test_command(
             seconds_per_token=(1 / speed,) * len(candidate.prompts),
         )
 
-    monkeypatch.setattr("specdec.cli.check.measure_in_child", measure)
+    monkeypatch.setattr("bench.rank.ranking.measure_in_child", measure)
     argv = argv_of(models, prompts, models.draft, models.draft)  # named twice, measured once
     assert main([*argv, "--temperature", "0.7", "--memory-budget", "2GiB", "--enforce"]) == 0
     out, err = capsys.readouterr()
@@ -167,7 +168,7 @@ def test_the_target_as_its_own_draft_is_ranked(
 def test_the_target_has_its_own_vocabulary(
     capsys: pytest.CaptureFixture[str], models: Models
 ) -> None:
-    assert main(["check", "-m", str(models.target), "-md", "self:window=16", "--json"]) == 0
+    assert specdec_main(["check", "-m", str(models.target), "-md", "self:window=16", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["compatible"] is True
 
 
@@ -259,23 +260,40 @@ def test_a_child_that_fails_ends_the_ranking(
 @pytest.mark.parametrize(
     ("more", "part"),
     [
-        (["--rank"], "add --prompts FILE"),
-        (["--prompts", "x.jsonl"], "add --rank"),
-        (["--rank", "--prompts", "/nonexistent.jsonl"], "No such file"),
-        (["--rank", "--prompts", "x", "--spec-type", "ngram"], "leave them out"),
-        (["--rank", "--prompts", "x", "-md", "/no/dir"], "no such model directory: /no/dir"),
-        (["-md", "pair:draft"], "2 draft models were named"),
+        ([], "add --prompts FILE"),
+        (["--prompts", "/nonexistent.jsonl"], "No such file"),
+        (["--prompts", "x", "--spec-type", "ngram"], "leave them out"),
+        (["--prompts", "x", "-md", "/no/dir"], "no such model directory: /no/dir"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], more: list[str], part: str) -> None:
-    expect_error(capsys, ["check", "-m", "pair:target", "-md", "pair:draft", *more], part)
+    assert main(["rank", "-m", "pair:target", "-md", "pair:draft", *more]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert part in err
 
 
-def test_no_draft_is_a_mistake(capsys: pytest.CaptureFixture[str], prompts: Path) -> None:
-    expect_error(capsys, ["check", "-m", "pair:target"], "no draft model was named: use -md")
-    rank = ["--rank", "--prompts", str(prompts)]
-    argv = ["check", "-m", "pair:target", *rank]
-    expect_error(capsys, argv, "no draft model was named: use -md (--draft-model), once for each")
+def test_check_becomes_the_benchmark_and_keeps_its_name(prompts: Path) -> None:
+    argv = ["check", "-m", "pair:target", "--rank", "--prompts", str(prompts)]
+    process = start(argv)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, b"")
+    problem = "no draft model was named: use -md (--draft-model), once for each"
+    assert err.decode() == f"specdec: error: {problem}\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        ([], "no draft model was named: use -md"),
+        (["-md", "pair:draft", "--prompts", "x.jsonl"], "add --rank"),
+        (["-md", "pair:draft", "-md", "pair:draft"], "2 draft models were named"),
+    ],
+)
+def test_mistakes_without_ranking(
+    capsys: pytest.CaptureFixture[str], more: list[str], part: str
+) -> None:
+    expect_error(capsys, ["check", "-m", "pair:target", *more], part)
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "plan"])

@@ -1,0 +1,75 @@
+"""`specdec-bench rank`, which `specdec check --rank` becomes: which draft serves a target best?"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench.options import SpreadPrompts, UsageMistake
+from bench.prompts.workloads import read_prompts, spread
+from specdec.cli import options
+from specdec.cli.groups import LoadOptions, SamplingOptions
+from specdec.cli.output import write_json, write_text
+from specdec.models.names import check_local_draft, check_local_name
+
+RankPrompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        help="JSON lines with `prompt`, or `turns` of which the first is used.",
+        show_default=False,
+    ),
+]
+FromCheck = Annotated[bool, typer.Option("--rank", hidden=True)]
+"""`specdec check` hands its own words on, this one among them."""
+
+
+def rank_command(
+    load: LoadOptions,
+    sampling: SamplingOptions,
+    prompts: RankPrompts = None,
+    n_prompts: SpreadPrompts = 8,
+    max_tokens: options.MaxTokens = 64,
+    enforce: options.Enforce = False,
+    json: options.Json = False,
+    rank: FromCheck = True,
+    debug: options.Debug = False,
+) -> None:
+    """Plain decoding, n-grams and each draft model (-md A -md B) on prompts of yours."""
+    from bench.rank.ranking import measure_in_child, rank_drafts
+
+    if prompts is None:
+        raise UsageMistake("--rank measures on prompts of yours: add --prompts FILE")
+    _check_drafts(load)
+    ranking = rank_drafts(
+        load.model,
+        load.draft_models or (),
+        [prompt.text for prompt in spread(read_prompts(prompts), n_prompts)],
+        partial(measure_in_child, enforce=enforce),
+        max_tokens=max_tokens,
+        load_options=load.keywords_with(None),
+        sampling=sampling.as_keywords(),
+    )
+    if json:
+        write_json(ranking.to_dict())
+    else:
+        write_text("\n".join(ranking.lines()) + "\n")
+
+
+def _check_drafts(load: LoadOptions) -> None:
+    """Raise for names that lead nowhere, and where no draft model would be used."""
+    if not load.draft_models:
+        raise UsageMistake("no draft model was named: use -md (--draft-model), once for each")
+    check_local_name(load.model)
+    for name in load.draft_models:
+        check_local_draft(name)
+    keywords = load.keywords_with(load.draft_models[0])
+    spec_type = keywords["spec_type"]
+    if keywords["num_draft_tokens"] == 0 or (spec_type is not None and "draft" not in spec_type):
+        raise UsageMistake(
+            "--rank compares draft models, which --spec-type or --num-draft-tokens switches off: "
+            "leave them out"
+        )
