@@ -58,5 +58,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_modules_that_are_started_exist(page: Path) -> None:
     named = {name.rstrip(".").replace(".", "/") for name in _MODULE.findall(page.read_text())}
-    missing = {name for name in named if not (exists(f"{name}.py") or exists(f"{name}/__main__.py"))}
+    missing = {
+        name for name in named if not (exists(f"{name}.py") or exists(f"{name}/__main__.py"))
+    }
     assert not missing, f"{page.name} starts what is not there: {missing}"
