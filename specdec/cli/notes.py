@@ -31,11 +31,6 @@ def check_models(load: LoadOptions) -> None:
         say(f"note: {option} has no effect: {why}")
 
 
-def check_prompt(text: str) -> None:
-    if not text:
-        raise OptionError("the prompt is empty: give some text with -p or -f")
-
-
 def note_plan(load: LoadOptions, plan: RunPlan) -> None:
     """Say where a run will not be what its options look like."""
     if load.ctx_size is not None and plan.ctx_size < load.ctx_size:

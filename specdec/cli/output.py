@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from offload.errors import SpecdecError
@@ -42,11 +42,11 @@ def say(line: str, stream: TextIO | None = None) -> None:
 
 
 @contextmanager
-def byte_progress(title: str, *, stays: bool = False) -> Iterator[Progress]:
+def loading_progress(title: str) -> Iterator[Progress]:
     """A bar of bytes and their speed on stderr, from the first call of what it yields.
 
-    Shown on a terminal only, so that logs hold only what matters. An error raised before the first
-    call is not printed below an empty bar. With `stays` the bar is left when it is done.
+    Shown on a terminal only, so that logs hold only what matters, and it gives way to the text. An
+    error raised before the first call is not printed below an empty bar.
     """
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
@@ -56,7 +56,7 @@ def byte_progress(title: str, *, stays: bool = False) -> Iterator[Progress]:
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    bar = Bar(*columns, TransferSpeedColumn(), console=Console(stderr=True), transient=not stays)
+    bar = Bar(*columns, TransferSpeedColumn(), console=Console(stderr=True), transient=True)
     task = bar.add_task(title, total=None)
 
     def update(done: int, total: int) -> None:
@@ -68,11 +68,6 @@ def byte_progress(title: str, *, stays: bool = False) -> Iterator[Progress]:
     finally:
         if bar.live.is_started:
             bar.stop()
-
-
-def loading_progress(title: str) -> AbstractContextManager[Progress]:
-    """The bar of a model being loaded; it gives way to the text."""
-    return byte_progress(title)
 
 
 def perf_line(stats: Mapping[str, Any]) -> str:

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import stat
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.units import MIB, format_bytes
 from specdec.cli import options
 from specdec.cli.enforce import enforced_bytes, run_enforced
 from specdec.cli.groups import LoadOptions, SamplingOptions
 from specdec.cli.notes import (
     check_chat_template,
     check_models,
-    check_prompt,
     note_left_out,
     note_plan,
 )
 from specdec.cli.output import loading_progress, perf_line, say, write_json, write_text
+from specdec.cli.prompt_input import check_prompt_options, read_line, read_prompt
 from specdec.cli.sampling_options import SequenceOptions, check_sampling
 from specdec.cli.signature import with_options
 
 if TYPE_CHECKING:
     from specdec.api import LLM, CompletionOutput, GenerationResult
-
-MAX_PROMPT_BYTES = 64 * MIB  # far above any context
 
 Prompt = Annotated[
     str | None,
@@ -65,7 +59,6 @@ def run(
     if enforce:
         run_again_enforced(context, load.memory_budget)
     text = read_prompt(prompt, file)
-    check_prompt(text)
     with open_model(load, loading) as llm:
         if json:
             write_json(result_to_dict(llm.generate(text, **keywords)))
@@ -163,69 +156,3 @@ def _output_to_dict(output: CompletionOutput) -> dict[str, Any]:
         "seed": output.seed,
         "score": output.score,
     }
-
-
-def check_prompt_options(prompt: str | None, file: Path | None) -> None:
-    if (prompt is None) == (file is None):
-        problem = "both -p and -f were given" if prompt is not None else "no prompt was given"
-        raise options.OptionError(f"{problem}: use one of -p TEXT, -p - (stdin) or -f FILE")
-
-
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt's text. One line break at the end of a file or of stdin is not part of it."""
-    if prompt is not None and prompt != "-":
-        return prompt
-    source = "stdin" if file is None else str(file)
-    if file is None:
-        raw = read_bounded(sys.stdin.buffer, source)
-    else:
-        with file.open("rb") as opened:
-            raw = read_bounded(opened, source)
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise options.OptionError(
-            f"{source}: byte {error.start} is not UTF-8; the prompt must be UTF-8 text"
-        ) from None
-    return text.removesuffix("\n").removesuffix("\r")
-
-
-def read_bounded(stream: BinaryIO, source: str) -> bytes:
-    """All of a regular file, pipe or terminal, but never without end.
-
-    Raises OptionError for other devices, and for more than MAX_PROMPT_BYTES.
-    """
-    mode = os.fstat(stream.fileno()).st_mode
-    if stat.S_ISBLK(mode) or (stat.S_ISCHR(mode) and not _is_known(stream.fileno())):
-        raise options.OptionError(f"{source} is a device: the prompt must be a file or a pipe")
-    os.set_blocking(stream.fileno(), True)  # a parent may have left a pipe otherwise: no cut text
-    try:
-        raw = stream.read(MAX_PROMPT_BYTES + 1)
-    except OSError as error:
-        raise options.OptionError(f"cannot read {source}: {error.strerror}") from error
-    if len(raw) > MAX_PROMPT_BYTES:
-        limit = format_bytes(MAX_PROMPT_BYTES)
-        raise options.OptionError(f"{source} has more than {limit}: no context is as long as that")
-    return raw
-
-
-def _is_known(descriptor: int) -> bool:
-    """Character devices that come to an end: a terminal, and /dev/null."""
-    number = os.fstat(descriptor).st_rdev
-    return os.isatty(descriptor) or number == os.stat(os.devnull).st_rdev
-
-
-def read_line() -> str | None:
-    """The user's next line that is not blank; None at the end of input or /exit."""
-    while True:
-        if sys.stdin.isatty() and sys.stdout.isatty():
-            try:
-                line = input("> ") + "\n"  # with line editing
-            except EOFError:
-                line = ""
-        else:
-            line = sys.stdin.readline()
-        if not line or line.strip() in ("/exit", "/quit"):
-            return None
-        if line.strip():
-            return line.strip()

@@ -14,7 +14,7 @@ from command_line import Models, expect_error, save_models
 
 from specdec.cli.app import main
 from specdec.cli.errors import expand_aliases
-from specdec.cli.output import byte_progress, loading_progress
+from specdec.cli.output import loading_progress
 
 
 @pytest.fixture(scope="module")
@@ -214,21 +214,20 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return stream
 
 
-@pytest.mark.parametrize("stays", [False, True])
-def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, stays: bool) -> None:
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = open_terminal(monkeypatch)
-    with byte_progress("growing", stays=stays) as progress:
+    with loading_progress("growing") as progress:
         progress(3 * 2**20, 8 * 2**20)
         progress(8 * 2**20, 8 * 2**20)
     shown = terminal.getvalue()
     assert "growing" in shown
     assert "8.0/8.0 MiB" in shown
-    assert shown.endswith("\x1b[2K") != stays  # the line is erased at the end, or left
+    assert shown.endswith("\x1b[2K")  # the line is erased at the end
 
 
 def test_no_bar_above_an_error_that_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = open_terminal(monkeypatch)
-    with pytest.raises(ValueError, match="no room"), byte_progress("growing"):
+    with pytest.raises(ValueError, match="no room"), loading_progress("growing"):
         raise ValueError("no room")
     assert terminal.getvalue() == ""
 

@@ -1,0 +1,85 @@
+"""Where a prompt comes from: the command line, a file, stdin, or a user who types lines."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+from offload.units import MIB, format_bytes
+from specdec.cli.options import OptionError
+
+MAX_PROMPT_BYTES = 64 * MIB  # far above any context
+
+
+def check_prompt_options(prompt: str | None, file: Path | None) -> None:
+    if (prompt is None) == (file is None):
+        problem = "both -p and -f were given" if prompt is not None else "no prompt was given"
+        raise OptionError(f"{problem}: use one of -p TEXT, -p - (stdin) or -f FILE")
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt's text. One line break at the end of a file or of stdin is not part of it."""
+    text = prompt if prompt not in (None, "-") else _read_text(file)
+    if not text:
+        raise OptionError("the prompt is empty: give some text with -p or -f")
+    return text
+
+
+def _read_text(file: Path | None) -> str:
+    source = "stdin" if file is None else str(file)
+    if file is None:
+        raw = read_bounded(sys.stdin.buffer, source)
+    else:
+        with file.open("rb") as opened:
+            raw = read_bounded(opened, source)
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise OptionError(
+            f"{source}: byte {error.start} is not UTF-8; the prompt must be UTF-8 text"
+        ) from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def read_bounded(stream: BinaryIO, source: str) -> bytes:
+    """All of a regular file, pipe or terminal, but never without end.
+
+    Raises OptionError for other devices, and for more than MAX_PROMPT_BYTES.
+    """
+    mode = os.fstat(stream.fileno()).st_mode
+    if stat.S_ISBLK(mode) or (stat.S_ISCHR(mode) and not _is_known(stream.fileno())):
+        raise OptionError(f"{source} is a device: the prompt must be a file or a pipe")
+    os.set_blocking(stream.fileno(), True)  # a parent may have left a pipe otherwise: no cut text
+    try:
+        raw = stream.read(MAX_PROMPT_BYTES + 1)
+    except OSError as error:
+        raise OptionError(f"cannot read {source}: {error.strerror}") from error
+    if len(raw) > MAX_PROMPT_BYTES:
+        limit = format_bytes(MAX_PROMPT_BYTES)
+        raise OptionError(f"{source} has more than {limit}: no context is as long as that")
+    return raw
+
+
+def _is_known(descriptor: int) -> bool:
+    """Character devices that come to an end: a terminal, and /dev/null."""
+    number = os.fstat(descriptor).st_rdev
+    return os.isatty(descriptor) or number == os.stat(os.devnull).st_rdev
+
+
+def read_line() -> str | None:
+    """The user's next line that is not blank; None at the end of input or /exit."""
+    while True:
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            try:
+                line = input("> ") + "\n"  # with line editing
+            except EOFError:
+                line = ""
+        else:
+            line = sys.stdin.readline()
+        if not line or line.strip() in ("/exit", "/quit"):
+            return None
+        if line.strip():
+            return line.strip()
