@@ -34,7 +34,8 @@ from specdec.planning.load import check_spec, load_draft, load_target
 from specdec.planning.plan import plan_models
 from specdec.planning.run_options import RunOptions, run_options
 from specdec.planning.run_plan import RunPlan
-from specdec.policy.draft_policy import DraftPolicy, new_experience
+from specdec.policy.draft_policy import DraftPolicy
+from specdec.policy.lessons import Experience
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import Prompt, PromptError, check_room, encode_prompt
 
@@ -125,7 +126,7 @@ class LLM:
             self._ngram = NgramDrafter()
             self.ahead = AheadThread()
             # What the policy has learnt of these models: of one LLM only, it knows its costs.
-            self.experience = new_experience(
+            self.experience = Experience(
                 self.plan.pass_cost, self.plan.draft_cost, self.plan.n_draft_tokens
             )
             if self._prompt_cache is not None:

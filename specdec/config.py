@@ -26,7 +26,7 @@ class SpecConfig:
 
     `acceptance="match"` samples the target's token first and follows it through the tree, so the
     output does not depend on the draft. `"rejection"` is the textbook rule for one sampled chain,
-    `"block"` judges such a chain as a whole. `accept_threshold` makes "match" put up with draft
+    `"block"` judges such a chain as a whole. `accept_threshold` makes "match" accept draft
     tokens to which the target gives at least this probability: lossy, and off unless asked for.
     """
 

@@ -23,7 +23,7 @@ from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.config import SpecConfig
 from specdec.decoding.stats import ratio
-from specdec.policy.draft_policy import new_experience
+from specdec.policy.lessons import Experience
 
 if TYPE_CHECKING:
     from specdec.api import LLM
@@ -131,7 +131,7 @@ def _measure_all(
 ) -> list[dict[str, Any]]:
     plan, prompts, sampling = llm.plan, sweep.prompts, sweep.sampling
     experiences = {
-        name: new_experience(plan.pass_cost, plan.draft_cost, plan.n_draft_tokens) for name in ways
+        name: Experience(plan.pass_cost, plan.draft_cost, plan.n_draft_tokens) for name in ways
     }
     for spec in ways.values():  # threads, caches and scratch memory, not the policy
         llm.generate(prompts[0].text, spec=spec, **{**sampling, "max_tokens": WARM_UP_TOKENS})

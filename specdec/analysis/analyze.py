@@ -10,7 +10,7 @@ from backends.contract.source import CACHE_TYPES, BackendOptions
 from backends.shapes.shape import ModelShape
 from offload.units import parse_bytes
 from specdec.analysis.report import DECODE, PHASES, PREFILL, VERIFY, Analysis
-from specdec.analysis.roofline import free_tokens, pass_cost, place
+from specdec.analysis.roofline import free_tokens, pass_bound, place
 from specdec.checks import ConfigError
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceSpec, complete, this_machine, with_memory
@@ -99,8 +99,8 @@ def _analyze(
         VERIFY: (verified, context, verified),
         PREFILL: (n_prompt, n_prompt, 1),
     }
-    costs = {
-        name: pass_cost(shape, device, placement, n, length, n_logits)
+    bounds = {
+        name: pass_bound(shape, device, placement, n, length, n_logits)
         for name, (n, length, n_logits) in sizes.items()
     }
     return Analysis(
@@ -108,7 +108,7 @@ def _analyze(
         device=device,
         context=context,
         placement=placement,
-        decode=costs[DECODE],
-        phases=tuple((name, costs[name]) for name in phases),
+        decode=bounds[DECODE],
+        phases=tuple((name, bounds[name]) for name in phases),
         free_tokens=free_tokens(shape, device, placement, context),
     )

@@ -10,13 +10,7 @@ from typing import Any
 from backends.shapes.shape import ModelShape
 from offload.units import format_bytes
 from specdec.analysis.operators import Work, total
-from specdec.analysis.roofline import (
-    FREE_SLACK,
-    TIERS,
-    OperatorCost,
-    PassCost,
-    Placement,
-)
+from specdec.analysis.roofline import FREE_SLACK, TIERS, OperatorBound, PassBound, Placement
 from specdec.devices.spec import DEFAULT_FORMAT, DeviceSpec
 
 DECODE, VERIFY, PREFILL = "decode", "verify", "prefill"
@@ -42,9 +36,9 @@ class Analysis:
     device: DeviceSpec
     context: int
     placement: Placement
-    decode: PassCost
+    decode: PassBound
     """One token, whether or not it is shown: the limits come from it."""
-    phases: tuple[tuple[str, PassCost], ...]
+    phases: tuple[tuple[str, PassBound], ...]
     free_tokens: int
     """That one pass verifies in the time of one."""
 
@@ -151,26 +145,26 @@ def _placement_line(placement: Placement) -> str:
     return f"{' and '.join(parts)} in every pass, of {format_bytes(placement.layer_bytes)}"
 
 
-def _pass_dict(cost: PassCost) -> dict[str, Any]:
-    everything = total(one.work for one in cost.operators)
+def _pass_dict(bound: PassBound) -> dict[str, Any]:
+    everything = total(one.work for one in bound.operators)
     return {
-        "n_tokens": cost.n_tokens,
-        "ctx_size": cost.context,
-        "seconds": cost.seconds,
-        "tokens_per_second": cost.n_tokens / cost.seconds,
-        "bound_by": cost.bound_by,
-        "tier_seconds": {tier: cost.tier_seconds(tier) for tier in TIERS},
+        "n_tokens": bound.n_tokens,
+        "ctx_size": bound.context,
+        "seconds": bound.seconds,
+        "tokens_per_second": bound.n_tokens / bound.seconds,
+        "bound_by": bound.bound_by,
+        "tier_seconds": {tier: bound.tier_seconds(tier) for tier in TIERS},
         "total": _work_dict(everything),
-        "operators": {one.name: _operator_dict(cost, one) for one in cost.operators},
+        "operators": {one.name: _operator_dict(bound, one) for one in bound.operators},
     }
 
 
-def _operator_dict(cost: PassCost, operator: OperatorCost) -> dict[str, Any]:
+def _operator_dict(bound: PassBound, operator: OperatorBound) -> dict[str, Any]:
     return {
         **_work_dict(operator.work),
         "tier_seconds": dict(operator.seconds),
         "bound_by": operator.bound_by,
-        "share": cost.share(operator),
+        "share": bound.share(operator),
     }
 
 
@@ -187,25 +181,25 @@ def _work_dict(work: Work) -> dict[str, Any]:
     }
 
 
-def _phase_text(name: str, cost: PassCost) -> str:
+def _phase_text(name: str, bound: PassBound) -> str:
     """A rich table as plain text: it may go to a file."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), show_footer=True)
-    everything = total(one.work for one in cost.operators)
-    footer = (*_cells(everything, cost.seconds), cost.bound_by, "")
+    everything = total(one.work for one in bound.operators)
+    footer = (*_cells(everything, bound.seconds), bound.bound_by, "")
     table.add_column("operator", "all", no_wrap=True)
     for heading, last in zip(_HEADINGS, footer, strict=True):
         table.add_column(heading, last, justify="right", no_wrap=True)
-    for one in cost.operators:
+    for one in bound.operators:
         cells = _cells(one.work, one.least_seconds)
-        table.add_row(_LABELS[one.name], *cells, one.bound_by, f"{cost.share(one):.1%}")
+        table.add_row(_LABELS[one.name], *cells, one.bound_by, f"{bound.share(one):.1%}")
     out = StringIO()
     Console(file=out, width=_WIDTH, color_system=None).print(table, end="")
     lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
-    return "\n".join(["", _phase_line(name, cost), *lines])
+    return "\n".join(["", _phase_line(name, bound), *lines])
 
 
 _HEADINGS = (
@@ -225,11 +219,11 @@ def _cells(work: Work, seconds: float) -> tuple[str, ...]:
     )
 
 
-def _phase_line(name: str, cost: PassCost) -> str:
+def _phase_line(name: str, bound: PassBound) -> str:
     tiers = ", ".join(
-        f"{tier} {_si(cost.tier_seconds(tier), 's')}" for tier in TIERS if cost.tier_seconds(tier)
+        f"{tier} {_si(bound.tier_seconds(tier), 's')}" for tier in TIERS if bound.tier_seconds(tier)
     )
-    return f"{name}: {_tokens(cost.n_tokens)} at context {cost.context}; {tiers}"
+    return f"{name}: {_tokens(bound.n_tokens)} at context {bound.context}; {tiers}"
 
 
 def _tokens(n_tokens: int) -> str:

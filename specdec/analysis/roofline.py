@@ -60,8 +60,8 @@ def place(model: ModelShape, context: int, device: DeviceSpec) -> Placement:
 
 
 @dataclass(frozen=True)
-class OperatorCost:
-    """One operator of one pass on one device."""
+class OperatorBound:
+    """What one operator of one pass takes at least on one device."""
 
     name: str
     work: Work
@@ -83,12 +83,12 @@ class OperatorCost:
 
 
 @dataclass(frozen=True)
-class PassCost:
-    """One pass over all layers and the head."""
+class PassBound:
+    """What one pass over all layers and the head takes at least."""
 
     n_tokens: int
     context: int
-    operators: tuple[OperatorCost, ...]
+    operators: tuple[OperatorBound, ...]
 
     def tier_seconds(self, tier: str) -> float:
         return sum(operator.seconds[tier] for operator in self.operators)
@@ -112,25 +112,25 @@ class PassCost:
         """If arithmetic cost nothing."""
         return max(self.tier_seconds(tier) for tier in (MEMORY, PCIE, STORAGE))
 
-    def share(self, operator: OperatorCost) -> float:
+    def share(self, operator: OperatorBound) -> float:
         """Of the time that all operators take one after the other, each at its slowest tier."""
         return operator.least_seconds / sum(one.least_seconds for one in self.operators)
 
 
-def pass_cost(
+def pass_bound(
     model: ModelShape,
     device: DeviceSpec,
     placement: Placement,
     n_tokens: int,
     context: int,
     n_logits: int,
-) -> PassCost:
+) -> PassBound:
     work = pass_work(model, n_tokens, context, n_logits)
-    return PassCost(
+    return PassBound(
         n_tokens,
         context,
         tuple(
-            OperatorCost(name, one, _tier_seconds(name, one, device, placement))
+            OperatorBound(name, one, _tier_seconds(name, one, device, placement))
             for name, one in work.items()
         ),
     )
@@ -155,7 +155,7 @@ def free_tokens(model: ModelShape, device: DeviceSpec, placement: Placement, con
     """Most tokens, up to `context`, that one pass verifies in the time of one (FREE_SLACK)."""
 
     def seconds(n_tokens: int) -> float:
-        return pass_cost(model, device, placement, n_tokens, context, n_tokens).seconds
+        return pass_bound(model, device, placement, n_tokens, context, n_tokens).seconds
 
     allowed = (1 + FREE_SLACK) * seconds(1)
     low, high = 1, context + 1  # low is free, high is not or out of range

@@ -54,7 +54,7 @@ class Controller:
         sampler: the target's choice of a token from a row of logits.
         policy: how large a tree to ask for.
         acceptance: "match" (any tree); "rejection" or "block" (a sampled chain).
-        accept_threshold: with "match", put up with draft tokens of this probability; lossy.
+        accept_threshold: with "match", accept draft tokens of this probability; lossy.
         rng: decides for the rules of chains; the match rule needs none.
         recorder: collects the statistics.
         ahead: drafts while passes run, where the policy wants it; without it nothing does.
@@ -133,14 +133,16 @@ class Controller:
                 self._drafter.draft_ahead(tree, should_stop)
 
         return ahead.beside(
-            lambda: self._pass(tree, is_drafting=True),
+            lambda: self._pass(tree, is_drafting_ahead=True),
             self._target.request_cancel,
             draft,
             self._drafter.request_cancel,
         )
 
-    def _pass(self, tree: DraftTree, *, is_drafting: bool = False) -> tuple[list[int], LogitRows]:
-        with self._recorder.verifying(len(tree), is_drafting=is_drafting):
+    def _pass(
+        self, tree: DraftTree, *, is_drafting_ahead: bool = False
+    ) -> tuple[list[int], LogitRows]:
+        with self._recorder.verifying(len(tree), is_drafting_ahead=is_drafting_ahead):
             return self._target.extend(tree.token_ids, self._target_parents(tree))
 
     def _target_parents(self, tree: DraftTree) -> list[int]:

@@ -81,10 +81,10 @@ class StatsRecorder:
 
     @recorded(PASS, "pass")
     @contextmanager
-    def verifying(self, n_rows: int = 1, *, is_drafting: bool = False) -> Iterator[None]:
+    def verifying(self, n_rows: int = 1, *, is_drafting_ahead: bool = False) -> Iterator[None]:
         """Time of the block counts as pass_seconds: a pass of `n_rows`.
 
-        is_drafting: another thread drafts meanwhile (`drafting_ahead`).
+        is_drafting_ahead: another thread drafts meanwhile (`drafting_ahead`).
         """
         began = self.clock()
         try:
@@ -93,7 +93,7 @@ class StatsRecorder:
             ended = self.clock()
             self._pass_seconds += ended - began
         self._last_pass = (began, ended)
-        self._pass_times.append(PassTime(n_rows, ended - began, is_drafting))
+        self._pass_times.append(PassTime(n_rows, ended - began, is_drafting_ahead))
 
     @recorded(DRAFT, "draft ahead")
     @contextmanager
@@ -216,11 +216,11 @@ class StatsRecorder:
         of which there are both."""
         seconds_by_rows: dict[tuple[int, bool], list[float]] = defaultdict(list)
         for one in self._pass_times:
-            seconds_by_rows[one.n_rows, one.is_drafting].append(one.seconds)
+            seconds_by_rows[one.n_rows, one.is_drafting_ahead].append(one.seconds)
         slowed = unslowed = 0.0
-        for (n_rows, is_drafting), seconds in seconds_by_rows.items():
+        for (n_rows, is_drafting_ahead), seconds in seconds_by_rows.items():
             alone = seconds_by_rows.get((n_rows, False))
-            if is_drafting and alone:
+            if is_drafting_ahead and alone:
                 slowed += sum(seconds)
                 unslowed += len(seconds) * sum(alone) / len(alone)
         return slowed, unslowed

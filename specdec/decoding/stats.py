@@ -19,7 +19,7 @@ class PassTime(NamedTuple):
 
     n_rows: int
     seconds: float
-    is_drafting: bool = False  # another thread drafted meanwhile
+    is_drafting_ahead: bool = False  # another thread drafted meanwhile
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class GenerationStats:
     kv_used_fraction: float = 0.0  # of kv_bytes, at the end
     model_flops: int = 0  # of the target for the tokens of decode_seconds; see utilization
     peak_flops_per_second: float = 0.0  # of this machine, measured; 0: not known
-    is_lossless: bool = True  # False: draft tokens were put up with (accept_threshold)
+    is_lossless: bool = True  # False: likely draft tokens were accepted, too (accept_threshold)
     tried_by_depth: tuple[int, ...] = ()  # rounds whose walk came to have a guess at depth 1, 2, ..
     accepted_by_depth: tuple[int, ...] = ()  # rounds where one of these guesses was right
     pass_times: tuple[PassTime, ...] = ()  # of every decode pass, in order; not in `to_dict`

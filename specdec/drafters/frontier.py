@@ -58,7 +58,7 @@ class Frontier:
     def take(self, n: int, least_share: float = 0.0) -> Level:
         """Up to `n` nodes to run together, the most probable first; they wait no longer.
 
-        least_share: of the likeliest one's chance, for another to be run together with it.
+        least_share: of the likeliest one's probability, for another to be run together with it.
         """
         level: Level = []
         least = -np.inf

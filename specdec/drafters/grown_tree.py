@@ -30,7 +30,7 @@ class GrownNode:
     for, because a wide tree looks at few of its candidates.
 
     Attributes:
-        log_prob: log of the chance that it follows its parent.
+        log_prob: log of the probability that it follows its parent.
         path_log_prob: sum of them on the way to the node, counted from where the tree began.
         node_id: the backend's, PREFIX once committed; None until the draft has run the node.
         is_run_ahead: the draft ran it beside a pass of the target.
@@ -68,12 +68,12 @@ class GrownNode:
     def offer(self, candidates: Candidates) -> None:
         """What may follow, likeliest first, said once; children that are there stay as they are."""
         assert not self._tokens, "what may follow a node is said once"
-        new = [(token, chance) for token, chance in candidates if token not in self.children]
+        new = [(token, log_prob) for token, log_prob in candidates if token not in self.children]
         self._tokens = array("i", [token for token, _ in new])
-        self._log_probs = array("d", [chance for _, chance in new])
+        self._log_probs = array("d", [log_prob for _, log_prob in new])
 
     def child(self, token: int, log_prob: float) -> GrownNode:
-        """The child with this token; of that chance where no candidate is it."""
+        """The child with this token; of that log probability where no candidate is it."""
         if token in self.children:
             return self.children[token]
         if token in self._tokens:
@@ -156,8 +156,8 @@ class GrownTree:
         """Position of the nodes so many levels below the root."""
         return self.root.position + max_depth
 
-    def log_chance(self, node: GrownNode) -> float:
-        """Log of the chance that the text goes on along the path to the node."""
+    def log_prob(self, node: GrownNode) -> float:
+        """Log of the probability that the text goes on along the path to the node."""
         return node.path_log_prob - self.root.path_log_prob
 
     def follow(self, tokens: Iterable[int]) -> list[GrownNode]:

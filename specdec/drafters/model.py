@@ -2,7 +2,7 @@
 
 The draft expands the most promising nodes that it has not run yet, many at a time, as in SpecExec
 (Svirschevski et al. 2024, section 4) and EAGLE-2 (Li et al. 2024, section 4): a node is worth the
-product of the chances on its path, the estimate of being accepted.
+product of the probabilities on its path, the estimate of being accepted.
 
 One tree serves a whole text. What is proposed is its most probable part; drafting ahead lets it
 grow on beyond that part while the target verifies it, and what is then below the target's own token
@@ -34,8 +34,8 @@ _MOST_AHEAD = 2
 """Times the runs of a tree that begins with nothing: what is run ahead beyond that hardly ever
 comes to be used, and takes the pass's processor."""
 _LEAST_SHARE = 0.08
-"""Of the likeliest node's chance, for another node to be run ahead together with it: many small
-levels find more of the likeliest nodes than few wide ones."""
+"""Of the likeliest node's probability, for another node to be run ahead together with it: many
+small levels find more of the likeliest nodes than few wide ones."""
 
 
 def max_beams(n_nodes: int) -> int:
@@ -183,8 +183,8 @@ class ModelDrafter(Drafter):
         limits = self._limits
         n_free = max(0, self._backend.node_room - tree.n_live)
         level = frontier.take(min(max_beams(limits.max_nodes), n_free))
-        chance = sum(np.exp(tree.log_chance(node)) for _, node in level)
-        return level if chance >= limits.min_level_probability else []
+        probability = sum(np.exp(tree.log_prob(node)) for _, node in level)
+        return level if probability >= limits.min_level_probability else []
 
     def _level_ahead(self, tree: GrownTree, frontier: Frontier) -> Level:
         """The likeliest nodes that were not run, as far as there is room for them."""

@@ -26,7 +26,7 @@ RECENCY_DECAY = 0.8  # weight of an occurrence relative to the next more recent 
 _TOKEN_BITS = 32  # an n-gram is one integer key: smaller and faster than a tuple
 _CHECKED_TAIL = 64  # tokens compared to see that a context extends the indexed one
 # Beta prior of "the target's token is among the continuations", by match length 1, 2, ...:
-# short matches are mostly chance. Eight pseudo-observations, so that a text overrules it soon.
+# short matches are mostly coincidence. Eight pseudo-observations, so that a text overrules it soon.
 _PRIOR_MEANS = (0.25, 0.45, 0.6, 0.7, 0.78, 0.84, 0.88, 0.9)
 _PRIOR_STRENGTH = 8.0
 _MEMORY = 64.0  # tries after which older ones begin to count half: texts change their nature
@@ -102,7 +102,7 @@ class _Branch:
 class NgramDrafter(Drafter):
     """Branches from the continuations of the longest n-grams that end the context.
 
-    A candidate's probability is (chance that a match of this length predicts the target, learned
+    A candidate's probability is (that of a match of this length predicting the target, learned
     online) × (its share among the continuations, recent ones weighing more). What the longest
     match leaves open is offered to the next shorter one.
     """
@@ -119,7 +119,7 @@ class NgramDrafter(Drafter):
         self._n_hits = [_PRIOR_STRENGTH * mean for mean in _PRIOR_MEANS]
 
     def confidence(self, match_length: int) -> float:
-        """Estimated chance that a match of so many tokens contains the target's next token."""
+        """Estimated probability that a match of so many tokens contains the target's next token."""
         bucket = _bucket(match_length)
         share = self._n_hits[bucket] / self._n_tries[bucket]
         # Thousands of hits in a row round to 1; nothing is ever certain, nor its logarithm finite.
@@ -134,7 +134,7 @@ class NgramDrafter(Drafter):
         if limits.max_nodes < 1 or limits.max_depth < 1:
             return tree
         seen: set[int] = set()
-        log_open: dict[int, float] = {}  # node -> log of the chance that no longer match was right
+        log_open: dict[int, float] = {}  # node -> log probability that no longer match was right
         for n in range(self.max_ngram, 0, -1):
             positions = [p for p in self._index.occurrences(n) if p not in seen]
             if positions:

@@ -16,7 +16,7 @@ from offload.device.tiers import TierPlan
 from offload.residency.plan import ResidencyPlan
 from offload.residency.ring_simulation import LayerWork, Overlap, RingTimes, simulate_passes
 from offload.residency.tier_simulation import TierWork, simulate_tiers
-from specdec.policy.draft_policy import PassCost
+from specdec.policy.costs import PassCost
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _GPU_ROWS = (*_ROWS, 256, 512, 1024)

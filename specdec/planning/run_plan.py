@@ -13,7 +13,7 @@ from offload.residency.plan import ResidencyPlan
 from offload.units import GIB, format_bytes
 from specdec.planning.run_options import CPU, CUDA
 from specdec.planning.search import Alternative
-from specdec.policy.draft_policy import PassCost
+from specdec.policy.costs import PassCost
 
 _WHY_NOT_THE_FASTEST = (
     "the row with * may be slower than the first one: another ring, or less of the draft in "
@@ -33,7 +33,7 @@ class RunPlan:
     uses_mmap: bool = False
     """The target's weights are left to the page cache and not counted."""
     accept_threshold: float | None = None
-    """Draft tokens of this probability are put up with: lossy."""
+    """Draft tokens of this probability are accepted: lossy."""
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     """Where the plan is not what its options look like."""

@@ -8,7 +8,7 @@ _FADE = 0.9
 _ENOUGH = 2.0  # fading count of rounds before a figure is believed
 _BLOCK = 4  # rounds of one trial: the first of them still drafts as before
 _SHARE = 0.015
-"""Of the time, that trials of a worse way may cost, as far as the longest interval allows."""
+"""Of the time, that trials of a worse mode may cost, as far as the longest interval allows."""
 _WORTH_TRYING = 0.05  # share of a round that drafting must take
 _LEAST_GAIN = 0.01  # of a round
 
@@ -36,15 +36,15 @@ class AheadChoice:
 
     It saves the drafting that it hides, and costs what it slows the pass: both are times, measured
     in rounds with and without it. What passes usually take (`PassTimes`) is kept up to date by
-    those of the way in use, divided by the slowdown where that is with drafting beside them; the
-    slowdown by those of the other way, in a trial.
+    those of the mode in use, divided by the slowdown where that is with drafting beside them; the
+    slowdown by those of the other mode, in a trial.
     """
 
     def __init__(self) -> None:
-        self._drafting = {False: _Mean(), True: _Mean()}  # unhidden seconds, by kind of round
+        self._drafting = {False: _Mean(), True: _Mean()}  # unhidden seconds, by mode
         self._slowdown = _Mean()  # pass seconds with / without
         self._pass = _Mean()  # seconds without
-        self._settled = False
+        self._is_ahead = False
         self._trial_left = 0
         self._n_settled = 0
         self._interval = FIRST_INTERVAL
@@ -60,13 +60,13 @@ class AheadChoice:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether the way that is not in use is being tried."""
+        """Whether the mode that is not in use is being tried."""
         return self._trial_left > 0
 
     def record_pass(self, is_ahead: bool, seconds: float, usual_seconds: float) -> None:
         """usual_seconds: of such a pass without drafting beside it."""
         self._pass.add(usual_seconds)
-        if not self.is_on_trial or is_ahead == self._settled:
+        if not self.is_on_trial or is_ahead == self._is_ahead:
             return
         if is_ahead:
             self._slowdown.add(seconds / usual_seconds)
@@ -78,28 +78,28 @@ class AheadChoice:
         if self._trial_left:
             self._trial_left -= 1
             if self._trial_left:
-                return not self._settled
+                return not self._is_ahead
             self._decide()
-            return self._settled
+            return self._is_ahead
         self._n_settled += 1
         if self._n_settled > self._interval and self._is_worth_trying():
             self._trial_left = _BLOCK
-            return not self._settled
-        return self._settled
+            return not self._is_ahead
+        return self._is_ahead
 
     def _is_worth_trying(self) -> bool:
         drafting = self._drafting[False].value(0.0)
-        return self._settled or drafting > _WORTH_TRYING * (self._pass.value(0.0) + drafting)
+        return self._is_ahead or drafting > _WORTH_TRYING * (self._pass.value(0.0) + drafting)
 
     def _decide(self) -> None:
-        """After a trial of the other kind."""
-        was, gain = self._settled, 0.0  # gain: share of a round
+        """After a trial of the other mode."""
+        was, gain = self._is_ahead, 0.0  # gain: share of a round
         if self._slowdown.is_known and all(mean.is_known for mean in self._drafting.values()):
             usual, drafting = self._pass.value(0.0), self._drafting[False].value(0.0)
             saved = drafting - self._drafting[True].value(0.0)
             gain = (saved - (self.slowdown - 1.0) * usual) / (usual + drafting)
-            self._settled = gain > (-_LEAST_GAIN if was else _LEAST_GAIN)
-        longer = 2 * self._interval if self._settled == was else FIRST_INTERVAL
+            self._is_ahead = gain > (-_LEAST_GAIN if was else _LEAST_GAIN)
+        longer = 2 * self._interval if self._is_ahead == was else FIRST_INTERVAL
         affordable = round(_BLOCK * abs(gain) / _SHARE)
         self._interval = min(max(longer, affordable), LONGEST_INTERVAL)
         self._n_settled = 0

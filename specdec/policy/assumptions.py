@@ -13,7 +13,7 @@ from functools import cache
 from specdec.config import SpecConfig
 
 ASSUMED_LEVEL_ACCEPTANCE = 0.85
-"""Chance that a tree holds the target's next token."""
+"""Probability that a tree holds the target's next token."""
 _OBSERVED_TOKENS_PER_PASS = ((0, 1.0), (4, 2.35), (8, 2.78), (16, 3.23), (64, 3.64), (128, 3.77))
 ASSUMED_TOKENS_PER_PASS = (*_OBSERVED_TOKENS_PER_PASS, (256, 3.85), (512, 3.90), (1024, 3.93))
 """(draft tokens of the tree, tokens per pass), greedy, of a pair whose draft finds the target's
@@ -52,7 +52,7 @@ def likely_levels(n_drafted: int, width: int) -> int:
     """
     right, wrong = math.log(ASSUMED_LEVEL_ACCEPTANCE), math.log1p(-ASSUMED_LEVEL_ACCEPTANCE)
     deepest = 0
-    open_nodes = [(-right, 1, 0)]  # (-log of the chance, level, how many siblings are likelier)
+    open_nodes = [(-right, 1, 0)]  # (-log probability, level, how many siblings are likelier)
     for _ in range(n_drafted):
         cost, level, rank = heapq.heappop(open_nodes)
         deepest = max(deepest, level)

@@ -1,4 +1,4 @@
-"""From draft probabilities to chances of acceptance, learnt from what the target accepted.
+"""From draft probabilities to those of acceptance, learnt from what the target accepted.
 
 A draft's log q says how sure the draft is, not how often it is right: a greedy target takes its
 likeliest token, so a good guess is accepted more often than q says; a draft that was trained on
@@ -33,13 +33,13 @@ _LARGEST_LOGIT = 8.0  # nothing is surer than 0.9997
 
 
 class Calibration:
-    """Chance that a node is accepted, given that its parent is.
+    """Probability that a node is accepted, given that its parent is.
 
     A cell holds (tries, hits, sum of q) of one kind of source, depth and bucket of logit(q), all
     exponentially forgotten. Its shift is logit(smoothed hits / tries) - logit(mean q); a node's
-    chance is sigmoid(logit(q) + shift), so that the order within a bucket is kept. Smoothing goes
-    from few observations to many: one shift for all nodes of a source tells a useless draft within
-    a few rounds, then each bucket departs from it, then each depth from its bucket.
+    probability is sigmoid(logit(q) + shift), so that the order within a bucket is kept. Smoothing
+    goes from few observations to many: one shift for all nodes of a source tells a useless draft
+    within a few rounds, then each bucket departs from it, then each depth from its bucket.
     """
 
     def __init__(self) -> None:
@@ -48,16 +48,16 @@ class Calibration:
         self._shifts: dict[tuple[str, ...], NDArray[np.float64]] = {}  # [depth, bucket]
 
     def path_probabilities(self, tree: DraftTree) -> NDArray[np.float64]:
-        """Chance of each node to be accepted, float64 [len(tree)]; the root has 1.
+        """Probability of each node to be accepted, float64 [len(tree)]; the root has 1.
 
         No node has a larger one than its parent.
         """
-        chances = [1.0] * len(tree)
+        found = [1.0] * len(tree)
         for i in range(1, len(tree)):
             parent = tree.parents[i]
-            own = self._chance(tree.sources[i], tree.depths[i], tree.log_probs[i])
-            chances[i] = chances[parent] * own
-        return np.array(chances)
+            own = self._probability(tree.sources[i], tree.depths[i], tree.log_probs[i])
+            found[i] = found[parent] * own
+        return np.array(found)
 
     def observe(self, tree: DraftTree, emitted: Sequence[int]) -> None:
         """The target emitted these tokens, in order, after the tree's root."""
@@ -70,7 +70,7 @@ class Calibration:
         for source in touched:
             self._shifts[source] = _shifts(self._cells[source])
 
-    def _chance(self, source: tuple[str, ...], depth: int, log_q: float) -> float:
+    def _probability(self, source: tuple[str, ...], depth: int, log_q: float) -> float:
         logit = _logit(math.exp(log_q))
         shifts = self._shifts.get(source)
         if shifts is not None:
@@ -87,7 +87,7 @@ class Calibration:
 
 
 class ChainSurvival:
-    """Chance that a sampled chain is accepted up to each depth, whatever its tokens are.
+    """Probability that a sampled chain is accepted up to each depth, whatever its tokens are.
 
     For rules that verify tokens drawn from q: their chains must be sized before they are drawn
     (see DraftPolicy), so all that may be used is how far earlier chains came.
@@ -105,11 +105,11 @@ class ChainSurvival:
         self._counts[: min(n_accepted, n_tried), 1] += 1.0
 
     def probabilities(self) -> NDArray[np.float64]:
-        """Chance that depth 1, 2, ... is reached, float64 [max_depth]; never increasing."""
+        """Probability that depth 1, 2, ... is reached, float64 [max_depth]; never increasing."""
         tries, hits = self._counts.T
         pooled = (hits.sum() + _POOLED_STRENGTH * self._prior) / (tries.sum() + _POOLED_STRENGTH)
-        chances = (hits + _DEPTH_STRENGTH * pooled) / (tries + _DEPTH_STRENGTH)
-        return np.cumprod(chances)
+        shares = (hits + _DEPTH_STRENGTH * pooled) / (tries + _DEPTH_STRENGTH)
+        return np.cumprod(shares)
 
 
 def _shifts(cells: NDArray[np.float64]) -> NDArray[np.float64]:

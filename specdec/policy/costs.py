@@ -1,4 +1,4 @@
-"""Seconds of target passes and of drafting, as measured while they run.
+"""Seconds of target passes and of drafting: as planned, and as measured while they run.
 
 Planning knows them from the storage's bandwidth and a few timed products or layers. What a pass
 really takes also has long contexts and other programs in it, and it changes when the storage is
@@ -10,10 +10,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.drafters.model import max_beams
+
+_RESIDENT_SLACK = 1.5
+"""How much longer than one row's a pass may take where no reads hide the arithmetic."""
+_ROUNDING = 1e-6  # of a row: where exactly so many are free, they are
 _KNOTS = np.log2(np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024]))
 _PER_KNOT = 12  # latest passes kept of each size
 _HALF_LIFE = 64.0  # passes of any size after which one counts half
@@ -22,6 +28,31 @@ _N_DRAFTS = 24
 _N_FITS = 10
 _CLOSE_FIT = 0.02  # of a typical draft's seconds: nearer is not told apart
 _PULL = 0.01  # drafts that the prior counts as
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Seconds of one target pass as a function of its rows."""
+
+    read_seconds: float
+    row_free_seconds: float
+    """Arithmetic of a pass that does not depend on the number of rows; below zero where only
+    passes of many rows are held up by them."""
+    seconds_per_row: float
+
+    def seconds(self, n_rows: int) -> float:
+        return max(self.read_seconds, self.row_free_seconds + self.seconds_per_row * n_rows)
+
+    def free_rows(self) -> int:
+        """Most rows whose arithmetic hides behind the reads (or within the slack)."""
+        one_row = self.row_free_seconds + self.seconds_per_row
+        allowed = max(self.read_seconds, _RESIDENT_SLACK * one_row)
+        return max(1, int((allowed - self.row_free_seconds) / self.seconds_per_row + _ROUNDING))
+
+
+def level_seconds(draft_cost: PassCost, n_nodes: int) -> float:
+    """What one level of a tree of that size costs the draft model, at most."""
+    return draft_cost.seconds(min(n_nodes, max_beams(n_nodes)))
 
 
 class PassTimes:

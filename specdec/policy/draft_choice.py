@@ -1,29 +1,58 @@
-"""Whether to draft with the model at all: a choice between two measured ways.
+"""Whether to draft with the model at all: a choice between two measured modes.
 
-It compares what recent rounds of either kind cost and brought. The kind that is not in use is
+It compares what recent rounds of either mode cost and brought. The mode that is not in use is
 tried now and then, because texts and machines change; what that costs is kept to a small share of
-the time.
+the time (`RegretBudget`).
 """
 
 from __future__ import annotations
 
-from specdec.policy.allowance import Allowance
-
-_HYSTERESIS = 1.03  # the other way must look this much faster
-_FADE_IN_USE = 2.0 ** (-1 / 32)  # weight of a round after the next one of its kind
+_HYSTERESIS = 1.03  # the other mode must look this much faster
+_FADE_IN_USE = 2.0 ** (-1 / 32)  # weight of a round after the next one of its mode
 _FADE_AT_FIRST, _FADE_STEP = 0.8, 0.1  # after the first round; more after each further one
-_FADE_IDLE = 2.0 ** (-1 / 128)  # after a round of the other kind
+_FADE_IDLE = 2.0 ** (-1 / 128)  # after a round of the other mode
 _BIAS_STRENGTH = 2.0  # tokens: how many it takes to doubt the calibrated expectation
-_PLAN_WEIGHT = 0.5  # rounds that the plan's word for a way counts as
-_ALLOWANCE = 2.0
+_PLAN_WEIGHT = 0.5  # rounds that the plan's word for a mode counts as
+_FIRST_REGRET = 2.0
 """Tokens that a draft may lose before it was ever right: a text of 64 keeps 0.95 of its speed with
 a loss of 3.2 (rounds overdraw a little, and time adds its share)."""
 _STAKE = 0.5  # of what is left may be lost in one round: a second failure has half as much
 FIRST_INTERVAL, LONGEST_INTERVAL = 6, 64  # rounds between probes
+_REGRET_SHARE = 0.015
+"""Of all that is decoded: long texts change, so that a mode which lost is tried again."""
+_LEAST_LEFT = -4.0
+"""Tokens. What one round loses beyond that was hardly the mode's own fault (the machine stood
+still), and would take thousands of tokens to forget."""
+
+
+class RegretBudget:
+    """Tokens that one mode of decoding may still lose against another one (its regret).
+
+    That is a draft against plain decoding, and a trial without the draft against drafting.
+    A token is lost for every one that the other mode would have brought in the same time. What the
+    mode loses is taken off, what it wins is put by, and time adds a small share; little is put by
+    while the mode is not in use. So a mode that never pays loses that and the share in all, however
+    long it looks promising and whatever makes it slow.
+    """
+
+    def __init__(self, tokens: float) -> None:
+        self.tokens = tokens
+
+    def pass_time(self, worth: float) -> None:
+        """A round has taken the time of so many tokens."""
+        self.tokens += _REGRET_SHARE * worth
+
+    def settle_up(self, tokens: float, worth: float) -> None:
+        """A round of this mode brought `tokens` in the time of `worth` tokens of the other one."""
+        self.tokens = max(self.tokens + tokens - worth, _LEAST_LEFT)
+
+    def limit(self, at_most: float) -> None:
+        """The mode is not in use: what it once won does not count for what it loses now."""
+        self.tokens = min(self.tokens, at_most)
 
 
 class Pace:
-    """Tokens per second of one way of decoding: fading sums over its rounds.
+    """Tokens per second of one mode of decoding: fading sums over its rounds.
 
     Tokens are the calibrated expectations, which scatter less than what came out, times the ratio
     of what came out to what was expected, which is near 1 once the calibration has learnt. Until
@@ -78,10 +107,10 @@ class DraftChoice:
         self._paces = {False: Pace(1.0, plain_seconds, weight=_PLAN_WEIGHT)}
         if with_draft is not None:
             self._paces[True] = Pace(*with_draft, weight=_PLAN_WEIGHT)
-        self._settled = max(self._paces, key=lambda kind: self._paces[kind].rate)
-        self._allowances = {True: Allowance(_ALLOWANCE), False: Allowance(0.0)}
+        self._uses_draft = max(self._paces, key=lambda mode: self._paces[mode].rate)
+        self._regrets = {True: RegretBudget(_FIRST_REGRET), False: RegretBudget(0.0)}
         self._plain_seconds = plain_seconds
-        self._entry = _ALLOWANCE  # tokens that a draft which is not in use may put by
+        self._entry = _FIRST_REGRET  # tokens that a draft which is not in use may put by
         self._interval = FIRST_INTERVAL
         self._n_settled = 0  # rounds since the last probe
         self._n_alone = 0  # rounds without the draft
@@ -89,14 +118,14 @@ class DraftChoice:
         self._is_alone_known = False
 
     @property
-    def is_drafting(self) -> bool:
-        """The way in use."""
-        return self._settled
+    def uses_draft(self) -> bool:
+        """The mode in use."""
+        return self._uses_draft
 
     @property
     def rate(self) -> float:
-        """Tokens per second of the way in use: what a second is worth."""
-        return self._paces[self._settled].rate
+        """Tokens per second of the mode in use: what a second is worth."""
+        return self._paces[self._uses_draft].rate
 
     @property
     def is_on_trial(self) -> bool:
@@ -104,12 +133,12 @@ class DraftChoice:
 
         It is to show with small trees what it is worth: at first, and after it was given up.
         """
-        return self._allowances[True].tokens <= self._entry
+        return self._regrets[True].tokens <= self._entry
 
     @property
     def stake_seconds(self) -> float:
         """What a round on trial may take beyond a plain pass."""
-        return _STAKE * max(0.0, self._allowances[True].tokens) * self._plain_seconds
+        return _STAKE * max(0.0, self._regrets[True].tokens) * self._plain_seconds
 
     def note_plain(self, seconds: float, is_known: bool = False) -> None:
         """What a pass of one token takes, by what is known of passes.
@@ -132,14 +161,14 @@ class DraftChoice:
             return False
         price = draft_seconds / self._plain_seconds
         # One that is too dear is tried again, too: it may have been measured in a bad hour.
-        self._entry = max(_ALLOWANCE, price)
-        is_affordable = price <= self._allowances[True].tokens
-        here, there = self._paces[self._settled], self._paces[not self._settled]
+        self._entry = max(_FIRST_REGRET, price)
+        is_affordable = price <= self._regrets[True].tokens
+        here, there = self._paces[self._uses_draft], self._paces[not self._uses_draft]
         is_better = there.rate > _HYSTERESIS * here.rate
-        if (is_better or not is_affordable) if self._settled else (is_better and is_affordable):
-            self._settle(not self._settled)
-            return self._settled
-        if self._settled:
+        if (is_better or not is_affordable) if self._uses_draft else (is_better and is_affordable):
+            self._settle(not self._uses_draft)
+            return self._uses_draft
+        if self._uses_draft:
             return not self._may_probe(self._is_alone_affordable())
         return self._may_probe(is_affordable)
 
@@ -153,18 +182,18 @@ class DraftChoice:
     ) -> None:
         """A round brought `actual` tokens, of `expected` ones, in so many seconds.
 
-        extra_seconds: that it took beyond those for having changed the way.
+        extra_seconds: that it took beyond those for having changed the mode.
         """
         is_winning = actual > seconds * self.rate
         if len(self._paces) > 1:
             self._account(uses_draft, actual, seconds + extra_seconds)
-        for kind, pace in self._paces.items():
-            if kind == uses_draft:
+        for mode, pace in self._paces.items():
+            if mode == uses_draft:
                 pace.add(expected, actual, seconds)
             else:
                 pace.fade(_FADE_IDLE)
         self._n_alone += not uses_draft
-        if uses_draft == self._settled:
+        if uses_draft == self._uses_draft:
             self._is_winning = False
             self._n_settled += 1
             return
@@ -177,25 +206,25 @@ class DraftChoice:
         # A draft is held to plain decoding, which is sure. What n-grams bring alone scatters: a
         # lucky passage of theirs would make every round of a good draft a loss.
         rates = {True: 1.0 / self._plain_seconds, False: self._paces[True].rate}
-        for kind, allowance in self._allowances.items():
-            worth = seconds * rates[kind]
-            allowance.pass_time(worth)
-            if kind == uses_draft and (kind or self._settled):  # plain decoding needs no leave
-                allowance.settle_up(actual, worth)
-        if not self._settled:
-            self._allowances[True].limit(self._entry)
+        for mode, regret in self._regrets.items():
+            worth = seconds * rates[mode]
+            regret.pass_time(worth)
+            if mode == uses_draft and (mode or self._uses_draft):  # plain decoding needs no leave
+                regret.settle_up(actual, worth)
+        if not self._uses_draft:
+            self._regrets[True].limit(self._entry)
 
-    def _settle(self, kind: bool) -> None:
-        self._settled = kind
+    def _settle(self, uses_draft: bool) -> None:
+        self._uses_draft = uses_draft
         self._interval, self._n_settled = FIRST_INTERVAL, 0
         self._is_winning = False
 
     def _may_probe(self, is_affordable: bool) -> bool:
-        """Whether a round of the other kind is due; one that paid is followed by another one."""
+        """Whether a round of the other mode is due; one that paid is followed by another one."""
         return self._is_winning or (is_affordable and self._n_settled >= self._interval)
 
     def _is_alone_affordable(self) -> bool:
         here, there = self._paces[True], self._paces[False]
         if self._is_alone_known:
             return False
-        return there.seconds * here.rate - there.tokens <= self._allowances[False].tokens
+        return there.seconds * here.rate - there.tokens <= self._regrets[False].tokens

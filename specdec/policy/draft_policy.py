@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
-from specdec.drafters.model import max_beams
-from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE, best_depth, tokens_of_levels
+from specdec.policy.assumptions import best_depth, tokens_of_levels
+from specdec.policy.costs import PassCost, level_seconds
 from specdec.policy.draft_choice import DraftChoice
 from specdec.policy.lessons import Experience
 from specdec.policy.shape import TreeShape
@@ -24,40 +24,12 @@ from specdec.verification.tree import DraftTree
 MAX_AUTO_NODES = 128
 """Beyond this the next node of a tree is hardly ever accepted, and its logits take memory; plans
 for a GPU, where a node costs next to nothing, may have room for more."""
-_RESIDENT_SLACK = 1.5
-"""How much longer than one row's a pass may take where no reads hide the arithmetic."""
 _TYPICAL_DEPTH = 4
 """A round with room for fewer levels tells nothing of the draft: it is the end of a text."""
-_ROUNDING = 1e-6  # of a row: where exactly so many are free, they are
 _GROWTH = 4
 """How many times larger than the largest pass so far a tree may be."""
 _STUMBLE = 2.0
 """A pass that took so many times as long as usual was disturbed; it counts as one that was not."""
-
-
-@dataclass(frozen=True)
-class PassCost:
-    """Seconds of one target pass as a function of its rows."""
-
-    read_seconds: float
-    row_free_seconds: float
-    """Arithmetic of a pass that does not depend on the number of rows; below zero where only
-    passes of many rows are held up by them."""
-    seconds_per_row: float
-
-    def seconds(self, n_rows: int) -> float:
-        return max(self.read_seconds, self.row_free_seconds + self.seconds_per_row * n_rows)
-
-    def free_rows(self) -> int:
-        """Most rows whose arithmetic hides behind the reads (or within the slack)."""
-        one_row = self.row_free_seconds + self.seconds_per_row
-        allowed = max(self.read_seconds, _RESIDENT_SLACK * one_row)
-        return max(1, int((allowed - self.row_free_seconds) / self.seconds_per_row + _ROUNDING))
-
-
-def level_seconds(draft_cost: PassCost, n_nodes: int) -> float:
-    """What one level of a tree of that size costs the draft model, at most."""
-    return draft_cost.seconds(min(n_nodes, max_beams(n_nodes)))
 
 
 @dataclass
@@ -80,9 +52,9 @@ class _Round:
 
 
 class DraftPolicy:
-    """Chooses the size of every tree, from measured times and learnt chances of acceptance.
+    """Chooses the size of every tree, from measured times and learnt probabilities of acceptance.
 
-    A round emits 1 + sum of P tokens, P being the chance of each node of its tree to be accepted,
+    A round emits 1 + sum of P tokens, P being the probability that a node of its tree is accepted,
     and takes T(rows) + drafting seconds. With λ tokens per second, the speed so far, a node is
     worth P tokens and costs λ·(seconds it adds): the tree with the largest difference is the one
     with the largest tokens per second in the long run (Dinkelbach 1967, on ratios).
@@ -130,7 +102,7 @@ class DraftPolicy:
         self._depth = best_depth(config, config.depth, cost.seconds(1 + self._n_likely), per_level)
         self._has_model = draft_cost is not None and "draft" in config.drafters
         self._proposes_alone = not self._has_model or "ngram" in config.drafters
-        self._experience = experience or new_experience(cost, draft_cost, self._n_nodes)
+        self._experience = experience or Experience(cost, draft_cost, self._n_nodes)
         self._lessons = self._experience.lessons(
             (
                 config.drafters,
@@ -227,7 +199,7 @@ class DraftPolicy:
 
     def _begin(self, is_typical: bool) -> _Round:
         choice, before = self._lessons.choice, self._round
-        uses_draft = choice.is_drafting
+        uses_draft = choice.uses_draft
         if is_typical:
             uses_draft = choice.next_uses_draft(self._shape.least_draft_seconds())
         self._n_rounds += 1
@@ -273,12 +245,6 @@ class DraftPolicy:
         drafting = self._depth * level_seconds(draft_cost, self._n_likely)
         tokens = tokens_of_levels(min(self._depth, self._n_likely))
         return DraftChoice((tokens, cost.seconds(1 + self._n_likely) + drafting), plain)
-
-
-def new_experience(cost: PassCost, draft_cost: PassCost | None, n_nodes: int) -> Experience:
-    """Nothing but what the plan expects, for trees of at most `n_nodes` draft tokens."""
-    run_seconds = 0.0 if draft_cost is None else level_seconds(draft_cost, n_nodes)
-    return Experience(cost.seconds, run_seconds, 1 + n_nodes, ASSUMED_LEVEL_ACCEPTANCE)
 
 
 def _temperature_class(temperature: float) -> float:

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.policy.ahead_choice import AheadChoice
+from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
 from specdec.policy.calibration import Calibration, ChainSurvival
-from specdec.policy.costs import DraftTimes, PassTimes
+from specdec.policy.costs import DraftTimes, PassCost, PassTimes, level_seconds
 from specdec.policy.draft_choice import DraftChoice
 
 MAX_CHAIN = 128  # tokens of a sampled chain about which anything is learnt
@@ -24,10 +25,10 @@ _VARIED = 16  # trees of which one is cut in half
 _LEVEL_FADE = 0.9  # weight of a tree's levels after the next tree
 _SLOPES = (0.5, 8.0)
 _LEAST_GAIN = 0.01
-_ON_DIAGONAL = np.array([2.0, -2.0, -2.0, 4.0, 4.0])
-"""Sums of 1, x, y, x*x, x*y over the points (0, 0) and (-2, -2)."""
+_PSEUDO_OBSERVATIONS = np.array([2.0, -2.0, -2.0, 4.0, 4.0])
+"""Sums of 1, x, y, x*x, x*y over two pseudo-observations on y = x: (0, 0) and (-2, -2)."""
 _TRUST = 0.1
-"""Times those points count always: where trees of two levels give points in one place only, their
+"""Times those two count always: where trees of two levels give points in one place only, their
 scatter alone would decide the slope, and could keep trees that small."""
 
 
@@ -41,7 +42,7 @@ class LevelYield:
     """
 
     def __init__(self) -> None:
-        self._sums = np.zeros_like(_ON_DIAGONAL)
+        self._sums = np.zeros_like(_PSEUDO_OBSERVATIONS)
 
     def observe(self, draft: NDArray[np.float64], gains: NDArray[np.float64]) -> None:
         """Total draft probability of levels, and tokens gained by the level below each."""
@@ -52,7 +53,7 @@ class LevelYield:
 
     def draft_probability(self, gain: float) -> float:
         """Of the level below which the next one gains so many tokens."""
-        sums = self._sums + _TRUST * _ON_DIAGONAL
+        sums = self._sums + _TRUST * _PSEUDO_OBSERVATIONS
         _, x, y, xx, xy = sums / sums[0]
         slope = (xy - x * y) / (xx - x * x)
         slope = min(max(slope, _SLOPES[0]), _SLOPES[1])
@@ -63,10 +64,10 @@ class LevelYield:
 class Lessons:
     """What was learnt of the draft where tokens are chosen in one way."""
 
-    def __init__(self, choice: DraftChoice, level_acceptance: float) -> None:
+    def __init__(self, choice: DraftChoice) -> None:
         self.choice = choice
         self.calibration = Calibration()
-        self.chain = ChainSurvival(level_acceptance, MAX_CHAIN)
+        self.chain = ChainSurvival(ASSUMED_LEVEL_ACCEPTANCE, MAX_CHAIN)
         self.levels = LevelYield()
         self._kept: deque[int] = deque(maxlen=_N_KEPT)
         self._n_trees = 0
@@ -89,30 +90,23 @@ class Lessons:
 
 
 class Experience:
-    """Costs, and lessons for each way of choosing tokens.
+    """Costs, and lessons for each way of choosing tokens: at first what the plan expects.
 
     Args:
-        pass_seconds: of a pass of so many rows, as planned.
-        run_seconds: of one level of a tree through the draft model, as planned.
-        max_rows: most rows of a pass.
-        level_acceptance: chance that a token of a chain is accepted, before any is.
+        cost: of a pass of the target, as planned.
+        draft_cost: of running one level of a tree through the draft model, if there is one.
+        n_nodes: most draft tokens of a tree.
     """
 
-    def __init__(
-        self,
-        pass_seconds: Callable[[int], float],
-        run_seconds: float,
-        max_rows: int,
-        level_acceptance: float,
-    ) -> None:
-        self.passes = PassTimes(pass_seconds, max_rows)
+    def __init__(self, cost: PassCost, draft_cost: PassCost | None, n_nodes: int) -> None:
+        run_seconds = 0.0 if draft_cost is None else level_seconds(draft_cost, n_nodes)
+        self.passes = PassTimes(cost.seconds, 1 + n_nodes)
         self.drafts = DraftTimes(run_seconds)
         self.ahead = AheadChoice()
-        self._level_acceptance = level_acceptance
         self._lessons: dict[tuple[object, ...], Lessons] = {}
 
     def lessons(self, key: tuple[object, ...], make: Callable[[], DraftChoice]) -> Lessons:
         """Those of one way of choosing tokens; new ones begin with `make`'s choice."""
         if key not in self._lessons:
-            self._lessons[key] = Lessons(make(), self._level_acceptance)
+            self._lessons[key] = Lessons(make())
         return self._lessons[key]

@@ -1,6 +1,6 @@
 """The shape of one tree: how far to grow it, and which part of it to verify.
 
-With λ tokens per second a node is worth its chance P of being accepted, and costs λ times the
+With λ tokens per second a node is worth its probability P of being accepted, and costs λ times the
 seconds that it adds. Everything here follows from that difference.
 """
 
@@ -58,9 +58,9 @@ class TreeShape:
 
     def best_part(self, tree: DraftTree, uses_draft: bool) -> tuple[DraftTree, float]:
         """The part of a proposal that is worth verifying, and the tokens expected of it."""
-        chances = self._lessons.calibration.path_probabilities(tree)
-        order = np.argsort(-chances[1:], kind="stable") + 1  # parents stay before their children
-        tokens = 1.0 + np.concatenate(([0.0], np.cumsum(chances[order])))
+        probs = self._lessons.calibration.path_probabilities(tree)
+        order = np.argsort(-probs[1:], kind="stable") + 1  # parents stay before their children
+        tokens = 1.0 + np.concatenate(([0.0], np.cumsum(probs[order])))
         costs = self._lessons.choice.rate * self.pass_seconds(len(tree))
         is_trial = uses_draft and self._lessons.choice.is_on_trial
         n_most = self._trial_nodes(tree) if is_trial else tree.n_drafted
@@ -70,8 +70,8 @@ class TreeShape:
         if uses_draft and tree.n_drafted:
             self._lessons.note_kept(n_kept)
             # A node that is kept takes the place of the best one that is not.
-            price = chances[order[n_kept]] if n_kept < tree.n_drafted else costs[-1] - costs[-2]
-            self._note_levels(tree, np.maximum(chances - price, 0.0))
+            price = probs[order[n_kept]] if n_kept < tree.n_drafted else costs[-1] - costs[-2]
+            self._note_levels(tree, np.maximum(probs - price, 0.0))
         expected = float(tokens[n_kept])
         if n_kept == tree.n_drafted:
             return tree, expected

@@ -100,7 +100,7 @@ def lenient(
     target_probs: Callable[[int], Probs],
     threshold: float,
 ) -> Callable[[int], int]:
-    """`choose` for `match_walk`, made to put up with draft tokens that are likely enough. Lossy.
+    """`choose` for `match_walk`, made to accept draft tokens that are likely enough. Lossy.
 
     Where the target's own token was drafted, it is taken, as ever. Where it was not, the drafted
     token with the largest target probability takes its place if that is at least `threshold`: the

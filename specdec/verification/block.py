@@ -115,8 +115,8 @@ def _longest_accepted(block: _Block, decisions: Decisions) -> int:
     """τ, decided from the end: only the last success counts, so earlier ones need no decision."""
     for i in range(len(block.rows), 0, -1):
         is_end = i == len(block.rows)
-        chance = block.weights[i] if is_end else _pass_probability(block.weights[i], *block.rows[i])
-        if decisions.bernoulli(chance):
+        weight = block.weights[i]
+        if decisions.bernoulli(weight if is_end else _pass_probability(weight, *block.rows[i])):
             return i
     return 0
 

@@ -15,7 +15,8 @@ from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.controller import Controller, NoDrafter
 from specdec.decoding.recorder import StatsRecorder
 from specdec.drafters.base import Drafter, TreeLimits
-from specdec.policy.draft_policy import DraftPolicy, PassCost
+from specdec.policy.costs import PassCost
+from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import Acceptance

@@ -18,7 +18,8 @@ import numpy as np
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.merged import MergedDrafter
-from specdec.policy.draft_policy import DraftPolicy, PassCost, new_experience
+from specdec.policy.costs import PassCost
+from specdec.policy.draft_policy import DraftPolicy
 from specdec.policy.lessons import Experience
 from specdec.verification.acceptance import match_walk
 from specdec.verification.tree import ROOT, DraftTree
@@ -39,7 +40,7 @@ class Draft:
     jitter: float = 1.0  # of its changes from node to node
     sharpness: float = 1.0
     bias: float = 0.0  # logit of the truth = sharpness * logit(q) + bias
-    coverage: float = 0.8  # chance that another candidate is right where the best one is not
+    coverage: float = 0.8  # probability that another candidate is right where the best one is not
     run_seconds: float = 0.02
     run_node_seconds: float = 0.0005
 
@@ -104,8 +105,8 @@ class Text:
     def _draw(draft: Draft, logit_q: float, uniform: float) -> int:
         best = _sigmoid(draft.sharpness * logit_q + draft.bias)
         rest = (1.0 - best) * draft.coverage * candidate_shares()[1:]
-        chances = np.concatenate(([best], rest))
-        return int(np.searchsorted(np.cumsum(chances), uniform))
+        probs = np.concatenate(([best], rest))
+        return int(np.searchsorted(np.cumsum(probs), uniform))
 
 
 def candidate_shares() -> np.ndarray:
@@ -150,10 +151,10 @@ class SimulatedDraft(Drafter):
             worst = _nth_best(tree, limits.max_nodes)
             ranked = sorted(newest, key=lambda i: -tree.path_log_probs[i])[:MAX_BEAMS]
             level = [i for i in ranked if tree.path_log_probs[i] > worst]
-            chance = sum(np.exp(tree.path_log_probs[i]) for i in level)
+            probability = sum(np.exp(tree.path_log_probs[i]) for i in level)
             if not level:
                 break
-            if chance < limits.min_level_probability and not self._is_run_ahead(depth):
+            if probability < limits.min_level_probability and not self._is_run_ahead(depth):
                 break
         if self.is_hidden:  # it was run beside the pass
             self.clock.now, tree.n_runs, tree.n_run_nodes = began, 0, 0
@@ -236,7 +237,7 @@ def simulate(
     drafter, model = _drafters(world, spec, text, clock, noise)
     planned, planned_draft = world.planned(), world.planned_draft()
     most = world.max_nodes if spec.num_draft_tokens is None else spec.num_draft_tokens
-    experience = experience or new_experience(planned, planned_draft, most)
+    experience = experience or Experience(planned, planned_draft, most)
     policy = DraftPolicy(
         spec, planned, NEVER, planned_draft, most, experience=experience, clock=clock
     )

@@ -28,7 +28,7 @@ from specdec.analysis.roofline import (
     STORAGE,
     TIERS,
     free_tokens,
-    pass_cost,
+    pass_bound,
     place,
 )
 from specdec.devices.spec import DeviceSpec
@@ -195,7 +195,7 @@ def test_a_gpu_is_filled_first_then_the_host() -> None:
 
 def bound(device: DeviceSpec, n_tokens: int = 1, context: int = 64) -> str:
     placement = place(SMALL, context, device)
-    return pass_cost(SMALL, device, placement, n_tokens, context, n_tokens).bound_by
+    return pass_bound(SMALL, device, placement, n_tokens, context, n_tokens).bound_by
 
 
 def test_each_tier_can_bind() -> None:
@@ -220,7 +220,7 @@ def test_a_pass_takes_its_slowest_tier_at_least(
 ) -> None:
     device = DeviceSpec("d", storage, dram, {"F16": flops}, memory)
     placement = place(SMALL, 64, device)
-    cost = pass_cost(SMALL, device, placement, n_tokens, 64, n_tokens)
+    cost = pass_bound(SMALL, device, placement, n_tokens, 64, n_tokens)
     slowest = max(cost.tier_seconds(tier) for tier in TIERS)
     assert slowest <= cost.seconds * (1 + 1e-9)
     assert cost.seconds <= sum(cost.tier_seconds(tier) for tier in TIERS) * (1 + 1e-9)
@@ -236,7 +236,7 @@ def test_free_tokens_are_the_last_within_the_slack(
 ) -> None:
     device = DeviceSpec("d", storage, 1e10, {"F16": flops}, memory)
     placement, context = place(SMALL, 48, device), 48
-    seconds = [pass_cost(SMALL, device, placement, n, context, n).seconds for n in range(1, 49)]
+    seconds = [pass_bound(SMALL, device, placement, n, context, n).seconds for n in range(1, 49)]
     free = [n for n, s in enumerate(seconds, 1) if s <= (1 + FREE_SLACK) * seconds[0]]
     assert free_tokens(SMALL, device, placement, context) == max(free)
     assert free == list(range(1, max(free) + 1))

@@ -102,7 +102,7 @@ def run_pass_beside(
 ) -> None:
     """Drafting begins half a second into the pass."""
     began = clock.now
-    with recorder.verifying(n_rows, is_drafting=True):
+    with recorder.verifying(n_rows, is_drafting_ahead=True):
         clock.now += seconds
     clock.now = began + 0.5
     with recorder.drafting_ahead():
@@ -225,5 +225,5 @@ def test_times_of_passes_in_order_beside_the_plain_figures() -> None:
     run_pass(recorder, clock, 1.0)
     run_pass_beside(recorder, clock, 2.5, 1.0, n_rows=9)
     stats = recorder.finish()
-    assert stats.pass_times == (PassTime(4, 1.0), PassTime(9, 2.5, is_drafting=True))
+    assert stats.pass_times == (PassTime(4, 1.0), PassTime(9, 2.5, is_drafting_ahead=True))
     assert "pass_times" not in stats.to_dict()  # one for each pass: too many to show

@@ -1,4 +1,4 @@
-"""Chances of acceptance: q until something is seen, then what is seen."""
+"""Probabilities of acceptance: q until something is seen, then what is seen."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def trees(draw: st.DrawFn) -> DraftTree:
 
 
 @given(st.lists(st.tuples(trees(), st.lists(st.integers(0, 3), min_size=1, max_size=5))), trees())
-def test_chances_fall_along_every_path_whatever_was_seen(seen, tree: DraftTree) -> None:
+def test_probabilities_fall_along_every_path_whatever_was_seen(seen, tree: DraftTree) -> None:
     calibration = Calibration()
     for observed, emitted in seen:
         calibration.observe(observed, emitted)
-    chances = calibration.path_probabilities(tree)
-    assert chances[0] == 1.0
+    found = calibration.path_probabilities(tree)
+    assert found[0] == 1.0
     for i in range(1, len(tree)):
-        assert 0.0 < chances[i] < chances[tree.parents[i]]
+        assert 0.0 < found[i] < found[tree.parents[i]]
 
 
 @pytest.mark.parametrize(("sharpness", "bias"), [(0.5, -1.0), (1.5, 1.0), (0.3, -3.0)])

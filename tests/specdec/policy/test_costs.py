@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.policy.costs import DraftTimes, PassTimes
-from specdec.policy.draft_policy import PassCost
+from specdec.policy.costs import DraftTimes, PassCost, PassTimes
 
 COST = PassCost(read_seconds=1.0, row_free_seconds=0.2, seconds_per_row=0.05)
 

@@ -1,4 +1,4 @@
-"""Which way of decoding is used, and what finding out may cost."""
+"""Which mode of decoding is used, and what finding out may cost."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.policy.ahead_choice import AheadChoice
-from specdec.policy.draft_choice import DraftChoice
+from specdec.policy.draft_choice import DraftChoice, RegretBudget
 
 ROUNDS = 3000
 
 
 def play(choice: DraftChoice, costs: dict[bool, tuple[float, float]], n: int = ROUNDS) -> dict:
-    """Rounds of fixed (tokens, seconds) for each way; how much time each one got."""
+    """Rounds of fixed (tokens, seconds) for each mode; how much time each one got."""
     spent = {False: 0.0, True: 0.0}
     for _ in range(n):
-        kind = choice.next_uses_draft(costs.get(True, (1.0, 1.0))[1] - 1.0)
-        tokens, seconds = costs[kind]
-        choice.record(kind, tokens, tokens, seconds)
-        spent[kind] += seconds
+        mode = choice.next_uses_draft(costs.get(True, (1.0, 1.0))[1] - 1.0)
+        tokens, seconds = costs[mode]
+        choice.record(mode, tokens, tokens, seconds)
+        spent[mode] += seconds
     return spent
 
 
@@ -44,9 +44,9 @@ def test_a_draft_that_becomes_useful_is_noticed_and_left_again() -> None:
     choice = DraftChoice((3.0, 2.0), 1.0)
     bad, good = {False: (1.0, 1.0), True: (1.0, 2.0)}, {False: (1.0, 1.0), True: (4.0, 2.0)}
     play(choice, bad, 500)
-    assert not choice.is_drafting
+    assert not choice.uses_draft
     play(choice, good, 300)
-    assert choice.is_drafting
+    assert choice.uses_draft
     play(choice, bad, 60)
     spent = play(choice, bad, 20)
     assert spent[False] > 3 * spent[True]
@@ -57,9 +57,9 @@ def test_what_came_out_corrects_what_was_expected() -> None:
     choice = DraftChoice((4.0, 1.5), 1.0)
     n_drafted = 0
     for _ in range(30):
-        kind = choice.next_uses_draft(0.5)
-        n_drafted += kind
-        choice.record(kind, 4.0 if kind else 1.0, 1.0, 1.5 if kind else 1.0)
+        mode = choice.next_uses_draft(0.5)
+        n_drafted += mode
+        choice.record(mode, 4.0 if mode else 1.0, 1.0, 1.5 if mode else 1.0)
     assert n_drafted <= 11
 
 
@@ -67,7 +67,7 @@ ROUND_LISTS = st.lists(st.tuples(st.integers(1, 6), st.floats(1.1, 4.0)), max_si
 
 
 @given(st.floats(1.0, 20.0), ROUND_LISTS)
-def test_a_draft_never_loses_more_than_its_allowance(promised: float, rounds) -> None:
+def test_a_draft_never_overdraws_its_regret_budget(promised: float, rounds) -> None:
     """Whatever it promises and however long it did well; plain passes take a second.
 
     Beyond it are the share that time adds, and what the last round overdraws.
@@ -76,9 +76,9 @@ def test_a_draft_never_loses_more_than_its_allowance(promised: float, rounds) ->
     choice.note_plain(1.0, is_known=True)
     balance, all_seconds = 0.0, 0.0
     for offered in rounds:
-        kind = choice.next_uses_draft(0.1)
-        tokens, seconds = offered if kind else (1, 1.0)
-        choice.record(kind, tokens, tokens, seconds)
+        mode = choice.next_uses_draft(0.1)
+        tokens, seconds = offered if mode else (1, 1.0)
+        choice.record(mode, tokens, tokens, seconds)
         balance += tokens - seconds
         all_seconds += seconds
         assert balance > -(2.0 + 0.015 * all_seconds + 3.0)
@@ -124,13 +124,13 @@ def test_a_lucky_passage_of_n_grams_does_not_end_a_good_draft() -> None:
     lucky, kinds = iter([9.0] * 4), []
     for _ in range(200):
         choice.note_plain(1.0)
-        kind = choice.next_uses_draft(0.1)
+        mode = choice.next_uses_draft(0.1)
         small = (2.0, 1.2) if choice.is_on_trial else (4.0, 1.6)
-        tokens, seconds = small if kind else (next(lucky, 1.0), 1.0)
-        choice.record(kind, tokens, tokens, seconds)
-        kinds.append(kind)
+        tokens, seconds = small if mode else (next(lucky, 1.0), 1.0)
+        choice.record(mode, tokens, tokens, seconds)
+        kinds.append(mode)
     assert next(lucky, None) is None
-    assert sum(not kind for kind in kinds) < 40
+    assert sum(not mode for mode in kinds) < 40
 
 
 def test_a_level_that_takes_more_than_may_be_lost_is_not_tried() -> None:
@@ -179,3 +179,45 @@ def test_a_draft_that_was_measured_in_a_bad_hour_is_tried_again() -> None:
         n_rounds += 1
         assert n_rounds < 300
     assert n_rounds > 100
+
+
+# --- the budget itself ---------------------------------------------------------------------------
+
+GAINS = st.lists(st.tuples(st.floats(0.0, 8.0), st.floats(0.0, 0.1)), max_size=60)
+
+
+@given(GAINS)
+def test_what_is_won_is_put_by_while_the_mode_is_in_use(rounds) -> None:
+    budget = RegretBudget(2.0)
+    for tokens, worth in rounds:
+        budget.settle_up(tokens, worth)
+    gain = sum(tokens - worth for tokens, worth in rounds)
+    assert abs(budget.tokens - 2.0 - gain) < 1e-9
+
+
+@given(st.floats(1.0, 500.0), st.integers(0, 60))
+def test_what_was_won_is_forgotten_once_it_is_not(gain: float, n_rounds: int) -> None:
+    budget = RegretBudget(2.0)
+    budget.settle_up(gain, 0.0)
+    for _ in range(n_rounds):
+        budget.pass_time(1.0)
+    budget.limit(2.0)
+    assert budget.tokens == 2.0
+
+
+def test_time_brings_a_small_share_of_what_is_decoded() -> None:
+    budget = RegretBudget(0.0)
+    for _ in range(1000):
+        budget.pass_time(1.0)
+    assert 10.0 < budget.tokens < 20.0
+
+
+def test_a_mode_comes_back_after_the_machine_stood_still() -> None:
+    """However long that was: a few hundred tokens, not thousands."""
+    budget = RegretBudget(2.0)
+    budget.settle_up(1.0, 5000.0)
+    n_rounds = 0
+    while budget.tokens < 1.0:
+        budget.pass_time(1.0)
+        n_rounds += 1
+    assert n_rounds < 400

@@ -15,7 +15,9 @@ from policy_world import Clock
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
-from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy, PassCost, new_experience
+from specdec.policy.costs import PassCost
+from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
+from specdec.policy.lessons import Experience
 from specdec.verification.acceptance import Acceptance, rejection_walk
 from specdec.verification.block import block_walk
 from specdec.verification.tree import DraftTree
@@ -106,8 +108,8 @@ def test_a_fixed_depth_is_kept():
 
 
 def test_each_way_of_accepting_learns_for_itself() -> None:
-    """A threshold that puts up with more takes more of the same draft's tokens."""
-    experience = new_experience(FREE, DRAFT, 8)
+    """A lower threshold takes more of the same draft's tokens."""
+    experience = Experience(FREE, DRAFT, 8)
     ways = [SpecConfig(accept_threshold=value) for value in (None, 0.1, 0.5)]
 
     def lessons(config: SpecConfig) -> object:
@@ -137,10 +139,10 @@ def test_no_other_subtree_is_worth_more(tree: DraftTree, per_row: float) -> None
     seconds = policy._shape.pass_seconds(len(tree))
     kept = policy.trim(tree)
     rate = policy._lessons.choice.rate
-    chances = np.exp(tree.path_log_probs)
+    probs = np.exp(tree.path_log_probs)
 
     def value(nodes: tuple[int, ...]) -> float:
-        return 1.0 + sum(chances[i] for i in nodes) - rate * seconds[len(nodes)]
+        return 1.0 + sum(probs[i] for i in nodes) - rate * seconds[len(nodes)]
 
     closed = (
         nodes

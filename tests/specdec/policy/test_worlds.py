@@ -14,7 +14,8 @@ import pytest
 from policy_world import MAX_NODES, Draft, Outcome, World, simulate
 
 from specdec.config import SpecConfig
-from specdec.policy.draft_policy import PassCost, new_experience
+from specdec.policy.costs import PassCost
+from specdec.policy.lessons import Experience
 
 N_TOKENS = 400
 AHEAD = ("on", "off", "auto")
@@ -248,7 +249,7 @@ def test_passes_are_followed_while_drafting_goes_on_beside_them(kind: str) -> No
     spec, n_tokens = SpecConfig(draft_ahead=kind), 520
     found = []
     for seed in SEEDS:
-        experience = new_experience(world.planned(), world.planned_draft(), MAX_NODES)
+        experience = Experience(world.planned(), world.planned_draft(), MAX_NODES)
         simulate(replace(world, seed=seed), spec, n_tokens, experience)
         found.append(experience.passes.of(12))
     slowed = 4.0 * (1.1 if kind == "on" else 1.0)  # "on" never sees what a pass takes alone
