@@ -14,8 +14,7 @@ from pathlib import Path
 from backends.contract.backend import Backend, UnsupportedModel
 from backends.contract.ranking import Ranking
 from backends.timing.measure import ComputeCurve
-from offload.device.tiers import TierPlan
-from offload.residency.plan import LayerWeights, ResidencyPlan
+from offload.residency.placement import LayerWeights, Placement
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in total)"""
@@ -78,7 +77,7 @@ class ModelCompute:
 class Loading:
     """What `ModelSource.load` is told by the plan."""
 
-    residency: ResidencyPlan
+    residency: Placement
     max_context: int
     max_nodes: int
     """Most live nodes at a time."""
@@ -86,11 +85,9 @@ class Loading:
     """Most nodes of one call of `extend`."""
     load_mode: str = "stream"
     """From LOAD_MODES, decided: not "auto"."""
-    tiers: TierPlan | None = None
-    """Load the model onto a GPU like this; None: onto the CPU, by `residency`."""
     vram_bytes: int | None = None
-    """What the whole process may take of the GPU's memory beside CUDA's own context; used with
-    `tiers` only. None: what it was promised before, or all."""
+    """What the whole process may take of the GPU's memory beside CUDA's own context, where
+    `residency` is of a GPU. None: what it was promised before, or all."""
     records_levels: bool = False
     """Let a GPU record the passes of small batches, where the model allows it: of use to drafts."""
     n_readers: int | None = None
@@ -176,7 +173,7 @@ class ModelSource(ABC):
 
     def on_gpu(self) -> ModelSource:
         """The same model as a CUDA device would run it: with that device's activations and
-        arithmetic, and a `load` that takes a `TieredPlan`. Needs no device before it measures.
+        arithmetic, and a `load` that takes a placement on it. Needs no device before it measures.
 
         Raises UnsupportedModel for a format that runs on the CPU only.
         """

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from offload.budget import BudgetExceeded, format_up
-from offload.device.tiers import CUDA_CONTEXT_BYTES
+from offload.residency.tiers import CUDA_CONTEXT_BYTES
 from offload.units import MIB, format_bytes
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

@@ -17,13 +17,13 @@ from backends.hf.source import HfSource
 from backends.hf.timing import measure_gpu_compute
 from backends.timing.measure import ComputeCurve, Product, measure_curve
 from backends.timing.passes import is_small, measure_small
-from offload.device.tiers import TieredLayer, TierPlan, device_footprint
+from offload.residency.placement import Placement, device_footprint
 
 _RANKED_ROWS = (1, RANKED_TOGETHER, 4 * RANKED_TOGETHER)
 
 
 class HfGpuSource(HfSource):
-    """A checkpoint as a CUDA device runs it, loaded with tiers. Needs none before it measures."""
+    """A checkpoint as a CUDA device runs it. Needs none before it measures."""
 
     def __init__(self, source: HfSource) -> None:
         self.path, self.model = source.path, source.model
@@ -46,19 +46,15 @@ class HfGpuSource(HfSource):
         return recording_bytes(self.model, ctx_size, max_nodes, max_rows)
 
     @cached_property
-    def all_on_device(self) -> TierPlan:
+    def all_on_device(self) -> Placement:
         """Nothing is copied."""
-        return TierPlan(
-            tuple(
-                TieredLayer(layer.tensors, frozenset(record.name for record in layer.tensors))
-                for layer in self.layers
-            )
-        )
+        layers = tuple(layer.all_on_device() for layer in self.layers)
+        return Placement(layers, is_on_device=True)
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
         """Reads from storage leave a GPU's arithmetic alone."""
         if is_small(self):
-            return measure_small(self, 0, tiers=self.all_on_device, records_levels=True)
+            return measure_small(self, 0, residency=self.all_on_device, records_levels=True)
         curve = measure_gpu_compute(self.model.dtype, torch.device("cuda", 0))
         return ModelCompute(curve, self.head_bytes)
 

@@ -19,7 +19,7 @@ from backends.hf.weights import RawTensors
 from offload.device.engine import CopyEngine
 from offload.device.loading import load_on_device
 from offload.device.streamer import DeviceStreamer
-from offload.device.tiers import TierPlan
+from offload.residency.placement import Placement
 from offload.ring.slots import Check
 from offload.storage.reading import DEFAULT_N_READERS, Progress
 
@@ -43,7 +43,7 @@ class DeviceWeights:
     def __init__(
         self,
         model: HfModel,
-        plan: TierPlan,
+        plan: Placement,
         engine: TorchEngine,
         *,
         n_readers: int | None = None,

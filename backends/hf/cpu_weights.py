@@ -13,7 +13,7 @@ from backends.contract.rows import LogitRows
 from backends.hf.forward import on_host
 from backends.hf.model import HfModel
 from backends.hf.weights import RawTensors
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 from offload.ring.slots import Check
 from offload.ring.streamer import WeightStreamer, load_resident
 from offload.storage.reading import DEFAULT_N_READERS, Progress

@@ -32,7 +32,7 @@ from backends.hf.layer_count import check_layers_used, refuse_absurd_count
 from backends.hf.raw_config import refuse_nonsense
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import CheckpointError, TensorRecord
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _SLIDING_MASK = "create_sliding_window_causal_mask"

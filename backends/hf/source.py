@@ -23,7 +23,7 @@ from backends.hf.timing import measure_compute
 from backends.hf.weights import TorchWeights
 from backends.timing.passes import is_small, measure_small
 from offload.formats.fingerprint import fingerprint
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 from offload.storage.reading import resident_footprint
 
 
@@ -91,7 +91,7 @@ class HfSource(ModelSource):
         return HfGpuSource(self)
 
     def load(self, loading: Loading) -> Backend:
-        records = loading.records_levels and loading.tiers is not None
+        records = loading.records_levels and loading.residency.is_on_device
         n_padding = MAX_STATIC_ROWS if records and has_static_passes(self.model) else 0
         cache_rows = loading.max_context + loading.max_nodes + n_padding
         backend = TorchBackend(
@@ -99,7 +99,7 @@ class HfSource(ModelSource):
             self._weights(loading),
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
-            cache_rows=0 if loading.tiers is None else cache_rows,
+            cache_rows=cache_rows if loading.residency.is_on_device else 0,
         )
         if records and backend.can_use_static_passes:
             backend.use_static_passes(CudaGraphs())
@@ -107,10 +107,10 @@ class HfSource(ModelSource):
 
     def _weights(self, loading: Loading) -> TorchWeights:
         n_readers, progress = loading.n_readers, loading.progress
-        if loading.tiers is not None:
+        plan = loading.residency
+        if plan.is_on_device:
             engine = CudaEngine(loading.vram_bytes)
-            return DeviceWeights(
-                self.model, loading.tiers, engine, n_readers=n_readers, progress=progress
-            )
-        layers, n_slots = loading.residency.layers, loading.residency.n_slots
-        return CpuWeights(self.model, layers, n_slots, n_readers=n_readers, progress=progress)
+            return DeviceWeights(self.model, plan, engine, n_readers=n_readers, progress=progress)
+        return CpuWeights(
+            self.model, plan.layers, plan.n_slots, n_readers=n_readers, progress=progress
+        )

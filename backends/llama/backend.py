@@ -24,7 +24,7 @@ from backends.llama.prefix import LlamaPrefix
 from backends.llama.stream import StreamedLayers, mapped_ranges
 from backends.llama.tree import TreeSequences
 from offload.formats.mapped import TensorShape
-from offload.residency.plan import ResidencyPlan
+from offload.residency.placement import Placement
 
 _QUICK_BYTES = 4e9  # weights times rows that take less than about a second: no thread for those
 
@@ -62,7 +62,7 @@ class LlamaBackend(MendingBackend):
         cache_type_k: str = "f16",
         cache_type_v: str = "f16",
         flash_attention: bool | None = None,
-        residency: ResidencyPlan | None = None,
+        residency: Placement | None = None,
         load_mode: str = "stream",
         n_readers: int | None = None,
         progress: Progress | None = None,
@@ -93,7 +93,7 @@ class LlamaBackend(MendingBackend):
         self,
         model: GgufModel,
         options: ContextOptions,
-        residency: ResidencyPlan | None,
+        residency: Placement | None,
         load_mode: str,
         n_readers: int | None,
         progress: Progress | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from backends.contract.backend import UnsupportedModel
 from backends.llama.library import MAX_SEQUENCES, ContextOptions, default_threads
 from backends.llama.model import GgufModel
-from offload.residency.plan import ResidencyPlan
+from offload.residency.placement import Placement
 
 LOAD_MODES = ("stream", "mmap", "ram")
 
@@ -48,7 +48,7 @@ def recurrent_model(model: GgufModel) -> UnsupportedModel:
 
 
 def check_options(
-    model: GgufModel, max_nodes: int, residency: ResidencyPlan | None, load_mode: str
+    model: GgufModel, max_nodes: int, residency: Placement | None, load_mode: str
 ) -> None:
     """Raise for a backend that cannot be."""
     if load_mode not in LOAD_MODES:

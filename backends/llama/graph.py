@@ -10,7 +10,7 @@ from types import ModuleType
 
 from backends.contract.backend import UnsupportedModel
 from backends.llama.library import LlamaError
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 
 _NO_WORK = {b"NONE", b"RESHAPE", b"VIEW", b"PERMUTE", b"TRANSPOSE"}
 Node = frozenset[int]

@@ -24,7 +24,7 @@ from backends.llama.hparams import (
 )
 from offload.formats.gguf_index import GgufError, GgufIndex
 from offload.formats.tensors import TensorRecord
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 
 _ENCODER = "an encoder, which gives embeddings and no next token"
 _DIFFUSION = "a diffusion model, which does not decode from left to right"

@@ -30,7 +30,7 @@ from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import MappedRange, find_mapping
 from offload.paging.pager import Pager
 from offload.process.interruptible import call_aside
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 from offload.storage.reading import DEFAULT_N_READERS
 
 _EMBEDDING = "token_embd.weight"

@@ -15,6 +15,7 @@ from backends.contract.backend import PREFIX, Backend
 from backends.contract.rows import LogitRows
 from backends.contract.source import Loading, ModelCompute, ModelSource
 from backends.timing.measure import ComputeCurve, Product, measure_curve
+from offload.residency.placement import Placement
 from offload.residency.plan import plan_residency
 from offload.units import MIB
 
@@ -50,15 +51,21 @@ def measure_small(source: ModelSource, n_threads: int, **where: Any) -> ModelCom
 
 
 def measure_passes(
-    source: ModelSource, rows: Sequence[int], *, reading: Path | None = None, **where: Any
+    source: ModelSource,
+    rows: Sequence[int],
+    *,
+    reading: Path | None = None,
+    residency: Placement | None = None,
+    **where: Any,
 ) -> ComputeCurve:
     """Seconds of passes of these rows, per byte of the weights of a model that fits in memory.
 
     reading: see `measure_curve`.
-    where: fields of the Loading.
+    residency: None: all in host memory.
+    where: further fields of the Loading.
     """
     loading = Loading(
-        plan_residency(source.layers, _PLENTY_BYTES),
+        residency or plan_residency(source.layers, _PLENTY_BYTES),
         max_context=min(_N_PREFIX + 1, source.max_context),
         max_nodes=max(rows),
         max_rows=max(rows),

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload.device.engine import CopyEngine
-from offload.device.tiers import TieredLayer
+from offload.residency.placement import LayerWeights
 from offload.ring.file_supply import RingOptions, walk_files
 from offload.ring.lending import LayerLender
 from offload.ring.walk import StreamStats, Taken
 from offload.storage.aligned import HostMemory
 from offload.storage.direct_io import DirectFile, OpenStorage
-from offload.storage.layout import Layout
 from offload.storage.reading import (
     DEFAULT_N_READERS,
     DEFAULT_READ_BYTES,
@@ -52,7 +51,7 @@ class HostTier(LayerLender[HostMemory, tuple[Part, ...]]):
 
     def __init__(
         self,
-        layers: Sequence[TieredLayer],
+        layers: Sequence[LayerWeights],
         n_slots: int,
         engine: CopyEngine,
         *,
@@ -63,13 +62,13 @@ class HostTier(LayerLender[HostMemory, tuple[Part, ...]]):
     ) -> None:
         self._layers = tuple(layers)
         options = RingOptions(n_slots, read_bytes, n_readers, storage)
-        reads = options.plan([_streamed_layout(layer) for layer in self._layers])
+        reads = options.plan([layer.layout for layer in self._layers])
         self._pinned: list[ResidentWeights] = []
         try:
             for layer, follow in zip(self._layers, _stages(self._layers, progress), strict=True):
                 self._pinned.append(
                     load_resident(
-                        layer.host.resident_records,
+                        layer.resident_records,
                         follow,
                         read_bytes=read_bytes,
                         n_readers=n_readers,
@@ -77,7 +76,7 @@ class HostTier(LayerLender[HostMemory, tuple[Part, ...]]):
                         allocate=engine.allocate_pinned,
                     )
                 )
-            slot_bytes = max((layer.streamed_bytes for layer in self._layers), default=0)
+            slot_bytes = max((layer.slot_bytes for layer in self._layers), default=0)
             super().__init__(
                 walk_files(
                     reads,
@@ -98,10 +97,10 @@ class HostTier(LayerLender[HostMemory, tuple[Part, ...]]):
     def _lend(self, index: int, lease: Taken[HostMemory] | None) -> tuple[Part, ...]:
         layer, parts = self._layers[index], []
         if lease is not None:
-            parts.append(Part(lease.slot.buffer.view[: layer.streamed_bytes], 0))
-        if layer.pinned_layout.n_bytes:
-            pinned = self._pinned[index].memory[: layer.pinned_layout.n_bytes]
-            parts.append(Part(pinned, layer.streamed_bytes))
+            parts.append(Part(lease.slot.buffer.view[: layer.slot_bytes], 0))
+        if layer.resident_layout.n_bytes:
+            pinned = self._pinned[index].memory[: layer.resident_layout.n_bytes]
+            parts.append(Part(pinned, layer.slot_bytes))
         return tuple(parts)
 
     def _free(self) -> None:
@@ -113,15 +112,11 @@ class HostTier(LayerLender[HostMemory, tuple[Part, ...]]):
             weights.close()
 
 
-def _streamed_layout(layer: TieredLayer) -> Layout | None:
-    return layer.host.layout if layer.streamed_bytes else None
-
-
-def _stages(layers: Sequence[TieredLayer], progress: Progress | None) -> list[Progress | None]:
+def _stages(layers: Sequence[LayerWeights], progress: Progress | None) -> list[Progress | None]:
     """For each layer a progress of its own that adds up to one of them all."""
     if progress is None:
         return [None] * len(layers)
-    sizes = [sum(p.n_needed for p in layer.pinned_layout.extents) for layer in layers]
+    sizes = [sum(p.n_needed for p in layer.resident_layout.extents) for layer in layers]
 
     def following(n_before: int) -> Progress:
         return lambda n_done, _: progress(n_before + n_done, sum(sizes))

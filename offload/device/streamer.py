@@ -20,7 +20,7 @@ from offload.device.engine import CopyEngine, Event
 from offload.device.host import HostTier
 from offload.device.loading import load_on_device
 from offload.device.supply import CopySupply, DeviceSlot
-from offload.device.tiers import TierPlan
+from offload.residency.placement import Placement
 from offload.ring.lending import LayerLender
 from offload.ring.slots import Check
 from offload.ring.walk import LayerWalk, Taken
@@ -63,7 +63,7 @@ class DeviceStreamer(LayerLender[DeviceSlot, Mapping[str, Any]]):
 
     def __init__(
         self,
-        plan: TierPlan,
+        plan: Placement,
         engine: CopyEngine,
         *,
         read_bytes: int = DEFAULT_READ_BYTES,
@@ -85,7 +85,7 @@ class DeviceStreamer(LayerLender[DeviceSlot, Mapping[str, Any]]):
             if copied:
                 self._host = host = HostTier(
                     copied,
-                    plan.n_pinned_slots,
+                    plan.n_slots,
                     engine,
                     read_bytes=read_bytes,
                     n_readers=n_readers,
@@ -125,7 +125,7 @@ class DeviceStreamer(LayerLender[DeviceSlot, Mapping[str, Any]]):
         assert slot.arrived is not None, "a slot is ready once its copies are enqueued"
         self._engine.compute_waits(slot.arrived)
         self._stalls.add(self._before, self._engine.record_compute())
-        places = layer.slot_offsets
+        places = layer.device_slot_offsets
         return {
             record.name: slot.buffer.part(*places[record.name])
             if record.name in places

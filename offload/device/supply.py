@@ -47,7 +47,7 @@ class CopySupply:
         self._host = host
         slots: list[DeviceSlot] = []
         try:
-            while len(slots) < min(n_slots, n_layers):
+            while len(slots) < n_slots:
                 slots.append(DeviceSlot(engine.allocate_device(slot_bytes)))
         except BaseException:
             for slot in slots:

@@ -155,7 +155,7 @@ def load_resident(
 def reserve_streamed(plan: PagingPlan) -> None:
     """Put reserved address space in the place of the layers."""
     for layer in plan.layers:
-        for part in layer.parts if layer else ():
+        for part in layer.parts:
             reserve(part.n_bytes, part.address)
 
 

@@ -27,7 +27,7 @@ from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import check_supported
 from offload.paging.memory import Loan, PageMemory, load_resident, reserve_all, reserve_streamed
 from offload.paging.plan import Mappings, plan_paging
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 from offload.ring.file_supply import RingOptions, walk_files
 from offload.ring.slots import Check
 from offload.ring.walk import StreamStats, Taken
@@ -85,7 +85,7 @@ class Pager:
         check_supported()
         self._plan = plan = plan_paging(layers, resident, mappings, untouched)
         options = RingOptions(n_slots, read_bytes, n_readers, storage, poison)
-        reads = options.plan([None if paged is None else paged.reads for paged in plan.layers])
+        reads = options.plan([layer.reads for layer in plan.layers])
         self._leases: list[_Lease] = []
         self._is_freed = False
         self._moving = threading.RLock()  # pages are moved, or given back for good
@@ -195,7 +195,7 @@ class Pager:
     def _bring_in(self, index: int, check: Check | None) -> None:
         lease = None
         taken, paged = self._walk.take(index, check), self._plan.layers[index]
-        if taken is not None and paged is not None:
+        if taken is not None:
             lease = _Lease(index, taken, Loan.of(paged.parts, taken.slot.buffer.address))
             self._leases.append(lease)
         try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import AddressSpaceError, MappedRange
 from offload.paging.spans import Span, resident_spans, streamed_spans
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 from offload.storage.aligned import HUGE_PAGE_BYTES, buffer_bytes
 from offload.storage.layout import Layout, Piece
 from offload.storage.reading import resident_footprint
@@ -36,7 +36,8 @@ class Part:
 
 @dataclass(frozen=True)
 class PagedLayer:
-    """What is read for a layer (into the slot, by `Piece.buffer_offset`), and moved."""
+    """What is read for a layer (into the slot, by `Piece.buffer_offset`), and moved; nothing where
+    all of it is resident."""
 
     reads: Layout
     parts: tuple[Part, ...]
@@ -57,7 +58,7 @@ class ResidentRange:
 class PagingPlan:
     """Addresses of everything that the pager touches."""
 
-    layers: tuple[PagedLayer | None, ...]  # None: nothing of it is streamed
+    layers: tuple[PagedLayer, ...]
     resident: tuple[ResidentRange, ...]
     body_bytes: int  # of a slot, on huge pages
     edge_bytes: int  # of a slot, on small pages
@@ -96,7 +97,7 @@ def plan_paging(
     body_bytes = max((sum(_body_bytes(c) for c in cuts) for cuts in cut), default=0)
     edge_bytes = max((sum(_edge_bytes(c) for c in cuts) for cuts in cut), default=0)
     return PagingPlan(
-        layers=tuple(_lay_out(cuts, body_bytes) if cuts else None for cuts in cut),
+        layers=tuple(_lay_out(cuts, body_bytes) for cuts in cut),
         resident=tuple(
             ResidentRange(
                 span.path,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from offload.formats.tensors import TensorRecord
 from offload.paging import address_space
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 from offload.units import MIB
 
 MAX_GAP_BYTES = MIB  # reading one along costs less than two more edges and reads

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from offload.budget import BudgetExceeded
 from offload.formats.tensors import TensorRecord
+from offload.residency.placement import LayerWeights, Placement
 from offload.storage.aligned import align_down, align_up, buffer_bytes
-from offload.storage.layout import Layout, make_layout
-from offload.storage.reading import resident_footprint
 
 DEFAULT_N_SLOTS = 3
 MIN_N_SLOTS = 2
@@ -32,157 +29,71 @@ _MAX_FITTING = 4  # ... so many fit
 _WORTH_A_SLOT = 0.9  # two slots instead of three must save a tenth of the reads
 
 
-@dataclass(frozen=True)
-class LayerWeights:
-    """The tensors of one decoder layer, and the names of those that are (to be) resident."""
-
-    tensors: tuple[TensorRecord, ...]
-    resident: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        names = {record.name for record in self.tensors}
-        if len(names) != len(self.tensors):
-            raise ValueError("a layer names a tensor twice")
-        if not self.resident <= names:
-            raise ValueError(f"resident tensors {set(self.resident - names)} are not in the layer")
-
-    @cached_property
-    def streamed(self) -> tuple[TensorRecord, ...]:
-        return tuple(record for record in self.tensors if record.name not in self.resident)
-
-    @cached_property
-    def resident_records(self) -> tuple[TensorRecord, ...]:
-        return tuple(record for record in self.tensors if record.name in self.resident)
-
-    @cached_property
-    def layout(self) -> Layout:
-        """Where the streamed tensors lie in a slot."""
-        return make_layout(self.streamed)
-
-    @property
-    def streamed_bytes(self) -> int:
-        return sum(record.n_bytes for record in self.streamed)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes read for, and of a slot taken by, this layer: alignment and small gaps included."""
-        return self.layout.n_bytes
-
-    def with_resident(self, names: frozenset[str]) -> LayerWeights:
-        """The same layer with `names` resident."""
-        return LayerWeights(self.tensors, names)
-
-
-@dataclass(frozen=True)
-class ResidencyPlan:
-    """Layers with their resident sets, and what they take. All figures in bytes of real memory."""
-
-    layers: tuple[LayerWeights, ...]
-    n_slots: int  # 0 when everything is resident
-    slot_bytes: int
-    resident_bytes: int
-    ring_bytes: int
-    streamed_bytes: int  # read per pass
-    smallest_bytes: int  # enough for a plan: all streamed, two slots (or all resident if less)
-
-    @property
-    def total_bytes(self) -> int:
-        """Memory of the resident tensors and the ring."""
-        return self.resident_bytes + self.ring_bytes
-
-    @property
-    def n_streamed_layers(self) -> int:
-        return sum(1 for layer in self.layers if layer.layout.extents)
-
-    @property
-    def n_moving_layers(self) -> int:
-        """Layers that are not wholly where they are computed when a pass comes to them."""
-        return self.n_streamed_layers
-
-    @property
-    def moved_bytes(self) -> int:
-        """Brought there in every pass."""
-        return self.streamed_bytes
-
-
 def plan_residency(
-    layers: Sequence[LayerWeights],
-    available_bytes: int,
-    *,
-    n_slots: int | None = None,
-    other_bytes: int = 0,
-) -> ResidencyPlan:
-    """Choose the resident set that leaves the fewest bytes to read per pass.
+    layers: Sequence[LayerWeights], available_bytes: int, *, n_slots: int | None = None
+) -> Placement:
+    """Choose the resident set that leaves the fewest bytes to read per pass, on the CPU.
 
     Args:
         layers: in the order of use; their present resident sets are ignored.
         available_bytes: memory for resident tensors and ring together.
         n_slots: depth of the ring; None chooses 3, or 2 where that saves a tenth of the reads.
-        other_bytes: what the rest of the process takes of the budget; only for the error, which
-            names the smallest budget for all of it.
 
     Raises:
         BudgetExceeded: not even the smallest plan fits (all streamed, two slots).
     """
     if n_slots is not None and n_slots < 1:
         raise ValueError(f"the ring needs at least one slot, not {n_slots}")
-    bare = tuple(layer.with_resident(frozenset()) for layer in layers)
-    smallest = _smallest_bytes(bare, n_slots)
-    everything = _assemble(_pin_all(bare), 0, smallest)
-    if everything.total_bytes <= available_bytes:
+    bare = tuple(LayerWeights(layer.tensors) for layer in layers)
+    everything = Placement(pin_all(bare))
+    if everything.host_bytes <= available_bytes:
         return everything
     depths = (DEFAULT_N_SLOTS, MIN_N_SLOTS) if n_slots is None else (n_slots,)
-    plans = [_fill(bare, depth, available_bytes, smallest) for depth in depths]
+    plans = [_fill(bare, depth, available_bytes) for depth in depths]
     chosen = plans[0]
     for plan in plans[1:]:
         # The deeper ring evens out storage and compute, which is worth some bytes but not many.
         if plan and (not chosen or plan.streamed_bytes < _WORTH_A_SLOT * chosen.streamed_bytes):
             chosen = plan
     if chosen is None:
-        least = other_bytes + smallest
-        raise BudgetExceeded("streaming the weights", smallest, available_bytes, least)
+        least = least_host_bytes(bare, n_slots)
+        raise BudgetExceeded("streaming the weights", least, available_bytes, least)
     return chosen
 
 
-def _assemble(layers: tuple[LayerWeights, ...], n_slots: int, smallest: int) -> ResidencyPlan:
-    n_streamed = sum(1 for layer in layers if layer.layout.extents)
-    n_slots = min(n_slots, n_streamed)  # the streamer makes no more slots than it can use
-    slot_bytes = max((layer.slot_bytes for layer in layers), default=0)
-    records = {r.name: r for layer in layers for r in layer.resident_records}
-    return ResidencyPlan(
-        layers=layers,
-        n_slots=n_slots,
-        slot_bytes=slot_bytes,
-        resident_bytes=resident_footprint(records.values()),
-        ring_bytes=n_slots * buffer_bytes(slot_bytes),
-        streamed_bytes=sum(layer.slot_bytes for layer in layers),
-        smallest_bytes=smallest,
+def pin_all(layers: Sequence[LayerWeights]) -> tuple[LayerWeights, ...]:
+    """All that is not on a device in host memory."""
+    return tuple(
+        layer.with_resident(frozenset(r.name for r in layer.tensors) - layer.on_device)
+        for layer in layers
     )
 
 
-def _pin_all(layers: tuple[LayerWeights, ...]) -> tuple[LayerWeights, ...]:
-    return tuple(layer.with_resident(frozenset(r.name for r in layer.tensors)) for layer in layers)
+def least_host_bytes(
+    layers: Sequence[LayerWeights], n_slots: int | None, *, is_on_device: bool = False
+) -> int:
+    """Host memory that is enough: for slots alone, or for all tensors where that is less.
 
-
-def _smallest_bytes(bare: tuple[LayerWeights, ...], n_slots: int | None) -> int:
-    streamed = _assemble(bare, MIN_N_SLOTS if n_slots is None else n_slots, 0)
-    return min(streamed.total_bytes, _assemble(_pin_all(bare), 0, 0).total_bytes)
+    Args:
+        layers: with what is on the device, and nothing else placed.
+        n_slots: depth of the ring; None: two.
+    """
+    streamed = Placement(tuple(layers), n_slots or MIN_N_SLOTS, is_on_device)
+    return min(streamed.host_bytes, Placement(pin_all(layers), 0, is_on_device).host_bytes)
 
 
 # --- filling the memory ------------------------------------------------------------------------
 
 
-def _fill(
-    bare: tuple[LayerWeights, ...], n_slots: int, available_bytes: int, smallest: int
-) -> ResidencyPlan | None:
+def _fill(bare: tuple[LayerWeights, ...], n_slots: int, available_bytes: int) -> Placement | None:
     """The best plan with this ring; None where the ring alone does not fit."""
-    plan = _assemble(bare, n_slots, smallest)
-    if plan.total_bytes > available_bytes:
+    plan = Placement(bare, n_slots)
+    if plan.host_bytes > available_bytes:
         return None
     fitting = [plan]
     for roles, n_whole in _candidates(bare, n_slots, available_bytes):
-        plan = _assemble(_pin(bare, roles, n_whole), n_slots, smallest)
-        if plan.total_bytes <= available_bytes:
+        plan = Placement(_pin(bare, roles, n_whole), n_slots)
+        if plan.host_bytes <= available_bytes:
             fitting.append(plan)
         if len(fitting) > _MAX_FITTING:
             break
@@ -199,7 +110,7 @@ def _candidates(
     exactly before it is taken.
     """
     roles, sizes = _role_sizes(bare)
-    layer_bytes = np.array([layer.streamed_bytes for layer in bare], dtype=np.float64)
+    layer_bytes = np.array([layer.n_bytes for layer in bare], dtype=np.float64)
     found: list[tuple[float, int, int, int]] = []
     for subset in range(2 ** len(roles)):
         mask = np.array([subset >> bit & 1 for bit in range(len(roles))], dtype=np.float64)
@@ -256,7 +167,7 @@ def spread(n_chosen: int, n_layers: int) -> list[int]:
     return [(2 * k + 1) * n_layers // (2 * n_chosen) for k in range(n_chosen)]
 
 
-def _pin_single_tensors(plan: ResidencyPlan, available_bytes: int) -> ResidencyPlan:
+def _pin_single_tensors(plan: Placement, available_bytes: int) -> Placement:
     """Pin further tensors, the largest first, one per layer in turn, while they fit.
 
     Each is counted with the blocks it touches, an upper bound, because neighbours share blocks.
@@ -274,4 +185,4 @@ def _pin_single_tensors(plan: ResidencyPlan, available_bytes: int) -> ResidencyP
         if trial.slot_bytes < slots[index]:  # not so where it is read along as a gap
             layers[index], slots[index] = trial, trial.slot_bytes
             resident_bytes = grown_bytes
-    return _assemble(tuple(layers), plan.n_slots, plan.smallest_bytes)
+    return Placement(tuple(layers), plan.n_slots)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.formats.tensors import TensorRecord
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 from offload.ring.slots import StreamerClosed
 from offload.ring.streamer import StreamStats, WeightStreamer
 from offload.storage.direct_io import DirectFile, StorageError

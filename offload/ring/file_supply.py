@@ -31,17 +31,17 @@ class RingOptions:
     storage: OpenStorage
     poison: bool = False
 
-    def plan(self, layouts: Sequence[Layout | None]) -> list[tuple[Piece, ...]]:
-        """The reads of each layer; none where all of it is in memory.
+    def plan(self, layouts: Sequence[Layout]) -> list[tuple[Piece, ...]]:
+        """The reads of each layer; none where nothing of it streams.
 
         Raises ValueError for options that could not work.
         """
-        streams = any(layout is not None for layout in layouts)
+        streams = any(layout.extents for layout in layouts)
         if self.n_readers < 1 or (streams and self.n_slots < 1):
             raise ValueError(
                 f"streaming needs a slot and a reader, not {self.n_slots} and {self.n_readers}"
             )
-        return [() if layout is None else self._pieces(layout) for layout in layouts]
+        return [self._pieces(layout) for layout in layouts]
 
     def _pieces(self, layout: Layout) -> tuple[Piece, ...]:
         shared = shared_read_bytes(layout.n_bytes, self.n_readers, self.read_bytes)

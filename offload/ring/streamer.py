@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 from offload.ring.file_supply import RingOptions, walk_files
 from offload.ring.lending import LayerLender
 from offload.ring.slots import StreamerClosed
@@ -67,10 +67,9 @@ class WeightStreamer(LayerLender[HostMemory, dict[str, memoryview]]):
         poison: bool = False,
     ) -> None:
         self._layers = tuple(layers)
-        layouts = [layer.layout for layer in self._layers if layer.layout.extents]
         options = RingOptions(n_slots, read_bytes, n_readers, storage, poison)
-        reads = options.plan([x.layout if x.layout.extents else None for x in self._layers])
-        self._slot_bytes = max((x.n_bytes for x in layouts), default=0)
+        reads = options.plan([layer.layout for layer in self._layers])
+        self._slot_bytes = max((layer.slot_bytes for layer in self._layers), default=0)
         records = {r.name: r for layer in self._layers for r in layer.resident_records}
         self._resident = load_resident(
             records.values(), progress, read_bytes=read_bytes, n_readers=n_readers, storage=storage

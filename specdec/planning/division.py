@@ -19,13 +19,12 @@ from functools import cached_property
 
 from backends.contract.source import ModelSource
 from offload.budget import BudgetExceeded, MemoryBudget, format_up
-from offload.device.planner import VRAM
-from offload.device.tiers import CUDA_CONTEXT_BYTES, DEFAULT_N_DEVICE_SLOTS
 from offload.process.memory import process_memory
-from offload.residency.plan import ResidencyPlan
+from offload.residency.placement import Placement
+from offload.residency.tiers import CUDA_CONTEXT_BYTES, VRAM
 from offload.units import MIB
 from specdec.planning.parts import Parts, PartsOfRun
-from specdec.planning.placement import GpuResident, GpuTenant, HostTenant, Ledgers, Rings, Tenant
+from specdec.planning.placement import CpuPlacer, GpuPlacer, Placer, WholeGpuPlacer
 from specdec.planning.run_options import CPU, CUDA, RunOptions
 
 DEFAULT_CTX_SIZE = 2048
@@ -52,13 +51,6 @@ class Shape:
     """Of the draft's layers that are in memory, where there is room for them."""
     has_draft: bool = True
     draft_device: str = CPU
-    n_device_slots: int = DEFAULT_N_DEVICE_SLOTS
-    """Of the target's ring on the GPU, if it runs there."""
-
-    @property
-    def rings(self) -> Rings:
-        """Of the target."""
-        return Rings(self.n_slots, self.n_device_slots)
 
 
 @dataclass(frozen=True)
@@ -93,8 +85,8 @@ class Division:
     """How the memory is divided."""
 
     budget: MemoryBudget
-    target: ResidencyPlan
-    draft: ResidencyPlan | None
+    target: Placement
+    draft: Placement | None
     ctx_size: int
     shape: Shape
     smallest_bytes: int
@@ -130,17 +122,17 @@ class Divider:
         self._options = options
         self._gpu = gpu
         how = options.load_mode, options.prefetch_depth
-        self._target: Tenant = (
-            HostTenant(target, *how) if gpu is None else GpuTenant(gpu.target, *how)
+        self._target: Placer = (
+            CpuPlacer(target, *how) if gpu is None else GpuPlacer(gpu.target, *how)
         )
         self._parts_of = PartsOfRun(self._target.source, options, is_on_gpu=gpu is not None)
-        self._drafts: dict[str, Tenant] = {}
+        self._drafts: dict[str, Placer] = {}
         """By device."""
         cpu_draft = draft if gpu is None else gpu.cpu_draft
         if cpu_draft is not None:
-            self._drafts[CPU] = HostTenant(cpu_draft, "auto", None)
+            self._drafts[CPU] = CpuPlacer(cpu_draft, "auto")
         if gpu is not None and gpu.draft is not None:
-            self._drafts[CUDA] = GpuResident(gpu.draft, "ram", None)
+            self._drafts[CUDA] = WholeGpuPlacer(gpu.draft, "ram")
         self._ctx_size = min(options.ctx_size or DEFAULT_CTX_SIZE, target.max_context)
         self._base_bytes = process_memory().rss_bytes if base_bytes is None else base_bytes
         self._base_bytes += 0 if gpu is None else gpu.host_bytes
@@ -179,12 +171,11 @@ class Divider:
             advice = self._advice(needed, shape, vram)
             raise BudgetExceeded("this run", needed, total_bytes, self.smallest_bytes, advice)
         budget = MemoryBudget(total_bytes, self._base_bytes, HEADROOM_BYTES)
-        for name, n_bytes in parts.host.items():
-            budget.reserve(name, n_bytes)
+        _reserve(budget, None, parts)
         draft_plan = self._place_draft(budget, vram, shape)
         device_bytes = 0 if vram is None else vram.available_bytes
-        target_plan = self._target.place(budget.available_bytes, device_bytes, shape.rings)
-        self._target.reserve(Ledgers(budget, vram), target_plan, shape.rings, "")
+        target_plan = self._target.place(budget.available_bytes, device_bytes, shape.n_slots)
+        _reserve(budget, vram, self._target.parts(target_plan, shape.n_slots))
         return Division(
             budget,
             target_plan,
@@ -222,21 +213,21 @@ class Divider:
     def _least_shapes(self) -> list[Shape]:
         return [Shape(self.least_drafted, draft_device=device) for device in self.draft_devices]
 
-    def _draft(self, shape: Shape) -> Tenant | None:
+    def _draft(self, shape: Shape) -> Placer | None:
         return self._drafts.get(shape.draft_device) if shape.has_draft else None
 
     def _place_draft(
         self, budget: MemoryBudget, vram: MemoryBudget | None, shape: Shape
-    ) -> ResidencyPlan | None:
+    ) -> Placement | None:
         draft = self._draft(shape)
         if draft is None:
             return None
         left = budget.available_bytes - self._least_of_target(shape, vram)
         wanted = int(shape.draft_share * draft.all_bytes)
-        device_bytes = draft.least_device_bytes(Rings())
-        wanted = max(draft.least_bytes(device_bytes, Rings()), wanted)
-        plan = draft.place(min(left, wanted), device_bytes, Rings())
-        draft.reserve(Ledgers(budget, vram), plan, Rings(), "draft ")
+        device_bytes = draft.least_device_bytes()
+        wanted = max(draft.least_bytes(device_bytes), wanted)
+        plan = draft.place(min(left, wanted), device_bytes)
+        _reserve(budget, vram, draft.parts(plan), "draft ")
         return plan
 
     def _divide_vram(self, parts: Parts, shape: Shape) -> MemoryBudget | None:
@@ -250,29 +241,28 @@ class Divider:
                 "this run", needed, total_bytes, self.smallest_vram_bytes, ledger=VRAM
             )
         vram = MemoryBudget(total_bytes, self._gpu.base_bytes, VRAM_HEADROOM_BYTES, ledger=VRAM)
-        for name, n_bytes in parts.gpu.items():
-            vram.reserve(name, n_bytes)
+        _reserve(None, vram, parts)
         return vram
 
     def _needed_vram(self, parts: Parts, shape: Shape) -> int:
         draft = self._draft(shape)
-        least = self._target.least_device_bytes(shape.rings)
-        least += draft.least_device_bytes(Rings()) if draft else 0
+        least = self._target.least_device_bytes()
+        least += draft.least_device_bytes() if draft else 0
         base_bytes = 0 if self._gpu is None else self._gpu.base_bytes
         return base_bytes + VRAM_HEADROOM_BYTES + sum(parts.gpu.values()) + least
 
     def _needed(self, parts: Parts, shape: Shape, vram: MemoryBudget | None) -> int:
         draft = self._draft(shape)
         least = self._least_of_target(shape, vram)
-        least += draft.least_bytes(draft.least_device_bytes(Rings()), Rings()) if draft else 0
+        least += draft.least_bytes(draft.least_device_bytes()) if draft else 0
         return self._base_bytes + HEADROOM_BYTES + sum(parts.host.values()) + least
 
     def _least_of_target(self, shape: Shape, vram: MemoryBudget | None) -> int:
         """Of host memory, once the draft has its part of the GPU's."""
         draft = self._draft(shape)
         device_bytes = 0 if vram is None else vram.available_bytes
-        device_bytes -= draft.least_device_bytes(Rings()) if draft else 0
-        return self._target.least_bytes(device_bytes, shape.rings)
+        device_bytes -= draft.least_device_bytes() if draft else 0
+        return self._target.least_bytes(device_bytes, shape.n_slots)
 
     def _parts(self, ctx_size: int, shape: Shape, cache_type: str | None = None) -> Parts:
         draft = self._draft(shape)
@@ -299,6 +289,16 @@ class Divider:
             found.append((with_change(self._ctx_size, cache_type), flags))
         worth = [(n, flags) for n, flags in found if needed - n >= _SMALLEST_STEP_BYTES]
         return "".join(f"; with {flags} it is {format_up(n)}" for n, flags in worth)
+
+
+def _reserve(
+    host: MemoryBudget | None, vram: MemoryBudget | None, parts: Parts, prefix: str = ""
+) -> None:
+    """Set the parts aside; None: not of this ledger."""
+    for ledger, wanted in ((host, parts.host), (vram, parts.gpu)):
+        for name, n_bytes in wanted.items():
+            if ledger is not None:
+                ledger.reserve(prefix + name, n_bytes)
 
 
 def _rounded(n_bytes: int) -> int:

@@ -7,8 +7,7 @@ from typing import Any
 
 from backends.contract.source import ModelSource
 from backends.timing.measure import matrix_formats
-from offload.device.planner import TieredPlan
-from offload.residency.plan import ResidencyPlan
+from offload.residency.placement import Placement
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes, format_exactly, parse_bytes
 from specdec.checks import ConfigError
@@ -108,11 +107,9 @@ def placed(pair: OpenedPair, gpu: Gpu | None, draft_device: str) -> OpenedPair:
     return OpenedPair(replace(pair.target, source=gpu.target), draft)
 
 
-def gpu_loading(plan: RunPlan, residency: ResidencyPlan) -> dict[str, Any]:
+def gpu_loading(plan: RunPlan, residency: Placement) -> dict[str, Any]:
     """What `Loading` says of the GPU; nothing for a model that the CPU computes."""
-    if not isinstance(residency, TieredPlan):
-        return {}
-    return {"tiers": residency.tiers, "vram_bytes": plan.torch_vram_bytes}
+    return {"vram_bytes": plan.torch_vram_bytes} if residency.is_on_device else {}
 
 
 def vram_peak_bytes() -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from backends.contract.backend import Backend
 from backends.contract.shared import SharedSource
 from backends.contract.source import Loading
-from offload.residency.plan import ResidencyPlan
+from offload.residency.placement import Placement
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.drafters.model import max_beams
@@ -97,7 +97,7 @@ def check_spec(spec: SpecConfig, loaded: SpecConfig, plan: RunPlan, has_draft: b
         )
 
 
-def _target_load_mode(wanted: str, residency: ResidencyPlan) -> str:
+def _target_load_mode(wanted: str, residency: Placement) -> str:
     """A target that fits is held in the layout of its file, whose logits are a streamed one's."""
     if wanted in ("ram", "mmap"):
         return wanted

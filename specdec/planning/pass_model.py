@@ -1,9 +1,8 @@
 """T_pass(N): how long a pass of N rows takes a model whose layers are placed as planned.
 
 Every layer is read, as far as it streams, and multiplied with: the ring of slots is simulated over
-their real order and sizes (`offload.residency.ring_simulation`), with this machine's bandwidth
-and arithmetic. On a GPU layers are copied to its memory as well
-(`offload.residency.tier_simulation`).
+their real order and sizes (`offload.residency.simulation`), with this machine's bandwidth and
+arithmetic; so are the copies to a GPU.
 """
 
 from __future__ import annotations
@@ -11,11 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from backends.contract.source import ModelCompute
-from offload.device.planner import TieredPlan
-from offload.device.tiers import TierPlan
-from offload.residency.plan import ResidencyPlan
-from offload.residency.ring_simulation import LayerWork, Overlap, RingTimes, simulate_passes
-from offload.residency.tier_simulation import TierWork, simulate_tiers
+from offload.residency.placement import Placement
+from offload.residency.simulation import LayerWork, Overlap, PassTimes, simulate_passes
 from specdec.policy.costs import PassCost
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -29,16 +25,16 @@ _ABOVE_THE_KNEE = 1.05
 class PassModel:
     """One model, placed, on one machine."""
 
-    residency: ResidencyPlan
+    residency: Placement
     compute: ModelCompute
     storage_bytes_per_second: float
     copy_bytes_per_second: float = 0.0
-    """From pinned host memory to a GPU's; used where the plan has tiers."""
-    _known: dict[tuple[int, float], RingTimes] = field(
+    """From pinned host memory to a GPU's; of use where a GPU computes."""
+    _known: dict[tuple[int, float], PassTimes] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def times(self, n_rows: int, gap_seconds: float = 0.0) -> RingTimes:
+    def times(self, n_rows: int, gap_seconds: float = 0.0) -> PassTimes:
         """A pass in the midst of others that drafting of `gap_seconds` parts."""
         key = (n_rows, gap_seconds)
         if key not in self._known:
@@ -49,15 +45,11 @@ class PassModel:
         """Of a pass that follows the one before it at once."""
         return self.times(n_rows).seconds
 
-    def hidden_seconds(self, n_rows: int, gap_seconds: float) -> float:
-        """How much of such drafting costs nothing, because the ring fills meanwhile."""
-        return self.seconds(n_rows) - self.times(n_rows, gap_seconds).seconds
-
     def cost(self) -> PassCost:
         """As the larger of two: one row's pass, and a line through those that rows hold up."""
         if not self.residency.n_moving_layers:  # nothing hides rows: a few of them count
             return PassCost(0.0, *_line(1, self.seconds(1), _FEW_ROWS, self.seconds(_FEW_ROWS)))
-        rows = _GPU_ROWS if isinstance(self.residency, TieredPlan) else _ROWS
+        rows = _GPU_ROWS if self.residency.is_on_device else _ROWS
         seconds = {n: self.seconds(n) for n in rows}
         floor = seconds[1]
         above = [n for n in rows if seconds[n] > _ABOVE_THE_KNEE * floor]
@@ -67,50 +59,32 @@ class PassModel:
         line = seconds if above else {n: self._compute_seconds(n) for n in (low, high)}
         return PassCost(floor, *_line(low, line[low], high, line[high]))
 
-    def _simulate(self, n_rows: int, gap_seconds: float) -> RingTimes:
-        if isinstance(self.residency, TieredPlan):
-            return self._simulate_tiers(self.residency.tiers, n_rows, gap_seconds)
-        per_byte = self.compute.per_byte
+    def _simulate(self, n_rows: int, gap_seconds: float) -> PassTimes:
+        placed, per_byte = self.residency, self.compute.per_byte
+        is_copied = placed.is_on_device
+        # A GPU's arithmetic neither reads nor copies slow down.
+        overlap = Overlap() if is_copied else Overlap(compute=per_byte.beside_factor(n_rows))
+        moving = 0.0 if is_copied else self.compute.seconds_per_streamed_byte
         seconds = per_byte.seconds(n_rows)
-        moving = self.compute.seconds_per_streamed_byte
         layers = [
             LayerWork(
                 layer.slot_bytes / self.storage_bytes_per_second,
-                seconds * sum(record.n_bytes for record in layer.tensors)
-                + moving * layer.slot_bytes,
+                seconds * layer.n_bytes + moving * layer.slot_bytes,
+                layer.copied_bytes / self.copy_bytes_per_second if is_copied else 0.0,
             )
-            for layer in self.residency.layers
+            for layer in placed.layers
         ]
         return simulate_passes(
             layers,
-            self.residency.n_slots,
+            placed.n_slots,
+            placed.n_device_slots,
             outer_seconds=self.compute.outer_seconds(n_rows),
             gap_seconds=gap_seconds,
-            overlap=Overlap(compute=per_byte.beside_factor(n_rows)),
-        )
-
-    def _simulate_tiers(self, plan: TierPlan, n_rows: int, gap_seconds: float) -> RingTimes:
-        """On a GPU, whose arithmetic neither reads nor copies slow down."""
-        seconds = self.compute.per_byte.seconds(n_rows)
-        layers = [
-            TierWork(
-                layer.streamed_bytes / self.storage_bytes_per_second,
-                layer.copied_bytes / self.copy_bytes_per_second,
-                seconds * sum(record.n_bytes for record in layer.tensors),
-            )
-            for layer in plan.layers
-        ]
-        return simulate_tiers(
-            layers,
-            plan.used_pinned_slots,
-            plan.used_device_slots,
-            outer_seconds=self.compute.outer_seconds(n_rows),
-            gap_seconds=gap_seconds,
+            overlap=overlap,
         )
 
     def _compute_seconds(self, n_rows: int) -> float:
-        layers = self.residency.layers
-        n_bytes = sum(record.n_bytes for layer in layers for record in layer.tensors)
+        n_bytes = sum(layer.n_bytes for layer in self.residency.layers)
         return self.compute.per_byte.seconds(n_rows) * n_bytes + self.compute.outer_seconds(n_rows)
 
 

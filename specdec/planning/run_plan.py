@@ -7,9 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from offload.budget import format_up
-from offload.device.planner import TieredPlan
-from offload.device.tiers import CUDA_CONTEXT_BYTES
-from offload.residency.plan import ResidencyPlan
+from offload.residency.placement import Placement
+from offload.residency.tiers import CUDA_CONTEXT_BYTES
 from offload.units import GIB, format_bytes
 from specdec.planning.run_options import CPU, CUDA
 from specdec.planning.search import Alternative
@@ -80,12 +79,12 @@ class RunPlan:
         return tuple(self.chosen.division.budget.table())
 
     @property
-    def residency(self) -> ResidencyPlan:
+    def residency(self) -> Placement:
         """Of the target's layers."""
         return self.chosen.division.target
 
     @property
-    def draft_residency(self) -> ResidencyPlan | None:
+    def draft_residency(self) -> Placement | None:
         return self.chosen.division.draft
 
     @property
@@ -170,19 +169,19 @@ class RunPlan:
     def _vram_dict(self) -> dict[str, Any]:
         """Of a target on a GPU."""
         residency = self.residency
-        if not isinstance(residency, TieredPlan):
+        if not residency.is_on_device:
             return {}
         return {
             "vram_budget_bytes": self.vram_budget_bytes,
             "vram_budget_source": self.vram_source,
             "smallest_vram_bytes": self.smallest_vram_bytes,
             "vram": dict(self.vram_parts),
-            "n_copied_layers": residency.tiers.n_copied_layers,
-            "n_device_slots": residency.tiers.used_device_slots,
-            "device_slot_bytes": residency.tiers.device_slot_bytes,
-            "device_resident_bytes": residency.tiers.device_resident_bytes,
-            "pinned_resident_bytes": residency.tiers.pinned_resident_bytes,
-            "copied_bytes_per_pass": residency.tiers.copied_bytes,
+            "n_copied_layers": residency.n_moving_layers,
+            "n_device_slots": residency.n_device_slots,
+            "device_slot_bytes": residency.device_slot_bytes,
+            "device_resident_bytes": residency.device_resident_bytes,
+            "pinned_resident_bytes": residency.resident_bytes,
+            "copied_bytes_per_pass": residency.moved_bytes,
             "copy_bytes_per_second": self.chosen.target.copy_bytes_per_second,
         }
 
@@ -267,9 +266,9 @@ def _exact(n_bytes: int) -> str:
     return format_up(n_bytes) + readable
 
 
-def _residency_line(residency: ResidencyPlan) -> str:
+def _residency_line(residency: Placement) -> str:
     n_layers, n_streamed = len(residency.layers), residency.n_streamed_layers
-    if isinstance(residency, TieredPlan):
+    if residency.is_on_device:
         line = _tiers_line(residency)
     else:
         line = f"{n_layers - n_streamed} of {n_layers} layers wholly in memory"
@@ -281,13 +280,12 @@ def _residency_line(residency: ResidencyPlan) -> str:
     )
 
 
-def _tiers_line(plan: TieredPlan) -> str:
-    tiers = plan.tiers
-    line = f"{format_bytes(tiers.device_layout.n_bytes)} of the layers in the GPU's memory"
-    if not tiers.n_copied_layers:
+def _tiers_line(plan: Placement) -> str:
+    line = f"{format_bytes(plan.device_layout.n_bytes)} of the layers in the GPU's memory"
+    if not plan.n_moving_layers:
         return line
     return (
-        f"{line}, {format_bytes(tiers.pinned_resident_bytes)} pinned in the host's; "
-        f"{format_bytes(tiers.copied_bytes)} copied per pass through {tiers.used_device_slots} "
-        f"slots of {format_bytes(tiers.device_slot_bytes)}"
+        f"{line}, {format_bytes(plan.resident_bytes)} pinned in the host's; "
+        f"{format_bytes(plan.moved_bytes)} copied per pass through {plan.n_device_slots} "
+        f"slots of {format_bytes(plan.device_slot_bytes)}"
     )

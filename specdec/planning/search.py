@@ -15,8 +15,7 @@ from typing import Any
 
 from backends.contract.source import ModelCompute
 from offload.budget import BudgetExceeded
-from offload.device.planner import TieredPlan
-from offload.residency.plan import ResidencyPlan
+from offload.residency.placement import Placement
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import max_beams
 from specdec.planning.division import Divider, Division, Shape
@@ -33,7 +32,6 @@ from specdec.policy.draft_policy import MAX_AUTO_NODES
 _TREES = (8, 16, 32, 64, MAX_AUTO_NODES, 256, 512, MAX_DRAFT_TOKENS)
 """Those beyond MAX_AUTO_NODES on a GPU only."""
 _SLOTS = (2, 3, 4, 6, 8)
-_DEVICE_SLOTS = (3, 4)
 _DRAFT_SHARES = (0.5, 0.0)
 _LARGE_DRAFT_BYTES = 64 << 20
 """Of a smaller draft there is nothing to gain in leaving a part on storage."""
@@ -87,10 +85,7 @@ class Alternative:
         division, target = self.division, self.target.residency
         draft = None if division.draft is None else division.draft.resident_bytes
         device = division.shape.draft_device if division.draft is not None else None
-        places = division.n_drafted, target.n_slots, target.resident_bytes, draft, device
-        if isinstance(target, TieredPlan):
-            return *places, target.tiers
-        return places
+        return division.n_drafted, target.n_slots, target.layers, draft, device
 
     @property
     def name(self) -> str:
@@ -105,15 +100,15 @@ class Alternative:
             parts.append(f"room for {shape.n_drafted}")
         if target.n_slots:
             parts.append(f"{target.n_slots} slots")
-        if isinstance(target, TieredPlan) and target.n_moving_layers:
-            parts.append(f"{target.tiers.used_device_slots} on the GPU")
+        if target.n_device_slots:
+            parts.append(f"{target.n_device_slots} on the GPU")
         return ", ".join(parts)
 
-    def _draft_name(self, draft: ResidencyPlan) -> str:
-        if isinstance(draft, TieredPlan):
+    def _draft_name(self, draft: Placement) -> str:
+        if draft.is_on_device:
             return "draft on the GPU"
-        share = draft.resident_bytes / max(1, _layer_bytes(draft))
-        where = "on the CPU" if isinstance(self.target.residency, TieredPlan) else "in memory"
+        share = draft.resident_bytes / max(1, sum(layer.n_bytes for layer in draft.layers))
+        where = "on the CPU" if self.target.residency.is_on_device else "in memory"
         return f"draft {where}" if share >= 1 else f"{share:.0%} of the draft {where}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -200,10 +195,6 @@ class Weighing:
         best = self._with_room(total_bytes, self._weigh(total_bytes, shape))
         if best.target.residency.n_slots and not self._fixed_slots:
             best = self._better(total_bytes, best, ({"n_slots": n} for n in _SLOTS))
-        residency = best.target.residency
-        if isinstance(residency, TieredPlan) and residency.n_moving_layers:
-            deeper = ({"n_device_slots": n} for n in _DEVICE_SLOTS)
-            best = self._better(total_bytes, best, deeper)
         # On the GPU a draft is held whole.
         n_bytes = self._divider.draft_layer_bytes(CPU) if draft_device == CPU else 0
         if has_draft and n_bytes > _LARGE_DRAFT_BYTES:
@@ -289,7 +280,3 @@ def _predict_tree(
     return Alternative(
         division, target, draft, n_drafted, depth, drafting, tokens, tokens / seconds
     )
-
-
-def _layer_bytes(plan: ResidencyPlan) -> int:
-    return sum(r.n_bytes for layer in plan.layers for r in layer.tensors)

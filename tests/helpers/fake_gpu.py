@@ -16,8 +16,8 @@ from fake_device import Policy
 from backends.cuda.graphs import Unrecorded
 from backends.cuda.probe import CudaMemory
 from backends.hf.timing import measure_compute
-from offload.device import planner as tier_planner
-from offload.device.tiers import TieredLayer, TierPlan
+from offload.residency.placement import LayerWeights, Placement
+from offload.residency.tiers import plan_tiers
 from offload.units import GIB
 
 PEAK_BYTES = 123
@@ -50,20 +50,19 @@ def install_fake_gpu(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def force_tiers(patch: pytest.MonkeyPatch) -> None:
-    """All of a target streams from now on, through one slot of each kind."""
+    """All of a target streams from now on, through one pinned slot."""
 
-    def nothing(layers: Any, device_bytes: int, n_device_slots: int) -> tier_planner.OnDevice:
-        return tuple(frozenset[str]() for _ in layers)
+    def nothing(layers: Any, device_bytes: int) -> Any:
+        return tuple(LayerWeights(layer.tensors) for layer in layers)
 
-    def streamed(layers: Any, on_device: Any, host_bytes: int, **slots: Any) -> Any:
-        tiers = tuple(TieredLayer(layer.tensors) for layer in layers)
-        return tier_planner.as_residency(layers, TierPlan(tiers, 1, 1), 0)
+    def streamed(layers: Any, host_bytes: int, **slots: Any) -> Placement:
+        return Placement(layers, 1, is_on_device=True)
 
-    patch.setattr("specdec.planning.placement.choose_on_device", nothing)
-    patch.setattr("specdec.planning.placement.place_rest", streamed)
-    patch.setattr("specdec.planning.placement.GpuResident.place", _resident)
+    patch.setattr("specdec.planning.placement.fill_device", nothing)
+    patch.setattr("specdec.planning.placement.fill_host", streamed)
+    patch.setattr("specdec.planning.placement.WholeGpuPlacer.place", _resident)
 
 
-def _resident(self: Any, n_bytes: int, device_bytes: int, rings: Any) -> Any:
+def _resident(self: Any, n_bytes: int, device_bytes: int, n_slots: Any = None) -> Placement:
     """A draft is held whole all the same."""
-    return tier_planner.plan_tiers(self.source.layers, n_bytes, device_bytes)
+    return plan_tiers(self.source.layers, n_bytes, device_bytes)

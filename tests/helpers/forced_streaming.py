@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
-from offload.residency.plan import LayerWeights, ResidencyPlan, plan_residency
-
-_PLENTY_BYTES = 1 << 40
+from offload.residency.placement import LayerWeights, Placement
+from offload.residency.plan import least_host_bytes, plan_residency
 
 
 def force_streaming(patch: pytest.MonkeyPatch, n_slots: int = 2) -> None:
     """Loads from now on keep nothing of the layers in memory but a ring of `n_slots`."""
 
-    def planned(layers: Sequence[LayerWeights], *_: Any, **__: Any) -> ResidencyPlan:
-        smallest = plan_residency(layers, _PLENTY_BYTES, n_slots=n_slots).smallest_bytes
+    def planned(layers: Sequence[LayerWeights], *_: Any, **__: Any) -> Placement:
+        smallest = least_host_bytes(layers, n_slots)
         return plan_residency(layers, smallest, n_slots=n_slots)
 
     patch.setattr("specdec.planning.placement.plan_residency", planned)

@@ -6,7 +6,7 @@ import numpy as np
 
 from backends.contract.backend import PREFIX
 from backends.llama.backend import LlamaBackend
-from offload.residency.plan import ResidencyPlan
+from offload.residency.placement import Placement
 
 PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
 TREE_TOKENS = [7, 20, 30, 21, 22, 31, 40]
@@ -15,7 +15,7 @@ OPTIONS = {"max_context": 60, "max_nodes": 20, "n_threads": 2}
 
 
 def residency(layers, n_slots=2):
-    return ResidencyPlan(tuple(layers), n_slots, 0, 0, 0, 0, 0)
+    return Placement(tuple(layers), n_slots)
 
 
 def pinned(layer, choose):

@@ -8,7 +8,7 @@ from backends.contract.backend import Backend
 from backends.contract.source import Loading, ModelCompute, ModelSource
 from backends.timing.measure import ComputeCurve
 from offload.formats.tensors import TensorRecord
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 from offload.units import MIB
 
 

@@ -10,7 +10,7 @@ from fake_device import FakeDevice, Policy
 from weight_files import Weights
 
 from offload.device.streamer import DeviceStreamer
-from offload.device.tiers import TieredLayer, TierPlan
+from offload.residency.placement import LayerWeights, Placement
 from offload.storage.aligned import ALIGNMENT
 
 DEVICE, HOST, STORAGE = "device", "host", "storage"
@@ -19,20 +19,18 @@ TierOf = Callable[[int, int], str]
 """(layer, tensor) -> where it lives"""
 
 
-def tiered(
-    weights: Weights, tier_of: TierOf, n_device_slots: int = 2, n_pinned_slots: int = 2
-) -> TierPlan:
+def tiered(weights: Weights, tier_of: TierOf, n_slots: int = 2) -> Placement:
     layers = []
     for i, layer in enumerate(weights.layers):
         names = {DEVICE: set(), HOST: set(), STORAGE: set()}
         for j, record in enumerate(layer.tensors):
             names[tier_of(i, j)].add(record.name)
-        layers.append(TieredLayer(layer.tensors, frozenset(names[DEVICE]), frozenset(names[HOST])))
-    return TierPlan(tuple(layers), n_device_slots, n_pinned_slots)
+        layers.append(LayerWeights(layer.tensors, frozenset(names[HOST]), frozenset(names[DEVICE])))
+    return Placement(tuple(layers), n_slots, is_on_device=True)
 
 
 @contextmanager
-def streaming(plan: TierPlan, device: FakeDevice, **options) -> Iterator[DeviceStreamer]:
+def streaming(plan: Placement, device: FakeDevice, **options) -> Iterator[DeviceStreamer]:
     """A streamer with small reads, which gives all memory back at the end."""
     streamer = DeviceStreamer(plan, device, **{"read_bytes": ALIGNMENT, "n_readers": 2, **options})
     try:
@@ -64,6 +62,6 @@ def walk(
         device.synchronize()
 
 
-def tiered_model(model, tier_of: Callable[[int, int], str], n_device_slots=2, n_pinned_slots=2):
+def tiered_model(model, tier_of: Callable[[int, int], str], n_slots=2):
     """The same for the layers of a model."""
-    return tiered(Weights(model.layer_weights, {}), tier_of, n_device_slots, n_pinned_slots)
+    return tiered(Weights(model.layer_weights, {}), tier_of, n_slots)

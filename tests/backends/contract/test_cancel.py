@@ -21,7 +21,7 @@ from backends.hf import backend as torch_backend
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.model import load_hf_model
-from offload.residency.plan import ResidencyPlan
+from offload.residency.placement import Placement
 
 PROMPT = [3, 17, 5, 60, 41, 8]
 N_LAYERS = 6  # more than slots, so that no pass can do without a read
@@ -42,7 +42,7 @@ def on_cpu(checkpoint_factory: Callable[..., Any], _: Any) -> Backend:
 def on_device(checkpoint_factory: Callable[..., Any], _: Any) -> Backend:
     model = load_hf_model(checkpoint_factory("llama", num_hidden_layers=N_LAYERS))
     plan = tiered_model(model, lambda layer, tensor: STORAGE)
-    assert plan.n_pinned_slots + plan.n_device_slots < N_LAYERS
+    assert plan.n_slots + plan.n_device_slots < N_LAYERS
     return TorchBackend(model, DeviceWeights(model, plan, CpuEngine()))
 
 
@@ -53,7 +53,7 @@ def llama_backend(_: Any, tmp_path_factory: pytest.TempPathFactory) -> Backend:
 
     path = save_tiny_gguf("llama", tmp_path_factory.mktemp("gguf") / "m.gguf", n_layers=N_LAYERS)
     model = load_gguf_model(path)
-    plan = ResidencyPlan(model.layers, 2, 0, 0, 0, 0, 0)
+    plan = Placement(model.layers, 2)
     return LlamaBackend(model, residency=plan, max_context=40, max_nodes=8, n_threads=1)
 
 

@@ -21,7 +21,6 @@ from backends.cuda.weights import DeviceWeights
 from backends.hf.backend import TorchBackend
 from backends.hf.model import load_hf_model
 from backends.hf.source import HfSource
-from offload.residency.plan import plan_residency
 
 __all__ = ["no_thread_is_left"]
 
@@ -54,7 +53,7 @@ def test_traffic_of_a_pass(tier: str, checkpoint_factory) -> None:
         for _ in range(4):
             backend.extend([5], [PREFIX])
         use = backend.stream_use
-        assert 4 * plan.copied_bytes <= use.bytes_copied <= 5 * plan.copied_bytes
+        assert 4 * plan.moved_bytes <= use.bytes_copied <= 5 * plan.moved_bytes
         # A file ends before its last block does, and how much is read ahead is a matter of luck.
         tensors = [r.n_bytes for layer in plan.layers for r in layer.tensors if tier == STORAGE]
         assert 4 * sum(tensors) <= use.bytes_streamed <= 6 * plan.streamed_bytes
@@ -122,11 +121,10 @@ def test_a_plan_over_tiers_loads_the_model_onto_the_device(
     directory = checkpoint_factory("llama")
     source = HfSource(directory, BackendOptions())
     loading = Loading(
-        plan_residency(source.layers, 10**9),
+        tiered_model(source.model, everywhere),
         max_context=64,
         max_nodes=8,
         max_rows=8,
-        tiers=tiered_model(source.model, everywhere),
         vram_bytes=123_456_789,
     )
     with source.load(loading) as backend, TorchBackend.resident(directory) as resident:
@@ -155,7 +153,6 @@ def test_masks_are_given_back_with_the_rest(checkpoint_factory) -> None:
 @pytest.mark.skipif(cuda_problem() is None, reason="there is a GPU")
 def test_without_a_gpu_one_line_says_what_to_do(checkpoint_factory) -> None:
     source = HfSource(checkpoint_factory("llama"), BackendOptions())
-    tiers = tiered_model(source.model, all_there)
-    loading = Loading(plan_residency(source.layers, 10**9), 64, 8, 8, tiers=tiers, vram_bytes=1)
+    loading = Loading(tiered_model(source.model, all_there), 64, 8, 8, vram_bytes=1)
     with pytest.raises(BackendError, match="install a CUDA build|check nvidia-smi"):
         source.load(loading)

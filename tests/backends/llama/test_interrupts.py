@@ -18,7 +18,7 @@ pytest.importorskip("gguf")
 from backends.contract.backend import PREFIX
 from backends.llama.backend import LlamaBackend
 from backends.llama.model import load_gguf_model
-from offload.residency.plan import ResidencyPlan
+from offload.residency.placement import Placement
 
 # An interrupt inside of what is being dropped is reported, not raised.
 pytestmark = [
@@ -32,7 +32,7 @@ PROMPT = [3, 17, 5, 60, 41, 8]
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaBackend]:
     path = tmp_path_factory.mktemp("gguf") / "m.gguf"
     model = load_gguf_model(save_tiny_gguf("llama", path, n_layers=2))
-    plan = ResidencyPlan(model.layers, 1, 0, 0, 0, 0, 0)
+    plan = Placement(model.layers, 1)
     with LlamaBackend(
         model, residency=plan, max_context=40, max_nodes=8, n_threads=1, flash_attention=True
     ) as made:

@@ -33,7 +33,7 @@ from backends.llama.model import load_gguf_model
 from backends.llama.passes import PassCancelled
 from backends.llama.source import GgufSource
 from offload.formats.gguf_index import GgufError
-from offload.residency.plan import ResidencyPlan
+from offload.residency.placement import Placement
 
 pytestmark = pytest.mark.gguf
 
@@ -227,7 +227,7 @@ def test_a_long_pass_in_memory_can_be_cancelled(path, monkeypatch):
         ({"max_nodes": 0}, "max_nodes must be 1 or more"),
         ({"cache_type_k": "q2"}, "cache type 'q2' is not one of"),
         (
-            {"load_mode": "ram", "residency": ResidencyPlan((), 2, 0, 0, 0, 0, 0)},
+            {"load_mode": "ram", "residency": Placement((), 2)},
             "takes no residency",
         ),
     ],

@@ -24,7 +24,7 @@ from backends.llama.graph import make_schedule
 from backends.llama.library import LlamaError
 from backends.llama.passes import PassCancelled
 from backends.llama.stream import _QUICK_HANDOVER
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 from offload.storage.direct_io import StorageError
 
 pytestmark = pytest.mark.gguf

@@ -182,6 +182,6 @@ def test_a_small_model_on_a_gpu_is_timed_there_and_as_a_draft_runs(
     (loading,) = seen  # once in a process
     assert first.per_byte == second.per_byte
     assert first.per_byte.seconds(1) > 0
-    assert loading.tiers is not None
-    assert loading.tiers.copied_bytes == 0
+    assert loading.residency.is_on_device
+    assert loading.residency.moved_bytes == 0
     assert loading.vram_bytes is None  # what was promised to other models stays promised

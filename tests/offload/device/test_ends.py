@@ -37,14 +37,13 @@ def interrupted_walk(streamer, device, weights, first: int, then: int | None = N
     return interrupts.places
 
 
-@pytest.mark.parametrize("n_slots", [1, 2])
 @pytest.mark.parametrize("policies", [(Policy.LATE, Policy.LATE), (Policy.EARLY, Policy.LATE)])
-def test_an_interrupt_at_every_call_of_a_pass(tmp_path: Path, n_slots: int, policies) -> None:
+def test_an_interrupt_at_every_call_of_a_pass(tmp_path: Path, policies) -> None:
     weights = write_weights(tmp_path, uneven_sizes(4, 1))
     device = FakeDevice(*policies)
     places: set[str] = set()
     watchdog = threading.Timer(HANG_SECONDS, lambda: streamer.close())
-    with streaming(tiered(weights, lambda i, j: MIXED[(i + j) % 5], n_slots), device) as streamer:
+    with streaming(tiered(weights, lambda i, j: MIXED[(i + j) % 5]), device) as streamer:
         watchdog.start()
         for at_call in range(1, 1000):
             found = interrupted_walk(streamer, device, weights, at_call)

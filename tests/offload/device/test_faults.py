@@ -19,7 +19,7 @@ from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
 from weight_files import FaultyReads, Weights, write_weights
 
 from offload.device.streamer import DeviceStreamer
-from offload.device.tiers import TierPlan
+from offload.residency.placement import Placement
 from offload.storage.aligned import ALIGNMENT
 from offload.storage.direct_io import StorageError
 
@@ -35,10 +35,9 @@ def any_run(test: Callable[..., None]) -> Callable[..., None]:
     return limits(given(data=st.data())(test))
 
 
-def any_plan(data: st.DataObject, weights: Weights, tiers: Sequence[str]) -> TierPlan:
-    """Tensors dealt out over `tiers` by turns, through rings of any depth."""
-    depths = [data.draw(st.integers(1, 3)) for _ in range(2)]
-    return tiered(weights, lambda i, j: tiers[(i + j) % len(tiers)], *depths)
+def any_plan(data: st.DataObject, weights: Weights, tiers: Sequence[str]) -> Placement:
+    """Tensors dealt out over `tiers` by turns, through a ring of any depth."""
+    return tiered(weights, lambda i, j: tiers[(i + j) % len(tiers)], data.draw(st.integers(1, 3)))
 
 
 def walk_with_errors(

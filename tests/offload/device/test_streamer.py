@@ -14,7 +14,7 @@ from weight_files import write_weights
 
 from offload.budget import BudgetExceeded
 from offload.device.streamer import DeviceStats, DeviceStreamer
-from offload.device.tiers import TieredLayer, TierPlan
+from offload.residency.placement import N_DEVICE_SLOTS, LayerWeights, Placement
 from offload.storage.aligned import ALIGNMENT
 
 PAGE = ALIGNMENT
@@ -47,8 +47,7 @@ def test_any_placement_any_depth_any_delay(
     plan = tiered(
         weights,
         lambda i, j: tiers[i][j],
-        n_device_slots=data.draw(st.integers(1, 4)),
-        n_pinned_slots=data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 3)),
     )
     device = FakeDevice(*data.draw(st.sampled_from(POLICIES)), seed=data.draw(st.integers(0, 999)))
     with streaming(plan, device) as streamer:
@@ -57,17 +56,14 @@ def test_any_placement_any_depth_any_delay(
         walk(streamer, device, weights, 2)
 
 
-@pytest.mark.parametrize("n_device_slots", range(1, 5))
 @pytest.mark.parametrize("copies", Policy)
 @pytest.mark.parametrize("computations", Policy)
-def test_every_layer_count_and_depth(
-    tmp_path: Path, n_device_slots: int, copies: Policy, computations: Policy
-) -> None:
+def test_every_layer_count_and_depth(tmp_path: Path, copies: Policy, computations: Policy) -> None:
     for n_layers in range(1, 7):
         folder = tmp_path / str(n_layers)
         folder.mkdir()
-        weights = write_weights(folder, uneven_sizes(n_layers, 7 * n_layers + n_device_slots))
-        plan = tiered(weights, lambda i, j: MIXED[(i + j) % 6], n_device_slots, 1 + n_layers % 3)
+        weights = write_weights(folder, uneven_sizes(n_layers, 7 * n_layers))
+        plan = tiered(weights, lambda i, j: MIXED[(i + j) % 6], 1 + n_layers % 3)
         device = FakeDevice(copies, computations, seed=n_layers)
         with streaming(plan, device) as streamer:
             walk(streamer, device, weights, 3)
@@ -78,20 +74,18 @@ def test_every_layer_count_and_depth(
 
 
 @pytest.mark.parametrize(
-    ("n_slots", "copy", "compute", "expected"),
+    ("copy", "compute", "expected"),
     [
-        (1, 4096, 1000.0, 6 * 5096.0),  # nothing overlaps
-        (2, 4096, 1000.0, 6 * 4096.0 + 1000),  # copies back to back, computations beside them
-        (2, 4096, 9000.0, 4096.0 + 6 * 9000),  # the other way around
-        (3, 4096, 9000.0, 4096.0 + 6 * 9000),
+        (4096, 1000.0, 6 * 4096.0 + 1000),  # copies back to back, computations beside them
+        (4096, 9000.0, 4096.0 + 6 * 9000),  # the other way around
     ],
 )
 def test_copies_and_computations_overlap(
-    tmp_path: Path, n_slots: int, copy: int, compute: float, expected: float
+    tmp_path: Path, copy: int, compute: float, expected: float
 ) -> None:
     weights = write_weights(tmp_path, [[copy]] * 6, padding=0)
     device = FakeDevice()
-    with streaming(tiered(weights, lambda i, j: HOST, n_slots), device) as streamer:
+    with streaming(tiered(weights, lambda i, j: HOST), device) as streamer:
         walk(streamer, device, weights, seconds=compute)
         assert device.compute_stream.clock == expected
         assert streamer.stats.copy_stall_seconds == expected - 6 * compute
@@ -124,18 +118,17 @@ def test_resident_layers_hide_copies(tmp_path: Path) -> None:
         assert (streamer.stats - before).copy_stall_seconds == 0.0
 
 
-@pytest.mark.parametrize("n_slots", [1, 2, 3])
-def test_little_is_enqueued_ahead_of_the_device(tmp_path: Path, n_slots: int) -> None:
+def test_little_is_enqueued_ahead_of_the_device(tmp_path: Path) -> None:
     """Else a cancel would come when the whole pass is enqueued, and wait for all of it."""
     weights = write_weights(tmp_path, [[4096]] * 8, padding=0)
     device = FakeDevice()  # which has computed nothing yet
-    with streaming(tiered(weights, lambda i, j: HOST, n_slots), device) as streamer:
+    with streaming(tiered(weights, lambda i, j: HOST), device) as streamer:
         for index in range(8):
             with streamer.layer(index):
                 device.compute(lambda: None)
                 with device.lock:
                     n_enqueued = sum(step.run is not None for step in device.copying.steps)
-                assert n_enqueued <= n_slots
+                assert n_enqueued <= N_DEVICE_SLOTS
 
 
 # --- figures and limits ---------------------------------------------------------------------------
@@ -143,7 +136,7 @@ def test_little_is_enqueued_ahead_of_the_device(tmp_path: Path, n_slots: int) ->
 
 def test_memory_is_as_planned_and_taken_once(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, uneven_sizes(6, 3, 90_000), n_files=2)
-    plan = tiered(weights, lambda i, j: MIXED[(i + j) % 6], 2, 3)
+    plan = tiered(weights, lambda i, j: MIXED[(i + j) % 6], 3)
     device = FakeDevice()
     with streaming(plan, device) as streamer:
         assert device.n_pinned <= plan.host_bytes < device.n_pinned + 20 * PAGE
@@ -162,7 +155,7 @@ def test_figures(tmp_path: Path) -> None:
         stats = streamer.stats
         assert stats.passes == 3
         # What the ring had copied ahead when the last pass ended comes on top.
-        assert 3 * plan.copied_bytes <= stats.bytes_copied <= 4 * plan.copied_bytes
+        assert 3 * plan.moved_bytes <= stats.bytes_copied <= 4 * plan.moved_bytes
         assert 3 * plan.streamed_bytes <= stats.bytes_read <= 5 * plan.streamed_bytes
         assert stats.copy_stall_seconds > 0
         assert (stats - stats) == DeviceStats()
@@ -173,7 +166,7 @@ def test_all_on_the_device_needs_no_threads_and_no_pinned_memory(tmp_path: Path)
     device = FakeDevice()
     seen: list[tuple[int, int]] = []
     with streaming(
-        tiered(weights, lambda i, j: DEVICE, 0, 0),
+        tiered(weights, lambda i, j: DEVICE, 0),
         device,
         progress=lambda done, total: seen.append((done, total)),
     ) as streamer:
@@ -206,7 +199,7 @@ def test_a_device_too_small_leaves_nothing_behind(tmp_path: Path) -> None:
         assert (device.n_allocated, device.n_pinned) == (0, 0)
 
 
-def test_a_tier_plan_is_checked(tmp_path: Path) -> None:
+def test_a_placement_is_checked(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[9000], [5000]])
     names = frozenset(r.name for r in weights.layers[0].tensors)
     for on_device, in_host, said in (
@@ -215,10 +208,8 @@ def test_a_tier_plan_is_checked(tmp_path: Path) -> None:
         (frozenset(), frozenset({"other"}), "not in the layer"),
     ):
         with pytest.raises(ValueError, match=said):
-            TieredLayer(weights.layers[0].tensors, on_device, in_host)
-    with pytest.raises(ValueError, match="through no device slot"):
-        tiered(weights, lambda i, j: HOST, 0, 1)
-    with pytest.raises(ValueError, match="through no pinned slot"):
-        tiered(weights, lambda i, j: STORAGE, 1, 0)
-    assert tiered(weights, lambda i, j: STORAGE, 9, 9).used_pinned_slots == 2
-    assert TierPlan(()).device_bytes == 0
+            LayerWeights(weights.layers[0].tensors, in_host, on_device)
+    with pytest.raises(ValueError, match="through no slot"):
+        tiered(weights, lambda i, j: STORAGE, 0)
+    assert tiered(weights, lambda i, j: STORAGE, 9).n_slots == 2
+    assert Placement(()).device_bytes == 0

@@ -20,7 +20,7 @@ from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import AddressSpaceError, MappedRange
 from offload.paging.pager import Pager
 from offload.paging.plan import paging_overhead_bytes, plan_paging
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 

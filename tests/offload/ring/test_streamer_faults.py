@@ -16,7 +16,7 @@ import pytest
 from streaming import small_weights, uneven_sizes
 from weight_files import FaultyReads, write_weights
 
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 from offload.ring.streamer import (
     WeightStreamer,
     load_resident,

@@ -115,7 +115,7 @@ def test_gguf_beams_equal_those_computed_anew(family, is_streamed, tmp_path):
     pytest.importorskip("llama_cpp")
     from backends.llama.backend import LlamaBackend
     from backends.llama.model import load_gguf_model
-    from offload.residency.plan import ResidencyPlan
+    from offload.residency.placement import Placement
 
     model = load_gguf_model(save_tiny_gguf(family, tmp_path / "model.gguf", seed=4))
     options: dict[str, Any] = {
@@ -125,7 +125,7 @@ def test_gguf_beams_equal_those_computed_anew(family, is_streamed, tmp_path):
         "cache_type_v": "f32",
         "flash_attention": False,
     }
-    plan = ResidencyPlan(tuple(model.layers), 2, 0, 0, 0, 0, 0)
+    plan = Placement(tuple(model.layers), 2)
     loading = {"residency": plan, "load_mode": "stream"} if is_streamed else {"load_mode": "mmap"}
     with (
         LlamaBackend(model, load_mode="mmap", **options) as plain,

@@ -117,7 +117,7 @@ def test_shapes_say_how_deep_the_ring_is_and_what_the_draft_gets() -> None:
 
     def divide(**shape: object) -> tuple[int, int, int]:
         division = one.divide(total, Shape(8, **shape))
-        draft = 0 if division.draft is None else division.draft.total_bytes
+        draft = 0 if division.draft is None else division.draft.host_bytes
         return division.target.n_slots, draft, division.target.streamed_bytes
 
     assert divide(n_slots=5)[0] == 5

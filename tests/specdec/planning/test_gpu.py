@@ -16,7 +16,7 @@ from backends.cuda import engine as cuda_engine
 from backends.cuda import probe as cuda_probe
 from backends.cuda.probe import CudaMemory
 from backends.timing.measure import ComputeCurve
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights
 from offload.units import GIB, MIB
 from specdec.checks import ConfigError
 from specdec.models.opened import OpenedModel, OpenedPair

@@ -10,7 +10,6 @@ from paper_models import PaperModel
 from backends.contract.ranking import MAX_NOISE_POSITIONS, RANKED_TOGETHER
 from backends.timing.measure import ComputeCurve
 from offload.budget import BudgetExceeded
-from offload.device.planner import TieredPlan
 from offload.units import GIB, MIB
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import max_beams
@@ -53,15 +52,14 @@ def divider(
     kv=st.sampled_from([1000, MIB // 4]),
     more=st.tuples(st.integers(0, 1500), st.integers(0, 1500)),
     where=st.sampled_from(["cpu", "cuda"]),
-    slots=st.integers(1, 4),
 )
-def test_every_byte_of_both_is_accounted_for(sizes, kv, more, where, slots):
+def test_every_byte_of_both_is_accounted_for(sizes, kv, more, where):
     target = paper("t", sizes[0], sizes[1] * MIB, kv)
     draft = paper("d", sizes[2], sizes[3] * MIB, kv)
-    shape = Shape(8, draft_device=where, n_device_slots=slots)
+    shape = Shape(8, draft_device=where)
     with pytest.raises(BudgetExceeded, match="VRAM budget") as failure:
         divider(1, target, draft, where).divide(GIB, shape)
-    vram = failure.value.smallest_budget_bytes + (more[0] + slots * 2 * sizes[1]) * MIB
+    vram = failure.value.smallest_budget_bytes + (more[0] + 4 * sizes[1]) * MIB
     one = divider(vram, target, draft, where)
     with pytest.raises(BudgetExceeded, match="memory budget") as failure:
         one.divide(1, shape)
@@ -69,12 +67,12 @@ def test_every_byte_of_both_is_accounted_for(sizes, kv, more, where, slots):
     total = failure.value.smallest_budget_bytes + (more[1] + 2 * sizes[1]) * MIB
     division = one.divide(total, shape)
     plan, on_gpu, host = division.target, dict(division.vram.table()), dict(division.budget.table())
-    assert isinstance(plan, TieredPlan)
+    assert plan.is_on_device
     assert sum(on_gpu.values()) == vram
     assert sum(host.values()) == total
     assert min(on_gpu["available"], host["available"]) >= 0
-    assert on_gpu["layers"] + on_gpu["slots"] == plan.tiers.device_bytes
-    assert host["pinned layers"] + host["ring"] == plan.tiers.host_bytes
+    assert on_gpu["layers"] + on_gpu["slots"] == plan.device_bytes
+    assert host["pinned layers"] + host["ring"] == plan.host_bytes
     assert ("draft KV cache" in on_gpu) == (where == "cuda")
     assert ("draft KV cache" in host) == (where == "cpu")
     assert division.draft.n_moving_layers == 0 or where == "cpu"

@@ -131,7 +131,7 @@ def test_what_is_printed_tells_of_the_gpu(models, monkeypatch, capsys):
     out = capsys.readouterr().out
     for part in (
         "VRAM budget 2.00 GiB (as asked)",
-        "copied per pass through 1 slots",
+        "copied per pass through 2 slots",
         "draft: computed on the ",
         "copies to the GPU 1.00 GB/s",
         "smallest VRAM budget that works",

@@ -9,8 +9,8 @@ from paper_models import PaperModel
 
 from backends.contract.source import ModelCompute
 from backends.timing.measure import ComputeCurve
-from offload.device.planner import plan_tiers
 from offload.residency.plan import plan_residency
+from offload.residency.tiers import plan_tiers
 from offload.units import GIB, MIB
 from specdec.planning.pass_model import PassModel
 
@@ -53,13 +53,6 @@ def test_reads_that_slow_the_arithmetic_count_while_they_run():
     read_seconds = one.residency.streamed_bytes / 1e9
     # Of the second of arithmetic, half of the reading's time is lost.
     assert one.seconds(1) == pytest.approx(1 + read_seconds / 2, rel=1e-3)
-
-
-def test_drafting_is_hidden_by_the_ring_up_to_its_slots():
-    one = model(60 * MIB, linear(1e-6, 1e-9))
-    slot_seconds = one.residency.slot_bytes / 1e9
-    assert one.hidden_seconds(1, slot_seconds) == pytest.approx(slot_seconds, rel=0.01)
-    assert one.hidden_seconds(1, 100.0) <= 3 * slot_seconds + 1e-6
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from offload.residency.ring_simulation import LayerWork, Overlap, RingTimes, simulate_passes
+from offload.residency.simulation import LayerWork, Overlap, PassTimes, simulate_passes
 
 WORKS = st.lists(
     st.tuples(st.integers(0, 6), st.integers(0, 6)).map(lambda pair: LayerWork(*pair)),
@@ -171,10 +171,105 @@ def test_contention_costs_at_most_its_factors(layers, n_slots, read, compute):
     computing = sum(layer.compute_seconds for layer in layers)
     assert max(reading, computing) - 1e-6 <= slowed.seconds
     assert slowed.seconds <= reading * read + computing * compute + 1e-6
-    assert isinstance(alone, RingTimes)
+    assert isinstance(alone, PassTimes)
 
 
 def test_streaming_needs_a_slot():
     with pytest.raises(ValueError, match="needs a slot"):
         simulate_passes(uniform(2, 1, 1), 0)
     assert simulate_passes(uniform(2, 0, 1), 0).seconds == 2
+
+
+# --- a device ring as one more stage --------------------------------------------------------------
+
+
+def moved(read: float, copy: float, compute: float) -> LayerWork:
+    return LayerWork(read, compute, copy)
+
+
+SECONDS = st.integers(0, 6)
+TIERED_LAYERS = st.lists(
+    st.tuples(SECONDS, st.integers(1, 6), SECONDS, st.booleans()).map(
+        lambda one: moved(0, 0, one[2]) if one[3] else moved(*one[:3])
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+@pytest.mark.parametrize(
+    ("layers", "slots", "seconds", "stall"),
+    [
+        ([moved(0, 0, 3)] * 4, (0, 0), 12, 0),  # all on the device
+        ([moved(0, 3, 2)] * 4, (0, 1), 20, 12),  # one device slot: nothing overlaps
+        ([moved(0, 3, 2)] * 4, (0, 2), 12, 4),  # copies are the slowest
+        ([moved(0, 2, 3)] * 4, (0, 2), 12, 0),  # computing is
+        ([moved(5, 2, 1)] * 4, (2, 2), 20, 16),  # reading is
+        ([moved(5, 2, 1)] * 4, (1, 2), 28, 24),  # a read waits for the copy out of its slot
+        ([moved(3, 4, 1)] * 4, (2, 2), 16, 12),  # copies again
+        # Every second layer comes from host memory: its copy hides half of a read.
+        ([moved(4, 2, 0), moved(0, 2, 0)] * 2, (2, 2), 8, 8),
+        # A layer that stays on the device hides copies.
+        ([moved(0, 4, 1), moved(0, 0, 3)] * 2, (0, 2), 8, 0),
+    ],
+)
+def test_small_tiers_by_hand(layers, slots, seconds, stall):
+    times = simulate_passes(layers, *slots)
+    assert (times.seconds, times.stall_seconds) == (pytest.approx(seconds), pytest.approx(stall))
+
+
+@settings(max_examples=150, deadline=None)
+@given(layers=TIERED_LAYERS, n_slots=st.integers(1, 4), gap=st.integers(0, 9))
+def test_without_storage_a_device_ring_is_like_one_that_files_are_read_to(layers, n_slots, gap):
+    """Copies then do what reads do there."""
+    copied = simulate_passes(
+        [moved(0, one.copy_seconds, one.compute_seconds) for one in layers],
+        0,
+        n_slots,
+        outer_seconds=1,
+        gap_seconds=gap,
+    )
+    read = simulate_passes(
+        [LayerWork(one.copy_seconds, one.compute_seconds) for one in layers],
+        n_slots,
+        outer_seconds=1,
+        gap_seconds=gap,
+    )
+    assert copied.cycle_seconds == pytest.approx(read.cycle_seconds, rel=0.01)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    layers=TIERED_LAYERS,
+    n_host=st.integers(1, 4),
+    n_device=st.integers(1, 4),
+    gap=st.integers(0, 9),
+)
+def test_a_pass_lies_between_the_slowest_and_the_sum_and_slots_help(layers, n_host, n_device, gap):
+    def cycle(host: int, device: int) -> float:
+        return simulate_passes(layers, host, device, gap_seconds=gap).cycle_seconds
+
+    reads = sum(one.read_seconds for one in layers)
+    copies = sum(one.copy_seconds for one in layers)
+    computes = sum(one.compute_seconds for one in layers) + gap
+    now = cycle(n_host, n_device)
+    assert max(reads, copies, computes) <= now + 1e-6
+    assert now <= reads + copies + computes + 1e-6
+    assert cycle(n_host + 1, n_device) <= now * 1.01 + 1e-6
+    assert cycle(n_host, n_device + 1) <= now * 1.01 + 1e-6
+
+
+def test_drafting_between_passes_is_hidden_as_far_as_slots_go():
+    layers = [moved(0, 2, 1)] * 8  # 16 seconds of copies
+    assert simulate_passes(layers, 0, 2, gap_seconds=2).cycle_seconds == pytest.approx(16)
+    deep = [simulate_passes(layers, 0, n, gap_seconds=7).cycle_seconds for n in (2, 3, 4)]
+    assert deep[0] > deep[1] > deep[2]
+
+
+def test_what_is_read_is_copied_and_both_need_slots():
+    with pytest.raises(ValueError, match="copied"):
+        simulate_passes([moved(1, 0, 1), moved(0, 1, 1)], 1, 1)
+    with pytest.raises(ValueError, match="needs a slot"):
+        simulate_passes([moved(1, 1, 1)], 0, 2)
+    with pytest.raises(ValueError, match="needs a slot"):
+        simulate_passes([moved(0, 1, 1)], 1, 0)

@@ -9,15 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.budget import BudgetExceeded
-from offload.device.planner import (
-    TieredPlan,
-    choose_on_device,
-    least_on_device,
-    plan_tiers,
-    smallest_host_bytes,
-)
 from offload.formats.tensors import TensorRecord
-from offload.residency.plan import LayerWeights
+from offload.residency.placement import LayerWeights, Placement
+from offload.residency.plan import least_host_bytes
+from offload.residency.tiers import fill_device, least_device_bytes, plan_tiers
 from offload.units import GIB, KIB, MIB
 
 _ROLES = {"down": 4, "gate": 4, "up": 4, "norm": 0.001, "q": 2, "o": 2}
@@ -38,16 +33,14 @@ def model(n_layers: int, unit_bytes: int, start: int = 1_000) -> list[LayerWeigh
     return layers
 
 
-def check(plan: TieredPlan, layers: list[LayerWeights], host: int, device: int) -> None:
+def check(plan: Placement, layers: list[LayerWeights], host: int, device: int) -> None:
     """What must hold for every plan."""
-    tiers = plan.tiers
-    assert tiers.device_bytes <= device
-    assert tiers.host_bytes <= host
-    assert plan.total_bytes == tiers.host_bytes
-    assert [one.tensors for one in tiers.layers] == [one.tensors for one in layers]
-    assert plan.streamed_bytes == tiers.streamed_bytes
-    assert plan.n_streamed_layers == tiers.n_streamed_layers
-    assert plan.moved_bytes == tiers.copied_bytes >= tiers.streamed_bytes
+    assert plan.device_bytes <= device
+    assert plan.host_bytes <= host
+    assert [one.tensors for one in plan.layers] == [one.tensors for one in layers]
+    assert plan.moved_bytes >= plan.streamed_bytes
+    assert plan.n_moving_layers >= plan.n_streamed_layers
+    assert plan.n_device_slots == min(2, plan.n_moving_layers)
 
 
 @settings(max_examples=60, deadline=None)
@@ -55,35 +48,28 @@ def check(plan: TieredPlan, layers: list[LayerWeights], host: int, device: int) 
     n_layers=st.integers(1, 9),
     unit=st.integers(1, 40).map(lambda n: n * 61 * KIB),
     more=st.tuples(st.integers(0, 60), st.integers(0, 60)),
-    slots=st.tuples(st.sampled_from([None, 1, 2, 3]), st.integers(1, 3)),
+    n_slots=st.sampled_from([None, 1, 2, 3]),
 )
-def test_every_plan_keeps_to_both_memories(n_layers, unit, more, slots):
+def test_every_plan_keeps_to_both_memories(n_layers, unit, more, n_slots):
     layers = model(n_layers, unit)
-    n_slots, n_device_slots = slots
-    device = least_on_device(layers, n_device_slots) + more[0] * MIB
-    chosen = choose_on_device(layers, device, n_device_slots)
-    host = smallest_host_bytes(layers, chosen, n_slots) + more[1] * MIB
-    plan = plan_tiers(layers, host, device, n_slots=n_slots, n_device_slots=n_device_slots)
+    least = least_device_bytes(layers)
+    device = least + more[0] * MIB
+    smallest = least_host_bytes(fill_device(layers, device), n_slots, is_on_device=True)
+    host = smallest + more[1] * MIB
+    plan = plan_tiers(layers, host, device, n_slots=n_slots)
     check(plan, layers, host, device)
-    least = least_on_device(layers, n_device_slots)
     with pytest.raises(BudgetExceeded, match="VRAM budget"):
-        plan_tiers(layers, host, least - 1, n_slots=n_slots, n_device_slots=n_device_slots)
-    if plan.smallest_bytes:
+        plan_tiers(layers, host, least - 1, n_slots=n_slots)
+    if smallest:
         with pytest.raises(BudgetExceeded, match="memory budget"):
-            plan_tiers(
-                layers,
-                plan.smallest_bytes - 1,
-                device,
-                n_slots=n_slots,
-                n_device_slots=n_device_slots,
-            )
+            plan_tiers(layers, smallest - 1, device, n_slots=n_slots)
 
 
 def test_a_model_that_fits_on_the_device_takes_no_host_memory():
     layers = model(8, MIB)
     plan = plan_tiers(layers, 0, GIB)
-    assert plan.n_moving_layers == plan.n_slots == plan.total_bytes == plan.moved_bytes == 0
-    assert plan.tiers.used_device_slots == 0
+    assert plan.n_moving_layers == plan.n_slots == plan.host_bytes == plan.moved_bytes == 0
+    assert plan.n_device_slots == 0
 
 
 def test_with_host_memory_enough_nothing_is_read_from_storage():
@@ -91,7 +77,7 @@ def test_with_host_memory_enough_nothing_is_read_from_storage():
     plan = plan_tiers(layers, 3 * GIB, GIB // 2)
     assert plan.streamed_bytes == plan.n_slots == 0
     total = sum(r.n_bytes for layer in layers for r in layer.tensors)
-    assert plan.moved_bytes == pytest.approx(total - plan.tiers.device_layout.n_bytes, rel=0.01)
+    assert plan.moved_bytes == pytest.approx(total - plan.device_layout.n_bytes, rel=0.01)
 
 
 def test_both_memories_are_used_up():
@@ -100,16 +86,16 @@ def test_both_memories_are_used_up():
     plan = plan_tiers(layers, GIB, GIB // 2)
     check(plan, layers, GIB, GIB // 2)
     largest = 16 * MIB
-    assert plan.tiers.device_bytes > GIB // 2 - largest
-    assert plan.total_bytes > GIB - largest
-    slots = plan.tiers.device_ring_bytes + plan.ring_bytes
+    assert plan.device_bytes > GIB // 2 - largest
+    assert plan.host_bytes > GIB - largest
+    slots = plan.device_ring_bytes + plan.ring_bytes
     total = sum(r.n_bytes for layer in layers for r in layer.tensors)
     assert plan.streamed_bytes == pytest.approx(total - 3 * GIB // 2 + slots, rel=0.03)
 
 
 def test_more_of_either_memory_never_moves_more():
     layers = model(24, 2 * MIB)
-    least = least_on_device(layers, 2)
+    least = least_device_bytes(layers)
     copied, streamed = [], []
     for more in range(0, 900, 100):
         plan = plan_tiers(layers, 256 * MIB, least + more * MIB)
