@@ -11,14 +11,12 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.decode.speedup import SpeedupRun, run_speedup
-from bench.decode.table import format_report
 from bench.process.child import check_child, run_child
 from bench.prompts.workloads import BUILT_IN, read_prompts
 from bench.synth.stand_in import StandIn, smallest_budget
@@ -69,9 +67,8 @@ def run_demo(
     keep: bool = False,
     source: str = "pair:target",
     format: str = "hf",
-) -> None:
-    """Grow `source`, run it with its draft, report on stdout, clean up; steps go to stderr."""
-    started = time.monotonic()
+) -> dict[str, Any]:
+    """Grow `source`, run it with its draft, clean up; steps go to stderr. See `run_speedup`."""
     if format not in FORMATS:
         raise DemoError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
     form = FORMATS[format]
@@ -99,14 +96,11 @@ def run_demo(
         argv += ["--format", format, "--dtype", form.dtype]
         check_child(run_child("bench", argv, None), "synth")
         os.sync()  # what is still being written would slow the reads
-        result = _run(target, form.draft, budget_bytes, enforce)
+        return _run(target, form.draft, budget_bytes, enforce)
     finally:
         if folder is not None and not keep:
             shutil.rmtree(folder, ignore_errors=True)
         _remove_empty(made)
-    print(_show_text(result))
-    print(format_report(result))
-    print(f"demo              {time.monotonic() - started:.0f} s in all")
 
 
 def _auto_budget(n_bytes: int) -> int:
@@ -222,7 +216,7 @@ def _cache_directory() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "specdec"
 
 
-def _show_text(result: dict[str, Any]) -> str:
+def text_of_first_prompt(result: dict[str, Any]) -> str:
     record = next(one for one in result["records"] if one["mode"] == "speculative")
     prompt = read_prompts(BUILT_IN, 1)[0].text
     return f"--- the first prompt and its continuation\n{prompt}{record['text']}\n---\n"

@@ -24,7 +24,7 @@ ROOMS = {
         "decode",
         "peers timeline rank",
         "prompts",
-        "process synth figures options",
+        "process synth figures options table",
         "train",
     ),
     "specdec": (

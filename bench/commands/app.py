@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import typer
 
-from bench.commands.budgets import budgets_command
 from bench.commands.curve import curve_command
 from bench.commands.demo import demo_command
 from bench.commands.peers import peers_command
@@ -18,6 +17,7 @@ from bench.commands.report import report_command
 from bench.commands.speedup import speedup_command
 from bench.commands.sweep import sweep_command
 from bench.commands.timeline import timeline_command
+from bench.options import UsageMistake
 from specdec.cli.errors import run_app
 from specdec.cli.signature import with_debug, with_options
 
@@ -39,7 +39,6 @@ _PASSED_ON = {
 }
 
 app.command("speedup")(with_options(speedup_command))
-app.command("budgets")(with_options(budgets_command))
 app.command("timeline")(with_options(timeline_command))
 app.command("curve")(with_options(curve_command))
 app.command("demo")(demo_command)
@@ -56,10 +55,16 @@ def synth(context: typer.Context) -> None:
     _pass_on("synth", "bench.commands.synth", "synth_command", context.args)
 
 
-@app.command(context_settings=_PASSED_ON)
-def predict(context: typer.Context) -> None:
-    """Predicted against measured speed, over models, budgets and storage speeds."""
-    _pass_on("predict", "bench.decode.predict", "predict_command", context.args)
+@app.command("budgets", context_settings=_PASSED_ON, hidden=True)
+def budgets() -> None:
+    """What it was: now an option."""
+    raise UsageMistake("budgets is now: specdec-bench sweep --budgets SIZE,SIZE,... --trees auto")
+
+
+@app.command("predict", context_settings=_PASSED_ON, hidden=True)
+def predict() -> None:
+    """What it was: now an option."""
+    raise UsageMistake("predict is now: specdec-bench sweep --predict --trees 0,16")
 
 
 @app.command("train-pair", context_settings=_PASSED_ON)

@@ -50,9 +50,10 @@ def curve_command(
 ) -> None:
     """Speedup against acceptance rate, with a drafter of known accuracy."""
     from bench.decode.curve import CurveError, CurveSettings, CurveSpec, run_curve
-    from bench.decode.curve_figures import format_curve
-    from bench.process.results import write_json
+    from bench.process.results import CURVE, write_json
     from bench.prompts.lengths import refuse_long
+    from bench.report.tables import tables
+    from bench.table import text_of
     from specdec.models.names import resolve_model
 
     settings = CurveSettings(parse_rates(rates), parse_lengths(sizes), max_tokens, ignore_eos, seed)
@@ -75,7 +76,7 @@ def curve_command(
     if output == "json":
         write_json(result, None)
     else:
-        typer.echo(format_curve(result))
+        typer.echo(text_of(tables(CURVE, result)))
     n_unexplained = sum(not one["explained"] for one in result["differences"])
     if n_unexplained:
         raise CurveError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,15 @@ def demo_command(
     debug: options.Debug = False,
 ) -> None:
     """A grown target of at least twice its budget, plain against speculative; about two minutes."""
-    from bench.demo import run_demo
+    from bench.demo import run_demo, text_of_first_prompt
+    from bench.process.results import SPEEDUP
+    from bench.report.tables import tables
+    from bench.table import text_of
 
-    run_demo(size=size, memory_budget=memory_budget, directory=directory, keep=keep, format=format)
+    started = time.monotonic()
+    result = run_demo(
+        size=size, memory_budget=memory_budget, directory=directory, keep=keep, format=format
+    )
+    typer.echo(text_of_first_prompt(result))
+    typer.echo(text_of(tables(SPEEDUP, result)))
+    typer.echo(f"demo              {time.monotonic() - started:.0f} s in all")

@@ -98,9 +98,11 @@ def peers_command(
     """specdec against other programs: same weights, prompts, threads and memory limit."""
     from bench.peers.compare import compare
     from bench.peers.runs import RunSettings
-    from bench.peers.table import format_comparison
+    from bench.process.results import PEERS as KIND
     from bench.process.results import write_json
     from bench.prompts.lengths import fitting
+    from bench.report.tables import tables
+    from bench.table import text_of
     from specdec.planning.division import DEFAULT_CTX_SIZE
 
     check_output(output)
@@ -141,7 +143,7 @@ def peers_command(
     if output == "json":
         write_json(result, None)
     else:
-        typer.echo(format_comparison(result))
+        typer.echo(text_of(tables(KIND, result)))
 
 
 def parse_peers(text: str) -> list[str]:

@@ -47,9 +47,11 @@ def policy_command(
     debug: options.Debug = False,
 ) -> None:
     """The automatic size of trees against fixed ones, in one process."""
-    from bench.decode.policy import PolicySpec, format_sweep, parse_sizes, sweep_in_child
-    from bench.process.results import write_json
+    from bench.decode.policy import PolicySpec, parse_sizes, sweep_in_child
+    from bench.process.results import POLICY, write_json
     from bench.prompts.lengths import refuse_long
+    from bench.report.tables import tables
+    from bench.table import text_of
     from specdec.models.names import resolve_model
 
     if enforce and load.memory_budget == "auto":
@@ -69,4 +71,4 @@ def policy_command(
     result = sweep_in_child(spec, ["specdec-bench", *context.obj.argv], enforce=enforce)
     if output_file is not None:
         write_json(result, output_file)
-    typer.echo(format_sweep(result))
+    typer.echo(text_of(tables(POLICY, result)))

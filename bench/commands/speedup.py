@@ -56,9 +56,10 @@ def speedup_command(
 ) -> None:
     """Plain streamed decoding against speculative decoding of the same target."""
     from bench.decode.speedup import SpeedupRun, run_speedup
-    from bench.decode.table import format_report
-    from bench.process.results import write_json
+    from bench.process.results import SPEEDUP, write_json
     from bench.prompts.lengths import refuse_long
+    from bench.report.tables import tables
+    from bench.table import text_of
     from offload.units import parse_bytes
     from specdec.models.names import resolve_model
 
@@ -82,7 +83,7 @@ def speedup_command(
     if output == "json":
         write_json(result, None)
     else:
-        typer.echo(format_report(result))
+        typer.echo(text_of(tables(SPEEDUP, result)))
 
 
 def _check_choices(

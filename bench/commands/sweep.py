@@ -13,6 +13,7 @@ import typer
 
 from bench.options import (
     EnforceAlways,
+    IgnoreEos,
     Prompts,
     SpreadPrompts,
     UsageMistake,
@@ -22,7 +23,7 @@ from bench.options import (
 from bench.prompts.workloads import BUILT_IN, describe_left_out, read_prompts, spread
 from offload.units import format_bytes, parse_bytes
 from specdec.cli import options
-from specdec.cli.groups import LoadOptions, parse_num_draft_tokens
+from specdec.cli.groups import LoadOptions, SamplingOptions, parse_num_draft_tokens
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -57,6 +58,21 @@ Trees = Annotated[
 TimeLimit = Annotated[
     float, typer.Option("--time-limit", min=1, help="Seconds of decoding for each setting.")
 ]
+Predict = Annotated[
+    bool,
+    typer.Option(
+        "--predict",
+        help="Hold the plan to what it says of seconds per pass and tokens per second.",
+    ),
+]
+Reference = Annotated[
+    Path | None,
+    typer.Option(
+        "--reference",
+        help="Report of `speedup` whose texts these must equal.",
+        show_default="the first setting's",
+    ),
+]
 Lines = Annotated[
     Path,
     typer.Option("-o", "--output-file", help="JSON Lines; what it holds is not measured again."),
@@ -66,6 +82,7 @@ Lines = Annotated[
 def sweep_command(
     context: typer.Context,
     load: LoadOptions,
+    sampling: SamplingOptions,
     output_file: Lines,
     budgets: Budgets = "auto",
     storage: Storage = "full",
@@ -75,14 +92,27 @@ def sweep_command(
     max_tokens: options.MaxTokens = 32,
     time_limit: TimeLimit = 120.0,
     enforce: EnforceAlways = True,
+    ignore_eos: IgnoreEos = False,
+    predict: Predict = False,
+    reference: Reference = None,
     debug: options.Debug = False,
 ) -> None:
     """Budgets x storage speeds x tree sizes; interrupted, it goes on where it was."""
     from bench.peers.registry import Weights
     from bench.peers.runs import RunSettings
-    from bench.peers.sweep import Sweep, all_settings, drop_torn_line, recorded_budgets, run_sweep
+    from bench.peers.sweep import (
+        Sweep,
+        all_settings,
+        drop_torn_line,
+        recorded_budgets,
+        reference_texts,
+        run_sweep,
+    )
     from bench.process.provenance import collect
+    from bench.process.results import SWEEP, read_results
     from bench.prompts.lengths import fitting
+    from bench.report.tables import tables
+    from bench.table import text_of
     from specdec.planning.division import DEFAULT_CTX_SIZE
 
     check_writable("--output-file", output_file)
@@ -102,12 +132,16 @@ def sweep_command(
         n_threads=load.threads or psutil.cpu_count(logical=False) or 1,
         n_ctx=load.ctx_size or DEFAULT_CTX_SIZE,
         enforce=enforce,
+        ignore_eos=ignore_eos,
         load={name: value for name, value in load.as_keywords().items() if name not in own},
+        sampling={"seed": 0, **given} if (given := sampling.as_keywords()) else {},
+        predict=predict,
     )
+    texts = None if reference is None else reference_texts(reference)
     fit, n_too_long = fitting(read_prompts(prompts), weights.model, load.ctx_size, max_tokens)
     if n_too_long:
         typer.echo(describe_left_out(n_too_long, max_tokens), err=True)
-    sweep = Sweep(weights, tuple(spread(fit, n_prompts)), base)
+    sweep = Sweep(weights, tuple(spread(fit, n_prompts)), base, reference=texts)
     if not amounts:
         drop_torn_line(output_file)
         amounts = recorded_budgets(output_file, sweep) or find_budgets(load)
@@ -119,6 +153,7 @@ def sweep_command(
             settings, run_sweep(sweep, settings, output_file, provenance), strict=True
         ):
             advance(describe(setting, line), line is not None)
+    typer.echo(text_of(tables(SWEEP, read_results(output_file).value)))
 
 
 def parse_speeds(text: str) -> list[float | None]:

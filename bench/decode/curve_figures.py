@@ -1,16 +1,14 @@
-"""From the records of a speedup curve to its points, and to a table. Pure functions."""
+"""From the records of a speedup curve to its points. Pure functions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from bench import figures as aggregate
 from bench.decode.known_drafter import expected_tokens
 from bench.figures import efficiency, median_pass_seconds, pass_times_of
-from offload.units import format_bytes
 from specdec.decoding.stats import ratio
 
 PLAIN_ROWS = 1
@@ -87,78 +85,3 @@ def _point(
         "efficiency": efficiency(speedup, stats["mean_acceptance_length"], seconds_1, seconds_n),
         "passes": stats["passes"],
     }
-
-
-# --- for people --------------------------------------------------------------------------------
-
-HEADINGS = (
-    "rate", "chain", "tok/pass", "expected", "tok/s", "speedup", "model", "T(1) s", "T(N) s",
-    "efficiency",
-)  # fmt: skip
-_WIDTHS = (5, 6, 9, 14, 9, 8, 8, 8, 8, 11)
-
-
-def cells(point: Mapping[str, Any]) -> tuple[str, ...]:
-    """A point under `HEADINGS`."""
-    return (
-        f"{point['rate']:.2f}",
-        str(point["n_draft_tokens"]),
-        f"{point['tokens_per_pass']:.2f}",
-        f"{point['expected_tokens_per_pass']:.2f} ± {point['standard_error']:.2f}",
-        f"{point['tokens_per_second']:.2f}",
-        f"{point['speedup']:.2f}x",
-        f"{point['predicted_speedup']:.2f}x",
-        _figure(point["plain_pass_seconds"], ".3f"),
-        _figure(point["pass_seconds"], ".3f"),
-        _figure(point["efficiency"], ".2f"),
-    )
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def best_line(result: Mapping[str, Any]) -> str:
-    return "fastest chain by rate: " + ", ".join(
-        f"{one['rate']:.2f}: {one['n_draft_tokens']} ({one['speedup']:.2f}x)"
-        for one in result["best"]
-    )
-
-
-def format_curve(result: Mapping[str, Any]) -> str:
-    """The whole result as text."""
-    kept = "enforced by a cgroup" if result["enforced"] else "not enforced"
-    lines = [
-        f"target  {Path(result['model']).name}",
-        f"budget  {format_bytes(result['memory_budget_bytes'])} ({kept})",
-        f"prompts {result['n_prompts']} x {result['max_tokens']} tokens, greedy; every draft token "
-        "is right with the probability `rate`",
-        "",
-        _row(HEADINGS),
-    ]
-    rate = None
-    for point in result["points"]:
-        if rate not in (None, point["rate"]):
-            lines.append("")
-        rate = point["rate"]
-        lines.append(_row(cells(point)))
-    return "\n".join([*lines, "", best_line(result), *difference_lines(result)])
-
-
-def _row(texts: Sequence[str]) -> str:
-    return "".join(text.rjust(width) for text, width in zip(texts, _WIDTHS, strict=True))
-
-
-def difference_lines(result: Mapping[str, Any]) -> list[str]:
-    """How many texts are plain decoding's, and where and why others are not."""
-    differences = result["differences"]
-    n_equal = result["n_texts"] - len(differences)
-    lines = [f"texts equal to plain decoding's: {n_equal} of {result['n_texts']}"]
-    for place in dict.fromkeys((one["prompt"], one["position"]) for one in differences):
-        same = [one for one in differences if (one["prompt"], one["position"]) == place]
-        verdict = "a near tie" if all(one["explained"] for one in same) else "NOT a near tie"
-        lines.append(
-            f"  {place[0]} differs from token {place[1]} on, {len(same)} times: {verdict}, logits "
-            f"{same[0]['gap']:.3g} apart, drift between passes {same[0]['drift']:.3g}"
-        )
-    return lines

@@ -178,25 +178,5 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def format_sweep(result: Mapping[str, Any]) -> str:
-    """One line for each way."""
-    lines = ["way      tok/s  tokens/pass  tree nodes  drafting"]
-    for row in result["rows"]:
-        lines.append(
-            f"{row['way']:<7} {row['tokens_per_second']:6.2f}"
-            f"  {row['mean_acceptance_length']:11.2f}"
-            f"  {row['mean_tree_nodes']:10.1f}  {100 * row['draft_share']:6.0f} %"
-            f"{aggregate.lossy_mark(row)}"
-        )
-    last = (
-        f"auto is {result['auto_versus_best_fixed']:.3f} x the best fixed size "
-        f"({result['best_fixed']})"
-    )
-    if result["auto_versus_plain"] is not None:
-        last += f", {result['auto_versus_plain']:.3f} x plain decoding"
-    lines.append(last)
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
     sys.exit(measure_for_parent(sys.argv[1:], lambda path: run_sweep(PolicySpec.read(path))))

@@ -1,33 +1,22 @@
-"""Do two runs of `specdec-bench peers` agree in their ratios?
-
-    python -m bench.peers.agreement FIRST.json AGAIN.json --within 15
+"""Do two runs of `specdec-bench peers` agree in their ratios? `specdec-bench report --within`.
 
 How far a program comes within its time differs from run to run, and ratios over other tokens
 compare texts. So each pair is taken over the places of the prompts' texts that both programs came
-to in both runs. Prints every pair's ratio in both, and exits with 1 where one is off by more.
+to in both runs.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from bench.figures import describe_ratio, seconds_by_position
-from bench.options import OutputFile, check_writable
+from bench.figures import seconds_by_position
 from bench.peers.compare import label
-from bench.process.results import PEERS, ResultsError, read_results, write_json
-from specdec.cli.errors import run_app
 
 Seconds = dict[tuple[str, int], float]
 """(prompt, position in the text) -> of this token."""
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True)
@@ -72,43 +61,3 @@ def _seconds(result: Mapping[str, Any]) -> dict[str, Seconds]:
         for row in rows
         if row.get("prompts")
     }
-
-
-@app.command()
-def main(
-    first: Annotated[Path, typer.Argument(help="JSON of specdec-bench peers.")],
-    again: Annotated[Path, typer.Argument(help="JSON of the same command, run again.")],
-    within: Annotated[
-        float, typer.Option("--within", min=0.0, help="Percent that a ratio may differ by.")
-    ] = 15.0,
-    output_file: OutputFile = None,
-) -> None:
-    """Compare the ratios of two runs over the tokens of both."""
-    check_writable("--output-file", output_file)
-    found = list(agreements(_read(first), _read(again)))
-    if not found:
-        raise ResultsError(f"{first} and {again} have no pair of programs with the same tokens")
-    width = max(len(f"{one.name} / {one.other}") for one in found)
-    for one in found:
-        pair = f"{one.name} / {one.other}"
-        typer.echo(
-            f"{pair:<{width}} {one.first:8.2f} {one.again:8.2f} {one.difference:7.1%} "
-            f"({describe_ratio(vars(one))})"
-        )
-    largest = max(found, key=lambda one: one.difference)
-    typer.echo(f"largest difference {largest.difference:.1%}: {largest.name} / {largest.other}")
-    if output_file is not None:
-        pairs = [{**vars(one), "difference": one.difference} for one in found]
-        write_json({"agreement": pairs, "largest": largest.difference}, output_file)
-    raise typer.Exit(int(largest.difference > within / 100))
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    results = read_results(path)
-    if results.kind != PEERS:
-        raise ResultsError(f"{path} holds results of {results.kind}: give JSON of peers")
-    return results.value
-
-
-if __name__ == "__main__":
-    sys.exit(run_app(app, "bench.peers.agreement", sys.argv[1:]))

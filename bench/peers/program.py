@@ -73,14 +73,17 @@ class Journal:
     def loaded(self, settings: dict[str, Any]) -> None:
         """The model is ready; call once, before the first prompt."""
         seconds = time.perf_counter() - self._started
-        self._write({"loaded": {"load_seconds": seconds, "settings": settings}})
+        self.note("loaded", {"load_seconds": seconds, "settings": settings})
         self._pace = _Pace(self._task)
 
-    def decode(self, decode: Callable[[Prompt, Clock], dict[str, Any]]) -> None:
+    def decode(self, decode: Callable[[Prompt, Clock], dict[str, Any]]) -> list[dict[str, Any]]:
         """Call `decode` for the prompts that there is time for; it returns its record's extras.
+
+        Returns the records.
 
         `decode` must note every arrival on the clock and end when the clock says so.
         """
+        records = []
         for prompt in self._task.prompts:
             if self._pace.is_over:
                 break
@@ -88,21 +91,23 @@ class Journal:
             extras = decode(prompt, clock)
             self._pace.count()
             record = {"prompt": prompt.name, "category": prompt.category, **clock.record()}
-            self._write({"prompt": record | extras})
+            records.append(record | extras)
+            self.note("prompt", records[-1])
+        return records
 
     def done(self) -> None:
         from offload.process.memory import process_memory
 
-        self._write({"done": {"peak_rss_bytes": process_memory().peak_rss_bytes}})
+        self.note("done", {"peak_rss_bytes": process_memory().peak_rss_bytes})
 
     def failed(self, error: BaseException) -> None:
         text = " ".join(str(error).split())
         name = "" if isinstance(error, SpecdecError) else f"{type(error).__name__}: "
-        self._write({"error": (name + text)[:500]})
+        self.note("error", (name + text)[:500])
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def note(self, kind: str, value: Any) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({kind: value}) + "\n")
 
 
 class Clock:

@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ TRIAL_TOKENS = 10
 """The page cache serves more of a model's file as it fills: the first few tokens do not show it."""
 TRIAL_SPECULATED_TOKENS = LEAST_SPECULATED_TOKENS
 _AMOUNT = "cpu_memory_bytes"
+_JOURNAL: dict[str, Any] = {"loaded": {}, "done": {}, "error": None, "prompts": []}
 _QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 
 
@@ -53,6 +55,10 @@ class RunSettings:
     """For accelerate: memory for weights, instead of the best of several amounts."""
     load: Mapping[str, Any] = field(default_factory=dict)
     """More keywords of `specdec.load`, for specdec alone."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of `LLM.generate`, for specdec alone; greedy where it is empty."""
+    predict: bool = False
+    """Whether specdec's plan is held to what it said."""
     interpreters: Mapping[str, Interpreter] = field(default_factory=dict)
     """By the name of the program, where it has one of its own."""
 
@@ -73,10 +79,12 @@ class ProcessRun:
     settings: dict[str, Any]
     peak_rss_bytes: int | None
     records: list[dict[str, Any]]
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What else the program wrote in its journal."""
 
     def figures(self) -> dict[str, Any]:
-        """All but the records and settings, for JSON."""
-        left_out = ("records", "settings")
+        """All but the records, settings and notes, for JSON."""
+        left_out = ("records", "settings", "notes")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
@@ -195,6 +203,7 @@ class ProgramRunner:
                 settings=journal["loaded"].get("settings", {}),
                 peak_rss_bytes=journal["done"].get("peak_rss_bytes"),
                 records=journal["prompts"],
+                notes={k: v for k, v in journal.items() if k not in _JOURNAL},
             )
 
     def _forget_cached(self) -> None:
@@ -209,8 +218,12 @@ class ProgramRunner:
         if self._rewritten is not None:
             return {"rewritten": self._rewritten.name}
         if self.peer.module == "bench.peers.specdec":
-            plain = {} if self.peer.uses_draft else {"spec_type": "none"}
-            return {**self.settings.load, **plain}
+            more: dict[str, Any] = {} if self.peer.uses_draft else {"spec_type": "none"}
+            if self.settings.sampling:
+                more["sampling"] = dict(self.settings.sampling)
+            if self.settings.predict:
+                more["predict"] = True
+            return {**self.settings.load, **more}
         return {}
 
     def _limits(self, seconds: float) -> Limits:
@@ -235,7 +248,7 @@ def say(line: str) -> None:
 
 def _read_journal(path: Path) -> dict[str, Any]:
     """What the program wrote; a last line that was cut off by a kill is left out."""
-    journal: dict[str, Any] = {"loaded": {}, "done": {}, "error": None, "prompts": []}
+    journal = deepcopy(_JOURNAL)
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for line in lines:
         try:

@@ -14,9 +14,15 @@ from bench.prompts.workloads import Prompt
 if TYPE_CHECKING:
     from specdec.api import LLM
 
+_WARM_UP_TOKENS = 8  # the first passes pay for threads, caches and scratch memory
+
 
 def program(task: Task, journal: Journal) -> None:
-    """`options`: more keywords of `specdec.load`; spec_type "none" decodes plainly."""
+    """`options`: more keywords of `specdec.load`; spec_type "none" decodes plainly.
+
+    And "sampling", keywords of `LLM.generate`; "predict", whether to hold the plan to what it said.
+    """
+    from bench.peers.prediction import compare, probe_storage
     from specdec.api import load
 
     options: dict[str, Any] = {
@@ -25,14 +31,28 @@ def program(task: Task, journal: Journal) -> None:
         "ctx_size": task.n_ctx,
         "threads": task.n_threads,
     }
+    sampling = options.pop("sampling", {"temperature": 0.0})
+    predicts = options.pop("predict", False)
+    if predicts:  # just before: a virtual disk changes its speed
+        probe_storage(task.model)
     with load(task.model, task.draft, **options) as llm:
-        journal.loaded({**options, "draft_model": task.draft, "plan": llm.plan.to_dict()})
-        journal.decode(lambda prompt, clock: _decode(llm, task, prompt, clock))
+        settings = {**options, "draft_model": task.draft, "plan": llm.plan.to_dict()}
+        if predicts and task.prompts:
+            few = {**sampling, "max_tokens": _WARM_UP_TOKENS}
+            llm.generate(task.prompts[0].text, **few)
+        journal.loaded(settings)
+        records = journal.decode(lambda prompt, clock: _decode(llm, task, sampling, prompt, clock))
+        if predicts and records:
+            journal.note("prediction", compare(llm.plan, records))
+    if predicts:
+        journal.note("storage_bytes_per_second_after", probe_storage(task.model))
 
 
-def _decode(llm: LLM, task: Task, prompt: Prompt, clock: Clock) -> dict[str, Any]:
+def _decode(
+    llm: LLM, task: Task, sampling: dict[str, Any], prompt: Prompt, clock: Clock
+) -> dict[str, Any]:
     stream = llm.stream(
-        prompt.text, max_tokens=task.n_tokens, ignore_eos=task.ignore_eos, temperature=0.0
+        prompt.text, max_tokens=task.n_tokens, ignore_eos=task.ignore_eos, **sampling
     )
     for chunk in stream:
         if chunk.token_ids:  # the last one may bring text alone

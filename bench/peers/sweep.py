@@ -7,8 +7,15 @@ Every setting is one line of a JSON Lines file, written when it is finished:
     key         of the setting, the models, the prompts and the tokens: what a restart looks for
     exit, reason, tokens_per_second, time_to_first_token, seconds_per_token_median,
     seconds_per_token_p90, bytes_read_per_token, mean_acceptance_length, n_prompts, n_tokens,
-    acceptance_by_depth, peak_anonymous_bytes, cgroup_peak_bytes, storage_bytes_per_second (probed)
+    acceptance_by_depth, peak_anonymous_bytes, cgroup_peak_bytes, peak_rss_bytes,
+    storage_bytes_per_second (probed), records
                 as in bench.peers.compare
+    n_texts, n_equal_texts, first_mismatch
+                compared with the first setting's texts, or with those of an earlier report, as far
+                as both go
+    is_lossless, sampling
+    prediction, storage_bytes_per_second_after
+                with --predict: see bench.peers.prediction
     bytes_per_pass, predicted_tokens_per_second, smallest_budget_bytes     of specdec's own plan
     auto_budgets                the budgets that --budgets auto chose, and the key of what for; null
                                 where they were given
@@ -26,10 +33,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.figures import summarise
+from bench.figures import first_mismatch, of_mode, summarise
 from bench.peers.registry import PEERS, Weights
 from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
-from bench.process.results import SWEEP, ResultsError, append_line, read_results
+from bench.process.results import SPEEDUP, SWEEP, ResultsError, append_line, read_results
 from bench.prompts.workloads import Prompt
 from specdec.models.files import weight_files
 from specdec.planning.run_plan import RunPlan
@@ -58,6 +65,8 @@ class Sweep:
     """Budget, storage and tree are replaced by each setting's."""
     auto_budgets: tuple[int, ...] = ()
     """What --budgets auto chose; empty where budgets were given."""
+    reference: Mapping[str, Sequence[int]] | None = None
+    """Tokens by prompt that all texts are compared with; None: those of the first setting."""
 
 
 def all_settings(
@@ -146,12 +155,14 @@ def drop_torn_line(path: Path) -> None:
 
 def setting_key(sweep: Sweep, setting: Setting) -> str:
     """The same for the same measurement: models by their files' names, sizes and times."""
+    chosen = {"sampling": dict(sweep.base.sampling), "predict": sweep.base.predict}
     parts = {
         **_planned_parts(sweep),
         "setting": asdict(setting),
         "prompts": [[prompt.name, prompt.text] for prompt in sweep.prompts],
         "n_tokens": sweep.base.n_tokens,
         "enforce": sweep.base.enforce,
+        **{name: value for name, value in chosen.items() if value},
     }
     return _digest(parts)
 
@@ -192,7 +203,10 @@ def run_sweep(
         ResultsError: the file holds something else.
     """
     drop_torn_line(path)
-    done = finished_keys(path)
+    lines = _finished_lines(path)
+    done = {str(line["key"]) for line in lines}
+    known = [texts for line in lines if (texts := texts_of(line.get("records", ())))]
+    wanted = sweep.reference or (known[0] if known else None)
     chosen = {"key": _plan_key(sweep), "bytes": list(sweep.auto_budgets)}
     more = {"auto_budgets": chosen if sweep.auto_budgets else None, "provenance": dict(provenance)}
     for setting in settings:
@@ -200,10 +214,50 @@ def run_sweep(
         if key in done:
             yield None
             continue
-        line = {**measure_setting(sweep, setting), "key": key, **more}
+        line = measure_setting(sweep, setting)
+        texts = texts_of(line.get("records", ()))
+        wanted = wanted or texts or None
+        line |= {**_equality(texts, wanted or {}), "key": key, **more}
         append_line(line, path)
         done.add(key)
         yield line
+
+
+Texts = Mapping[str, Sequence[int]]
+"""Prompt -> token ids."""
+
+
+def texts_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Prompt -> token ids."""
+    return {record["prompt"]: list(record["token_ids"]) for record in records}
+
+
+def reference_texts(path: Path) -> dict[str, list[int]]:
+    """Of a report of `speedup`, or of a sweep's first setting. Raises ResultsError."""
+    results = read_results(path)
+    if results.kind == SPEEDUP:
+        records = of_mode(results.value["records"], "speculative")
+    elif results.kind == SWEEP:
+        records = results.value["settings"][0].get("records", ())
+    else:
+        raise ResultsError(f"{path} holds results of {results.kind}: give a report of speedup")
+    return texts_of(records)
+
+
+def _equality(texts: Texts, wanted: Texts) -> dict[str, Any]:
+    """As far as both texts go: a slow setting does fewer tokens."""
+    shared = [name for name in texts if name in wanted]
+    found = {
+        name: first_mismatch(texts[name][:n], wanted[name][:n])
+        for name in shared
+        for n in [min(len(texts[name]), len(wanted[name]))]
+    }
+    mismatches = {name: at for name, at in found.items() if at is not None}
+    return {
+        "n_texts": len(shared),
+        "n_equal_texts": len(shared) - len(mismatches),
+        "first_mismatch": mismatches,
+    }
 
 
 def measure_setting(sweep: Sweep, setting: Setting) -> dict[str, Any]:
@@ -223,6 +277,9 @@ def measure_setting(sweep: Sweep, setting: Setting) -> dict[str, Any]:
         "model": str(sweep.weights.model),
         "draft_model": None if sweep.weights.draft is None else str(sweep.weights.draft),
         "max_tokens": settings.n_tokens,
+        "sampling": dict(settings.sampling),
+        "records": run.records,
+        **run.notes,
     }
 
 
@@ -234,6 +291,8 @@ def _figures(run: ProcessRun, speculates: bool) -> dict[str, Any]:
         **summarise(run.records, speculates=speculates),
         "peak_anonymous_bytes": run.peak_anonymous_bytes,
         "cgroup_peak_bytes": run.cgroup_peak_bytes,
+        "peak_rss_bytes": run.peak_rss_bytes,
+        "is_lossless": all(one.get("stats", {}).get("is_lossless", True) for one in run.records),
         "storage_bytes_per_second": run.storage_bytes_per_second,
         "bytes_per_pass": plan.get("streamed_bytes_per_pass"),
         "predicted_tokens_per_second": plan.get("predicted_tokens_per_second"),

@@ -12,8 +12,8 @@ from typing import Any
 
 from offload.errors import SpecdecError
 
-PEERS, SPEEDUP, BUDGETS, SWEEP = "peers", "speedup", "budgets", "sweep"
-CURVE, POLICY, PREDICTION, PICTURE = "curve", "policy", "prediction", "picture"
+PEERS, SPEEDUP, SWEEP = "peers", "speedup", "sweep"
+CURVE, POLICY, PICTURE = "curve", "policy", "picture"
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -27,7 +27,7 @@ class Results:
 
     path: Path
     kind: str
-    """PEERS, SPEEDUP, BUDGETS, SWEEP, CURVE, POLICY, PREDICTION or PICTURE."""
+    """PEERS, SPEEDUP, SWEEP, CURVE, POLICY or PICTURE."""
     value: dict[str, Any]
     """The file's JSON object; of a sweep {"settings": [its lines]}."""
     png: bytes = b""
@@ -120,14 +120,10 @@ def _kind(value: Any) -> str | None:
         return PEERS
     if {"plain", "speculative", "records"} <= set(value):
         return SPEEDUP
-    if isinstance(value.get("budgets"), list):
-        return BUDGETS
     if isinstance(value.get("points"), list):
         return CURVE
     if {"rows", "best_fixed"} <= set(value):
         return POLICY
-    if {"settings", "largest_error"} <= set(value):
-        return PREDICTION
     return SWEEP if "setting" in value else None
 
 
@@ -152,6 +148,6 @@ def _sweep_lines(path: Path, text: str) -> list[dict[str, Any]]:
 
 def _unknown(path: Path) -> ResultsError:
     return ResultsError(
-        f"{path} holds no results: give JSON of specdec-bench peers, speedup, budgets, curve, "
-        "policy or predict, JSON lines of sweep, or the PNG of timeline"
+        f"{path} holds no results: give JSON of specdec-bench peers, speedup, curve or policy, "
+        "JSON lines of sweep, or the PNG of timeline"
     )

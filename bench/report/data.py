@@ -11,7 +11,7 @@ from bench import figures as aggregate
 from bench.decode.known_drafter import expected_tokens
 from bench.figures import count_of
 from bench.peers.compare import label
-from bench.process.results import BUDGETS, CURVE, PEERS, POLICY, SPEEDUP, SWEEP, Results
+from bench.process.results import CURVE, PEERS, POLICY, SPEEDUP, SWEEP, Results
 from specdec.decoding.stats import ratio
 
 PLAIN = "plain"
@@ -109,8 +109,6 @@ def _points_of(results: Results) -> list[Point]:
     if results.kind == SWEEP:
         lines = results.value["settings"]
         return [_sweep_point(line) for line in lines if line["tokens_per_second"]]
-    if results.kind == BUDGETS:
-        return _budget_points(results.value)
     return _speedup_points(results.value) if results.kind == SPEEDUP else []
 
 
@@ -192,7 +190,7 @@ def _sweep_point(line: Mapping[str, Any]) -> Point:
     mbps = setting["storage_mbps"]
     probed = line["storage_bytes_per_second"]
     return Point(
-        series=series_name(setting["num_draft_tokens"]),
+        series=series_name(setting["num_draft_tokens"]) + aggregate.lossy_mark(line),
         storage_mbps=mbps,
         budget_bytes=setting["memory_budget_bytes"],
         tokens_per_second=line["tokens_per_second"],
@@ -207,26 +205,6 @@ def series_name(num_draft_tokens: int | None) -> str:
     if num_draft_tokens == 0:
         return PLAIN
     return "tree: auto" if num_draft_tokens is None else f"tree: {num_draft_tokens} tokens"
-
-
-def _budget_points(value: Mapping[str, Any]) -> list[Point]:
-    from offload.units import parse_bytes
-
-    return [
-        Point(
-            series=SPECULATIVE + aggregate.lossy_mark(row),
-            storage_mbps=None,
-            budget_bytes=parse_bytes(row["memory_budget"]),
-            tokens_per_second=row["tokens_per_second"],
-            bytes_per_pass=row["streamed_bytes_per_pass"],
-            storage_bytes_per_second=aggregate.mean_bandwidth(
-                value["records"][row["memory_budget"]]
-            ),
-            tokens_per_pass=row["mean_acceptance_length"],
-        )
-        for row in value["budgets"]
-        if not row["killed"]
-    ]
 
 
 def _speedup_points(value: Mapping[str, Any]) -> list[Point]:

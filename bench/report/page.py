@@ -6,12 +6,12 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.peers.agreement import Agreement, agreements
 from bench.process.results import (
-    BUDGETS,
+    PEERS,
     PICTURE,
     SPEEDUP,
     SWEEP,
@@ -21,7 +21,9 @@ from bench.process.results import (
 )
 from bench.report import plots
 from bench.report.data import bars, curves, depths, points
-from bench.report.tables import Table, tables
+from bench.report.programs import agreement_table
+from bench.report.tables import tables
+from bench.table import Table
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 68rem; margin: 2rem auto;
@@ -84,16 +86,9 @@ def _budget_groups(several: Sequence[Results]) -> dict[str, list[Results]]:
     for results in several:
         if results.kind == SWEEP:
             groups.setdefault(results.name, []).append(results)
-        elif results.kind in (BUDGETS, SPEEDUP):
-            groups.setdefault(_model_name(results.value), []).append(results)
+        elif results.kind == SPEEDUP:
+            groups.setdefault(Path(results.value["model"]).stem, []).append(results)
     return groups
-
-
-def _model_name(value: Mapping[str, Any]) -> str:
-    """Of the target; the first results of `budgets` named it in their command only."""
-    argv = value["provenance"]["argv"]
-    named = [after for word, after in pairwise(argv) if word in ("-m", "--model")]
-    return Path(value.get("model") or named[0]).stem
 
 
 def write_report(several: Sequence[Results], path: Path) -> list[Path]:
@@ -123,7 +118,7 @@ def _check_whole(results: Results) -> None:
             describe(results)
         points([results])
         depths([results])
-        tables(results)
+        tables(results.kind, results.value)
         list(_provenance(results))
         _budget_groups([results])
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -144,11 +139,19 @@ def render(several: Sequence[Results], pictures: Sequence[Picture]) -> str:
         data = base64.b64encode(picture.png).decode("ascii")
         parts.append(f"<h2>{escape(picture.heading)}</h2>")
         parts.append(f'<img alt="{escape(picture.heading)}" src="data:image/png;base64,{data}">')
+    if found := agreement_of(several):
+        parts += _table(agreement_table(found), "Agreement of two runs")
     for results in several:
-        for table in tables(results):
-            parts += _table(table)
+        for table in tables(results.kind, results.value):
+            parts += _table(table, f"{table.heading}: {results.name}")
         parts += _provenance(results)
     return "\n".join([*parts, "</body></html>"]) + "\n"
+
+
+def agreement_of(several: Sequence[Results]) -> list[Agreement]:
+    """Of the first two results of `peers`, where they have programs in common."""
+    runs = [results.value for results in several if results.kind == PEERS]
+    return list(agreements(*runs[:2])) if len(runs) > 1 else []
 
 
 def describe(results: Results) -> str:
@@ -164,10 +167,10 @@ def describe(results: Results) -> str:
     return f"{', '.join(Path(name).name for name in names)} in {budget}{storage}"
 
 
-def _table(table: Table) -> Iterable[str]:
-    yield f"<h2>{escape(table.heading)}</h2>"
-    if table.note:
-        yield f'<p class="note">{escape(table.note)}</p>'
+def _table(table: Table, heading: str) -> Iterable[str]:
+    yield f"<h2>{escape(heading)}</h2>"
+    if table.about:
+        yield f'<p class="note">{"<br>".join(map(escape, table.about))}</p>'
     head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
     yield f"<table><thead><tr>{head}</tr></thead><tbody>"
     for row in table.rows:
@@ -175,6 +178,8 @@ def _table(table: Table) -> Iterable[str]:
         ours = ' class="ours"' if row[0].startswith("specdec") else ""
         yield f"<tr{ours}>{cells}</tr>"
     yield "</tbody></table>"
+    if table.notes:
+        yield f'<p class="note">{"<br>".join(map(escape, table.notes))}</p>'
 
 
 def _cell(text: str) -> str:

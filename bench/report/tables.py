@@ -1,234 +1,267 @@
-"""The report's tables: what `specdec-bench` prints, for a page."""
+"""What results say, as tables: on the terminal after a measurement, and on the report's page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.decode.curve_figures import HEADINGS, best_line, cells
-from bench.decode.table import ROWS
 from bench.figures import describe_ratio, lossy_mark
-from bench.peers.compare import label
-from bench.peers.table import COLUMNS, category_cell
-from bench.peers.table import cells as peer_cells
-from bench.process.results import BUDGETS, CURVE, PEERS, POLICY, PREDICTION, SPEEDUP, SWEEP, Results
+from bench.process.results import CURVE, PEERS, POLICY, SPEEDUP, SWEEP
 from bench.report.data import series_name
+from bench.report.programs import exit_of, held, program_tables
+from bench.table import Columns, Table, cell, cells, headings
 from offload.units import GIB, format_bytes
 
-KINDS = ("plain", "speculative")
-_PREDICTED = ("predicted", "measured", "error")
+Value = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Table:
-    """Texts; the first column names the row."""
-
-    heading: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-
-
-def tables(results: Results) -> list[Table]:
-    """One or more for each kind of results; none for a trace."""
+def tables(kind: str, value: Value) -> list[Table]:
+    """Of results of one kind (`bench.process.results`); none for a picture."""
     makers = {
-        PEERS: _peers, SPEEDUP: _speedup, BUDGETS: _budgets, SWEEP: _sweep, CURVE: _curve,
-        POLICY: _policy, PREDICTION: _prediction,
-    }  # fmt: skip
-    make = makers.get(results.kind)
-    return [] if make is None else make(results)
+        PEERS: program_tables,
+        SPEEDUP: _speedup,
+        SWEEP: _sweep,
+        CURVE: _curve,
+        POLICY: _policy,
+    }
+    return list(makers[kind](value)) if kind in makers else []
 
 
-def _peers(results: Results) -> list[Table]:
-    value, name = results.value, results.name
-    rows = value["peers"]
-    kept = "enforced by the kernel" if value["enforced"] else "not enforced"
-    note = (
-        f"{format_bytes(value['memory_budget_bytes'])}, {kept}; {value['n_prompts']} prompts x "
-        f"{value['max_tokens']} tokens, greedy; slow programs measure fewer, as the table says."
-    )
-    figures = Table(
-        f"Programs: {name}",
-        ("", *(heading for heading, *_ in COLUMNS), "exit"),
-        tuple((label(row, rows), *peer_cells(row), _exit(row)) for row in rows),
-        note,
-    )
-    return [figures, *_ratios(value, name), *_categories(rows, name)]
+def _storage(mbps: float | None) -> str:
+    return "full" if mbps is None else f"{mbps:g}"
 
 
-def _exit(row: Mapping[str, Any]) -> str:
-    return str(row["exit"]) if row["reason"] is None else f"{row['exit']}: {row['reason']}"
+# --- plain and speculative ------------------------------------------------------------------------
+
+_SPEEDUP_COLUMNS: Columns = (
+    ("tokens per second", "tokens_per_second", "{:.2f}", 1.0),
+    ("seconds per token", "time_per_output_token", "{:.3f}", 1.0),
+    ("seconds to first token", "time_to_first_token", "{:.2f}", 1.0),
+    ("tokens per pass", "mean_acceptance_length", "{:.2f}", 1.0),
+    ("acceptance rate", "acceptance_rate", "{:.2f}", 1.0),
+    ("accepted by n-gram", "ngram_share", "{:.2f}", 1.0),
+    ("GB streamed", "bytes_streamed", "{:.1f}", 1e9),
+    ("stall seconds", "stall_seconds", "{:.1f}", 1.0),
+    ("draft seconds", "draft_seconds", "{:.1f}", 1.0),
+    ("peak memory GiB", "peak_memory_bytes", "{:.2f}", GIB),
+)
 
 
-def _ratios(value: Mapping[str, Any], name: str) -> list[Table]:
-    ratios = value["ratios"]
-    names = [one for one in ratios if ratios[one]]
-    if not names:
-        return []
-    rows = tuple(
-        (
-            one,
-            *(
-                f"{ratios[one][other]['ratio']:.2f} ({describe_ratio(ratios[one][other])})"
-                if other in ratios[one]
-                else "-"
-                for other in names
-            ),
-        )
-        for one in names
-    )
-    note = "Speed of the row / speed of the column, on the tokens that both decoded (how many)."
-    return [Table(f"Ratios: {name}", ("", *names), rows, note)]
-
-
-def _categories(rows: Sequence[Mapping[str, Any]], name: str) -> list[Table]:
-    kinds = sorted({kind for row in rows for kind in row["by_category"]})
-    done = [row for row in rows if row["by_category"]]
-    if not kinds:
-        return []
-    lines = tuple(
-        (kind, *(category_cell(row["by_category"].get(kind)) for row in done)) for kind in kinds
-    )
-    columns = ("", *(label(row, rows) for row in done))
-    return [Table(f"By category: {name}", columns, lines, "Tokens per second (tokens per pass).")]
-
-
-def _speedup(results: Results) -> list[Table]:
-    value = results.value
-    columns = {"specdec, plain": value["plain"], "specdec, speculative": value["speculative"]}
+def _speedup(value: Value) -> Iterator[Table]:
+    columns = {"plain": value["plain"], "speculative": value["speculative"]}
     if value.get("peer"):
         columns[value["peer"]["name"]] = value["peer"]
-    rows = tuple(
+    sampling = value.get("sampling", {})
+    how = "greedy" if not sampling.get("temperature") else f"temperature {sampling['temperature']}"
+    yield Table(
+        "Plain and speculative",
+        ("", *headings(_SPEEDUP_COLUMNS)),
+        tuple(
+            (name + lossy_mark(stats), *cells(stats, _SPEEDUP_COLUMNS))
+            for name, stats in columns.items()
+        ),
         (
-            name + lossy_mark(stats),
-            *(_figure(stats, key, form, unit) for _, key, form, unit in ROWS),
-        )
-        for name, stats in columns.items()
+            f"target  {value['model']}",
+            f"draft   {value.get('draft_model') or 'none'}",
+            held(value),
+            f"prompts {value['n_prompts']} x {sampling.get('max_tokens', '?')} tokens, {how}",
+        ),
+        tuple(_verdict(value)),
     )
-    headings = ("", *(heading for heading, *_ in ROWS))
-    equal = f"{value['prompts_equal']} of {value['n_prompts']}"
-    note = f"Speculative is {value['speedup']:.2f} times plain; {equal} texts are equal."
+
+
+def _verdict(value: Value) -> Iterator[str]:
+    yield f"speedup           {value['speedup']:.2f}x over plain"
     if value.get("efficiency") is not None:
-        note += f" Efficiency {value['efficiency']:.2f}: of tokens per pass times T(1) / T(N)."
+        yield (
+            f"efficiency        {value['efficiency']:.2f} of tokens per pass x T(1) / T(N), "
+            f"passes of {value['plain_pass_seconds']:.3f} and "
+            f"{value['speculative_pass_seconds']:.3f} s"
+        )
+    yield from _versus_peer(value)
+    fraction = value.get("storage_roofline_fraction")
+    if fraction is None:
+        yield "storage           nothing is streamed: the model fits in the budget"
+    else:
+        yield (
+            f"storage roofline  {fraction:.2f} of {value['storage_bytes_per_second'] / 1e9:.2f} "
+            f"GB/s (plain decode passes; probed with {value['storage_probe']})"
+        )
+    equal, match = value["prompts_equal"], cell(value.get("token_match"), "{:.1%}")
+    yield f"tokens equal      {match} ({equal} of {value['n_prompts']} prompts wholly)"
+    if lossy_mark(value["speculative"]):
+        yield "LOSSY             --accept-threshold: the speculative text is not the target's own"
+    if value.get("draft_model") and "acceptance_rate" in value["speculative"]:
+        yield (
+            "acceptance rate   of all drafted tokens; a tree drafts several for each position, "
+            "of which one at most is right"
+        )
+    ties = {tie["prompt"]: tie for tie in value.get("near_ties", ())}
+    for prompt, position in value.get("first_mismatches", {}).items():
+        why = f": {_near_tie(ties[prompt])}" if prompt in ties else ""
+        yield f"  {prompt} differs from token {position} on{why}"
+
+
+def _versus_peer(value: Value) -> Iterator[str]:
+    """Speeds over the same tokens; the columns are over more of ours than of the peer's."""
+    peer = value.get("peer")
+    if not peer:
+        return
     for mode, found in value.get("ratios", {}).items():
-        note += f" {mode.capitalize()} is {found['ratio']:.2f} times {value['peer']['name']}, over "
-        note += f"the same {describe_ratio(found)}."
-    return [Table(f"Plain and speculative: {results.name}", headings, rows, note)]
+        same = describe_ratio(found)
+        yield f"{mode:<17} {found['ratio']:.2f}x the speed of {peer['name']} (the same {same})"
+    if "n_prompts" in peer:
+        counts = describe_ratio(peer)
+        yield f"peer              its figures are over {counts}, after each prompt's pass alone"
 
 
-def _figure(stats: Mapping[str, Any], key: str, form: str, unit: float) -> str:
-    return form.format(stats[key] / unit) if stats.get(key) is not None else "-"
+def _near_tie(tie: Value) -> str:
+    verdict = "a near tie" if tie["explained"] else "NOT a near tie"
+    return f"{verdict}, logits {tie['gap']:.3g} apart, drift between passes {tie['drift']:.3g}"
 
 
-def _budgets(results: Results) -> list[Table]:
-    rows = tuple(
-        (row["memory_budget"], "killed by the kernel", "", "", "", "")
-        if row["killed"]
-        else (
-            row["memory_budget"],
-            f"{row['tokens_per_second']:.2f}",
-            f"{row['mean_acceptance_length']:.2f}",
-            f"{row['streamed_bytes_per_pass'] / 1e9:.2f}",
-            f"{row['peak_memory_bytes'] / GIB:.2f}",
-            f"{row['n_equal_texts']} of {row['n_texts']}{lossy_mark(row)}",
-        )
-        for row in results.value["budgets"]
+# --- budgets, storages, trees ---------------------------------------------------------------------
+
+_SWEEP_COLUMNS: Columns = (
+    ("tok/s", "tokens_per_second", "{:.2f}", 1.0),
+    ("predicted", "predicted_tokens_per_second", "{:.2f}", 1.0),
+    ("tok/pass", "mean_acceptance_length", "{:.2f}", 1.0),
+    ("GB/pass", "bytes_per_pass", "{:.2f}", 1e9),
+    ("anon GiB", "peak_anonymous_bytes", "{:.2f}", GIB),
+    ("peak GiB", "peak_rss_bytes", "{:.2f}", GIB),
+    ("prompts", "n_prompts", "{:.0f}", 1.0),
+    ("tokens", "n_tokens", "{:.0f}", 1.0),
+)
+_SETTING = ("budget", "storage MB/s", "tree")
+
+
+def _sweep(value: Value) -> Iterator[Table]:
+    lines = value["settings"]
+    targets = {str(line["model"]) for line in lines if "model" in line}
+    setting = partial(_setting, names_target=len(targets) > 1)
+    yield Table(
+        "Sweep",
+        (*_SETTING, *headings(_SWEEP_COLUMNS), "equal texts", "exit"),
+        tuple(
+            (*setting(line), *cells(line, _SWEEP_COLUMNS), _equal_texts(line), exit_of(line))
+            for line in lines
+        ),
     )
-    columns = ("budget", "tok/s", "tok/pass", "GB/pass", "peak GiB", "equal texts")
-    return [Table(f"Budgets: {results.name}", columns, rows)]
+    predicted = [line for line in lines if line.get("prediction")]
+    if predicted:
+        yield _prediction(predicted, setting)
 
 
-def _policy(results: Results) -> list[Table]:
-    value = results.value
-    rows = tuple(
-        (
-            row["way"] + lossy_mark(row),
-            f"{row['tokens_per_second']:.2f}",
-            f"{row['mean_acceptance_length']:.2f}",
-            f"{row['mean_tree_nodes']:.1f}",
-            f"{row['draft_share']:.0%}",
-        )
-        for row in value["rows"]
-    )
-    note = (
-        f"The automatic size makes {value['auto_versus_best_fixed']:.3f} times the speed of the "
-        f"best of the others ({value['best_fixed']})."
-    )
-    columns = ("", "tok/s", "tok/pass", "tree nodes", "drafting")
-    return [Table(f"Sizes of trees: {results.name}", columns, rows, note)]
-
-
-def _prediction(results: Results) -> list[Table]:
-    value = results.value
-    rows = tuple(_prediction_row(setting, kind) for setting in value["settings"] for kind in KINDS)
-    note = (
-        f"Tokens per pass are the measured ones. Largest error {value['largest_error']:.1%}, of "
-        "seconds per pass and tokens per second."
-    )
-    pairs = tuple(f"{name}, {what}" for name in ("s/pass", "tok/s") for what in _PREDICTED)
-    columns = ("model", "budget", "storage MB/s", "rows", *pairs)
-    return [Table(f"Prediction: {results.name}", columns, rows, note)]
-
-
-def _prediction_row(setting: Mapping[str, Any], kind: str) -> tuple[str, ...]:
-    found, mbps = setting[kind], setting["storage_mbps"]
-    cells = []
-    for key in ("pass_seconds", "tokens_per_second"):
-        cells += [f"{found[side][key]:.3f}" for side in ("predicted", "measured")]
-        cells.append(f"{found['error'][key]:+.1%}")
-    return (
-        Path(setting["model"]).name,
-        setting["memory_budget"],
-        "full" if mbps is None else f"{mbps:g}",
-        str(found["n_rows"]),
-        *cells,
-    )
-
-
-def _sweep(results: Results) -> list[Table]:
-    rows = tuple(_sweep_row(line) for line in results.value["settings"])
-    columns = (
-        "budget",
-        "storage MB/s",
-        "tree",
-        "tok/s",
-        "predicted",
-        "tok/pass",
-        "GB/pass",
-        "anon GiB",
-        "prompts",
-        "tokens",
-        "exit",
-    )
-    return [Table(f"Sweep: {results.name}", columns, rows)]
-
-
-def _sweep_row(line: Mapping[str, Any]) -> tuple[str, ...]:
+def _setting(line: Value, names_target: bool) -> tuple[str, ...]:
     setting = line["setting"]
-    mbps = setting["storage_mbps"]
-    return (
-        format_bytes(setting["memory_budget_bytes"]),
-        "full" if mbps is None else f"{mbps:g}",
-        series_name(setting["num_draft_tokens"]),
-        _figure(line, "tokens_per_second", "{:.2f}", 1.0),
-        _figure(line, "predicted_tokens_per_second", "{:.2f}", 1.0),
-        _figure(line, "mean_acceptance_length", "{:.2f}", 1.0),
-        _figure(line, "bytes_per_pass", "{:.2f}", 1e9),
-        _figure(line, "peak_anonymous_bytes", "{:.2f}", GIB),
-        str(line["n_prompts"]),
-        str(line["n_tokens"]),
-        _exit(line),
-    )
+    budget = format_bytes(setting["memory_budget_bytes"])
+    if names_target:
+        budget = f"{Path(line['model']).name}, {budget}"
+    return budget, _storage(setting["storage_mbps"]), series_name(setting["num_draft_tokens"])
 
 
-def _curve(results: Results) -> list[Table]:
-    value = results.value
-    n_equal = value["n_texts"] - len(value["differences"])
+def _equal_texts(line: Value) -> str:
+    """To those of the first setting, or of --reference; older records do not say."""
+    equal = f"{line['n_equal_texts']} of {line['n_texts']}" if line.get("n_texts") else "-"
+    return equal + lossy_mark(line)
+
+
+def _prediction(lines: Sequence[Value], setting: Callable[[Value], tuple[str, ...]]) -> Table:
+    what = ("predicted", "measured", "error")
+    keys = ("pass_seconds", "tokens_per_second")
+    rows = []
+    for line in lines:
+        found = line["prediction"]
+        shown = [str(found["n_rows"])]
+        for key in keys:
+            shown += [f"{found[side][key]:.3f}" for side in ("predicted", "measured")]
+            shown.append(f"{found['error'][key]:+.1%}")
+        rows.append((*setting(line), *shown))
+    largest = max(abs(e) for line in lines for e in line["prediction"]["error"].values())
+    pairs = tuple(f"{name}, {one}" for name in ("s/pass", "tok/s") for one in what)
     note = (
-        f"Every draft token is right with the probability in the first column; {best_line(value)}. "
-        f"{n_equal} of {value['n_texts']} texts equal plain decoding's."
+        f"Largest error {largest:.1%}, of seconds per pass and tokens per second; tokens per pass "
+        "and runs of the draft are the measured ones."
     )
-    rows = tuple(cells(point) for point in value["points"])
-    return [Table(f"Speedup against acceptance: {results.name}", HEADINGS, rows, note)]
+    return Table("Prediction", (*_SETTING, "rows", *pairs), tuple(rows), notes=(note,))
+
+
+# --- sizes of trees -------------------------------------------------------------------------------
+
+_POLICY_COLUMNS: Columns = (
+    ("tok/s", "tokens_per_second", "{:.2f}", 1.0),
+    ("tok/pass", "mean_acceptance_length", "{:.2f}", 1.0),
+    ("tree nodes", "mean_tree_nodes", "{:.1f}", 1.0),
+    ("drafting", "draft_share", "{:.0%}", 1.0),
+)
+
+
+def _policy(value: Value) -> Iterator[Table]:
+    note = (
+        f"auto is {value['auto_versus_best_fixed']:.3f} x the best fixed size "
+        f"({value['best_fixed']})"
+    )
+    if value["auto_versus_plain"] is not None:
+        note += f", {value['auto_versus_plain']:.3f} x plain decoding"
+    yield Table(
+        "Sizes of trees",
+        ("way", *headings(_POLICY_COLUMNS)),
+        tuple(
+            (row["way"] + lossy_mark(row), *cells(row, _POLICY_COLUMNS)) for row in value["rows"]
+        ),
+        notes=(note,),
+    )
+
+
+# --- speedup against acceptance -------------------------------------------------------------------
+
+_CURVE_COLUMNS: Columns = (
+    ("tok/s", "tokens_per_second", "{:.2f}", 1.0),
+    ("speedup", "speedup", "{:.2f}x", 1.0),
+    ("model", "predicted_speedup", "{:.2f}x", 1.0),
+    ("T(1) s", "plain_pass_seconds", "{:.3f}", 1.0),
+    ("T(N) s", "pass_seconds", "{:.3f}", 1.0),
+    ("efficiency", "efficiency", "{:.2f}", 1.0),
+)
+
+
+def _curve(value: Value) -> Iterator[Table]:
+    best = ", ".join(
+        f"{one['rate']:.2f}: {one['n_draft_tokens']} ({one['speedup']:.2f}x)"
+        for one in value["best"]
+    )
+    yield Table(
+        "Speedup against acceptance",
+        ("rate", "chain", "tok/pass", "expected", *headings(_CURVE_COLUMNS)),
+        tuple(
+            (
+                f"{point['rate']:.2f}",
+                str(point["n_draft_tokens"]),
+                f"{point['tokens_per_pass']:.2f}",
+                f"{point['expected_tokens_per_pass']:.2f} ± {point['standard_error']:.2f}",
+                *cells(point, _CURVE_COLUMNS),
+            )
+            for point in value["points"]
+        ),
+        (
+            f"target  {Path(value['model']).name}",
+            held(value),
+            f"prompts {value['n_prompts']} x {value['max_tokens']} tokens, greedy; every draft "
+            "token is right with the probability `rate`",
+        ),
+        (f"fastest chain by rate: {best}", *_difference_lines(value)),
+    )
+
+
+def _difference_lines(value: Value) -> Iterator[str]:
+    """How many texts are plain decoding's, and where and why others are not."""
+    differences = value["differences"]
+    n_equal = value["n_texts"] - len(differences)
+    yield f"texts equal to plain decoding's: {n_equal} of {value['n_texts']}"
+    for prompt, position in dict.fromkeys((one["prompt"], one["position"]) for one in differences):
+        same = [o for o in differences if (o["prompt"], o["position"]) == (prompt, position)]
+        tie = {**same[0], "explained": all(one["explained"] for one in same)}
+        times = f"{len(same)} times: {_near_tie(tie)}"
+        yield f"  {prompt} differs from token {position} on, {times}"

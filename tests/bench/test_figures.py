@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from bench import figures as aggregate
-from bench.decode.table import format_report
 from bench.figures import (
     efficiency,
     median_pass_seconds,
@@ -114,51 +113,6 @@ def test_depths_are_summed() -> None:
     other = record(tried_by_depth=(1,), accepted_by_depth=(1,))
     total = aggregate.aggregate_stats([one, other])
     assert (total["tried_by_depth"], total["accepted_by_depth"]) == ([4, 1], [3, 0])
-
-
-def test_the_table_shows_every_column() -> None:
-    stats = aggregate.aggregate_stats([record(decode_seconds=2.0, passes=2)])
-    text = format_report(
-        {
-            "plain": stats,
-            "speculative": stats,
-            "peer": {
-                "name": "accelerate",
-                "tokens_per_second": 0.4,
-                "n_prompts": 2,
-                "n_tokens": 16,
-            },
-            "ratios": {"plain": {"ratio": 2.5, "n_prompts": 2, "n_tokens": 14}},
-            "speedup": 4.0,
-            "storage_roofline_fraction": 0.93,
-            "storage_bytes_per_second": 2.2e9,
-            "storage_probe": "O_DIRECT",
-            "token_match": 0.99,
-            "prompts_equal": 3,
-            "first_mismatches": {"HumanEval/2": 17},
-            "near_ties": [
-                {"prompt": "HumanEval/2", "explained": True, "gap": 0.0625, "drift": 0.125}
-            ],
-            "model": "grown",
-            "draft_model": "pair:draft",
-            "memory_budget_bytes": 2**30,
-            "enforced": True,
-            "n_prompts": 4,
-            "sampling": {"max_tokens": 64},
-        }
-    )
-    for part in (
-        "accelerate",
-        "4.00x",
-        "0.93 of 2.20 GB/s (plain decode passes; probed with O_DIRECT)",
-        "from token 17 on: a near tie",
-        "1.00 GiB",
-        "plain             2.50x the speed of accelerate (the same 2 prompts, 14 tokens)",
-        "its column is over 2 prompts, 16 tokens",
-        "a tree drafts several for each position",
-    ):
-        assert part in text
-    assert "None" not in text
 
 
 TIMES = [PassTime(1, 1.0), PassTime(1, 2.0), PassTime(1, 30.0), PassTime(5, 4.0, True)]

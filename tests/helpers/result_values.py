@@ -62,19 +62,6 @@ def speedup() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def budgets() -> dict[str, Any]:
-    row = {
-        "memory_budget": "1.5GiB", "killed": False, "streamed_bytes_per_pass": 2 * 10**9,
-        "tokens_per_second": 3.0, "mean_acceptance_length": 4.0, "peak_memory_bytes": GIB,
-        "n_equal_texts": 2, "n_texts": 2,
-    }  # fmt: skip
-    return {
-        "budgets": [{"memory_budget": "1GiB", "killed": True}, row],
-        "records": {"1.5GiB": [{"storage_bytes_per_second": 2e9}]},
-        "provenance": {**PROVENANCE, "argv": ["budgets", "-m", "/m/grown"]},
-    }
-
-
 def sweep_line(budget: int, mbps: float | None, tree: int | None, speed: float | None) -> Any:
     return {
         "setting": {"memory_budget_bytes": budget, "storage_mbps": mbps, "num_draft_tokens": tree},
@@ -119,15 +106,11 @@ def policy() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def prediction() -> dict[str, Any]:
+def predicted_line() -> dict[str, Any]:
     figures = {"pass_seconds": 1.25, "tokens_per_second": 0.8}
     error = {"pass_seconds": -0.04, "tokens_per_second": 0.05}
-    kind = {"n_rows": 17, "predicted": figures, "measured": figures, "error": error}
-    row = {"model": "/m/grown", "memory_budget": "1GiB", "storage_mbps": 800}
-    return {
-        "settings": [{**row, "plain": {**kind, "n_rows": 1}, "speculative": kind}],
-        "largest_error": 0.05, "provenance": PROVENANCE,
-    }  # fmt: skip
+    found = {"n_rows": 17, "predicted": figures, "measured": figures, "error": error}
+    return {**sweep_line(GIB, 800.0, 16, 0.8), "prediction": found}
 
 
 PICTURE = b"\x89PNG\r\n\x1a\n and so on"

@@ -18,7 +18,8 @@ APPS = {"specdec": specdec.cli.app, "specdec-bench": bench.commands.app}
 COMMANDS = [
     f"{name} {command}"
     for name, module in APPS.items()
-    for command in typer.main.get_command(module.app).commands
+    for command, one in typer.main.get_command(module.app).commands.items()
+    if not one.hidden
 ]
 
 

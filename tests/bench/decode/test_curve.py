@@ -16,11 +16,13 @@ import specdec
 from bench.__main__ import main
 from bench.commands.curve import parse_lengths, parse_rates
 from bench.decode.curve import CurveError, CurveSettings, CurveSpec, load_keywords, measure_curve
-from bench.decode.curve_figures import format_curve, summarise
+from bench.decode.curve_figures import summarise
 from bench.decode.known_drafter import expected_tokens
 from bench.options import UsageMistake
 from bench.process.child import write_spec
 from bench.prompts.workloads import Prompt
+from bench.report.tables import tables
+from bench.table import text_of
 from specdec.decoding.stats import GenerationStats
 
 PROMPTS = [Prompt("add", "def add(a, b):"), Prompt("sum", "total = ")]
@@ -98,7 +100,7 @@ def test_the_text_may_end_early(target: Path) -> None:
         result = measure_curve(llm, PROMPTS[:1], settings, io.StringIO())
     end = text.index(text[5]) + 1
     assert [tuple(r["token_ids"]) for r in result["records"]] == [text[:end]] * 2
-    assert "0.90" in format_curve({**result, "enforced": False, "model": "m"})
+    assert "0.90" in text_of(tables("curve", {**result, "enforced": False, "model": "m"}))
 
 
 def test_a_prompt_that_does_not_fit(target: Path) -> None:

@@ -15,13 +15,14 @@ from bench.decode.policy import (
     PolicySpec,
     SweepMistake,
     TreeSize,
-    format_sweep,
     parse_sizes,
     run_sweep,
     summarise,
 )
 from bench.process.child import write_spec
 from bench.prompts.workloads import Prompt
+from bench.report.tables import tables
+from bench.table import text_of
 from specdec.config import SpecConfig
 from specdec.decoding.recorder import StatsRecorder
 
@@ -61,7 +62,7 @@ def test_auto_is_held_against_the_best_of_the_others() -> None:
     assert result["auto_versus_best_fixed"] == pytest.approx(4.0 / 4.4)
     assert result["auto_versus_plain"] == pytest.approx(10.0 / 4.4)
     assert {row["mean_tree_nodes"] for row in result["rows"]} == {4.0}
-    assert "0.909 x the best fixed size (2x2), 2.273 x plain" in format_sweep(result)
+    assert "0.909 x the best fixed size (2x2), 2.273 x plain" in text_of(tables("policy", result))
 
 
 def test_a_specification_survives_the_way_to_its_process(tmp_path: Path) -> None:
@@ -100,9 +101,8 @@ def test_the_process_is_held_to_its_budget(
 def test_text_that_is_not_the_targets_own_is_told() -> None:
     lossy = record("auto", 1.0)
     lossy["stats"]["is_lossless"] = False  # type: ignore[index]
-    _, plain, auto, _ = format_sweep(summarise([record("2x2", 1.0), lossy])).splitlines()
-    assert "LOSSY" not in plain
-    assert auto.endswith("LOSSY (--accept-threshold)")
+    [table] = tables("policy", summarise([record("2x2", 1.0), lossy]))
+    assert [row[0] for row in table.rows] == ["2x2", "auto  LOSSY (--accept-threshold)"]
 
 
 def test_a_sweep_decodes_the_same_text_in_every_way(

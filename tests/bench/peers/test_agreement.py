@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from result_values import comparison, peer_row
 
-from bench.peers.agreement import agreements, app
-from specdec.cli.errors import run_app
+from bench.commands.app import main
+from bench.peers.agreement import agreements
 
 
 def prompt(name: str, seconds: float, n_tokens: int = 5) -> dict[str, Any]:
@@ -82,17 +82,16 @@ def test_the_command(
     files = [tmp_path / "1.json", tmp_path / "2.json"]
     for path, seconds in zip(files, (1.0, 1.1), strict=True):
         path.write_text(json.dumps(run(slow={"a": seconds}, quick={"a": 0.5})))
-    out = tmp_path / "out.json"
-    command = [*map(str, files), "--within", within, "--output-file", str(out)]
-    assert run_app(app, "bench.peers.agreement", command) == code
+    page = tmp_path / "page.html"
+    assert main(["report", *map(str, files), "--within", within, "-o", str(page)]) == code
     assert "largest difference 10.0%: quick / slow" in capsys.readouterr().out
-    assert json.loads(out.read_text())["largest"] == pytest.approx(0.1)
+    assert "Agreement of two runs" in page.read_text()
 
 
 def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bare, curve = tmp_path / "bare.json", tmp_path / "curve.json"
+    bare = tmp_path / "bare.json"
     bare.write_text(json.dumps(comparison()))  # of a version that kept no prompts
-    curve.write_text(json.dumps({"points": []}))
-    for path, reason in ((bare, "no pair of programs"), (curve, "results of curve")):
-        assert run_app(app, "bench.peers.agreement", [str(path), str(path)]) == 2
-        assert reason in capsys.readouterr().err
+    page = str(tmp_path / "page.html")
+    for files in ([bare, bare], [bare]):
+        assert main(["report", *map(str, files), "--within", "15", "-o", page]) == 2
+        assert "programs in common: give both" in capsys.readouterr().err

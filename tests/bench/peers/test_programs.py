@@ -83,6 +83,34 @@ def test_specdec_plain_and_with_a_draft(run: Callable[..., dict[str, Any]], draf
     assert drafted["done"]["peak_rss_bytes"] > 0
 
 
+def test_specdec_is_held_to_what_its_plan_said(
+    run: Callable[..., dict[str, Any]], draft: Path
+) -> None:
+    from bench.peers.specdec import program
+
+    for spec_type, drafts in (("none", False), ("draft", True)):
+        options = {"spec_type": spec_type, "num_draft_tokens": 3, "predict": True}
+        journal = run(program, draft, options=options)
+        found = journal["prediction"]
+        assert (found["n_rows"] > 1) == drafts
+        assert (found["tokens_per_pass"] > 1) == drafts  # the draft is the target itself
+        assert set(found["predicted"]) == set(found["measured"])
+        for name, error in found["error"].items():
+            assert error == pytest.approx(found["predicted"][name] / found["measured"][name] - 1)
+        assert journal["storage_bytes_per_second_after"] > 0
+        assert len(journal["prompts"]) == 2
+
+
+def test_specdec_samples_as_asked(run: Callable[..., dict[str, Any]], draft: Path) -> None:
+    from bench.peers.specdec import program
+
+    sampling = {"temperature": 1.5, "seed": 3}
+    plain = run(program, options={"spec_type": "none", "sampling": sampling})
+    drafted = run(program, draft, options={"num_draft_tokens": 4, "sampling": sampling})
+    texts = [[record["token_ids"] for record in one["prompts"]] for one in (plain, drafted)]
+    assert texts[0] == texts[1] != specdec_tokens(run)
+
+
 def test_specdec_with_its_target_as_the_draft(run: Callable[..., dict[str, Any]]) -> None:
     from bench.peers.specdec import program
 

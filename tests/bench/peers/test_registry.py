@@ -27,10 +27,11 @@ from bench.peers.registry import (
     why_not,
 )
 from bench.peers.runs import ProgramRunner, RunSettings
-from bench.peers.table import format_comparison
 from bench.peers.weights import describe_weights
 from bench.process.limited import FAILED, OK, OOM_KILLED, TIMED_OUT
 from bench.prompts.workloads import Prompt
+from bench.report.tables import tables
+from bench.table import text_of
 from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
 from offload.units import GIB, MIB
 
@@ -86,8 +87,8 @@ def test_two_programs_and_one_that_is_not_there(target: Path) -> None:
     assert (absent["exit"], absent["reason"]) == (NOT_RUN, "not installed: pip install x")
     assert result["ratios"]["fast"]["slow"]["n_prompts"] == 3
     assert json.loads(json.dumps(result)) is not None
-    text = format_comparison(result)
-    assert "absent: not installed: pip install x" in text
+    text = text_of(tables("peers", result))
+    assert "not-run: not installed: pip install x" in text
     assert "NOT enforced" in text
     assert "None" not in text
 
@@ -139,7 +140,9 @@ def test_a_kill_by_the_kernel_is_a_result(target: Path) -> None:
     slow, fast = result["peers"]
     assert (slow["exit"], slow["n_prompts"]) == (OOM_KILLED, 1)
     assert slow["cgroup_peak_bytes"] <= 400 * MIB
-    assert "slow: killed by the kernel at the memory limit" in format_comparison(result)
+    assert "oom-killed: killed by the kernel at the memory limit" in text_of(
+        tables("peers", result)
+    )
 
 
 def test_an_interrupted_comparison_keeps_what_it_has(
@@ -229,7 +232,7 @@ def test_the_fastest_chain_of_draft_tokens_is_found_and_told(
     assert [trial["tokens_per_second"] for trial in row["trials"]] == pytest.approx(
         [3.0, 7.0, 16.0, 16.75]
     )
-    text = format_comparison(result)
+    text = text_of(tables("peers", result))
     assert "most draft tokens 3 least draft probability 0: 3.00 tok/s; " in text
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import fake_peers
 import pytest
+from result_values import sweep_line
 from rich.console import Console
 from rich.progress import Progress
 from tiny_pair import save_model
@@ -28,6 +29,7 @@ from bench.peers.sweep import (
     drop_torn_line,
     finished_keys,
     measure_setting,
+    reference_texts,
     run_sweep,
     setting_key,
 )
@@ -139,6 +141,32 @@ def test_a_setting_is_what_its_process_is_held_to(
     assert (task.draft, limits.memory_bytes) == (None, None)
 
 
+def test_texts_are_compared_with_the_first_settings_or_a_reports(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = iter([[1, 2, 3], [1, 2], [1, 9, 3]])
+
+    def measure(sweep: Sweep, setting: Setting) -> dict[str, Any]:
+        record = {"prompt": "a", "token_ids": next(texts)}
+        return {"setting": asdict(setting), "records": [record]}
+
+    monkeypatch.setattr("bench.peers.sweep.measure_setting", measure)
+    settings = all_settings([3, 2, 1], [None], [0])
+    file = tmp_path / "sweep.jsonl"
+    lines = list(run_sweep(sweep_of(target), settings[:1], file, {}))
+    lines += list(run_sweep(sweep_of(target), settings, file, {}))[1:]
+    assert [line and line["n_equal_texts"] for line in lines] == [1, 1, 0]
+    assert lines[2] is not None
+    assert lines[2]["first_mismatch"] == {"a": 1}
+    report = tmp_path / "report.json"
+    records = [{"prompt": "a", "mode": mode, "token_ids": [1]} for mode in ("plain", "speculative")]
+    report.write_text(json.dumps({"plain": {}, "speculative": {}, "records": records}))
+    assert reference_texts(report) == reference_texts(file) | {"a": [1]}
+    report.write_text('{"peers": []}')
+    with pytest.raises(ResultsError, match="give a report of speedup"):
+        reference_texts(report)
+
+
 def test_a_failure_is_a_result_too(target: Path, tmp_path: Path) -> None:
     sweep = Sweep(Weights.of(target, target), (Prompt("a", "crash"),), sweep_of(target).base)
     file = tmp_path / "sweep.jsonl"
@@ -203,8 +231,7 @@ def test_another_file_is_not_written_to(target: Path, tmp_path: Path) -> None:
 
 def test_results_of_another_command_are_not_written_to(target: Path, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    prediction = '{"settings": [{}], "largest_error": 0}\n'
-    for text, kind in (('{"peers": []}\n', "peers"), (prediction, "prediction")):
+    for text, kind in (('{"peers": []}\n', "peers"), ('{"points": []}\n', "curve")):
         file.write_text(text)
         with pytest.raises(ResultsError, match=f"holds results of {kind}: name another file"):
             list(run_sweep(sweep_of(target), [Setting(GIB, None, 0)], file, {}))
@@ -216,8 +243,9 @@ def test_command(capfd: pytest.CaptureFixture[str], target: Path, tmp_path: Path
     argv = f"sweep -m {target} -md {target} --budgets 1GiB,2GiB --no-enforce -n 10 -o {file}"
     argv += " --n-prompts 1 --threads 1 --trees auto"
     assert main(argv.split()) == 0
-    err = capfd.readouterr().err
+    out, err = capfd.readouterr()
     assert "1.00 GiB, full speed, auto tree: " in err
+    assert "equal texts" in out
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["setting"]["memory_budget_bytes"] for line in lines] == [2 * GIB, GIB]
     assert lines[0]["provenance"]["argv"][1] == "sweep"
@@ -242,7 +270,7 @@ def test_automatic_budgets_are_those_that_the_file_was_begun_with(
         return _Plan(smallest, _Residency(left // 100, left))
 
     def measure(sweep: Sweep, setting: Setting) -> dict[str, Any]:
-        return {"setting": asdict(setting), "tokens_per_second": 1.0, "exit": "ok"}
+        return {**sweep_line(1, None, 0, 1.0), "setting": asdict(setting)}
 
     monkeypatch.setattr("specdec.planning.plan.plan_run", plan_run)
     monkeypatch.setattr("bench.peers.sweep.measure_setting", measure)
@@ -273,6 +301,7 @@ def test_automatic_budgets_are_those_that_the_file_was_begun_with(
         ("--budgets lots", "lots"),
         ("--budgets 1GiB,0", "a budget of 0 bytes"),
         ("--accept-threshold 0.5", "--accept-threshold is lossy"),
+        ("--reference /nonexistent.json", "No such file"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -303,3 +332,13 @@ def test_a_file_of_something_else_is_not_emptied(tmp_path: Path) -> None:
 def test_trees_above_what_can_be_drafted_are_refused_at_once() -> None:
     with pytest.raises(SpecdecError, match="'99999', must be auto or a whole number from 0 to"):
         parse_trees("0,99999")
+
+
+@pytest.mark.parametrize("command", ["budgets", "predict"])
+def test_commands_that_are_options_now_name_the_new_form(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command, "-m", "pair:target", "--budgets", "1GiB"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"{command} is now: specdec-bench sweep --" in err

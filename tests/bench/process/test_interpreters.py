@@ -18,10 +18,11 @@ from bench.commands.app import main
 from bench.peers.compare import NOT_RUN, compare
 from bench.peers.registry import PEERS, Peer, Weights, why_not
 from bench.peers.runs import RunSettings
-from bench.peers.table import format_comparison
 from bench.process.interpreters import Interpreter, InterpreterError, own_packages, probe
 from bench.process.limited import FAILED, OK
 from bench.prompts.workloads import Prompt
+from bench.report.tables import tables
+from bench.table import text_of
 from offload.units import GIB
 
 PACKAGE = "only_there"
@@ -146,8 +147,8 @@ def test_a_program_runs_there_and_the_record_says_so(target: Path, other: Path, 
     assert recorded == {
         peer.name: {"path": str(other), "versions": found.versions},
     }
-    text = format_comparison(result)
-    assert f"    on {other}: python {found.versions['python']}, airllm 4.0.0\n" in text
+    text = text_of(tables("peers", result))
+    assert f"; on {other}: python {found.versions['python']}, airllm 4.0.0\n" in text
 
 
 def test_another_interpreter_gets_no_package_of_ours(other: Path, tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_another_interpreter_gets_no_package_of_ours(other: Path, tmp_path: Path
     assert done.stdout == "[True, False]\n"
 
 
-@pytest.mark.parametrize("module", ["peer_airllm", "peer_accelerate"])
+@pytest.mark.parametrize("module", ["peers.airllm", "peers.accelerate"])
 def test_programs_start_without_any_package(other: Path, tmp_path: Path, module: str) -> None:
     """Only what a program itself needs may be missing: the journal says so in its words."""
     task = {
@@ -271,7 +272,7 @@ def test_weights_are_written_anew_once_and_beforehand(
     assert place.parent == target.parent  # on the storage that is measured
     assert not place.exists()
     assert row["rewrite_seconds"] > 0
-    assert "wrote the weights anew in" in format_comparison(result)
+    assert "wrote the weights anew in" in text_of(tables("peers", result))
 
 
 def test_weights_that_cannot_be_written_anew(

@@ -12,9 +12,10 @@ from tiny_pair import save_model
 
 from bench.commands.app import main
 from bench.options import UsageMistake
-from bench.peers.table import format_comparison
 from bench.prompts.lengths import fitting, refuse_long
 from bench.prompts.workloads import Prompt
+from bench.report.tables import tables
+from bench.table import text_of
 from specdec.planning.division import DEFAULT_CTX_SIZE
 
 CONTEXT = 64
@@ -83,7 +84,6 @@ def file(tmp_path: Path) -> Path:
     "command",
     [
         "speedup",
-        "budgets --budgets 1GiB",
         "policy --sizes 2x2",
         "curve --rates 0.5 --sizes 2",
     ],
@@ -112,7 +112,7 @@ def test_peers_measures_the_others_and_says_so(
     assert (result["n_prompts"], result["n_prompts_too_long"]) == (2, 1)
     assert [record["prompt"] for record in result["peers"][0]["prompts"]] == ["p10", "p12"]
     assert "prompts left out: 1, too long for the context with 4 tokens" in (
-        format_comparison(result)
+        text_of(tables("peers", result))
     )
     result["n_prompts_too_long"] = 0
-    assert "left out" not in format_comparison(result)
+    assert "left out" not in text_of(tables("peers", result))

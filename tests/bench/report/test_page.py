@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from result_values import (
     PICTURE,
-    budgets,
     comparison,
     curve,
     peer_row,
     policy,
-    prediction,
+    predicted_line,
     speedup,
     sweep_line,
 )
@@ -33,8 +32,8 @@ pytest.importorskip("matplotlib")
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
     values = {
-        "peers": comparison(), "speedup": speedup(), "budgets": budgets(), "curve": curve(),
-        "policy": policy(), "prediction": prediction(),
+        "peers": comparison(), "speedup": speedup(), "curve": curve(), "policy": policy(),
+        "prediction": predicted_line(),
     }  # fmt: skip
     found = {}
     for kind, value in values.items():
@@ -66,13 +65,16 @@ def files(tmp_path: Path) -> dict[str, Path]:
         (
             "speedup",
             ["speed-speedup", "budgets-grown", "acceptance"],
-            ["10.00 times plain", "3 of 4"],
+            ["10.00x over plain", "3 of 4"],
         ),
-        ("budgets", ["budgets-grown"], ["killed by the kernel", "1.5GiB"]),
         ("sweep", ["budgets-sweep", "acceptance"], ["tree: auto", "oom-killed"]),
-        ("curve", ["curve-curve"], ["0.50: 2 (2.40x)", "2.10 ± 0.10", "6 of 6 texts"]),
-        ("policy", ["speed-policy"], ["0.950 times the speed", "LOSSY (--accept-threshold)"]),
-        ("prediction", [], ["Largest error 5.0%", "-4.0%", "1.250"]),
+        ("curve", ["curve-curve"], ["0.50: 2 (2.40x)", "2.10 ± 0.10", "decoding&#x27;s: 6 of 6"]),
+        ("policy", ["speed-policy"], ["auto is 0.950 x the best", "LOSSY (--accept-threshold)"]),
+        (
+            "prediction",
+            ["budgets-prediction", "acceptance"],
+            ["Largest error 5.0%", "-4.0%", "1.250"],
+        ),
         ("picture", ["timeline-run"], []),
     ],
 )
@@ -109,8 +111,8 @@ def test_bars_over_other_texts_say_over_which(tmp_path: Path) -> None:
         "4 prompts, 41 tokens",
         "4.0 tokens per pass; 4 prompts, 41 tokens",
     ]
-    [table] = tables(results)
-    assert "Plain is 2.50 times llama.cpp, over the same 2 prompts, 4 tokens." in table.note
+    [table] = tables(results.kind, results.value)
+    assert any("2.50x the speed of llama.cpp (the same 2 prompts" in one for one in table.notes)
     rows = [peer_row("accelerate", 0.5, n_tokens=9), peer_row("specdec", 1.0)]
     path.write_text(json.dumps({**comparison(), "peers": rows}))
     notes = [bar.note for bar in bars(read_results(path))]
@@ -121,21 +123,20 @@ def test_text_that_is_not_the_targets_own_is_told(tmp_path: Path) -> None:
     one = speedup()
     one["speculative"]["is_lossless"] = False
     (tmp_path / "speedup.json").write_text(json.dumps(one))
-    several = budgets()
-    several["budgets"][1]["is_lossless"] = False
-    (tmp_path / "budgets.json").write_text(json.dumps(several))
-    for name, n_bars in (("speedup", 1), ("budgets", 0)):
-        results = read_results(tmp_path / f"{name}.json")
+    line = {**sweep_line(GIB, None, 16, 1.0), "is_lossless": False}
+    (tmp_path / "sweep.jsonl").write_text(json.dumps(line))
+    for name, n_bars in (("speedup.json", 1), ("sweep.jsonl", 0)):
+        results = read_results(tmp_path / name)
         assert sum("LOSSY" in bar.note for bar in bars(results)) == n_bars
         assert ["LOSSY" in point.series for point in points([results])].count(True) == 1
-        [table] = tables(results)
+        [table] = tables(results.kind, results.value)
         assert ["LOSSY" in " ".join(row) for row in table.rows].count(True) == 1
 
 
 def test_all_kinds_on_one_page(files: dict[str, Path], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert main(["report", *map(str, files.values()), "-o", str(page)]) == 0
-    assert page.read_text().count("<details>") == 7  # a picture has no provenance
+    assert page.read_text().count("<details>") == 6  # a picture has no provenance
 
 
 def test_files_of_one_name_are_all_on_the_page(files: dict[str, Path], tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_what_is_drawn_of_each_kind(files: dict[str, Path]) -> None:
     assert [bar.tokens_per_second for bar in bars(results["peers"])] == [0.25, None, None, 9.3]
     assert bars(results["peers"])[1].note == "not-run: not installed: <airllm>"
     found = points(results.values())
-    assert len(found) == (12 - 2) + 1 + 2  # no point where there was no speed
+    assert len(found) == (12 - 2) + 2 + 1  # no point where there was no speed
     slowed = [point for point in found if point.storage_mbps == 90.0]
     assert {point.storage_bytes_per_second for point in slowed} == {90e6}
     sums = {one.name: (one.tried, one.accepted) for one in depths(results.values())}
@@ -178,10 +179,10 @@ def test_what_is_drawn_of_each_kind(files: dict[str, Path]) -> None:
 
 def test_files_have_lines_of_their_own(files: dict[str, Path]) -> None:
     """Their drafts may differ, and one line through both would mean nothing."""
-    both = [read_results(files[kind]) for kind in ("speedup", "budgets")]
+    both = [read_results(files[kind]) for kind in ("speedup", "prediction")]
     assert {point.series for point in points(both[:1])} == {"plain", "speculative"}
     assert {point.series for point in points(both)} == {
-        "plain: speedup", "speculative: speedup", "speculative: budgets"
+        "plain: speedup", "speculative: speedup", "tree: 16 tokens: prediction"
     }  # fmt: skip
 
 
@@ -224,7 +225,7 @@ def test_points_without_a_pass_are_not_drawn(tmp_path: Path) -> None:
     assert [one.n_draft_tokens for one in curves(read_results(path))] == [2]
 
 
-@pytest.mark.parametrize("kind", ["peers", "speedup", "budgets", "sweep", "curve", "policy"])
+@pytest.mark.parametrize("kind", ["peers", "speedup", "sweep", "curve", "policy"])
 def test_damaged_results_are_named_and_nothing_is_written(
     files: dict[str, Path], tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
