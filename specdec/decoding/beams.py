@@ -23,8 +23,9 @@ from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.decoding.beam_search import BeamRules, BeamSearch, by_score
 from specdec.decoding.node_rows import NodeRows
+from specdec.sampling.gumbel import gumbel_at
 from specdec.sampling.logprobs import TopLogprobs, log_probs_of, top_logprobs, with_chosen
-from specdec.sampling.sampler import Sampler, gumbel_at
+from specdec.sampling.sampler import Sampler
 from specdec.text.detokenizer import TextStream
 
 

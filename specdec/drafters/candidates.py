@@ -1,7 +1,7 @@
 """From the draft's logits to candidates: which tokens the target may choose, and how likely.
 
 The target takes argmax(log p / T + g), with Gumbel noise g that is fixed by (seed, position)
-(specdec/sampling/sampler.py). A draft that ranks its candidates with the *same* noise guesses that
+(specdec/sampling/gumbel.py). A draft that ranks its candidates with the *same* noise guesses that
 choice better than one that looks at its probabilities alone (Gumbel coupling: Daliri, Musco, Suresh
 2024, "Coupling without communication and drafter-invariant speculative decoding", section 3).
 Greedy decoding is the same with T = 0:
@@ -30,8 +30,9 @@ from backends.contract.ranking import (
     log_chances,
 )
 from backends.contract.rows import LogitRows
+from specdec.sampling.gumbel import gumbel_noise
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.sampler import Sampler, gumbel_noise
+from specdec.sampling.sampler import Sampler
 
 SHARPNESS = 0.5
 """s above. The target takes the likeliest token (noise included), so the chance that a candidate is

@@ -1,134 +1,24 @@
-"""From the target's logits to its token: processors, then the Gumbel-max choice.
-
-The choice is argmax(log p + g), with standard Gumbel noise g that is a function of (seed, absolute
-position, token id) and of nothing else. That is an exact sample of p, and it makes a sampled text a
-function of the target and the seed: the draft, the tree, the batch and the memory budget have no
-influence on it.
-"""
+"""From the target's logits to its token: processors, then argmax(log p + Gumbel noise)."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from offload.errors import SpecdecError
 from specdec.checks import ConfigError
-from specdec.sampling import processors as np_forms
+from specdec.sampling.gumbel import gumbel_at
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.processors import Ids, Processor, Scores
-from specdec.sampling.steps import ORDER, PipelineContext, active_steps, numpy_form, torch_form
-
-if TYPE_CHECKING:
-    from transformers import LogitsProcessorList
-
-_BLOCK = 4  # numbers that Philox makes of one count
-SMALLEST_UNIFORM = 2.0**-54  # half of the generator's resolution, in place of an exact 0
+from specdec.sampling.pipeline import LogitsPipeline
+from specdec.sampling.processors import NEG_INF, Scores, log_softmax
 
 
 class SamplingError(SpecdecError):
     """A row of logits from which no token can be chosen."""
-
-
-def _uniforms(seed: int, position: int, n: int, n_skipped: int = 0) -> NDArray[np.float64]:
-    """`n` uniforms in (0, 1) of the stream keyed by (seed, position), after `n_skipped`, a multiple
-    of the generator's block."""
-    key = np.array([seed, position], dtype=np.uint64)
-    philox = np.random.Philox(key=key, counter=n_skipped // _BLOCK)
-    uniforms = np.random.Generator(philox).random(n)
-    return np.maximum(uniforms, SMALLEST_UNIFORM, out=uniforms)
-
-
-def gumbel_noise(seed: int, position: int, n: int) -> NDArray[np.float64]:
-    """Standard Gumbel noise of the tokens 0..n-1 at an absolute position, float64 [n].
-
-    Prefix-stable: a token's noise does not depend on n, so that a draft whose vocabulary is padded
-    to another size sees the same noise. `seed` and `position` are 64-bit words, both ≥ 0.
-    """
-    return -np.log(-np.log(_uniforms(seed, position, n)))
-
-
-def gumbel_at(seed: int, position: int, token_ids: ArrayLike) -> NDArray[np.float64]:
-    """`gumbel_noise` of these tokens only: the two logarithms are most of its cost."""
-    ids = np.asarray(token_ids, dtype=np.int64)
-    if ids.size == 0:
-        return np.empty(0, dtype=np.float64)
-    start = int(ids.min()) // _BLOCK * _BLOCK
-    uniforms = _uniforms(seed, position, int(ids.max()) + 1 - start, start)
-    return -np.log(-np.log(uniforms[ids - start]))
-
-
-def fresh_seed() -> int:
-    """A random seed, for a generation whose caller gave none."""
-    return secrets.randbits(63)
-
-
-class LogitsPipeline:
-    """The active processors of a SamplingParams, in transformers' order.
-
-    Common ones run in numpy; the rest are transformers' own classes, for which torch is imported
-    when the pipeline is made. `extra` takes further transformers LogitsProcessors of the caller,
-    placed where `generate(logits_processor=...)` puts them: before the warpers. They see every
-    position once per walk, with its prefix; they must not keep state between calls.
-    """
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        *,
-        prompt_length: int = 0,
-        eos_token_ids: Iterable[int] = (),
-        extra: Sequence[Any] = (),
-        use_numpy: bool = True,
-    ) -> None:
-        context = PipelineContext(params, prompt_length, params.resolve_eos(eos_token_ids))
-        build = numpy_form if use_numpy else _adapted
-        self.step_names = tuple(active_steps(context, has_extra=bool(extra)))
-        self._steps: list[Processor] = []
-        for name in self.step_names:
-            if name == "extra":
-                self._steps.extend(_adapt(processor) for processor in extra)
-            else:
-                self._steps.append(build(name, context) or _adapted(name, context))
-
-    def __call__(self, prefix_ids: Sequence[int] | Ids, scores: Scores) -> Scores:
-        """Processed scores float32 [vocab] of one row; the row itself is left as it is."""
-        if not self._steps:
-            return scores
-        prefix = np.asarray(prefix_ids, dtype=np.int64)
-        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            for step in self._steps:
-                scores = step(prefix, scores)
-        return scores
-
-
-def _adapted(name: str, context: PipelineContext) -> Processor:
-    return _adapt(torch_form(name, context))
-
-
-def _adapt(processor: Any) -> Processor:
-    """A transformers LogitsProcessor as a function of numpy arrays."""
-    import torch
-
-    def process(prefix: Ids, scores: Scores) -> Scores:
-        ids = torch.from_numpy(np.ascontiguousarray(prefix))[None]
-        row = torch.from_numpy(np.array(scores, dtype=np.float32))[None]
-        return np.asarray(processor(ids, row)[0].numpy(), dtype=np.float32)
-
-    return process
-
-
-def transformers_processors(
-    params: SamplingParams, *, prompt_length: int, eos_token_ids: Iterable[int] = ()
-) -> LogitsProcessorList:
-    """The same pipeline as a LogitsProcessorList of transformers' public classes."""
-    from transformers import LogitsProcessorList
-
-    context = PipelineContext(params, prompt_length, params.resolve_eos(eos_token_ids))
-    return LogitsProcessorList([torch_form(name, context) for name in active_steps(context)])
 
 
 class Sampler:
@@ -156,7 +46,7 @@ class Sampler:
         _check_biased_ids(params, n_tokens)
         self.params = params
         self.n_tokens = n_tokens
-        self.seed = fresh_seed() if params.seed is None else params.seed
+        self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.stop_tokens = params.resolve_stop_tokens(eos)
         self._pipeline = LogitsPipeline(
             params, prompt_length=prompt_length, eos_token_ids=eos, extra=logits_processors
@@ -188,7 +78,7 @@ class Sampler:
         """
         row = self._real(logits)
         with np.errstate(invalid="ignore"):
-            log_p = np_forms.log_softmax(row).astype(np.float32)
+            log_p = log_softmax(row).astype(np.float32)
         scores = self._pipeline(prefix_ids, log_p)
         if np.isnan(scores).any() or np.isposinf(scores).any():
             raise SamplingError(_describe_bad_row(row, len(prefix_ids)))
@@ -204,7 +94,7 @@ class Sampler:
         scores = self.scores(prefix_ids, logits).astype(np.float64)
         log_p = np.full(len(logits), -np.inf)
         with np.errstate(divide="ignore"):
-            log_p[: len(scores)] = np_forms.log_softmax(scores)
+            log_p[: len(scores)] = log_softmax(scores)
         return log_p
 
     def probs(self, prefix_ids: Sequence[int], logits: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -224,7 +114,7 @@ class Sampler:
         scores = self.scores(prefix_ids, logits)
         if self.is_greedy:
             return int(scores.argmax())
-        alive = np.flatnonzero(scores != np_forms.NEG_INF)
+        alive = np.flatnonzero(scores != NEG_INF)
         noise = gumbel_at(self.seed, position, alive)
         return int(alive[(scores[alive].astype(np.float64) + noise).argmax()])
 
@@ -275,15 +165,3 @@ def _describe_bad_row(row: Scores, position: int) -> str:
         f"every token is ruled out at position {position}: the bans and forced tokens of the "
         "sampling parameters contradict each other"
     )
-
-
-__all__ = [
-    "ORDER",
-    "LogitsPipeline",
-    "Sampler",
-    "SamplingError",
-    "fresh_seed",
-    "gumbel_at",
-    "gumbel_noise",
-    "transformers_processors",
-]

@@ -20,8 +20,9 @@ from table_backend import TableBackend
 
 from specdec.decoding.beam_search import BeamRules, BeamSearch, best_continuations, by_score
 from specdec.decoding.beams import BeamDecoder, BeamMemoryFull
+from specdec.sampling.gumbel import gumbel_at
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.sampler import Sampler, gumbel_at
+from specdec.sampling.sampler import Sampler
 
 REJECT_BELOW = 1e-6
 

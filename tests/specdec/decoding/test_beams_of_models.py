@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from backends.hf.backend import TorchBackend
 from specdec.decoding.beam_search import best_continuations
+from specdec.sampling.gumbel import gumbel_at
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.sampler import gumbel_at
 
 VOCAB = 96  # of the tiny checkpoints
 PAD = 1

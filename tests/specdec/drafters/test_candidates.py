@@ -21,8 +21,10 @@ from specdec.drafters.candidates import (
 )
 from specdec.drafters.model import ModelDrafter
 from specdec.pair import pair_path
+from specdec.sampling.gumbel import gumbel_noise
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.sampler import LogitsPipeline, Sampler, gumbel_noise
+from specdec.sampling.pipeline import LogitsPipeline
+from specdec.sampling.sampler import Sampler
 from specdec.text.tokenizer import Tokenizer
 
 VOCAB = 40

@@ -10,14 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from specdec.sampling.gumbel import SMALLEST_UNIFORM, gumbel_at, gumbel_noise
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.sampler import (
-    SMALLEST_UNIFORM,
-    Sampler,
-    SamplingError,
-    gumbel_at,
-    gumbel_noise,
-)
+from specdec.sampling.sampler import Sampler, SamplingError
 from specdec.verification.acceptance import match_walk
 from specdec.verification.tree import DraftTree
 

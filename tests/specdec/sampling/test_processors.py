@@ -6,13 +6,14 @@ import subprocess
 import sys
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.sampler import LogitsPipeline, Sampler, transformers_processors
-from specdec.sampling.steps import ORDER, PipelineContext, numpy_form, torch_form
+from specdec.sampling.pipeline import LogitsPipeline
+from specdec.sampling.sampler import Sampler
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -69,12 +70,34 @@ def assert_same(ours: np.ndarray, theirs: np.ndarray, row: np.ndarray) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=2e-6)
 
 
-def both(processor_numpy, processor_torch, row: np.ndarray, prefix: np.ndarray):
+def generates_list(
+    params: SamplingParams, prompt_length: int = PROMPT_LENGTH, eos_token_ids: tuple[int, ...] = EOS
+) -> Any:
+    """What `generate` builds: its private method on a model reduced to what that touches."""
+    config = params.to_generation_config()
+    config._eos_token_tensor = torch.tensor(eos_token_ids) if eos_token_ids else None
+    config.max_length = prompt_length + params.max_tokens
+    model = SimpleNamespace(
+        config=SimpleNamespace(is_encoder_decoder=False),
+        _merge_criteria_processor_list=lambda default, custom: default,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return transformers.GenerationMixin._get_logits_processor(
+            model, config, input_ids_seq_length=prompt_length, device="cpu", model_kwargs={}
+        )
+
+
+def both(
+    ours: LogitsPipeline, theirs: Any, row: np.ndarray, prefix: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     before = row.copy()
-    ours = processor_numpy(prefix, row)
-    theirs = processor_torch(torch.from_numpy(prefix)[None], torch.from_numpy(row.copy())[None])
+    mine = ours(prefix, row)
     np.testing.assert_array_equal(row, before)  # the caller's row is left as it is
-    return ours, theirs[0].numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = theirs(torch.from_numpy(prefix)[None], torch.from_numpy(row.copy())[None])
+    return mine, other[0].numpy()
 
 
 OPTIONS = [
@@ -109,30 +132,27 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_numpy_form_equals_transformers_class(options: dict) -> None:
+def test_a_step_equals_transformers_class(options: dict) -> None:
     params = SamplingParams(**options)
-    context = PipelineContext(params, PROMPT_LENGTH, EOS)
-    (name,) = [n for n in options if n in ORDER][-1:]
-    ours, theirs = numpy_form(name, context), torch_form(name, context)
-    assert ours is not None
+    ours = LogitsPipeline(params, prompt_length=PROMPT_LENGTH, eos_token_ids=EOS)
+    theirs = generates_list(params)
+    assert len(theirs) == 1
     for row, prefix in zip(rows(60), prefixes(60), strict=True):
         assert_same(*both(ours, theirs, row, prefix), row)
 
 
-def test_numpy_form_of_remove_invalid_values() -> None:
-    context = PipelineContext(SamplingParams(remove_invalid_values=True), 1, ())
+def test_what_is_no_number_is_mended() -> None:
+    params = SamplingParams(remove_invalid_values=True)
     row = np.array([np.nan, np.inf, -np.inf, 1.5], dtype=np.float32)
-    ours = numpy_form("remove_invalid_values", context)
-    assert ours is not None
-    theirs = torch_form("remove_invalid_values", context)
+    ours, theirs = LogitsPipeline(params, prompt_length=1), generates_list(params, 1, ())
     assert_same(*both(ours, theirs, row, np.array([0])), row)
 
 
 @pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "typical_p"])
-def test_numpy_warpers_agree_on_a_large_vocabulary(name: str) -> None:
+def test_warpers_agree_on_a_large_vocabulary(name: str) -> None:
     value = {"top_k": 50, "top_p": 0.95, "min_p": 0.02, "typical_p": 0.9}[name]
-    context = PipelineContext(SamplingParams(temperature=1.0, **{name: value}), 1, ())
-    ours, theirs = numpy_form(name, context), torch_form(name, context)
+    params = SamplingParams(temperature=1.0, **{name: value})
+    ours, theirs = LogitsPipeline(params, prompt_length=1), generates_list(params, 1, ())
     n_different = 0
     for row in rows(10, vocab=30_000):
         mine, other = both(ours, theirs, row, np.array([0]))
@@ -162,61 +182,32 @@ LISTS = [
 ]
 
 
-def generates_own_list(params: SamplingParams, prompt_length: int):
-    """What `generate` builds: its private method on a model reduced to what that touches."""
-    config = params.to_generation_config()
-    config._eos_token_tensor = torch.tensor(EOS)
-    config.max_length = prompt_length + params.max_tokens
-    model = SimpleNamespace(
-        config=SimpleNamespace(is_encoder_decoder=False),
-        _merge_criteria_processor_list=lambda default, custom: default,
-    )
-    return transformers.GenerationMixin._get_logits_processor(
-        model, config, input_ids_seq_length=prompt_length, device="cpu", model_kwargs={}
-    )
-
-
 @pytest.mark.parametrize("params", LISTS, ids=lambda p: f"T={p.temperature} {p.top_p}")
 @pytest.mark.parametrize("prompt_length", [1, 4])
-def test_the_list_is_the_one_generate_builds(params: SamplingParams, prompt_length: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = generates_own_list(params, prompt_length)
-    ours = transformers_processors(params, prompt_length=prompt_length, eos_token_ids=EOS)
-    assert [type(p) for p in ours] == [type(p) for p in theirs]
-    pipelines = [
-        LogitsPipeline(params, prompt_length=prompt_length, eos_token_ids=EOS, use_numpy=use_numpy)
-        for use_numpy in (True, False)
-    ]
+def test_the_pipeline_is_the_one_generate_builds(
+    params: SamplingParams, prompt_length: int
+) -> None:
+    theirs = generates_list(params, prompt_length)
+    ours = LogitsPipeline(params, prompt_length=prompt_length, eos_token_ids=EOS)
     for row, prefix in zip(rows(60), prefixes(60), strict=True):
-        if len(prefix) < prompt_length:
-            continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            expected = theirs(torch.from_numpy(prefix)[None], torch.from_numpy(row.copy())[None])
-        for pipeline in pipelines:
-            assert_same(pipeline(prefix, row), expected[0].numpy(), row)
+        if len(prefix) >= prompt_length:
+            assert_same(*both(ours, theirs, row, prefix), row)
 
 
-def test_greedy_leaves_the_warpers_out() -> None:
-    names = LogitsPipeline(FULL.replace(temperature=0.0), eos_token_ids=EOS).step_names
-    assert not {"temperature", "top_k", "top_p", "min_p", "typical_p"} & set(names)
-    assert "repetition_penalty" in names
-    assert LogitsPipeline(SamplingParams()).step_names == ()
+def test_extra_processors_come_before_the_warpers_and_after_the_rest() -> None:
+    seen = []
 
-
-def test_extra_processors_come_before_the_warpers() -> None:
     class Lift(transformers.LogitsProcessor):
         def __call__(self, input_ids, scores):
+            seen.append(scores[0, 0].item())
             scores = scores.clone()
             scores[:, 6] += 100.0
             return scores
 
-    params = SamplingParams(temperature=0.5, repetition_penalty=1.1)
-    pipeline = LogitsPipeline(params, extra=[Lift()])
-    assert pipeline.step_names == ("repetition_penalty", "extra", "temperature")
-    sampler = Sampler(params.replace(seed=1), n_tokens=8, logits_processors=[Lift()])
-    assert sampler.choose([0], np.zeros(8, dtype=np.float32), 0) == 6
+    params = SamplingParams(temperature=0.5, repetition_penalty=2.0, seed=1)
+    sampler = Sampler(params, n_tokens=8, logits_processors=[Lift()])
+    assert sampler.choose([0], np.ones(8, dtype=np.float32), 0) == 6
+    assert seen == [0.5], "after the penalty, before the temperature"
 
 
 def tiny_model():

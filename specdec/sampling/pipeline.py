@@ -1,0 +1,176 @@
+"""The processors that a SamplingParams switches on, in the order of transformers' `generate`.
+
+transformers builds this list in a private method that needs a model. Here it is numpy, so that a
+run without torch can sample; the few steps that have no numpy form are transformers' own classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specdec.sampling import processors
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.processors import Ids, Processor, Scores
+
+
+@dataclass(frozen=True)
+class PipelineContext:
+    """What the processors are made from: options, and what is known of prompt and model."""
+
+    params: SamplingParams
+    prompt_length: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def begin_length(self) -> int:
+        """Prefix length at which begin_suppress_tokens acts (one later after a forced BOS)."""
+        is_after_bos = self.prompt_length <= 1 and self.params.forced_bos_token_id is not None
+        return self.prompt_length + int(is_after_bos)
+
+    @property
+    def min_tokens_to_keep(self) -> int:
+        """Tokens that no warper removes: beams must be able to go on where every EOS is likely."""
+        return 1 if self.params.num_beams == 1 else 1 + max(1, len(self.eos_token_ids))
+
+    @property
+    def max_length(self) -> int:
+        return self.prompt_length + self.params.token_limit(self.prompt_length)
+
+
+class LogitsPipeline:
+    """The active processors of a SamplingParams.
+
+    `extra` takes further transformers LogitsProcessors of the caller, placed where
+    `generate(logits_processor=...)` puts them: before the warpers. They see every position once per
+    walk, with its prefix; they must not keep state between calls.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        prompt_length: int = 0,
+        eos_token_ids: Iterable[int] = (),
+        extra: Sequence[Any] = (),
+    ) -> None:
+        context = PipelineContext(params, prompt_length, params.resolve_eos(eos_token_ids))
+        self._steps = [
+            *_active(_BEFORE_WARPERS, context),
+            *(_adapted(processor) for processor in extra),
+            *_active({} if params.is_greedy else _WARPERS, context),
+            *_active(_AFTER_WARPERS, context),
+        ]
+
+    def __call__(self, prefix_ids: Sequence[int] | Ids, scores: Scores) -> Scores:
+        """Processed scores float32 [vocab] of one row; the row itself is left as it is."""
+        if not self._steps:
+            return scores
+        prefix = np.asarray(prefix_ids, dtype=np.int64)
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            for step in self._steps:
+                scores = step(prefix, scores)
+        return scores
+
+
+Makers = Mapping[str, Callable[[PipelineContext], Processor]]
+"""By the option that switches a step on."""
+
+
+def _active(makers: Makers, context: PipelineContext) -> Iterator[Processor]:
+    """Those that change something for these parameters."""
+    for name, make in makers.items():
+        value = getattr(context.params, name)
+        if name in _NEED_EOS and not context.eos_token_ids:
+            continue  # a model without an end-of-sequence token has nothing to hold back
+        if value != _OFF[name] if name in _OFF else value:
+            yield make(context)
+
+
+_NEED_EOS = frozenset({"min_length", "min_tokens", "exponential_decay_length_penalty"})
+_OFF: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "forced_bos_token_id": None,
+    "temperature": 1.0,
+    "top_h": None,
+    "top_p": 1.0,
+    "typical_p": 1.0,
+}
+"""Where an option that is off is not false."""
+
+
+def _of_transformers(class_name: str, **arguments: Any) -> Processor:
+    """A processor of transformers (imports torch and transformers)."""
+    import transformers
+
+    return _adapted(getattr(transformers, class_name)(**arguments))
+
+
+def _adapted(processor: Any) -> Processor:
+    """A transformers LogitsProcessor as a function of numpy arrays."""
+    import torch
+
+    def process(prefix: Ids, scores: Scores) -> Scores:
+        ids = torch.from_numpy(np.ascontiguousarray(prefix))[None]
+        row = torch.from_numpy(np.array(scores, dtype=np.float32))[None]
+        return np.asarray(processor(ids, row)[0].numpy(), dtype=np.float32)
+
+    return process
+
+
+def _no_eos_before(context: PipelineContext, length: int) -> Processor:
+    return processors.when_length(lambda n: n < length, processors.ban(context.eos_token_ids))
+
+
+def _exponential_decay(context: PipelineContext) -> Processor:
+    start, factor = context.params.exponential_decay_length_penalty or (0, 1.0)
+    eos = context.eos_token_ids
+    return processors.exponential_decay(context.prompt_length + start, factor, eos)
+
+
+# The order of GenerationMixin._get_logits_processor, transformers 5.17 to 5.23.
+_BEFORE_WARPERS: Makers = {
+    "sequence_bias": lambda c: _of_transformers(
+        "SequenceBiasLogitsProcessor",
+        sequence_bias=[[list(ids), bias] for ids, bias in c.params.sequence_bias],
+    ),
+    "repetition_penalty": lambda c: processors.repetition_penalty(c.params.repetition_penalty),
+    "no_repeat_ngram_size": lambda c: processors.no_repeat_ngram(c.params.no_repeat_ngram_size),
+    "bad_words_ids": lambda c: _of_transformers(
+        "NoBadWordsLogitsProcessor",
+        bad_words_ids=[list(word) for word in c.params.bad_words_ids],
+        eos_token_id=list(c.eos_token_ids) or None,
+    ),
+    "min_length": lambda c: _no_eos_before(c, c.params.min_length),
+    "min_tokens": lambda c: _no_eos_before(c, c.prompt_length + c.params.min_tokens),
+    "forced_bos_token_id": lambda c: processors.when_length(
+        lambda n: n == 1, processors.force([c.params.forced_bos_token_id or 0])
+    ),
+    "forced_eos_token_id": lambda c: processors.when_length(
+        lambda n: n == c.max_length - 1, processors.force(c.params.forced_eos_token_id or ())
+    ),
+    "remove_invalid_values": lambda c: processors.remove_invalid(),
+    "exponential_decay_length_penalty": _exponential_decay,
+    "suppress_tokens": lambda c: processors.ban(c.params.suppress_tokens),
+    "begin_suppress_tokens": lambda c: processors.when_length(
+        lambda n: n == c.begin_length, processors.ban(c.params.begin_suppress_tokens)
+    ),
+}
+_WARPERS: Makers = {
+    "temperature": lambda c: processors.temperature(c.params.temperature),
+    "top_h": lambda c: _of_transformers("TopHLogitsWarper", top_h=c.params.top_h),
+    "top_k": lambda c: processors.top_k(c.params.top_k, c.min_tokens_to_keep),
+    "top_p": lambda c: processors.top_p(c.params.top_p, c.min_tokens_to_keep),
+    "min_p": lambda c: processors.min_p(c.params.min_p, c.min_tokens_to_keep),
+    "typical_p": lambda c: processors.typical_p(c.params.typical_p, c.min_tokens_to_keep),
+    "epsilon_cutoff": lambda c: processors.epsilon_cutoff(
+        c.params.epsilon_cutoff, c.min_tokens_to_keep
+    ),
+    "eta_cutoff": lambda c: _of_transformers(
+        "EtaLogitsWarper", epsilon=c.params.eta_cutoff, min_tokens_to_keep=c.min_tokens_to_keep
+    ),
+}
+_AFTER_WARPERS: Makers = {"renormalize_logits": lambda c: processors.normalise()}
