@@ -1,22 +1,18 @@
-"""Mistakes in the sampler: one written down from its definition tells every one."""
+"""Mistakes in the sampler and its noise: one written down from its definition tells every one."""
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
-import numpy as np
 import pytest
-from chain_checks import CAUGHT
-from mutants import is_caught
+from definitions import sampler_is_defined
+from mutants import is_caught, mutated
 
-from specdec.sampling import sampler as sampling
-from specdec.sampling.params import SamplingParams
+from specdec.sampling import gumbel, sampler
 
-MISTAKES = {
+IN_NOISE = {
     "noise: the same at every position": ("np.array([seed, position]", "np.array([seed, 0]"),
     "noise: the same for every seed": ("np.array([seed, position]", "np.array([0, position]"),
-    "noise: of the next position": ("position=len(prefix))", "position=len(prefix) + 1)"),
     "noise: by rank, not by token": (
         "np.log(uniforms[ids - start])",
         "np.log(uniforms[: ids.size])",
@@ -25,6 +21,9 @@ MISTAKES = {
         "return -np.log(-np.log(uniforms[ids - start]))",
         "return -np.log(uniforms[ids - start])",
     ),
+}
+IN_SAMPLER = {
+    "noise: of the next position": ("position=len(prefix))", "position=len(prefix) + 1)"),
     "noise: subtracted": (".astype(np.float64) + noise)", ".astype(np.float64) - noise)"),
     "noise: left out": (".astype(np.float64) + noise)", ".astype(np.float64))"),
     "greedy with noise": (
@@ -56,50 +55,19 @@ MISTAKES = {
 }
 
 
-def reference_row(params: SamplingParams, prefix: tuple[int, ...], logits: np.ndarray) -> Any:
-    """log p of the first six ids: penalty, temperature, top-k, as their definitions say."""
-    row = logits[:6].astype(np.float64)
-    for token in set(prefix):
-        row[token] *= params.repetition_penalty if row[token] < 0 else 1 / params.repetition_penalty
-    if params.temperature:
-        row /= params.temperature
-        if params.top_k:
-            row[row < np.sort(row)[-params.top_k]] = -np.inf
-    peak = row.max()
-    return row - peak - np.log(np.exp(row - peak).sum())
+def sampler_with(noise: ModuleType) -> type:
+    """The sampler with the noise of this module."""
+    copied = mutated(sampler, "gumbel_at(self.seed", "gumbel_at(self.seed")
+    vars(copied)["gumbel_at"] = noise.gumbel_at
+    changed: type = copied.Sampler
+    return changed
 
 
-def sampler_is_defined(module: ModuleType) -> bool:
-    """Choices and distributions, against log p + g of tables, penalty, temperature and seed."""
-    rng = np.random.default_rng(8)
-    all_params = [
-        SamplingParams(repetition_penalty=1.7),
-        SamplingParams(temperature=0.8, top_k=4, repetition_penalty=1.3, seed=5),
-        SamplingParams(temperature=1.2, seed=2**63 + 1),
-    ]
-    for params in all_params:
-        sampler = module.Sampler(params, n_tokens=6)
-        for position in range(2, 40):
-            logits = rng.normal(size=8).astype(np.float32) * 2  # two padding rows
-            logits[6:] += 5.0
-            prefix = tuple(int(t) for t in rng.integers(0, 3, size=position))
-            log_p = reference_row(params, prefix, logits)
-            key = np.array([sampler.seed, position], dtype=np.uint64)
-            noise = -np.log(-np.log(np.random.Generator(np.random.Philox(key=key)).random(6)))
-            wanted = int((log_p + (0.0 if params.is_greedy else noise)).argmax())
-            choose = sampler.chooser(lambda node, p=prefix: p, lambda node, row=logits: row)
-            if choose(0) != wanted:
-                return False
-            p = np.eye(8)[wanted] if params.is_greedy else np.append(np.exp(log_p), (0.0, 0.0))
-            if not np.allclose(sampler.probs(prefix, logits), p, atol=CAUGHT):
-                return False
-    return True
+@pytest.mark.parametrize("name", IN_NOISE)
+def test_mutant_of_the_noise_is_caught(name: str) -> None:
+    assert is_caught(gumbel, IN_NOISE[name], lambda m: sampler_is_defined(sampler_with(m)))
 
 
-def test_the_source_without_a_mistake_passes() -> None:
-    assert sampler_is_defined(sampling)
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mutant_is_caught(name: str) -> None:
-    assert is_caught(sampling, MISTAKES[name], sampler_is_defined)
+@pytest.mark.parametrize("name", IN_SAMPLER)
+def test_mutant_of_the_sampler_is_caught(name: str) -> None:
+    assert is_caught(sampler, IN_SAMPLER[name], lambda m: sampler_is_defined(m.Sampler))

@@ -1,0 +1,41 @@
+"""The rules, their draws and the sampler are what their definitions say."""
+
+from __future__ import annotations
+
+from chain_checks import chain_is_exact
+from definitions import (
+    drawing_is_right,
+    lenient_is_defined,
+    match_is_exact,
+    residual_is_right,
+    sampler_is_defined,
+)
+
+from specdec.sampling.sampler import Sampler
+from specdec.verification.acceptance import (
+    RandomDecisions,
+    lenient,
+    match_walk,
+    rejection_walk,
+    residual,
+)
+from specdec.verification.block import block_walk
+
+
+def test_the_rules_are_exact() -> None:
+    assert match_is_exact(match_walk)
+    assert chain_is_exact(rejection_walk)
+    assert chain_is_exact(block_walk)
+
+
+def test_the_lossy_rule_is_as_defined() -> None:
+    assert lenient_is_defined(lenient)
+
+
+def test_draws_and_residual_are_right() -> None:
+    assert drawing_is_right(RandomDecisions)
+    assert residual_is_right(residual)
+
+
+def test_the_sampler_is_as_defined() -> None:
+    assert sampler_is_defined(Sampler)
