@@ -7,35 +7,23 @@ with specdec.load("TARGET", "DRAFT", memory_budget="3.5GiB") as llm:
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self
 
-from backends.contract.backend import Backend
-from offload.process.interruptible import POLL_SECONDS
-from specdec.analysis.utilization import model_flops
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
-from specdec.decoding.ahead_thread import AheadThread
-from specdec.decoding.errors import ModelBusy, ModelClosed, ModelElsewhere
-from specdec.decoding.generation import PLAIN, GenerationStream
-from specdec.decoding.prompt_cache import PromptCache
+from specdec.decoding.generation import Request
 from specdec.decoding.sequences import CompletionOutput, GenerationResult, StreamChunk
+from specdec.decoding.session import ModelBusy, ModelClosed, ModelElsewhere, Session
+from specdec.decoding.stream import GenerationStream
 from specdec.drafters.base import Drafter
-from specdec.drafters.ngram import NgramDrafter
-from specdec.planning.load import check_spec, load_draft, load_target
-from specdec.planning.plan import plan_models
+from specdec.planning.load import check_spec
 from specdec.planning.run_options import RunOptions, run_options
-from specdec.planning.run_plan import RunPlan
-from specdec.policy.draft_policy import DraftPolicy
-from specdec.policy.lessons import Experience
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import Prompt, PromptError, check_room, encode_prompt
 
@@ -51,6 +39,8 @@ __all__ = [
     "StreamChunk",
     "load",
 ]
+
+_PLAIN = SpecConfig(spec_type=())
 
 
 def load(
@@ -100,52 +90,15 @@ class LLM:
     """
 
     def __init__(self, options: RunOptions, progress: Any = None) -> None:
-        self._running: GenerationStream | None = None
-        self._starting = threading.Lock()
-        self._closing = threading.RLock()
-        self._is_closed = False
-        self._process_id = os.getpid()
-        with ExitStack() as stack:  # whatever was opened is closed when a later part fails
-            planned = plan_models(options)
-            self.plan: RunPlan = planned.plan
-            self._options = options = planned.options
-            self.tokenizer = planned.target.tokenizer
-            self.eos_token_ids = planned.target.eos_token_ids
-            self._model_context = planned.target.source.max_context
-            self._prompt_cache: PromptCache | None = None
-            if options.prompt_cache_file is not None:
-                path = options.prompt_cache_file
-                self._prompt_cache = PromptCache(path, planned.target, planned.draft)
-            self.target: Backend = stack.enter_context(load_target(planned, options, progress))
-            self.draft, self.draft_window = load_draft(planned, options.spec, self.target)
-            if self.draft is not None:
-                stack.enter_context(self.draft)
-            self.model_flops = model_flops(
-                planned.target.source.path, options.backend, self.plan.chosen.target.compute
-            )
-            self._ngram = NgramDrafter()
-            self.ahead = AheadThread()
-            # What the policy has learnt of these models: of one LLM only, it knows its costs.
-            self.experience = Experience(
-                self.plan.pass_cost, self.plan.draft_cost, self.plan.n_draft_tokens
-            )
-            if self._prompt_cache is not None:
-                self._prompt_cache.restore(self.target, self.draft)
-            stack.pop_all()  # from here on `close` does it
-
-    @property
-    def spec(self) -> SpecConfig:
-        return self._options.spec
+        session = self.session = Session(options, progress)
+        self.plan, self.spec = session.plan, session.options.spec
+        self.tokenizer = session.tokenizer
+        self.target, self.draft = session.target, session.draft
 
     @property
     def max_context(self) -> int:
         """Most tokens of a prompt and its continuation together."""
         return self.target.max_context
-
-    @property
-    def max_beams(self) -> int:
-        """Most beams that memory was set aside for."""
-        return self._options.target_rows(self.plan.n_draft_tokens)
 
     def generate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any
@@ -191,23 +144,16 @@ class LLM:
             ModelClosed, ModelElsewhere, ModelBusy (from the iterator, too).
         """
         params = _sampling_params(sampling, generation_config, overrides)
-        self.check_open()
+        self.session.check_open()
         if spec is not None:
             check_spec(spec, self.spec, self.plan, has_draft=self.draft is not None)
-        spec = (spec or self.spec) if speculative else PLAIN
+        spec = (spec or self.spec) if speculative else _PLAIN
         if drafter is not None and not spec.drafters:
             raise ConfigError("a drafter was given, but this is plain decoding: leave one out")
         prompt_ids = encode_prompt(prompt, self.tokenizer)
-        check_room(len(prompt_ids), self.max_context, self._model_context)
-        return GenerationStream(
-            self,
-            prompt_ids,
-            params,
-            spec=spec,
-            processors=logits_processors,
-            cache_prompt=cache_prompt,
-            drafter=drafter,
-        )
+        check_room(len(prompt_ids), self.max_context, self.session.model_context)
+        request = Request(prompt_ids, params, spec, logits_processors, cache_prompt, drafter)
+        return GenerationStream(self.session, request)
 
     def save_prompt_cache(self) -> None:
         """Write the KV of the last prompt and its text to the `prompt_cache_file`.
@@ -218,14 +164,7 @@ class LLM:
             PromptCacheError: the file cannot be written; ConfigError: none was named.
             ModelClosed, ModelBusy.
         """
-        if self._prompt_cache is None:
-            raise ConfigError("there is no prompt_cache_file to save to: name one when loading")
-        self.check_open()
-        with self._starting:
-            if self._running is not None:
-                self._running.end()
-            self.ahead.settle()  # an interrupt may have left it at work
-            self._prompt_cache.save(self.target, self.draft)
+        self.session.save_prompt_cache()
 
     def close(self) -> None:
         """Free the models. Idempotent.
@@ -233,16 +172,7 @@ class LLM:
         Another thread's generation ends with ModelClosed; this waits for it. In a fork of the
         process that loaded them, they are left to the process's end.
         """
-        self._is_closed = True
-        if self.is_forked:
-            return
-        while self._running is not None and self._running.is_computing_elsewhere:
-            self._cancel_passes()
-            time.sleep(POLL_SECONDS)
-        with self._closing, ExitStack() as stack:  # one caller frees, the others wait for it
-            for backend in self.backends:
-                stack.callback(backend.close)
-            stack.callback(self.ahead.close)  # first, since it uses the draft
+        self.session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -254,73 +184,9 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         with closing(self):
-            is_open = not self._is_closed and not self.is_forked
-            if exc is None and self._prompt_cache is not None and is_open:
+            is_saved = self.session.options.prompt_cache_file is not None
+            if exc is None and is_saved and self.session.is_open:
                 self.save_prompt_cache()
-
-    # --- parts -----------------------------------------------------------------------------
-
-    def begin(self, stream: GenerationStream) -> None:
-        """`stream` starts to use the models; whatever else used them is over.
-
-        Raises ModelBusy where another one computes at this moment.
-        """
-        with self._starting:
-            if self._running is not None and self._running is not stream:
-                self._running.end()
-            self._running = stream
-
-    @property
-    def backends(self) -> tuple[Backend, ...]:
-        """The target, and the draft if there is one."""
-        return (self.target,) if self.draft is None else (self.target, self.draft)
-
-    def request_cancel(self, stream: GenerationStream) -> None:
-        """End the pass that another thread is in for this stream, not for the one after it."""
-        with self._starting:
-            if self._running is stream and stream.is_computing_elsewhere:
-                self._cancel_passes()
-
-    def _cancel_passes(self) -> None:
-        for backend in self.backends:
-            backend.request_cancel()
-
-    def forget_prompt(self) -> None:
-        """Empty the KV caches: the next prompt is computed from its first token on."""
-        for backend in self.backends:
-            backend.rollback(0)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
-
-    def check_open(self) -> None:
-        """Raise ModelClosed after `close`, ModelElsewhere in a fork."""
-        if self._is_closed:
-            raise ModelClosed
-        if self.is_forked:
-            raise ModelElsewhere
-
-    @property
-    def is_forked(self) -> bool:
-        return os.getpid() != self._process_id
-
-    def policy(self, spec: SpecConfig, temperature: float = 0.0) -> DraftPolicy:
-        """A policy for one generation, which knows what earlier ones have shown."""
-        plan = self.plan
-        return DraftPolicy(
-            spec,
-            plan.pass_cost,
-            self.max_context,
-            plan.draft_cost,
-            plan.n_draft_tokens,
-            experience=self.experience,
-            temperature=temperature,
-        )
-
-    def ngram_drafter(self) -> Drafter:
-        """The n-gram drafter; what it learned about its own hit rate lives as long as the model."""
-        return self._ngram
 
 
 def _sampling_params(

@@ -138,7 +138,7 @@ def _measure_all(
     names, records = list(ways), []
     for i, prompt in enumerate(prompts):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            llm.experience = experiences[name]
+            llm.session.experience = experiences[name]
             result = llm.generate(prompt.text, spec=ways[name], **sampling)
             stats = result.stats.to_dict()
             tokens = [int(token) for token in result.token_ids]

@@ -24,7 +24,7 @@ from specdec.config import SpecConfig
 from specdec.decoding.beam_search import BeamRules, BeamSearch, by_score
 from specdec.decoding.node_rows import NodeRows
 from specdec.sampling.gumbel import gumbel_at
-from specdec.sampling.logprobs import TopLogprobs, log_probs_of, top_logprobs, with_chosen
+from specdec.sampling.logprobs import TopLogprobs, logprobs_of_token
 from specdec.sampling.sampler import Sampler
 from specdec.text.detokenizer import TextStream
 
@@ -158,11 +158,11 @@ class BeamDecoder:
         params, token = self._sampler.params, grown.token_ids[-1]
         if not params.logprobs:
             return grown
-        log_p = log_probs_of(self._rows[node][: self._sampler.n_tokens])
-        top = with_chosen(top_logprobs(log_p, params.n_top_logprobs), token, float(log_p[token]))
+        real = self._rows[node][: self._sampler.n_tokens]
+        logprob, top = logprobs_of_token(real, token, params.n_top_logprobs)
         return replace(
             grown,
-            logprobs=(*grown.logprobs, float(log_p[token])),
+            logprobs=(*grown.logprobs, logprob),
             top_logprobs=(*grown.top_logprobs, top),
         )
 

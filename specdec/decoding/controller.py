@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from backends.contract.backend import Backend
 from backends.contract.rows import LogitRows
+from specdec.config import SpecConfig
 from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.recorder import StatsRecorder
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.policy.draft_policy import DraftPolicy
+from specdec.sampling.logprobs import TopLogprobs, logprobs_of_token
 from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import Acceptance, lenient, match_walk, rejection_walk
 from specdec.verification.block import block_walk
@@ -53,12 +55,16 @@ class Controller:
         drafter: guesses; it never sees the target's logits.
         sampler: the target's choice of a token from a row of logits.
         policy: how large a tree to ask for.
-        acceptance: "match" (any tree); "rejection" or "block" (a sampled chain).
-        accept_threshold: with "match", accept draft tokens of this probability; lossy.
-        rng: decides for the rules of chains; the match rule needs none.
+        spec: the rule of acceptance.
         recorder: collects the statistics.
         ahead: drafts while passes run, where the policy wants it; without it nothing does.
-        wants_logprobs: keep log p of every emitted token, before any processor.
+        rng: decides for the rules of chains; the match rule needs none.
+
+    Attributes:
+        context: prompt and emitted tokens; the last one is pending.
+        logprobs, top_logprobs: of every emitted token, before any processor, as far as the
+            sampler's parameters ask for them.
+        prompt_row: the target's, float32 [vocab], for further sequences of the same prompt.
     """
 
     def __init__(
@@ -67,13 +73,11 @@ class Controller:
         drafter: Drafter,
         sampler: Sampler,
         policy: DraftPolicy,
+        spec: SpecConfig,
         *,
         recorder: StatsRecorder,
         ahead: AheadThread | None = None,
-        acceptance: str = "match",
-        accept_threshold: float | None = None,
         rng: np.random.Generator | None = None,
-        wants_logprobs: bool = False,
     ) -> None:
         self._target = target
         self._drafter = drafter
@@ -81,23 +85,34 @@ class Controller:
         self._policy = policy
         self._rule = (
             self._match
-            if acceptance == "match"
-            else partial(self._decide, _CHAIN_RULES[acceptance])
+            if spec.acceptance == "match"
+            else partial(self._decide, _CHAIN_RULES[spec.acceptance])
         )
-        self._accept_threshold = accept_threshold
-        self._rng = rng
+        self._accept_threshold = spec.accept_threshold
         self._recorder = recorder
         self._ahead = ahead
-        self._wants_logprobs = wants_logprobs
+        self._rng = rng
         self.context: list[int] = []
         self.logprobs: list[float] = []
+        self.top_logprobs: list[TopLogprobs] = []
+        self.prompt_row: NDArray[np.float32] | None = None
 
-    def start(self, prompt_ids: Sequence[int]) -> int:
-        """Run the prompt; return the first token, which is pending from now on."""
+    def start(
+        self, prompt_ids: Sequence[int], prompt_row: NDArray[np.float32] | None = None
+    ) -> int:
+        """Run the prompt; return the first token, which is pending from now on.
+
+        prompt_row: of the same prompt, whose KV the target still has: then nothing is computed.
+        """
         self.context = list(prompt_ids)
-        n_reused, logits = self._target.prefill_from(self.context)
-        token = self._sampler.choose(self.context, logits, position=len(self.context))
-        self._note_logprobs([logits], [token])
+        n_reused = len(self.context)
+        if prompt_row is None:
+            n_reused, prompt_row = self._target.prefill_from(self.context)
+        else:
+            self._target.rollback(n_reused)
+        self.prompt_row = prompt_row
+        token = self._sampler.choose(self.context, prompt_row, position=len(self.context))
+        self._note_logprobs([prompt_row], [token])
         self.context.append(token)
         self._recorder.record_first_token(n_reused)
         return token
@@ -176,8 +191,11 @@ class Controller:
         return [*self.context, *tree.tokens_on_path(node)]
 
     def _note_logprobs(self, rows: Iterable[NDArray[np.float32]], tokens: Sequence[int]) -> None:
-        if self._wants_logprobs:
-            for row, token in zip(rows, tokens, strict=True):
-                real = row[: self._sampler.n_tokens].astype(np.float64)
-                peak = real.max()
-                self.logprobs.append(float(real[token] - peak - np.log(np.exp(real - peak).sum())))
+        params = self._sampler.params
+        if not params.logprobs:
+            return  # rows may lie on a device: none is brought for nothing
+        for row, token in zip(rows, tokens, strict=True):
+            real = row[: self._sampler.n_tokens]
+            logprob, top = logprobs_of_token(real, token, params.n_top_logprobs)
+            self.logprobs.append(logprob)
+            self.top_logprobs.append(top)

@@ -25,8 +25,7 @@ class StatsRecorder:
     """Collects the figures of one generation while it runs.
 
     `clock` gives seconds. The request begins when the recorder is made; call `record_first_token`
-    after the prefill, `record_round` after every round, and `finish` at the end (also of a
-    cancelled generation).
+    after the prefill, and `record_round` after every round.
     """
 
     def __init__(
@@ -150,24 +149,8 @@ class StatsRecorder:
         name = f"{acceptance.n_accepted} of {tree.n_drafted} accepted"
         record_since(time.perf_counter(), ACCEPT, name)
 
-    def finish(
-        self,
-        *,
-        bytes_streamed: int = 0,
-        stall_seconds: float = 0.0,
-        bytes_copied_to_device: int = 0,
-        copy_stall_seconds: float = 0.0,
-        vram_peak_bytes: int = 0,
-        vram_budget_bytes: int = 0,
-        peak_memory_bytes: int = 0,
-        memory_budget_bytes: int = 0,
-        kv_bytes: int = 0,
-        kv_used_fraction: float = 0.0,
-        model_flops: int = 0,
-        peak_flops_per_second: float = 0.0,
-        is_lossless: bool = True,
-    ) -> GenerationStats:
-        """The figures so far, with those that only the backend and the system know."""
+    def stats(self) -> GenerationStats:
+        """The figures so far; those that only the backends and the system know are not set."""
         first = self._last if self._first is None else self._first
         slowed, unslowed = self._compared_pass_seconds()
         return GenerationStats(
@@ -190,19 +173,6 @@ class StatsRecorder:
             draft_ahead_misses=self._ahead_misses,
             slowed_pass_seconds=slowed,
             unslowed_pass_seconds=unslowed,
-            stall_seconds=stall_seconds,
-            bytes_streamed=bytes_streamed,
-            bytes_copied_to_device=bytes_copied_to_device,
-            copy_stall_seconds=copy_stall_seconds,
-            vram_peak_bytes=vram_peak_bytes,
-            vram_budget_bytes=vram_budget_bytes,
-            peak_memory_bytes=peak_memory_bytes,
-            memory_budget_bytes=memory_budget_bytes,
-            kv_bytes=kv_bytes,
-            kv_used_fraction=kv_used_fraction,
-            model_flops=model_flops,
-            peak_flops_per_second=peak_flops_per_second,
-            is_lossless=is_lossless,
             tried_by_depth=self._at_depths(self._tried),
             accepted_by_depth=self._at_depths(self._accepted_at),
             pass_times=tuple(self._pass_times),
@@ -218,9 +188,9 @@ class StatsRecorder:
         for one in self._pass_times:
             seconds_by_rows[one.n_rows, one.is_drafting_ahead].append(one.seconds)
         slowed = unslowed = 0.0
-        for (n_rows, is_drafting_ahead), seconds in seconds_by_rows.items():
+        for (n_rows, is_slowed), seconds in seconds_by_rows.items():
             alone = seconds_by_rows.get((n_rows, False))
-            if is_drafting_ahead and alone:
+            if is_slowed and alone:
                 slowed += sum(seconds)
                 unslowed += len(seconds) * sum(alone) / len(alone)
         return slowed, unslowed

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.decoding.stats import GenerationStats
-from specdec.sampling.logprobs import TopLogprobs, with_chosen
+from specdec.sampling.logprobs import TopLogprobs
 from specdec.sampling.params import SEED_LIMIT
 from specdec.sampling.sampler import Sampler
 from specdec.text.detokenizer import TextStream
@@ -135,17 +135,12 @@ class GeneratedSequence:
     def output(self) -> CompletionOutput:
         """What there is so far."""
         params, n_tokens = self.sampler.params, len(self.token_ids)
-        logprobs = tuple(self.logprobs[:n_tokens])
-        top = None
-        if params.n_top_logprobs:
-            rows = zip(self.top_logprobs[:n_tokens], self.token_ids, logprobs, strict=True)
-            top = tuple(with_chosen(*row) for row in rows)
         return CompletionOutput(
             text="".join(self._pieces),
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason,
-            logprobs=logprobs if params.logprobs else None,
-            top_logprobs=top,
+            logprobs=tuple(self.logprobs[:n_tokens]) if params.logprobs else None,
+            top_logprobs=tuple(self.top_logprobs[:n_tokens]) if params.n_top_logprobs else None,
             seed=None if params.is_greedy else self.sampler.seed,
             score=self.score,
         )

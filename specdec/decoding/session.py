@@ -1,80 +1,270 @@
-"""The parts of an LLM put together for one sequence: its drafters and its controller."""
+"""A session: loaded models, and what else lives from one generation to the next.
+
+One generation uses the models at a time. Another one that begins ends one that was left half read,
+and is refused (ModelBusy) while one computes.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import threading
+import time
+from contextlib import ExitStack
+from typing import Any, Protocol
 
 import numpy as np
 
 from backends.contract.backend import Backend
+from offload.errors import SpecdecError
+from offload.process.interruptible import POLL_SECONDS
+from specdec.analysis.utilization import model_flops
+from specdec.checks import ConfigError
 from specdec.config import SpecConfig
+from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.controller import Controller, NoDrafter
+from specdec.decoding.prompt_cache import PromptCache
 from specdec.decoding.recorder import StatsRecorder
 from specdec.drafters.base import Drafter
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
-from specdec.sampling.params import SamplingParams
+from specdec.drafters.ngram import NgramDrafter
+from specdec.planning.load import load_draft, load_target
+from specdec.planning.plan import plan_models
+from specdec.planning.run_options import RunOptions
+from specdec.policy.draft_policy import DraftPolicy
+from specdec.policy.lessons import Experience
 from specdec.sampling.sampler import Sampler
-
-if TYPE_CHECKING:
-    from specdec.api import LLM
 
 _CHAIN_STREAM = 2**64 - 1
 """Key word of the chain rules' random numbers; positions, the match rule's, never get there."""
 
 
-def make_controller(
-    llm: LLM,
-    target: Backend,
-    sampler: Sampler,
-    params: SamplingParams,
-    spec: SpecConfig,
-    recorder: StatsRecorder,
-    drafter: Drafter | None = None,
-) -> Controller:
-    """The loop of one sequence.
+class ModelClosed(SpecdecError):
+    """A model was asked for something after its end."""
+
+    def __init__(self) -> None:
+        super().__init__("the model is closed; load it again")
+
+
+class ModelElsewhere(SpecdecError):
+    """A forked process asked for something of its parent's model."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model was loaded by another process, and its threads are not in this fork of it: "
+            "load it here"
+        )
+
+
+class ModelBusy(SpecdecError):
+    """A generation was asked for while another one computes."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "an LLM runs one generation at a time: wait for the one that is running, "
+            "or load the model once more"
+        )
+
+
+class Running(Protocol):
+    """The generation that uses the models, as far as a session has to know it."""
+
+    @property
+    def is_computing_elsewhere(self) -> bool:
+        """Whether another thread computes for it."""
+
+    def end(self) -> None:
+        """End it; raises ModelBusy where a thread computes for it."""
+
+
+class Session:
+    """Loads models where the plan wants them, and keeps them until `close`.
 
     Args:
-        target: the LLM's, or a stand-in that watches it.
-        sampler: the sequence's, with its own seed.
-        drafter: of the caller's own, instead of those that `spec` names.
+        options: what to load, and into how much memory.
+        progress: called with (bytes done, bytes in total) by another thread while weights are read.
     """
-    if drafter is not None:
-        drafter.reset()
-    rng = np.random.Generator(
-        np.random.Philox(key=np.array([sampler.seed, _CHAIN_STREAM], dtype=np.uint64))
-    )
-    return Controller(
-        target,
-        drafter or _make_drafter(llm, spec, sampler, rng),
-        sampler,
-        llm.policy(spec, params.temperature),
-        recorder=recorder,
-        ahead=llm.ahead,
-        acceptance=spec.acceptance,
-        accept_threshold=spec.accept_threshold,
-        rng=rng,
-        wants_logprobs=bool(params.logprobs),
-    )
 
+    def __init__(self, options: RunOptions, progress: Any = None) -> None:
+        self._running: Running | None = None
+        self._beginning = threading.Lock()
+        self._freeing = threading.RLock()
+        self._is_closed = False
+        self._process_id = os.getpid()
+        with ExitStack() as stack:  # whatever was opened is closed when a later part fails
+            planned = plan_models(options)
+            self.plan, self.options = planned.plan, planned.options
+            self.tokenizer = planned.target.tokenizer
+            self.eos_token_ids = planned.target.eos_token_ids
+            self.model_context = planned.target.source.max_context
+            self._prompt_cache: PromptCache | None = None
+            if self.options.prompt_cache_file is not None:
+                path = self.options.prompt_cache_file
+                self._prompt_cache = PromptCache(path, planned.target, planned.draft)
+            self.target: Backend = stack.enter_context(load_target(planned, self.options, progress))
+            self.draft, self.draft_window = load_draft(planned, self.options.spec, self.target)
+            if self.draft is not None:
+                stack.enter_context(self.draft)
+            self.model_flops = model_flops(
+                planned.target.source.path, self.options.backend, self.plan.chosen.target.compute
+            )
+            # What the n-grams learn of their own hit rate, and the policy of these models.
+            self._ngram = NgramDrafter()
+            self.experience = Experience(
+                self.plan.pass_cost, self.plan.draft_cost, self.plan.n_draft_tokens
+            )
+            self._ahead = AheadThread()
+            if self._prompt_cache is not None:
+                self._prompt_cache.restore(self.target, self.draft)
+            stack.pop_all()  # from here on `close` does it
 
-def _make_drafter(
-    llm: LLM, spec: SpecConfig, sampler: Sampler, rng: np.random.Generator
-) -> Drafter:
-    drafters: list[Drafter] = []
-    if "draft" in spec.drafters and llm.draft is not None:
-        chain = (sampler, rng) if spec.draws_chains else None
-        n_tokens = min(sampler.n_tokens, llm.draft.vocab_size)
-        ranker = CandidateRanker.for_target(sampler, n_tokens)
-        window = llm.draft_window
-        drafters.append(
-            ModelDrafter(llm.draft, n_tokens, chain=chain, ranker=ranker, window=window)
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """The target, and the draft if there is one."""
+        return (self.target,) if self.draft is None else (self.target, self.draft)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that both the tokenizer and the target know."""
+        return min(self.tokenizer.n_tokens, self.target.vocab_size)
+
+    @property
+    def max_beams(self) -> int:
+        """Most beams that memory was set aside for."""
+        return self.options.target_rows(self.plan.n_draft_tokens)
+
+    def forget_prompt(self) -> None:
+        """Empty the KV caches: the next prompt is computed from its first token on."""
+        for backend in self.backends:
+            backend.rollback(0)
+
+    def save_prompt_cache(self) -> None:
+        """Write the KV of the last prompt and its text to the file that the options name.
+
+        Raises PromptCacheError, ConfigError (no file was named), ModelClosed, ModelBusy.
+        """
+        if self._prompt_cache is None:
+            raise ConfigError("there is no prompt_cache_file to save to: name one when loading")
+        self.check_open()
+        with self._beginning:
+            if self._running is not None:
+                self._running.end()
+            self._ahead.settle()
+            self._prompt_cache.save(self.target, self.draft)
+
+    # --- one generation at a time --------------------------------------------------------------
+
+    def begin(self, generation: Running) -> None:
+        """`generation` starts to use the models; whatever else used them is over.
+
+        Raises ModelBusy where another one computes at this moment; ModelClosed, ModelElsewhere.
+        """
+        with self._beginning:
+            if self._running is not None and self._running is not generation:
+                self._running.end()
+            self._running = generation
+        self.check_open()
+        self._ahead.settle()  # an interrupt may have left it at work
+
+    def request_cancel(self, generation: Running) -> None:
+        """End the pass that another thread is in for this one, not for the one after it."""
+        with self._beginning:
+            if self._running is generation and generation.is_computing_elsewhere:
+                self._cancel_passes()
+
+    def _cancel_passes(self) -> None:
+        for backend in self.backends:
+            backend.request_cancel()
+
+    def controller(
+        self, sampler: Sampler, spec: SpecConfig, recorder: StatsRecorder, drafter: Drafter | None
+    ) -> Controller:
+        """The loop of one sequence.
+
+        Args:
+            sampler: the sequence's, with its own seed.
+            drafter: of the caller's own, instead of those that `spec` names.
+        """
+        rng = np.random.Generator(
+            np.random.Philox(key=np.array([sampler.seed, _CHAIN_STREAM], dtype=np.uint64))
         )
-    if "ngram" in spec.drafters:
-        ngram = llm.ngram_drafter()
-        ngram.reset()  # a model's drafter finds by itself what its cache holds of the context
-        drafters.append(ngram)
-    if not drafters:
-        return NoDrafter()
-    return drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)
+        if drafter is None:
+            drafter = self._drafter(sampler, spec, rng)
+        else:
+            drafter.reset()
+        policy = DraftPolicy(
+            spec,
+            self.plan.pass_cost,
+            self.target.max_context,
+            self.plan.draft_cost,
+            self.plan.n_draft_tokens,
+            experience=self.experience,
+            temperature=sampler.params.temperature,
+        )
+        return Controller(
+            self.target,
+            drafter,
+            sampler,
+            policy,
+            spec,
+            recorder=recorder,
+            ahead=self._ahead,
+            rng=rng,
+        )
+
+    def _drafter(self, sampler: Sampler, spec: SpecConfig, rng: np.random.Generator) -> Drafter:
+        drafters: list[Drafter] = []
+        if "draft" in spec.drafters and self.draft is not None:
+            chain = (sampler, rng) if spec.draws_chains else None
+            n_tokens = min(sampler.n_tokens, self.draft.vocab_size)
+            ranker = CandidateRanker.for_target(sampler, n_tokens)
+            window = self.draft_window
+            drafters.append(
+                ModelDrafter(self.draft, n_tokens, chain=chain, ranker=ranker, window=window)
+            )
+        if "ngram" in spec.drafters:
+            self._ngram.reset()  # a model's drafter finds by itself what its cache has of the text
+            drafters.append(self._ngram)
+        if not drafters:
+            return NoDrafter()
+        return drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)
+
+    # --- the end -------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a fork of the process that loaded the models."""
+        return os.getpid() != self._process_id
+
+    @property
+    def is_open(self) -> bool:
+        return not self._is_closed and not self.is_forked
+
+    def check_open(self) -> None:
+        """Raise ModelClosed after `close`, ModelElsewhere in a fork."""
+        if self._is_closed:
+            raise ModelClosed
+        if self.is_forked:
+            raise ModelElsewhere
+
+    def close(self) -> None:
+        """Free the models; any thread may call it. Idempotent.
+
+        Another thread's generation ends with ModelClosed; this waits for it. In a fork the models
+        are left to the process's end.
+        """
+        self._is_closed = True
+        if self.is_forked:
+            return
+        while self._running is not None and self._running.is_computing_elsewhere:
+            self._cancel_passes()
+            time.sleep(POLL_SECONDS)
+        with self._freeing, ExitStack() as stack:  # one caller frees, the others wait for it
+            for backend in self.backends:
+                stack.callback(backend.close)
+            stack.callback(self._ahead.close)  # first, since it uses the draft

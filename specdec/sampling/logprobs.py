@@ -26,6 +26,12 @@ def top_logprobs(log_probs: NDArray[np.float64], k: int) -> TopLogprobs:
     return {int(token): float(log_probs[token]) for token in best}
 
 
-def with_chosen(top: TopLogprobs, token_id: int, logprob: float) -> TopLogprobs:
-    """The same with the chosen token, which comes last where it is not among the likeliest."""
-    return {**top, token_id: top.get(token_id, logprob)}
+def logprobs_of_token(row: NDArray[np.float32], token: int, k: int) -> tuple[float, TopLogprobs]:
+    """log p of a token by a row of logits [n]; with k > 0 also of the k likeliest and the token.
+
+    The token comes last where it is not among the likeliest.
+    """
+    log_p = log_probs_of(row)
+    logprob = float(log_p[token])
+    top = top_logprobs(log_p, k)
+    return logprob, {**top, token: logprob} if k else top

@@ -63,8 +63,8 @@ def chain_controller(
         drafter(TableBackend(draft_rows, VOCAB), VOCAB, chain=(sampler, rng)),
         sampler,
         DraftPolicy(spec, FREE, 256),
+        spec,
         recorder=StatsRecorder(),
-        acceptance=rule,
         rng=rng,
     )
 

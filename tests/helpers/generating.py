@@ -96,6 +96,7 @@ def make_controller(
         drafter or NoDrafter(),
         sampler,
         DraftPolicy(spec, FREE, target.max_context),
+        spec,
         recorder=StatsRecorder(),
         **options,  # type: ignore[arg-type]
     )

@@ -28,7 +28,7 @@ from specdec.decoding.recorder import StatsRecorder
 
 
 def record(way: str, seconds: float) -> dict[str, object]:
-    stats = StatsRecorder(prompt_tokens=1).finish().to_dict()
+    stats = StatsRecorder(prompt_tokens=1).stats().to_dict()
     made = {"generated_tokens": 11, "passes": 5, "drafted_tokens": 20, "accepted_tokens": 5}
     return {"mode": way, "stats": {**stats, **made, "decode_seconds": seconds}}
 

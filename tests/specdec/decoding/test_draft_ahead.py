@@ -166,7 +166,7 @@ def note_runs_ahead(drafter: ModelDrafter) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("n_levels", [0, 1, 5])
 def test_hits_are_the_outcomes_that_the_draft_had_run(share: float, n_levels: int) -> None:
     made, n_ready = rounds(ModelDrafter(TableBackend(LIKE_TARGET[share], VOCAB), VOCAB), n_levels)
-    stats = made._recorder.finish()
+    stats = made._recorder.stats()
     assert stats.draft_ahead_hits + stats.draft_ahead_misses == 12
     assert stats.draft_ahead_hits == n_ready
     if n_levels == 0:
@@ -189,7 +189,7 @@ def test_a_hit_saves_the_runs_that_were_made_ahead() -> None:
 def test_off_drafts_nothing_ahead() -> None:
     drafter = ModelDrafter(TableBackend(TARGET, VOCAB), VOCAB)
     made, _ = rounds(drafter, 5, draft_ahead="off")
-    stats = made._recorder.finish()
+    stats = made._recorder.stats()
     assert (stats.draft_ahead_hits, stats.draft_ahead_misses) == (0, 0)
     assert stats.overlapped_draft_seconds == 0.0
 
@@ -286,5 +286,5 @@ def test_drafts_from_kept_kv_are_those_of_a_new_cache(
             (candidates,) = ranker.rank(fresh.prefill(above)[None], [len(above)], 3)
             expected = dict(candidates)[tree.token_ids[node]]
             assert tree.log_probs[node] == pytest.approx(expected, abs=4e-3)
-    stats = made._recorder.finish()
+    stats = made._recorder.stats()
     assert (stats.draft_ahead_misses if is_blind else stats.draft_ahead_hits) > 0

@@ -109,7 +109,7 @@ def test_closing_from_another_thread_ends_a_generation(llm: LLM) -> None:
     running = Generation(llm, processor)
     closing = threading.Thread(target=llm.close)
     closing.start()
-    while not llm.is_closed:
+    while not llm.session.is_closed:
         pass
     assert llm.target.kv_bytes > 0, "closed under a generation that computes"
     processor.may_go_on.set()

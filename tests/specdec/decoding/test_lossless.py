@@ -166,7 +166,7 @@ def test_a_rule_for_chains_accepts_itself_and_stays_in_range(rule, target, twin)
     spec = SpecConfig(num_draft_tokens=4, acceptance=rule)
     target.rollback(0)
     drafter.reset()
-    controller = make_controller(target, drafter, params, spec=spec, acceptance=rule, rng=rng)
+    controller = make_controller(target, drafter, params, spec=spec, rng=rng)
     controller.start([5, 6, 7])
     accepted = [controller.step(50).acceptance.n_accepted for _ in range(8)]
     # p and q differ by the drift between passes of different sizes only.

@@ -74,7 +74,7 @@ def file(llm: LLM, opened: Opened, tmp_path_factory: pytest.TempPathFactory) -> 
     """Of a generation that ended; not to be changed."""
     path = tmp_path_factory.mktemp("cache") / "prompt.safetensors"
     llm.generate(PROMPT, cache_prompt=False, **ASKED)
-    PromptCache(path, opened.target, opened.draft).save(*llm.backends)
+    PromptCache(path, opened.target, opened.draft).save(*llm.session.backends)
     return path
 
 
@@ -108,23 +108,23 @@ def test_the_next_process_goes_on(pair: Pair, llm: LLM, copy: Path) -> None:
 def test_any_prompt_goes_on(llm: LLM, opened: Opened, file: Path, prompt: list[int]) -> None:
     llm.generate(PROMPT, cache_prompt=False, **ASKED)
     expected = llm.generate(prompt, **ASKED)
-    llm.forget_prompt()
-    PromptCache(file, opened.target, opened.draft).restore(*llm.backends)
-    assert all(backend.n_committed > len(PROMPT) // 2 for backend in llm.backends)
+    llm.session.forget_prompt()
+    PromptCache(file, opened.target, opened.draft).restore(*llm.session.backends)
+    assert all(backend.n_committed > len(PROMPT) // 2 for backend in llm.session.backends)
     check_same(llm.generate(prompt, **ASKED), expected)
 
 
 def test_a_file_that_is_up_to_date_is_left_alone(llm: LLM, opened: Opened, copy: Path) -> None:
-    llm.forget_prompt()
+    llm.session.forget_prompt()
     prompt_cache, before = PromptCache(copy, opened.target, opened.draft), copy.stat().st_ino
-    prompt_cache.restore(*llm.backends)
-    prompt_cache.save(*llm.backends)
+    prompt_cache.restore(*llm.session.backends)
+    prompt_cache.save(*llm.session.backends)
     assert copy.stat().st_ino == before
     llm.generate([5, 6], **ASKED)
-    prompt_cache.save(*llm.backends)
+    prompt_cache.save(*llm.session.backends)
     saved = copy.stat().st_ino
     assert saved != before
-    prompt_cache.save(*llm.backends)
+    prompt_cache.save(*llm.session.backends)
     assert copy.stat().st_ino == saved
 
 
@@ -145,9 +145,9 @@ def test_another_target_is_refused(opened: Opened, file: Path) -> None:
 
 
 def test_another_draft_begins_anew(llm: LLM, opened: Opened, file: Path) -> None:
-    llm.forget_prompt()
-    PromptCache(file, opened.target, opened.others[1]).restore(*llm.backends)
-    assert [backend.n_committed for backend in llm.backends] == [35, 0]
+    llm.session.forget_prompt()
+    PromptCache(file, opened.target, opened.others[1]).restore(*llm.session.backends)
+    assert [backend.n_committed for backend in llm.session.backends] == [35, 0]
     result = llm.generate(PROMPT, **ASKED)
     assert result.stats.reused_prompt_tokens == len(PROMPT) - 1
 
@@ -155,7 +155,7 @@ def test_another_draft_begins_anew(llm: LLM, opened: Opened, file: Path) -> None
 def test_a_context_that_is_too_short(
     llm: LLM, opened: Opened, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm.forget_prompt()
+    llm.session.forget_prompt()
     monkeypatch.setattr(llm.target, "max_context", 32)
     with pytest.raises(PromptCacheError, match=r"35 tokens do not fit .* of 32 \(raise --ctx-size"):
         PromptCache(file, opened.target, None).restore(llm.target, None)
@@ -213,11 +213,11 @@ def test_forged_files_are_refused(
     llm: LLM, opened: Opened, file: Path, tmp_path: Path, forge: Forge
 ) -> None:
     """With a good checksum and the right model's fingerprint."""
-    llm.forget_prompt()
+    llm.session.forget_prompt()
     rewrite(file, tmp_path / "forged", forge)
     prompt_cache = PromptCache(tmp_path / "forged", opened.target, opened.draft)
     with pytest.raises(PromptCacheError, match="forged cannot be used: .*: remove it"):
-        prompt_cache.restore(*llm.backends)
+        prompt_cache.restore(*llm.session.backends)
     assert llm.target.n_committed == 0
 
 
@@ -249,11 +249,11 @@ def test_heads_of_another_shape(tmp_path: Path) -> None:
         llm.generate(PROMPT, **ASKED)
         llm.save_prompt_cache()
         rewrite(path, forged, forge)
-        llm.forget_prompt()
+        llm.session.forget_prompt()
         PromptCache(forged, open_model(target, BackendOptions()), None).restore(llm.target, None)
         with pytest.raises(SpecdecError, match="remove the prompt cache file"):
             llm.generate(PROMPT, **ASKED)
-        llm.forget_prompt()
+        llm.session.forget_prompt()
 
 
 @pytest.mark.gguf

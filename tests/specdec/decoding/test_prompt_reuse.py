@@ -118,7 +118,7 @@ def test_interrupts_anywhere(models: tuple[LLM, LLM]) -> None:
         then = None if first % 2 else 1 + first % 29
         with interrupted(first, then, FOLDERS) as interrupts:
             llm.generate(TEXT[: 4 + first % 9], max_tokens=4)
-        for backend in llm.backends:
+        for backend in llm.session.backends:
             held = list(backend.committed_ids)
             assert backend.prefill_from([*held, 11])[0] == len(held), interrupts.places
         check(llm, fresh, TEXT[: 5 + first % 7], max_tokens=2)

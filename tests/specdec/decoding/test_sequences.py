@@ -39,7 +39,7 @@ def test_the_prompt_of_several_sequences_is_computed_once(resident, monkeypatch)
         computed.extend(token_ids)
         return prefill(token_ids)
 
-    resident.forget_prompt()
+    resident.session.forget_prompt()
     monkeypatch.setattr(resident.target, "prefill", counting)
     resident.generate(PROMPT, n=5, temperature=1.0, max_tokens=6, seed=3)
     assert computed == PROMPT

@@ -62,6 +62,6 @@ def test_llama_cpps_threads(tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     model = save_tiny_gguf("llama", tmp_path / "m.gguf")
     with specdec.load(model, model, threads=3, **SIZE) as llm:
-        for backend in llm.backends:
+        for backend in llm.session.backends:
             assert llama_cpp.llama_n_threads(backend._context.handle) == 3
             assert llama_cpp.llama_n_threads_batch(backend._context.handle) == 3

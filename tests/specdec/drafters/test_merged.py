@@ -127,6 +127,7 @@ def test_ngram_hits_are_the_accepted_tokens_that_the_ngram_proposed(
         MergedDrafter([model, ngram]),
         Sampler(params, n_tokens=vocab),
         DraftPolicy(spec, FREE, 256),
+        spec,
         recorder=recorder,
     )
     controller.start(prompt)
@@ -141,7 +142,7 @@ def test_ngram_hits_are_the_accepted_tokens_that_the_ngram_proposed(
             assert is_hit or is_drafted
             n_both += is_hit and is_drafted
             n_alone += is_hit and not is_drafted
-    assert recorder.finish().ngram_hits == n_hits
+    assert recorder.stats().ngram_hits == n_hits
     assert n_hits > 0
     if n_nodes == 12:
         assert n_both > 0
@@ -154,9 +155,9 @@ def test_a_cut_round_counts_the_hits_that_reached_the_caller() -> None:
         node = tree.add(node, token, -0.1, source)
     recorder.record_first_token()
     recorder.record_round(tree, Acceptance((0, 1, 2, 3, 4), 9, is_bonus=True), n_emitted=3)
-    assert recorder.finish().ngram_hits == 2
+    assert recorder.stats().ngram_hits == 2
     recorder.record_round(tree, Acceptance((0, 1, 2, 3, 4), 9, is_bonus=True))
-    assert recorder.finish().ngram_hits == 2 + 3
+    assert recorder.stats().ngram_hits == 2 + 3
 
 
 def test_a_drawn_chain_is_not_merged() -> None:

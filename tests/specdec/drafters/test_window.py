@@ -106,7 +106,7 @@ def test_a_window_as_long_as_the_text_changes_nothing(target: Path, draft: Path)
     results = []
     for window in (None, 250):
         with specdec.load(target, draft, draft_window=window, **OPTIONS) as llm:
-            assert llm.draft_window.n_recent in (None, 250)
+            assert llm.session.draft_window.n_recent in (None, 250)
             results.append(llm.generate("def f(x):", **LONG))
     figures = {(r.token_ids, r.stats.accepted_tokens, r.stats.drafted_tokens) for r in results}
     assert len(figures) == 1

@@ -84,13 +84,16 @@ def test_it_never_accepts_less_than_the_lossless_rule_up_to_where_they_part(
     assert match_walk(tree, lenient(tree, choose, probs, 1.0)) == lossless
 
 
+def lossy(threshold: float) -> SpecConfig:
+    return SpecConfig(num_draft_tokens=12, draft_depth=6, accept_threshold=threshold)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_threshold_of_one_is_plain_decoding(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, seed=4)
     plain = run(TableBackend(ROWS, VOCAB), [1, 2], 40, params=params)
     drafter = RandomDrafter(VOCAB, seed=2)
-    lossy = run(TableBackend(ROWS, VOCAB), [1, 2], 40, drafter, params, accept_threshold=1.0)
-    assert lossy == plain
+    assert run(TableBackend(ROWS, VOCAB), [1, 2], 40, drafter, params, spec=lossy(1.0)) == plain
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, seed=4)])
@@ -98,20 +101,18 @@ def test_a_low_threshold_takes_what_is_drafted_but_nothing_banned(params: Sampli
     script = [1, 2, *[3] * 60]
     drafter = ScriptedDrafter(script, VOCAB)
     target = TableBackend(ROWS, VOCAB)
-    text = run(target, [1, 2], 30, drafter, params, accept_threshold=1e-12)
+    text = run(target, [1, 2], 30, drafter, params, spec=lossy(1e-12))
     assert sum(token == 3 for token in text) >= 24  # a round of seven ends with one of its own
     banned = params.replace(suppress_tokens=(3,))
-    assert 3 not in run(target, [1, 2], 30, drafter, banned, accept_threshold=1e-12)
+    assert 3 not in run(target, [1, 2], 30, drafter, banned, spec=lossy(1e-12))
 
 
 def test_probabilities_are_those_after_the_processors() -> None:
     """At temperature 0 too: those of which the largest is taken."""
     target, draft = TableBackend(ROWS, VOCAB), TableBackend(table_rows(VOCAB, seed=22), VOCAB)
     params = SamplingParams(repetition_penalty=1.5)
-    controller = make_controller(
-        target, ModelDrafter(draft, VOCAB), params, accept_threshold=0.2,
-        spec=SpecConfig(num_draft_tokens=4, draft_depth=3, tree_width=2),
-    )  # fmt: skip
+    spec = SpecConfig(num_draft_tokens=4, draft_depth=3, tree_width=2, accept_threshold=0.2)
+    controller = make_controller(target, ModelDrafter(draft, VOCAB), params, spec=spec)
     controller.start([1, 2])
     n_lossy = 0
     for _ in range(40):
