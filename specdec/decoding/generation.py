@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from backends.contract.backend import StreamUse
 from offload.process.memory import process_memory
+from specdec.analysis.utilization import ModelFlops
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.decoding.beams import BeamDecoder, Hypothesis, check_beams
@@ -165,8 +166,9 @@ class Generation:
         kv_bytes = sum(backend.kv_bytes for backend in session.backends)
         used = sum(b.kv_bytes * b.n_committed / max(1, b.n_kv_allocated) for b in session.backends)
         flops = session.model_flops
+        recorded = self._recorder.stats()
         return replace(
-            self._recorder.stats(),
+            recorded,
             bytes_streamed=use.bytes_streamed - before.bytes_streamed,
             stall_seconds=use.stall_seconds - before.stall_seconds,
             bytes_copied_to_device=use.bytes_copied - before.bytes_copied,
@@ -177,17 +179,16 @@ class Generation:
             memory_budget_bytes=plan.budget_bytes,
             kv_bytes=kv_bytes,
             kv_used_fraction=used / kv_bytes if kv_bytes else 0.0,
-            model_flops=0 if flops is None else flops.of_tokens(*self._decoded_tokens()),
+            model_flops=0 if flops is None else self._decoded_flops(flops, recorded),
             peak_flops_per_second=0.0 if flops is None else flops.peak_flops_per_second,
             is_lossless=self._request.spec.is_lossless,
         )
 
-    def _decoded_tokens(self) -> tuple[int, int]:
-        """How many followed the first, which the prompt's pass brought (of beams one a position),
-        and their mean context."""
-        n_tokens = max(self._recorder.n_generated - 1, 0)
+    def _decoded_flops(self, flops: ModelFlops, recorded: GenerationStats) -> int:
+        """Of all tokens but the first, which the prompt's pass brought; of beams one a position."""
+        n_tokens = max(recorded.generated_tokens - 1, 0)
         n_texts = 1 if self._request.params.num_beams > 1 else len(self._sequences)
-        return n_tokens, len(self._request.prompt_ids) + n_tokens // (2 * n_texts)
+        return flops.of_tokens(n_tokens, recorded.prompt_tokens + n_tokens // (2 * n_texts))
 
 
 def _token_limit(params: SamplingParams, n_prompt: int, max_context: int) -> int:

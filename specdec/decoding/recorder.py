@@ -6,6 +6,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from offload.trace import record_since, recorded
 from specdec.decoding.stats import (
@@ -31,14 +32,9 @@ class StatsRecorder:
     def __init__(
         self, prompt_tokens: int = 0, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.prompt_tokens = prompt_tokens
         self.clock = clock
+        self._counted = GenerationStats(prompt_tokens=prompt_tokens)
         self._first: float | None = None
-        self._reused = self._generated = self._passes = self._drafted = self._accepted = 0
-        self._draft_runs = 0
-        self._ngram_hits = self._bonus = 0
-        self._pass_seconds = self._draft_seconds = self._overlapped_seconds = 0.0
-        self._ahead_hits = self._ahead_misses = 0
         # Of the last pass, and of the drafting beside it: (began, ended).
         self._last_pass = self._last_ahead = (0.0, 0.0)
         self._is_ahead_open = False  # drafting ran beside a pass whose outcome is not known yet
@@ -46,13 +42,8 @@ class StatsRecorder:
         self._token_seconds: list[float] = []
         self._tried: Counter[int] = Counter()  # by depth
         self._accepted_at: Counter[int] = Counter()
-        self._started = self._last = clock()
+        self._last = clock()  # when the last tokens came; at first, when the request did
         self._made = time.perf_counter()  # for a recording, whatever the clock
-
-    @property
-    def n_generated(self) -> int:
-        """Tokens so far, the first one included."""
-        return self._generated
 
     def record_first_token(self, n_reused: int = 0) -> None:
         """The prompt, all but `n_reused` tokens of it computed now, has yielded the first token.
@@ -61,12 +52,13 @@ class StatsRecorder:
         """
         now = self.clock()
         if self._first is None:
-            self._first, self._reused = now, n_reused
+            self._first = now
+            self._add(reused_prompt_tokens=n_reused, time_to_first_token=now - self._last)
         else:
             self._token_seconds.append(now - self._last)
         self._last = now
-        self._generated += 1
-        record_since(self._made, PREFILL, f"prompt of {self.prompt_tokens}")
+        self._add(generated_tokens=1)
+        record_since(self._made, PREFILL, f"prompt of {self._counted.prompt_tokens}")
 
     @recorded(DRAFT, "draft")
     @contextmanager
@@ -76,7 +68,7 @@ class StatsRecorder:
         try:
             yield
         finally:
-            self._draft_seconds += self.clock() - began
+            self._add(draft_seconds=self.clock() - began)
 
     @recorded(PASS, "pass")
     @contextmanager
@@ -90,7 +82,7 @@ class StatsRecorder:
             yield
         finally:
             ended = self.clock()
-            self._pass_seconds += ended - began
+            self._add(pass_seconds=ended - began)
         self._last_pass = (began, ended)
         self._pass_times.append(PassTime(n_rows, ended - began, is_drafting_ahead))
 
@@ -113,11 +105,13 @@ class StatsRecorder:
         if not self._is_ahead_open:
             return
         self._is_ahead_open = False
-        self._ahead_hits += int(was_ahead)
-        self._ahead_misses += int(not was_ahead)
         (pass_began, pass_ended), (began, ended) = self._last_pass, self._last_ahead
-        self._draft_seconds += ended - began
-        self._overlapped_seconds += max(0.0, min(pass_ended, ended) - max(pass_began, began))
+        self._add(
+            draft_ahead_hits=int(was_ahead),
+            draft_ahead_misses=int(not was_ahead),
+            draft_seconds=ended - began,
+            overlapped_draft_seconds=max(0.0, min(pass_ended, ended) - max(pass_began, began)),
+        )
 
     def record_round(
         self, tree: DraftTree, acceptance: Acceptance, n_emitted: int | None = None
@@ -130,19 +124,21 @@ class StatsRecorder:
         n_tokens = acceptance.n_accepted + 1 if n_emitted is None else n_emitted
         accepted = acceptance.path[1 : n_tokens + 1]  # those that reached the caller
         is_whole = n_tokens > acceptance.n_accepted
-        self._passes += 1
-        self._drafted += tree.n_drafted
-        self._draft_runs += tree.n_runs
-        self._accepted += len(accepted)
+        self._add(
+            generated_tokens=n_tokens,
+            passes=1,
+            drafted_tokens=tree.n_drafted,
+            draft_runs=tree.n_runs,
+            accepted_tokens=len(accepted),
+            ngram_hits=sum("ngram" in tree.sources[i] for i in accepted),
+            bonus_tokens=int(acceptance.is_bonus and tree.n_drafted > 0 and is_whole),
+        )
         self._accepted_at.update(range(1, len(accepted) + 1))
         self._tried.update(range(1, len(accepted) + 1))
         guesses = tree.children(acceptance.path[-1])
         # A right guess at the end of the path was left out for the length's sake.
         if is_whole and guesses and acceptance.next_token not in guesses:
             self._tried[len(accepted) + 1] += 1
-        self._ngram_hits += sum("ngram" in tree.sources[i] for i in accepted)
-        self._bonus += int(acceptance.is_bonus and tree.n_drafted > 0 and is_whole)
-        self._generated += n_tokens
         # Tokens of a round arrive together: each is charged an equal share of the round.
         self._token_seconds.extend([(now - self._last) / max(n_tokens, 1)] * n_tokens)
         self._last = now
@@ -151,32 +147,23 @@ class StatsRecorder:
 
     def stats(self) -> GenerationStats:
         """The figures so far; those that only the backends and the system know are not set."""
-        first = self._last if self._first is None else self._first
         slowed, unslowed = self._compared_pass_seconds()
-        return GenerationStats(
-            prompt_tokens=self.prompt_tokens,
-            reused_prompt_tokens=self._reused,
-            generated_tokens=self._generated,
-            passes=self._passes,
-            drafted_tokens=self._drafted,
-            draft_runs=self._draft_runs,
-            accepted_tokens=self._accepted,
-            ngram_hits=self._ngram_hits,
-            bonus_tokens=self._bonus,
-            time_to_first_token=0.0 if self._first is None else self._first - self._started,
-            decode_seconds=self._last - first,
+        return replace(
+            self._counted,
+            decode_seconds=0.0 if self._first is None else self._last - self._first,
             time_per_output_token_p90=percentile(self._token_seconds, 0.9),
-            pass_seconds=self._pass_seconds,
-            draft_seconds=self._draft_seconds,
-            overlapped_draft_seconds=self._overlapped_seconds,
-            draft_ahead_hits=self._ahead_hits,
-            draft_ahead_misses=self._ahead_misses,
             slowed_pass_seconds=slowed,
             unslowed_pass_seconds=unslowed,
             tried_by_depth=self._at_depths(self._tried),
             accepted_by_depth=self._at_depths(self._accepted_at),
             pass_times=tuple(self._pass_times),
         )
+
+    def _add(self, **more: float) -> None:
+        """Add to the counts of these names."""
+        counted = self._counted
+        sums = {name: getattr(counted, name) + value for name, value in more.items()}
+        self._counted = replace(counted, **sums)
 
     def _at_depths(self, counts: Counter[int]) -> tuple[int, ...]:
         return tuple(counts[depth] for depth in range(1, max(self._tried, default=0) + 1))
