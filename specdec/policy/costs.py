@@ -147,12 +147,29 @@ class DraftTimes:
         self._drafts: deque[tuple[float, float, float, float]] = deque(maxlen=_N_DRAFTS)
         self._parts = np.array([0.0, prior_run_seconds, 0.0])  # fixed, per run, per node
         self._width = 1.0  # nodes of a run, lately
+        self._is_fitted = True
 
     def observe(self, n_runs: int, n_nodes: int, seconds: float) -> None:
         """So many runs, of so many nodes in all."""
         if n_runs < 1 or seconds <= 0.0:
             return
         self._drafts.append((1.0, n_runs, n_nodes, seconds))
+        self._is_fitted = False
+
+    @property
+    def run_seconds(self) -> float:
+        """Of one more run, as wide as recent ones were."""
+        self._fit()
+        return float(self._parts[1] + self._width * self._parts[2])
+
+    def seconds(self, n_runs: int, n_nodes: int) -> float:
+        self._fit()
+        return float(self._parts @ (1.0, n_runs, n_nodes)) if n_runs > 0 else 0.0
+
+    def _fit(self) -> None:
+        """Once somebody asks: nobody does where the user fixed the size of trees."""
+        if self._is_fitted:
+            return
         *sizes, times = (np.array(column) for column in zip(*self._drafts, strict=True))
         self._width = float(sizes[2].sum() / sizes[1].sum())
         scale = np.array([column.mean() for column in sizes])
@@ -160,14 +177,7 @@ class DraftTimes:
         prior = np.array([0.0, float(np.median(times / sizes[1])) * scale[1] / typical, 0.0])
         shares = _least_deviations(np.column_stack(sizes) / scale, times / typical, prior)
         self._parts = shares * typical / scale
-
-    @property
-    def run_seconds(self) -> float:
-        """Of one more run, as wide as recent ones were."""
-        return float(self._parts[1] + self._width * self._parts[2])
-
-    def seconds(self, n_runs: int, n_nodes: int) -> float:
-        return float(self._parts @ (1.0, n_runs, n_nodes)) if n_runs > 0 else 0.0
+        self._is_fitted = True
 
 
 def _least_deviations(
@@ -175,10 +185,9 @@ def _least_deviations(
 ) -> NDArray[np.float64]:
     """x ≥ 0 with a small sum of |sizes @ x - times|, weakly pulled towards the prior."""
     weights = np.ones(len(times))
-    found = prior
+    found, pull = prior, _PULL * np.eye(len(prior))
     for _ in range(_N_FITS):
         weighted = (sizes * weights[:, None]).T
-        pull = _PULL * np.eye(len(prior))
         found = _least_squares(weighted @ sizes + pull, weighted @ times + _PULL * prior)
         weights = 1.0 / np.maximum(np.abs(sizes @ found - times), _CLOSE_FIT)
         weights /= weights.max()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -109,6 +110,10 @@ class Text:
         return int(np.searchsorted(np.cumsum(probs), uniform))
 
 
+text_of = lru_cache(maxsize=2)(Text)  # the same for every way of decoding it
+
+
+@cache
 def candidate_shares() -> np.ndarray:
     """Of what the best candidate leaves, the share of each other one; index 0 is the best."""
     shares = 0.5 ** np.arange(WIDTH)
@@ -220,17 +225,22 @@ class Outcome:
     counts: list[int]
     sizes: list[int]
 
+    def at(self, n_tokens: int) -> tuple[int, float]:
+        """(tokens, virtual time) after the round that brought the n-th."""
+        i = next(i for i, count in enumerate(self.counts) if count >= n_tokens)
+        return self.counts[i], self.times[i]
+
     def rate(self, first: int = 0) -> float:
         """Tokens per second from the first-th token on."""
-        start = next(i for i, count in enumerate(self.counts) if count >= first)
-        return (self.counts[-1] - self.counts[start]) / (self.times[-1] - self.times[start])
+        n_before, start = self.at(first)
+        return (self.counts[-1] - n_before) / (self.times[-1] - start)
 
 
 def simulate(
     world: World, spec: SpecConfig, n_tokens: int, experience: Experience | None = None
 ) -> Outcome:
     """Decode a text with the policy that `spec` asks for; without experience unless given."""
-    text, clock = Text(world, n_tokens), Clock()
+    text, clock = text_of(world, n_tokens), Clock()
     noise = np.random.default_rng((world.seed, 1))
     if world.draft is None:
         spec = replace(spec, spec_type=tuple(set(spec.spec_type) - {"draft"}))
@@ -241,7 +251,6 @@ def simulate(
     policy = DraftPolicy(
         spec, planned, NEVER, planned_draft, most, experience=experience, clock=clock
     )
-    policy._n_nodes = most  # as if memory were set aside for as many, whatever the plan thinks
     context, n = [0], 0
     result = Outcome([0.0], [0], [])
     while n < n_tokens:
