@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from offload.errors import SpecdecError
-from specdec.cli.groups import LoadOptions, SamplingOptions
+from specdec.planning.run_options import RunOptions
 
 
 class UsageMistake(SpecdecError):
@@ -89,7 +90,7 @@ def check_writable(option: str, path: Path | None) -> None:
         path.unlink()
 
 
-def check_lossless(load: LoadOptions, command: str) -> None:
+def check_lossless(load: RunOptions, command: str) -> None:
     """Where speeds stand beside those of programs and settings that change no text."""
     if load.accept_threshold is not None:
         raise UsageMistake(
@@ -98,6 +99,13 @@ def check_lossless(load: LoadOptions, command: str) -> None:
         )
 
 
-def sampling_keywords(max_tokens: int, ignore_eos: bool, given: SamplingOptions) -> dict[str, Any]:
+def model_names(load: RunOptions) -> tuple[str, str | None]:
+    """Of the target and of its draft, as they were given."""
+    return str(load.model), None if load.draft_model is None else str(load.draft_model)
+
+
+def sampling_keywords(
+    max_tokens: int, ignore_eos: bool, given: Mapping[str, Any]
+) -> dict[str, Any]:
     """Both decodings get the same seed, so that their tokens can be compared."""
-    return {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "seed": 0, **given.as_keywords()}
+    return {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "seed": 0, **given}

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
-from specdec.checks import ConfigError
+from specdec.checks import ConfigError, refuse_unknown
 from specdec.config import SpecConfig
 from specdec.decoding.generation import Request
 from specdec.decoding.sequences import CompletionOutput, GenerationResult, StreamChunk
@@ -23,7 +23,7 @@ from specdec.decoding.session import ModelBusy, ModelClosed, ModelElsewhere, Ses
 from specdec.decoding.stream import GenerationStream
 from specdec.drafters.base import Drafter
 from specdec.planning.load import check_spec
-from specdec.planning.run_options import RunOptions, run_options
+from specdec.planning.run_options import LoadKeywords, RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import Prompt, PromptError, check_room, encode_prompt
 
@@ -48,7 +48,7 @@ def load(
     draft_model: str | Path | None = None,
     *,
     progress: Any = None,
-    **options: Any,
+    **options: Unpack[LoadKeywords],
 ) -> LLM:
     """Load a target and, if named, its draft.
 
@@ -56,30 +56,14 @@ def load(
         model: directory, GGUF file, hub id or `pair:target`; layers stream where they do not fit.
         draft_model: a small model with the same vocabulary, of either format.
         progress: called with (bytes done, bytes in total) by another thread while weights are read.
-        options:
-            memory_budget: limit of the whole process, "3.5GiB", bytes, or "auto" (the cgroup's
-                limit, or what other processes leave free if that is less).
-            ctx_size: most tokens of prompt and output; memory for their KV is set aside.
-            spec_type: "draft", "ngram", "draft,ngram" or "none".
-            num_draft_tokens, tree_width, draft_depth: size of the tree; chosen when left out.
-            acceptance: "match" (any tree, reproducible), "rejection" or "block" (a sampled chain).
-            accept_threshold: lossy; accept draft tokens of at least this target probability.
-            draft_ahead: "auto", "on" or "off": draft while the target's pass runs.
-            prompt_cache_file: KV of the last text, restored from there and saved at the end.
-            draft_window: recent tokens that the draft is shown of a long context; all when None.
-            load_mode: "auto", "stream", "ram" or "mmap" (GGUF).
-            device: "cpu", "cuda" or "auto": where the target is computed (checkpoints).
-            vram_budget: GPU memory of the whole process, "8GiB", bytes, or "auto" (what is free).
-            draft_device: "cpu", "cuda" or "auto" (what should be faster).
-            cache_type_k, cache_type_v: "f16", "q8_0" or "q4_0" (GGUF).
-            num_beams: beams that `generate(num_beams=...)` may use; beam_span: tokens that they may
-                be apart. Memory is set aside for num_beams * beam_span live tokens.
-            threads: of the computation; prefetch_depth: slots of the ring; io_threads: readers.
+        options: memory, device, how to draft; docs/api.md says what each one means, and so do the
+            fields of `specdec.planning.run_options.RunOptions`.
 
     Raises:
         SpecdecError: one line that names what is wrong and what to do.
     """
-    return LLM(run_options(model, draft_model, **options), progress)
+    refuse_unknown(options, RunOptions, "load()")
+    return LLM(RunOptions(model, draft_model, **options), progress)
 
 
 class LLM:

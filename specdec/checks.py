@@ -44,10 +44,18 @@ def check(
         raise ConfigError(f"{name} is {value!r}, must be {noun} {bounds}")
 
 
-def refuse_unknown(options: Mapping[str, Any], kind: type) -> None:
+class UnknownOption(ConfigError, TypeError):
+    """No option has this name."""
+
+
+def refuse_unknown(options: Mapping[str, Any], kind: type, called: str | None = None) -> None:
+    """Raise UnknownOption, with the nearest name, for what is no field of `kind`.
+
+    called: by what it is that has no such option; the kind's name if None.
+    """
     known = [field.name for field in dataclasses.fields(kind)]
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f": did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
-            raise ConfigError(f"{kind.__name__} has no option {name!r}{hint}")
+            raise UnknownOption(f"{called or kind.__name__} has no option {name!r}{hint}")

@@ -44,6 +44,7 @@ ROOMS = {
         "text",
         "pair",
         "config",
+        "option",
         "checks",
     ),
     "backends": ("cuda shapes", "hf llama", "timing", "contract"),

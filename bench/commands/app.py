@@ -19,7 +19,7 @@ from bench.commands.sweep import sweep_command
 from bench.commands.timeline import timeline_command
 from bench.options import UsageMistake
 from specdec.cli.errors import run_app
-from specdec.cli.signature import with_debug, with_options
+from specdec.cli.groups import with_options
 
 NAME = "specdec-bench"
 
@@ -41,12 +41,12 @@ _PASSED_ON = {
 app.command("speedup")(with_options(speedup_command))
 app.command("timeline")(with_options(timeline_command))
 app.command("curve")(with_options(curve_command))
-app.command("demo")(demo_command)
+app.command("demo")(with_options(demo_command))
 app.command("peers")(with_options(peers_command))
 app.command("policy")(with_options(policy_command))
 app.command("rank")(with_options(rank_command))
 app.command("sweep")(with_options(sweep_command))
-app.command("report")(with_debug(report_command))
+app.command("report")(with_options(report_command))
 
 
 @app.command(context_settings=_PASSED_ON)
@@ -86,7 +86,7 @@ def _pass_on(name: str, module: str, function: str, argv: Sequence[str]) -> None
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    one.command()(with_debug(getattr(importlib.import_module(module), function)))
+    one.command()(with_options(getattr(importlib.import_module(module), function)))
     raise typer.Exit(run_app(one, f"{NAME} {name}", argv))
 
 

@@ -19,7 +19,7 @@ from bench.options import (
 )
 from bench.prompts.workloads import BUILT_IN, read_prompts
 from specdec.cli import options
-from specdec.cli.groups import TargetOptions
+from specdec.cli.groups import TARGET, Target
 from specdec.config import MAX_DRAFT_TOKENS
 
 Rates = Annotated[
@@ -34,7 +34,7 @@ GuessSeed = Annotated[int, typer.Option("--seed", min=0, help="Of the guesses.")
 
 def curve_command(
     context: typer.Context,
-    load: TargetOptions,
+    load: Target,
     rates: Rates = "0.5,0.6,0.7,0.8,0.9,0.95",
     sizes: Sizes = "1,2,4,8,16,32,64",
     prompts: Prompts = BUILT_IN,
@@ -46,7 +46,6 @@ def curve_command(
     output: Output = "table",
     output_file: OutputFile = None,
     log: Log = None,
-    debug: options.Debug = False,
 ) -> None:
     """Speedup against acceptance rate, with a drafter of known accuracy."""
     from bench.decode.curve import CurveError, CurveSettings, CurveSpec, run_curve
@@ -65,7 +64,7 @@ def curve_command(
     path, chosen = resolve_model(load.model), read_prompts(prompts, n_prompts)
     refuse_long(chosen, path, load.ctx_size)
     spec = CurveSpec(
-        {**load.as_keywords(), "model": str(path)},
+        {**load.keywords(TARGET), "model": str(path)},
         chosen,
         settings,
         str(log.resolve()) if log else None,

@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from specdec.cli import options
-
 
 def demo_command(
     size: Annotated[str, typer.Option("--size", help="Size of the grown target.")] = "auto",
@@ -24,7 +22,6 @@ def demo_command(
     format: Annotated[
         str, typer.Option("--format", metavar="hf|gguf", help="Format of the target and draft.")
     ] = "hf",
-    debug: options.Debug = False,
 ) -> None:
     """A grown target of at least twice its budget, plain against speculative; about two minutes."""
     from bench.demo import run_demo, text_of_first_prompt

@@ -21,13 +21,14 @@ from bench.options import (
     check_lossless,
     check_output,
     check_writable,
+    model_names,
 )
 from bench.peers.registry import GGUF, HF, PEERS, Weights
 from bench.process.interpreters import Interpreter, InterpreterError, probe
 from bench.prompts.workloads import BUILT_IN, read_prompts, spread
 from offload.units import parse_bytes
 from specdec.cli import options
-from specdec.cli.groups import LoadOptions
+from specdec.cli.groups import LOAD, Load
 from specdec.pair import PAIR_PREFIX
 
 ALL_PEERS = ",".join(PEERS)
@@ -78,7 +79,7 @@ TimeLimit = Annotated[
 
 def peers_command(
     context: typer.Context,
-    load: LoadOptions,
+    load: Load,
     prompts: Prompts = BUILT_IN,
     n_prompts: SpreadPrompts = 16,
     max_tokens: options.MaxTokens = 64,
@@ -93,7 +94,6 @@ def peers_command(
     peer_python: PeerPython = None,
     output: Output = "table",
     output_file: OutputFile = None,
-    debug: options.Debug = False,
 ) -> None:
     """specdec against other programs: same weights, prompts, threads and memory limit."""
     from bench.peers.compare import compare
@@ -114,8 +114,8 @@ def peers_command(
     if storage_mbps is not None and not enforce:
         raise UsageMistake("--storage-mbps needs the cgroup that --no-enforce leaves out")
     interpreters = parse_interpreters(peer_python or [], names)
-    weights = all_weights(load.model, load.draft_model, other_model, other_draft)
-    keywords = load.as_keywords()
+    weights = all_weights(*model_names(load), other_model, other_draft)
+    keywords = load.keywords(LOAD)
     own = ("model", "draft_model", "memory_budget", "ctx_size", "threads")
     settings = RunSettings(
         memory_bytes=parse_bytes(load.memory_budget),

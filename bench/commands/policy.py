@@ -18,13 +18,13 @@ from bench.options import (
 )
 from bench.prompts.workloads import BUILT_IN, read_prompts
 from specdec.cli import options
-from specdec.cli.groups import LoadOptions, SamplingOptions
+from specdec.cli.groups import LOAD, Load, Sampling
 
 
 def policy_command(
     context: typer.Context,
-    load: LoadOptions,
-    sampling: SamplingOptions,
+    load: Load,
+    sampling: Sampling,
     sizes: Annotated[
         str,
         typer.Option(
@@ -44,7 +44,6 @@ def policy_command(
     ignore_eos: IgnoreEos = False,
     output_file: OutputFile = None,
     log: Log = None,
-    debug: options.Debug = False,
 ) -> None:
     """The automatic size of trees against fixed ones, in one process."""
     from bench.decode.policy import PolicySpec, parse_sizes, sweep_in_child
@@ -61,7 +60,7 @@ def policy_command(
     path, chosen = resolve_model(load.model), read_prompts(prompts, n_prompts)
     refuse_long(chosen, path, load.ctx_size)
     spec = PolicySpec(
-        load={**load.as_keywords(), "model": str(path)},
+        load={**load.keywords(LOAD), "model": str(path)},
         prompts=tuple(chosen),
         sampling=sampling_keywords(max_tokens, ignore_eos, sampling),
         sizes=parse_sizes(sizes),

@@ -11,9 +11,10 @@ import typer
 from bench.options import SpreadPrompts, UsageMistake
 from bench.prompts.workloads import read_prompts, spread
 from specdec.cli import options
-from specdec.cli.groups import LoadOptions, SamplingOptions
+from specdec.cli.groups import LOAD, LoadEachDraft, Sampling
 from specdec.cli.output import write_json, write_text
 from specdec.models.names import check_local_draft, check_local_name
+from specdec.planning.run_options import RunOptions
 
 RankPrompts = Annotated[
     Path | None,
@@ -28,15 +29,14 @@ FromCheck = Annotated[bool, typer.Option("--rank", hidden=True)]
 
 
 def rank_command(
-    load: LoadOptions,
-    sampling: SamplingOptions,
+    load: LoadEachDraft,
+    sampling: Sampling,
     prompts: RankPrompts = None,
     n_prompts: SpreadPrompts = 8,
     max_tokens: options.MaxTokens = 64,
     enforce: options.Enforce = False,
     json: options.Json = False,
     rank: FromCheck = True,
-    debug: options.Debug = False,
 ) -> None:
     """Plain decoding, n-grams and each draft model (-md A -md B) on prompts of yours."""
     from bench.rank.ranking import measure_in_child, rank_drafts
@@ -45,13 +45,13 @@ def rank_command(
         raise UsageMistake("--rank measures on prompts of yours: add --prompts FILE")
     _check_drafts(load)
     ranking = rank_drafts(
-        load.model,
-        load.draft_models or (),
+        str(load[0].model),
+        [str(one.draft_model) for one in load],
         [prompt.text for prompt in spread(read_prompts(prompts), n_prompts)],
         partial(measure_in_child, enforce=enforce),
         max_tokens=max_tokens,
-        load_options=load.keywords_with(None),
-        sampling=sampling.as_keywords(),
+        load_options={**load[0].keywords(LOAD), "draft_model": None},
+        sampling=sampling,
     )
     if json:
         write_json(ranking.to_dict())
@@ -59,16 +59,14 @@ def rank_command(
         write_text("\n".join(ranking.lines()) + "\n")
 
 
-def _check_drafts(load: LoadOptions) -> None:
+def _check_drafts(named: list[RunOptions]) -> None:
     """Raise for names that lead nowhere, and where no draft model would be used."""
-    if not load.draft_models:
+    if named[0].draft_model is None:
         raise UsageMistake("no draft model was named: use -md (--draft-model), once for each")
-    check_local_name(load.model)
-    for name in load.draft_models:
-        check_local_draft(name)
-    keywords = load.keywords_with(load.draft_models[0])
-    spec_type = keywords["spec_type"]
-    if keywords["num_draft_tokens"] == 0 or (spec_type is not None and "draft" not in spec_type):
+    check_local_name(named[0].model)
+    for one in named:
+        check_local_draft(str(one.draft_model))
+    if named[0].draft is None:
         raise UsageMistake(
             "--rank compares draft models, which --spec-type or --num-draft-tokens switches off: "
             "leave them out"

@@ -18,11 +18,12 @@ from bench.options import (
     UsageMistake,
     check_output,
     check_writable,
+    model_names,
     sampling_keywords,
 )
 from bench.prompts.workloads import BUILT_IN, read_prompts
 from specdec.cli import options
-from specdec.cli.groups import LoadOptions, SamplingOptions
+from specdec.cli.groups import LOAD, Load, Sampling
 
 SpeedupPeer = Annotated[
     str | None,
@@ -38,8 +39,8 @@ PeerTokens = Annotated[int, typer.Option("--peer-tokens", min=2, help="Tokens pe
 
 def speedup_command(
     context: typer.Context,
-    load: LoadOptions,
-    sampling: SamplingOptions,
+    load: Load,
+    sampling: Sampling,
     prompts: Prompts = BUILT_IN,
     n_prompts: NPrompts = 16,
     max_tokens: options.MaxTokens = 64,
@@ -52,7 +53,6 @@ def speedup_command(
     output: Output = "table",
     output_file: OutputFile = None,
     log: Log = None,
-    debug: options.Debug = False,
 ) -> None:
     """Plain streamed decoding against speculative decoding of the same target."""
     from bench.decode.speedup import SpeedupRun, run_speedup
@@ -67,7 +67,7 @@ def speedup_command(
     path, chosen = resolve_model(load.model), read_prompts(prompts, n_prompts)
     refuse_long(chosen, path, load.ctx_size)
     run = SpeedupRun(
-        load={**load.as_keywords(), "model": str(path)},
+        load={**load.keywords(LOAD), "model": str(path)},
         prompts=chosen,
         sampling=sampling_keywords(max_tokens, ignore_eos, sampling),
         enforce=enforce,
@@ -89,7 +89,7 @@ def speedup_command(
 def _check_choices(
     output: str,
     peer: str | None,
-    load: LoadOptions,
+    load: Load,
     enforce: bool,
     file: Path | None,
     log: Path | None,
@@ -103,11 +103,11 @@ def _check_choices(
     check_writable("--log", log)
 
 
-def _check_peer(name: str, load: LoadOptions) -> None:
+def _check_peer(name: str, load: Load) -> None:
     from bench.peers.registry import PEERS, Weights, why_not
 
     if name not in PEERS:
         raise UsageMistake(f"--peer {name!r} is not known; choose one of {', '.join(PEERS)}")
-    problem = why_not(PEERS[name], Weights.named(load.model, load.draft_model))
+    problem = why_not(PEERS[name], Weights.named(*model_names(load)))
     if problem is not None:
         raise UsageMistake(f"--peer {name} cannot run: {problem}")

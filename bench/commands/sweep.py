@@ -19,11 +19,12 @@ from bench.options import (
     UsageMistake,
     check_lossless,
     check_writable,
+    model_names,
 )
 from bench.prompts.workloads import BUILT_IN, describe_left_out, read_prompts, spread
 from offload.units import format_bytes, parse_bytes
 from specdec.cli import options
-from specdec.cli.groups import LoadOptions, SamplingOptions, parse_num_draft_tokens
+from specdec.cli.groups import LOAD, Load, Sampling, parse_num_draft_tokens
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -81,8 +82,8 @@ Lines = Annotated[
 
 def sweep_command(
     context: typer.Context,
-    load: LoadOptions,
-    sampling: SamplingOptions,
+    load: Load,
+    sampling: Sampling,
     output_file: Lines,
     budgets: Budgets = "auto",
     storage: Storage = "full",
@@ -95,7 +96,6 @@ def sweep_command(
     ignore_eos: IgnoreEos = False,
     predict: Predict = False,
     reference: Reference = None,
-    debug: options.Debug = False,
 ) -> None:
     """Budgets x storage speeds x tree sizes; interrupted, it goes on where it was."""
     from bench.peers.registry import Weights
@@ -121,7 +121,7 @@ def sweep_command(
     amounts = parse_budgets(budgets)
     if not enforce and any(speed is not None for speed in speeds):
         raise UsageMistake("--storage below full needs the cgroup that --no-enforce leaves out")
-    weights = Weights.named(load.model, load.draft_model)
+    weights = Weights.named(*model_names(load))
     if weights.draft is None and any(size != 0 for size in sizes):
         raise UsageMistake("--trees above 0 need a draft model: give -md, or --trees 0")
     own = ("model", "draft_model", "memory_budget", "ctx_size", "threads", "num_draft_tokens")
@@ -133,8 +133,8 @@ def sweep_command(
         n_ctx=load.ctx_size or DEFAULT_CTX_SIZE,
         enforce=enforce,
         ignore_eos=ignore_eos,
-        load={name: value for name, value in load.as_keywords().items() if name not in own},
-        sampling={"seed": 0, **given} if (given := sampling.as_keywords()) else {},
+        load={name: value for name, value in load.keywords(LOAD).items() if name not in own},
+        sampling={"seed": 0, **sampling} if sampling else {},
         predict=predict,
     )
     texts = None if reference is None else reference_texts(reference)
@@ -189,12 +189,12 @@ def parse_budgets(text: str) -> list[int]:
     return amounts
 
 
-def find_budgets(load: LoadOptions) -> list[int]:
+def find_budgets(load: Load) -> list[int]:
     """Bytes, as the planner sees the models on this machine now."""
     from bench.peers.sweep import auto_budgets
     from specdec.planning.plan import plan_run
 
-    keywords = {name: v for name, v in load.as_keywords().items() if name != "memory_budget"}
+    keywords = {name: v for name, v in load.keywords(LOAD).items() if name != "memory_budget"}
     return auto_budgets(lambda budget: plan_run(memory_budget=budget, **keywords))
 
 

@@ -10,13 +10,13 @@ import typer
 from bench.options import IgnoreEos, Prompts, UsageMistake, check_writable, sampling_keywords
 from bench.prompts.workloads import BUILT_IN, read_prompts
 from specdec.cli import options
-from specdec.cli.groups import LoadOptions, SamplingOptions
+from specdec.cli.groups import LOAD, Load, Sampling
 
 
 def timeline_command(
     context: typer.Context,
-    load: LoadOptions,
-    sampling: SamplingOptions,
+    load: Load,
+    sampling: Sampling,
     picture: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="PNG", help="Where to draw the picture."),
@@ -35,7 +35,6 @@ def timeline_command(
     ] = 3,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without speculation.")] = False,
     ignore_eos: IgnoreEos = False,
-    debug: options.Debug = False,
 ) -> None:
     """Draw one run as a Gantt chart: reads, target layers, drafting, acceptance."""
     from bench.timeline.run import TimelineRun, run_timeline
@@ -46,7 +45,7 @@ def timeline_command(
         if path is not None:
             check_writable(option, path)
     run = TimelineRun(
-        load=load.as_keywords(),
+        load=load.keywords(LOAD),
         prompt=read_prompts(prompts, 1)[0],
         generation={
             **sampling_keywords(max_tokens, ignore_eos, sampling),

@@ -54,11 +54,11 @@ def smallest_budget(stand_in: StandIn) -> int | None:
 def _plan(stand_in: StandIn) -> int:
     from specdec.planning.division import Divider
     from specdec.planning.plan import open_pair
-    from specdec.planning.run_options import run_options
+    from specdec.planning.run_options import RunOptions
 
     with tempfile.TemporaryDirectory(prefix="specdec-stand-in-") as folder:
         target = _grow(stand_in, Path(folder))
-        options = run_options(target, stand_in.draft)
+        options = RunOptions(target, stand_in.draft)
         return Divider(*open_pair(options).sources, options).smallest_bytes
 
 

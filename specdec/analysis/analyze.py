@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+
+from typing_extensions import Unpack
 
 from backends.contract.backend import UnsupportedModel
 from backends.contract.source import CACHE_TYPES, BackendOptions
@@ -11,14 +12,14 @@ from backends.shapes.shape import ModelShape
 from offload.units import parse_bytes
 from specdec.analysis.report import DECODE, PHASES, PREFILL, VERIFY, Analysis
 from specdec.analysis.roofline import free_tokens, pass_bound, place
-from specdec.checks import ConfigError
+from specdec.checks import ConfigError, refuse_unknown
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceSpec, complete, this_machine, with_memory
 from specdec.devices.this_machine import ThisMachine
 from specdec.models.names import resolve_headers
 from specdec.models.opened import is_gguf
 from specdec.planning.division import DEFAULT_CTX_SIZE
-from specdec.planning.run_options import run_options
+from specdec.planning.run_options import LoadKeywords, RunOptions
 
 DEFAULT_VERIFIED = 16
 """Tokens of the verify pass that is shown unless asked for otherwise."""
@@ -30,7 +31,7 @@ def analyze(
     phase: str | None = None,
     n_tokens: int | None = None,
     on: str | None = None,
-    **options: Any,
+    **options: Unpack[LoadKeywords],
 ) -> Analysis:
     """The roofline of a model on this machine or on a device.
 
@@ -46,7 +47,8 @@ def analyze(
         SpecdecError: the model, the device or an option makes no sense; one line.
     """
     _check(phase, n_tokens)
-    run = run_options(model, **options)
+    refuse_unknown(options, RunOptions, "analyze()")
+    run = RunOptions(model, **options)
     figures = this_machine() if on is None else find_device(on)
     path = resolve_headers(model)
     shape = read_shape(path, run.backend)

@@ -9,10 +9,10 @@ import typer
 
 from specdec.cli import options
 from specdec.cli.enforce import run_benchmark
-from specdec.cli.groups import LoadOptions, SamplingOptions
+from specdec.cli.groups import LoadEachDraft, Sampling, one_draft, with_options
 from specdec.cli.output import write_json, write_text
-from specdec.cli.signature import with_options
 from specdec.models.names import is_self_draft
+from specdec.planning.run_options import RunOptions
 
 Rank = Annotated[
     bool,
@@ -39,15 +39,14 @@ NPrompts = Annotated[
 @with_options
 def check(
     context: typer.Context,
-    load: LoadOptions,
-    sampling: SamplingOptions,
+    load: LoadEachDraft,
+    sampling: Sampling,
     rank: Rank = False,
     prompts: Prompts = None,
     n_prompts: NPrompts = 8,
     max_tokens: options.MaxTokens = 64,
     enforce: options.Enforce = False,
     json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Do these two go together? Compares their vocabularies token by token, or ranks drafts."""
     if not rank:
@@ -59,13 +58,13 @@ def check(
     run_benchmark("rank", context.obj.argv[1:])
 
 
-def _compare(load: LoadOptions, json: bool) -> None:
-    if load.draft_model is None:
+def _compare(named: list[RunOptions], json: bool) -> None:
+    model, draft = named[0].model, one_draft([str(one.draft_model or "") for one in named])
+    if not draft:
         raise options.OptionError("no draft model was named: use -md (--draft-model)")
     from specdec.models.opened import compare_models
 
-    draft = load.model if is_self_draft(load.draft_model) else load.draft_model
-    result = compare_models(load.model, draft)
+    result = compare_models(model, model if is_self_draft(draft) else draft)
     if json:
         write_json(result.to_dict())
     else:

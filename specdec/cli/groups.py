@@ -1,17 +1,22 @@
-"""The options of the command line in groups: what loads a model, and how tokens are chosen.
+"""Fields of a configuration as options of a command: what loads a model, how tokens are chosen.
 
-A command takes a group as one parameter; `specdec.cli.signature.with_options` turns its fields into
-the options that typer sees.
+Names, types, limits, help and defaults are those of the fields. A command takes one of the groups
+below as a parameter, and `with_options` turns it into the options that typer sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_args, get_type_hints
 
-from specdec.cli import options
+import typer
+
+from specdec.cli.options import Debug, OptionError
 from specdec.config import MAX_DRAFT_TOKENS, parse_spec_type
+from specdec.option import BEAMS, MEMORY, MODELS, SAMPLING, SPECULATION, options_of
+from specdec.planning.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
 
 
@@ -21,105 +26,169 @@ def parse_num_draft_tokens(text: str) -> int | None:
         return None
     is_number = text.isascii() and text.isdigit() and len(text) < 10
     if not is_number or int(text) > MAX_DRAFT_TOKENS:
-        raise options.OptionError(
+        raise OptionError(
             f"--num-draft-tokens is {text!r}, must be auto or a whole number from 0 to "
             f"{MAX_DRAFT_TOKENS}"
         )
     return int(text)
 
 
-@dataclass(frozen=True)
-class TargetOptions:
-    """What a target is loaded with: keywords of `specdec.load`."""
-
-    model: options.Model
-    memory_budget: options.MemoryBudget = "auto"
-    device: options.Device = "cpu"
-    vram_budget: options.VramBudget = "auto"
-    ctx_size: options.CtxSize = None
-    threads: options.Threads = None
-    prefetch_depth: options.PrefetchDepth = None
-    io_threads: options.IoThreads = None
-    load_mode: options.LoadMode = "auto"
-    cache_type_k: options.CacheTypeK = None
-    cache_type_v: options.CacheTypeV = None
-
-    def __post_init__(self) -> None:
-        """Raise SpecdecError for a mistake before anything is started."""
-        from specdec.planning.run_options import run_options  # the help does without
-
-        run_options(**self.as_keywords())
-
-    def as_keywords(self) -> dict[str, Any]:
-        """The keywords of `specdec.load`."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+def _parse_early_stopping(text: str) -> bool | str:
+    values: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
+    if text not in values:
+        raise OptionError(f"--early-stopping is {text!r}, must be true, false or never")
+    return values[text]
 
 
-@dataclass(frozen=True)
-class LoadOptions(TargetOptions):
-    """What `specdec.load` is called with."""
+def one_draft(names: Sequence[str]) -> str:
+    if len(names) > 1:
+        raise OptionError(
+            f"{len(names)} draft models were named ({', '.join(names)}), but a run uses one: "
+            "`specdec check --rank --prompts FILE` measures which one serves best"
+        )
+    return names[0]
 
-    draft_models: options.DraftModel = None
-    spec_type: options.SpecType = None
-    num_draft_tokens: options.NumDraftTokens = "auto"
-    tree_width: options.TreeWidth = None
-    acceptance: options.Acceptance = "match"
-    accept_threshold: options.AcceptThreshold = None
-    draft_ahead: options.DraftAhead = "auto"
-    draft_window: options.DraftWindow = None
-    draft_device: options.DraftDevice = "auto"
 
-    def __post_init__(self) -> None:
-        """Raise SpecdecError for a mistake before anything is started."""
-        from specdec.planning.run_options import run_options  # the help does without
+# Fields that the command line takes as another type, and how to make the field's value of that.
+_WRITTEN: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "draft_model": (list[str], one_draft),
+    "spec_type": (str, parse_spec_type),
+    "num_draft_tokens": (str, parse_num_draft_tokens),
+    "stop": (list[str], tuple),
+    "early_stopping": (str, _parse_early_stopping),
+}
 
-        drafts: Sequence[str | None] = self.draft_models or [None]
-        for draft_model in drafts:
-            run_options(**self.keywords_with(draft_model))
 
-    @property
-    def draft_model(self) -> str | None:
-        """The draft of a run. Raises OptionError where several were named."""
-        drafts = self.draft_models or []
-        if len(drafts) > 1:
-            raise options.OptionError(
-                f"{len(drafts)} draft models were named ({', '.join(drafts)}), but a run uses one: "
-                "`specdec check --rank --prompts FILE` measures which one serves best"
-            )
-        return drafts[0] if drafts else None
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    """What was given, as the fields' values."""
+    return {
+        name: _WRITTEN[name][1](value) if name in _WRITTEN else value
+        for name, value in values.items()
+        if value not in (None, [])
+    }
 
-    def as_keywords(self) -> dict[str, Any]:
-        """The keywords of `specdec.load`; spec_type None means its default, () plain decoding."""
-        return self.keywords_with(self.draft_model)
 
-    def keywords_with(self, draft_model: str | None) -> dict[str, Any]:
-        """The same with one of the drafts, or none."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        del values["draft_models"]
-        if self.spec_type is not None:
-            values["spec_type"] = parse_spec_type(self.spec_type)
-        values["num_draft_tokens"] = parse_num_draft_tokens(self.num_draft_tokens)
-        return {**values, "draft_model": draft_model}
+def _one_run(values: dict[str, Any]) -> RunOptions:
+    return RunOptions(**_given(values))
+
+
+def _run_for_each_draft(values: dict[str, Any]) -> list[RunOptions]:
+    drafts = values.pop("draft_model") or [None]
+    return [RunOptions(**_given(values), draft_model=draft) for draft in drafts]
+
+
+def _given_sampling(values: dict[str, Any]) -> dict[str, Any]:
+    given = _given(values)
+    SamplingParams(**given)
+    return given
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
-    """How tokens are chosen; None leaves the default alone."""
+class Group:
+    """Fields of a configuration as options; a command gets what `build` makes of their values.
 
-    temperature: options.Temperature = None
-    top_k: options.TopK = None
-    top_p: options.TopP = None
-    min_p: options.MinP = None
-    repetition_penalty: options.RepetitionPenalty = None
-    seed: options.Seed = None
-    stop: options.Stop = None
+    `build` raises SpecdecError for a mistake, before anything is started.
+    """
 
-    def __post_init__(self) -> None:
-        """Raise SpecdecError for a mistake before a model is loaded."""
-        SamplingParams.from_options(self.as_keywords())
+    kind: type[Any]
+    names: tuple[str, ...]
+    build: Callable[[dict[str, Any]], Any]
 
-    def as_keywords(self) -> dict[str, Any]:
-        """Only what was given."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["stop"] = tuple(self.stop or ()) or None
-        return {name: value for name, value in values.items() if value is not None}
+    def parameters(self) -> list[Parameter]:
+        """As typer sees them."""
+        hints, defaults = get_type_hints(self.kind), {f.name: f.default for f in fields(self.kind)}
+        found = []
+        for name in self.names:
+            typed = _WRITTEN[name][0] if name in _WRITTEN else _first_type(hints[name])
+            default = Parameter.empty if defaults[name] is MISSING else defaults[name]
+            if self.kind is SamplingParams:
+                default = None  # only what is given overrides what a generation is told otherwise
+            typed = typed | None if default is None else typed
+            told = typer_option(self.kind, name)
+            annotation = Annotated[typed, told]  # type: ignore[valid-type]  # known only now
+            one = Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            found.append(one)
+        return found
+
+
+def typer_option(kind: type[Any], name: str) -> Any:
+    """What typer is told of one field."""
+    told = options_of(kind)[name]
+    return typer.Option(
+        *filter(None, (told.short, told.long or "--" + name.replace("_", "-"))),
+        help=told.help,
+        rich_help_panel=told.panel,
+        metavar=told.metavar or "|".join(told.choices) or None,
+        min=told.at_least,
+        show_default=told.shown_default,
+    )
+
+
+def _first_type(hint: Any) -> Any:
+    return next(iter(get_args(hint)), hint)
+
+
+def _names(kind: type[Any], *panels: str, leave_out: tuple[str, ...] = ()) -> tuple[str, ...]:
+    found = ((name, one.panel) for name, one in options_of(kind).items())
+    return tuple(name for name, panel in found if panel in panels and name not in leave_out)
+
+
+_CACHED = _names(RunOptions, MODELS, MEMORY, SPECULATION)
+TARGET = _names(RunOptions, MODELS, MEMORY, leave_out=("draft_model", "prompt_cache_file"))
+LOAD = _names(RunOptions, MODELS, MEMORY, SPECULATION, leave_out=("prompt_cache_file",))
+_ROOFLINE = ("model", "ctx_size", "memory_budget", "threads", "cache_type_k", "cache_type_v")
+
+Target = Annotated[RunOptions, Group(RunOptions, TARGET, _one_run)]
+"""A target alone."""
+Load = Annotated[RunOptions, Group(RunOptions, LOAD, _one_run)]
+"""A target and how it drafts."""
+CachedLoad = Annotated[RunOptions, Group(RunOptions, _CACHED, _one_run)]
+"""The same, with a file for the prompt's KV."""
+LoadEachDraft = Annotated[list[RunOptions], Group(RunOptions, LOAD, _run_for_each_draft)]
+"""One for each draft model that is named, or one without."""
+Roofline = Annotated[RunOptions, Group(RunOptions, _ROOFLINE, _one_run)]
+"""What the arithmetic of a pass depends on."""
+Sampling = Annotated[
+    dict[str, Any],
+    Group(SamplingParams, _names(SamplingParams, SAMPLING), _given_sampling),
+]
+"""How tokens are chosen: only what was given."""
+SamplingOrBeams = Annotated[
+    dict[str, Any],
+    Group(SamplingParams, _names(SamplingParams, SAMPLING, BEAMS), _given_sampling),
+]
+"""The same, with beams and several sequences."""
+Model = Annotated[str, typer_option(RunOptions, "model")]
+BeamSpan = Annotated[int, typer_option(RunOptions, "beam_span")]
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take groups: their fields become its options, --debug is added to them."""
+    declared = signature(command, eval_str=True).parameters
+    groups = {
+        name: extra
+        for name, one in declared.items()
+        for extra in getattr(one.annotation, "__metadata__", ())
+        if isinstance(extra, Group)
+    }
+    parameters: list[Parameter] = []
+    for name, one in declared.items():
+        if name in groups:
+            parameters += groups[name].parameters()
+        else:
+            parameters.append(one.replace(kind=Parameter.KEYWORD_ONLY))
+    # `run_app` reads it from the words themselves.
+    parameters.append(Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Debug))
+
+    def flat(debug: bool, **values: Any) -> None:
+        built = {
+            name: group.build({field: values.pop(field) for field in group.names})
+            for name, group in groups.items()
+        }
+        command(**built, **values)
+
+    flat.__doc__ = command.__doc__
+    flat.__name__ = command.__name__
+    flat.__annotations__ = {one.name: one.annotation for one in parameters}
+    flat.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return flat

@@ -11,10 +11,9 @@ import typer
 from offload.units import format_bytes
 from specdec.cli import options
 from specdec.cli.enforce import run_benchmark
-from specdec.cli.groups import LoadOptions
+from specdec.cli.groups import Load, Model, with_options
 from specdec.cli.notes import check_models, note_plan
 from specdec.cli.output import write_json, write_text
-from specdec.cli.signature import with_options
 from specdec.planning.run_options import CPU, CUDA
 
 if TYPE_CHECKING:
@@ -33,17 +32,16 @@ DemoArguments = Annotated[
 
 @with_options
 def plan(
-    load: LoadOptions,
+    load: Load,
     on: options.OnDevice = None,
     json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Show what goes where in memory, what else was weighed, and the predicted speed."""
     check_models(load)
     from specdec.planning.other_device import plan_on
     from specdec.planning.plan import plan_run
 
-    keywords = load.as_keywords()
+    keywords = load.keywords()
     elsewhere = None if on is None else plan_on(on, **keywords)
     here = plan_run(**keywords) if elsewhere is None else elsewhere.plan
     note_plan(load, here)
@@ -54,12 +52,12 @@ def plan(
         write_text("\n".join(found.lines()) + "\n")
 
 
+@with_options
 def profile(
-    model: options.Model,
+    model: Model,
     device: ProfileDevice = CPU,
     refresh: Refresh = False,
     json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Show how fast this machine's storage and arithmetic are; the JSON is a device for --on."""
     from offload.ring.bandwidth import measure_storage

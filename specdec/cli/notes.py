@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from offload.units import format_bytes
-from specdec.cli.groups import LoadOptions
 from specdec.cli.options import OptionError
 from specdec.cli.output import say
 from specdec.models.files import weight_files
 from specdec.models.names import check_local_draft, check_local_name, resolve_headers
+from specdec.planning.run_options import RunOptions
 
 if TYPE_CHECKING:
     from specdec.api import LLM
     from specdec.planning.run_plan import RunPlan
 
 
-def check_models(load: LoadOptions) -> None:
+def check_models(load: RunOptions) -> None:
     """Raise ModelNotFound for names that lead nowhere; say what will not be used."""
     check_local_name(load.model)
     if load.draft_model is not None:
@@ -31,7 +31,7 @@ def check_models(load: LoadOptions) -> None:
         say(f"note: {option} has no effect: {why}")
 
 
-def note_plan(load: LoadOptions, plan: RunPlan) -> None:
+def note_plan(load: RunOptions, plan: RunPlan) -> None:
     """Say where a run will not be what its options look like."""
     if load.ctx_size is not None and plan.ctx_size < load.ctx_size:
         say(f"note: --ctx-size {load.ctx_size} is cut to the model's {plan.ctx_size}")
@@ -51,7 +51,7 @@ def note_left_out(plan: RunPlan) -> None:
         say(f"note: {note}")
 
 
-def _note_mapped(load: LoadOptions, budget_bytes: int) -> None:
+def _note_mapped(load: RunOptions, budget_bytes: int) -> None:
     files = weight_files(resolve_headers(load.model))
     n_bytes = sum(path.stat().st_size for path in files)
     if n_bytes > budget_bytes:
@@ -67,10 +67,9 @@ def check_chat_template(llm: LLM, name: str) -> None:
         raise OptionError(f"{name} has no chat template: use `specdec run`, or an instruct model")
 
 
-def _without_effect(load: LoadOptions) -> Iterator[tuple[str, str]]:
+def _without_effect(load: RunOptions) -> Iterator[tuple[str, str]]:
     """Options of drafting where there is none of that kind, and why."""
-    keywords = load.as_keywords()
-    if keywords["spec_type"] == () or keywords["num_draft_tokens"] == 0:
+    if not load.spec.spec_type:
         given = {
             "--tree-width": load.tree_width is not None,
             "--acceptance": load.acceptance != "match",
@@ -85,8 +84,7 @@ def _without_effect(load: LoadOptions) -> Iterator[tuple[str, str]]:
             yield "--draft-ahead", f"chains for {load.acceptance} are drawn before each pass"
 
 
-def _why_no_draft(load: LoadOptions) -> str:
-    keywords = load.as_keywords()
-    if keywords["spec_type"] is not None and "draft" not in keywords["spec_type"]:
-        return f"--spec-type is {load.spec_type}"
-    return "--num-draft-tokens is 0" if keywords["num_draft_tokens"] == 0 else ""
+def _why_no_draft(load: RunOptions) -> str:
+    if load.spec_type is not None and "draft" not in load.spec_type:
+        return f"--spec-type is {','.join(load.spec_type) or 'none'}"
+    return "--num-draft-tokens is 0" if load.num_draft_tokens == 0 else ""

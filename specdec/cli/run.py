@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 
 from specdec.cli import options
 from specdec.cli.enforce import enforced_bytes, run_enforced
-from specdec.cli.groups import LoadOptions, SamplingOptions
+from specdec.cli.groups import BeamSpan, CachedLoad, Sampling, SamplingOrBeams, with_options
 from specdec.cli.notes import (
     check_chat_template,
     check_models,
@@ -20,8 +21,7 @@ from specdec.cli.notes import (
 )
 from specdec.cli.output import loading_progress, perf_line, say, write_json, write_text
 from specdec.cli.prompt_input import check_prompt_options, read_line, read_prompt
-from specdec.cli.sampling_options import SequenceOptions, check_sampling
-from specdec.cli.signature import with_options
+from specdec.planning.run_options import DEFAULT_BEAM_SPAN, RunOptions
 
 if TYPE_CHECKING:
     from specdec.api import LLM, CompletionOutput, GenerationResult
@@ -39,23 +39,19 @@ PromptFile = Annotated[
 @with_options
 def run(
     context: typer.Context,
-    load: LoadOptions,
-    sampling: SamplingOptions,
-    sequences: SequenceOptions,
+    load: CachedLoad,
+    sampling: SamplingOrBeams,
+    beam_span: BeamSpan = DEFAULT_BEAM_SPAN,
     prompt: Prompt = None,
     file: PromptFile = None,
     max_tokens: options.MaxTokens = 64,
-    prompt_cache_file: options.PromptCacheFile = None,
     enforce: options.Enforce = False,
     json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Generate text from one prompt."""
     check_prompt_options(prompt, file)
-    given = {**sampling.as_keywords(), **sequences.sampling_keywords()}
-    keywords = {"max_tokens": max_tokens, **given}
-    check_sampling(keywords)
-    loading = {**sequences.load_keywords(load), "prompt_cache_file": prompt_cache_file}
+    keywords = {"max_tokens": max_tokens, **sampling}
+    loading = with_beams(load, sampling.get("num_beams", 1), beam_span)
     if enforce:
         run_again_enforced(context, load.memory_budget)
     text = read_prompt(prompt, file)
@@ -69,23 +65,20 @@ def run(
 @with_options
 def chat(
     context: typer.Context,
-    load: LoadOptions,
-    sampling: SamplingOptions,
+    load: CachedLoad,
+    sampling: Sampling,
     max_tokens: options.MaxTokens = 512,
-    prompt_cache_file: options.PromptCacheFile = None,
     enforce: options.Enforce = False,
-    debug: options.Debug = False,
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer; Ctrl-D or /exit ends the conversation."""
     if enforce:
         run_again_enforced(context, load.memory_budget)
     from specdec.api import PromptError
 
-    keywords = {"max_tokens": max_tokens, **sampling.as_keywords()}
+    keywords = {"max_tokens": max_tokens, **sampling}
     messages: list[dict[str, str]] = []
-    loading = {**load.as_keywords(), "prompt_cache_file": prompt_cache_file}
-    with open_model(load, loading) as llm:
-        check_chat_template(llm, load.model)
+    with open_model(load, load) as llm:
+        check_chat_template(llm, str(load.model))
         while (line := read_line()) is not None:
             messages.append({"role": "user", "content": line})
             try:
@@ -101,22 +94,44 @@ def chat(
                 messages.append({"role": "assistant", "content": answer})
 
 
-def run_again_enforced(context: typer.Context, memory_budget: str) -> None:
+def with_beams(load: RunOptions, num_beams: int, beam_span: int) -> RunOptions:
+    """What is loaded for beams: memory for them, and nothing to draft with."""
+    if num_beams == 1:
+        if beam_span != DEFAULT_BEAM_SPAN:
+            raise options.OptionError("--beam-span is given without --num-beams: it is about beams")
+        return load
+    given = {
+        "--draft-model": load.draft_model is not None,
+        "--spec-type": load.spec_type not in (None, ()),
+        "--num-draft-tokens": load.num_draft_tokens not in (None, 0),
+        "--tree-width": load.tree_width is not None,
+        "--acceptance": load.acceptance != "match",
+        "--accept-threshold": load.accept_threshold is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise options.OptionError(
+                f"--num-beams {num_beams} does not draft: a pass scores all beams; leave {name} out"
+            )
+    return replace(load, spec_type=(), num_beams=num_beams, beam_span=beam_span)
+
+
+def run_again_enforced(context: typer.Context, memory_budget: str | int) -> None:
     """In the parent: run this command again under the limit and exit as it did."""
     if enforced_bytes() is None:
         raise typer.Exit(run_enforced("specdec", context.obj.argv, memory_budget))
 
 
 @contextmanager
-def open_model(load_options: LoadOptions, keywords: dict[str, Any]) -> Iterator[LLM]:
-    """keywords: of `specdec.load`."""
-    check_models(load_options)
+def open_model(asked: RunOptions, options: RunOptions) -> Iterator[LLM]:
+    """asked: what the notes on options without effect are about."""
+    check_models(asked)
     from specdec.api import load
 
-    with loading_progress(f"loading {load_options.model}") as progress:
-        llm = load(**keywords, progress=progress)
+    with loading_progress(f"loading {asked.model}") as progress:
+        llm = load(**options.keywords(), progress=progress)
     with llm:
-        note_plan(load_options, llm.plan)
+        note_plan(asked, llm.plan)
         note_left_out(llm.plan)
         yield llm
 

@@ -68,7 +68,7 @@ def gpu_for(
     cannot be where it was asked for.
     """
     target, draft = pair.sources
-    device, is_self = options.draft_device, options.draft_model == SELF_DRAFT
+    device, is_self = options.draft_device, options.draft == SELF_DRAFT
     if is_self and device == CPU:
         raise ConfigError(
             "draft_device is 'cpu', but a target that drafts for itself does so where it is: "

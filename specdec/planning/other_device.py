@@ -13,9 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import Unpack
+
 from backends.contract.source import ModelCompute, ModelSource
 from backends.timing.measure import ComputeCurve, matrix_formats
 from offload.units import GIB, format_bytes, format_exactly, parse_bytes
+from specdec.checks import refuse_unknown
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceError, DeviceSpec, Machine, complete
 from specdec.devices.this_machine import ThisMachine
@@ -24,7 +27,7 @@ from specdec.planning.division import Gpu
 from specdec.planning.gpu import check_no_gpu_options, gpu_for
 from specdec.planning.plan import asked_budget, make_plan, must_stream, open_pair
 from specdec.planning.ranking_cost import measure_draft
-from specdec.planning.run_options import AUTO, CPU, CUDA, RunOptions, run_options
+from specdec.planning.run_options import AUTO, CPU, CUDA, LoadKeywords, RunOptions
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Figures
 
@@ -86,14 +89,18 @@ class DevicePlan:
 
 
 def plan_on(
-    device_name: str, model: str | Path, draft_model: str | Path | None = None, **options: Any
+    device_name: str,
+    model: str | Path,
+    draft_model: str | Path | None = None,
+    **options: Unpack[LoadKeywords],
 ) -> DevicePlan:
     """What `plan_run` would say on another device; a budget of "auto" is all of its memory.
 
     Raises DeviceError and what `plan_run` raises.
     """
     known = find_device(device_name)
-    asked = run_options(model, draft_model, **options)
+    refuse_unknown(options, RunOptions, "plan_on()")
+    asked = RunOptions(model, draft_model, **options)
     pair = open_pair(asked)
     machine = _this_machine(asked, pair)
     device = complete(known, machine)

@@ -7,9 +7,9 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
+from typing_extensions import Unpack
 
 from backends.contract.shared import SharedSource
 from backends.contract.source import BackendOptions, ModelSource
@@ -17,13 +17,13 @@ from offload.process.allocator import free_large_blocks_at_once, give_back_freed
 from offload.process.memory import memory_limit, process_memory
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes, format_exactly, parse_bytes
-from specdec.checks import ConfigError
+from specdec.checks import ConfigError, refuse_unknown
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedModel, OpenedPair, open_model
 from specdec.planning.division import Divider, Division, Gpu
 from specdec.planning.gpu import find_gpu, measure_with_gpu, placed
 from specdec.planning.ranking_cost import measure_draft
-from specdec.planning.run_options import RunOptions, run_options
+from specdec.planning.run_options import LoadKeywords, RunOptions
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Alternative, Figures, Weighing
 from specdec.text.vocabulary import compare_vocabularies
@@ -43,12 +43,15 @@ class PlannedModels:
     draft: OpenedModel | None
 
 
-def plan_run(model: str | Path, draft_model: str | Path | None = None, **options: Any) -> RunPlan:
+def plan_run(
+    model: str | Path, draft_model: str | Path | None = None, **options: Unpack[LoadKeywords]
+) -> RunPlan:
     """The plan of `specdec.load` with the same arguments; loads a small model only, to time it.
 
     Raises BudgetExceeded, ModelNotFound, CheckpointError, UnsupportedModel, VocabularyMismatch.
     """
-    return plan_models(run_options(model, draft_model, **options)).plan
+    refuse_unknown(options, RunOptions, "plan_run()")
+    return plan_models(RunOptions(model, draft_model, **options)).plan
 
 
 def plan_models(options: RunOptions) -> PlannedModels:
@@ -72,11 +75,11 @@ def open_pair(options: RunOptions) -> OpenedPair:
     """Read what the models are. Raises what `plan_run` raises, BudgetExceeded excepted."""
     target = open_model(options.model, options.backend)
     draft = None
-    if options.draft_model == SELF_DRAFT:
+    if options.draft == SELF_DRAFT:
         draft = replace(target, source=SharedSource(target.source))
-    elif options.draft_model is not None:
+    elif options.draft is not None:
         # Cache types are the target's: a draft's KV is small.
-        draft = open_model(options.draft_model, BackendOptions(options.backend.n_threads))
+        draft = open_model(options.draft, BackendOptions(options.backend.n_threads))
         compare_vocabularies(target.vocabulary, draft.vocabulary).require_compatible()
     _check_options(options, target.source)
     return OpenedPair(target, draft)
@@ -122,7 +125,7 @@ def make_plan(
         may_leave_out_draft=options.may_leave_out_draft,
     )
     chosen = weighing.choose(total_bytes)
-    if options.draft_model == SELF_DRAFT:
+    if options.draft == SELF_DRAFT:
         _check_in_memory(options, chosen.division)
     return RunPlan(
         budget_source=budget_source,

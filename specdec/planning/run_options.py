@@ -4,57 +4,275 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from backends.contract.source import CACHE_TYPES, LOAD_MODES, BackendOptions
 from offload.units import parse_bytes
 from specdec.checks import ConfigError
-from specdec.config import SpecConfig
+from specdec.config import (
+    ACCEPTANCE_RULES,
+    DRAFT_AHEAD_MODES,
+    MIN_DRAFT_WINDOW,
+    SPEC_TYPES,
+    SpecConfig,
+)
 from specdec.models.names import SELF_DRAFT, is_self_draft
+from specdec.option import BEAMS, MEMORY, MODELS, SPECULATION, option, options_of, required
 from specdec.sampling.params import MAX_BEAMS
 
 CPU, CUDA, AUTO = "cpu", "cuda", "auto"
 DEVICES = (CPU, CUDA, AUTO)
-MAX_THREADS = 256
+MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
+"""More are never faster, and thousands take the machine down."""
 MAX_IO_THREADS = 64
 MAX_PREFETCH_DEPTH = 64
 DEFAULT_BEAM_SPAN = 64
-"""Tokens since the last one that all beams have in common."""
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The keywords of `specdec.load`: the fields of RunOptions without the models (a test)."""
+
+    memory_budget: str | int
+    device: str
+    vram_budget: str | int
+    ctx_size: int | None
+    threads: int | None
+    prefetch_depth: int | None
+    io_threads: int | None
+    load_mode: str
+    cache_type_k: str | None
+    cache_type_v: str | None
+    prompt_cache_file: Path | str | None
+    spec_type: str | Sequence[str] | None
+    num_draft_tokens: int | None
+    tree_width: int | None
+    draft_depth: int | None
+    acceptance: str
+    accept_threshold: float | None
+    draft_ahead: str
+    draft_window: int | None
+    draft_device: str
+    num_beams: int
+    beam_span: int
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The models and what they may use."""
+    """The models and what they may use, as they were asked for.
 
-    model: str | Path
-    draft_model: str | Path | None = None
-    """SELF_DRAFT: the target drafts for itself, with the window of `spec`."""
-    memory_budget: str | int = "auto"
-    ctx_size: int | None = None
-    prefetch_depth: int | None = None
-    io_threads: int | None = None
-    load_mode: str = "auto"
-    backend: BackendOptions = BackendOptions()
-    spec: SpecConfig = SpecConfig()
-    prompt_cache_file: str | Path | None = None
-    num_beams: int = 1
-    beam_span: int = DEFAULT_BEAM_SPAN
-    device: str = CPU
-    """Where the target's passes are computed, from DEVICES."""
-    draft_device: str = AUTO
-    """Where drafting is; AUTO: wherever that should be faster."""
-    vram_budget: str | int = AUTO
-    """Of GPU memory, for the whole process."""
-    may_leave_out_draft: bool = False
-    """The plan decides whether the draft model is worth its memory: nothing about it was fixed."""
+    Where a type is a union, its first one is what the command line takes.
+    """
+
+    model: str | Path = required(
+        "Target model: a directory, a .gguf file, a hub id (user/repo) or pair:target.",
+        MODELS,
+        short="-m",
+        shown_default=False,
+    )
+    draft_model: str | Path | None = option(
+        None,
+        "Draft model with the same vocabulary, named in the same ways; pair:draft.",
+        MODELS,
+        short="-md",
+        shown_default=False,
+    )
+    memory_budget: str | int = option(
+        AUTO,
+        "Memory of the whole process, e.g. 3.5GiB or 6GB; auto takes the cgroup's limit, "
+        "or what other processes leave free, if that is less.",
+        MEMORY,
+    )
+    device: str = option(
+        CPU,
+        "Where the target is computed; auto takes the GPU if there is one for it.",
+        MEMORY,
+        choices=DEVICES,
+    )
+    vram_budget: str | int = option(
+        AUTO, "GPU memory of the whole process, e.g. 8GiB; auto takes what is free.", MEMORY
+    )
+    ctx_size: int | None = option(
+        None,
+        "Longest sequence in tokens, prompt included.",
+        MEMORY,
+        short="-c",
+        at_least=1,
+        shown_default="2048, or less where the model has less",
+    )
+    threads: int | None = option(
+        None, "Compute threads.", MEMORY, at_least=1, at_most=MAX_THREADS, shown_default="all cores"
+    )
+    prefetch_depth: int | None = option(
+        None,
+        "Layers in the read-ahead ring.",
+        MEMORY,
+        at_least=1,
+        at_most=MAX_PREFETCH_DEPTH,
+        shown_default="planned",
+    )
+    io_threads: int | None = option(
+        None,
+        "Threads that read from storage.",
+        MEMORY,
+        at_least=1,
+        at_most=MAX_IO_THREADS,
+        shown_default="4",
+    )
+    load_mode: str = option(
+        "auto",
+        "auto streams what does not fit; mmap (GGUF only) leaves it to the page cache.",
+        MEMORY,
+        choices=LOAD_MODES,
+    )
+    cache_type_k: str | None = option(
+        None,
+        "Number format of the keys in the KV cache (GGUF targets).",
+        MEMORY,
+        short="-ctk",
+        choices=CACHE_TYPES,
+        shown_default="f16",
+    )
+    cache_type_v: str | None = option(
+        None,
+        "Number format of the values in the KV cache (GGUF targets).",
+        MEMORY,
+        short="-ctv",
+        choices=CACHE_TYPES,
+        shown_default="f16",
+    )
+    prompt_cache_file: Path | str | None = option(
+        None,
+        "Restore the KV of the last prompt and its text from this file, and save it there.",
+        MEMORY,
+        shown_default="none",
+    )
+    spec_type: str | Sequence[str] | None = option(
+        None,
+        "Where draft tokens come from.",
+        SPECULATION,
+        metavar="draft|ngram|draft,ngram|none",
+        shown_default="draft,ngram; ngram without a draft model",
+    )
+    num_draft_tokens: int | None = option(
+        None,
+        "Draft tokens per pass; auto takes what a pass verifies for free.",
+        SPECULATION,
+        metavar="N|auto",
+        shown_default="auto",
+    )
+    tree_width: int | None = option(
+        None, "Most branches below one draft token.", SPECULATION, at_least=1, shown_default="8"
+    )
+    draft_depth: int | None = option(None, "Most levels of a tree.", shown_default="32")
+    acceptance: str = option(
+        "match",
+        "Rule by which the target accepts; the last two are for one sampled chain.",
+        SPECULATION,
+        choices=ACCEPTANCE_RULES,
+    )
+    accept_threshold: float | None = option(
+        None,
+        "LOSSY: accept a draft token unless the target gives it less than this probability.",
+        SPECULATION,
+        metavar="P",
+        shown_default="off: the output is the target's own",
+    )
+    draft_ahead: str = option(
+        "auto",
+        "Draft while the target's pass runs; auto does where that was measured to pay.",
+        SPECULATION,
+        choices=DRAFT_AHEAD_MODES,
+    )
+    draft_window: int | None = option(
+        None,
+        "Show the draft model only so many recent tokens of a long context.",
+        SPECULATION,
+        at_least=MIN_DRAFT_WINDOW,
+        shown_default="all of them",
+    )
+    draft_device: str = option(
+        AUTO,
+        "Where the draft model is computed; auto takes what should be faster.",
+        SPECULATION,
+        choices=DEVICES,
+    )
+    num_beams: int = option(1, "Beams that memory is set aside for.", at_least=1, at_most=MAX_BEAMS)
+    beam_span: int = option(
+        DEFAULT_BEAM_SPAN,
+        "Tokens that beams may be apart: memory is set aside for so many of each.",
+        BEAMS,
+        at_least=1,
+    )
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what makes no sense, alone or together."""
+        if "draft" in self.spec.spec_type and self.draft_model is None:
+            raise ConfigError("spec_type has 'draft' but no draft model was named: use -md")
+        for name, one in options_of(RunOptions).items():
+            one.check(name, getattr(self, name))
+        for name, example in (("memory_budget", "2GiB"), ("vram_budget", "8GiB")):
+            value = getattr(self, name)
+            if value != AUTO and parse_bytes(value) == 0:
+                raise ConfigError(f"{name} is {value}, must be positive: try {example}, or auto")
+
+    @cached_property
+    def spec(self) -> SpecConfig:
+        """How to draft."""
+        spec_type = self.spec_type
+        if spec_type is None:
+            spec_type = SPEC_TYPES if self.draft_model is not None else ("ngram",)
+        if self.num_draft_tokens == 0:
+            spec_type = ()  # no tokens from anywhere: plain decoding, and no draft to load
+        return SpecConfig(
+            spec_type,  # type: ignore[arg-type]  # a name or a list of names is normalised there
+            self.num_draft_tokens,
+            self.tree_width,
+            self.draft_depth,
+            self.acceptance,
+            self.accept_threshold,
+            self.draft_ahead,
+            _window_of_self(self.draft_model, self.draft_window),
+        )
+
+    @property
+    def draft(self) -> str | Path | None:
+        """The draft model to load; SELF_DRAFT: the target, with the window of `spec`.
+
+        None where there is none, or it would not be used.
+        """
+        if self.draft_model is None or "draft" not in self.spec.spec_type:
+            return None
+        return SELF_DRAFT if is_self_draft(self.draft_model) else self.draft_model
+
+    @property
+    def backend(self) -> BackendOptions:
+        return BackendOptions(self.threads, self.cache_type_k, self.cache_type_v)
+
+    @property
+    def may_leave_out_draft(self) -> bool:
+        """The plan decides whether the draft model is worth its memory: nothing about it was fixed.
+
+        A target that drafts for itself takes next to no memory for it.
+        """
+        is_fixed = self.spec_type is not None or self.num_draft_tokens is not None
+        is_fixed = is_fixed or self.acceptance != "match" or self.draft_device != AUTO
+        return not is_fixed and self.draft not in (None, SELF_DRAFT)
 
     def without_draft(self) -> RunOptions:
         """The same run where the plan leaves the draft model out."""
         others = tuple(kind for kind in self.spec.spec_type if kind != "draft")
-        spec = replace(self.spec, spec_type=others, draft_window=None)
-        return replace(self, draft_model=None, spec=spec)
+        return replace(self, draft_model=None, spec_type=others, draft_window=None)
+
+    def keywords(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """What `specdec.load` is called with; of `names` only, where some are given."""
+        wanted = [one.name for one in fields(self)] if names is None else names
+        return {name: getattr(self, name) for name in wanted}
 
     def target_nodes(self, n_drafted: int) -> int:
         """Live nodes that the target needs room for: a tree of n_drafted tokens, or the beams."""
@@ -66,104 +284,10 @@ class RunOptions:
         return max(1 + n_drafted, self.num_beams)
 
 
-def run_options(
-    model: str | Path,
-    draft_model: str | Path | None = None,
-    *,
-    memory_budget: str | int = "auto",
-    ctx_size: int | None = None,
-    spec_type: str | Sequence[str] | None = None,
-    num_draft_tokens: int | None = None,
-    tree_width: int | None = None,
-    draft_depth: int | None = None,
-    acceptance: str = "match",
-    accept_threshold: float | None = None,
-    draft_ahead: str = "auto",
-    threads: int | None = None,
-    prefetch_depth: int | None = None,
-    io_threads: int | None = None,
-    load_mode: str = "auto",
-    cache_type_k: str | None = None,
-    cache_type_v: str | None = None,
-    num_beams: int = 1,
-    beam_span: int = DEFAULT_BEAM_SPAN,
-    draft_window: int | None = None,
-    prompt_cache_file: str | Path | None = None,
-    device: str = CPU,
-    draft_device: str = AUTO,
-    vram_budget: str | int = AUTO,
-) -> RunOptions:
-    """The options that these keywords mean. Raises ConfigError for contradictions."""
-    is_automatic = spec_type is None and num_draft_tokens is None and acceptance == "match"
-    is_automatic = is_automatic and draft_device == AUTO
-    if spec_type is None:
-        spec_type = ("draft", "ngram") if draft_model is not None else ("ngram",)
-    draft_model, draft_window = _split_self(draft_model, draft_window)
-    if num_draft_tokens == 0:
-        spec_type = ()  # no tokens from anywhere: plain decoding, and no draft to load
-    spec = SpecConfig(
-        spec_type,  # type: ignore[arg-type]  # a name or a list of names is normalised there
-        num_draft_tokens,
-        tree_width,
-        draft_depth,
-        acceptance,
-        accept_threshold,
-        draft_ahead,
-        draft_window=draft_window,
-    )
-    if "draft" in spec.spec_type and draft_model is None:
-        raise ConfigError("spec_type has 'draft' but no draft model was named: use -md")
-    for name, value, most in (
-        ("ctx_size", ctx_size, None),
-        ("threads", threads, _most_threads()),
-        ("prefetch_depth", prefetch_depth, MAX_PREFETCH_DEPTH),
-        ("io_threads", io_threads, MAX_IO_THREADS),
-        ("num_beams", num_beams, MAX_BEAMS),
-        ("beam_span", beam_span, None),
-    ):
-        _check_count(name, value, most)
-    if memory_budget != "auto" and parse_bytes(memory_budget) == 0:
-        raise ConfigError(f"memory_budget is {memory_budget}, must be positive: try 2GiB, or auto")
-    _check_devices(device, draft_device, vram_budget)
-    _check_choice("load_mode", load_mode, LOAD_MODES)
-    _check_choice("cache_type_k", cache_type_k, (None, *CACHE_TYPES))
-    _check_choice("cache_type_v", cache_type_v, (None, *CACHE_TYPES))
-    if "draft" not in spec.spec_type:
-        draft_model = None  # not loaded where it would not be used
-    return RunOptions(
-        model=model,
-        draft_model=draft_model,
-        memory_budget=memory_budget,
-        ctx_size=ctx_size,
-        prefetch_depth=prefetch_depth,
-        io_threads=io_threads,
-        load_mode=load_mode,
-        backend=BackendOptions(threads, cache_type_k, cache_type_v),
-        spec=spec,
-        num_beams=num_beams,
-        beam_span=beam_span,
-        prompt_cache_file=prompt_cache_file,
-        # A target that drafts for itself takes next to no memory for it.
-        may_leave_out_draft=is_automatic and draft_model not in (None, SELF_DRAFT),
-        device=device,
-        draft_device=draft_device,
-        vram_budget=vram_budget,
-    )
-
-
-def _check_devices(device: str, draft_device: str, vram_budget: str | int) -> None:
-    _check_choice("device", device, DEVICES)
-    _check_choice("draft_device", draft_device, DEVICES)
-    if vram_budget != AUTO and parse_bytes(vram_budget) == 0:
-        raise ConfigError(f"vram_budget is {vram_budget}, must be positive: try 8GiB, or auto")
-
-
-def _split_self(
-    draft_model: str | Path | None, draft_window: int | None
-) -> tuple[str | Path | None, int | None]:
-    """(SELF_DRAFT, N) for a draft of the name self:window=N."""
+def _window_of_self(draft_model: str | Path | None, draft_window: int | None) -> int | None:
+    """N for a draft of the name self:window=N, else the window that was asked for."""
     if draft_model is None or not is_self_draft(draft_model):
-        return draft_model, draft_window
+        return draft_window
     found = re.fullmatch(r"self:window=([0-9]{1,9})", str(draft_model))
     if found is None:
         raise ConfigError(
@@ -172,24 +296,4 @@ def _split_self(
         )
     if draft_window is not None:
         raise ConfigError(f"{draft_model} names its window already: leave out draft_window")
-    return SELF_DRAFT, int(found[1])
-
-
-def _most_threads() -> int:
-    """More are never faster, and thousands take the machine down."""
-    return max(MAX_THREADS, 4 * (os.cpu_count() or 1))
-
-
-def _check_count(name: str, value: int | None, most: int | None) -> None:
-    if value is None:
-        return
-    if value < 1:
-        raise ConfigError(f"{name} is {value}, must be at least 1")
-    if most is not None and value > most:
-        raise ConfigError(f"{name} is {value}, must be at most {most}")
-
-
-def _check_choice(name: str, value: str | None, allowed: Sequence[str | None]) -> None:
-    if value not in allowed:
-        names = ", ".join(one for one in allowed if one is not None)
-        raise ConfigError(f"{name} is {value!r}, must be one of {names}")
+    return int(found[1])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specdec.checks import ConfigError, as_float, check, refuse_unknown
+from specdec.option import BEAMS, SAMPLING, option
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -35,15 +36,19 @@ class SamplingParams:
     have no effect, exactly as with `do_sample=False`.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0  # (warper) 0 = off
-    top_p: float = 1.0  # (warper)
-    min_p: float = 0.0  # (warper)
+    temperature: float = option(0.0, "0, the default, is greedy.", SAMPLING)
+    top_k: int = option(0, "Keep the k likeliest tokens; 0 keeps all.", SAMPLING)  # (warper)
+    top_p: float = option(1.0, "Keep the likeliest tokens up to this sum.", SAMPLING)  # (warper)
+    min_p: float = option(  # (warper)
+        0.0, "Drop tokens below this share of the likeliest one.", SAMPLING
+    )
     typical_p: float = 1.0  # (warper)
     top_h: float | None = None  # (warper)
     epsilon_cutoff: float = 0.0  # (warper)
     eta_cutoff: float = 0.0  # (warper)
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = option(
+        1.0, "Above 1: tokens already seen become less likely.", SAMPLING
+    )
     no_repeat_ngram_size: int = 0
     min_tokens: int = 0  # new tokens before an end-of-sequence token is possible
     min_length: int = 0  # the same, counted with the prompt
@@ -56,18 +61,46 @@ class SamplingParams:
     exponential_decay_length_penalty: tuple[int, float] | None = None
     remove_invalid_values: bool = False
     renormalize_logits: bool = False
-    seed: int | None = None  # None = a fresh one for every generation
-    stop: tuple[str, ...] = ()  # strings; the text ends before the first one that appears
+    seed: int | None = option(  # None = a fresh one for every generation
+        None, "The same seed gives the same tokens, whatever the draft and the budget.", SAMPLING
+    )
+    stop: tuple[str, ...] = option(  # the text ends before the first one that appears
+        (), "Stop before this text; may be given several times.", SAMPLING, shown_default=False
+    )
     stop_token_ids: tuple[int, ...] = ()  # end generation, besides the end-of-sequence tokens
     eos_token_ids: tuple[int, ...] | None = None  # None = the model's own
     max_tokens: int = 64  # new tokens
     max_length: int | None = None  # prompt and new tokens together; overrides max_tokens when set
     ignore_eos: bool = False
     logprobs: bool | int = False  # True: of the emitted tokens; k: of the k likeliest as well
-    n: int = 1  # sequences to return, of seeds seed, seed + 1, ...; of beam search its best n
-    num_beams: int = 1  # above 1: beam search, with a temperature beam-search sampling
-    length_penalty: float = 1.0  # (beams) a sequence's score is its sum / length^length_penalty
-    early_stopping: bool | str = False  # (beams) True, False or "never"
+    n: int = option(
+        1,
+        "Sequences to return: of seeds SEED, SEED+1, ..., or the best of the beams.",
+        BEAMS,
+        long="--num-return-sequences",
+        at_least=1,
+        shown_default="1",
+    )
+    num_beams: int = option(
+        1,
+        "Above 1: beam search, without drafting; with a temperature, beam-search sampling.",
+        BEAMS,
+        at_least=1,
+        shown_default="1",
+    )
+    length_penalty: float = option(
+        1.0,
+        "Beams are ranked by log-probability / length^this; above 0 prefers long ones.",
+        BEAMS,
+        shown_default="1.0",
+    )
+    early_stopping: bool | str = option(
+        False,
+        "When to end a beam search: at num-beams finished ones, by estimate, or surely.",
+        BEAMS,
+        metavar="true|false|never",
+        shown_default="false",
+    )
 
     def __post_init__(self) -> None:
         for name, value in _normalised(self).items():

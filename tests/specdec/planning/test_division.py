@@ -14,7 +14,7 @@ from backends.contract.source import ModelSource
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.planning.division import Divider, Shape
-from specdec.planning.run_options import run_options
+from specdec.planning.run_options import RunOptions
 from specdec.verification.block import block_walk
 from specdec.verification.tree import DraftTree
 
@@ -23,7 +23,7 @@ CTX = 1024
 
 def divider(target: ModelSource, draft: ModelSource | None = None, **options: object) -> Divider:
     name = None if draft is None else "draft"
-    return Divider(target, draft, run_options("target", name, ctx_size=CTX, **options))
+    return Divider(target, draft, RunOptions("target", name, ctx_size=CTX, **options))
 
 
 def smallest(one: Divider) -> int:

@@ -24,7 +24,7 @@ from specdec.planning import ranking_cost
 from specdec.planning.division import Divider, Shape
 from specdec.planning.gpu import find_gpu, gpu_for, measure_with_gpu, placed
 from specdec.planning.plan import make_plan
-from specdec.planning.run_options import RunOptions, run_options
+from specdec.planning.run_options import RunOptions
 from specdec.planning.search import Figures
 
 TARGET = PaperModel("t", 4, MIB, can_use_gpu=True)
@@ -46,7 +46,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def options(**given: object) -> RunOptions:
-    return run_options("t", given.pop("draft", "d"), **given)  # type: ignore[arg-type]
+    return RunOptions("t", given.pop("draft", "d"), **given)  # type: ignore[arg-type]
 
 
 def pair(target: PaperModel = TARGET, draft: PaperModel | None = DRAFT) -> OpenedPair:

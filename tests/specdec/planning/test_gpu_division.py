@@ -14,7 +14,7 @@ from offload.units import GIB, MIB
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import max_beams
 from specdec.planning.division import Divider, Gpu, Shape
-from specdec.planning.run_options import run_options
+from specdec.planning.run_options import RunOptions
 from specdec.planning.search import Alternative, Figures, Weighing
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
 
@@ -42,7 +42,7 @@ def divider(
     where: str = "cuda",
     **options: object,
 ) -> Divider:
-    asked = run_options("t", None if draft is None else "d", ctx_size=1024, **options)
+    asked = RunOptions("t", None if draft is None else "d", ctx_size=1024, **options)
     return Divider(target, draft, asked, BASE_BYTES, gpu(vram_bytes, target, draft, where))
 
 
@@ -110,7 +110,7 @@ def test_with_ram_nothing_is_read_and_more_vram_needs_less_of_the_host():
 def weigh(
     where: str, *, cpu: ComputeCurve = FAST, cuda: ComputeCurve = FAST, vram: int = 2 * GIB
 ) -> tuple[Alternative, list[Alternative]]:
-    asked = run_options("t", "d", ctx_size=256)
+    asked = RunOptions("t", "d", ctx_size=256)
     figures = Figures(
         1e9,
         PaperModel("t", 1, 1, curve=FAST).measure_compute(),
@@ -143,7 +143,7 @@ def test_copies_set_the_pace_where_nothing_is_read_and_storage_where_it_is():
     assert chosen.target.seconds(1) == pytest.approx(copied / 10e9, rel=0.02)
     assert "draft on the GPU" in chosen.name
     assert "on the GPU" in chosen.name.split(", ")[-1]
-    asked = run_options("t", None, ctx_size=256)
+    asked = RunOptions("t", None, ctx_size=256)
     one = Divider(BIG, None, asked, BASE_BYTES, gpu(GIB, BIG, None, ""))
     figures = Figures(1e9, PaperModel("t", 1, 1, curve=FAST).measure_compute(), None, None, 10e9)
     streamed = Weighing(one, figures, asked.spec, None, fixed_slots=False).choose(3 * GIB // 2)
@@ -164,7 +164,7 @@ def weigh_by_rows(seconds_per_row: float) -> Alternative:
         PaperModel("d", 1, 1, curve=FAST).measure_compute(),
         20e9,
     )
-    asked = run_options("t", "d", ctx_size=256)
+    asked = RunOptions("t", "d", ctx_size=256)
     one = Divider(BIG, SMALL, asked, BASE_BYTES, gpu(3 * GIB, BIG, SMALL, "cuda"))
     return Weighing(one, figures, asked.spec, None, fixed_slots=False).choose(8 * GIB)
 

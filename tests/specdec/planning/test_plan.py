@@ -12,7 +12,7 @@ from backends.timing.measure import ComputeCurve
 from offload.units import GIB, MIB
 from specdec.planning import plan as planning
 from specdec.planning.plan import OpenedPair, PlannedModels
-from specdec.planning.run_options import run_options
+from specdec.planning.run_options import RunOptions
 from specdec.planning.search import Figures
 
 CURVE = ComputeCurve.linear(1e-12, 1e-15)
@@ -27,7 +27,7 @@ def planned(draft: PaperModel, monkeypatch: pytest.MonkeyPatch, **options: Any) 
     monkeypatch.setattr(planning, "open_pair", lambda _: pair)
     monkeypatch.setattr(planning, "measure_figures", lambda *_: figures)
     monkeypatch.setattr(planning, "_budget", lambda _: (2 * GIB + 512 * MIB, "as asked"))
-    return planning.plan_models(run_options("t", "d", ctx_size=256, **options))
+    return planning.plan_models(RunOptions("t", "d", ctx_size=256, **options))
 
 
 def test_a_draft_that_is_left_out_is_not_loaded_and_one_note_says_so(

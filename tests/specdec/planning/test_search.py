@@ -12,7 +12,7 @@ from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
 from specdec.planning.division import Divider
-from specdec.planning.run_options import run_options
+from specdec.planning.run_options import RunOptions
 from specdec.planning.search import Alternative, Figures, Weighing
 from specdec.policy.assumptions import (
     ASSUMED_LEVEL_ACCEPTANCE,
@@ -39,7 +39,7 @@ def weigh(
     storage: float = 1e9,
     **options: object,
 ) -> tuple[Alternative, list[Alternative]]:
-    asked = run_options("t", None if draft is None else "d", ctx_size=256, **options)
+    asked = RunOptions("t", None if draft is None else "d", ctx_size=256, **options)
     figures = Figures(
         storage,
         PaperModel("t", 1, 1, curve=compute).measure_compute(),
