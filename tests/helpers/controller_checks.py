@@ -21,7 +21,7 @@ from exact_rules import (
     table_rows,
     target_joint,
 )
-from generating import FREE, SteppedAhead, make_controller, run
+from generating import FREE, SteppedAhead, limits_after, make_controller, run
 from table_backend import TableBackend
 
 from specdec.config import CHAIN_RULES, SpecConfig
@@ -167,7 +167,7 @@ def drafts_what_a_new_drafter_drafts(
         for _ in range(12):
             context = list(made.context)
             tree = made.step(99).tree
-            limits = made._policy.limits(len(context), 99, 256)
+            limits = limits_after(context, spec)
             new = ModelDrafter(TableBackend(rows, VOCAB), VOCAB).propose(context, limits)
             if paths_of(tree) != paths_of(new):
                 return False

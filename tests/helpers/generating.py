@@ -82,6 +82,7 @@ def make_controller(
     spec: SpecConfig | None = None,
     prompt_length: int = 0,
     eos: Sequence[int] = (),
+    recorder: StatsRecorder | None = None,
     **options: object,
 ) -> Controller:
     spec = spec or SpecConfig(num_draft_tokens=12, draft_depth=6)
@@ -97,9 +98,14 @@ def make_controller(
         sampler,
         DraftPolicy(spec, FREE, target.max_context),
         spec,
-        recorder=StatsRecorder(),
+        recorder=recorder or StatsRecorder(),
         **options,  # type: ignore[arg-type]
     )
+
+
+def limits_after(context_ids: Sequence[int], spec: SpecConfig) -> TreeLimits:
+    """Of the next proposal of such a controller, where `spec` fixes the size of trees."""
+    return DraftPolicy(spec, FREE, 256).limits(len(context_ids), 99, 256)
 
 
 def assert_equal_or_near_tie(
@@ -120,14 +126,18 @@ def run(
     n: int,
     drafter: Drafter | None = None,
     params: SamplingParams | None = None,
+    eos: Sequence[int] = (),
     **options: object,
 ) -> list[int]:
     """`n` new tokens after the prompt, fewer when a stop token comes."""
     target.rollback(0)
     if drafter is not None:
         drafter.reset()
-    controller = make_controller(target, drafter, params, prompt_length=len(prompt), **options)
-    stops = controller._sampler.stop_tokens
+    params = params or SamplingParams()
+    stops = params.resolve_stop_tokens(tuple(eos))
+    controller = make_controller(
+        target, drafter, params, prompt_length=len(prompt), eos=eos, **options
+    )
     tokens = [controller.start(prompt)]
     while len(tokens) < n and tokens[-1] not in stops:
         tokens += controller.step(n - len(tokens)).tokens

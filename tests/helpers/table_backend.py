@@ -19,16 +19,16 @@ class TableBackend(Backend):
         self.vocab_size = vocab
         self.max_context = max_context
         self._rows = rows
-        self._table = NodeTable()
+        self.table = NodeTable()
         self._tokens: dict[int, int] = {}
 
     @property
     def committed_ids(self) -> Sequence[int]:
-        return self._table.committed
+        return self.table.committed
 
     @property
     def next_node_id(self) -> int:
-        return self._table.next_id
+        return self.table.next_id
 
     def logits(self, prefix: Sequence[int]) -> np.ndarray:
         return np.log(self._rows(tuple(prefix))).astype(np.float32)
@@ -36,27 +36,27 @@ class TableBackend(Backend):
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
         if not token_ids:
             raise ValueError("prefill needs at least one token")
-        self._table.drop_live()
-        self._table.append(token_ids)
+        self.table.drop_live()
+        self.table.append(token_ids)
         return self.logits(self.committed_ids)
 
     def extend(
         self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
     ) -> tuple[list[int], np.ndarray]:
         assert rows is None
-        ids = self._table.add(parents, token_ids)
+        ids = self.table.add(parents, token_ids)
         self._tokens.update(zip(ids, token_ids, strict=True))
-        paths = ([self._tokens[n] for n in self._table.path(node)] for node in ids)
+        paths = ([self._tokens[n] for n in self.table.path(node)] for node in ids)
         return ids, np.stack([self.logits([*self.committed_ids, *path]) for path in paths])
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
-        self._table.commit(path, keep)
+        self.table.commit(path, keep)
 
     def prune(self, nodes: Collection[int]) -> None:
-        self._table.prune(nodes)
+        self.table.prune(nodes)
 
     def rollback(self, length: int) -> None:
-        self._table.rollback(length)
+        self.table.rollback(length)
 
     def prefix_tensors(self) -> tuple[TensorShape, ...]:
         return ()
@@ -66,7 +66,7 @@ class TableBackend(Backend):
 
     def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
         self.rollback(0)
-        self._table.append(token_ids)
+        self.table.append(token_ids)
 
     @property
     def kv_bytes(self) -> int:

@@ -15,10 +15,11 @@ from specdec.decoding.ahead_thread import AheadThread
 
 @pytest.fixture
 def ahead() -> Iterator[AheadThread]:
+    others = set(threading.enumerate())
     thread = AheadThread()
     yield thread
     thread.close()
-    assert not thread._thread.is_alive()
+    assert set(threading.enumerate()) <= others
 
 
 class Work:

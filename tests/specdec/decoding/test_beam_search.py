@@ -86,7 +86,7 @@ def test_the_cache_holds_the_tree_of_the_running_beams_and_no_more(seed, beams, 
             shared += 1
         prefixes = {text[:i] for text in texts for i in range(shared + 1, len(text) + 1)}
         assert target.n_committed == len(prompt) + shared
-        assert len(target._table) == len(prefixes)
+        assert len(target.table) == len(prefixes)
 
 
 def test_a_tree_that_outgrows_its_room_is_refused_before_the_pass():

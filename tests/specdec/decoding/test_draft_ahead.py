@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 import pytest
 from exact_rules import table_rows
-from generating import RandomDrafter, SteppedAhead, make_controller, run
+from generating import RandomDrafter, SteppedAhead, limits_after, make_controller, run
 from gguf_models import save_tiny_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,8 @@ from table_backend import TableBackend
 from backends.contract.backend import Backend
 from backends.hf.backend import TorchBackend
 from specdec.config import SpecConfig
+from specdec.decoding.recorder import StatsRecorder
+from specdec.decoding.stats import GenerationStats
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.merged import MergedDrafter
@@ -55,7 +58,7 @@ class RoomyTable(TableBackend):
         self.max_nodes = max_nodes
 
     def extend(self, token_ids: Any, parents: Any, rows: Any = None) -> Any:
-        assert len(self._table) + len(token_ids) <= self.node_room
+        assert len(self.table) + len(token_ids) <= self.node_room
         return super().extend(token_ids, parents, rows)
 
 
@@ -121,52 +124,59 @@ def test_a_proposal_is_the_one_that_begins_with_nothing(
 # --- hits and misses ------------------------------------------------------------------------
 
 
-def rounds(drafter: ModelDrafter, n_levels: int, n_rounds: int = 12, **size: Any) -> Any:
-    """A controller after so many rounds, and in how many the draft had run the next root ahead."""
-    spec = SpecConfig(**{"num_draft_tokens": 4, "draft_depth": 3, "draft_ahead": "on", **size})
-    target = TableBackend(TARGET, VOCAB)
-    made = make_controller(target, drafter, spec=spec, ahead=SteppedAhead(repeat(n_levels)))
+class NotingTable(TableBackend):
+    """A draft's cache that notes the texts whose last token is run inside of `draft_ahead`."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__(rows, VOCAB)
+        self.is_ahead = False
+        self.run_ahead: set[tuple[int, ...]] = set()
+
+    def logits(self, prefix: Sequence[int]) -> Any:
+        if self.is_ahead:
+            self.run_ahead.add(tuple(prefix))
+        return super().logits(prefix)
+
+
+class NotingDrafter(ModelDrafter):
+    def __init__(self, table: NotingTable) -> None:
+        super().__init__(table, VOCAB)
+        self.table = table
+
+    def draft_ahead(self, tree: DraftTree, should_stop: Callable[[], bool]) -> None:
+        self.table.is_ahead = True
+        super().draft_ahead(tree, should_stop)
+        self.table.is_ahead = False
+
+
+AHEAD = SpecConfig(num_draft_tokens=4, draft_depth=3, draft_ahead="on")
+
+
+def rounds(
+    table: NotingTable, n_levels: int, n_rounds: int = 12, spec: SpecConfig = AHEAD
+) -> tuple[ModelDrafter, list[int], GenerationStats, int]:
+    """Drafter, text and figures after so many rounds, and in how many the draft had run the next
+    root ahead."""
+    drafter, recorder = NotingDrafter(table), StatsRecorder()
+    made = make_controller(
+        TableBackend(TARGET, VOCAB),
+        drafter,
+        spec=spec,
+        ahead=SteppedAhead(repeat(n_levels)),
+        recorder=recorder,
+    )
     made.start(PROMPT)
-    ahead = note_runs_ahead(drafter)
     n_ready = 0
     for _ in range(n_rounds):
         made.step(99)
-        n_ready += tuple(made.context) in ahead
-    return made, n_ready
-
-
-def note_runs_ahead(drafter: ModelDrafter) -> set[tuple[int, ...]]:
-    """The texts whose last token is run inside of `draft_ahead`, from now on."""
-    found: set[tuple[int, ...]] = set()
-    draft_ahead, run_level = drafter.draft_ahead, drafter._run
-    is_ahead = False
-
-    def noted_draft_ahead(tree: Any, should_stop: Any) -> None:
-        nonlocal is_ahead
-        is_ahead = True
-        draft_ahead(tree, should_stop)
-        is_ahead = False
-
-    def noted_run(tree: Any, level: Any, frontier: Any) -> None:
-        if is_ahead:
-            above = {id(tree.root): tuple(context())}
-            for parent, node in tree.best_first(99):
-                above[id(node)] = (*above[id(parent)], node.token_id)
-            found.update(above[id(node)] for _, node in level)
-        run_level(tree, level, frontier)
-
-    def context() -> list[int]:
-        return list(drafter._backend.committed_ids)
-
-    drafter.draft_ahead, drafter._run = noted_draft_ahead, noted_run  # type: ignore[method-assign]
-    return found
+        n_ready += tuple(made.context) in table.run_ahead
+    return drafter, made.context, recorder.stats(), n_ready
 
 
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize("n_levels", [0, 1, 5])
 def test_hits_are_the_outcomes_that_the_draft_had_run(share: float, n_levels: int) -> None:
-    made, n_ready = rounds(ModelDrafter(TableBackend(LIKE_TARGET[share], VOCAB), VOCAB), n_levels)
-    stats = made._recorder.stats()
+    _, _, stats, n_ready = rounds(NotingTable(LIKE_TARGET[share]), n_levels)
     assert stats.draft_ahead_hits + stats.draft_ahead_misses == 12
     assert stats.draft_ahead_hits == n_ready
     if n_levels == 0:
@@ -177,19 +187,18 @@ def test_hits_are_the_outcomes_that_the_draft_had_run(share: float, n_levels: in
 
 def test_a_hit_saves_the_runs_that_were_made_ahead() -> None:
     """A target that drafts for itself: after the first round a proposal has nothing left to run."""
-    drafter = ModelDrafter(TableBackend(TARGET, VOCAB), VOCAB)
-    made, _ = rounds(drafter, 20, 1, tree_width=1)
-    n_run: list[int] = []
-    drafter._backend.extend = lambda *_: n_run.append(1)  # type: ignore[assignment,method-assign]
-    limits = made._policy.limits(len(made.context), 99, 256)
-    assert drafter.propose(made.context, limits).n_drafted == 3
-    assert n_run == []
+    table, spec = NotingTable(TARGET), dataclasses.replace(AHEAD, tree_width=1)
+    drafter, context, _, _ = rounds(table, 20, 1, spec)
+    table.is_ahead = True  # what runs from here on is noted, too
+    table.run_ahead.clear()
+    assert drafter.propose(context, limits_after(context, spec)).n_drafted == 3
+    assert table.run_ahead == set()
 
 
 def test_off_drafts_nothing_ahead() -> None:
-    drafter = ModelDrafter(TableBackend(TARGET, VOCAB), VOCAB)
-    made, _ = rounds(drafter, 5, draft_ahead="off")
-    stats = made._recorder.stats()
+    _, _, stats, _ = rounds(
+        NotingTable(TARGET), 5, spec=dataclasses.replace(AHEAD, draft_ahead="off")
+    )
     assert (stats.draft_ahead_hits, stats.draft_ahead_misses) == (0, 0)
     assert stats.overlapped_draft_seconds == 0.0
 
@@ -207,7 +216,7 @@ def test_ahead_leaves_room_for_the_next_proposal() -> None:
     drafter = ModelDrafter(backend, VOCAB)
     drafter.propose(PROMPT, TreeLimits(3, 2, 4, max_ahead_depth=50))
     drafter.draft_ahead(DraftTree(PROMPT[-1]), lambda: False)
-    assert len(backend._table) == 20 - 3
+    assert len(backend.table) == 20 - 3
 
 
 def test_ahead_goes_no_deeper_than_the_text_can() -> None:
@@ -215,7 +224,7 @@ def test_ahead_goes_no_deeper_than_the_text_can() -> None:
     drafter = ModelDrafter(backend, VOCAB)
     drafter.propose(PROMPT, TreeLimits(3, 2, VOCAB, max_ahead_depth=3))
     drafter.draft_ahead(DraftTree(PROMPT[-1]), lambda: False)
-    assert backend._table.max_depth == 2, "of the last level no node is run"
+    assert backend.table.max_depth == 2, "of the last level no node is run"
 
 
 def test_an_unlikely_level_is_not_run() -> None:
@@ -266,7 +275,7 @@ def models(request: Any, tmp_path_factory: Any, checkpoint_factory: Any) -> Iter
 def test_drafts_from_kept_kv_are_those_of_a_new_cache(
     models: tuple[Backend, Backend, Backend], params: SamplingParams, is_blind: bool
 ) -> None:
-    """After hits and after misses: every candidate's chance is the one from a fresh prefill."""
+    """After hits and after misses: every candidate is as likely as from a fresh prefill."""
     target, draft, fresh = models
     spec = SpecConfig(num_draft_tokens=5, tree_width=3, draft_depth=3, draft_ahead="on")
     ranker = CandidateRanker.for_target(Sampler(params, n_tokens=96), 96)
@@ -275,7 +284,8 @@ def test_drafts_from_kept_kv_are_those_of_a_new_cache(
     drafter = ModelDrafter(draft, 96, ranker=ranker)
     target.rollback(0)
     drafter.reset()
-    made = make_controller(target, drafter, params, spec=spec, ahead=SteppedAhead(repeat(2)))
+    recorder, ahead = StatsRecorder(), SteppedAhead(repeat(2))
+    made = make_controller(target, drafter, params, spec=spec, ahead=ahead, recorder=recorder)
     made.start([5, 17, 60, 33, 8])
     for _ in range(8):
         context = list(made.context)
@@ -286,5 +296,5 @@ def test_drafts_from_kept_kv_are_those_of_a_new_cache(
             (candidates,) = ranker.rank(fresh.prefill(above)[None], [len(above)], 3)
             expected = dict(candidates)[tree.token_ids[node]]
             assert tree.log_probs[node] == pytest.approx(expected, abs=4e-3)
-    stats = made._recorder.stats()
+    stats = recorder.stats()
     assert (stats.draft_ahead_misses if is_blind else stats.draft_ahead_hits) > 0

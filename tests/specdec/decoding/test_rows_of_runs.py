@@ -198,7 +198,5 @@ def test_chains_are_those_of_the_host(rule, engine, checkpoint_factory) -> None:
             rng = np.random.default_rng(7)
             chain = (Sampler(params, n_tokens=VOCAB), rng)
             made = ModelDrafter(backends[1], VOCAB, chain=chain)
-            texts.append(
-                run(backends[0], PROMPT, 24, made, params, spec=spec, rng=rng)
-            )
+            texts.append(run(backends[0], PROMPT, 24, made, params, spec=spec, rng=rng))
     assert texts[0] == texts[1]

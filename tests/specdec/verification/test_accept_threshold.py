@@ -20,6 +20,7 @@ from specdec.config import SpecConfig
 from specdec.drafters.model import ModelDrafter
 from specdec.planning.plan import plan_run
 from specdec.sampling.params import SamplingParams
+from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import lenient, match_walk
 from specdec.verification.tree import DraftTree
 
@@ -114,11 +115,11 @@ def test_probabilities_are_those_after_the_processors() -> None:
     spec = SpecConfig(num_draft_tokens=4, draft_depth=3, tree_width=2, accept_threshold=0.2)
     controller = make_controller(target, ModelDrafter(draft, VOCAB), params, spec=spec)
     controller.start([1, 2])
-    n_lossy = 0
+    sampler, n_lossy = Sampler(params, n_tokens=VOCAB), 0
     for _ in range(40):
         context = list(controller.context)
         for token in controller.step(50).tokens:
-            log_p = controller._sampler.log_probs(context, target.logits(context))
+            log_p = sampler.log_probs(context, target.logits(context))
             if token != log_p.argmax():
                 n_lossy += 1
                 assert np.exp(log_p[token]) >= 0.2
