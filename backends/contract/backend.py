@@ -3,8 +3,7 @@
 A backend knows tokens, logits and its KV cache. It knows nothing of speculation: it scores
 tentative *nodes*, and is told afterwards which of them became part of the text.
 
-Logits are float32 rows: a numpy array, so that a backend without torch fits the same contract, or
-rows that stay on a device until they are asked for (backends/contract/rows.py).
+Logits are numpy arrays, so that a backend without torch fits the same contract.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from typing import NamedTuple
 import numpy as np
 from typing_extensions import Self
 
-from backends.contract.ranking import Ranking, RowRanker
-from backends.contract.rows import LogitRows
 from offload.errors import SpecdecError
 from offload.formats.mapped import TensorShape
 
@@ -119,22 +116,13 @@ class Backend(ABC):
     @abstractmethod
     def extend(
         self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[list[int], LogitRows]:
+    ) -> tuple[list[int], np.ndarray]:
         """Score n tentative nodes in one pass.
 
         parents [n]: PREFIX, a live node's id, or the id of an earlier node of this call.
         rows: positions within this call whose logits are wanted (all when None).
         Returns, when the pass is over, the n new ids and float32 logits [len(rows) or n, vocab].
-        These are the caller's for good, but take a device's memory as long as he holds them: to be
-        let go before the next pass.
         """
-
-    def row_ranker(self, ranking: Ranking) -> RowRanker | None:
-        """Ranks what `extend` gives where that is; None where it is in host memory.
-
-        What another one of this backend has kept is given back: there is one at a time.
-        """
-        return None
 
     @abstractmethod
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from backends.contract.backend import Backend, BackendError
-from backends.contract.ranking import Ranking
 from backends.contract.source import Loading, ModelCompute, ModelSource
 from backends.timing.measure import ComputeCurve
 
@@ -61,9 +60,6 @@ class SharedSource(ModelSource):
             (n_head / n_bytes, compute.head_per_byte or compute.per_byte),
         ]
         return replace(compute, head_bytes=n_bytes, head_per_byte=ComputeCurve.mixed(parts))
-
-    def measure_ranking(self, ranking: Ranking, width: int) -> ComputeCurve | None:
-        return self._source.measure_ranking(ranking, width)
 
     @property
     def can_use_gpu(self) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,19 +22,15 @@ import torch
 from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.contract.mending import MendingBackend
 from backends.contract.nodes import NodeTable
-from backends.contract.ranking import Ranking, RowRanker
-from backends.contract.rows import LogitRows
-from backends.cuda.graphs import Recorder
 from backends.hf.attention import SEGMENTED
 from backends.hf.cache import TreeCache
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.forward import prepare_buffers, run_model, set_state
+from backends.hf.forward import prepare_buffers, run_model
 from backends.hf.layer_runner import LayerRunner, PassState, bind, unbind
 from backends.hf.masks import CausalLayout, PassLayout
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
-from backends.hf.static_pass import StaticPasses
-from backends.hf.weights import RawTensors, TorchWeights
+from backends.hf.weights import TorchWeights
 from offload.formats.mapped import TensorShape
 
 CHUNK_ROWS = 256
@@ -68,8 +63,6 @@ class TorchBackend(MendingBackend):
         self._is_cancelled = False
         self._owner: TorchBackend | None = None
         self._turn = threading.Lock()  # siblings walk the same modules, one at a time
-        self._static: StaticPasses | None = None
-        self._ranker: RowRanker | None = None
         try:
             with weights.computing():
                 bind(model.outer_tensors, weights.outer, model.dtype)
@@ -83,7 +76,7 @@ class TorchBackend(MendingBackend):
                 i,
                 module,
                 tensors,
-                self._open_layer,
+                weights.layer,
                 model.window(i),
                 model.dtype,
                 is_resident=weights.stays(i),
@@ -117,23 +110,7 @@ class TorchBackend(MendingBackend):
         other.max_nodes = max_nodes
         cache_rows = other.max_context + max_nodes if self._has_whole_cache else 0
         other._cache = TreeCache(len(self._model.layers), cache_rows)
-        other._static = other._ranker = None
         return other
-
-    @property
-    def can_use_static_passes(self) -> bool:
-        return StaticPasses.can_serve(self._model, self._runners)
-
-    def use_static_passes(self, recorder: Recorder) -> None:
-        """Let levels of a tree be passes of fixed shapes (see backends/hf/static_pass.py).
-
-        Raises BackendError for a model that is streamed, or whose attention needs whole masks.
-        """
-        most_rows = self.max_context + (self.max_nodes or 0)
-        device = self._weights.device
-        self._static = StaticPasses(
-            self._model, self._cache, self._runners, most_rows, device, recorder
-        )
 
     @property
     def _table(self) -> NodeTable:
@@ -158,17 +135,12 @@ class TorchBackend(MendingBackend):
 
     def extend(
         self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[list[int], LogitRows]:
+    ) -> tuple[list[int], np.ndarray]:
         if len(token_ids) != len(parents):
             raise ValueError(f"{len(token_ids)} tokens have {len(parents)} parents")
         if not token_ids:
             return [], np.zeros((0, self.vocab_size), dtype=np.float32)
         return self._computing(lambda: self._extend(token_ids, parents, rows))
-
-    def row_ranker(self, ranking: Ranking) -> RowRanker | None:
-        self._forget_ranking()
-        self._ranker = self._weights.ranker(ranking)
-        return self._ranker
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
         self._computing(lambda: self._cache.commit(path, keep))
@@ -197,13 +169,10 @@ class TorchBackend(MendingBackend):
 
     def close(self) -> None:
         self._is_closed = True
-        self._forget_ranking()
         if self._owner is not None:
             self._cache.free()
             return
         self._weights.stop()
-        if self._static is not None:
-            self._static.forget()
         for runner in self._runners:
             runner.detach()
         unbind(self._model.outer_tensors)
@@ -230,7 +199,7 @@ class TorchBackend(MendingBackend):
 
     def _extend(
         self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None
-    ) -> tuple[list[int], LogitRows]:
+    ) -> tuple[list[int], np.ndarray]:
         table = self._cache.table
         n_live, n_tokens = len(table), len(token_ids)
         if self.max_nodes is not None and n_live + n_tokens > self.max_nodes:
@@ -256,18 +225,14 @@ class TorchBackend(MendingBackend):
             self._cache.free()  # with the shapes that it took from the file
             raise
 
-    def _open_layer(self, index: int) -> AbstractContextManager[RawTensors]:
-        self._check_cancel()
-        return self._weights.layer(index, self._check_cancel)
-
     def _check_cancel(self) -> None:
         if self._is_cancelled:
             raise BackendError("the pass was cancelled")
 
     def _forward(
         self, token_ids: Sequence[int], layout: PassLayout, rows: Sequence[int] | None
-    ) -> LogitRows:
-        """Run the model over new rows; logits [len(rows) or n, vocab]."""
+    ) -> np.ndarray:
+        """Run the model over new rows; float32 logits [len(rows) or n, vocab]."""
         self._is_cancelled = False
         device, dtype = self._weights.device, self._model.dtype
         state = PassState(
@@ -281,10 +246,8 @@ class TorchBackend(MendingBackend):
         )
         wanted = range(layout.n_new) if rows is None else rows
         with self._turn:
-            if rows is None and self._static is not None and self._static.can_run(layout):
-                # The next level's logits take the place of this one's.
-                return self._weights.rows(self._static.run(token_ids, layout).clone())
-            set_state(self._runners, state, self._open_layer)
+            for runner in self._runners:
+                runner.state = state
             logits = run_model(
                 self._model,
                 self._cache,
@@ -292,11 +255,7 @@ class TorchBackend(MendingBackend):
                 torch.from_numpy(layout.new_positions)[None].to(device),
                 torch.tensor(list(wanted), device=device),
             )
-            return self._weights.rows(logits)
-
-    def _forget_ranking(self) -> None:
-        if self._ranker is not None:
-            self._ranker.forget()
+            return self._weights.on_host(logits)
 
     def _check_room(self, depth: int, n_tokens: int) -> None:
         if self.n_committed + depth > self.max_context:

@@ -80,13 +80,6 @@ def context_limit(config: PreTrainedConfig) -> int:
     return int(limit)
 
 
-def has_length_dependent_rope(config: PreTrainedConfig) -> bool:
-    """Whether the code of the model looks at the positions of a pass before it computes."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]  # or by kind of layer
-    return any(one.get("rope_type") in _LENGTH_DEPENDENT_ROPE for one in kinds)
-
-
 def kv_values_per_token(config: PreTrainedConfig, layer: nn.Module) -> int:
     """Numbers that the KV cache of a decoder layer holds for one token.
 

@@ -14,8 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.contract.backend import Backend
-from backends.contract.rows import LogitRows
-from specdec.decoding.node_rows import NodeRows
 from specdec.sampling.logprobs import TopLogprobs, log_probs_of, top_logprobs
 
 
@@ -32,7 +30,7 @@ class WatchedTarget:
         self._n_tokens, self._n_top = n_tokens, n_top
         self._prompt: list[int] = []
         self._prompt_row: NDArray[np.float32] | None = None
-        self._rows = NodeRows()
+        self._rows: dict[int, NDArray[np.float32]] = {}
         self.top_logprobs: list[TopLogprobs] = []
         """One for each token that was chosen since the last `prefill_from`."""
 
@@ -41,7 +39,7 @@ class WatchedTarget:
 
     def prefill_from(self, token_ids: Sequence[int]) -> tuple[int, NDArray[np.float32]]:
         """Backend.prefill_from; the prompt of the call before is taken up without a pass."""
-        self._rows.clear()
+        self._rows = {}
         ids = list(token_ids)
         n_kept = len(ids)
         if self._prompt_row is None or ids != self._prompt:
@@ -55,10 +53,10 @@ class WatchedTarget:
 
     def extend(
         self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[list[int], LogitRows]:
+    ) -> tuple[list[int], NDArray[np.float32]]:
         node_ids, logits = self._backend.extend(token_ids, parents, rows)
         scored = node_ids if rows is None else [node_ids[row] for row in rows]
-        self._rows.update(scored, logits)
+        self._rows.update(zip(scored, logits, strict=True))
         return node_ids, logits
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
@@ -67,7 +65,7 @@ class WatchedTarget:
             for node in path:
                 self._note(self._rows[node])
         if not keep:
-            self._rows.clear()
+            self._rows = {}
 
     def _note(self, row: NDArray[np.float32]) -> None:
         if self._n_top:

@@ -74,7 +74,7 @@ class ModelDrafter(Drafter):
         self._window = window
         self._n_tokens = min(n_tokens, backend.vocab_size)
         self._chain = chain
-        self._ranker = (ranker or CandidateRanker(self._n_tokens)).for_rows_of(backend)
+        self._ranker = ranker or CandidateRanker(self._n_tokens)
         self._limits = TreeLimits(0, 0, 1)
         self._tree: GrownTree | None = None
         self._n_hidden = 0  # tokens of the context that the window leaves out

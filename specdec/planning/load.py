@@ -61,7 +61,6 @@ def load_draft(
         max_context=context,
         max_nodes=n_nodes,
         max_rows=max_beams(plan.n_draft_tokens),
-        records_levels=True,
         load_mode="stream" if residency.n_slots else "ram",
         **gpu_loading(plan, residency),
     )
