@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from backends.contract.backend import Backend, UnsupportedModel
+from backends.contract.backend import Backend
 from backends.timing.measure import ComputeCurve
 from offload.residency.placement import LayerWeights, Placement
 
@@ -103,6 +103,8 @@ class ModelSource(ABC):
     warnings: tuple[str, ...] = ()
     """What the user of a plan should know."""
     can_mmap: bool = False
+    can_use_gpu: bool = False
+    """Whether a GPU can compute a model of this format."""
     smaller_cache_types: tuple[str, ...] = ()
     """Formats of the KV cache that would take less than the present one."""
     max_tree_leaves: int | None = None
@@ -152,22 +154,6 @@ class ModelSource(ABC):
 
         beside_reads: also while the model's storage is read, which a model in memory need not know.
         """
-
-    @property
-    def can_use_gpu(self) -> bool:
-        """Whether `on_gpu` works for this format."""
-        return False
-
-    def on_gpu(self) -> ModelSource:
-        """The same model as a CUDA device would run it: with that device's activations and
-        arithmetic, and a `load` that takes a placement on it. Needs no device before it measures.
-
-        Raises UnsupportedModel for a format that runs on the CPU only.
-        """
-        raise UnsupportedModel(
-            f"{self.path} runs on the CPU only: a GPU is for Hugging Face checkpoints, or use "
-            "--device cpu"
-        )
 
     @abstractmethod
     def load(self, loading: Loading) -> Backend:

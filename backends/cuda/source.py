@@ -26,9 +26,6 @@ class HfGpuSource(HfSource):
         self.path, self.model = source.path, source.model
         self.vocab_size, self.max_context = source.vocab_size, source.max_context
 
-    def on_gpu(self) -> HfGpuSource:
-        return self
-
     @property
     def outer_bytes(self) -> int:
         return device_footprint(super().outer_bytes)

@@ -25,6 +25,8 @@ from offload.storage.reading import resident_footprint
 class HfSource(ModelSource):
     """A directory with safetensors and a config.json."""
 
+    can_use_gpu = True
+
     def __init__(self, directory: Path, options: BackendOptions) -> None:
         if options.cache_type_k or options.cache_type_v:
             raise UnsupportedModel(
@@ -75,15 +77,6 @@ class HfSource(ModelSource):
             return measure_small(self, torch.get_num_threads())
         reading = self.weight_file if beside_reads else None
         return ModelCompute(measure_compute(self.model.dtype, reading), self.head_bytes)
-
-    @property
-    def can_use_gpu(self) -> bool:
-        return True
-
-    def on_gpu(self) -> HfSource:
-        from backends.cuda.source import HfGpuSource
-
-        return HfGpuSource(self)
 
     def load(self, loading: Loading) -> Backend:
         residency = loading.residency

@@ -54,8 +54,7 @@ def test_tensors_take_whole_segments(n_bytes: int, n_tensors: int) -> None:
 
 def test_a_source_on_a_gpu_counts_what_the_allocator_rounds_up(checkpoint_factory) -> None:
     source = HfSource(checkpoint_factory("llama"), BackendOptions())
-    gpu = source.on_gpu()
-    assert isinstance(gpu, HfGpuSource)
+    gpu = HfGpuSource(source)
     for ctx_size in (100, 5000, 50_000):
         rows = -(-(ctx_size + 50) // 256) * 256
         assert gpu.kv_bytes(ctx_size, 50) >= rows * source.model.kv_bytes_per_token

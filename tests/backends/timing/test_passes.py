@@ -175,7 +175,7 @@ def test_a_small_model_on_a_gpu_is_timed_there(
         return load(self, loading)
 
     monkeypatch.setattr(HfGpuSource, "load", noted)
-    gpu = HfSource(checkpoint_factory("llama"), BackendOptions()).on_gpu()
+    gpu = HfGpuSource(HfSource(checkpoint_factory("llama"), BackendOptions()))
     first, second = gpu.measure_compute(), gpu.measure_compute()
     (loading,) = seen  # once in a process
     assert first.per_byte == second.per_byte

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from command_line import expect_error
-from paper_models import PaperModel
+from paper_models import PaperModel, on_paper_gpus
 
 from backends.contract.backend import UnsupportedModel
 from backends.contract.shared import SharedSource
@@ -39,6 +39,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = CudaMemory("Test GPU", 8 * GIB, 6 * GIB)
     monkeypatch.setattr(cuda_probe, "cuda_memory", lambda: memory)
     monkeypatch.setattr(cuda_probe, "measuring", nullcontext)
+    on_paper_gpus(monkeypatch)
 
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
