@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from backends.contract.backend import Backend, BackendError
+from backends.contract.curve import ComputeCurve
 from backends.contract.source import Loading, ModelCompute, ModelSource
-from backends.timing.measure import ComputeCurve
 
 
 class SharedSource(ModelSource):

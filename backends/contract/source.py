@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backends.contract.backend import Backend
-from backends.timing.measure import ComputeCurve
+from backends.contract.curve import ComputeCurve
 from offload.residency.placement import LayerWeights, Placement
 
 Progress = Callable[[int, int], None]

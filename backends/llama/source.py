@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from backends.contract.backend import Backend
+from backends.contract.curve import ComputeCurve
 from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from backends.llama.backend import LlamaBackend
 from backends.llama.context import MAX_LEAVES, context_options, recurrent_model
@@ -17,7 +18,7 @@ from backends.llama.model import GgufModel, load_gguf_model
 from backends.llama.sample import can_be_sampled, sample_file, spread_layers
 from backends.llama.stream import resident_outer_records
 from backends.llama.timing import measure_ggml_compute
-from backends.timing.measure import WEIGHT_BYTES, ComputeCurve, matrix_formats
+from backends.timing.measure import WEIGHT_BYTES, matrix_formats
 from backends.timing.passes import is_small, measure_passes, measure_small
 from offload.errors import SpecdecError
 from offload.formats.fingerprint import fingerprint

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from backends.contract.backend import PREFIX, Backend
+from backends.contract.curve import ComputeCurve
 from backends.contract.source import Loading, ModelCompute, ModelSource
-from backends.timing.measure import ComputeCurve, Product, measure_curve
+from backends.timing.measure import Product, measure_curve
 from offload.residency.placement import Placement
 from offload.residency.plan import plan_residency
 from offload.units import MIB

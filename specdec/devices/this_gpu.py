@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
-from backends.timing.measure import ComputeCurve
+from backends.contract.curve import ComputeCurve
 from specdec.devices.spec import DeviceError
 from specdec.devices.this_machine import ThisMachine, torch_format
 from specdec.models.opened import is_gguf

@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from backends.timing.measure import ComputeCurve, matrix_formats
+from backends.contract.curve import ComputeCurve
+from backends.timing.measure import matrix_formats
 from offload.process.memory import memory_limit
 from offload.ring.bandwidth import measure_storage
 from specdec.devices.spec import DeviceError

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute, ModelSource
-from backends.timing.measure import ComputeCurve, matrix_formats
+from backends.timing.measure import matrix_formats
 from offload.units import GIB, format_bytes, format_exactly, parse_bytes
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceError, DeviceSpec, Machine, complete

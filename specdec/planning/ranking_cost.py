@@ -7,8 +7,9 @@ from functools import cache
 
 import numpy as np
 
+from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute, ModelSource
-from backends.timing.measure import ComputeCurve, Product, measure_curve
+from backends.timing.measure import Product, measure_curve
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import SHARPNESS, CandidateRanker
 from specdec.drafters.model import max_beams

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from backends.contract.backend import Backend
+from backends.contract.curve import ComputeCurve
 from backends.contract.source import Loading, ModelCompute, ModelSource
-from backends.timing.measure import ComputeCurve
 from offload.formats.tensors import TensorRecord
 from offload.residency.placement import LayerWeights
 from offload.units import MIB

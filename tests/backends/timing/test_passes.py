@@ -11,13 +11,13 @@ import pytest
 from fake_gpu import install_fake_gpu
 from gguf_models import save_tiny_gguf
 
+from backends.contract.curve import ComputeCurve
 from backends.contract.shared import SharedSource
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.cuda.source import HfGpuSource
 from backends.hf.source import HfSource
 from backends.llama import source as gguf_source
 from backends.timing import passes as small_model
-from backends.timing.measure import ComputeCurve
 from backends.timing.passes import is_small
 from offload.residency.plan import plan_residency
 

@@ -11,11 +11,11 @@ from command_line import expect_error
 from paper_models import PaperModel, on_paper_gpus
 
 from backends.contract.backend import UnsupportedModel
+from backends.contract.curve import ComputeCurve
 from backends.contract.shared import SharedSource
 from backends.cuda import engine as cuda_engine
 from backends.cuda import probe as cuda_probe
 from backends.cuda.probe import CudaMemory
-from backends.timing.measure import ComputeCurve
 from offload.residency.placement import LayerWeights
 from offload.units import GIB, MIB
 from specdec.checks import ConfigError

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from paper_models import PaperModel, on_paper_gpus
 
+from backends.contract.curve import ComputeCurve
 from backends.contract.shared import SharedSource
 from backends.contract.source import ModelCompute
-from backends.timing.measure import ComputeCurve
 from offload.units import GIB, MIB
 from specdec.checks import ConfigError
 from specdec.devices.spec import PRESETS, DeviceError, complete

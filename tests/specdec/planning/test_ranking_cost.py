@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from paper_models import PaperModel
 
-from backends.timing.measure import ComputeCurve
+from backends.contract.curve import ComputeCurve
 from specdec.drafters.candidates import CandidateRanker
 from specdec.planning import ranking_cost
 from specdec.planning.ranking_cost import measure_draft
