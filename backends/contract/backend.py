@@ -24,6 +24,7 @@ SavedTensors = Mapping[str, tuple[TensorShape, memoryview]]
 
 PREFIX = -1
 """Parent of a node that follows the last committed token directly."""
+_MOST_CHARACTERS = 400
 
 
 class BackendError(SpecdecError):
@@ -64,6 +65,13 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
         return n_tokens
     pairs = zip(first, second, strict=False)
     return next(i for i, (one, other) in enumerate(pairs) if one != other)
+
+
+def one_line(error: BaseException) -> str:
+    """What a library raised, as part of one line of ours: all lines of the message joined, cut
+    where they become a lecture."""
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 4] + " ..."
 
 
 class Backend(ABC):

@@ -11,8 +11,7 @@ from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from backends.contract.backend import UnsupportedModel
-from backends.contract.library_errors import one_line
+from backends.contract.backend import UnsupportedModel, one_line
 from offload.formats.tensors import CheckpointError
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
