@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,9 +17,9 @@ from backends.contract.backend import BackendError, ContextFull, SavedTensors, S
 from backends.contract.mending import MendingBackend
 from backends.contract.nodes import NodeTable
 from backends.llama.batch import Batch
-from backends.llama.context import check_options, context_options, recurrent_model
-from backends.llama.library import ContextOptions, LlamaContext, LlamaModel, Progress
-from backends.llama.model import GgufModel
+from backends.llama.context import ContextOptions, LlamaContext
+from backends.llama.library import LlamaModel, Progress
+from backends.llama.model import GgufModel, recurrent_model
 from backends.llama.passes import PassThread
 from backends.llama.prefix import LlamaPrefix
 from backends.llama.stream import StreamedLayers, mapped_ranges
@@ -26,6 +27,7 @@ from backends.llama.tree import TreeSequences
 from offload.formats.mapped import TensorShape
 from offload.residency.placement import Placement
 
+LOAD_MODES = ("stream", "mmap", "ram")
 _QUICK_BYTES = 4e9  # weights times rows that take less than about a second: no thread for those
 
 
@@ -67,17 +69,15 @@ class LlamaBackend(MendingBackend):
         n_readers: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        check_options(model, max_nodes, residency, load_mode)
-        self.max_context = min(max_context or model.max_context, model.max_context)
-        self.max_nodes = max_nodes
-        options = context_options(
-            self.max_context,
+        _check_options(model, max_nodes, residency, load_mode)
+        options = ContextOptions(
+            min(max_context or model.max_context, model.max_context),
             max_nodes,
+            max_outputs,
             n_threads,
             cache_type_k,
             cache_type_v,
             flash_attention,
-            max_outputs,
         )
         self._closing: list[Callable[[], None]] = []
         self._kv_bytes_per_token = model.kv_bytes_per_token(
@@ -118,10 +118,10 @@ class LlamaBackend(MendingBackend):
 
     def _open_context(self, options: ContextOptions) -> None:
         callback = self._stream.callback if self._stream else None
-        self._options = options
+        self._options, self.max_rows = options, options.max_rows
+        self.max_context, self.max_nodes = options.max_context, options.max_nodes
         self._context = LlamaContext(self._model, options, callback)
         self._closing.append(self._context.close)
-        self.max_rows = options.max_rows
         self._tree = TreeSequences(self._model, self._context, options.n_sequences - 1)
         self._prefix = LlamaPrefix(self._model, self._context)
 
@@ -133,20 +133,17 @@ class LlamaBackend(MendingBackend):
         """See Backend.sibling."""
         if self._stream is not None:
             raise BackendError("a streamed model cannot share its weights")
-        other, present = copy.copy(self), self._options
-        other.max_context, other.max_nodes = min(max_context, self.max_context), max_nodes
+        other = copy.copy(self)
         other._closing = []
-        options = context_options(
-            other.max_context,
-            max_nodes,
-            present.n_threads,
-            present.cache_type_k,
-            present.cache_type_v,
-            present.flash_attention,
-            max_rows,
-        )
         try:
-            other._open_context(options)
+            other._open_context(
+                replace(
+                    self._options,
+                    max_context=min(max_context, self.max_context),
+                    max_nodes=max_nodes,
+                    max_outputs=max_rows,
+                )
+            )
             other._open_thread()
         except BaseException:
             other.close()
@@ -287,7 +284,7 @@ class LlamaBackend(MendingBackend):
             )
         if n_nodes > self.node_room:
             raise ContextFull(n_new, self.n_committed, self.max_context)
-        most = self._options.max_outputs
+        most = self._options.n_outputs
         if n_outputs > most:
             raise BackendError(
                 f"{n_outputs} rows of logits are more than the {most} that this "
@@ -299,3 +296,17 @@ class LlamaBackend(MendingBackend):
         self._tree.abort(n_intact)
         if self._stream is not None:
             self._stream.restart()
+
+
+def _check_options(
+    model: GgufModel, max_nodes: int, residency: Placement | None, load_mode: str
+) -> None:
+    """Raise for a backend that cannot be."""
+    if load_mode not in LOAD_MODES:
+        raise ValueError(f"load_mode {load_mode!r} is not one of {', '.join(LOAD_MODES)}")
+    if residency is not None and residency.n_slots and load_mode != "stream":
+        raise ValueError(f"load_mode {load_mode!r} holds the whole model: it takes no residency")
+    if max_nodes < 1:
+        raise ValueError(f"max_nodes must be 1 or more, not {max_nodes}")
+    if model.is_recurrent:
+        raise recurrent_model(model)

@@ -105,6 +105,13 @@ class GgufModel:
         return self.kv_shape.bytes_per_token(type_k, type_v, flash_attention=flash_attention)
 
 
+def recurrent_model(model: GgufModel) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{model.path} ({model.architecture}) keeps a recurrent state, which cannot be rolled back "
+        "to an earlier token: use a model with attention in every layer"
+    )
+
+
 def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
     """Read and check the header of a GGUF model (all splits, where `path` is one of them).
 

@@ -23,7 +23,8 @@ from typing import Any
 
 from backends.contract.backend import PREFIX, BackendError
 from backends.contract.nodes import NodeTable
-from backends.llama.library import LlamaContext, LlamaModel
+from backends.llama.context import LlamaContext
+from backends.llama.library import LlamaModel
 
 _MIN_IN_USE = 2
 """A sliding-window cache reuses cells of a single sequence once they are out of its window; with
