@@ -18,7 +18,7 @@ from specdec.cli.signature import with_options
 from specdec.planning.run_options import CPU, CUDA
 
 if TYPE_CHECKING:
-    from specdec.devices.this_gpu import ThisGpu
+    from specdec.devices.this_machine import ThisGpu
 
 
 ProfileDevice = Annotated[
@@ -63,8 +63,7 @@ def profile(
 ) -> None:
     """Show how fast this machine's storage and arithmetic are; the JSON is a device for --on."""
     from offload.ring.bandwidth import measure_storage
-    from specdec.devices.this_gpu import ThisGpu
-    from specdec.devices.this_machine import ThisMachine, model_formats
+    from specdec.devices.this_machine import ThisGpu, ThisMachine, model_formats
     from specdec.models.files import largest_weight_file
     from specdec.models.names import resolve_model
 

@@ -232,7 +232,7 @@ def test_a_profile_of_a_gpu_is_a_device_to_plan_for(capsys, monkeypatch, tmp_pat
 
 def test_a_format_that_torch_lacks_is_named(monkeypatch, tmp_path):
     from specdec.devices.spec import DeviceError
-    from specdec.devices.this_gpu import ThisGpu
+    from specdec.devices.this_machine import ThisGpu
 
     with pytest.raises(DeviceError, match="arithmetic in F8_E4M3 cannot be timed here"):
         ThisGpu(tmp_path, ["F8_E4M3"]).measure("F8_E4M3")
