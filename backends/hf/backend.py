@@ -27,7 +27,7 @@ from backends.hf.cache import TreeCache
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.forward import prepare_buffers, run_model
 from backends.hf.layer_runner import LayerRunner, PassState, bind, unbind
-from backends.hf.masks import CausalLayout, PassLayout
+from backends.hf.layout import CausalLayout, PassLayout
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
 from backends.hf.weights import TorchWeights

@@ -15,13 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from backends.hf.masks import (
-    PassLayout,
-    SegmentedMask,
-    additive_mask,
-    alibi_bias,
-    segmented_mask,
-)
+from backends.hf.layout import PassLayout
+from backends.hf.masks import SegmentedMask, additive_mask, alibi_bias, segmented_mask
 from backends.hf.model import TORCH_DTYPES, BoundTensor
 from backends.hf.weights import RawTensors
 from offload.formats.tensors import TensorRecord
