@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +21,6 @@ import torch
 
 from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.contract.mending import MendingBackend
-from backends.contract.nodes import NodeTable
 from backends.hf.attention import SEGMENTED
 from backends.hf.cache import TreeCache
 from backends.hf.cpu_weights import CpuWeights
@@ -113,8 +112,8 @@ class TorchBackend(MendingBackend):
         return other
 
     @property
-    def _table(self) -> NodeTable:
-        return self._cache.table
+    def _kv(self) -> TreeCache:
+        return self._cache
 
     @property
     def stream_use(self) -> StreamUse:
@@ -128,39 +127,15 @@ class TorchBackend(MendingBackend):
     def n_kv_allocated(self) -> int:
         return self._cache.capacity
 
-    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
-        if not token_ids:
-            raise ValueError("prefill needs at least one token")
-        return self._computing(lambda: self._prefill(token_ids))
-
-    def extend(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[list[int], np.ndarray]:
-        if len(token_ids) != len(parents):
-            raise ValueError(f"{len(token_ids)} tokens have {len(parents)} parents")
-        if not token_ids:
-            return [], np.zeros((0, self.vocab_size), dtype=np.float32)
-        return self._computing(lambda: self._extend(token_ids, parents, rows))
-
-    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
-        self._computing(lambda: self._cache.commit(path, keep))
-
-    def prune(self, nodes: Collection[int]) -> None:
-        self._computing(lambda: self._cache.prune(nodes))
-
-    def rollback(self, length: int) -> None:
-        n_intact = length if 0 <= length <= self.n_committed else None
-        self._mending(lambda: self._cache.rollback(length), n_intact)
-
     def prefix_tensors(self) -> tuple[TensorShape, ...]:
         self._mending(self._cache.abort)
         return prefix_tensors(self._cache)
 
     def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
-        self._computing(lambda: save_prefix(self._cache, buffers))
+        self._mending(lambda: save_prefix(self._cache, buffers))
 
     def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
-        self._computing(lambda: self._load_prefix(token_ids, tensors), n_intact=0)
+        self._mending(lambda: self._load_prefix(token_ids, tensors), n_intact=0)
 
     def request_cancel(self) -> None:
         """End a running pass at its next layer or chunk, or while it waits for storage, with a
@@ -179,40 +154,30 @@ class TorchBackend(MendingBackend):
         self._cache.free()
         self._weights.close()
 
-    def _computing(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
-        """`_mending` of an operation that computes with tensors of the weights' device."""
+    def _mending(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
+        """The same with tensors of the weights' device."""
 
         def on_device() -> _T:
             with self._weights.computing(), torch.inference_mode():
                 return operation()
 
-        return self._mending(on_device, n_intact)
+        return super()._mending(on_device, n_intact)
 
-    def _prefill(self, token_ids: Sequence[int]) -> np.ndarray:
-        self._cache.abort()
-        self._check_room(len(token_ids), len(token_ids))
+    def _run_prompt(self, token_ids: Sequence[int]) -> np.ndarray:
         layout = CausalLayout(self.n_committed, len(token_ids))
         self._cache.expect(self.n_committed + len(token_ids))
-        logits = self._forward(token_ids, layout, [len(token_ids) - 1])
-        self._cache.commit_prefill(token_ids)
-        return logits[0]
+        row: np.ndarray = self._forward(token_ids, layout, [len(token_ids) - 1])[0]
+        return row
 
-    def _extend(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None
+    def _run_nodes(
+        self, token_ids: Sequence[int], parents: Sequence[int], rows: list[int]
     ) -> tuple[list[int], np.ndarray]:
         table = self._cache.table
-        n_live, n_tokens = len(table), len(token_ids)
-        if self.max_nodes is not None and n_live + n_tokens > self.max_nodes:
-            raise BackendError(
-                f"{n_live + n_tokens} live nodes are more than the {self.max_nodes} that this "
-                "backend was made for: draft fewer tokens or raise max_nodes"
-            )
-        node_ids = self._cache.begin(parents, token_ids)
-        self._check_room(table.max_depth, n_tokens)
+        n_live = len(table)
+        node_ids = table.add(parents, token_ids)
+        self._check_context(table.max_depth, len(token_ids))
         layout = PassLayout(self.n_committed, table.positions(), table.visible(n_live))
-        logits = self._forward(token_ids, layout, rows)
-        self._cache.check_integrity()
-        return node_ids, logits
+        return node_ids, self._forward(token_ids, layout, rows)
 
     def _load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
         self._cache.free()
@@ -229,10 +194,8 @@ class TorchBackend(MendingBackend):
         if self._is_cancelled:
             raise BackendError("the pass was cancelled")
 
-    def _forward(
-        self, token_ids: Sequence[int], layout: PassLayout, rows: Sequence[int] | None
-    ) -> np.ndarray:
-        """Run the model over new rows; float32 logits [len(rows) or n, vocab]."""
+    def _forward(self, token_ids: Sequence[int], layout: PassLayout, rows: list[int]) -> np.ndarray:
+        """Run the model over new rows; float32 logits [len(rows), vocab]."""
         self._is_cancelled = False
         device, dtype = self._weights.device, self._model.dtype
         state = PassState(
@@ -244,7 +207,6 @@ class TorchBackend(MendingBackend):
             is_segmented=self._model.attention == SEGMENTED,
             check_cancel=self._check_cancel,
         )
-        wanted = range(layout.n_new) if rows is None else rows
         with self._turn:
             for runner in self._runners:
                 runner.state = state
@@ -253,13 +215,9 @@ class TorchBackend(MendingBackend):
                 self._cache,
                 torch.tensor([list(token_ids)], device=device),
                 torch.from_numpy(layout.new_positions)[None].to(device),
-                torch.tensor(list(wanted), device=device),
+                torch.tensor(rows, device=device),
             )
             return self._weights.on_host(logits)
-
-    def _check_room(self, depth: int, n_tokens: int) -> None:
-        if self.n_committed + depth > self.max_context:
-            raise ContextFull(n_tokens, self.n_committed, self.max_context)
 
     def _repair(self, n_intact: int) -> None:
         self._cache.abort(n_intact)

@@ -108,8 +108,8 @@ class TreeCacheLayer(CacheLayerMixin):
 class TreeCache(Cache):
     """One `TreeCacheLayer` per decoder layer, kept in step with a `NodeTable`.
 
-    A forward appends rows layer by layer. `begin` registers the nodes; when the forward
-    fails, `abort` brings every layer back to the committed prefix.
+    A forward appends rows layer by layer, of nodes that the table knows already; when it fails,
+    `abort` brings every layer back to the committed prefix.
 
     Args:
         least_rows: room that a layer has from its first row on; it grows where that is too little.
@@ -119,16 +119,12 @@ class TreeCache(Cache):
         super().__init__(layers=[TreeCacheLayer(least_rows) for _ in range(n_layers)])
         self.table = NodeTable()
 
-    def begin(self, parents: Sequence[int], token_ids: Sequence[int]) -> list[int]:
-        """Register nodes below `parents`, whose rows the next forward appends; return ids."""
-        return self.table.add(parents, token_ids)
-
     def expect(self, n_rows: int) -> None:
         """The next forward will bring the cache to `n_rows` rows."""
         for layer in self.layers:
             layer.n_expected = n_rows
 
-    def commit_prefill(self, token_ids: Sequence[int]) -> None:
+    def append(self, token_ids: Sequence[int]) -> None:
         """Count the rows that a forward of these tokens appended to the prefix as committed."""
         self.table.append(token_ids)
         self.check_integrity()

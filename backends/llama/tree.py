@@ -156,6 +156,11 @@ class TreeSequences:
         self.table.rollback(length)
         self._drop_from(length)
 
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Tokens that all sequences in use were given: they are the end of the prefix."""
+        self.table.append(token_ids)
+        self.check_integrity()
+
     def adopt(self, token_ids: Sequence[int]) -> None:
         """Sequence 0 of an empty cache was filled with these tokens: they are the prefix."""
         self.table.append(token_ids)
