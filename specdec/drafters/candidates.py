@@ -6,7 +6,7 @@ choice better than one that looks at its probabilities alone (Gumbel coupling: D
 2024, "Coupling without communication and drafter-invariant speculative decoding", section 3).
 Greedy decoding is the same with T = 0:
 
-    chance(token) = softmax((logits + T · g) / s)
+    probability(token) = softmax((logits + T · g) / s)
 
 where s stands for how far the draft's logits are off the target's.
 """
@@ -23,8 +23,8 @@ from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
 SHARPNESS = 0.5
-"""s above. The target takes the likeliest token (noise included), so the chance that a candidate is
-the one is sharper than its probability."""
+"""s above. The target takes the likeliest token (noise included), so the probability that a
+candidate is the one is sharper than the draft's own."""
 MAX_NOISE_POSITIONS = 32
 """Positions whose noise is kept, [n_tokens] each: a tree needs it again at every level."""
 _HEAD_TOKENS = 512
@@ -36,7 +36,7 @@ _LEAST_SAVING = 4
 
 Row = NDArray[np.float32]  # [n_tokens]
 Candidates = list[tuple[int, float]]
-"""(token, log of the chance that the target chooses it), likeliest first."""
+"""(token, log of the probability that the target chooses it), likeliest first."""
 
 
 class TargetNoise:
@@ -109,10 +109,10 @@ class CandidateRanker:
         log_q = values.astype(np.float64) - peaks - log_sums
         order = np.argsort(-log_q, axis=1, kind="stable")
         token_ids = np.take_along_axis(top, order, axis=1).tolist()
-        chances = np.take_along_axis(log_q, order, axis=1).tolist()
+        log_probs = np.take_along_axis(log_q, order, axis=1).tolist()
         return [
-            [(token, chance) for token, chance in zip(*row, strict=True) if chance > -np.inf]
-            for row in zip(token_ids, chances, strict=True)
+            [(token, log_prob) for token, log_prob in zip(*row, strict=True) if log_prob > -np.inf]
+            for row in zip(token_ids, log_probs, strict=True)
         ]
 
     def _perturb(self, scores: NDArray[np.float32], positions: Sequence[int]) -> None:

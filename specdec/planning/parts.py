@@ -9,7 +9,7 @@ from backends.contract.nodes import table_bytes
 from backends.contract.source import ModelSource
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import MAX_NOISE_POSITIONS
-from specdec.drafters.model import max_beams
+from specdec.drafters.model import level_width
 from specdec.drafters.window import draft_context_size
 from specdec.planning.run_options import RunOptions
 
@@ -39,7 +39,7 @@ def most_draft_nodes(n_drafted: int, most_leaves: int | None) -> int:
     A tree of the best n nodes takes about 2n runs to find, 5n at most of those observed; the rest
     is for drafting ahead.
     """
-    n_nodes = _RUNS_PER_NODE * max(max_beams(n_drafted), 1 + n_drafted)
+    n_nodes = _RUNS_PER_NODE * max(level_width(n_drafted), 1 + n_drafted)
     return n_nodes if most_leaves is None else min(n_nodes, most_leaves)
 
 
@@ -85,7 +85,7 @@ class PartsOfRun:
         found.host["trees"] = table_bytes(n_nodes)
         if draft is not None:
             n_run = most_draft_nodes(n_drafted, draft.max_tree_leaves)
-            n_beams = max_beams(n_drafted)
+            n_abreast = level_width(n_drafted)
             window = self.options.spec.draft_window
             draft_ctx = draft_context_size(window, ctx_size, draft.max_context, n_run)
             _place(
@@ -95,9 +95,9 @@ class PartsOfRun:
                 {
                     "embeddings and head": draft.outer_bytes,
                     "KV cache": draft.kv_bytes(draft_ctx, n_run),
-                    "activations": draft.scratch_bytes(draft_ctx, n_beams, n_run),
+                    "activations": draft.scratch_bytes(draft_ctx, n_abreast, n_run),
                 },
-                n_logits=n_beams * draft.vocab_size,
+                n_logits=n_abreast * draft.vocab_size,
             )
             found.host["trees"] += table_bytes(n_run)
             found.host["draft probabilities"] = self._probability_bytes(draft, n_drafted, n_run)
@@ -116,9 +116,9 @@ class PartsOfRun:
         spec, n_tokens = self.options.spec, min(draft.vocab_size, self.target.vocab_size)
         if spec.draws_chains:
             return min(n_drafted, spec.depth) * n_tokens * _PROBABILITY_BYTES
-        n_beams, width = max_beams(n_drafted), min(planned_width(spec), n_tokens)
-        listed = n_beams * width * _LISTED_BYTES + n_run * width * _KEPT_BYTES
-        ranked = n_beams * n_tokens * _RANKED_LOGIT_BYTES
+        n_abreast, width = level_width(n_drafted), min(planned_width(spec), n_tokens)
+        listed = n_abreast * width * _LISTED_BYTES + n_run * width * _KEPT_BYTES
+        ranked = n_abreast * n_tokens * _RANKED_LOGIT_BYTES
         return listed + ranked + MAX_NOISE_POSITIONS * n_tokens * _NOISE_BYTES
 
 

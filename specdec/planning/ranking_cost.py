@@ -12,10 +12,10 @@ from backends.contract.source import ModelCompute, ModelSource
 from backends.timing.measure import Product, measure_curve
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import SHARPNESS, CandidateRanker
-from specdec.drafters.model import max_beams
+from specdec.drafters.model import level_width
 from specdec.policy.draft_policy import MAX_AUTO_NODES
 
-_ROWS = (1, 8, max_beams(MAX_AUTO_NODES))
+_ROWS = (1, 8, level_width(MAX_AUTO_NODES))
 
 
 @cache

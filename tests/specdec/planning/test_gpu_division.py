@@ -11,7 +11,7 @@ from backends.contract.curve import ComputeCurve
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
-from specdec.drafters.model import max_beams
+from specdec.drafters.model import level_width
 from specdec.planning.division import Divider, Gpu, Shape
 from specdec.planning.run_options import run_options
 from specdec.planning.search import Alternative, Figures, Weighing
@@ -204,7 +204,7 @@ def test_logits_of_a_gpu_come_to_the_host():
     for n_drafted in (8, 1023):
         host, _ = parts("cuda", n_drafted)
         assert host["target logits"] == (1 + n_drafted) * row
-        assert host["draft logits"] == max_beams(n_drafted) * row
+        assert host["draft logits"] == level_width(n_drafted) * row
         host, _ = parts("cpu", n_drafted)
         assert host["target logits"] == (1 + n_drafted) * row
         assert "draft logits" not in host
