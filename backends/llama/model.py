@@ -89,11 +89,6 @@ class GgufModel:
     """In tokens, as stored; which layers have it, and whether they do, the architecture says."""
     kv_shape: KvShape
 
-    @property
-    def attention_only(self) -> bool:
-        """Every layer's memory of the text is a KV cache."""
-        return not self.is_recurrent
-
     def kv_bytes_per_token(
         self, type_k: str = "f16", type_v: str = "f16", *, flash_attention: bool = False
     ) -> int:
