@@ -3,8 +3,7 @@
 A backend knows tokens, logits and its KV cache. It knows nothing of speculation: it scores
 tentative *nodes*, and is told afterwards which of them became part of the text.
 
-Logits are float32 rows: a numpy array, so that a backend without torch fits the same contract, or
-rows that stay on a device until they are asked for (backends/contract/rows.py).
+Logits are numpy arrays, so that a backend without torch fits the same contract.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from typing import NamedTuple
 import numpy as np
 from typing_extensions import Self
 
-from backends.contract.ranking import Ranking, RowRanker
-from backends.contract.rows import LogitRows
 from offload.errors import SpecdecError
 from offload.formats.mapped import TensorShape
 
@@ -27,6 +24,7 @@ SavedTensors = Mapping[str, tuple[TensorShape, memoryview]]
 
 PREFIX = -1
 """Parent of a node that follows the last committed token directly."""
+_MOST_CHARACTERS = 400
 
 
 class BackendError(SpecdecError):
@@ -67,6 +65,13 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
         return n_tokens
     pairs = zip(first, second, strict=False)
     return next(i for i, (one, other) in enumerate(pairs) if one != other)
+
+
+def one_line(error: BaseException) -> str:
+    """What a library raised, as part of one line of ours: all lines of the message joined, cut
+    where they become a lecture."""
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 4] + " ..."
 
 
 class Backend(ABC):
@@ -119,22 +124,13 @@ class Backend(ABC):
     @abstractmethod
     def extend(
         self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[list[int], LogitRows]:
+    ) -> tuple[list[int], np.ndarray]:
         """Score n tentative nodes in one pass.
 
         parents [n]: PREFIX, a live node's id, or the id of an earlier node of this call.
         rows: positions within this call whose logits are wanted (all when None).
         Returns, when the pass is over, the n new ids and float32 logits [len(rows) or n, vocab].
-        These are the caller's for good, but take a device's memory as long as he holds them: to be
-        let go before the next pass.
         """
-
-    def row_ranker(self, ranking: Ranking) -> RowRanker | None:
-        """Ranks what `extend` gives where that is; None where it is in host memory.
-
-        What another one of this backend has kept is given back: there is one at a time.
-        """
-        return None
 
     @abstractmethod
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:

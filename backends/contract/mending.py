@@ -1,15 +1,42 @@
-"""What both backends do after an operation that broke off: leave what the contract says."""
+"""What both backends share: the frame of their operations, and what follows one that broke off."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, TypeVar
 
-from backends.contract.backend import Backend, BackendError
+import numpy as np
+
+from backends.contract.backend import Backend, BackendError, ContextFull
 from backends.contract.nodes import NodeTable
 
 _T = TypeVar("_T")
+
+
+class NodeCache(Protocol):
+    """A KV cache in step with its table; operations are the contract's (see Backend)."""
+
+    table: NodeTable
+    """The committed prefix and the live nodes."""
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """A pass has computed the KV of these tokens: they are the end of the prefix."""
+
+    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None: ...
+
+    def prune(self, nodes: Collection[int]) -> None: ...
+
+    def rollback(self, length: int) -> None: ...
+
+    def abort(self, n_intact: int | None = None) -> None:
+        """Drop every live node, and what a broken pass left behind the prefix.
+
+        n_intact: committed tokens that an operation left alone that broke off; None: all.
+        """
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError where the cache does not hold what the table says."""
 
 
 class MendingBackend(Backend):
@@ -21,18 +48,79 @@ class MendingBackend(Backend):
 
     @property
     @abstractmethod
-    def _table(self) -> NodeTable:
-        """The committed prefix and the live nodes."""
+    def _kv(self) -> NodeCache: ...
 
     @property
     def committed_ids(self) -> Sequence[int]:
         """See Backend.committed_ids; before a repair, what the repair will leave."""
-        held = self._table.committed
+        held = self._kv.table.committed
         return held if self._n_intact is None else held[: self._n_intact]
 
     @property
     def next_node_id(self) -> int:
-        return self._table.next_id
+        return self._kv.table.next_id
+
+    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
+        if not token_ids:
+            raise ValueError("prefill needs at least one token")
+
+        def append() -> np.ndarray:
+            self._kv.abort()
+            self._check_context(len(token_ids), len(token_ids))
+            row = self._run_prompt(token_ids)
+            self._kv.append(token_ids)
+            return row
+
+        return self._mending(append)
+
+    def extend(
+        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
+    ) -> tuple[list[int], np.ndarray]:
+        if len(token_ids) != len(parents):
+            raise ValueError(f"{len(token_ids)} tokens have {len(parents)} parents")
+        if not token_ids:
+            return [], np.zeros((0, self.vocab_size), dtype=np.float32)
+        wanted = list(range(len(token_ids)) if rows is None else rows)
+
+        def grow() -> tuple[list[int], np.ndarray]:
+            self._check_nodes(len(self._kv.table) + len(token_ids))
+            found = self._run_nodes(token_ids, parents, wanted)
+            self._kv.check_integrity()
+            return found
+
+        return self._mending(grow)
+
+    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
+        self._mending(lambda: self._kv.commit(path, keep))
+
+    def prune(self, nodes: Collection[int]) -> None:
+        self._mending(lambda: self._kv.prune(nodes))
+
+    def rollback(self, length: int) -> None:
+        n_intact = length if 0 <= length <= self.n_committed else None
+        self._mending(lambda: self._kv.rollback(length), n_intact)
+
+    @abstractmethod
+    def _run_prompt(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Add the KV of these tokens, which fit; the last one's logits [vocab]."""
+
+    @abstractmethod
+    def _run_nodes(
+        self, token_ids: Sequence[int], parents: Sequence[int], rows: list[int]
+    ) -> tuple[list[int], np.ndarray]:
+        """Add these nodes and their KV; their ids, and logits [len(rows), vocab]."""
+
+    def _check_nodes(self, n_nodes: int) -> None:
+        if self.max_nodes is not None and n_nodes > self.max_nodes:
+            raise BackendError(
+                f"{n_nodes} live nodes are more than the {self.max_nodes} that this "
+                "backend was made for: draft fewer tokens or raise max_nodes"
+            )
+
+    def _check_context(self, depth: int, n_tokens: int) -> None:
+        """Raise ContextFull where `n_tokens` new ones lead to that many after the prefix."""
+        if self.n_committed + depth > self.max_context:
+            raise ContextFull(n_tokens, self.n_committed, self.max_context)
 
     @abstractmethod
     def _repair(self, n_intact: int) -> None:

@@ -29,9 +29,10 @@ class NodeTable:
         self.committed: list[int] = []
         """Token ids of the prefix, in order; the one record of how long it is."""
         self.next_id = 0
+        self.parents: dict[int, int] = {}
+        """Of each live node; PREFIX where it follows the last committed token."""
         self._ids: list[int] = []
         self._tokens: list[int] = []
-        self._parents: list[int] = []
         self._depths: list[int] = []
         self._ancestors = np.zeros((0, 0), dtype=bool)  # [live, live], own column included
 
@@ -66,8 +67,11 @@ class NodeTable:
 
     def path(self, node: int) -> list[int]:
         """Ids from the prefix down to a live node, itself included."""
-        row = self._rows()[node]
-        return [self._ids[r] for r in np.flatnonzero(self._ancestors[row])]
+        path = []
+        while node != PREFIX:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Lengthen the prefix by tokens that were no nodes before: a prompt's."""
@@ -94,7 +98,7 @@ class NodeTable:
             self._depths.append(0 if parent == PREFIX else self._depths[parent] + 1)
         self._ids += ids
         self._tokens += [int(token) for token in token_ids]
-        self._parents += parents
+        self.parents.update(zip(ids, parents, strict=True))
         self._ancestors = grown
         self.next_id += len(ids)
         return ids
@@ -157,7 +161,7 @@ class NodeTable:
         above = PREFIX
         for node in path:
             self._require(node, rows)
-            if self._parents[rows[node]] != above:
+            if self.parents[node] != above:
                 raise BackendError(f"path {list(path)} is not a chain from the prefix: {node}")
             above = node
 
@@ -165,7 +169,7 @@ class NodeTable:
         """Rows of the subtrees at `roots`, which must be children of `below`, in row order."""
         for node in roots:
             self._require(node, rows)
-            if self._parents[rows[node]] != below:
+            if self.parents[node] != below:
                 raise BackendError(f"cannot keep node {node}: it is no child of the path's end")
         columns = [rows[node] for node in roots]
         return [r for r in range(len(self)) if self._ancestors[r, columns].any()]
@@ -174,6 +178,7 @@ class NodeTable:
         """Keep these rows; nodes whose parent was `root` now follow the prefix."""
         self._ids = [self._ids[r] for r in rows]
         self._tokens = [self._tokens[r] for r in rows]
-        self._parents = [PREFIX if self._parents[r] == root else self._parents[r] for r in rows]
+        above = ((node, self.parents[node]) for node in self._ids)
+        self.parents = {node: PREFIX if parent == root else parent for node, parent in above}
         self._depths = [self._depths[r] - lift for r in rows]
         self._ancestors = self._ancestors[np.ix_(rows, rows)]

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from backends.contract.backend import Backend, BackendError
-from backends.contract.ranking import Ranking
+from backends.contract.curve import ComputeCurve
 from backends.contract.source import Loading, ModelCompute, ModelSource
-from backends.timing.measure import ComputeCurve
 
 
 class SharedSource(ModelSource):
@@ -18,12 +17,13 @@ class SharedSource(ModelSource):
     """
 
     def __init__(self, source: ModelSource) -> None:
-        self._source = source
+        self.lender = source
         self._owner: Backend | None = None
         self.path = source.path
         self.vocab_size = source.vocab_size
         self.max_context = source.max_context
         self.max_tree_leaves = source.max_tree_leaves
+        self.can_use_gpu = source.can_use_gpu
         self.layers = ()
 
     def lend(self, owner: Backend) -> None:
@@ -32,45 +32,35 @@ class SharedSource(ModelSource):
 
     @property
     def weight_file(self) -> Path:
-        return self._source.weight_file
+        return self.lender.weight_file
 
     def fingerprint(self) -> str:
-        return self._source.fingerprint()
+        return self.lender.fingerprint()
 
     @property
     def outer_bytes(self) -> int:
         return 0
 
     def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
-        return self._source.kv_bytes(ctx_size, max_nodes, cache_type)
+        return self.lender.kv_bytes(ctx_size, max_nodes, cache_type)
 
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
-        return self._source.scratch_bytes(ctx_size, max_rows, max_nodes)
+        return self.lender.scratch_bytes(ctx_size, max_rows, max_nodes)
 
     @property
     def head_bytes(self) -> int:
         """All weights that a pass multiplies with: none of its own layers does it."""
-        layers = sum(record.n_bytes for layer in self._source.layers for record in layer.tensors)
-        return layers + self._source.head_bytes
+        layers = sum(record.n_bytes for layer in self.lender.layers for record in layer.tensors)
+        return layers + self.lender.head_bytes
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
-        compute, n_bytes = self._source.measure_compute(beside_reads), self.head_bytes
-        n_head = self._source.head_bytes
+        compute, n_bytes = self.lender.measure_compute(beside_reads), self.head_bytes
+        n_head = self.lender.head_bytes
         parts = [
             ((n_bytes - n_head) / n_bytes, compute.per_byte),
             (n_head / n_bytes, compute.head_per_byte or compute.per_byte),
         ]
         return replace(compute, head_bytes=n_bytes, head_per_byte=ComputeCurve.mixed(parts))
-
-    def measure_ranking(self, ranking: Ranking, width: int) -> ComputeCurve | None:
-        return self._source.measure_ranking(ranking, width)
-
-    @property
-    def can_use_gpu(self) -> bool:
-        return self._source.can_use_gpu
-
-    def on_gpu(self) -> SharedSource:
-        return SharedSource(self._source.on_gpu())
 
     def load(self, loading: Loading) -> Backend:
         if self._owner is None:

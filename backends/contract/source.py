@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from backends.contract.backend import Backend, UnsupportedModel
-from backends.contract.ranking import Ranking
-from backends.timing.measure import ComputeCurve
+from backends.contract.backend import Backend
+from backends.contract.curve import ComputeCurve
 from offload.residency.placement import LayerWeights, Placement
 
 Progress = Callable[[int, int], None]
@@ -88,8 +87,6 @@ class Loading:
     vram_bytes: int | None = None
     """What the whole process may take of the GPU's memory beside CUDA's own context, where
     `residency` is of a GPU. None: what it was promised before, or all."""
-    records_levels: bool = False
-    """Let a GPU record the passes of small batches, where the model allows it: of use to drafts."""
     n_readers: int | None = None
     progress: Progress | None = None
 
@@ -106,6 +103,8 @@ class ModelSource(ABC):
     warnings: tuple[str, ...] = ()
     """What the user of a plan should know."""
     can_mmap: bool = False
+    can_use_gpu: bool = False
+    """Whether a GPU can compute a model of this format."""
     smaller_cache_types: tuple[str, ...] = ()
     """Formats of the KV cache that would take less than the present one."""
     max_tree_leaves: int | None = None
@@ -143,11 +142,6 @@ class ModelSource(ABC):
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         """Activations and logits of a prompt of `ctx_size` or a pass of `max_rows`, at most."""
 
-    def recording_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
-        """What a GPU that records the passes of small batches takes for it (Loading.records_levels)
-        beside the scratch and the KV cache."""
-        return 0
-
     @property
     @abstractmethod
     def head_bytes(self) -> int:
@@ -160,27 +154,6 @@ class ModelSource(ABC):
 
         beside_reads: also while the model's storage is read, which a model in memory need not know.
         """
-
-    def measure_ranking(self, ranking: Ranking, width: int) -> ComputeCurve | None:
-        """Seconds by rows of logits, ranked on the device that the model leaves them on; None where
-        they come to the host, and are ranked there."""
-        return None
-
-    @property
-    def can_use_gpu(self) -> bool:
-        """Whether `on_gpu` works for this format."""
-        return False
-
-    def on_gpu(self) -> ModelSource:
-        """The same model as a CUDA device would run it: with that device's activations and
-        arithmetic, and a `load` that takes a placement on it. Needs no device before it measures.
-
-        Raises UnsupportedModel for a format that runs on the CPU only.
-        """
-        raise UnsupportedModel(
-            f"{self.path} runs on the CPU only: a GPU is for Hugging Face checkpoints, or use "
-            "--device cpu"
-        )
 
     @abstractmethod
     def load(self, loading: Loading) -> Backend:

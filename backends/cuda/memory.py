@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from backends.hf.activations import level_bytes
 from backends.hf.cache import whole_blocks
 from backends.hf.config import kv_values_per_token
 from backends.hf.model import HfModel
-from backends.hf.static_pass import MAX_STATIC_ROWS, has_static_passes, static_keys, static_shapes
 from offload.units import MIB
 
 _BLOCK_BYTES = 512
 _SMALL_BYTES, _SMALL_SEGMENT_BYTES = MIB, 2 * MIB
 _LARGE_BYTES, _LARGE_SEGMENT_BYTES = 10 * MIB, 20 * MIB
 _ROUND_BYTES = 2 * MIB
-_INDEX_BYTES = 8  # int64
 
 
 def allocated_bytes(n_bytes: int, n_tensors: int = 1) -> int:
@@ -37,24 +34,6 @@ def cache_bytes(model: HfModel, n_rows: int) -> int:
     row = model.dtype.itemsize * whole_blocks(n_rows)
     sizes = Counter(row * kv_values_per_token(model.config, layer) // 2 for layer in model.layers)
     return sum(allocated_bytes(size, 2 * n_layers) for size, n_layers in sizes.items())
-
-
-def recording_bytes(model: HfModel, ctx_size: int, max_nodes: int, max_rows: int) -> int:
-    """What passes of fixed shapes take beside the others: rows of
-    padding in the KV cache, masks and logits of each shape, and what recordings share."""
-    if not has_static_passes(model):
-        return 0
-    shapes, itemsize = static_shapes(max_rows), model.dtype.itemsize
-    most_rows, widest = ctx_size + max_nodes, shapes[-1]
-    n_keys = static_keys(most_rows + widest, most_rows)
-    padding = cache_bytes(model, most_rows + MAX_STATIC_ROWS) - cache_bytes(model, most_rows)
-    windows = {model.window(i) for i in range(len(model.layers))}
-    inputs = sum(
-        len(windows) * allocated_bytes(n * n_keys * itemsize) + 3 * n * _INDEX_BYTES for n in shapes
-    )
-    logits = sum(allocated_bytes(n * model.vocab_size * itemsize) for n in shapes)
-    shared = level_bytes(model, widest, n_keys) + _LARGE_SEGMENT_BYTES
-    return padding + inputs + widest * n_keys + logits + shared
 
 
 def _up(n_bytes: int, step: int) -> int:

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from backends.contract.library_errors import one_line
+from backends.contract.backend import one_line
 from backends.cuda.engine import CudaEngine, NoDevice, vram_use
 from backends.cuda.errors import no_raw_out_of_memory
 from offload.device.bandwidth import measure_copies

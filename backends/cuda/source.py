@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache, cached_property
+from functools import cached_property
 
 import torch
 
-from backends.contract.ranking import RANKED_TOGETHER, Ranking
-from backends.contract.source import ModelCompute
+from backends.contract.backend import Backend
+from backends.contract.source import Loading, ModelCompute
 from backends.cuda.engine import CudaEngine
-from backends.cuda.memory import cache_bytes, recording_bytes
-from backends.cuda.ranker import DeviceRanker
-from backends.cuda.rows import DeviceRows
+from backends.cuda.memory import cache_bytes
+from backends.cuda.weights import DeviceWeights
 from backends.hf.activations import activation_bytes
+from backends.hf.backend import TorchBackend
 from backends.hf.source import HfSource
 from backends.hf.timing import measure_gpu_compute
-from backends.timing.measure import ComputeCurve, Product, measure_curve
 from backends.timing.passes import is_small, measure_small
 from offload.residency.placement import Placement, device_footprint
-
-_RANKED_ROWS = (1, RANKED_TOGETHER, 4 * RANKED_TOGETHER)
 
 
 class HfGpuSource(HfSource):
@@ -28,9 +25,6 @@ class HfGpuSource(HfSource):
     def __init__(self, source: HfSource) -> None:
         self.path, self.model = source.path, source.model
         self.vocab_size, self.max_context = source.vocab_size, source.max_context
-
-    def on_gpu(self) -> HfGpuSource:
-        return self
 
     @property
     def outer_bytes(self) -> int:
@@ -42,9 +36,6 @@ class HfGpuSource(HfSource):
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         return activation_bytes(self.model, ctx_size, max_rows, on_gpu=True)
 
-    def recording_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
-        return recording_bytes(self.model, ctx_size, max_nodes, max_rows)
-
     @cached_property
     def all_on_device(self) -> Placement:
         """Nothing is copied."""
@@ -54,26 +45,23 @@ class HfGpuSource(HfSource):
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
         """Reads from storage leave a GPU's arithmetic alone."""
         if is_small(self):
-            return measure_small(self, 0, residency=self.all_on_device, records_levels=True)
+            return measure_small(self, 0, residency=self.all_on_device)
         curve = measure_gpu_compute(self.model.dtype, torch.device("cuda", 0))
         return ModelCompute(curve, self.head_bytes)
 
-    def measure_ranking(self, ranking: Ranking, width: int) -> ComputeCurve:
-        return _measure_ranking(ranking, self.vocab_size, self.model.dtype, width)
-
-
-@cache
-def _measure_ranking(
-    ranking: Ranking, vocab_size: int, dtype: torch.dtype, width: int
-) -> ComputeCurve:
-    """Measured once in a process; what is ranked is waited for."""
-    engine = CudaEngine(None)
-    ranker = DeviceRanker(ranking, engine.device, engine.computing)
-    with engine.computing():
-        logits = torch.randn((max(_RANKED_ROWS), vocab_size), dtype=dtype, device=engine.device)
-
-    def product(n_rows: int) -> Product:
-        rows = DeviceRows(logits[:n_rows], engine.computing)
-        return lambda: ranker.rank(rows, range(n_rows), width)
-
-    return measure_curve({n: product(n) for n in _RANKED_ROWS}, 1)
+    def load(self, loading: Loading) -> Backend:
+        assert loading.residency.is_on_device, "a model on a GPU is placed over three tiers"
+        weights = DeviceWeights(
+            self.model,
+            loading.residency,
+            CudaEngine(loading.vram_bytes),
+            n_readers=loading.n_readers,
+            progress=loading.progress,
+        )
+        return TorchBackend(
+            self.model,
+            weights,
+            max_context=loading.max_context,
+            max_nodes=loading.max_nodes,
+            cache_rows=loading.max_context + loading.max_nodes,
+        )

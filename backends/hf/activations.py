@@ -47,7 +47,7 @@ def activation_bytes(model: HfModel, ctx_size: int, max_rows: int, *, on_gpu: bo
     # Embeddings, a layer's input and what it has put out so far; the last two are then joined.
     hidden = max(ctx_size, max_rows) * config.hidden_size * itemsize
     rotary = 2 * ctx_size * _head_dim(config) * itemsize
-    chunk = _chunk_bytes(model, CHUNK_ROWS)
+    chunk = _chunk_bytes(model)
     logits = max_rows * model.vocab_size * _logit_bytes(model, on_gpu)
     if model.attention == SEGMENTED:
         attention = _segmented_bytes(model, ctx_size, _kernel_bytes(model, on_gpu))
@@ -60,19 +60,10 @@ def activation_bytes(model: HfModel, ctx_size: int, max_rows: int, *, on_gpu: bo
     return rotary + masks + logits + 3 * hidden + max(chunk + attention, hidden)
 
 
-def level_bytes(model: HfModel, n_rows: int, n_keys: int) -> int:
-    """Of one level of a tree on a GPU, at most CHUNK_ROWS rows, over so many keys: what is alive
-    while it is computed. Masks and logits come on top."""
-    config, itemsize = model.config, model.dtype.itemsize
-    rows = n_rows * (3 * config.hidden_size + 2 * _head_dim(config)) * itemsize
-    # All keys are behind one mask: there is nothing to merge, but the kernel sums up in float32.
-    return rows + _chunk_bytes(model, n_rows) + _segmented_bytes(model, n_keys + CHUNK_ROWS, 0)
-
-
-def _chunk_bytes(model: HfModel, n_rows: int) -> int:
+def _chunk_bytes(model: HfModel) -> int:
     config = model.config
     feed_forward = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return int(n_rows * (8 * config.hidden_size + 3 * feed_forward) * model.dtype.itemsize)
+    return int(CHUNK_ROWS * (8 * config.hidden_size + 3 * feed_forward) * model.dtype.itemsize)
 
 
 def _logit_bytes(model: HfModel, on_gpu: bool) -> int:

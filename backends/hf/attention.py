@@ -172,8 +172,8 @@ def blockwise_kernel(
         if segment.is_causal:
             scores.masked_fill_(_unseen(scores, start), torch.finfo(torch.float32).min / 2)
         lse = scores.logsumexp(dim=-1)
-        chances = scores.sub_(lse.unsqueeze(-1)).exp_().to(values.dtype)
-        partial = _product(chances, values[:, :, start:end]), lse
+        probs = scores.sub_(lse.unsqueeze(-1)).exp_().to(values.dtype)
+        partial = _product(probs, values[:, :, start:end]), lse
         merged = partial if merged is None else merge(merged, partial)
     assert merged is not None, "segments are not empty"
     return merged

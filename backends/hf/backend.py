@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,20 +21,15 @@ import torch
 
 from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.contract.mending import MendingBackend
-from backends.contract.nodes import NodeTable
-from backends.contract.ranking import Ranking, RowRanker
-from backends.contract.rows import LogitRows
-from backends.cuda.graphs import Recorder
 from backends.hf.attention import SEGMENTED
 from backends.hf.cache import TreeCache
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.forward import prepare_buffers, run_model, set_state
+from backends.hf.forward import prepare_buffers, run_model
 from backends.hf.layer_runner import LayerRunner, PassState, bind, unbind
-from backends.hf.masks import CausalLayout, PassLayout
+from backends.hf.layout import CausalLayout, PassLayout
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
-from backends.hf.static_pass import StaticPasses
-from backends.hf.weights import RawTensors, TorchWeights
+from backends.hf.weights import TorchWeights
 from offload.formats.mapped import TensorShape
 
 CHUNK_ROWS = 256
@@ -68,8 +62,6 @@ class TorchBackend(MendingBackend):
         self._is_cancelled = False
         self._owner: TorchBackend | None = None
         self._turn = threading.Lock()  # siblings walk the same modules, one at a time
-        self._static: StaticPasses | None = None
-        self._ranker: RowRanker | None = None
         try:
             with weights.computing():
                 bind(model.outer_tensors, weights.outer, model.dtype)
@@ -83,7 +75,7 @@ class TorchBackend(MendingBackend):
                 i,
                 module,
                 tensors,
-                self._open_layer,
+                weights.layer,
                 model.window(i),
                 model.dtype,
                 is_resident=weights.stays(i),
@@ -117,27 +109,11 @@ class TorchBackend(MendingBackend):
         other.max_nodes = max_nodes
         cache_rows = other.max_context + max_nodes if self._has_whole_cache else 0
         other._cache = TreeCache(len(self._model.layers), cache_rows)
-        other._static = other._ranker = None
         return other
 
     @property
-    def can_use_static_passes(self) -> bool:
-        return StaticPasses.can_serve(self._model, self._runners)
-
-    def use_static_passes(self, recorder: Recorder) -> None:
-        """Let levels of a tree be passes of fixed shapes (see backends/hf/static_pass.py).
-
-        Raises BackendError for a model that is streamed, or whose attention needs whole masks.
-        """
-        most_rows = self.max_context + (self.max_nodes or 0)
-        device = self._weights.device
-        self._static = StaticPasses(
-            self._model, self._cache, self._runners, most_rows, device, recorder
-        )
-
-    @property
-    def _table(self) -> NodeTable:
-        return self._cache.table
+    def _kv(self) -> TreeCache:
+        return self._cache
 
     @property
     def stream_use(self) -> StreamUse:
@@ -151,44 +127,15 @@ class TorchBackend(MendingBackend):
     def n_kv_allocated(self) -> int:
         return self._cache.capacity
 
-    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
-        if not token_ids:
-            raise ValueError("prefill needs at least one token")
-        return self._computing(lambda: self._prefill(token_ids))
-
-    def extend(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[list[int], LogitRows]:
-        if len(token_ids) != len(parents):
-            raise ValueError(f"{len(token_ids)} tokens have {len(parents)} parents")
-        if not token_ids:
-            return [], np.zeros((0, self.vocab_size), dtype=np.float32)
-        return self._computing(lambda: self._extend(token_ids, parents, rows))
-
-    def row_ranker(self, ranking: Ranking) -> RowRanker | None:
-        self._forget_ranking()
-        self._ranker = self._weights.ranker(ranking)
-        return self._ranker
-
-    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
-        self._computing(lambda: self._cache.commit(path, keep))
-
-    def prune(self, nodes: Collection[int]) -> None:
-        self._computing(lambda: self._cache.prune(nodes))
-
-    def rollback(self, length: int) -> None:
-        n_intact = length if 0 <= length <= self.n_committed else None
-        self._mending(lambda: self._cache.rollback(length), n_intact)
-
     def prefix_tensors(self) -> tuple[TensorShape, ...]:
         self._mending(self._cache.abort)
         return prefix_tensors(self._cache)
 
     def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
-        self._computing(lambda: save_prefix(self._cache, buffers))
+        self._mending(lambda: save_prefix(self._cache, buffers))
 
     def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
-        self._computing(lambda: self._load_prefix(token_ids, tensors), n_intact=0)
+        self._mending(lambda: self._load_prefix(token_ids, tensors), n_intact=0)
 
     def request_cancel(self) -> None:
         """End a running pass at its next layer or chunk, or while it waits for storage, with a
@@ -197,53 +144,40 @@ class TorchBackend(MendingBackend):
 
     def close(self) -> None:
         self._is_closed = True
-        self._forget_ranking()
         if self._owner is not None:
             self._cache.free()
             return
         self._weights.stop()
-        if self._static is not None:
-            self._static.forget()
         for runner in self._runners:
             runner.detach()
         unbind(self._model.outer_tensors)
         self._cache.free()
         self._weights.close()
 
-    def _computing(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
-        """`_mending` of an operation that computes with tensors of the weights' device."""
+    def _mending(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
+        """The same with tensors of the weights' device."""
 
         def on_device() -> _T:
             with self._weights.computing(), torch.inference_mode():
                 return operation()
 
-        return self._mending(on_device, n_intact)
+        return super()._mending(on_device, n_intact)
 
-    def _prefill(self, token_ids: Sequence[int]) -> np.ndarray:
-        self._cache.abort()
-        self._check_room(len(token_ids), len(token_ids))
+    def _run_prompt(self, token_ids: Sequence[int]) -> np.ndarray:
         layout = CausalLayout(self.n_committed, len(token_ids))
         self._cache.expect(self.n_committed + len(token_ids))
-        logits = self._forward(token_ids, layout, [len(token_ids) - 1])
-        self._cache.commit_prefill(token_ids)
-        return logits[0]
+        row: np.ndarray = self._forward(token_ids, layout, [len(token_ids) - 1])[0]
+        return row
 
-    def _extend(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None
-    ) -> tuple[list[int], LogitRows]:
+    def _run_nodes(
+        self, token_ids: Sequence[int], parents: Sequence[int], rows: list[int]
+    ) -> tuple[list[int], np.ndarray]:
         table = self._cache.table
-        n_live, n_tokens = len(table), len(token_ids)
-        if self.max_nodes is not None and n_live + n_tokens > self.max_nodes:
-            raise BackendError(
-                f"{n_live + n_tokens} live nodes are more than the {self.max_nodes} that this "
-                "backend was made for: draft fewer tokens or raise max_nodes"
-            )
-        node_ids = self._cache.begin(parents, token_ids)
-        self._check_room(table.max_depth, n_tokens)
+        n_live = len(table)
+        node_ids = table.add(parents, token_ids)
+        self._check_context(table.max_depth, len(token_ids))
         layout = PassLayout(self.n_committed, table.positions(), table.visible(n_live))
-        logits = self._forward(token_ids, layout, rows)
-        self._cache.check_integrity()
-        return node_ids, logits
+        return node_ids, self._forward(token_ids, layout, rows)
 
     def _load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
         self._cache.free()
@@ -256,18 +190,12 @@ class TorchBackend(MendingBackend):
             self._cache.free()  # with the shapes that it took from the file
             raise
 
-    def _open_layer(self, index: int) -> AbstractContextManager[RawTensors]:
-        self._check_cancel()
-        return self._weights.layer(index, self._check_cancel)
-
     def _check_cancel(self) -> None:
         if self._is_cancelled:
             raise BackendError("the pass was cancelled")
 
-    def _forward(
-        self, token_ids: Sequence[int], layout: PassLayout, rows: Sequence[int] | None
-    ) -> LogitRows:
-        """Run the model over new rows; logits [len(rows) or n, vocab]."""
+    def _forward(self, token_ids: Sequence[int], layout: PassLayout, rows: list[int]) -> np.ndarray:
+        """Run the model over new rows; float32 logits [len(rows), vocab]."""
         self._is_cancelled = False
         device, dtype = self._weights.device, self._model.dtype
         state = PassState(
@@ -279,28 +207,17 @@ class TorchBackend(MendingBackend):
             is_segmented=self._model.attention == SEGMENTED,
             check_cancel=self._check_cancel,
         )
-        wanted = range(layout.n_new) if rows is None else rows
         with self._turn:
-            if rows is None and self._static is not None and self._static.can_run(layout):
-                # The next level's logits take the place of this one's.
-                return self._weights.rows(self._static.run(token_ids, layout).clone())
-            set_state(self._runners, state, self._open_layer)
+            for runner in self._runners:
+                runner.state = state
             logits = run_model(
                 self._model,
                 self._cache,
                 torch.tensor([list(token_ids)], device=device),
                 torch.from_numpy(layout.new_positions)[None].to(device),
-                torch.tensor(list(wanted), device=device),
+                torch.tensor(rows, device=device),
             )
-            return self._weights.rows(logits)
-
-    def _forget_ranking(self) -> None:
-        if self._ranker is not None:
-            self._ranker.forget()
-
-    def _check_room(self, depth: int, n_tokens: int) -> None:
-        if self.n_committed + depth > self.max_context:
-            raise ContextFull(n_tokens, self.n_committed, self.max_context)
+            return self._weights.on_host(logits)
 
     def _repair(self, n_intact: int) -> None:
         self._cache.abort(n_intact)

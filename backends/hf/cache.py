@@ -3,15 +3,13 @@
 Each layer holds keys and values in buffers [1, heads, capacity, dim] that grow by whole blocks,
 so that memory follows use and not the context limit. On a GPU, where a part of the memory was set
 aside for it in any case, a cache has its full size at once: growing would leave the old buffers in
-the allocator's hands, and take the addresses from under recorded passes. Sliding-window layers keep
-their full length as well: the mask applies the window, so a rollback never needs what was thrown
-away.
+the allocator's hands. Sliding-window layers keep their full length as well: the mask applies the
+window, so a rollback never needs what was thrown away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -33,13 +31,9 @@ class TreeCacheLayer(CacheLayerMixin):
         self.n_rows = 0
         self.n_expected = 0
         """Rows to make room for at the next growth, so that a long prompt grows it once."""
-        self.fixed: tuple[torch.Tensor, int] | None = None
-        """(rows [n] to write to, keys to return) in a pass of fixed shapes; see `writing_at`."""
-        self.n_moves = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take the head counts, widths and dtype from the first states; hold no rows yet."""
-        self.n_moves += 1
         self.keys = _empty_rows(key_states, 0)
         self.values = _empty_rows(value_states, 0)
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -54,11 +48,6 @@ class TreeCacheLayer(CacheLayerMixin):
         end = self.n_rows + key_states.shape[-2]
         assert self.keys is not None
         assert self.values is not None
-        if self.fixed is not None:
-            rows, n_keys = self.fixed
-            self.keys.index_copy_(2, rows, key_states)
-            self.values.index_copy_(2, rows, value_states)
-            return self.keys[:, :, :n_keys], self.values[:, :, :n_keys]
         _check_shape(self.keys, key_states)
         _check_shape(self.values, value_states)
         self.ensure_capacity(end)
@@ -107,7 +96,6 @@ class TreeCacheLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         capacity = whole_blocks(max(n_rows, self.n_expected, self._least_rows))
-        self.n_moves += 1
         self.keys = self._regrown(self.keys, capacity)
         self.values = self._regrown(self.values, capacity)
 
@@ -120,8 +108,8 @@ class TreeCacheLayer(CacheLayerMixin):
 class TreeCache(Cache):
     """One `TreeCacheLayer` per decoder layer, kept in step with a `NodeTable`.
 
-    A forward appends rows layer by layer. `begin` registers the nodes; when the forward
-    fails, `abort` brings every layer back to the committed prefix.
+    A forward appends rows layer by layer, of nodes that the table knows already; when it fails,
+    `abort` brings every layer back to the committed prefix.
 
     Args:
         least_rows: room that a layer has from its first row on; it grows where that is too little.
@@ -131,55 +119,12 @@ class TreeCache(Cache):
         super().__init__(layers=[TreeCacheLayer(least_rows) for _ in range(n_layers)])
         self.table = NodeTable()
 
-    def begin(self, parents: Sequence[int], token_ids: Sequence[int]) -> list[int]:
-        """Register nodes below `parents`, whose rows the next forward appends; return ids."""
-        return self.table.add(parents, token_ids)
-
     def expect(self, n_rows: int) -> None:
         """The next forward will bring the cache to `n_rows` rows."""
         for layer in self.layers:
             layer.n_expected = n_rows
 
-    def reserve(self, n_rows: int) -> None:
-        """Make room for `n_rows` rows in every layer, of which some were computed before."""
-        for layer in self.layers:
-            layer.ensure_capacity(n_rows)
-
-    @property
-    def n_moves(self) -> int:
-        """How often layers have got new memory: what a recorded pass relies on changes with it."""
-        return sum(layer.n_moves for layer in self.layers)
-
-    def clear_unused(self) -> None:
-        """Set the rows that are not in use to 0.
-
-        A pass of fixed shapes multiplies what its mask hides by 0, which a NaN that new memory may
-        hold would survive.
-        """
-        for layer in self.layers:
-            for rows in (layer.keys, layer.values):
-                rows[:, :, layer.n_rows :] = 0
-
-    @contextmanager
-    def writing_at(self, rows: torch.Tensor, n_keys: int) -> Iterator[None]:
-        """In a forward of fixed shapes: write to these rows [n], attend to the first `n_keys`.
-
-        The rows must have been reserved. They count once `appended` says so.
-        """
-        for layer in self.layers:
-            layer.fixed = rows, n_keys
-        try:
-            yield
-        finally:
-            for layer in self.layers:
-                layer.fixed = None
-
-    def appended(self, n_rows: int) -> None:
-        """The next `n_rows` rows of every layer were written."""
-        for layer in self.layers:
-            layer.n_rows += n_rows
-
-    def commit_prefill(self, token_ids: Sequence[int]) -> None:
+    def append(self, token_ids: Sequence[int]) -> None:
         """Count the rows that a forward of these tokens appended to the prefix as committed."""
         self.table.append(token_ids)
         self.check_integrity()

@@ -11,8 +11,7 @@ from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from backends.contract.backend import UnsupportedModel
-from backends.contract.library_errors import one_line
+from backends.contract.backend import UnsupportedModel, one_line
 from offload.formats.tensors import CheckpointError
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -78,13 +77,6 @@ def context_limit(config: PreTrainedConfig) -> int:
     if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
         limit = rope.get("original_max_position_embeddings") or limit
     return int(limit)
-
-
-def has_length_dependent_rope(config: PreTrainedConfig) -> bool:
-    """Whether the code of the model looks at the positions of a pass before it computes."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]  # or by kind of layer
-    return any(one.get("rope_type") in _LENGTH_DEPENDENT_ROPE for one in kinds)
 
 
 def kv_values_per_token(config: PreTrainedConfig, layer: nn.Module) -> int:

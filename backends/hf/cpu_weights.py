@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import numpy as np
 import torch
 
 from backends.contract.backend import StreamUse
-from backends.contract.ranking import Ranking
-from backends.contract.rows import LogitRows
-from backends.hf.forward import on_host
 from backends.hf.model import HfModel
 from backends.hf.weights import RawTensors
 from offload.residency.placement import LayerWeights
@@ -63,11 +61,8 @@ class CpuWeights:
     def computing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def rows(self, logits: torch.Tensor) -> LogitRows:
-        return on_host(logits)
-
-    def ranker(self, ranking: Ranking) -> None:
-        return None
+    def on_host(self, logits: torch.Tensor) -> np.ndarray:
+        return logits.float().numpy()
 
     def restart(self) -> None:
         self._streamer.restart()

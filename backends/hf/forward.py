@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 
 from backends.hf.cache import TreeCache
-from backends.hf.layer_runner import LayerRunner, LayerState, OpenLayer
 from backends.hf.model import HfModel
 
 
@@ -24,20 +20,14 @@ def prepare_buffers(model: HfModel, device: torch.device) -> torch.Tensor | None
     return _alibi_slopes(model, device)
 
 
-def set_state(runners: Sequence[LayerRunner], state: LayerState, open_layer: OpenLayer) -> None:
-    """What the layers need to know of the next forward."""
-    for runner in runners:
-        runner.state, runner.open_layer = state, open_layer
-
-
 def run_model(
     model: HfModel,
     cache: TreeCache,
     token_ids: torch.Tensor,
     positions: torch.Tensor,
-    wanted: torch.Tensor | int,
+    wanted: torch.Tensor,
 ) -> torch.Tensor:
-    """Logits [rows, vocab] of the `wanted` rows (0: all) of tokens and positions [1, n]."""
+    """Logits [rows, vocab] of the `wanted` rows of tokens and positions [1, n]."""
     output = model.model(
         input_ids=token_ids,
         position_ids=positions,
@@ -50,14 +40,6 @@ def run_model(
     )
     logits: torch.Tensor = output.logits[0]
     return logits
-
-
-def on_host(logits: torch.Tensor) -> np.ndarray:
-    """Logits [rows, vocab] in float32.
-
-    To the host first: half the bytes, and no float32 copy in the device's memory.
-    """
-    return logits.cpu().float().numpy()
 
 
 def _alibi_slopes(model: HfModel, device: torch.device) -> torch.Tensor | None:

@@ -10,25 +10,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from backends.hf.masks import (
-    PassLayout,
-    SegmentedMask,
-    additive_mask,
-    alibi_bias,
-    segmented_mask,
-)
+from backends.hf.layout import PassLayout
+from backends.hf.masks import SegmentedMask, additive_mask, alibi_bias, segmented_mask
 from backends.hf.model import TORCH_DTYPES, BoundTensor
 from backends.hf.weights import RawTensors
 from offload.formats.tensors import TensorRecord
+from offload.ring.slots import Check
 from offload.units import MIB
 
 MAX_MASK_BYTES = 16 * MIB
-OpenLayer = Callable[[int], AbstractContextManager[RawTensors]]
+OpenLayer = Callable[[int, Check], AbstractContextManager[RawTensors]]
+"""See TorchWeights.layer."""
 
 
 class PassState:
@@ -36,7 +33,8 @@ class PassState:
 
     is_segmented: whether attention computes in segments (backends/hf/attention.py), not with whole
         masks.
-    check_cancel: raises where the forward is to end; called between the chunks of a layer.
+    check_cancel: raises where the forward is to end; called before a layer, while it is waited for,
+        and between its chunks.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class PassState:
         device: torch.device | None = None,
         *,
         is_segmented: bool = False,
-        check_cancel: Callable[[], None] = lambda: None,
+        check_cancel: Check = lambda: None,
     ) -> None:
         self.layout = layout
         self.check_cancel = check_cancel
@@ -84,22 +82,6 @@ class PassState:
         return alibi_bias(self._slopes, self.layout, end, self._dtype)
 
 
-class LayerState(Protocol):
-    """What a layer asks of the forward that it is in."""
-
-    chunk_rows: int
-    """Rows that go through the layer at once."""
-
-    def mask(self, start: int, end: int, window: int | None) -> torch.Tensor | SegmentedMask:
-        """See PassState.mask."""
-
-    def check_cancel(self) -> None:
-        """Raise where the forward is to end before its next chunk."""
-
-    def alibi(self, end: int) -> torch.Tensor | None:
-        """ALiBi bias of the keys up to those of new row `end`, where the model has it."""
-
-
 class LayerRunner:
     """The forward of decoder layer `index`: weights in, chunks through, weights out."""
 
@@ -117,30 +99,28 @@ class LayerRunner:
         self._forward = module.forward
         self._signature = inspect.signature(module.forward)
         self._tensors = tensors
-        self.open_layer = open_layer
+        self._open_layer = open_layer
         self._window = window
         self._dtype = dtype
         self._module = module
-        self.is_resident = is_resident
+        self._is_resident = is_resident
         self._is_bound = False  # ever true of a resident layer only: its weights never move
-        self.state: LayerState | None = None
+        self.state: PassState | None = None
         module.forward = self
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with self.open_layer(self._index) as tensors:
+        state = self.state
+        assert state is not None, "the backend sets the state before a forward"
+        state.check_cancel()
+        with self._open_layer(self._index, state.check_cancel) as tensors:
             if not self._is_bound:
                 bind(self._tensors, tensors, self._dtype)
-                self._is_bound = self.is_resident
+                self._is_bound = self._is_resident
             try:
-                return self._in_chunks(hidden_states, self._by_name(args, kwargs))
+                return self._in_chunks(state, hidden_states, self._by_name(args, kwargs))
             finally:
-                if not self.is_resident:  # the slot will hold another layer
+                if not self._is_resident:  # the slot will hold another layer
                     unbind(self._tensors)
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether the module has its weights for good."""
-        return self._is_bound
 
     def detach(self) -> None:
         """Give the module its own forward back and let go of weights and masks; may be repeated."""
@@ -155,28 +135,28 @@ class LayerRunner:
         positional = self._signature.bind_partial(None, *args).arguments
         return {**dict(list(positional.items())[1:]), **kwargs}
 
-    def _in_chunks(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        assert self.state is not None, "the backend sets the state before a forward"
-        n_rows, step = hidden.shape[1], self.state.chunk_rows
+    def _in_chunks(self, state: PassState, hidden: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        n_rows, step = hidden.shape[1], state.chunk_rows
         if n_rows <= step:
-            return self._forward(hidden, **self._adapt(kwargs, 0, n_rows))
+            return self._forward(hidden, **self._adapt(state, kwargs, 0, n_rows))
         outputs = []
         for start in range(0, n_rows, step):
-            self.state.check_cancel()
+            state.check_cancel()
             end = min(start + step, n_rows)
             rows = {key: slice_rows(arg, start, end, n_rows) for key, arg in kwargs.items()}
-            output = self._forward(hidden[:, start:end], **self._adapt(rows, start, end))
+            output = self._forward(hidden[:, start:end], **self._adapt(state, rows, start, end))
             outputs.append(output[0] if isinstance(output, tuple) else output)
         joined = torch.cat(outputs, dim=1)
         return (joined, None) if isinstance(output, tuple) else joined
 
-    def _adapt(self, kwargs: dict[str, Any], start: int, end: int) -> dict[str, Any]:
+    def _adapt(
+        self, state: PassState, kwargs: dict[str, Any], start: int, end: int
+    ) -> dict[str, Any]:
         """Put the real mask (and ALiBi bias) of these rows where placeholders came through."""
-        assert self.state is not None
         adapted = dict(kwargs)
-        adapted["attention_mask"] = self.state.mask(start, end, self._window)
+        adapted["attention_mask"] = state.mask(start, end, self._window)
         if "alibi" in adapted:
-            adapted["alibi"] = self.state.alibi(end)
+            adapted["alibi"] = state.alibi(end)
         return adapted
 
 

@@ -24,8 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from backends.contract.backend import UnsupportedModel
-from backends.contract.library_errors import one_line
+from backends.contract.backend import UnsupportedModel, one_line
 from backends.hf.attention import SEGMENTED, supports_segments
 from backends.hf.config import context_limit, declared, kv_values_per_token, load_config
 from backends.hf.layer_count import check_layers_used, refuse_absurd_count

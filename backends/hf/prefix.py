@@ -47,7 +47,7 @@ def load_prefix(
         if width != kv_values_per_token(model.config, module):
             raise BackendError(f"the saved KV of layer {i} has {width} numbers for a token")
         layer.restore(keys.to(device), values.to(device))
-    cache.commit_prefill(token_ids)
+    cache.append(token_ids)
 
 
 def _rows(cache: TreeCache) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,17 +10,12 @@ import torch
 
 from backends.contract.backend import Backend, UnsupportedModel
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
-from backends.cuda.engine import CudaEngine
-from backends.cuda.graphs import CudaGraphs
-from backends.cuda.weights import DeviceWeights
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
 from backends.hf.cache import whole_blocks
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.model import HfModel, load_hf_model
-from backends.hf.static_pass import MAX_STATIC_ROWS, has_static_passes
 from backends.hf.timing import measure_compute
-from backends.hf.weights import TorchWeights
 from backends.timing.passes import is_small, measure_small
 from offload.formats.fingerprint import fingerprint
 from offload.residency.placement import LayerWeights
@@ -29,6 +24,8 @@ from offload.storage.reading import resident_footprint
 
 class HfSource(ModelSource):
     """A directory with safetensors and a config.json."""
+
+    can_use_gpu = True
 
     def __init__(self, directory: Path, options: BackendOptions) -> None:
         if options.cache_type_k or options.cache_type_v:
@@ -81,36 +78,15 @@ class HfSource(ModelSource):
         reading = self.weight_file if beside_reads else None
         return ModelCompute(measure_compute(self.model.dtype, reading), self.head_bytes)
 
-    @property
-    def can_use_gpu(self) -> bool:
-        return True
-
-    def on_gpu(self) -> HfSource:
-        from backends.cuda.source import HfGpuSource
-
-        return HfGpuSource(self)
-
     def load(self, loading: Loading) -> Backend:
-        records = loading.records_levels and loading.residency.is_on_device
-        n_padding = MAX_STATIC_ROWS if records and has_static_passes(self.model) else 0
-        cache_rows = loading.max_context + loading.max_nodes + n_padding
-        backend = TorchBackend(
+        residency = loading.residency
+        weights = CpuWeights(
             self.model,
-            self._weights(loading),
-            max_context=loading.max_context,
-            max_nodes=loading.max_nodes,
-            cache_rows=cache_rows if loading.residency.is_on_device else 0,
+            residency.layers,
+            residency.n_slots,
+            n_readers=loading.n_readers,
+            progress=loading.progress,
         )
-        if records and backend.can_use_static_passes:
-            backend.use_static_passes(CudaGraphs())
-        return backend
-
-    def _weights(self, loading: Loading) -> TorchWeights:
-        n_readers, progress = loading.n_readers, loading.progress
-        plan = loading.residency
-        if plan.is_on_device:
-            engine = CudaEngine(loading.vram_bytes)
-            return DeviceWeights(self.model, plan, engine, n_readers=n_readers, progress=progress)
-        return CpuWeights(
-            self.model, plan.layers, plan.n_slots, n_readers=n_readers, progress=progress
+        return TorchBackend(
+            self.model, weights, max_context=loading.max_context, max_nodes=loading.max_nodes
         )

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from backends.timing.measure import WEIGHT_BYTES, ComputeCurve, Product, measure_curve
+from backends.contract.curve import ComputeCurve
+from backends.timing.measure import WEIGHT_BYTES, Product, measure_curve
 
 _OUT, _IN = 2048, 4096
 _ROWS = (1, 4, 16, 64, 128)

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from backends.contract.backend import StreamUse
-from backends.contract.ranking import Ranking, RowRanker
-from backends.contract.rows import LogitRows
 from offload.ring.slots import Check
 
 RawTensors = Mapping[str, torch.Tensor]
@@ -48,14 +47,8 @@ class TorchWeights(Protocol):
         Raises BudgetExceeded where the device's memory does not suffice.
         """
 
-    def rows(self, logits: torch.Tensor) -> LogitRows:
-        """Logits [n, vocab] that were computed inside `computing`, for the backend's caller.
-
-        Returns once they are there. No pass may write over that tensor later.
-        """
-
-    def ranker(self, ranking: Ranking) -> RowRanker | None:
-        """Of such rows, if they stay on a device, whose memory is taken when it ranks."""
+    def on_host(self, logits: torch.Tensor) -> np.ndarray:
+        """Logits [n, vocab] that were computed inside `computing`, in float32; waits for them."""
 
     def restart(self) -> None:
         """Begin again at layer 0, as after a pass that was given up; redone where interrupted."""

@@ -8,17 +8,17 @@ Python meanwhile and ends it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.contract.mending import MendingBackend
-from backends.contract.nodes import NodeTable
 from backends.llama.batch import Batch
-from backends.llama.context import check_options, context_options, recurrent_model
-from backends.llama.library import ContextOptions, LlamaContext, LlamaModel, Progress
-from backends.llama.model import GgufModel
+from backends.llama.context import ContextOptions, LlamaContext
+from backends.llama.library import LlamaModel, Progress
+from backends.llama.model import GgufModel, recurrent_model
 from backends.llama.passes import PassThread
 from backends.llama.prefix import LlamaPrefix
 from backends.llama.stream import StreamedLayers, mapped_ranges
@@ -26,6 +26,7 @@ from backends.llama.tree import TreeSequences
 from offload.formats.mapped import TensorShape
 from offload.residency.placement import Placement
 
+LOAD_MODES = ("stream", "mmap", "ram")
 _QUICK_BYTES = 4e9  # weights times rows that take less than about a second: no thread for those
 
 
@@ -67,17 +68,15 @@ class LlamaBackend(MendingBackend):
         n_readers: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        check_options(model, max_nodes, residency, load_mode)
-        self.max_context = min(max_context or model.max_context, model.max_context)
-        self.max_nodes = max_nodes
-        options = context_options(
-            self.max_context,
+        _check_options(model, max_nodes, residency, load_mode)
+        options = ContextOptions(
+            min(max_context or model.max_context, model.max_context),
             max_nodes,
+            max_outputs,
             n_threads,
             cache_type_k,
             cache_type_v,
             flash_attention,
-            max_outputs,
         )
         self._closing: list[Callable[[], None]] = []
         self._kv_bytes_per_token = model.kv_bytes_per_token(
@@ -118,10 +117,10 @@ class LlamaBackend(MendingBackend):
 
     def _open_context(self, options: ContextOptions) -> None:
         callback = self._stream.callback if self._stream else None
-        self._options = options
+        self._options, self.max_rows = options, options.max_rows
+        self.max_context, self.max_nodes = options.max_context, options.max_nodes
         self._context = LlamaContext(self._model, options, callback)
         self._closing.append(self._context.close)
-        self.max_rows = options.max_rows
         self._tree = TreeSequences(self._model, self._context, options.n_sequences - 1)
         self._prefix = LlamaPrefix(self._model, self._context)
 
@@ -133,20 +132,17 @@ class LlamaBackend(MendingBackend):
         """See Backend.sibling."""
         if self._stream is not None:
             raise BackendError("a streamed model cannot share its weights")
-        other, present = copy.copy(self), self._options
-        other.max_context, other.max_nodes = min(max_context, self.max_context), max_nodes
+        other = copy.copy(self)
         other._closing = []
-        options = context_options(
-            other.max_context,
-            max_nodes,
-            present.n_threads,
-            present.cache_type_k,
-            present.cache_type_v,
-            present.flash_attention,
-            max_rows,
-        )
         try:
-            other._open_context(options)
+            other._open_context(
+                replace(
+                    self._options,
+                    max_context=min(max_context, self.max_context),
+                    max_nodes=max_nodes,
+                    max_outputs=max_rows,
+                )
+            )
             other._open_thread()
         except BaseException:
             other.close()
@@ -156,8 +152,8 @@ class LlamaBackend(MendingBackend):
     # --- the contract ----------------------------------------------------------------------
 
     @property
-    def _table(self) -> NodeTable:
-        return self._tree.table
+    def _kv(self) -> TreeSequences:
+        return self._tree
 
     @property
     def node_room(self) -> int:
@@ -174,36 +170,6 @@ class LlamaBackend(MendingBackend):
     @property
     def n_kv_allocated(self) -> int:
         return 0 if self._is_closed else self._context.n_cells
-
-    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
-        """See Backend.prefill; the model is read once for every PREFILL_ROWS tokens."""
-        if not token_ids:
-            raise ValueError("prefill needs at least one token")
-        return self._mending(lambda: self._prefill(token_ids))
-
-    def extend(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[list[int], np.ndarray]:
-        if len(token_ids) != len(parents):
-            raise ValueError(f"{len(token_ids)} tokens have {len(parents)} parents")
-        wanted = list(range(len(token_ids)) if rows is None else rows)
-        if not token_ids:
-            return [], np.zeros((0, self.vocab_size), dtype=np.float32)
-        node_ids, logits = self._mending(lambda: self._extend(token_ids, parents, wanted))
-        order = {row: i for i, row in enumerate(sorted(set(wanted)))}
-        if wanted != list(order):
-            logits = logits[[order[row] for row in wanted]]
-        return node_ids, logits
-
-    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
-        self._mending(lambda: self._tree.commit(path, keep))
-
-    def prune(self, nodes: Collection[int]) -> None:
-        self._mending(lambda: self._tree.prune(nodes))
-
-    def rollback(self, length: int) -> None:
-        n_intact = length if 0 <= length <= self.n_committed else None
-        self._mending(lambda: self._tree.rollback(length), n_intact)
 
     @property
     def can_save_prefix(self) -> bool:
@@ -242,35 +208,29 @@ class LlamaBackend(MendingBackend):
         assert self._stream is not None
         return self._stream.decode(batch)
 
-    def _prefill(self, token_ids: Sequence[int]) -> np.ndarray:
-        table, n_tokens = self._tree.table, len(token_ids)
-        self._tree.abort()
-        if self.n_committed + n_tokens > self.max_context:
-            raise ContextFull(n_tokens, self.n_committed, self.max_context)
-        sequences = self._tree.in_use
-        logits = np.zeros((0, self.vocab_size), dtype=np.float32)
+    def _run_prompt(self, token_ids: Sequence[int]) -> np.ndarray:
+        """A streamed model is read once for every PREFILL_ROWS tokens."""
+        n_tokens, sequences = len(token_ids), self._tree.in_use
         for start in range(0, n_tokens, self.max_rows):
             chunk = token_ids[start : start + self.max_rows]
-            first, is_last = table.n_committed + start, start + len(chunk) == n_tokens
-            positions = np.arange(first, first + len(chunk))
-            rows = [len(chunk) - 1] if is_last else []
+            positions = self.n_committed + start + np.arange(len(chunk))
+            rows = [len(chunk) - 1] if start + len(chunk) == n_tokens else []
             logits = self._run(Batch(chunk, positions, [sequences] * len(chunk), rows))
-        table.append(token_ids)
-        self._tree.check_integrity()
-        return logits[0]
+        row: np.ndarray = logits[0]
+        return row
 
-    def _extend(
-        self, token_ids: Sequence[int], parents: Sequence[int], wanted: list[int]
+    def _run_nodes(
+        self, token_ids: Sequence[int], parents: Sequence[int], rows: list[int]
     ) -> tuple[list[int], np.ndarray]:
         table, n_tokens = self._tree.table, len(token_ids)
         n_live = len(table)
-        self._check_room(n_live + n_tokens, n_tokens, len(wanted))
+        self._check_room(n_live + n_tokens, n_tokens, len(rows))
         node_ids, sequences = self._tree.extend(parents, token_ids)
-        if self.n_committed + table.max_depth > self.max_context:
-            raise ContextFull(n_tokens, self.n_committed, self.max_context)
-        logits = self._run(Batch(token_ids, table.positions(n_live), sequences, wanted))
-        self._tree.check_integrity()
-        return node_ids, logits
+        self._check_context(table.max_depth, n_tokens)
+        logits = self._run(Batch(token_ids, table.positions(n_live), sequences, rows))
+        # llama.cpp gives each row once, in the batch's order.
+        order = {row: i for i, row in enumerate(sorted(set(rows)))}
+        return node_ids, logits if rows == list(order) else logits[[order[row] for row in rows]]
 
     def _load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
         self._tree.rollback(0)
@@ -280,14 +240,9 @@ class LlamaBackend(MendingBackend):
         self._tree.adopt(token_ids)
 
     def _check_room(self, n_nodes: int, n_new: int, n_outputs: int) -> None:
-        if n_nodes > self.max_nodes:
-            raise BackendError(
-                f"{n_nodes} live nodes are more than the {self.max_nodes} that this "
-                "backend was made for: draft fewer tokens or raise max_nodes"
-            )
         if n_nodes > self.node_room:
             raise ContextFull(n_new, self.n_committed, self.max_context)
-        most = self._options.max_outputs
+        most = self._options.n_outputs
         if n_outputs > most:
             raise BackendError(
                 f"{n_outputs} rows of logits are more than the {most} that this "
@@ -299,3 +254,17 @@ class LlamaBackend(MendingBackend):
         self._tree.abort(n_intact)
         if self._stream is not None:
             self._stream.restart()
+
+
+def _check_options(
+    model: GgufModel, max_nodes: int, residency: Placement | None, load_mode: str
+) -> None:
+    """Raise for a backend that cannot be."""
+    if load_mode not in LOAD_MODES:
+        raise ValueError(f"load_mode {load_mode!r} is not one of {', '.join(LOAD_MODES)}")
+    if residency is not None and residency.n_slots and load_mode != "stream":
+        raise ValueError(f"load_mode {load_mode!r} holds the whole model: it takes no residency")
+    if max_nodes < 1:
+        raise ValueError(f"max_nodes must be 1 or more, not {max_nodes}")
+    if model.is_recurrent:
+        raise recurrent_model(model)

@@ -1,61 +1,168 @@
-"""The llama.cpp context that a backend asks for, and what it refuses."""
+"""A context of llama.cpp: a KV cache and compute buffers for one loaded model.
+
+Nothing here knows trees or streaming.
+"""
 
 from __future__ import annotations
 
-from backends.contract.backend import UnsupportedModel
-from backends.llama.library import MAX_SEQUENCES, ContextOptions, default_threads
-from backends.llama.model import GgufModel
-from offload.residency.placement import Placement
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-LOAD_MODES = ("stream", "mmap", "ram")
+import numpy as np
 
+from backends.contract.backend import BackendError
+from backends.llama.batch import Batch
+from backends.llama.library import LOG, LlamaError, LlamaModel, default_threads, listen
+from offload.process.interruptible import call_aside
+
+CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
+"""Types of the KV cache by their number in ggml.h."""
 PREFILL_ROWS = 512
 """Tokens of a prompt that go through the layers together. A streamed model is read once for so
 many; llama.cpp's compute buffers grow with it."""
-MAX_LEAVES = MAX_SEQUENCES - 1  # one sequence is for looking at a graph
+_MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
+MAX_LEAVES = _MAX_SEQUENCES - 1  # one sequence is for looking at a graph
 _CELL_STEP = 256
 
 
-def context_options(
-    max_context: int,
-    max_nodes: int,
-    n_threads: int | None = None,
-    cache_type_k: str = "f16",
-    cache_type_v: str = "f16",
-    flash_attention: bool | None = None,
-    max_outputs: int | None = None,
-) -> ContextOptions:
-    """The llama.cpp context of a backend: a cell per token of the context."""
-    n_rows = max(max_nodes, min(max_context, PREFILL_ROWS))
-    return ContextOptions(
-        # llama.cpp pads to this; live nodes use what the prefix leaves (see node_room).
-        n_cells=-(-max(max_context, max_nodes) // _CELL_STEP) * _CELL_STEP,
-        max_rows=n_rows,
-        max_outputs=max_outputs or max_nodes,
-        n_sequences=min(max(max_nodes, 2), MAX_LEAVES) + 1,
-        n_threads=n_threads or default_threads(),
-        cache_type_k=cache_type_k,
-        cache_type_v=cache_type_v,
-        flash_attention=flash_attention,
-    )
+@dataclass(frozen=True)
+class ContextOptions:
+    """What a context is made for; rows are tokens of one pass."""
+
+    max_context: int
+    """Tokens, each of which has a cell of the KV cache."""
+    max_nodes: int
+    """Live nodes, which use the cells that the prefix leaves."""
+    max_outputs: int | None = None
+    """Rows with logits; as many as nodes when None."""
+    n_threads: int | None = None
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+    flash_attention: bool | None = None
+    """None: where llama.cpp can, as is its default."""
+
+    def __post_init__(self) -> None:
+        for name in (self.cache_type_k, self.cache_type_v):
+            if name not in CACHE_TYPES:
+                raise ValueError(f"cache type {name!r} is not one of {', '.join(CACHE_TYPES)}")
+
+    @property
+    def n_cells(self) -> int:
+        """Of the KV cache, as llama.cpp pads it."""
+        return -(-max(self.max_context, self.max_nodes) // _CELL_STEP) * _CELL_STEP
+
+    @property
+    def max_rows(self) -> int:
+        return max(self.max_nodes, min(self.max_context, PREFILL_ROWS))
+
+    @property
+    def n_outputs(self) -> int:
+        return self.max_outputs or self.max_nodes
+
+    @property
+    def n_sequences(self) -> int:
+        return min(max(self.max_nodes, 2), MAX_LEAVES) + 1
 
 
-def recurrent_model(model: GgufModel) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{model.path} ({model.architecture}) keeps a recurrent state, which cannot be rolled back "
-        "to an earlier token: use a model with attention in every layer"
-    )
+class LlamaContext:
+    """A KV cache and compute buffers for one model.
 
+    Args:
+        eval_callback: ggml's callback for every node of a graph (`ggml_backend_sched_eval_callback`
+            of the library), or None.
+    """
 
-def check_options(
-    model: GgufModel, max_nodes: int, residency: Placement | None, load_mode: str
-) -> None:
-    """Raise for a backend that cannot be."""
-    if load_mode not in LOAD_MODES:
-        raise ValueError(f"load_mode {load_mode!r} is not one of {', '.join(LOAD_MODES)}")
-    if residency is not None and residency.n_slots and load_mode != "stream":
-        raise ValueError(f"load_mode {load_mode!r} holds the whole model: it takes no residency")
-    if max_nodes < 1:
-        raise ValueError(f"max_nodes must be 1 or more, not {max_nodes}")
-    if model.is_recurrent:
-        raise recurrent_model(model)
+    def __init__(
+        self, model: LlamaModel, options: ContextOptions, eval_callback: Any = None
+    ) -> None:
+        self._model, self._library = model, model.library
+        params = self._params(options)
+        if eval_callback is not None:
+            params.cb_eval = eval_callback
+        # ggml asks after each node whether to stop, a thousand times per pass. strlen of one byte
+        # answers without taking Python's lock.
+        self._stop = ctypes.create_string_buffer(2)
+        self.is_stopping = False
+        strlen = ctypes.CDLL(None).strlen
+        params.abort_callback = ctypes.cast(strlen, self._library.ggml_abort_callback)
+        params.abort_callback_data = ctypes.cast(self._stop, ctypes.c_void_p)
+        listen(self._library)
+        LOG.clear()
+        self._handle: Any = None
+        try:
+            call_aside("specdec-context", lambda: self._open(params))
+        except BaseException:
+            self.close()
+            raise
+        self.log = LOG.lines()
+        if not self._handle:
+            raise LlamaError(
+                f"llama.cpp cannot make a context of {options.n_cells} tokens with a "
+                f"{options.cache_type_k}/{options.cache_type_v} cache: {LOG.reason()}"
+            )
+        self.memory: Any = self._library.llama_get_memory(self._handle)
+        self.n_cells: int = self._library.llama_n_ctx(self._handle)
+
+    def _open(self, params: Any) -> None:
+        self._handle = self._library.llama_init_from_model(self._model.handle, params)
+
+    def _params(self, options: ContextOptions) -> Any:
+        params = self._library.llama_context_default_params()
+        params.n_ctx = options.n_cells
+        params.n_batch = params.n_ubatch = options.max_rows
+        params.n_seq_max = options.n_sequences
+        params.n_outputs_max = max(options.n_outputs, options.n_sequences)
+        params.n_threads = params.n_threads_batch = options.n_threads or default_threads()
+        params.type_k = CACHE_TYPES[options.cache_type_k]
+        params.type_v = CACHE_TYPES[options.cache_type_v]
+        if options.flash_attention is not None:
+            params.flash_attn_type = int(options.flash_attention)
+        params.kv_unified = True  # the sequences of a tree share the cells of their prefix
+        params.swa_full = True  # so that a rollback never needs what was thrown away
+        params.offload_kqv = params.op_offload = False
+        return params
+
+    def decode(self, batch: Batch) -> int:
+        """Run one pass; returns 0, or 2 where it was stopped. Raises BackendError otherwise."""
+        LOG.clear()
+        code = self._library.llama_decode(self.handle, batch.as_struct(self._library))
+        if code not in (0, 2):
+            raise BackendError(f"llama.cpp could not run {batch.n_tokens} tokens: {LOG.reason()}")
+        return code
+
+    def logits(self, n_rows: int, vocab_size: int) -> np.ndarray:
+        """A copy of the last pass's logits, float32 [n_rows, vocab], in the batch's order."""
+        if n_rows == 0:
+            return np.zeros((0, vocab_size), dtype=np.float32)
+        pointer = self._library.llama_get_logits(self.handle)
+        if not pointer:
+            raise BackendError("llama.cpp has no logits of the last pass")
+        return np.ctypeslib.as_array(pointer, (n_rows, vocab_size)).astype(np.float32, copy=True)
+
+    def request_stop(self, stop: bool = True) -> None:
+        """Let a running pass end after the node that it is at; any thread may call it."""
+        self.is_stopping = stop
+        self._stop[0] = b"\1" if stop else b"\0"
+
+    @contextmanager
+    def stopping_at_once(self) -> Iterator[None]:
+        """A pass inside ends after its first node."""
+        self._stop[0] = b"\1"
+        try:
+            yield
+        finally:
+            self._stop[0] = b"\1" if self.is_stopping else b"\0"
+
+    @property
+    def handle(self) -> Any:
+        if not self._handle:
+            raise LlamaError("the context is closed; load the model again")
+        return self._handle
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle:
+            self._library.llama_free(handle)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from backends.llama.context import context_options
-from backends.llama.library import ContextOptions, LlamaContext, LlamaError, LlamaModel
+from backends.llama.context import ContextOptions, LlamaContext
+from backends.llama.library import LlamaError, LlamaModel
 from backends.llama.model import GgufModel
 from offload.units import MIB
 
@@ -40,17 +40,7 @@ class ContextMemory:
         return self.compute_bytes + self.output_bytes + self.work_bytes
 
 
-def context_memory(
-    model: GgufModel,
-    max_context: int,
-    max_nodes: int,
-    *,
-    max_outputs: int | None = None,
-    n_threads: int | None = None,
-    cache_type_k: str = "f16",
-    cache_type_v: str = "f16",
-    flash_attention: bool | None = None,
-) -> ContextMemory:
+def context_memory(model: GgufModel, options: ContextOptions) -> ContextMemory:
     """What a `LlamaBackend` with these options takes beside its weights.
 
     Reads the file's header and vocabulary, no weights; takes a second for a large vocabulary.
@@ -58,15 +48,6 @@ def context_memory(
     Raises:
         LlamaError: llama.cpp is missing, refuses the model or does not say the sizes.
     """
-    options = context_options(
-        max_context,
-        max_nodes,
-        n_threads,
-        cache_type_k,
-        cache_type_v,
-        flash_attention,
-        max_outputs,
-    )
     loaded = LlamaModel(model.path, "none")
     try:
         context = LlamaContext(loaded, options)
@@ -81,7 +62,7 @@ def context_memory(
             f"llama.cpp does not say how large its {min(missing)} buffer is: "
             "use llama-cpp-python 0.3.36"
         )
-    copies = options.max_outputs * model.vocab_size * 4
+    copies = options.n_outputs * model.vocab_size * 4
     cells = n_cells * (_CELL_BYTES + options.n_sequences * _SET_NODE_BYTES)
     return ContextMemory(
         kv_bytes=sizes["cache"],

@@ -89,11 +89,6 @@ class GgufModel:
     """In tokens, as stored; which layers have it, and whether they do, the architecture says."""
     kv_shape: KvShape
 
-    @property
-    def attention_only(self) -> bool:
-        """Every layer's memory of the text is a KV cache."""
-        return not self.is_recurrent
-
     def kv_bytes_per_token(
         self, type_k: str = "f16", type_v: str = "f16", *, flash_attention: bool = False
     ) -> int:
@@ -103,6 +98,13 @@ class GgufModel:
         state of constant size per sequence comes.
         """
         return self.kv_shape.bytes_per_token(type_k, type_v, flash_attention=flash_attention)
+
+
+def recurrent_model(model: GgufModel) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{model.path} ({model.architecture}) keeps a recurrent state, which cannot be rolled back "
+        "to an earlier token: use a model with attention in every layer"
+    )
 
 
 def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from backends.contract.backend import BackendError
-from backends.llama.library import LlamaContext
+from backends.llama.context import LlamaContext
 from offload.process.interruptible import CallThread
 
 

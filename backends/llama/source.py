@@ -8,16 +8,17 @@ from functools import cache
 from pathlib import Path
 
 from backends.contract.backend import Backend
+from backends.contract.curve import ComputeCurve
 from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from backends.llama.backend import LlamaBackend
-from backends.llama.context import MAX_LEAVES, context_options, recurrent_model
+from backends.llama.context import MAX_LEAVES, ContextOptions
 from backends.llama.library import default_threads, llama_version
 from backends.llama.memory import context_memory
-from backends.llama.model import GgufModel, load_gguf_model
+from backends.llama.model import GgufModel, load_gguf_model, recurrent_model
 from backends.llama.sample import can_be_sampled, sample_file, spread_layers
 from backends.llama.stream import resident_outer_records
 from backends.llama.timing import measure_ggml_compute
-from backends.timing.measure import WEIGHT_BYTES, ComputeCurve, matrix_formats
+from backends.timing.measure import WEIGHT_BYTES, matrix_formats
 from backends.timing.passes import is_small, measure_passes, measure_small
 from offload.errors import SpecdecError
 from offload.formats.fingerprint import fingerprint
@@ -87,21 +88,15 @@ class GgufSource(ModelSource):
 
     def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
         type_k, type_v = cache_type or self._type_k, cache_type or self._type_v
-        n_cells = context_options(ctx_size, max_nodes).n_cells
+        n_cells = ContextOptions(ctx_size, max_nodes).n_cells
         return n_cells * self.model.kv_bytes_per_token(type_k, type_v, flash_attention=True)
 
     @cache  # noqa: B019 (a source lives as long as its plan)
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
-        memory = context_memory(
-            self.model,
-            ctx_size,
-            max_nodes,
-            max_outputs=max_rows,
-            n_threads=self._n_threads,
-            cache_type_k=self._type_k,
-            cache_type_v=self._type_v,
+        options = ContextOptions(
+            ctx_size, max_nodes, max_rows, self._n_threads, self._type_k, self._type_v
         )
-        return memory.scratch_bytes
+        return context_memory(self.model, options).scratch_bytes
 
     @property
     def head_bytes(self) -> int:

@@ -21,8 +21,9 @@ from pathlib import Path
 
 from backends.contract.backend import StreamUse
 from backends.llama.batch import Batch
+from backends.llama.context import LlamaContext
 from backends.llama.graph import GraphReader, Node, PassSchedule, make_schedule
-from backends.llama.library import LlamaContext, LlamaError, LlamaModel, Progress
+from backends.llama.library import LlamaError, LlamaModel, Progress
 from backends.llama.model import GgufModel
 from backends.llama.passes import PassCancelled
 from backends.llama.tree import check_lengths

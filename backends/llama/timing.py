@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from backends.contract.curve import ComputeCurve
 from backends.llama.library import load_library
-from backends.timing.measure import WEIGHT_BYTES, ComputeCurve, Product, measure_curve
+from backends.timing.measure import WEIGHT_BYTES, Product, measure_curve
 from offload.units import MIB
 
 _OUT, _IN = 4096, 4096

@@ -23,7 +23,8 @@ from typing import Any
 
 from backends.contract.backend import PREFIX, BackendError
 from backends.contract.nodes import NodeTable
-from backends.llama.library import LlamaContext, LlamaModel
+from backends.llama.context import LlamaContext
+from backends.llama.library import LlamaModel
 
 _MIN_IN_USE = 2
 """A sliding-window cache reuses cells of a single sequence once they are out of its window; with
@@ -44,7 +45,6 @@ class TreeSequences:
         self._window = model.sliding_window
         self._idle = list(range(_MIN_IN_USE))
         self._ends: dict[int, int] = {}  # busy sequence -> the leaf that it ends at
-        self._parents: dict[int, int] = {}  # live node -> its parent
         self._through: dict[int, int] = {}  # live node -> a sequence that holds it
 
     @property
@@ -62,13 +62,12 @@ class TreeSequences:
         Raises BackendError where a parent is not live, or there are more leaves than sequences.
         """
         ids = self.table.add(parents, token_ids)
-        self._parents.update(zip(ids, parents, strict=True))
         self._check_window()
         new = dict(zip(ids, range(len(ids)), strict=True))
         sequences: list[list[int]] = [[] for _ in ids]
         inner = set(parents)
         for leaf in (node for node in ids if node not in inner):
-            path = self._path(leaf)
+            path = self.table.path(leaf)
             above = [node for node in path if node not in new]
             sequence = self._sequence_below(above[-1] if above else PREFIX)
             self._ends[sequence] = leaf
@@ -125,16 +124,17 @@ class TreeSequences:
             for sequence in others:
                 self._copy(source, sequence, start, end)
         self._idle = sorted({*self._idle, *gone})
-        self._forget(alive, root=path[-1] if path else PREFIX)
+        self._forget()
         self.check_integrity()
 
     def prune(self, nodes: Collection[int]) -> None:
         """See Backend.prune."""
+        before = {s: self.table.path(leaf) for s, leaf in self._ends.items()}
         self.table.prune(nodes)
         alive = set(self.table.ids)
-        gone = {s: self._last_alive(leaf, alive) for s, leaf in self._ends.items()}
-        gone = {s: node for s, node in gone.items() if node != self._ends[s]}
-        held = {n for s, leaf in self._ends.items() if s not in gone for n in self._path(leaf)}
+        deepest = {s: max(alive.intersection(path), default=PREFIX) for s, path in before.items()}
+        gone = {s: node for s, node in deepest.items() if node != self._ends[s]}
+        held = {n for s, path in before.items() if s not in gone for n in path}
         # The deepest first: where it stays, it holds the nodes that others would end at.
         for sequence in sorted(gone, key=lambda s: -self._end_of(gone[s])):
             node = gone[sequence]
@@ -145,15 +145,20 @@ class TreeSequences:
             else:
                 self._remove(sequence, self._end_of(node))
                 self._ends[sequence] = node
-                held.update(self._path(node))
+                held.update(self.table.path(node))
         self._idle.sort()
-        self._forget(alive, root=PREFIX)
+        self._forget()
         self.check_integrity()
 
     def rollback(self, length: int) -> None:
         """See Backend.rollback."""
         self.table.rollback(length)
         self._drop_from(length)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Tokens that all sequences in use were given: they are the end of the prefix."""
+        self.table.append(token_ids)
+        self.check_integrity()
 
     def adopt(self, token_ids: Sequence[int]) -> None:
         """Sequence 0 of an empty cache was filled with these tokens: they are the prefix."""
@@ -177,22 +182,13 @@ class TreeSequences:
         # Without a gap, also where an interrupt lost a sequence between idle and busy.
         n_used = 1 + max(self.in_use)
         self._idle = list(range(n_used if length else _MIN_IN_USE))
-        self._ends, self._parents, self._through = {}, {}, {}
+        self._ends, self._through = {}, {}
         self.check_integrity()
 
-    def _last_alive(self, node: int, alive: set[int]) -> int:
-        while node != PREFIX and node not in alive:
-            node = self._parents[node]
-        return node
-
-    def _forget(self, alive: set[int], root: int) -> None:
-        """Keep what is alive; nodes whose parent was `root` now follow the prefix."""
-        self._parents = {
-            node: PREFIX if parent == root else parent
-            for node, parent in self._parents.items()
-            if node in alive
-        }
-        self._through = {n: s for s, leaf in self._ends.items() for n in self._path(leaf)}
+    def _forget(self) -> None:
+        """Which sequences hold the nodes that are still live."""
+        path = self.table.path
+        self._through = {n: s for s, leaf in self._ends.items() for n in path(leaf)}
 
     # --- cells -----------------------------------------------------------------------------
 
@@ -202,20 +198,9 @@ class TreeSequences:
         lengths.update({s: self._end_of(leaf) for s, leaf in self._ends.items()})
         check_lengths(self._library, self._memory, lengths)
 
-    def _path(self, node: int) -> list[int]:
-        path = []
-        while node != PREFIX:
-            path.append(node)
-            node = self._parents[node]
-        return path[::-1]
-
     def _end_of(self, node: int) -> int:
         """The position behind a live node."""
-        n_committed = self.table.n_committed
-        while node != PREFIX:
-            n_committed += 1
-            node = self._parents[node]
-        return n_committed
+        return self.table.n_committed + len(self.table.path(node))
 
     def _copy(self, source: int, destination: int, start: int, end: int) -> None:
         if end > start:

@@ -54,7 +54,7 @@ def gguf_shape(path: Path, type_k: str = "f16", type_v: str = "f16") -> ModelSha
     Raises GgufError and UnsupportedModel as `load_gguf_model`.
     """
     model = load_gguf_model(path)
-    if not model.attention_only:
+    if model.is_recurrent:
         raise UnsupportedModel(
             f"{path} ({model.architecture}) has recurrent layers: specdec neither runs nor "
             "analyses them"

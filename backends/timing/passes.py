@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from backends.contract.backend import PREFIX, Backend
-from backends.contract.rows import LogitRows
+from backends.contract.curve import ComputeCurve
 from backends.contract.source import Loading, ModelCompute, ModelSource
-from backends.timing.measure import ComputeCurve, Product, measure_curve
+from backends.timing.measure import Product, measure_curve
 from offload.residency.placement import Placement
 from offload.residency.plan import plan_residency
 from offload.units import MIB
@@ -82,10 +82,9 @@ def measure_passes(
 def _pass(backend: Backend, n_rows: int, n_prefix: int) -> Product:
     """A level of a tree: so many nodes next to each other."""
 
-    def run() -> LogitRows:
-        _, logits = backend.extend([0] * n_rows, [PREFIX] * n_rows)
+    def run() -> None:
+        backend.extend([0] * n_rows, [PREFIX] * n_rows)
         backend.rollback(n_prefix)
-        return logits
 
     return run
 

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from backends.hf.attention import segmented_attention
-from backends.hf.masks import PassLayout, additive_mask, segmented_mask
+from backends.hf.layout import PassLayout
+from backends.hf.masks import additive_mask, segmented_mask
 
 _HEADS = ((32, 32, 128), (24, 8, 128), (32, 4, 64))
 _NODES = (8, 64, 256, 1024)

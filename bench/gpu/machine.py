@@ -6,22 +6,17 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from bench.gpu.settings import Note, Settings
-from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
-from specdec.drafters.candidates import SHARPNESS, CandidateRanker
-from specdec.drafters.model import max_beams
 from specdec.planning.run_options import CPU, CUDA
 
 _N_RUNS, _PER_RUN = 5, 4
 _ALIGNMENTS = (("round", 0), ("8 bytes on", 8))
 _PRODUCT, _VOCAB_SIZE = (13824, 5120), 32000
 _ROWS, _CONTEXTS = (1, 128, 1024), (1024, 8192)
-_WIDEST_LEVEL = max_beams(MAX_DRAFT_TOKENS)
 _HEADS = ((40, 40, 128), (32, 8, 128))
 """Of the large target, and with shared keys: heads of queries and of keys, numbers in each."""
 
@@ -50,14 +45,8 @@ def alone(
     device: str, shape: tuple[int, int], rows: Sequence[int], vocab_size: int
 ) -> dict[str, Any]:
     """Seconds by rows of bf16 products, with weights that begin at a round address or 8 bytes
-    behind one, as files have them; of bringing logits to the host; and of ranking those of a
-    draft's level, where they are or brought to the host."""
+    behind one, as files have them; and of bringing logits to the host."""
     import torch
-
-    from backends.contract.ranking import Ranking
-    from backends.cuda.ranker import DeviceRanker
-    from backends.cuda.rows import DeviceRows
-    from backends.hf.forward import on_host
 
     def product(offset: int, n_rows: int) -> float:
         n_out, n_in = shape
@@ -68,28 +57,13 @@ def alone(
 
     def logits(n_rows: int) -> float:
         found = torch.randn(n_rows, vocab_size, dtype=torch.bfloat16, device=device)
-        return _seconds(partial(on_host, found), device)
-
-    def ranking(n_tokens: int, n_rows: int) -> dict[str, float]:
-        found = torch.randn(n_rows, n_tokens, dtype=torch.bfloat16, device=device)
-        level, places = DeviceRows(found, nullcontext), range(n_rows)
-        there = DeviceRanker(Ranking(n_tokens, SHARPNESS), found.device, nullcontext)
-        here = CandidateRanker(n_tokens, sharpness=SHARPNESS)
-        width = min(SpecConfig().width, n_tokens)
-        return {
-            "where they are": _seconds(partial(there.rank, level, places, width), device),
-            "on the host": _seconds(partial(here.rank, level, places, width), device),
-        }
+        return _seconds(lambda: found.cpu().float().numpy(), device)
 
     return {
         "product_seconds": {
             name: {str(n): product(offset, n) for n in rows} for name, offset in _ALIGNMENTS
         },
         "logits_to_host_seconds": {str(n): logits(n) for n in rows},
-        "ranking_seconds": {
-            str(n_tokens): {str(n): ranking(n_tokens, n) for n in rows if n <= _WIDEST_LEVEL}
-            for n_tokens in (vocab_size, 4 * vocab_size)
-        },
     }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.figures import aggregate_stats
 from specdec.decoding.stats import ratio
-from specdec.drafters.model import max_beams
+from specdec.drafters.model import level_width
 
 if TYPE_CHECKING:
     from specdec.planning.run_plan import RunPlan
@@ -41,7 +41,7 @@ def compare(plan: RunPlan, records: Sequence[Mapping[str, Any]]) -> dict[str, An
     n_runs = ratio(n_draft_runs, passes)
     drafting = 0.0
     if plan.chosen.draft is not None and n_runs > 0:
-        n_abreast = min(max(1, round(n_drafted / n_draft_runs)), max_beams(n_nodes))
+        n_abreast = min(max(1, round(n_drafted / n_draft_runs)), level_width(n_nodes))
         drafting = n_runs * plan.chosen.draft.seconds(n_abreast)
     times = plan.chosen.target.times(n_rows, drafting)
     tokens = ratio(stats["generated_tokens"] - len(records), passes)

@@ -17,7 +17,7 @@ from specdec.cli.output import write_json, write_text
 from specdec.planning.run_options import CPU, CUDA
 
 if TYPE_CHECKING:
-    from specdec.devices.this_gpu import ThisGpu
+    from specdec.devices.this_machine import ThisGpu
 
 
 ProfileDevice = Annotated[
@@ -61,8 +61,7 @@ def profile(
 ) -> None:
     """Show how fast this machine's storage and arithmetic are; the JSON is a device for --on."""
     from offload.ring.bandwidth import measure_storage
-    from specdec.devices.this_gpu import ThisGpu
-    from specdec.devices.this_machine import ThisMachine, model_formats
+    from specdec.devices.this_machine import ThisGpu, ThisMachine, model_formats
     from specdec.models.files import largest_weight_file
     from specdec.models.names import resolve_model
 

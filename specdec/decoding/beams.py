@@ -22,7 +22,6 @@ from backends.contract.backend import PREFIX, Backend
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.decoding.beam_search import BeamRules, BeamSearch, by_score
-from specdec.decoding.node_rows import NodeRows
 from specdec.sampling.gumbel import gumbel_at
 from specdec.sampling.logprobs import TopLogprobs, logprobs_of_token
 from specdec.sampling.sampler import Sampler
@@ -79,7 +78,7 @@ class BeamDecoder:
         self.n_reused = 0  # tokens of the prompt whose KV was there
         self._parents: dict[int, int] = {}  # live node -> its parent
         self._nodes: dict[tuple[int, int], int] = {}  # of the last pass: (parent, token) -> node
-        self._rows = NodeRows()  # of the last pass, until the beams have advanced
+        self._rows: dict[int, NDArray[np.float32]] = {}  # of the last pass, until the beams advance
         rules = BeamRules(
             params.num_beams,
             params.length_penalty,
@@ -98,7 +97,7 @@ class BeamDecoder:
     def start(self) -> None:
         """Run the prompt and choose the beams' first tokens."""
         self.n_reused, row = self._target.prefill_from(self._prompt)
-        self._rows.update([PREFIX], row[None])
+        self._rows = {PREFIX: row}
         self._advance([PREFIX] * len(self.search.running))
 
     @property
@@ -119,7 +118,7 @@ class BeamDecoder:
         node_ids, logits = self._target.extend(tokens, parents)
         self._parents.update(zip(node_ids, parents, strict=True))
         self._nodes = dict(zip(unique, node_ids, strict=True))
-        self._rows.update(node_ids, logits)
+        self._rows = dict(zip(node_ids, logits, strict=True))
         self._advance([self._nodes[pair] for pair in pending])
         self._tidy()
 
@@ -132,7 +131,7 @@ class BeamDecoder:
     def _advance(self, nodes: list[int]) -> None:
         """Choose continuations; nodes [num_beams]: where each running beam's row is."""
         self.search.advance(self._processed(nodes))
-        self._rows.clear()
+        self._rows = {}
 
     def _processed(self, nodes: list[int]) -> Iterator[NDArray[np.float32]]:
         """The beams' log-probabilities, one row at a time; beams that share a node share it."""

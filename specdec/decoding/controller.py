@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.contract.backend import Backend
-from backends.contract.rows import LogitRows
 from specdec.config import SpecConfig
 from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.recorder import StatsRecorder
@@ -135,7 +134,7 @@ class Controller:
         self.context.extend(tokens)
         return Round(tree, acceptance, tokens)
 
-    def _verify(self, tree: DraftTree) -> tuple[list[int], LogitRows]:
+    def _verify(self, tree: DraftTree) -> tuple[list[int], NDArray[np.float32]]:
         """One pass over the tree; where it pays, the drafter prepares the next tree beside it."""
         ahead = self._ahead
         if ahead is None or not self._drafter.can_draft_ahead:
@@ -156,7 +155,7 @@ class Controller:
 
     def _pass(
         self, tree: DraftTree, *, is_drafting_ahead: bool = False
-    ) -> tuple[list[int], LogitRows]:
+    ) -> tuple[list[int], NDArray[np.float32]]:
         with self._recorder.verifying(len(tree), is_drafting_ahead=is_drafting_ahead):
             return self._target.extend(tree.token_ids, self._target_parents(tree))
 
@@ -165,7 +164,7 @@ class Controller:
         first = self._target.next_node_id
         return [parent if parent < 0 else first + parent for parent in tree.parents]
 
-    def _match(self, tree: DraftTree, logits: LogitRows, max_tokens: int) -> Acceptance:
+    def _match(self, tree: DraftTree, logits: NDArray[np.float32], max_tokens: int) -> Acceptance:
         choose = self._sampler.chooser(lambda node: self._prefix(tree, node), logits.__getitem__)
         if self._accept_threshold is not None:
 
@@ -177,7 +176,7 @@ class Controller:
         return match_walk(tree, choose, max_tokens, self._sampler.stop_tokens)
 
     def _decide(
-        self, walk: ChainRule, tree: DraftTree, logits: LogitRows, max_tokens: int
+        self, walk: ChainRule, tree: DraftTree, logits: NDArray[np.float32], max_tokens: int
     ) -> Acceptance:
         assert self._rng is not None, "the rules of chains decide at random"
 

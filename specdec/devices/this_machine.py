@@ -1,7 +1,7 @@
 """This machine's figures for one model: storage, arithmetic in the model's formats, memory.
 
 Each is measured when it is first asked for, with the code that runs the model: ggml for GGUF files,
-torch for checkpoints. Neither reads weights.
+torch for checkpoints, on the CPU or a GPU. Neither reads weights.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from backends.timing.measure import ComputeCurve, matrix_formats
+from backends.contract.curve import ComputeCurve
+from backends.timing.measure import matrix_formats
 from offload.process.memory import memory_limit
 from offload.ring.bandwidth import measure_storage
 from specdec.devices.spec import DeviceError
@@ -70,6 +71,46 @@ class ThisMachine:
         return max(1 / profile.seconds(1) for profile, _ in self._profiles.values())
 
 
+class ThisGpu(ThisMachine):
+    """Storage and memory of this machine, arithmetic of its GPU: `specdec profile --device cuda`.
+
+    Raises NoDevice where there is none, DeviceError for a GGUF model.
+    """
+
+    def __init__(self, model: Path, formats: Iterable[str]) -> None:
+        super().__init__(model, formats)
+        if is_gguf(model):
+            raise DeviceError(f"{model} runs on the CPU only: profile a GPU with a checkpoint")
+        from backends.cuda import engine as cuda_engine
+
+        problem = cuda_engine.cuda_problem()
+        if problem is not None:
+            raise cuda_engine.NoDevice(f"device 'cuda' cannot be used: {problem}")
+
+    @cached_property
+    def vram_bytes(self) -> int:
+        from backends.cuda.probe import cuda_memory
+
+        return cuda_memory().total_bytes
+
+    @cached_property
+    def pcie_bytes_per_second(self) -> float:
+        from backends.cuda import probe as cuda_probe
+
+        with cuda_probe.measuring():
+            return cuda_probe.measure_copies_to_gpu()
+
+    def measure(self, name: str) -> tuple[ComputeCurve, float]:
+        import torch
+
+        from backends.cuda import probe as cuda_probe
+        from backends.hf.timing import measure_gpu_compute
+
+        dtype = _torch_format(name)
+        with cuda_probe.measuring():
+            return measure_gpu_compute(dtype, torch.device("cuda", 0)), dtype.itemsize
+
+
 def model_formats(model: Path) -> tuple[str, ...]:
     """What a run of the model multiplies in; reads the headers of its files."""
     if is_gguf(model):
@@ -94,7 +135,7 @@ def _measure_ggml(name: str, n_threads: int | None) -> tuple[ComputeCurve, float
     raise DeviceError(f"{name} is no number format of ggml: arithmetic cannot be timed")
 
 
-def torch_format(name: str) -> Any:
+def _torch_format(name: str) -> Any:
     """The dtype of torch that weight files call so. Raises DeviceError where there is none."""
     from backends.hf.model import TORCH_DTYPES
 
@@ -111,7 +152,7 @@ def _measure_torch(name: str, n_threads: int | None) -> tuple[ComputeCurve, floa
 
     from backends.hf.timing import measure_compute
 
-    dtype = torch_format(name)
+    dtype = _torch_format(name)
     if n_threads is not None:
         torch.set_num_threads(n_threads)
     return measure_compute(dtype), dtype.itemsize

@@ -6,37 +6,29 @@ choice better than one that looks at its probabilities alone (Gumbel coupling: D
 2024, "Coupling without communication and drafter-invariant speculative decoding", section 3).
 Greedy decoding is the same with T = 0:
 
-    chance(token) = softmax((logits + T · g) / s)
+    probability(token) = softmax((logits + T · g) / s)
 
 where s stands for how far the draft's logits are off the target's.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.contract.backend import Backend
-from backends.contract.ranking import (
-    HEAD_TOKENS,
-    MAX_NOISE_POSITIONS,
-    Ranked,
-    Ranking,
-    RowRanker,
-    TokenFilters,
-    log_chances,
-)
-from backends.contract.rows import LogitRows
 from specdec.sampling.gumbel import gumbel_noise
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
 SHARPNESS = 0.5
-"""s above. The target takes the likeliest token (noise included), so the chance that a candidate is
-the one is sharper than its probability."""
+"""s above. The target takes the likeliest token (noise included), so the probability that a
+candidate is the one is sharper than the draft's own."""
+MAX_NOISE_POSITIONS = 32
+"""Positions whose noise is kept, [n_tokens] each: a tree needs it again at every level."""
+_HEAD_TOKENS = 512
+"""Likeliest tokens that a filter looks at; a larger nucleus is left whole."""
 _STRIPE = 64
 """Tokens that are first looked at together, in the search for the likeliest."""
 _LEAST_SAVING = 4
@@ -44,7 +36,7 @@ _LEAST_SAVING = 4
 
 Row = NDArray[np.float32]  # [n_tokens]
 Candidates = list[tuple[int, float]]
-"""(token, log of the chance that the target chooses it), likeliest first."""
+"""(token, log of the probability that the target chooses it), likeliest first."""
 
 
 class TargetNoise:
@@ -57,16 +49,12 @@ class TargetNoise:
     def at(self, position: int) -> Row:
         row = self._rows.pop(position, None)
         if row is None:
-            row = self.fresh(position)
+            noise = gumbel_noise(self._seed, position, self._n_tokens)
+            row = np.asarray(self._temperature * noise, dtype=np.float32)
         self._rows[position] = row  # the last one used is the last one dropped
         if len(self._rows) > MAX_NOISE_POSITIONS:
             del self._rows[next(iter(self._rows))]
         return row
-
-    def fresh(self, position: int) -> Row:
-        """The same, computed, and kept by whoever asked."""
-        noise = gumbel_noise(self._seed, position, self._n_tokens)
-        return np.asarray(self._temperature * noise, dtype=np.float32)
 
 
 class CandidateRanker:
@@ -90,8 +78,7 @@ class CandidateRanker:
         self.n_tokens = n_tokens
         self._sharpness = sharpness
         self._noise = noise
-        self._filters = None if params is None else _filters(params)
-        self._elsewhere: RowRanker | None = None
+        self._params = params if params is not None and _has_filters(params) else None
 
     @classmethod
     def for_target(cls, sampler: Sampler, n_tokens: int) -> CandidateRanker:
@@ -102,32 +89,13 @@ class CandidateRanker:
         noise = TargetNoise(sampler.seed, params.temperature, n_tokens)
         return cls(n_tokens, sharpness=SHARPNESS, noise=noise, params=params)
 
-    def for_rows_of(self, draft: Backend) -> CandidateRanker:
-        """The same for the rows of this draft: ranked on its device, if it leaves them there."""
-        noise = None if self._noise is None else self._noise.fresh
-        ranking = Ranking(self.n_tokens, self._sharpness, noise, self._filters)
-        elsewhere = draft.row_ranker(ranking)
-        if elsewhere is None:
-            return self
-        one = copy.copy(self)
-        one._elsewhere = elsewhere
-        return one
-
-    def rank(self, logits: LogitRows, positions: Sequence[int], width: int) -> list[Candidates]:
+    def rank(
+        self, logits: NDArray[np.float32], positions: Sequence[int], width: int
+    ) -> list[Candidates]:
         """At most `width` candidates for each row of logits [n, vocab].
 
         positions [n]: where in the text the candidates would stand.
         """
-        rank = self._rank_here if self._elsewhere is None else self._elsewhere.rank
-        ranked = rank(logits, positions, width)
-        token_ids, chances = (part.tolist() for part in ranked)
-        return [
-            [(token, chance) for token, chance in zip(*row, strict=True) if chance > -np.inf]
-            for row in zip(token_ids, chances, strict=True)
-        ]
-
-    def _rank_here(self, rows: LogitRows, positions: Sequence[int], width: int) -> Ranked:
-        logits = np.asarray(rows)
         scores = logits[:, : self.n_tokens].astype(np.float32)  # a copy: it is changed in place
         if self._noise is not None:
             self._perturb(scores, positions)
@@ -137,17 +105,22 @@ class CandidateRanker:
         values = np.take_along_axis(scores, top, axis=1)
         peaks = values.max(axis=1, keepdims=True)
         np.exp(np.subtract(scores, peaks, out=scores), out=scores)
-        log_q = log_chances(values, scores.sum(axis=1, dtype=np.float64, keepdims=True))
+        log_sums = np.log(scores.sum(axis=1, dtype=np.float64, keepdims=True))
+        log_q = values.astype(np.float64) - peaks - log_sums
         order = np.argsort(-log_q, axis=1, kind="stable")
-        tokens = np.take_along_axis(top, order, axis=1)
-        return Ranked(tokens, np.take_along_axis(log_q, order, axis=1))
+        token_ids = np.take_along_axis(top, order, axis=1).tolist()
+        log_probs = np.take_along_axis(log_q, order, axis=1).tolist()
+        return [
+            [(token, log_prob) for token, log_prob in zip(*row, strict=True) if log_prob > -np.inf]
+            for row in zip(token_ids, log_probs, strict=True)
+        ]
 
     def _perturb(self, scores: NDArray[np.float32], positions: Sequence[int]) -> None:
         """Add the noise of each row's position; -inf for what the filters rule out."""
         assert self._noise is not None
         for row, position in zip(scores, positions, strict=True):
-            if self._filters is not None:
-                row[row < lowest_kept(row, self._filters)] = -np.inf
+            if self._params is not None:
+                row[row < lowest_kept(row, self._params)] = -np.inf
             row += self._noise.at(position)
 
 
@@ -174,32 +147,30 @@ def _largest(scores: Row, width: int) -> NDArray[np.int64]:
     return np.argpartition(scores, -width, axis=1)[:, -width:]
 
 
-def lowest_kept(row: Row, filters: TokenFilters) -> float:
+def lowest_kept(row: Row, params: SamplingParams) -> float:
     """The logit below which top-k, top-p or min-p rules a token out, -inf where none does.
 
     All three keep the likeliest tokens, so together they are one threshold.
     """
-    temperature, floor, n_head = filters.temperature, -np.inf, min(HEAD_TOKENS, len(row))
+    temperature, floor, n_head = params.temperature, -np.inf, min(_HEAD_TOKENS, len(row))
     peak = float(row.max())
-    if filters.min_p > 0.0:
-        floor = peak + temperature * float(np.log(filters.min_p))
-    if filters.top_k == 0 and filters.top_p >= 1.0:
+    if params.min_p > 0.0:
+        floor = peak + temperature * float(np.log(params.min_p))
+    if params.top_k == 0 and params.top_p >= 1.0:
         return floor
     head = np.sort(np.partition(row, len(row) - n_head)[len(row) - n_head :])[::-1]
     rest = row
-    if 0 < filters.top_k <= n_head:
-        rest = head = head[: filters.top_k]
+    if 0 < params.top_k <= n_head:
+        rest = head = head[: params.top_k]
         floor = max(floor, float(head[-1]))
-    if filters.top_p < 1.0:
+    if params.top_p < 1.0:
         mass = np.cumsum(np.exp((head - peak) / temperature, dtype=np.float64))
         total = np.exp((rest - peak) / temperature, dtype=np.float64).sum()
-        n_below = int(np.searchsorted(mass, filters.top_p * total))
+        n_below = int(np.searchsorted(mass, params.top_p * total))
         if n_below < len(head):
             floor = max(floor, float(head[n_below]))
     return floor
 
 
-def _filters(params: SamplingParams) -> TokenFilters | None:
-    if params.top_k == 0 and params.top_p >= 1.0 and params.min_p == 0.0:
-        return None
-    return TokenFilters(params.temperature, params.top_k, params.top_p, params.min_p)
+def _has_filters(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0

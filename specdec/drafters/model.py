@@ -26,9 +26,9 @@ from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import Acceptance, sample_index
 from specdec.verification.tree import ROOT, DraftTree
 
-_FEWEST_BEAMS = 32
+_LEAST_WIDTH = 32
 """Nodes that the draft may run at a time; more make a level slow and add little ..."""
-_BEAMS_SHARE = 8
+_WIDTH_SHARE = 8
 """... unless the tree is large: it is grown in about so many levels more than its depth."""
 _MOST_AHEAD = 2
 """Times the runs of a tree that begins with nothing: what is run ahead beyond that hardly ever
@@ -38,9 +38,9 @@ _LEAST_SHARE = 0.08
 small levels find more of the likeliest nodes than few wide ones."""
 
 
-def max_beams(n_nodes: int) -> int:
+def level_width(n_nodes: int) -> int:
     """Most nodes that the draft runs at a time for trees of `n_nodes`."""
-    return max(_FEWEST_BEAMS, n_nodes // _BEAMS_SHARE)
+    return max(_LEAST_WIDTH, n_nodes // _WIDTH_SHARE)
 
 
 class ModelDrafter(Drafter):
@@ -74,7 +74,7 @@ class ModelDrafter(Drafter):
         self._window = window
         self._n_tokens = min(n_tokens, backend.vocab_size)
         self._chain = chain
-        self._ranker = (ranker or CandidateRanker(self._n_tokens)).for_rows_of(backend)
+        self._ranker = ranker or CandidateRanker(self._n_tokens)
         self._limits = TreeLimits(0, 0, 1)
         self._tree: GrownTree | None = None
         self._n_hidden = 0  # tokens of the context that the window leaves out
@@ -182,7 +182,7 @@ class ModelDrafter(Drafter):
         """
         limits = self._limits
         n_free = max(0, self._backend.node_room - tree.n_live)
-        level = frontier.take(min(max_beams(limits.max_nodes), n_free))
+        level = frontier.take(min(level_width(limits.max_nodes), n_free))
         probability = sum(np.exp(tree.log_prob(node)) for _, node in level)
         return level if probability >= limits.min_level_probability else []
 
@@ -191,7 +191,7 @@ class ModelDrafter(Drafter):
         n_nodes = self._limits.max_nodes
         # What the next proposal still has to run keeps its room.
         n_free = max(0, self._backend.node_room - tree.n_live - n_nodes)
-        return frontier.take(min(max_beams(n_nodes), n_free), _LEAST_SHARE)
+        return frontier.take(min(level_width(n_nodes), n_free), _LEAST_SHARE)
 
     def _run(self, tree: GrownTree, level: Level, frontier: Frontier) -> None:
         """Run nodes, whose parents the draft has run before; their candidates are known then."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from backends.contract.library_errors import one_line
+from backends.contract.backend import one_line
 from offload.errors import SpecdecError
 from specdec.pair import PAIR_PREFIX, pair_path
 

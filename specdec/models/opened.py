@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.contract.library_errors import one_line
+from backends.contract.backend import one_line
 from backends.contract.source import BackendOptions, ModelSource
 from offload.formats.tensors import CheckpointError
 from specdec.models.names import resolve_model

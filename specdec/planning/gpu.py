@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from backends.contract.backend import UnsupportedModel
+from backends.contract.shared import SharedSource
 from backends.contract.source import ModelSource
 from backends.timing.measure import matrix_formats
 from offload.residency.placement import Placement
@@ -18,6 +20,9 @@ from specdec.planning.ranking_cost import measure_draft
 from specdec.planning.run_options import AUTO, CPU, CUDA, RunOptions
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Figures
+
+if TYPE_CHECKING:
+    from backends.hf.source import HfSource
 
 _SLOW_BF16 = (
     "{name} has no arithmetic for bf16 and takes float32 for it, which is slow: a checkpoint in "
@@ -74,11 +79,29 @@ def gpu_for(
             "draft_device is 'cpu', but a target that drafts for itself does so where it is: "
             "leave it out"
         )
-    on_gpu = None
+    gpu_draft = None
     if draft is not None and (device == CUDA or (device == AUTO and draft.can_use_gpu)):
-        on_gpu = draft.on_gpu()
-    on_cpu = None if device == CUDA or is_self else draft
-    return Gpu(vram_bytes, source, target.on_gpu(), on_cpu, on_gpu, host_bytes)
+        gpu_draft = on_gpu(draft)
+    cpu_draft = None if device == CUDA or is_self else draft
+    return Gpu(vram_bytes, source, on_gpu(target), cpu_draft, gpu_draft, host_bytes)
+
+
+def on_gpu(source: ModelSource) -> ModelSource:
+    """The same model as a CUDA device would run it: with that device's activations and arithmetic,
+    and a `load` that takes a placement on it. Needs no device before it measures.
+
+    Raises UnsupportedModel for a format that runs on the CPU only.
+    """
+    if isinstance(source, SharedSource):
+        return SharedSource(on_gpu(source.lender))
+    if not source.can_use_gpu:
+        raise UnsupportedModel(
+            f"{source.path} runs on the CPU only: a GPU is for Hugging Face checkpoints, or use "
+            "--device cpu"
+        )
+    from backends.cuda.source import HfGpuSource
+
+    return HfGpuSource(cast("HfSource", source))  # the one format that can
 
 
 def measure_with_gpu(pair: OpenedPair, gpu: Gpu) -> Figures:
@@ -140,7 +163,7 @@ def _is_wanted(options: RunOptions, target: ModelSource) -> bool:
         return False
     if not target.can_use_gpu:
         if options.device == CUDA:
-            target.on_gpu()  # says why not
+            on_gpu(target)  # says why not
         return False
     from backends.cuda import engine as cuda_engine
 

@@ -10,7 +10,7 @@ from backends.contract.source import Loading
 from offload.residency.placement import Placement
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
-from specdec.drafters.model import max_beams
+from specdec.drafters.model import level_width
 from specdec.drafters.window import DraftWindow, draft_context_size
 from specdec.planning.gpu import gpu_loading
 from specdec.planning.parts import most_draft_nodes, planned_width
@@ -60,8 +60,7 @@ def load_draft(
         residency,
         max_context=context,
         max_nodes=n_nodes,
-        max_rows=max_beams(plan.n_draft_tokens),
-        records_levels=True,
+        max_rows=level_width(plan.n_draft_tokens),
         load_mode="stream" if residency.n_slots else "ram",
         **gpu_loading(plan, residency),
     )

@@ -15,8 +15,9 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute, ModelSource
-from backends.timing.measure import ComputeCurve, matrix_formats
+from backends.timing.measure import matrix_formats
 from offload.units import GIB, format_bytes, format_exactly, parse_bytes
 from specdec.checks import refuse_unknown
 from specdec.devices.file import find_device

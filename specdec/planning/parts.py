@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from backends.contract.nodes import table_bytes
-from backends.contract.ranking import MAX_NOISE_POSITIONS, ranking_bytes
 from backends.contract.source import ModelSource
 from specdec.config import SpecConfig
-from specdec.drafters.model import max_beams
+from specdec.drafters.candidates import MAX_NOISE_POSITIONS
+from specdec.drafters.model import level_width
 from specdec.drafters.window import draft_context_size
 from specdec.planning.run_options import RunOptions
 
@@ -23,9 +23,6 @@ _KEPT_BYTES = 4 + 8  # int32 and float64
 LEAST_PLANNED_WIDTH = 64
 """Branches below one draft token that memory is set aside for in any case."""
 _BROUGHT_LOGIT_BYTES = 4 + 4  # as they come from a GPU, and float32
-_BROUGHT_ROWS = 3
-"""Of a GPU's logits that are on the host at a time: the prompt's, the one that is looked at, and
-the one before."""
 
 
 @dataclass
@@ -42,7 +39,7 @@ def most_draft_nodes(n_drafted: int, most_leaves: int | None) -> int:
     A tree of the best n nodes takes about 2n runs to find, 5n at most of those observed; the rest
     is for drafting ahead.
     """
-    n_nodes = _RUNS_PER_NODE * max(max_beams(n_drafted), 1 + n_drafted)
+    n_nodes = _RUNS_PER_NODE * max(level_width(n_drafted), 1 + n_drafted)
     return n_nodes if most_leaves is None else min(n_nodes, most_leaves)
 
 
@@ -83,12 +80,12 @@ class PartsOfRun:
                 "KV cache": target.kv_bytes(ctx_size, n_nodes, cache_type),
                 "activations": target.scratch_bytes(ctx_size, n_rows, n_nodes),
             },
-            n_tokens=target.vocab_size,
+            n_logits=n_rows * target.vocab_size,
         )
         found.host["trees"] = table_bytes(n_nodes)
         if draft is not None:
             n_run = most_draft_nodes(n_drafted, draft.max_tree_leaves)
-            n_beams = max_beams(n_drafted)
+            n_abreast = level_width(n_drafted)
             window = self.options.spec.draft_window
             draft_ctx = draft_context_size(window, ctx_size, draft.max_context, n_run)
             _place(
@@ -98,60 +95,38 @@ class PartsOfRun:
                 {
                     "embeddings and head": draft.outer_bytes,
                     "KV cache": draft.kv_bytes(draft_ctx, n_run),
-                    "activations": draft.scratch_bytes(draft_ctx, n_beams, n_run),
+                    "activations": draft.scratch_bytes(draft_ctx, n_abreast, n_run),
                 },
-                n_tokens=draft.vocab_size,
+                n_logits=n_abreast * draft.vocab_size,
             )
             found.host["trees"] += table_bytes(n_run)
-            if is_draft_on_gpu:
-                recorded = draft.recording_bytes(draft_ctx, n_beams, n_run)
-                found.gpu["draft recorded passes"] = recorded
-                found.gpu["draft ranking"] = self._ranking_bytes(draft, n_beams)
-            found.host["draft probabilities"] = self._probability_bytes(
-                draft, n_drafted, n_run, is_draft_on_gpu
-            )
+            found.host["draft probabilities"] = self._probability_bytes(draft, n_drafted, n_run)
         if self.options.spec.acceptance == "block":
             n_rows = min(n_drafted, self.options.spec.depth)
             found.host["block verification"] = n_rows * target.vocab_size * _JUDGED_BYTES
         return found
 
-    def _probability_bytes(
-        self, draft: ModelSource, n_drafted: int, n_run: int, is_on_gpu: bool
-    ) -> int:
-        """What drafting keeps of host memory beside the draft's logits.
+    def _probability_bytes(self, draft: ModelSource, n_drafted: int, n_run: int) -> int:
+        """What drafting keeps beside the draft's logits.
 
         The rules of chains keep the row that each token was drawn from. A tree's level is ranked
         on a copy of its logits, whose order is one int64 for each, with the noise of the
-        positions that its nodes may have, or on the GPU, which is handed the noise of one position
-        at a time; the likeliest are listed, and kept for each node.
+        positions that its nodes may have; the likeliest are listed, and kept for each node.
         """
-        spec, n_tokens = self.options.spec, self._n_ranked(draft)
+        spec, n_tokens = self.options.spec, min(draft.vocab_size, self.target.vocab_size)
         if spec.draws_chains:
             return min(n_drafted, spec.depth) * n_tokens * _PROBABILITY_BYTES
-        n_beams, width = max_beams(n_drafted), min(planned_width(spec), n_tokens)
-        listed = n_beams * width * _LISTED_BYTES + n_run * width * _KEPT_BYTES
-        if is_on_gpu:
-            return listed + n_tokens * _NOISE_BYTES
-        ranked = n_beams * n_tokens * _RANKED_LOGIT_BYTES
+        n_abreast, width = level_width(n_drafted), min(planned_width(spec), n_tokens)
+        listed = n_abreast * width * _LISTED_BYTES + n_run * width * _KEPT_BYTES
+        ranked = n_abreast * n_tokens * _RANKED_LOGIT_BYTES
         return listed + ranked + MAX_NOISE_POSITIONS * n_tokens * _NOISE_BYTES
-
-    def _ranking_bytes(self, draft: ModelSource, n_beams: int) -> int:
-        """What ranking a level takes on a GPU beside its logits; chains are drawn on the host."""
-        spec, n_tokens = self.options.spec, self._n_ranked(draft)
-        if spec.draws_chains:
-            return 0
-        return ranking_bytes(n_beams, n_tokens, min(planned_width(spec), n_tokens))
-
-    def _n_ranked(self, draft: ModelSource) -> int:
-        """Tokens that both models have."""
-        return min(draft.vocab_size, self.target.vocab_size)
 
 
 def _place(
-    parts: Parts, model: str, is_on_gpu: bool, found: Mapping[str, int], *, n_tokens: int
+    parts: Parts, model: str, is_on_gpu: bool, found: Mapping[str, int], *, n_logits: int
 ) -> None:
-    """Where the model computes; a GPU's logits stay there, and single rows come to the host."""
+    """Where the model computes; of a GPU's logits a copy comes to the host."""
     where = parts.gpu if is_on_gpu else parts.host
     where.update({f"{model} {name}": n_bytes for name, n_bytes in found.items()})
     if is_on_gpu:
-        parts.host[f"{model} logits"] = _BROUGHT_ROWS * n_tokens * _BROUGHT_LOGIT_BYTES
+        parts.host[f"{model} logits"] = n_logits * _BROUGHT_LOGIT_BYTES

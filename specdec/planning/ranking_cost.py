@@ -7,15 +7,15 @@ from functools import cache
 
 import numpy as np
 
-from backends.contract.ranking import Ranking
+from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute, ModelSource
-from backends.timing.measure import ComputeCurve, Product, measure_curve
+from backends.timing.measure import Product, measure_curve
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import SHARPNESS, CandidateRanker
-from specdec.drafters.model import max_beams
+from specdec.drafters.model import level_width
 from specdec.policy.draft_policy import MAX_AUTO_NODES
 
-_ROWS = (1, 8, max_beams(MAX_AUTO_NODES))
+_ROWS = (1, 8, level_width(MAX_AUTO_NODES))
 
 
 @cache
@@ -34,6 +34,4 @@ def measure_ranking(n_tokens: int) -> ComputeCurve:
 def measure_draft(source: ModelSource) -> ModelCompute:
     """A level of a tree: the draft model's pass, and the ranking of what it says."""
     passes = source.measure_compute(beside_reads=False)
-    ranking = Ranking(source.vocab_size, SHARPNESS)
-    elsewhere = source.measure_ranking(ranking, min(SpecConfig().width, ranking.n_tokens))
-    return replace(passes, per_pass=elsewhere or measure_ranking(source.vocab_size))
+    return replace(passes, per_pass=measure_ranking(source.vocab_size))

@@ -17,7 +17,7 @@ from backends.contract.source import ModelCompute
 from offload.budget import BudgetExceeded
 from offload.residency.placement import Placement
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
-from specdec.drafters.model import max_beams
+from specdec.drafters.model import level_width
 from specdec.planning.division import Divider, Division, Shape
 from specdec.planning.pass_model import PassModel
 from specdec.planning.run_options import CPU, CUDA
@@ -264,8 +264,8 @@ def predict(division: Division, figures: Figures, spec: SpecConfig) -> Alternati
 def _predict_tree(
     division: Division, target: PassModel, draft: PassModel | None, n_drafted: int, spec: SpecConfig
 ) -> Alternative:
-    n_beams = max(1, min(n_drafted, max_beams(n_drafted)))
-    level = draft.seconds(n_beams) if draft is not None else 0.0
+    n_abreast = max(1, min(n_drafted, level_width(n_drafted)))
+    level = draft.seconds(n_abreast) if draft is not None else 0.0
     depth = best_depth(spec, min(spec.depth, n_drafted), target.seconds(1 + n_drafted), level)
     if draft is not None:
         depth = min(depth, likely_levels(n_drafted, spec.width))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.drafters.model import max_beams
+from specdec.drafters.model import level_width
 
 _RESIDENT_SLACK = 1.5
 """How much longer than one row's a pass may take where no reads hide the arithmetic."""
@@ -52,7 +52,7 @@ class PassCost:
 
 def level_seconds(draft_cost: PassCost, n_nodes: int) -> float:
     """What one level of a tree of that size costs the draft model, at most."""
-    return draft_cost.seconds(min(n_nodes, max_beams(n_nodes)))
+    return draft_cost.seconds(min(n_nodes, level_width(n_nodes)))
 
 
 class PassTimes:

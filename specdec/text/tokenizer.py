@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from backends.contract.library_errors import one_line
+from backends.contract.backend import one_line
 from offload.errors import SpecdecError
 
 # transformers makes a tokenizer from any of these.

@@ -13,7 +13,6 @@ import torch
 from cpu_engine import CpuEngine
 from fake_device import Policy
 
-from backends.cuda.graphs import Unrecorded
 from backends.cuda.probe import CudaMemory
 from backends.hf.timing import measure_compute
 from offload.residency.placement import LayerWeights, Placement
@@ -43,9 +42,7 @@ def install_fake_gpu(patch: pytest.MonkeyPatch) -> list[int]:
     patch.setattr("backends.cuda.probe.measure_copies_to_gpu", lambda: 1e9)
     patch.setattr("backends.cuda.probe.measuring", nullcontext)
     patch.setattr("backends.cuda.source.measure_gpu_compute", compute)
-    patch.setattr("backends.hf.source.CudaEngine", engine)
     patch.setattr("backends.cuda.source.CudaEngine", engine)
-    patch.setattr("backends.hf.source.CudaGraphs", Unrecorded)
     return limits
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from backends.contract.backend import Backend
+from backends.contract.curve import ComputeCurve
 from backends.contract.source import Loading, ModelCompute, ModelSource
-from backends.timing.measure import ComputeCurve
 from offload.formats.tensors import TensorRecord
 from offload.residency.placement import LayerWeights
 from offload.units import MIB
@@ -17,7 +19,7 @@ class PaperModel(ModelSource):
 
     Args:
         curve: seconds per byte; measuring is refused without it.
-        can_use_gpu: as it is, and as fast as on the CPU.
+        can_use_gpu: as it is, and as fast as on the CPU; see `on_paper_gpus`.
     """
 
     smaller_cache_types = ("q8_0",)
@@ -52,14 +54,7 @@ class PaperModel(ModelSource):
         self._overhead_bytes = overhead_bytes
         self._curve = curve
         self._kv_bytes_per_token = kv_bytes_per_token
-        self._can_use_gpu = can_use_gpu
-
-    @property
-    def can_use_gpu(self) -> bool:
-        return self._can_use_gpu
-
-    def on_gpu(self) -> ModelSource:
-        return self if self._can_use_gpu else super().on_gpu()
+        self.can_use_gpu = can_use_gpu
 
     def fingerprint(self) -> str:
         raise NotImplementedError
@@ -80,3 +75,8 @@ class PaperModel(ModelSource):
 
     def load(self, loading: Loading) -> Backend:
         raise NotImplementedError
+
+
+def on_paper_gpus(patch: pytest.MonkeyPatch) -> None:
+    """From now on a GPU runs paper models as they are."""
+    patch.setattr("backends.cuda.source.HfGpuSource", lambda source: source)

@@ -47,8 +47,7 @@ def backend(request, checkpoint_factory, monkeypatch) -> Iterator[TorchBackend]:
 
 def extend(backend: TorchBackend) -> tuple[list[int], np.ndarray]:
     first = backend.next_node_id
-    ids, logits = backend.extend(NODES, [PREFIX if p < 0 else first + p for p in PARENTS])
-    return ids, np.asarray(logits)
+    return backend.extend(NODES, [PREFIX if p < 0 else first + p for p in PARENTS])
 
 
 def rows(backend: TorchBackend) -> np.ndarray:

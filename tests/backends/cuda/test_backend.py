@@ -17,6 +17,7 @@ from tiered import DEVICE, HOST, STORAGE, tiered_model
 from backends.contract.backend import PREFIX, BackendError
 from backends.contract.source import BackendOptions, Loading
 from backends.cuda.engine import cuda_problem
+from backends.cuda.source import HfGpuSource
 from backends.cuda.weights import DeviceWeights
 from backends.hf.backend import TorchBackend
 from backends.hf.model import load_hf_model
@@ -79,6 +80,19 @@ def test_a_cancel_ends_the_pass_and_only_that(checkpoint_factory) -> None:
         assert equal(conversation(backend), expected)
 
 
+def test_a_pass_is_over_when_extend_returns(checkpoint_factory) -> None:
+    """So that it is what is timed, and what an error of the device belongs to."""
+    engine = CpuEngine()
+    with on_device(checkpoint_factory("llama"), engine, all_there) as backend:
+        backend.prefill(PROMPT)
+        engine.compute_stream.policy = Policy.LATE
+        done: list[bool] = []
+        engine.compute(lambda: done.append(True))
+        backend.extend([7], [PREFIX])
+        assert done
+        engine.compute_stream.policy = Policy.EARLY
+
+
 def test_only_weights_on_the_device_can_be_shared(checkpoint_factory) -> None:
     directory = checkpoint_factory("llama")
     sizes = {"max_context": 64, "max_nodes": 8, "max_rows": 8}
@@ -117,9 +131,9 @@ def test_a_plan_over_tiers_loads_the_model_onto_the_device(
         budgets.append(vram_bytes)
         return CpuEngine()
 
-    monkeypatch.setattr("backends.hf.source.CudaEngine", engine)
+    monkeypatch.setattr("backends.cuda.source.CudaEngine", engine)
     directory = checkpoint_factory("llama")
-    source = HfSource(directory, BackendOptions())
+    source = HfGpuSource(HfSource(directory, BackendOptions()))
     loading = Loading(
         tiered_model(source.model, everywhere),
         max_context=64,
@@ -152,7 +166,7 @@ def test_masks_are_given_back_with_the_rest(checkpoint_factory) -> None:
 
 @pytest.mark.skipif(cuda_problem() is None, reason="there is a GPU")
 def test_without_a_gpu_one_line_says_what_to_do(checkpoint_factory) -> None:
-    source = HfSource(checkpoint_factory("llama"), BackendOptions())
+    source = HfGpuSource(HfSource(checkpoint_factory("llama"), BackendOptions()))
     loading = Loading(tiered_model(source.model, all_there), 64, 8, 8, vram_bytes=1)
     with pytest.raises(BackendError, match="install a CUDA build|check nvidia-smi"):
         source.load(loading)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,8 @@ from device_talk import (
     all_there,
     conversation,
     everywhere,
-    level_after_level,
     on_device,
 )
-from graph_tape import AlwaysGraphs
 from streaming import no_thread_is_left, uneven_sizes
 from tiered import HOST, tiered
 from transformers import AutoModelForCausalLM
@@ -26,7 +23,6 @@ from weight_files import Weights, write_weights
 from backends.contract.backend import PREFIX
 from backends.cuda.engine import CudaEngine, PinningFailed, cuda_problem, pin, vram_peak_bytes
 from backends.cuda.errors import VramExceeded
-from backends.cuda.graphs import CudaGraphs
 from backends.hf.backend import TorchBackend
 from offload.device.streamer import DeviceStreamer
 from offload.storage.aligned import ALIGNMENT
@@ -166,74 +162,6 @@ def test_half_precision_runs(
     with TorchBackend.resident(directory) as cpu, on_device(directory, engine) as backend:
         for ours, theirs in zip(conversation(backend), conversation(cpu), strict=True):
             assert np.abs(ours - theirs).max() <= 0.1 * max(1.0, np.abs(theirs).max())
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2-sliding", "gemma2", "gemma3", "gpt-neox"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_recorded_levels_equal_those_that_are_run(
-    family: str, dtype: torch.dtype, engine: CudaEngine, checkpoint_factory, tmp_path: Path
-) -> None:
-    whole = AutoModelForCausalLM.from_pretrained(checkpoint_factory(family))
-    whole.to(dtype).save_pretrained(tmp_path)
-    graphs = AlwaysGraphs()
-    with (
-        on_device(tmp_path, engine, all_there) as plain,
-        on_device(tmp_path, CudaEngine(2 * GIB), all_there, cache_rows=512) as recorded,
-    ):
-        recorded.use_static_passes(graphs)
-        found = level_after_level(plain, recorded)
-    assert graphs.n_recorded == 3  # of 8, 16 and 32 rows
-    assert found <= (DRIFT if dtype == torch.float32 else 0.1)
-
-
-def test_a_recording_leaves_another_stream_alone(engine: CudaEngine, checkpoint_factory) -> None:
-    """A draft's level is recorded while a target's layers are copied and computed with."""
-    target_engine = CudaEngine(2 * GIB)
-    with on_device(checkpoint_factory("llama"), target_engine) as target:
-        expected = conversation(target)
-        target.rollback(0)
-        seen: list[list[np.ndarray]] = []
-
-        def run_passes() -> None:
-            for _ in range(20):
-                seen.append(conversation(target))
-                target.rollback(0)
-
-        thread = threading.Thread(target=run_passes)
-        with on_device(checkpoint_factory("qwen2"), engine, all_there, cache_rows=512) as draft:
-            draft.use_static_passes(AlwaysGraphs())
-            draft.prefill(PROMPT)
-            draft.extend([7], [PREFIX])  # binds the weights
-            thread.start()
-            for n_rows in (1, 9, 17, 33, 65, 129):
-                draft.extend([5] * n_rows, [PREFIX] * n_rows)
-            thread.join()
-    for one in seen:
-        assert all(np.array_equal(a, b) for a, b in zip(one, expected, strict=True))
-
-
-def test_a_pass_that_asks_for_a_number_is_run_without_a_recording(
-    engine: CudaEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    graphs = CudaGraphs()
-    with engine.computing():
-        buffer = torch.ones(4, device=engine.device)
-        run = graphs.record(lambda: buffer * buffer.sum().item())
-        assert run().tolist() == [4.0] * 4
-        buffer.fill_(2.0)
-        assert run().tolist() == [16.0] * 4
-        assert graphs.record(lambda: buffer + 1)().tolist() == [3.0] * 4
-    assert caplog.text.count("without a recording") == 1
-
-
-def test_numbers_of_the_host_are_seen_before_a_recording(
-    engine: CudaEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    with engine.computing(), torch.inference_mode():
-        buffer = torch.ones(2, device=engine.device)
-        run = CudaGraphs().record(lambda: buffer * torch.tensor([2.0, 3.0], device=buffer.device))
-        assert run().tolist() == [2.0, 3.0]
-    assert caplog.text.count("without a recording") == 1
 
 
 def test_memory_that_cannot_be_pinned_is_ours_and_leaves_no_error_behind(

@@ -29,7 +29,8 @@ from backends.hf.attention import (
     segmented_attention,
     supports_segments,
 )
-from backends.hf.masks import CausalLayout, PassLayout, Segment, SegmentedMask, segmented_mask
+from backends.hf.layout import CausalLayout, PassLayout
+from backends.hf.masks import Segment, SegmentedMask, segmented_mask
 
 CPU = torch.device("cpu")
 WHOLE_MASKS = {"bloom", "gpt2", "xglm"}  # ALiBi; a mask added by hand; attention of its own

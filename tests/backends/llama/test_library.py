@@ -19,15 +19,8 @@ from backends.contract.backend import PREFIX, BackendError, StreamUse, Unsupport
 from backends.contract.source import BackendOptions
 from backends.llama.backend import LlamaBackend
 from backends.llama.batch import Batch
-from backends.llama.context import context_options
-from backends.llama.library import (
-    ContextOptions,
-    LlamaContext,
-    LlamaError,
-    LlamaModel,
-    load_library,
-)
-from backends.llama.log import LlamaLog
+from backends.llama.context import ContextOptions, LlamaContext
+from backends.llama.library import LlamaError, LlamaLog, LlamaModel, load_library
 from backends.llama.memory import context_memory, logged_sizes
 from backends.llama.model import load_gguf_model
 from backends.llama.passes import PassCancelled
@@ -78,7 +71,7 @@ def test_a_refused_context_gives_the_reason(tmp_path):
     loaded = LlamaModel(path, "mmap")
     try:
         with pytest.raises(LlamaError, match="q8_0/f16 cache: .*does not divide"):
-            LlamaContext(loaded, context_options(60, 8, cache_type_k="q8_0"))
+            LlamaContext(loaded, ContextOptions(60, 8, cache_type_k="q8_0"))
     finally:
         loaded.close()
     with pytest.raises(GgufError, match="q8_0 cannot hold heads of length 16"):
@@ -252,7 +245,7 @@ def test_memory_is_what_llama_cpp_takes(family, tmp_path):
     model = load_gguf_model(save_tiny_gguf(family, tmp_path / "m.gguf"))
     for options in ({}, {"max_nodes": 100}, {"flash_attention": False, "cache_type_k": "f32"}):
         options = {"max_context": 300, "max_nodes": 8, **options}
-        expected = context_memory(model, **options)
+        expected = context_memory(model, ContextOptions(**options))
         with LlamaBackend(model, load_mode="mmap", **options) as backend:
             sizes = logged_sizes(backend._context.log)
             assert expected.compute_bytes == sizes["compute"]
@@ -262,11 +255,10 @@ def test_memory_is_what_llama_cpp_takes(family, tmp_path):
 
 
 def test_options_bound_the_outputs():
-    options = context_options(4096, 64)
-    assert (options.max_rows, options.max_outputs, options.n_sequences) == (512, 64, 65)
-    assert context_options(100, 64).max_rows == 100
-    assert context_options(4096, 1000).n_sequences == 256
-    assert isinstance(options, ContextOptions)
+    options = ContextOptions(4096, 64)
+    assert (options.max_rows, options.n_outputs, options.n_sequences) == (512, 64, 65)
+    assert ContextOptions(100, 64).max_rows == 100
+    assert ContextOptions(4096, 1000).n_sequences == 256
 
 
 def test_neither_torch_nor_transformers_is_imported(path):
@@ -274,9 +266,10 @@ def test_neither_torch_nor_transformers_is_imported(path):
 import sys; sys.path.insert(0, {str(ROOT)!r})
 from backends.llama.model import load_gguf_model
 from backends.llama.backend import LlamaBackend
+from backends.llama.context import ContextOptions
 from backends.llama.memory import context_memory
 model = load_gguf_model({str(path)!r})
-context_memory(model, 60, 4)
+context_memory(model, ContextOptions(60, 4))
 with LlamaBackend(model, max_context=60, load_mode="mmap") as backend:
     backend.prefill([3, 4, 5])
 print([name for name in ("torch", "transformers") if name in sys.modules])

@@ -42,7 +42,6 @@ def test_a_dense_model(tmp_path: Path) -> None:
     assert (model.vocab_size, model.max_context, model.n_experts) == (gb.VOCAB, 512, 0)
     assert not model.is_tied
     assert not model.is_recurrent
-    assert model.attention_only
     assert model.sliding_window is None
     for i, layer in enumerate(model.layers):
         assert [r.name for r in layer.tensors] == list(gb.layer_tensors(i))
@@ -117,7 +116,6 @@ def test_recurrent_and_hybrid_models(tmp_path: Path) -> None:
     )
     model = load(tmp_path, mamba, hybrid_tensors("ssm", "ssm"))
     assert model.is_recurrent
-    assert not model.attention_only
     assert model.kv_bytes_per_token() == 0
 
     four = {"block_count": ("u32", 4)}

@@ -169,12 +169,9 @@ def test_what_was_asked_for_is_compared(tmp_path: Path) -> None:
 def test_what_is_timed_alone_runs() -> None:
     """On the CPU, where it means nothing; weights are read where files have them."""
     found = cuda_machine.alone("cpu", (64, 32), (1, 3), 50)
-    assert set(found) == {"product_seconds", "logits_to_host_seconds", "ranking_seconds"}
+    assert set(found) == {"product_seconds", "logits_to_host_seconds"}
     assert {tuple(one) for one in found["product_seconds"].values()} == {("1", "3")}
-    assert {n: tuple(one) for n, one in found["ranking_seconds"].items()} == {
-        "50": ("1", "3"),
-        "200": ("1", "3"),
-    }
+    assert tuple(found["logits_to_host_seconds"]) == ("1", "3")
     (one,) = cuda_machine.attention("cpu", ((4, 2, 16),), (8,), (64,))
     assert (one["kv_heads"], one["n_nodes"], one["n_context"]) == (2, 8, 64)
     assert one["difference"] < 0.1

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 import specdec
+from backends.contract.curve import ComputeCurve
 from backends.contract.source import BackendOptions, ModelCompute
-from backends.timing.measure import ComputeCurve
 from specdec.analysis.utilization import model_flops
 from specdec.decoding.stats import GenerationStats
 

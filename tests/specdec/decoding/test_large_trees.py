@@ -12,7 +12,7 @@ from backends.hf.backend import TorchBackend
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.candidates import CandidateRanker
-from specdec.drafters.model import ModelDrafter, max_beams
+from specdec.drafters.model import ModelDrafter, level_width
 
 PROMPT = [3, 17, 5, 60, 41, 8, 22, 9]
 SPEC = SpecConfig(num_draft_tokens=MAX_DRAFT_TOKENS, draft_depth=8)
@@ -58,7 +58,7 @@ def test_every_node_has_the_logits_of_its_own_path(target, draft) -> None:
     draft.rollback(0)
     tree = drafter.propose(PROMPT, TreeLimits(1023, 12, 8))
     assert len(tree) == 1024
-    assert tree.n_runs <= 12 + 1024 // max_beams(1023) + 1
+    assert tree.n_runs <= 12 + 1024 // level_width(1023) + 1
     target.rollback(0)
     target.prefill(PROMPT[:-1])
     first = target.next_node_id

@@ -8,11 +8,11 @@ from generating import make_controller, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.contract.ranking import MAX_NOISE_POSITIONS
 from backends.hf.backend import TorchBackend
 from bench.prompts.workloads import BUILT_IN, read_prompts
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import (
+    MAX_NOISE_POSITIONS,
     SHARPNESS,
     CandidateRanker,
     TargetNoise,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specdec.drafters.frontier import Frontier
 from specdec.drafters.grown_tree import GrownNode, GrownTree
-from specdec.drafters.model import max_beams
+from specdec.drafters.model import level_width
 from specdec.verification.tree import DraftTree
 
 WIDTH = 3
@@ -44,10 +44,10 @@ def promising(tree: GrownTree, depth: int, n_best: int | None) -> list[GrownNode
     seed=st.integers(0, 1000),
     depth=st.integers(1, 6),
     n_best=st.none() | st.integers(1, 60),
-    beams=st.integers(1, 9),
+    width=st.integers(1, 9),
     n_grafted=st.integers(0, 4),
 )
-def test_levels_are_those_of_a_search_from_scratch(seed, depth, n_best, beams, n_grafted) -> None:
+def test_levels_are_those_of_a_search_from_scratch(seed, depth, n_best, width, n_grafted) -> None:
     tree = GrownTree(0, 10, [])
     tree.root.offer(candidates_of(tree.root, seed))
     other, node = DraftTree(0), 0
@@ -56,9 +56,9 @@ def test_levels_are_those_of_a_search_from_scratch(seed, depth, n_best, beams, n
     tree.graft(other)
     frontier, n_run = Frontier(tree, depth, WIDTH, n_best), 0
     for _ in range(40):
-        level = [node for _, node in frontier.take(beams)]
+        level = [node for _, node in frontier.take(width)]
         if n_grafted == 0:
-            assert level == promising(tree, depth, n_best)[:beams]
+            assert level == promising(tree, depth, n_best)[:width]
         if not level:
             break
         for node in level:
@@ -86,7 +86,7 @@ def test_a_large_tree_takes_few_levels() -> None:
         tree = GrownTree(0, 0, [])
         tree.root.offer(candidates_of(tree.root, 1))
         frontier, runs[n_nodes] = Frontier(tree, 32, WIDTH, n_nodes), 0
-        while level := frontier.take(max_beams(n_nodes)):
+        while level := frontier.take(level_width(n_nodes)):
             runs[n_nodes] += 1
             for _, node in level:
                 tree.run(node, 1, candidates_of(node, 1))

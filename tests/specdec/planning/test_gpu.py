@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 from command_line import expect_error
-from paper_models import PaperModel
+from paper_models import PaperModel, on_paper_gpus
 
 from backends.contract.backend import UnsupportedModel
+from backends.contract.curve import ComputeCurve
 from backends.contract.shared import SharedSource
 from backends.cuda import engine as cuda_engine
 from backends.cuda import probe as cuda_probe
 from backends.cuda.probe import CudaMemory
-from backends.timing.measure import ComputeCurve
 from offload.residency.placement import LayerWeights
 from offload.units import GIB, MIB
 from specdec.checks import ConfigError
@@ -39,6 +39,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = CudaMemory("Test GPU", 8 * GIB, 6 * GIB)
     monkeypatch.setattr(cuda_probe, "cuda_memory", lambda: memory)
     monkeypatch.setattr(cuda_probe, "measuring", nullcontext)
+    on_paper_gpus(monkeypatch)
 
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +232,7 @@ def test_a_profile_of_a_gpu_is_a_device_to_plan_for(capsys, monkeypatch, tmp_pat
 
 def test_a_format_that_torch_lacks_is_named(monkeypatch, tmp_path):
     from specdec.devices.spec import DeviceError
-    from specdec.devices.this_gpu import ThisGpu
+    from specdec.devices.this_machine import ThisGpu
 
     with pytest.raises(DeviceError, match="arithmetic in F8_E4M3 cannot be timed here"):
         ThisGpu(tmp_path, ["F8_E4M3"]).measure("F8_E4M3")

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from paper_models import PaperModel
+from paper_models import PaperModel, on_paper_gpus
 
+from backends.contract.curve import ComputeCurve
 from backends.contract.shared import SharedSource
 from backends.contract.source import ModelCompute
-from backends.timing.measure import ComputeCurve
 from offload.units import GIB, MIB
 from specdec.checks import ConfigError
 from specdec.devices.spec import PRESETS, DeviceError, complete
@@ -28,6 +28,7 @@ DRAFT = PaperModel("d", 4, MIB, kv_bytes_per_token=100, curve=HERE, can_use_gpu=
 
 @pytest.fixture(autouse=True)
 def pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_paper_gpus(monkeypatch)
     opened = OpenedPair(SimpleNamespace(source=TARGET), SimpleNamespace(source=DRAFT))
     monkeypatch.setattr(other_device, "open_pair", lambda options: opened)
     monkeypatch.setattr(other_device, "ThisMachine", lambda *arguments: machine(2 * GIB))
@@ -147,6 +148,7 @@ def test_a_target_that_drafts_for_itself_has_its_own_arithmetic(
     device: str, monkeypatch: pytest.MonkeyPatch
 ):
     shared = SharedSource(TARGET)
+    on_paper_gpus(monkeypatch)
     opened = OpenedPair(SimpleNamespace(source=TARGET), SimpleNamespace(source=shared))
     monkeypatch.setattr(other_device, "open_pair", lambda options: opened)
     found = plan_on(device, "t", "self:window=512", ctx_size=256).plan

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_models import PaperModel
 
+from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute
-from backends.timing.measure import ComputeCurve
 from offload.residency.plan import plan_residency
 from offload.residency.tiers import plan_tiers
 from offload.units import GIB, MIB

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from paper_models import PaperModel
 
-from backends.timing.measure import ComputeCurve
+from backends.contract.curve import ComputeCurve
 from offload.units import GIB, MIB
 from specdec.planning import plan as planning
 from specdec.planning.plan import OpenedPair, PlannedModels

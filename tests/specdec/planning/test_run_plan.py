@@ -11,8 +11,8 @@ from paper_models import PaperModel
 from tiny_pair import save_model
 
 import specdec
+from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute
-from backends.timing.measure import ComputeCurve
 from offload.budget import MemoryBudget
 from offload.residency.plan import plan_residency
 from offload.units import GIB, MIB

@@ -1,0 +1,70 @@
+"""Curves of seconds by rows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from backends.contract.curve import ComputeCurve
+
+
+def curve(*seconds: float, beside: tuple[float, ...] | None = None) -> ComputeCurve:
+    rows = (1, 4, 16, 64)[: len(seconds)]
+    return ComputeCurve(rows, seconds, beside or seconds)
+
+
+def test_straight_lines_between_what_was_timed_and_on():
+    one = curve(1.0, 2.5, 2.5, 12.1)
+    assert [one.seconds(n) for n in (1, 2, 4, 10, 16)] == [1.0, 1.5, 2.5, 2.5, 2.5]
+    assert one.seconds(40) == pytest.approx(7.3)
+    assert one.seconds(128) == pytest.approx(12.1 + 64 * 0.2)
+    assert one.seconds_of_a_row == pytest.approx(0.2)
+
+
+def test_more_rows_never_take_less():
+    one = curve(2.0, 1.0, 3.0)  # the first one was disturbed
+    assert [one.seconds(n) for n in (1, 2, 4)] == [1.0, 1.0, 1.0]
+
+
+@given(
+    st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=4), st.integers(1, 300), st.integers(1, 9)
+)
+@example([1.9, 249.0, 248.5], 4, 1)  # the line to the second point ends above it, rounded
+def test_curves_rise_and_scale(seconds, n_rows, more):
+    one = curve(*seconds)
+    assert one.seconds(n_rows + more) >= one.seconds(n_rows)
+    assert one.times(3.0).seconds(n_rows) == pytest.approx(3 * one.seconds(n_rows))
+
+
+def test_reads_slow_it_but_never_make_it_faster():
+    one = curve(1.0, 2.0, beside=(1.5, 1.9))
+    assert one.beside_factor(1) == 1.5
+    assert one.beside_factor(4) == 1.0
+    assert ComputeCurve.linear(2.0, 0.5).seconds(100) == pytest.approx(52.0)
+    assert ComputeCurve.linear(2.0, 0.5).beside_factor(9) == 1.0
+
+
+@pytest.mark.parametrize("rows", [(), (2, 4), (1, 1), (4, 1)])
+def test_rows_ascend_from_one(rows):
+    figures = tuple(1.0 for _ in rows)
+    with pytest.raises(ValueError, match="rows"):
+        ComputeCurve(rows, figures, figures)
+
+
+def test_mixtures_are_sums_at_every_number_of_rows():
+    first, second = curve(1.0, 4.0), ComputeCurve((1, 2, 8), (5.0, 6.0, 9.0), (6.0, 6.0, 9.0))
+    mixed = ComputeCurve.mixed([(2.0, first), (0.5, second)])
+    for n_rows in (1, 2, 3, 4, 6, 8, 20):
+        expected = 2 * first.seconds(n_rows) + 0.5 * second.seconds(n_rows)
+        assert mixed.seconds(n_rows) == pytest.approx(expected)
+    assert mixed.beside_factor(1) == pytest.approx((2 + 3.0) / (2 + 2.5))
+
+
+def test_what_a_byte_read_costs_stays_where_fewer_are_read():
+    one = curve(1.0, 2.0, beside=(2.0, 2.0))
+    assert one.is_slowed
+    half = one.beside_fewer_reads(0.5)
+    assert [half.beside_factor(n) for n in (1, 4)] == [1.5, 1.0]
+    assert half.alone == one.alone
+    assert not one.beside_fewer_reads(0.0).is_slowed
