@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.contract.backend import PREFIX, Backend
+from backends.contract.rows import LogitRows
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.decoding.beam_search import BeamRules, BeamSearch, by_score
-from specdec.decoding.node_rows import NodeRows
 from specdec.sampling.gumbel import gumbel_at
 from specdec.sampling.logprobs import TopLogprobs, logprobs_of_token
 from specdec.sampling.sampler import Sampler
@@ -79,7 +79,8 @@ class BeamDecoder:
         self.n_reused = 0  # tokens of the prompt whose KV was there
         self._parents: dict[int, int] = {}  # live node -> its parent
         self._nodes: dict[tuple[int, int], int] = {}  # of the last pass: (parent, token) -> node
-        self._rows = NodeRows()  # of the last pass, until the beams have advanced
+        # Of the last pass, until the beams have advanced: rows may take a device's memory.
+        self._rows: dict[int, tuple[LogitRows, int]] = {}  # node -> where its row is
         rules = BeamRules(
             params.num_beams,
             params.length_penalty,
@@ -98,7 +99,7 @@ class BeamDecoder:
     def start(self) -> None:
         """Run the prompt and choose the beams' first tokens."""
         self.n_reused, row = self._target.prefill_from(self._prompt)
-        self._rows.update([PREFIX], row[None])
+        self._rows = {PREFIX: (row[None], 0)}
         self._advance([PREFIX] * len(self.search.running))
 
     @property
@@ -119,7 +120,7 @@ class BeamDecoder:
         node_ids, logits = self._target.extend(tokens, parents)
         self._parents.update(zip(node_ids, parents, strict=True))
         self._nodes = dict(zip(unique, node_ids, strict=True))
-        self._rows.update(node_ids, logits)
+        self._rows = {node: (logits, i) for i, node in enumerate(node_ids)}
         self._advance([self._nodes[pair] for pair in pending])
         self._tidy()
 
@@ -132,7 +133,7 @@ class BeamDecoder:
     def _advance(self, nodes: list[int]) -> None:
         """Choose continuations; nodes [num_beams]: where each running beam's row is."""
         self.search.advance(self._processed(nodes))
-        self._rows.clear()
+        self._rows = {}
 
     def _processed(self, nodes: list[int]) -> Iterator[NDArray[np.float32]]:
         """The beams' log-probabilities, one row at a time; beams that share a node share it."""
@@ -140,8 +141,13 @@ class BeamDecoder:
         for node, beam in zip(nodes, list(self.search.running), strict=True):
             if node != before:
                 context = [*self._prompt, *beam.token_ids]
-                before, row = node, self._sampler.beam_log_probs(context, self._rows[node])
+                before, row = node, self._sampler.beam_log_probs(context, self._row(node))
             yield row
+
+    def _row(self, node: int) -> NDArray[np.float32]:
+        """float32 [vocab], of a node of the last pass."""
+        logits, i = self._rows[node]
+        return logits[i]
 
     def _grow(self, beam: Hypothesis, token: int) -> Hypothesis:
         node = self._nodes[beam.above, beam.token_ids[-1]] if beam.token_ids else PREFIX
@@ -158,7 +164,7 @@ class BeamDecoder:
         params, token = self._sampler.params, grown.token_ids[-1]
         if not params.logprobs:
             return grown
-        real = self._rows[node][: self._sampler.n_tokens]
+        real = self._row(node)[: self._sampler.n_tokens]
         logprob, top = logprobs_of_token(real, token, params.n_top_logprobs)
         return replace(
             grown,
