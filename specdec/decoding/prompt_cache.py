@@ -12,7 +12,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,13 +31,6 @@ _T = TypeVar("_T")
 
 class PromptCacheError(SpecdecError):
     """A prompt cache file cannot be used or not be written."""
-
-
-class _Saved(NamedTuple):
-    """What a file holds of one model."""
-
-    token_ids: list[int]
-    tensors: SavedTensors
 
 
 def fingerprint(model: OpenedModel) -> str:
@@ -133,20 +126,23 @@ class PromptCache:
         self._in_file = held
 
     def _fill(self, role: str, backend: Backend, file: MappedFile) -> None:
-        saved = self._saved(role, backend.vocab_size, file)
-        if len(saved.token_ids) > backend.max_context:
+        token_ids, tensors = self._saved(role, backend.vocab_size, file)
+        if len(token_ids) > backend.max_context:
             if role == _DRAFT:
                 return  # a shorter window than then
             raise self._refusal(
-                f"its {len(saved.token_ids)} tokens do not fit in the context of "
+                f"its {len(token_ids)} tokens do not fit in the context of "
                 f"{backend.max_context} (raise --ctx-size)"
             )
         try:
-            backend.load_prefix(saved.token_ids, saved.tensors)
+            backend.load_prefix(token_ids, tensors)
         except BackendError as error:
             raise self._refusal(str(error)) from error
 
-    def _saved(self, role: str, vocab_size: int, file: MappedFile) -> _Saved:
+    def _saved(
+        self, role: str, vocab_size: int, file: MappedFile
+    ) -> tuple[list[int], SavedTensors]:
+        """Tokens and tensors of one model."""
         records, buffers = _below(role, file.records), _below(role, file.buffers)
         tokens = records.pop(_TOKENS, None)
         if tokens is None or tokens.dtype != "I32" or len(tokens.shape) != 1 or not tokens.n_bytes:
@@ -158,7 +154,7 @@ class PromptCache:
             name: (TensorShape(name, record.dtype, record.shape), buffers[name])
             for name, record in records.items()
         }
-        return _Saved(ids.tolist(), tensors)
+        return ids.tolist(), tensors
 
     def _refusal(self, reason: str) -> PromptCacheError:
         return PromptCacheError(
