@@ -15,7 +15,7 @@ from offload.device.engine import CopyEngine
 from offload.residency.placement import LayerWeights
 from offload.ring.file_supply import RingOptions, walk_files
 from offload.ring.lending import LayerLender
-from offload.ring.walk import StreamStats, Taken
+from offload.ring.walk import Taken
 from offload.storage.aligned import HostMemory
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.reading import (
@@ -87,27 +87,19 @@ class HostTier(LayerLender[HostMemory, tuple[Part, ...]]):
                 )
             )
         except BaseException:
-            self._close_pinned()
+            self._free()
             raise
 
-    @property
-    def stats(self) -> StreamStats:
-        return self._walk.stats
-
-    def _lend(self, index: int, lease: Taken[HostMemory] | None) -> tuple[Part, ...]:
+    def _lend(self, index: int, taken: Taken[HostMemory] | None) -> tuple[Part, ...]:
         layer, parts = self._layers[index], []
-        if lease is not None:
-            parts.append(Part(lease.slot.buffer.view[: layer.slot_bytes], 0))
+        if taken is not None:
+            parts.append(Part(taken.slot.buffer.view[: layer.slot_bytes], 0))
         if layer.resident_layout.n_bytes:
             pinned = self._pinned[index].memory[: layer.resident_layout.n_bytes]
             parts.append(Part(pinned, layer.slot_bytes))
         return tuple(parts)
 
     def _free(self) -> None:
-        self._walk.free()
-        self._close_pinned()
-
-    def _close_pinned(self) -> None:
         for weights in self._pinned:
             weights.close()
 

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from typing import Any
 
 from offload.device.engine import CopyEngine, Event
@@ -21,29 +21,13 @@ from offload.device.host import HostTier
 from offload.device.loading import load_on_device
 from offload.device.supply import CopySupply, DeviceSlot
 from offload.residency.placement import Placement
-from offload.ring.lending import LayerLender
+from offload.ring.lending import LayerLender, Lease
 from offload.ring.slots import Check
-from offload.ring.walk import LayerWalk, Taken
+from offload.ring.walk import LayerWalk, StreamStats, Taken
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DeviceStats:
-    """Cumulative figures; subtract two snapshots for those of a span."""
-
-    bytes_read: int = 0  # from storage, alignment included; what is loaded at first does not count
-    bytes_copied: int = 0  # to the device, once the copies were enqueued
-    stall_seconds: float = 0.0  # the caller waited in `layer` for a copy to be enqueued
-    copy_stall_seconds: float = 0.0  # the device computed nothing, for want of a layer
-    passes: int = 0  # the last layer was left
-
-    def __sub__(self, earlier: DeviceStats) -> DeviceStats:
-        return DeviceStats(
-            **{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
-        )
 
 
 class DeviceStreamer(LayerLender[DeviceSlot, Mapping[str, Any]]):
@@ -103,25 +87,27 @@ class DeviceStreamer(LayerLender[DeviceSlot, Mapping[str, Any]]):
         super().__init__(LayerWalk([layer.copied_bytes > 0 for layer in plan.layers], supply))
 
     @property
-    def stats(self) -> DeviceStats:
+    def stats(self) -> StreamStats:
         walk = self._walk.stats
-        return DeviceStats(
-            bytes_read=0 if self._host is None else self._host.stats.bytes_read,
-            bytes_copied=walk.bytes_read,
+        return replace(
+            walk if self._host is None else self._host.stats,
             stall_seconds=walk.stall_seconds,
-            copy_stall_seconds=self._stalls.seconds(),
             passes=walk.passes,
+            bytes_copied=walk.bytes_read,
+            copy_stall_seconds=self._stalls.seconds(),
         )
 
-    def _acquire(self, index: int, check: Check | None) -> Taken[DeviceSlot] | None:
+    def _enter(
+        self, index: int, check: Check | None
+    ) -> tuple[Lease[DeviceSlot], Mapping[str, Any]]:
         self._before = self._engine.record_compute()
-        return super()._acquire(index, check)
+        return super()._enter(index, check)
 
-    def _lend(self, index: int, lease: Taken[DeviceSlot] | None) -> Mapping[str, Any]:
+    def _lend(self, index: int, taken: Taken[DeviceSlot] | None) -> Mapping[str, Any]:
         layer = self._plan.layers[index]
-        if lease is None:
+        if taken is None:
             return {record.name: self._of_no_slot(record.name) for record in layer.tensors}
-        slot = lease.slot.buffer
+        slot = taken.slot.buffer
         assert slot.arrived is not None, "a slot is ready once its copies are enqueued"
         self._engine.compute_waits(slot.arrived)
         self._stalls.add(self._before, self._engine.record_compute())
@@ -142,7 +128,6 @@ class DeviceStreamer(LayerLender[DeviceSlot, Mapping[str, Any]]):
             self._engine.synchronize()
         except Exception as error:  # whoever waited for a result has had it raised as well
             logger.warning("the device failed: %s", error)
-        self._walk.free()
         self._resident.close()
 
 

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from offload.formats.safetensors import MAX_HEADER_BYTES, parse_json_object, read_header
-from offload.formats.tensors import CheckpointError, TensorRecord
+from offload.formats.tensors import CheckpointError, TensorIndex, TensorRecord
 from offload.units import format_bytes
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-class WeightIndex(Mapping[str, TensorRecord]):
+class WeightIndex(TensorIndex):
     """All tensors of one checkpoint by name."""
 
     def __init__(self, records: Mapping[str, TensorRecord], directory: Path) -> None:
-        self._records = dict(records)
+        super().__init__(records)
         self.directory = directory
 
     @classmethod
@@ -49,20 +49,6 @@ class WeightIndex(Mapping[str, TensorRecord]):
                 shard_of[name] = shard
         _check_weight_map(weight_map, shard_of, root)
         return cls(records, root)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors, headers excluded."""
-        return sum(record.n_bytes for record in self._records.values())
-
-    def __getitem__(self, name: str) -> TensorRecord:
-        return self._records[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._records)
-
-    def __len__(self) -> int:
-        return len(self._records)
 
 
 def _find_weight_map(root: Path) -> dict[str, str]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from offload.formats.gguf_header import GgufError, GgufFile, GgufMetadata
-from offload.formats.tensors import TensorRecord
+from offload.formats.tensors import TensorIndex, TensorRecord
 
 __all__ = ["GgufError", "GgufIndex"]
 
@@ -20,18 +19,19 @@ MAX_SPLITS = 1000
 _SPLIT_NAME = re.compile(r"(.*-)([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
-class GgufIndex(Mapping[str, TensorRecord]):
+class GgufIndex(TensorIndex):
     """All tensors of one model by name, in the order of the files."""
 
     def __init__(self, files: tuple[GgufFile, ...]) -> None:
         self.files = files
-        self._records: dict[str, TensorRecord] = {}
+        records: dict[str, TensorRecord] = {}
         for file in files:
             for record in file.tensors:
-                if record.name in self._records:
-                    other = self._records[record.name].path.name
+                if record.name in records:
+                    other = records[record.name].path.name
                     raise GgufError(f"{file.path} holds {record.name!r}, which {other} holds too")
-                self._records[record.name] = record
+                records[record.name] = record
+        super().__init__(records)
 
     @classmethod
     def from_path(cls, path: str | os.PathLike[str]) -> GgufIndex:
@@ -61,20 +61,6 @@ class GgufIndex(Mapping[str, TensorRecord]):
     def paths(self) -> tuple[Path, ...]:
         """The files in the order of the splits; the first is the one to load."""
         return tuple(file.path for file in self.files)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors, headers and padding excluded."""
-        return sum(record.n_bytes for record in self._records.values())
-
-    def __getitem__(self, name: str) -> TensorRecord:
-        return self._records[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._records)
-
-    def __len__(self) -> int:
-        return len(self._records)
 
 
 def _split_figure(file: GgufFile, key: str, default: int) -> int:

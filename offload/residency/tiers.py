@@ -35,17 +35,6 @@ Layers = tuple[LayerWeights, ...]
 PlacedT = TypeVar("PlacedT")
 
 
-def plan_tiers(
-    layers: Sequence[LayerWeights],
-    host_bytes: int,
-    device_bytes: int,
-    *,
-    n_slots: int | None = None,
-) -> Placement:
-    """Fill the device's memory, then the host's; see `fill_device` and `fill_host`."""
-    return fill_host(fill_device(layers, device_bytes), host_bytes, n_slots=n_slots)
-
-
 # --- the device ----------------------------------------------------------------------------------
 
 

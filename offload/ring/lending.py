@@ -1,28 +1,42 @@
-"""Lends the layers of a walk in with-blocks, whatever an error or Ctrl-C cuts short.
+"""Lends the layers of a walk, one at a time or several, whatever an error or Ctrl-C cuts short.
 
-What `WeightStreamer`, `HostTier` and `DeviceStreamer` have in common: a layer is valid inside its
-with-block, is given back at the end of it, and `restart` takes back whatever is still lent.
+What `WeightStreamer`, `HostTier`, `DeviceStreamer` and `Pager` have in common: a layer is valid
+from `enter` to `leave`, or inside the with-block of `layer`, and `restart` takes back whatever is
+still lent.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from typing_extensions import Self
 
 from offload.ring.slots import Check, MemoryT
-from offload.ring.walk import LayerWalk, Taken
+from offload.ring.walk import LayerWalk, StreamStats, Taken
 from offload.trace import LAYER, record_since
 
 logger = logging.getLogger(__name__)
 
 LoanT = TypeVar("LoanT")
 """What the caller gets of a layer."""
+
+
+@dataclass(eq=False)
+class Lease(Generic[MemoryT]):
+    """One layer that is lent."""
+
+    index: int
+    taken: Taken[MemoryT] | None
+    """None where nothing of the layer came through the ring."""
+    is_ending: bool = False
+    entered: float = field(default_factory=time.perf_counter)
 
 
 class LayerLender(ABC, Generic[MemoryT, LoanT]):
@@ -33,42 +47,53 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
 
     def __init__(self, walk: LayerWalk[MemoryT]) -> None:
         self._walk = walk
-        self._leases: list[Taken[MemoryT]] = []
+        self._leases: list[Lease[MemoryT]] = []
+        """Of slots that are lent."""
         self._is_freed = False
+        self._lock = threading.RLock()  # memory changes hands, or is given back for good
 
     @abstractmethod
-    def _lend(self, index: int, lease: Taken[MemoryT] | None) -> LoanT:
-        """A layer that has arrived; `lease` is None where nothing of it came through the ring."""
+    def _lend(self, index: int, taken: Taken[MemoryT] | None) -> LoanT:
+        """A layer that has arrived; `taken` is None where nothing of it came through the ring."""
+
+    def _take_back(self, taken: Taken[MemoryT]) -> None:
+        """Before the slot of a layer is filled again. Called once more where it was interrupted."""
 
     @abstractmethod
     def _free(self) -> None:
-        """Give the memory back, the ring's included; no thread of ours is running."""
+        """Give back what is there beside the ring. The ring's slots are in use no more."""
 
     @contextmanager
     def layer(self, index: int, check: Check | None = None) -> Iterator[LoanT]:
-        """The bytes of layer `index`, in its file's byte order and layout.
+        """`enter` and `leave`; what is lent is valid inside the with-block only."""
+        lease, loan = self._enter(index, check)
+        try:
+            yield loan
+        finally:  # not another walk's layer, should this run late
+            self._end([lease])
+        self._walk.leave(index)
 
-        They are valid inside the with-block only: afterwards the slot holds another layer. Layers
-        are asked for in cyclic order; any other request (a pass that was given up and begins anew)
-        costs what was read ahead. Ctrl-C interrupts the wait, and so does what `check` raises,
-        which is called again and again.
+    def enter(self, index: int, check: Check | None = None) -> LoanT:
+        """Wait until layer `index` is in memory; its bytes in its file's byte order and layout.
+
+        Layers are asked for in cyclic order, as many at a time as there are slots; any other
+        request (a pass that was given up and begins anew) costs what was read ahead. Ctrl-C
+        interrupts the wait, and so does what `check` raises, which is called again and again.
 
         Raises:
             StorageError: the layer could not be read, or (at the last layer of a pass) a file
-                changed under the pass. The streamer can be used again; it then reads anew.
+                changed under the pass. It can be asked for again, and is then read anew.
             StreamerClosed: it was closed.
         """
-        lease = self._acquire(index, check)
-        entered = time.perf_counter()
-        try:
-            yield self._lend(index, lease)
-        finally:
-            self._release(lease)
-            record_since(entered, LAYER, f"layer {index}")
+        return self._enter(index, check)[1]
+
+    def leave(self, index: int) -> None:
+        """Take layer `index` back; nothing happens where `restart` already did."""
+        self._end([lease for lease in self._leases if lease.index == index])
         self._walk.leave(index)
 
     def restart(self) -> None:
-        """Begin again at layer 0, as after a pass that was given up.
+        """Begin again at layer 0, as after a pass that was given up; nothing is lent afterwards.
 
         Slots still lent are taken back, by what the ring says: an interrupt may have come between
         its doing and ours. Nothing is read anew where layer 0 is the next one anyway. When this is
@@ -76,8 +101,12 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
         """
         if self._leases or not self._walk.is_at_start:
             self._walk.break_off()
-            self._leases.clear()
+            self._end(self._leases)
             self._walk.resume_at(0)
+
+    @property
+    def stats(self) -> StreamStats:
+        return self._walk.stats
 
     @property
     def n_slots(self) -> int:
@@ -94,13 +123,17 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
         """Stop all threads and give the memory back; a caller that waits gets StreamerClosed."""
         if self._is_freed:
             return
-        if not self.stop():
-            # Their files and buffers are in use: leaking them is the lesser evil.
-            logger.warning("a read from storage does not return; its memory is not given back")
+        has_ended = self.stop()
+        with self._lock:
+            if self._is_freed:
+                return
+            self._free()
+            if has_ended:
+                self._walk.free()
+            else:
+                # Its file and slot are in use: leaking them is the lesser evil.
+                logger.warning("a read from storage does not return; its memory is not given back")
             self._is_freed = True
-            return
-        self._free()
-        self._is_freed = True
 
     def __enter__(self) -> Self:
         return self
@@ -108,21 +141,27 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _acquire(self, index: int, check: Check | None) -> Taken[MemoryT] | None:
+    def _enter(self, index: int, check: Check | None) -> tuple[Lease[MemoryT], LoanT]:
         self._walk.check(index)
+        self._end([lease for lease in self._leases if lease.is_ending])  # interrupted ones
         self._walk.seek(index, is_inside=bool(self._leases))
-        lease = self._walk.take(index, check)
-        if lease is not None:
+        lease = Lease(index, self._walk.take(index, check))
+        if lease.taken is not None:
             self._leases.append(lease)
         try:
+            loan = self._lend(index, lease.taken)
             self._walk.arrive(index)
         except BaseException:
-            self._release(lease)
+            self._end([lease])
             raise
-        return lease
+        return lease, loan
 
-    def _release(self, lease: Taken[MemoryT] | None) -> None:
-        if lease is not None:
-            if lease in self._leases:
+    def _end(self, leases: Iterable[Lease[MemoryT]]) -> None:
+        """Take layers back and give the slots to the readers; where interrupted, call it again."""
+        for lease in tuple(leases):
+            if lease in self._leases and lease.taken is not None:
+                lease.is_ending = True
+                self._take_back(lease.taken)
+                self._walk.give_back(lease.taken)
                 self._leases.remove(lease)
-            self._walk.give_back(lease)
+            record_since(lease.entered, LAYER, f"layer {lease.index}")

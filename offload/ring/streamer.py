@@ -81,10 +81,6 @@ class WeightStreamer(LayerLender[HostMemory, dict[str, memoryview]]):
             raise
 
     @property
-    def stats(self) -> StreamStats:
-        return self._walk.stats
-
-    @property
     def resident_bytes(self) -> int:
         """Memory of the resident tensors."""
         return self._resident.n_bytes
@@ -94,14 +90,13 @@ class WeightStreamer(LayerLender[HostMemory, dict[str, memoryview]]):
         """Memory of the ring."""
         return self._walk.n_slots * buffer_bytes(self._slot_bytes)
 
-    def _lend(self, index: int, lease: Taken[HostMemory] | None) -> dict[str, memoryview]:
+    def _lend(self, index: int, taken: Taken[HostMemory] | None) -> dict[str, memoryview]:
         layer = self._layers[index]
-        views = layer.layout.views(lease.slot.buffer.view if lease else memoryview(b""))
+        views = layer.layout.views(taken.slot.buffer.view if taken else memoryview(b""))
         return {
             record.name: views[record.name] if record.name in views else self._resident[record.name]
             for record in layer.tensors
         }
 
     def _free(self) -> None:
-        self._walk.free()
         self._resident.close()

@@ -35,9 +35,11 @@ class StreamStats:
     """Cumulative figures; subtract two snapshots for those of a span."""
 
     bytes_read: int = 0  # by the ring, alignment included; resident tensors do not count
-    stall_seconds: float = 0.0  # the caller waited in `layer` for storage
+    stall_seconds: float = 0.0  # the caller waited in `layer` for storage, or for a copy
     read_seconds: float = 0.0  # at least one read was running
     passes: int = 0  # the last layer was left
+    bytes_copied: int = 0  # to a device, once the copies were enqueued
+    copy_stall_seconds: float = 0.0  # a device computed nothing, for want of a layer
 
     def __sub__(self, earlier: StreamStats) -> StreamStats:
         return StreamStats(

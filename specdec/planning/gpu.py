@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from backends.contract.backend import UnsupportedModel
 from backends.contract.shared import SharedSource
 from backends.contract.source import ModelSource
 from backends.timing.measure import matrix_formats
-from offload.residency.placement import Placement
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes, format_exactly, parse_bytes
 from specdec.checks import ConfigError
@@ -18,7 +17,6 @@ from specdec.models.opened import OpenedPair
 from specdec.planning.division import Gpu
 from specdec.planning.ranking_cost import measure_draft
 from specdec.planning.run_options import AUTO, CPU, CUDA, RunOptions
-from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Figures
 
 if TYPE_CHECKING:
@@ -128,11 +126,6 @@ def placed(pair: OpenedPair, gpu: Gpu | None, draft_device: str) -> OpenedPair:
     if draft is not None and gpu.draft is not None and draft_device == CUDA:
         draft = replace(draft, source=gpu.draft)
     return OpenedPair(replace(pair.target, source=gpu.target), draft)
-
-
-def gpu_loading(plan: RunPlan, residency: Placement) -> dict[str, Any]:
-    """What `Loading` says of the GPU; nothing for a model that the CPU computes."""
-    return {"vram_bytes": plan.torch_vram_bytes} if residency.is_on_device else {}
 
 
 def vram_peak_bytes() -> int:

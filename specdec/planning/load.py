@@ -12,7 +12,6 @@ from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.drafters.model import level_width
 from specdec.drafters.window import DraftWindow, draft_context_size
-from specdec.planning.gpu import gpu_loading
 from specdec.planning.parts import most_draft_nodes, planned_width
 from specdec.planning.plan import PlannedModels
 from specdec.planning.run_options import RunOptions
@@ -35,7 +34,7 @@ def load_target(planned: PlannedModels, options: RunOptions, progress: Any = Non
             load_mode=_target_load_mode(options.load_mode, plan.residency),
             n_readers=options.io_threads,
             progress=progress,
-            **gpu_loading(plan, plan.residency),
+            vram_bytes=plan.torch_vram_bytes,
         )
     )
 
@@ -62,7 +61,7 @@ def load_draft(
         max_nodes=n_nodes,
         max_rows=level_width(plan.n_draft_tokens),
         load_mode="stream" if residency.n_slots else "ram",
-        **gpu_loading(plan, residency),
+        vram_bytes=plan.torch_vram_bytes,
     )
     window = DraftWindow.fitting(wanted, context, target.max_context, n_nodes)
     return source.load(loading), window

@@ -25,7 +25,7 @@ _ABOVE_THE_KNEE = 1.05
 class PassModel:
     """One model, placed, on one machine."""
 
-    residency: Placement
+    placement: Placement
     compute: ModelCompute
     storage_bytes_per_second: float
     copy_bytes_per_second: float = 0.0
@@ -47,9 +47,9 @@ class PassModel:
 
     def cost(self) -> PassCost:
         """As the larger of two: one row's pass, and a line through those that rows hold up."""
-        if not self.residency.n_moving_layers:  # nothing hides rows: a few of them count
+        if not self.placement.n_moving_layers:  # nothing hides rows: a few of them count
             return PassCost(0.0, *_line(1, self.seconds(1), _FEW_ROWS, self.seconds(_FEW_ROWS)))
-        rows = _GPU_ROWS if self.residency.is_on_device else _ROWS
+        rows = _GPU_ROWS if self.placement.is_on_device else _ROWS
         seconds = {n: self.seconds(n) for n in rows}
         floor = seconds[1]
         above = [n for n in rows if seconds[n] > _ABOVE_THE_KNEE * floor]
@@ -60,7 +60,7 @@ class PassModel:
         return PassCost(floor, *_line(low, line[low], high, line[high]))
 
     def _simulate(self, n_rows: int, gap_seconds: float) -> PassTimes:
-        placed, per_byte = self.residency, self.compute.per_byte
+        placed, per_byte = self.placement, self.compute.per_byte
         is_copied = placed.is_on_device
         # A GPU's arithmetic neither reads nor copies slow down.
         overlap = Overlap() if is_copied else Overlap(compute=per_byte.beside_factor(n_rows))
@@ -84,7 +84,7 @@ class PassModel:
         )
 
     def _compute_seconds(self, n_rows: int) -> float:
-        n_bytes = sum(layer.n_bytes for layer in self.residency.layers)
+        n_bytes = sum(layer.n_bytes for layer in self.placement.layers)
         return self.compute.per_byte.seconds(n_rows) * n_bytes + self.compute.outer_seconds(n_rows)
 
 

@@ -25,7 +25,7 @@ from specdec.planning.gpu import find_gpu, measure_with_gpu, placed
 from specdec.planning.ranking_cost import measure_draft
 from specdec.planning.run_options import LoadKeywords, RunOptions
 from specdec.planning.run_plan import RunPlan
-from specdec.planning.search import Alternative, Figures, Weighing
+from specdec.planning.search import Alternative, Figures, Search
 from specdec.text.vocabulary import compare_vocabularies
 
 _WORTH_SAYING = 1.05
@@ -116,7 +116,7 @@ def make_plan(
     gc.collect()  # what building the models left behind is not the process's base
     give_back_freed()
     target, draft = pair.sources
-    weighing = Weighing(
+    search = Search(
         Divider(target, draft, options, gpu=gpu),
         figures,
         options.spec,
@@ -124,29 +124,29 @@ def make_plan(
         fixed_slots=options.prefetch_depth is not None,
         may_leave_out_draft=options.may_leave_out_draft,
     )
-    chosen = weighing.choose(total_bytes)
+    chosen = search.best(total_bytes)
     if options.draft == SELF_DRAFT:
         _check_in_memory(options, chosen.division)
     return RunPlan(
         budget_source=budget_source,
         chosen=chosen,
-        weighed=tuple(weighing.weighed),
+        alternatives=tuple(search.alternatives),
         uses_mmap=options.load_mode == "mmap",
         accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
         warnings=(
             target.warnings
             + (() if gpu is None else gpu.warnings)
-            + _burdens(chosen, weighing.weighed)
+            + _burdens(chosen, search.alternatives)
         ),
-        notes=_left_out(chosen, weighing.weighed),
+        notes=_left_out(chosen, search.alternatives),
         vram_source="" if gpu is None else gpu.vram_source,
     )
 
 
-def _burdens(chosen: Alternative, weighed: Sequence[Alternative]) -> tuple[str, ...]:
+def _burdens(chosen: Alternative, alternatives: Sequence[Alternative]) -> tuple[str, ...]:
     """Of a draft that the user fixed and that slows a streamed target down."""
-    fastest = max(weighed, key=_speed)
-    moves = chosen.target.residency.n_moving_layers
+    fastest = max(alternatives, key=_speed)
+    moves = chosen.target.placement.n_moving_layers
     if chosen.draft is None or fastest.draft is not None or not moves:
         return ()
     if _speed(fastest) < _WORTH_SAYING * _speed(chosen):
@@ -157,12 +157,12 @@ def _burdens(chosen: Alternative, weighed: Sequence[Alternative]) -> tuple[str, 
     )
 
 
-def _left_out(chosen: Alternative, weighed: Sequence[Alternative]) -> tuple[str, ...]:
+def _left_out(chosen: Alternative, alternatives: Sequence[Alternative]) -> tuple[str, ...]:
     """That the draft is not loaded, and how to have it loaded all the same."""
-    with_draft = [one for one in weighed if one.draft is not None]
+    with_draft = [one for one in alternatives if one.draft is not None]
     if chosen.draft is not None or not with_draft:
         return ()
-    alone = next(one for one in weighed if one.draft is None and not one.division.n_drafted)
+    alone = next(one for one in alternatives if one.draft is None and not one.division.n_drafted)
     best = max(map(_speed, with_draft))
     return (
         f"the draft is left out: in its memory layers of the target are worth more "

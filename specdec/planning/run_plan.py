@@ -1,4 +1,4 @@
-"""The outcome of planning: memory by name, residency of the layers, predicted speed."""
+"""The outcome of planning: memory by name, placement of the layers, predicted speed."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from offload.budget import format_up
 from offload.residency.placement import Placement
 from offload.residency.tiers import CUDA_CONTEXT_BYTES
-from offload.units import GIB, format_bytes
+from specdec.planning.plan_report import (
+    alternatives_table,
+    enough,
+    memory_table,
+    placement_line,
+    speed_lines,
+)
 from specdec.planning.run_options import CPU, CUDA
 from specdec.planning.search import Alternative
 from specdec.policy.costs import PassCost
-
-_WHY_NOT_THE_FASTEST = (
-    "the row with * may be slower than the first one: another ring, or less of the draft in "
-    "memory, has to be 3 % faster; room for larger trees may cost 1 %; a fixed draft is kept"
-)
-_HEADINGS = ("weighed", "GB/pass", "s, 1 row", "s, tree", "tokens/s")
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class RunPlan:
 
     budget_source: str
     chosen: Alternative
-    weighed: tuple[Alternative, ...]
+    alternatives: tuple[Alternative, ...]
     """All divisions that were predicted, the chosen one among them."""
     uses_mmap: bool = False
     """The target's weights are left to the page cache and not counted."""
@@ -123,7 +122,7 @@ class RunPlan:
 
     @property
     def plain_tokens_per_second(self) -> float:
-        return 1.0 / self.pass_seconds(1)
+        return self.chosen.plain_tokens_per_second
 
     @property
     def predicted_tokens_per_second(self) -> float:
@@ -160,8 +159,8 @@ class RunPlan:
             "is_lossless": self.accept_threshold is None,
             "accept_threshold": self.accept_threshold,
             "assumed_tokens_per_pass": self.chosen.tokens_per_pass,
-            "chosen": self.weighed.index(self.chosen),
-            "weighed": [one.to_dict() for one in self.weighed],
+            "chosen": self.alternatives.index(self.chosen),
+            "weighed": [one.to_dict() for one in self.alternatives],
             "warnings": list(self.warnings),
             "notes": list(self.notes),
         }
@@ -187,24 +186,24 @@ class RunPlan:
 
     def lines(self) -> list[str]:
         """For the user, one fact a line."""
-        lines = _table_of(self.parts, "memory budget", self.budget_bytes, self.budget_source)
-        if self.vram_parts:
-            lines += _table_of(
-                self.vram_parts, "VRAM budget", self.vram_budget_bytes, self.vram_source
-            )
+        vram, draft = self.chosen.division.vram, self.draft_residency
+        lines = memory_table(self.chosen.division.budget, "memory budget", self.budget_source)
+        if vram is not None:
+            lines += memory_table(vram, "VRAM budget", self.vram_source)
         if self.uses_mmap:
             lines.append("the target's weights are read through the page cache and not counted")
         else:
-            lines.append(_residency_line(self.residency))
-        if self.draft_residency is not None and self.draft_residency.n_streamed_layers:
-            lines.append("draft: " + _residency_line(self.draft_residency))
-        if self.vram_parts and self.chosen.draft is not None:
+            lines.append(placement_line(self.residency))
+        if draft is not None and draft.n_streamed_layers:
+            lines.append("draft: " + placement_line(draft))
+        if vram is not None and self.chosen.draft is not None:
             lines.append(f"draft: computed on the {'GPU' if self.draft_device == CUDA else 'CPU'}")
         if self.residency.n_moving_layers:
-            lines += self._speed_lines()
-        lines.append(f"smallest budget that works {_exact(self.smallest_budget_bytes)}")
-        if self.vram_parts:
-            lines.append(f"smallest VRAM budget that works {_exact(self.smallest_vram_bytes)}")
+            lines += speed_lines(self.chosen)
+            lines += alternatives_table(self.alternatives, self.chosen)
+        lines.append(f"smallest budget that works {enough(self.smallest_budget_bytes)}")
+        if vram is not None:
+            lines.append(f"smallest VRAM budget that works {enough(self.smallest_vram_bytes)}")
         if self.accept_threshold is not None:
             lines.append(
                 f"LOSSY: draft tokens of probability {self.accept_threshold:g} and above may "
@@ -212,80 +211,3 @@ class RunPlan:
             )
         lines += [f"note: {note}" for note in self.notes]
         return lines + [f"warning: {warning}" for warning in self.warnings]
-
-    def _speed_lines(self) -> list[str]:
-        """Of a target whose weights move: what computing alone costs is known less well."""
-        n_rows = 1 + self.chosen.n_tree
-        link = self.chosen.target.copy_bytes_per_second
-        copies = f"copies to the GPU {link / 1e9:.2f} GB/s; " if self.vram_parts else ""
-        passes = (
-            f"storage {self.storage_bytes_per_second / 1e9:.2f} GB/s; {copies}a pass of 1 token "
-            f"takes {self.pass_seconds(1):.2f} s, of {n_rows} tokens "
-            f"{self.pass_seconds(n_rows):.2f} s"
-        )
-        speed = f"predicted {self.plain_tokens_per_second:.2f} tokens/s plain"
-        if self.chosen.draft is not None:
-            speed += (
-                f", {self.predicted_tokens_per_second:.2f} tokens/s with the draft "
-                f"(assuming {self.chosen.tokens_per_pass:.1f} tokens per pass)"
-            )
-        return [passes, speed, *self._table()]
-
-    def _table(self) -> list[str]:
-        """The divisions that were weighed, the fastest first."""
-        if len(self.weighed) < 2:
-            return []
-        ranked = sorted(self.weighed, key=lambda one: -one.tokens_per_second)
-        width = max(len(one.name) for one in ranked) + 2
-        lines = [f"{_HEADINGS[0]:<{width}}" + "".join(f"{title:>10}" for title in _HEADINGS[1:])]
-        for one in ranked:
-            mark = "* " if one is self.chosen else "  "
-            figures = (
-                f"{one.target.residency.moved_bytes / 1e9:10.2f}",
-                f"{one.target.seconds(1):10.3f}",
-                f"{one.target.seconds(1 + one.n_tree):10.3f}",
-                f"{one.tokens_per_second:10.2f}",
-            )
-            lines.append(f"{mark + one.name:<{width}}" + "".join(figures))
-        if ranked[0] is not self.chosen:
-            lines.append(_WHY_NOT_THE_FASTEST)
-        return lines
-
-
-def _table_of(
-    parts: tuple[tuple[str, int], ...], title: str, n_bytes: int, source: str
-) -> list[str]:
-    width = max(len(name) for name, _ in parts)
-    lines = [f"{title} {format_bytes(n_bytes)} ({source})"]
-    return lines + [f"  {name:<{width}}  {format_bytes(n):>11}" for name, n in parts if n]
-
-
-def _exact(n_bytes: int) -> str:
-    """Enough when typed in; beside it what is easier to read."""
-    readable = f" ({format_bytes(n_bytes)})" if n_bytes >= GIB else ""
-    return format_up(n_bytes) + readable
-
-
-def _residency_line(residency: Placement) -> str:
-    n_layers, n_streamed = len(residency.layers), residency.n_streamed_layers
-    if residency.is_on_device:
-        line = _tiers_line(residency)
-    else:
-        line = f"{n_layers - n_streamed} of {n_layers} layers wholly in memory"
-    if not n_streamed:
-        return line
-    return (
-        f"{line}; {format_bytes(residency.streamed_bytes)} streamed per pass "
-        f"through {residency.n_slots} slots of {format_bytes(residency.slot_bytes)}"
-    )
-
-
-def _tiers_line(plan: Placement) -> str:
-    line = f"{format_bytes(plan.device_layout.n_bytes)} of the layers in the GPU's memory"
-    if not plan.n_moving_layers:
-        return line
-    return (
-        f"{line}, {format_bytes(plan.resident_bytes)} pinned in the host's; "
-        f"{format_bytes(plan.moved_bytes)} copied per pass through {plan.n_device_slots} "
-        f"slots of {format_bytes(plan.device_slot_bytes)}"
-    )

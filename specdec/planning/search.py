@@ -1,4 +1,4 @@
-"""Which division of the memory decodes fastest: a few are weighed by their predicted tokens/s.
+"""Which division of the memory decodes fastest: a few are compared by their predicted tokens/s.
 
 A byte can hold a part of the target that is then not read in every pass, a part of the draft that
 is then not read for every level of every tree, one more slot of the ring (which hides drafting and
@@ -80,9 +80,14 @@ class Alternative:
     tokens_per_second: float
 
     @property
+    def plain_tokens_per_second(self) -> float:
+        """Predicted without drafting."""
+        return 1.0 / self.target.seconds(1)
+
+    @property
     def places(self) -> tuple[Any, ...]:
         """What two divisions that are the same have in common."""
-        division, target = self.division, self.target.residency
+        division, target = self.division, self.target.placement
         draft = None if division.draft is None else division.draft.resident_bytes
         device = division.shape.draft_device if division.draft is not None else None
         return division.n_drafted, target.n_slots, target.layers, draft, device
@@ -91,9 +96,9 @@ class Alternative:
     def name(self) -> str:
         """What is special about it."""
         shape, parts = self.division.shape, []
-        target = self.target.residency
+        target = self.target.placement
         if self.draft is not None:
-            parts.append(self._draft_name(self.draft.residency))
+            parts.append(self._draft_name(self.draft.placement))
         elif shape.n_drafted == 0 or not shape.has_draft:
             parts.append("no draft")
         if shape.n_drafted:
@@ -108,18 +113,18 @@ class Alternative:
         if draft.is_on_device:
             return "draft on the GPU"
         share = draft.resident_bytes / max(1, sum(layer.n_bytes for layer in draft.layers))
-        where = "on the CPU" if self.target.residency.is_on_device else "in memory"
+        where = "on the CPU" if self.target.placement.is_on_device else "in memory"
         return f"draft {where}" if share >= 1 else f"{share:.0%} of the draft {where}"
 
     def to_dict(self) -> dict[str, Any]:
-        residency = self.target.residency
+        placed = self.target.placement
         return {
             "name": self.name,
             "draft_device": self.division.shape.draft_device if self.draft else None,
-            "n_slots": residency.n_slots,
+            "n_slots": placed.n_slots,
             "num_draft_tokens": self.division.n_drafted,
-            "draft_resident_bytes": self.draft.residency.resident_bytes if self.draft else 0,
-            "streamed_bytes_per_pass": residency.streamed_bytes,
+            "draft_resident_bytes": self.draft.placement.resident_bytes if self.draft else 0,
+            "streamed_bytes_per_pass": placed.streamed_bytes,
             "tree_tokens": self.n_tree,
             "draft_depth": self.depth,
             "drafting_seconds": self.drafting_seconds,
@@ -129,8 +134,8 @@ class Alternative:
         }
 
 
-class Weighing:
-    """Finds the best division for one budget; remembers those that it weighed.
+class Search:
+    """Finds the best division for one budget; remembers those that it tried.
 
     Args:
         divider: of the models.
@@ -154,26 +159,26 @@ class Weighing:
         self._most_leaves = most_leaves
         self._fixed_slots = fixed_slots
         self._may_leave_out_draft = may_leave_out_draft
-        self.weighed: list[Alternative] = []
+        self.alternatives: list[Alternative] = []
 
-    def choose(self, total_bytes: int) -> Alternative:
+    def best(self, total_bytes: int) -> Alternative:
         """The fastest, with the draft; without it where it takes more than it brings.
 
         Raises BudgetExceeded with the smallest budget that works.
         """
-        self.weighed = []
+        self.alternatives = []
         best = self._with_draft(total_bytes)
         if best.draft is None:
             return best
-        alone = self._weigh(total_bytes, replace(best.division.shape, n_drafted=0, has_draft=False))
+        alone = self._try(total_bytes, replace(best.division.shape, n_drafted=0, has_draft=False))
         # Memory is what a draft costs for good, and what a target that streams could use. What
         # computing alone costs is known less well, and the policy measures it.
         if (
             self._may_leave_out_draft
-            and best.target.residency.n_moving_layers
+            and best.target.placement.n_moving_layers
             and alone.tokens_per_second > _WORTH_LEAVING_OUT * best.tokens_per_second
         ):
-            return self._choose(total_bytes, has_draft=False, draft_device=CPU)
+            return self._best_on(total_bytes, has_draft=False, draft_device=CPU)
         return best
 
     def _with_draft(self, total_bytes: int) -> Alternative:
@@ -182,18 +187,18 @@ class Weighing:
         refusal: BudgetExceeded | None = None
         for device in self._divider.draft_devices:
             try:
-                found.append(self._choose(total_bytes, has_draft=True, draft_device=device))
+                found.append(self._best_on(total_bytes, has_draft=True, draft_device=device))
             except BudgetExceeded as error:
                 refusal = refusal or error
         if refusal is not None and not found:
             raise refusal
         return max(found, key=lambda one: one.tokens_per_second)
 
-    def _choose(self, total_bytes: int, has_draft: bool, draft_device: str) -> Alternative:
+    def _best_on(self, total_bytes: int, has_draft: bool, draft_device: str) -> Alternative:
         """One dimension after the other, each from the best of those before."""
         shape = Shape(self._divider.least_drafted, has_draft=has_draft, draft_device=draft_device)
-        best = self._with_room(total_bytes, self._weigh(total_bytes, shape))
-        if best.target.residency.n_slots and not self._fixed_slots:
+        best = self._with_room(total_bytes, self._try(total_bytes, shape))
+        if best.target.placement.n_slots and not self._fixed_slots:
             best = self._better(total_bytes, best, ({"n_slots": n} for n in _SLOTS))
         # On the GPU a draft is held whole.
         n_bytes = self._divider.draft_layer_bytes(CPU) if draft_device == CPU else 0
@@ -216,7 +221,7 @@ class Weighing:
         start = best
         for change in changes:
             with suppress(BudgetExceeded):
-                found = self._weigh(total_bytes, replace(start.division.shape, **change))
+                found = self._try(total_bytes, replace(start.division.shape, **change))
                 least = max(best.tokens_per_second, _WORTH_A_CHANGE * start.tokens_per_second)
                 best = found if found.tokens_per_second > least else best
         return best
@@ -226,7 +231,7 @@ class Weighing:
         found = [best]
         for change in self._rooms():
             with suppress(BudgetExceeded):
-                found.append(self._weigh(total_bytes, replace(best.division.shape, **change)))
+                found.append(self._try(total_bytes, replace(best.division.shape, **change)))
         top = max(found, key=lambda one: one.tokens_per_second)
         return max(
             (
@@ -238,13 +243,13 @@ class Weighing:
             key=lambda one: one.division.n_drafted,
         )
 
-    def _weigh(self, total_bytes: int, shape: Shape) -> Alternative:
+    def _try(self, total_bytes: int, shape: Shape) -> Alternative:
         """Predict a division; one that comes out as an earlier one is that."""
         found = predict(self._divider.divide(total_bytes, shape), self._figures, self._spec)
-        for other in self.weighed:
+        for other in self.alternatives:
             if other.places == found.places:
                 return other
-        self.weighed.append(found)
+        self.alternatives.append(found)
         return found
 
 
@@ -271,7 +276,7 @@ def _predict_tree(
         depth = min(depth, likely_levels(n_drafted, spec.width))
     drafting = depth * level
     # A draft that streams has the storage to itself: nothing of the target is read meanwhile.
-    is_hidden = draft is None or not draft.residency.n_slots
+    is_hidden = draft is None or not draft.placement.n_slots
     times = target.times(1 + n_drafted, drafting if is_hidden else 0.0)
     seconds = times.cycle_seconds if is_hidden else times.seconds + drafting
     tokens = expected_tokens(n_drafted, depth)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from cpu_engine import CpuEngine
 from fake_device import Policy
+from tiered import plan_tiers
 
 from backends.cuda.probe import CudaMemory
 from backends.hf.timing import measure_compute
 from offload.residency.placement import LayerWeights, Placement
-from offload.residency.tiers import plan_tiers
 from offload.units import GIB
 
 PEAK_BYTES = 123

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -11,12 +11,24 @@ from weight_files import Weights
 
 from offload.device.streamer import DeviceStreamer
 from offload.residency.placement import LayerWeights, Placement
+from offload.residency.tiers import fill_device, fill_host
 from offload.storage.aligned import ALIGNMENT
 
 DEVICE, HOST, STORAGE = "device", "host", "storage"
 POLICIES = [(copies, computations) for copies in Policy for computations in Policy]
 TierOf = Callable[[int, int], str]
 """(layer, tensor) -> where it lives"""
+
+
+def plan_tiers(
+    layers: Sequence[LayerWeights],
+    host_bytes: int,
+    device_bytes: int,
+    *,
+    n_slots: int | None = None,
+) -> Placement:
+    """Fill the device's memory, then the host's."""
+    return fill_host(fill_device(layers, device_bytes), host_bytes, n_slots=n_slots)
 
 
 def tiered(weights: Weights, tier_of: TierOf, n_slots: int = 2) -> Placement:

@@ -53,9 +53,9 @@ def test_an_interrupt_at_every_call_of_a_pass(tmp_path: Path, policies) -> None:
             streamer.restart()
             walk(streamer, device, weights, 2)
         watchdog.cancel()
-    assert {"streamer.py:_lend", "streamer.py:_acquire"} <= places
+    assert {"streamer.py:_lend", "streamer.py:_enter"} <= places
     assert places & {
-        "lending.py:_release",
+        "lending.py:_end",
         "walk.py:give_back",
         "slots.py:release",
         "slots.py:_free",

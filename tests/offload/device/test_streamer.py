@@ -13,8 +13,9 @@ from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
 from weight_files import write_weights
 
 from offload.budget import BudgetExceeded
-from offload.device.streamer import DeviceStats, DeviceStreamer
+from offload.device.streamer import DeviceStreamer
 from offload.residency.placement import N_DEVICE_SLOTS, LayerWeights, Placement
+from offload.ring.walk import StreamStats
 from offload.storage.aligned import ALIGNMENT
 
 PAGE = ALIGNMENT
@@ -158,7 +159,7 @@ def test_figures(tmp_path: Path) -> None:
         assert 3 * plan.moved_bytes <= stats.bytes_copied <= 4 * plan.moved_bytes
         assert 3 * plan.streamed_bytes <= stats.bytes_read <= 5 * plan.streamed_bytes
         assert stats.copy_stall_seconds > 0
-        assert (stats - stats) == DeviceStats()
+        assert (stats - stats) == StreamStats()
 
 
 def test_all_on_the_device_needs_no_threads_and_no_pinned_memory(tmp_path: Path) -> None:

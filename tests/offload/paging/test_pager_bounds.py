@@ -182,7 +182,7 @@ print("survived")
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_an_absent_layer_faults(tmp_path: Path, layer: int, moment: str) -> None:
     root = Path(__file__).parents[3]
-    path = os.pathsep.join([str(root), str(root / "tests")])
+    path = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path), str(layer), moment],
         env={**os.environ, "PYTHONPATH": path},

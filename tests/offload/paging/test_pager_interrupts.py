@@ -55,7 +55,7 @@ def test_an_interrupt_at_every_call_and_in_the_repair(tmp_path: Path, n_slots: i
                 break
         watchdog.cancel()
         watchdog.join()
-    assert {"walk.py:resume_at", "pager.py:restart", "slots.py:restart"} <= places
+    assert {"walk.py:resume_at", "lending.py:restart", "slots.py:restart"} <= places
     assert {"slots.py:release", "slots.py:_take_ready", "slots.py:_free"} <= places
 
 

@@ -72,7 +72,7 @@ def test_an_interrupt_at_every_call_of_a_pass(tmp_path: Path, n_slots: int) -> N
             streamer.restart()
             weights.walk(streamer, 2)
     # How often a wait looks again depends on the storage: not every place is hit in every run.
-    assert places & {"lending.py:_release", "walk.py:give_back", "slots.py:release"}
+    assert places & {"lending.py:_end", "walk.py:give_back", "slots.py:release"}
     assert {"slots.py:wait_ready", "slots.py:_take_ready", "streamer.py:_lend"} <= places
 
 

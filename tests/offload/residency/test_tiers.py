@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiered import plan_tiers
 
 from offload.budget import BudgetExceeded
 from offload.formats.tensors import TensorRecord
 from offload.residency.placement import LayerWeights, Placement
 from offload.residency.plan import least_host_bytes
-from offload.residency.tiers import fill_device, least_device_bytes, plan_tiers
+from offload.residency.tiers import fill_device, least_device_bytes
 from offload.units import GIB, KIB, MIB
 
 _ROLES = {"down": 4, "gate": 4, "up": 4, "norm": 0.001, "q": 2, "o": 2}

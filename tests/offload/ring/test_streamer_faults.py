@@ -180,7 +180,7 @@ def test_resident_tensors_that_cannot_be_read(tmp_path: Path) -> None:
 CHILD = """
 import sys
 from pathlib import Path
-from helpers.weight_files import write_weights
+from weight_files import write_weights
 from offload.storage.direct_io import StorageError
 from offload.ring.streamer import WeightStreamer
 
@@ -213,7 +213,7 @@ def test_faults_of_real_reads(tmp_path: Path, fault: str, output: str | None) ->
     calls = "preadv,preadv2"
     strace = ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={calls}"]
     argv = [*strace, "-e", f"inject={calls}:{fault}", sys.executable, "-c", CHILD, str(tmp_path)]
-    path = os.pathsep.join([str(root), str(root / "tests")])
+    path = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
     done = subprocess.run(
         argv, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
     )

@@ -14,7 +14,7 @@ from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import level_width
 from specdec.planning.division import Divider, Gpu, Shape
 from specdec.planning.run_options import RunOptions
-from specdec.planning.search import Alternative, Figures, Weighing
+from specdec.planning.search import Alternative, Figures, Search
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
 
 BASE_BYTES = 300 * MIB
@@ -118,8 +118,8 @@ def weigh(
         10e9,
     )
     one = Divider(BIG, SMALL, asked, BASE_BYTES, gpu(vram, BIG, SMALL, where))
-    weighing = Weighing(one, figures, asked.spec, None, fixed_slots=False)
-    return weighing.choose(4 * GIB), weighing.weighed
+    search = Search(one, figures, asked.spec, None, fixed_slots=False)
+    return search.best(4 * GIB), search.alternatives
 
 
 def test_the_draft_goes_where_it_is_faster():
@@ -137,16 +137,16 @@ def test_a_draft_that_has_no_room_on_the_gpu_stays_on_the_cpu():
 
 def test_copies_set_the_pace_where_nothing_is_read_and_storage_where_it_is():
     chosen, _ = weigh("cuda")
-    copied = chosen.target.residency.moved_bytes
-    assert chosen.target.residency.streamed_bytes == 0
+    copied = chosen.target.placement.moved_bytes
+    assert chosen.target.placement.streamed_bytes == 0
     assert chosen.target.seconds(1) == pytest.approx(copied / 10e9, rel=0.02)
     assert "draft on the GPU" in chosen.name
     assert "on the GPU" in chosen.name.split(", ")[-1]
     asked = RunOptions("t", None, ctx_size=256)
     one = Divider(BIG, None, asked, BASE_BYTES, gpu(GIB, BIG, None, ""))
     figures = Figures(1e9, PaperModel("t", 1, 1, curve=FAST).measure_compute(), None, None, 10e9)
-    streamed = Weighing(one, figures, asked.spec, None, fixed_slots=False).choose(3 * GIB // 2)
-    read = streamed.target.residency.streamed_bytes
+    streamed = Search(one, figures, asked.spec, None, fixed_slots=False).best(3 * GIB // 2)
+    read = streamed.target.placement.streamed_bytes
     assert read > GIB
     assert streamed.target.seconds(1) == pytest.approx(read / 1e9, rel=0.02)
 
@@ -165,7 +165,7 @@ def weigh_by_rows(seconds_per_row: float) -> Alternative:
     )
     asked = RunOptions("t", "d", ctx_size=256)
     one = Divider(BIG, SMALL, asked, BASE_BYTES, gpu(3 * GIB, BIG, SMALL, "cuda"))
-    return Weighing(one, figures, asked.spec, None, fixed_slots=False).choose(8 * GIB)
+    return Search(one, figures, asked.spec, None, fixed_slots=False).best(8 * GIB)
 
 
 def test_trees_are_as_large_as_copies_hide_them():

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_models import PaperModel
+from tiered import plan_tiers
 
 from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute
 from offload.residency.plan import plan_residency
-from offload.residency.tiers import plan_tiers
 from offload.units import GIB, MIB
 from specdec.planning.pass_model import PassModel
 
@@ -34,7 +34,7 @@ def linear(fixed_seconds: float, seconds_per_row: float) -> ComputeCurve:
 
 def test_a_streamed_pass_takes_as_long_as_its_reads():
     one = model(40 * MIB, linear(0.001, 0.0001))
-    streamed = one.residency.streamed_bytes
+    streamed = one.placement.streamed_bytes
     assert streamed > 0
     assert one.seconds(1) == pytest.approx(streamed / 1e9)
     assert one.times(1).stall_seconds == pytest.approx(streamed / 1e9 - 0.0011)
@@ -50,7 +50,7 @@ def test_reads_that_slow_the_arithmetic_count_while_they_run():
     n_bytes = LAYER_BYTES + HEAD_BYTES
     slowed = ComputeCurve((1,), (1 / n_bytes,), (2 / n_bytes,))
     one = model(40 * MIB, slowed)
-    read_seconds = one.residency.streamed_bytes / 1e9
+    read_seconds = one.placement.streamed_bytes / 1e9
     # Of the second of arithmetic, half of the reading's time is lost.
     assert one.seconds(1) == pytest.approx(1 + read_seconds / 2, rel=1e-3)
 
@@ -95,7 +95,7 @@ def test_what_comes_after_the_layers_is_the_same_on_a_gpu():
         per_pass=ComputeCurve.linear(5.0, 0.5),
     )
     on_gpu = PassModel(plan_tiers(LAYERS, GIB, GIB), compute, 1e9, 1e10)
-    assert on_gpu.residency.n_moving_layers == 0
+    assert on_gpu.placement.n_moving_layers == 0
     layers = LAYER_BYTES / (LAYER_BYTES + HEAD_BYTES) * 0.4
     assert on_gpu.seconds(3) == pytest.approx(layers + (2 + 3) + (5 + 1.5))
     on_cpu = PassModel(plan_residency(LAYERS, GIB), compute, 1e9)

@@ -66,7 +66,7 @@ def test_what_was_weighed_is_a_table_and_the_chosen_one_is_marked() -> None:
 
 def test_why_the_chosen_row_is_not_the_first_one_is_said() -> None:
     plan = make_plan(6 * MIB)
-    ranked = sorted(plan.weighed, key=lambda one: -one.tokens_per_second)
+    ranked = sorted(plan.alternatives, key=lambda one: -one.tokens_per_second)
     for chosen in ranked:
         text = "\n".join(replace(plan, chosen=chosen).lines())
         assert ("has to be 3 % faster" in text) == (chosen is not ranked[0])

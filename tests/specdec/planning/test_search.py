@@ -13,7 +13,7 @@ from offload.units import GIB, MIB
 from specdec.config import SpecConfig
 from specdec.planning.division import Divider
 from specdec.planning.run_options import RunOptions
-from specdec.planning.search import Alternative, Figures, Weighing
+from specdec.planning.search import Alternative, Figures, Search
 from specdec.policy.assumptions import (
     ASSUMED_LEVEL_ACCEPTANCE,
     ASSUMED_TOKENS_PER_PASS,
@@ -45,7 +45,7 @@ def weigh(
         PaperModel("t", 1, 1, curve=compute).measure_compute(),
         None if draft is None else PaperModel("d", 1, 1, curve=compute).measure_compute(),
     )
-    weighing = Weighing(
+    search = Search(
         Divider(target, draft, asked, base_bytes=BASE_BYTES),
         figures,
         asked.spec,
@@ -53,7 +53,7 @@ def weigh(
         fixed_slots=asked.prefetch_depth is not None,
         may_leave_out_draft=asked.may_leave_out_draft,
     )
-    return weighing.choose(total_bytes), weighing.weighed
+    return search.best(total_bytes), search.alternatives
 
 
 BIG = PaperModel("t", 40, 40 * MIB, kv_bytes_per_token=1000)  # 3.1 GiB
@@ -68,7 +68,7 @@ def test_where_rows_are_free_there_is_room_for_the_largest_tree():
     assert len(plain) == 1
     assert plain[0].division.n_drafted == 0
     assert plain[0].tokens_per_second < chosen.tokens_per_second
-    assert chosen.target.residency.n_slots > 0
+    assert chosen.target.placement.n_slots > 0
 
 
 def test_where_rows_cost_a_pass_the_tree_is_small():
@@ -95,8 +95,8 @@ def test_no_division_is_listed_twice():
 def test_what_the_user_fixed_stays():
     chosen, weighed = weigh(BIG, SMALL_DRAFT, 2 * GIB, num_draft_tokens=5, prefetch_depth=4)
     assert (chosen.n_tree, chosen.division.n_drafted) == (5, 5)
-    assert chosen.target.residency.n_slots == 4
-    assert {one.target.residency.n_slots for one in weighed} == {4}
+    assert chosen.target.placement.n_slots == 4
+    assert {one.target.placement.n_slots for one in weighed} == {4}
     chosen, weighed = weigh(BIG, None, 2 * GIB, spec_type="none")
     assert all(one.division.n_drafted == 0 for one in weighed)
     assert chosen.tokens_per_pass == 1
@@ -104,8 +104,8 @@ def test_what_the_user_fixed_stays():
 
 def test_a_target_that_fits_has_no_ring_to_choose():
     chosen, weighed = weigh(PaperModel("t", 4, 4 * MIB), SMALL_DRAFT, 2 * GIB)
-    assert {one.target.residency.n_slots for one in weighed} == {0}
-    assert chosen.target.residency.streamed_bytes == 0
+    assert {one.target.placement.n_slots for one in weighed} == {0}
+    assert chosen.target.placement.streamed_bytes == 0
 
 
 LARGE_DRAFT = PaperModel("d", 30, 40 * MIB, kv_bytes_per_token=100)  # 2.3 GiB

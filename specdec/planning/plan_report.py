@@ -1,0 +1,89 @@
+"""A plan in lines for the user: the budget's parts, where the layers are, what was compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload.budget import MemoryBudget, format_up
+from offload.residency.placement import Placement
+from offload.units import GIB, format_bytes
+from specdec.planning.search import Alternative
+
+_WHY_NOT_THE_FASTEST = (
+    "the row with * may be slower than the first one: another ring, or less of the draft in "
+    "memory, has to be 3 % faster; room for larger trees may cost 1 %; a fixed draft is kept"
+)
+_HEADINGS = ("weighed", "GB/pass", "s, 1 row", "s, tree", "tokens/s")
+
+
+def memory_table(budget: MemoryBudget, title: str, source: str) -> list[str]:
+    """The parts that take something. source: where the budget's figure comes from."""
+    parts = budget.table()
+    width = max(len(name) for name, _ in parts)
+    lines = [f"{title} {format_bytes(budget.total_bytes)} ({source})"]
+    return lines + [f"  {name:<{width}}  {format_bytes(n):>11}" for name, n in parts if n]
+
+
+def enough(n_bytes: int) -> str:
+    """Enough when typed in; beside it what is easier to read."""
+    readable = f" ({format_bytes(n_bytes)})" if n_bytes >= GIB else ""
+    return format_up(n_bytes) + readable
+
+
+def placement_line(placed: Placement) -> str:
+    n_layers, n_streamed = len(placed.layers), placed.n_streamed_layers
+    if not placed.is_on_device:
+        line = f"{n_layers - n_streamed} of {n_layers} layers wholly in memory"
+    else:
+        line = f"{format_bytes(placed.device_layout.n_bytes)} of the layers in the GPU's memory"
+        if placed.n_moving_layers:
+            line += (
+                f", {format_bytes(placed.resident_bytes)} pinned in the host's; "
+                f"{format_bytes(placed.moved_bytes)} copied per pass through "
+                f"{placed.n_device_slots} slots of {format_bytes(placed.device_slot_bytes)}"
+            )
+    if not n_streamed:
+        return line
+    return (
+        f"{line}; {format_bytes(placed.streamed_bytes)} streamed per pass "
+        f"through {placed.n_slots} slots of {format_bytes(placed.slot_bytes)}"
+    )
+
+
+def speed_lines(chosen: Alternative) -> list[str]:
+    """Of a target whose weights move: what computing alone costs is known less well."""
+    target, n_rows = chosen.target, 1 + chosen.n_tree
+    link = f"copies to the GPU {target.copy_bytes_per_second / 1e9:.2f} GB/s; "
+    passes = (
+        f"storage {target.storage_bytes_per_second / 1e9:.2f} GB/s; "
+        f"{link if target.placement.is_on_device else ''}a pass of 1 token "
+        f"takes {target.seconds(1):.2f} s, of {n_rows} tokens {target.seconds(n_rows):.2f} s"
+    )
+    speed = f"predicted {chosen.plain_tokens_per_second:.2f} tokens/s plain"
+    if chosen.draft is not None:
+        speed += (
+            f", {chosen.tokens_per_second:.2f} tokens/s with the draft "
+            f"(assuming {chosen.tokens_per_pass:.1f} tokens per pass)"
+        )
+    return [passes, speed]
+
+
+def alternatives_table(alternatives: Sequence[Alternative], chosen: Alternative) -> list[str]:
+    """The divisions that were compared, the fastest first."""
+    if len(alternatives) < 2:
+        return []
+    ranked = sorted(alternatives, key=lambda one: -one.tokens_per_second)
+    width = max(len(one.name) for one in ranked) + 2
+    lines = [f"{_HEADINGS[0]:<{width}}" + "".join(f"{title:>10}" for title in _HEADINGS[1:])]
+    for one in ranked:
+        mark = "* " if one is chosen else "  "
+        figures = (
+            f"{one.target.placement.moved_bytes / 1e9:10.2f}",
+            f"{one.target.seconds(1):10.3f}",
+            f"{one.target.seconds(1 + one.n_tree):10.3f}",
+            f"{one.tokens_per_second:10.2f}",
+        )
+        lines.append(f"{mark + one.name:<{width}}" + "".join(figures))
+    if ranked[0] is not chosen:
+        lines.append(_WHY_NOT_THE_FASTEST)
+    return lines
