@@ -44,21 +44,21 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def ids(model: str | Path, draft: str | None, sampling: SamplingParams, **options: object):
+def ids(model: str | Path, draft: str | None, *samplings: SamplingParams, **options: object):
     with specdec.load(model, draft, ctx_size=256, **options) as llm:
-        return llm.generate(PROMPT, sampling).token_ids
+        return [llm.generate(PROMPT, sampling).token_ids for sampling in samplings]
 
 
 @pytest.fixture(scope="module")
 def plain(grown: Path) -> dict[SamplingParams, tuple[int, ...]]:
     """What the target says by itself, mapped from its file."""
-    return {s: ids(grown, None, s, load_mode="mmap", spec_type="none") for s in (GREEDY, SAMPLED)}
+    texts = ids(grown, None, GREEDY, SAMPLED, load_mode="mmap", spec_type="none")
+    return dict(zip((GREEDY, SAMPLED), texts, strict=True))
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("draft", ["pair:draft.gguf", "pair:draft", None])
-def test_no_draft_changes_the_output(grown, plain, draft, sampling):
-    assert ids(grown, draft, sampling) == plain[sampling]
+def test_no_draft_changes_the_output(grown, plain, draft):
+    assert ids(grown, draft, GREEDY, SAMPLED) == [plain[GREEDY], plain[SAMPLED]]
 
 
 @pytest.mark.parametrize("more_mib", [0, 40])
@@ -123,7 +123,8 @@ def test_a_quantised_cache_takes_less_of_the_budget(grown):
     # Blocks of 32 numbers in 34 bytes instead of 64.
     assert cache_bytes(cache_type_k="q8_0", cache_type_v="q8_0") == cache_bytes() * 34 // 64
     sampling = SamplingParams(max_tokens=32, ignore_eos=True)
-    assert len(ids(grown, None, sampling, cache_type_k="q8_0", cache_type_v="q8_0")) == 32
+    (tokens,) = ids(grown, None, sampling, cache_type_k="q8_0", cache_type_v="q8_0")
+    assert len(tokens) == 32
 
 
 def test_the_backend_has_the_cache_that_was_planned(grown):

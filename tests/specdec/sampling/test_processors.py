@@ -210,7 +210,8 @@ def test_extra_processors_come_before_the_warpers_and_after_the_rest() -> None:
     assert seen == [0.5], "after the penalty, before the temperature"
 
 
-def tiny_model():
+@pytest.fixture(scope="module")
+def tiny_model() -> Any:
     config = transformers.LlamaConfig(
         vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=128,
@@ -232,8 +233,8 @@ def tiny_model():
     ],
     ids=str,
 )
-def test_greedy_text_equals_generate(options: dict) -> None:
-    model = tiny_model()
+def test_greedy_text_equals_generate(options: dict, tiny_model: Any) -> None:
+    model = tiny_model
     params = SamplingParams(max_tokens=16, **options)
     prompt = [1, 11, 12, 13]
     expected = model.generate(
