@@ -120,7 +120,7 @@ class LLM:
             logits_processors: further transformers LogitsProcessors for the target's rows.
             cache_prompt: keep the KV of the tokens that this prompt and the text before it begin
                 with; False computes the whole prompt anew.
-            drafter: of your own, asked instead of those that the spec names; you close it.
+            drafter: of your own, asked instead of those that the spec names.
             overrides: single options of SamplingParams, such as max_tokens=128.
 
         Raises:

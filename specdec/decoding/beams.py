@@ -25,7 +25,7 @@ from specdec.decoding.beam_search import BeamRules, BeamSearch, by_score
 from specdec.sampling.gumbel import gumbel_at
 from specdec.sampling.logprobs import TopLogprobs, logprobs_of_token
 from specdec.sampling.sampler import Sampler
-from specdec.text.detokenizer import TextStream
+from specdec.text.stream import TextStream
 
 
 class BeamMemoryFull(ConfigError):

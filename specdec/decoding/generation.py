@@ -29,7 +29,7 @@ from specdec.planning.gpu import vram_peak_bytes
 from specdec.planning.run_options import CUDA
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
-from specdec.text.detokenizer import TextStream
+from specdec.text.stream import TextStream
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 

@@ -9,7 +9,7 @@ from specdec.decoding.stats import GenerationStats
 from specdec.sampling.logprobs import TopLogprobs
 from specdec.sampling.params import SEED_LIMIT
 from specdec.sampling.sampler import Sampler
-from specdec.text.detokenizer import TextStream
+from specdec.text.stream import TextStream
 from specdec.text.tokenizer import TokenDecoder
 
 

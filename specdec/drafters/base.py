@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
@@ -74,17 +73,3 @@ class Drafter(ABC):
 
     def reset(self) -> None:  # noqa: B027 (optional)
         """Forget the context: the next proposal belongs to another text."""
-
-    def close(self) -> None:  # noqa: B027 (optional)
-        """Free what the drafter holds; may be called twice."""
-
-    def __enter__(self) -> Drafter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.verification.acceptance import Acceptance
@@ -55,12 +54,6 @@ class MergedDrafter(Drafter):
     def reset(self) -> None:
         for drafter in self.drafters:
             drafter.reset()
-
-    def close(self) -> None:
-        """Close every drafter, also when one of them fails; the first error is raised."""
-        with ExitStack() as stack:
-            for drafter in reversed(self.drafters):
-                stack.callback(drafter.close)
 
 
 def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:

@@ -171,8 +171,7 @@ class FixedDrafter(Drafter):
     def __init__(self, *chains: tuple[int, ...], source: str = "draft", log_prob: float = -0.5):
         self.chains, self.source, self.log_prob = chains, source, log_prob
         self.observed: list[Acceptance] = []
-        self.n_closed = self.n_reset = 0
-        self.error: Exception | None = None
+        self.n_reset = 0
 
     def propose(self, context_ids, limits):
         tree = DraftTree(context_ids[-1])
@@ -187,11 +186,6 @@ class FixedDrafter(Drafter):
 
     def reset(self):
         self.n_reset += 1
-
-    def close(self):
-        self.n_closed += 1
-        if self.error:
-            raise self.error
 
 
 def test_merged_tree_holds_both_and_keeps_the_larger_probability() -> None:
@@ -221,19 +215,11 @@ def test_a_merged_chain_is_the_likeliest_path() -> None:
 
 def test_merged_drafter_tells_everyone() -> None:
     drafters = [FixedDrafter((1,)), FixedDrafter((2,))]
-    with MergedDrafter(drafters) as merged:
-        tree = merged.propose([9], LIMITS)
-        merged.observe(Acceptance((0,), 7, is_bonus=False), tree)
-        merged.reset()
-    assert [(len(d.observed), d.n_reset, d.n_closed) for d in drafters] == [(1, 1, 1)] * 2
-
-
-def test_all_are_closed_even_if_one_fails() -> None:
-    first, second = FixedDrafter(), FixedDrafter()
-    first.error = OSError("disk")
-    with pytest.raises(OSError, match="disk"):
-        MergedDrafter([first, second]).close()
-    assert second.n_closed == 1
+    merged = MergedDrafter(drafters)
+    tree = merged.propose([9], LIMITS)
+    merged.observe(Acceptance((0,), 7, is_bonus=False), tree)
+    merged.reset()
+    assert [(len(d.observed), d.n_reset) for d in drafters] == [(1, 1)] * 2
 
 
 def test_misuse_is_an_error() -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.text.detokenizer import UNFINISHED, IncrementalDetokenizer, StopStrings, TextStream
+from specdec.text.detokenizer import UNFINISHED, IncrementalDetokenizer
+from specdec.text.stream import StopStrings, TextStream
 from specdec.text.tokenizer import Tokenizer, TokenizerError
 
 tokenizers = pytest.importorskip("tokenizers")
