@@ -26,7 +26,7 @@ from specdec.decoding.stats import (
 LOSSY = "LOSSY (--accept-threshold)"
 
 Record = Mapping[str, Any]
-"""A `bench.decode.measure.Record` as a dictionary."""
+"""A `bench.process.results.Record` as a dictionary."""
 
 
 def of_mode(records: Sequence[Record], mode: str) -> list[Record]:
@@ -95,25 +95,28 @@ def first_mismatch(left: Sequence[int], right: Sequence[int]) -> int | None:
     return None if len(left) == len(right) else min(len(left), len(right))
 
 
-def compare_tokens(plain: Sequence[Record], speculative: Sequence[Record]) -> dict[str, Any]:
-    """How far the two decodings agree, prompt by prompt.
+def compare_tokens(records: Sequence[Record], reference: Sequence[Record]) -> dict[str, Any]:
+    """How far decodings agree with those of a reference, prompt by prompt.
 
-    `token_match` is the share of plain's tokens that come before a first mismatch: 1.0 means that
-    every token of every prompt is equal.
+    `token_match` is the share of tokens that come before a first mismatch, as far as both texts go
+    (a slow program does fewer): 1.0 means that all of them are equal, None that none is shared.
     """
-    others = {record["prompt"]: record["token_ids"] for record in speculative}
+    wanted = {record["prompt"]: record["token_ids"] for record in reference}
     mismatches: dict[str, int] = {}
-    n_equal = n_tokens = 0
-    for record in plain:
-        tokens = record["token_ids"]
-        at = first_mismatch(tokens, others[record["prompt"]])
-        n_tokens += len(tokens)
-        n_equal += len(tokens) if at is None else at
-        if at is not None:
-            mismatches[record["prompt"]] = at
+    n_shared = n_equal = n_tokens = 0
+    for record in records:
+        name, tokens = record["prompt"], record["token_ids"]
+        if name in wanted:
+            n = min(len(tokens), len(wanted[name]))
+            at = first_mismatch(tokens, wanted[name])
+            n_shared += 1
+            n_tokens += n
+            n_equal += n if at is None else min(at, n)
+            if at is not None:
+                mismatches[name] = at
     return {
-        "token_match": _share(n_equal, n_tokens),
-        "prompts_equal": len(plain) - len(mismatches),
+        "token_match": n_equal / n_tokens if n_tokens else None,
+        "prompts_equal": n_shared - len(mismatches),
         "first_mismatches": mismatches,
     }
 
@@ -121,11 +124,6 @@ def compare_tokens(plain: Sequence[Record], speculative: Sequence[Record]) -> di
 def mean_bandwidth(records: Sequence[Record]) -> float:
     values = [record["storage_bytes_per_second"] for record in records]
     return ratio(sum(values), len(values))
-
-
-def _share(n_equal: int, n_tokens: int) -> float:
-    """Of no tokens at all, all are equal."""
-    return ratio(n_equal, n_tokens) if n_tokens else 1.0
 
 
 # --- what was seen from outside, of any program ---------------------------------------------------
@@ -217,23 +215,6 @@ def count_of(n: int, thing: str) -> str:
     return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
 
 
-def token_match(records: Sequence[Record], reference: Sequence[Record]) -> float | None:
-    """Share of tokens before the first one that differs from the reference; None if none is shared.
-
-    A check of the set-up: greedy texts of the same weights are equal but for near ties.
-    """
-    wanted = {record["prompt"]: record["token_ids"] for record in reference}
-    n_tokens = n_equal = 0
-    for record in records:
-        if record["prompt"] in wanted:
-            n = min(len(record["token_ids"]), len(wanted[record["prompt"]]))
-            tokens = record["token_ids"][:n]
-            at = first_mismatch(tokens, wanted[record["prompt"]][:n])
-            n_tokens += n
-            n_equal += n if at is None else at
-    return n_equal / n_tokens if n_tokens else None
-
-
 def _bytes_per_token(records: Sequence[Record]) -> float | None:
     known = [record for record in records if record["bytes_read"] is not None]
     n_bytes = sum(record["bytes_read"][-1] - record["bytes_read"][1] for record in known)
@@ -266,7 +247,7 @@ def seconds_by_position(record: Record) -> dict[int, float]:
 
 
 def pass_times_of(records: Iterable[Mapping[str, Any]]) -> list[PassTime]:
-    """Of all passes of `bench.decode.measure.Record`s, also of those read from JSON."""
+    """Of all passes of `bench.process.results.Record`s, also of those read from JSON."""
     return [
         PassTime(int(one[0]), float(one[1]), bool(one[2]))
         for record in records

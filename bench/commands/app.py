@@ -64,7 +64,7 @@ def budgets() -> None:
 @app.command("predict", context_settings=_PASSED_ON, hidden=True)
 def predict() -> None:
     """What it was: now an option."""
-    raise UsageMistake("predict is now: specdec-bench sweep --predict --trees 0,16")
+    raise UsageMistake("predict is now: specdec-bench sweep --prediction --trees 0,16")
 
 
 @app.command("train-pair", context_settings=_PASSED_ON)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from bench.commands.shared import check_enforced, model_and_prompts, show
 from bench.options import (
     IgnoreEos,
     Log,
@@ -17,7 +18,7 @@ from bench.options import (
     check_output,
     check_writable,
 )
-from bench.prompts.workloads import BUILT_IN, read_prompts
+from bench.prompts.workloads import BUILT_IN
 from specdec.cli import options
 from specdec.cli.groups import TARGET, Target
 from specdec.config import MAX_DRAFT_TOKENS
@@ -49,33 +50,17 @@ def curve_command(
 ) -> None:
     """Speedup against acceptance rate, with a drafter of known accuracy."""
     from bench.decode.curve import CurveError, CurveSettings, CurveSpec, run_curve
-    from bench.process.results import CURVE, write_json
-    from bench.prompts.lengths import refuse_long
-    from bench.report.tables import tables
-    from bench.table import text_of
-    from specdec.models.names import resolve_model
+    from bench.process.results import CURVE
 
     settings = CurveSettings(parse_rates(rates), parse_lengths(sizes), max_tokens, ignore_eos, seed)
     check_output(output)
     check_writable("--output-file", output_file)
     check_writable("--log", log)
-    if enforce and load.memory_budget == "auto":
-        raise UsageMistake("--enforce needs a --memory-budget with a size, e.g. 3.5GiB")
-    path, chosen = resolve_model(load.model), read_prompts(prompts, n_prompts)
-    refuse_long(chosen, path, load.ctx_size)
-    spec = CurveSpec(
-        {**load.keywords(TARGET), "model": str(path)},
-        chosen,
-        settings,
-        str(log.resolve()) if log else None,
-    )
+    check_enforced(load, enforce)
+    keywords, chosen = model_and_prompts(load.keywords(TARGET), prompts, n_prompts)
+    spec = CurveSpec(keywords, chosen, settings, str(log.resolve()) if log else None)
     result = run_curve(spec, ["specdec-bench", *context.obj.argv], enforce=enforce)
-    if output_file is not None:
-        write_json(result, output_file)
-    if output == "json":
-        write_json(result, None)
-    else:
-        typer.echo(text_of(tables(CURVE, result)))
+    show(CURVE, result, output, output_file)
     n_unexplained = sum(not one["explained"] for one in result["differences"])
     if n_unexplained:
         raise CurveError(

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from bench.commands.shared import show
+
 
 def demo_command(
     size: Annotated[str, typer.Option("--size", help="Size of the grown target.")] = "auto",
@@ -26,13 +28,11 @@ def demo_command(
     """A grown target of at least twice its budget, plain against speculative; about two minutes."""
     from bench.demo import run_demo, text_of_first_prompt
     from bench.process.results import SPEEDUP
-    from bench.report.tables import tables
-    from bench.table import text_of
 
     started = time.monotonic()
     result = run_demo(
         size=size, memory_budget=memory_budget, directory=directory, keep=keep, format=format
     )
     typer.echo(text_of_first_prompt(result))
-    typer.echo(text_of(tables(SPEEDUP, result)))
+    show(SPEEDUP, result, "table", None)
     typer.echo(f"demo              {time.monotonic() - started:.0f} s in all")

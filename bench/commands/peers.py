@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import psutil
 import typer
 
+from bench.commands.shared import show
 from bench.options import (
     EnforceAlways,
     IgnoreEos,
@@ -97,13 +97,10 @@ def peers_command(
 ) -> None:
     """specdec against other programs: same weights, prompts, threads and memory limit."""
     from bench.peers.compare import compare
-    from bench.peers.runs import RunSettings
+    from bench.peers.runs import settings_for
     from bench.process.results import PEERS as KIND
     from bench.process.results import write_json
     from bench.prompts.lengths import fitting
-    from bench.report.tables import tables
-    from bench.table import text_of
-    from specdec.planning.division import DEFAULT_CTX_SIZE
 
     check_output(output)
     check_lossless(load, "peers")
@@ -115,19 +112,15 @@ def peers_command(
         raise UsageMistake("--storage-mbps needs the cgroup that --no-enforce leaves out")
     interpreters = parse_interpreters(peer_python or [], names)
     weights = all_weights(*model_names(load), other_model, other_draft)
-    keywords = load.keywords(LOAD)
-    own = ("model", "draft_model", "memory_budget", "ctx_size", "threads")
-    settings = RunSettings(
+    settings = settings_for(
+        load.keywords(LOAD),
         memory_bytes=parse_bytes(load.memory_budget),
         n_tokens=max_tokens,
         seconds=time_limit,
-        n_threads=load.threads or psutil.cpu_count(logical=False) or 1,
-        n_ctx=load.ctx_size or DEFAULT_CTX_SIZE,
         enforce=enforce,
         storage_mbps=storage_mbps,
         ignore_eos=ignore_eos,
         cpu_memory_bytes=parse_bytes(peer_cpu_memory) if peer_cpu_memory else None,
-        load={name: value for name, value in keywords.items() if name not in own},
         interpreters=interpreters,
     )
     fit, n_too_long = fitting(read_prompts(prompts), weights[0].model, load.ctx_size, max_tokens)
@@ -139,11 +132,7 @@ def peers_command(
 
     argv = ["specdec-bench", *context.obj.argv]
     result = compare(names, weights, chosen, settings, argv, save, n_too_long)
-    save(result)
-    if output == "json":
-        write_json(result, None)
-    else:
-        typer.echo(text_of(tables(KIND, result)))
+    show(KIND, result, output, output_file)
 
 
 def parse_peers(text: str) -> list[str]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from bench.commands.shared import check_enforced, model_and_prompts, show
 from bench.options import (
     IgnoreEos,
     Log,
     NPrompts,
     OutputFile,
     Prompts,
-    UsageMistake,
     check_writable,
     sampling_keywords,
 )
-from bench.prompts.workloads import BUILT_IN, read_prompts
+from bench.prompts.workloads import BUILT_IN
 from specdec.cli import options
 from specdec.cli.groups import LOAD, Load, Sampling
 
@@ -46,28 +47,24 @@ def policy_command(
     log: Log = None,
 ) -> None:
     """The automatic size of trees against fixed ones, in one process."""
-    from bench.decode.policy import PolicySpec, parse_sizes, sweep_in_child
-    from bench.process.results import POLICY, write_json
-    from bench.prompts.lengths import refuse_long
-    from bench.report.tables import tables
-    from bench.table import text_of
-    from specdec.models.names import resolve_model
+    from bench.decode.policy import run_policy
+    from bench.decode.ways import parse_sizes
+    from bench.process.provenance import collect
+    from bench.process.results import POLICY
 
-    if enforce and load.memory_budget == "auto":
-        raise UsageMistake("--enforce needs a --memory-budget with a size, e.g. 3.5GiB")
+    check_enforced(load, enforce)
     check_writable("--output-file", output_file)
     check_writable("--log", log)
-    path, chosen = resolve_model(load.model), read_prompts(prompts, n_prompts)
-    refuse_long(chosen, path, load.ctx_size)
-    spec = PolicySpec(
-        load={**load.keywords(LOAD), "model": str(path)},
-        prompts=tuple(chosen),
-        sampling=sampling_keywords(max_tokens, ignore_eos, sampling),
-        sizes=parse_sizes(sizes),
+    keywords, chosen = model_and_prompts(load.keywords(LOAD), prompts, n_prompts)
+    provenance = collect(["specdec-bench", *context.obj.argv], Path(keywords["model"]))
+    result = run_policy(
+        keywords,
+        chosen,
+        sampling_keywords(max_tokens, ignore_eos, sampling),
+        parse_sizes(sizes),
         with_plain=with_plain,
         log=str(log.resolve()) if log else None,
+        enforce=enforce,
     )
-    result = sweep_in_child(spec, ["specdec-bench", *context.obj.argv], enforce=enforce)
-    if output_file is not None:
-        write_json(result, output_file)
-    typer.echo(text_of(tables(POLICY, result)))
+    result["provenance"] = provenance
+    show(POLICY, result, "table", output_file)

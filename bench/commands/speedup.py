@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bench.commands.shared import model_and_prompts, show
 from bench.options import (
     IgnoreEos,
     Log,
@@ -21,7 +22,7 @@ from bench.options import (
     model_names,
     sampling_keywords,
 )
-from bench.prompts.workloads import BUILT_IN, read_prompts
+from bench.prompts.workloads import BUILT_IN
 from specdec.cli import options
 from specdec.cli.groups import LOAD, Load, Sampling
 
@@ -56,18 +57,13 @@ def speedup_command(
 ) -> None:
     """Plain streamed decoding against speculative decoding of the same target."""
     from bench.decode.speedup import SpeedupRun, run_speedup
-    from bench.process.results import SPEEDUP, write_json
-    from bench.prompts.lengths import refuse_long
-    from bench.report.tables import tables
-    from bench.table import text_of
+    from bench.process.results import SPEEDUP
     from offload.units import parse_bytes
-    from specdec.models.names import resolve_model
 
     _check_choices(output, peer, load, enforce, output_file, log)
-    path, chosen = resolve_model(load.model), read_prompts(prompts, n_prompts)
-    refuse_long(chosen, path, load.ctx_size)
+    keywords, chosen = model_and_prompts(load.keywords(LOAD), prompts, n_prompts)
     run = SpeedupRun(
-        load={**load.keywords(LOAD), "model": str(path)},
+        load=keywords,
         prompts=chosen,
         sampling=sampling_keywords(max_tokens, ignore_eos, sampling),
         enforce=enforce,
@@ -78,12 +74,7 @@ def speedup_command(
         peer_cpu_memory=parse_bytes(peer_cpu_memory) if peer_cpu_memory else None,
     )
     result = run_speedup(run, ["specdec-bench", *context.obj.argv])
-    if output_file is not None:
-        write_json(result, output_file)
-    if output == "json":
-        write_json(result, None)
-    else:
-        typer.echo(text_of(tables(SPEEDUP, result)))
+    show(SPEEDUP, result, output, output_file)
 
 
 def _check_choices(

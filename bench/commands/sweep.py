@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import psutil
 import typer
 
 from bench.options import (
@@ -59,10 +58,10 @@ Trees = Annotated[
 TimeLimit = Annotated[
     float, typer.Option("--time-limit", min=1, help="Seconds of decoding for each setting.")
 ]
-Predict = Annotated[
+Prediction = Annotated[
     bool,
     typer.Option(
-        "--predict",
+        "--prediction",
         help="Hold the plan to what it says of seconds per pass and tokens per second.",
     ),
 ]
@@ -94,12 +93,12 @@ def sweep_command(
     time_limit: TimeLimit = 120.0,
     enforce: EnforceAlways = True,
     ignore_eos: IgnoreEos = False,
-    predict: Predict = False,
+    prediction: Prediction = False,
     reference: Reference = None,
 ) -> None:
     """Budgets x storage speeds x tree sizes; interrupted, it goes on where it was."""
     from bench.peers.registry import Weights
-    from bench.peers.runs import RunSettings
+    from bench.peers.runs import settings_for
     from bench.peers.sweep import (
         Sweep,
         all_settings,
@@ -113,7 +112,6 @@ def sweep_command(
     from bench.prompts.lengths import fitting
     from bench.report.tables import tables
     from bench.table import text_of
-    from specdec.planning.division import DEFAULT_CTX_SIZE
 
     check_writable("--output-file", output_file)
     check_lossless(load, "sweep")
@@ -124,18 +122,16 @@ def sweep_command(
     weights = Weights.named(*model_names(load))
     if weights.draft is None and any(size != 0 for size in sizes):
         raise UsageMistake("--trees above 0 need a draft model: give -md, or --trees 0")
-    own = ("model", "draft_model", "memory_budget", "ctx_size", "threads", "num_draft_tokens")
-    base = RunSettings(
+    keywords = {k: v for k, v in load.keywords(LOAD).items() if k != "num_draft_tokens"}
+    base = settings_for(
+        keywords,
         memory_bytes=0,
         n_tokens=max_tokens,
         seconds=time_limit,
-        n_threads=load.threads or psutil.cpu_count(logical=False) or 1,
-        n_ctx=load.ctx_size or DEFAULT_CTX_SIZE,
         enforce=enforce,
         ignore_eos=ignore_eos,
-        load={name: value for name, value in load.keywords(LOAD).items() if name not in own},
         sampling={"seed": 0, **sampling} if sampling else {},
-        predict=predict,
+        predict=prediction,
     )
     texts = None if reference is None else reference_texts(reference)
     fit, n_too_long = fitting(read_prompts(prompts), weights.model, load.ctx_size, max_tokens)

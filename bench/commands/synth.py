@@ -9,6 +9,7 @@ import typer
 
 from bench.synth.shapes import SHAPES, SynthError, choose_shape, named_shape
 from offload.units import format_bytes, parse_bytes
+from specdec.cli.output import loading_progress
 
 DEFAULT_SIZE = "6GB"
 # The first is the default.
@@ -82,7 +83,7 @@ def synth_command(
     form = (GGUF_FORMATS if format == "gguf" else FORMATS)[dtype]
     small = SourceModel(folder).shape
     shape = choose_shape(small, base, n_bytes, vocab_size, form.bytes_per_weight)
-    with _ProgressBar(out.name) as bar:
+    with loading_progress(out.name) as progress:
         report = (grow_gguf if format == "gguf" else grow)(
             folder,
             out,
@@ -92,7 +93,7 @@ def synth_command(
             seed=seed,
             force=force,
             source_name=source,
-            progress=bar.update,
+            progress=progress,
         )
     typer.echo(
         f"{report.path}: {report.shape.n_layers} layers, "
@@ -110,32 +111,3 @@ def _check_dtype(format: str, dtype: str | None) -> str:
     if dtype not in known:
         raise SynthError(f"unknown dtype {dtype!r} for {format}; known: {', '.join(known)}")
     return dtype
-
-
-class _ProgressBar:
-    """A rich progress bar of bytes on stderr."""
-
-    def __init__(self, label: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
-
-        self._progress = Progress(
-            "[progress.description]{task.description}",
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            console=Console(stderr=True),
-        )
-        self._task = self._progress.add_task(label, total=None)
-
-    def update(self, n_bytes: int, total_bytes: int) -> None:
-        # Begins with the first bytes, so that a refusal is not printed below an empty bar.
-        self._progress.start()
-        self._progress.update(self._task, completed=n_bytes, total=total_bytes)
-
-    def __enter__(self) -> _ProgressBar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._progress.live.is_started:  # else it would print an empty line
-            self._progress.stop()

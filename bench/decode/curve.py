@@ -12,7 +12,6 @@ time, so that a drift of the storage's speed falls on all of them.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -24,9 +23,9 @@ from bench.decode.curve_figures import summarise
 from bench.decode.known_drafter import KnownAccuracyDrafter
 from bench.decode.near_ties import examine
 from bench.figures import first_mismatch
-from bench.process.child import measure_for_parent, quiet_libraries, result_of_child
+from bench.process.child import measure_for_parent, result_of_child
 from bench.process.provenance import collect
-from bench.process.results import append_line
+from bench.process.results import Record, append_line
 from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.config import SpecConfig
@@ -84,8 +83,8 @@ class CurveSpec:
     """JSON lines, appended to as records are made."""
 
     @classmethod
-    def read(cls, path: Path) -> CurveSpec:
-        values = json.loads(path.read_text(encoding="utf-8"))
+    def of(cls, values: dict[str, Any]) -> CurveSpec:
+        """From JSON."""
         settings = values["settings"]
         settings |= {name: tuple(settings[name]) for name in ("rates", "lengths")}
         prompts = [Prompt(**prompt) for prompt in values["prompts"]]
@@ -97,7 +96,6 @@ def run_curve(spec: CurveSpec, argv: Sequence[str], *, enforce: bool) -> dict[st
 
     The keys of `measure_curve`, and model, enforced, provenance.
     """
-    quiet_libraries()
     provenance = collect(argv, Path(spec.load["model"]))
     limit = spec.load["memory_budget"] if enforce else None
     result = result_of_child("bench.decode.curve", spec, limit)
@@ -126,7 +124,7 @@ def measure_curve(
                         position, tokens, gap, drift, explained of `near_ties.NearTie`
         n_texts         that were compared
         plan, n_prompts, max_tokens, memory_budget_bytes
-        records         prompt, rate, n_draft_tokens (0: plain), token_ids, stats, pass_times
+        records         `bench.process.results.Record`s with rate and n_draft_tokens (0: plain)
 
     Raises:
         CurveError: a prompt and its text do not fit in the context.
@@ -191,14 +189,13 @@ class _Turns:
     def decode(self, rate: float, n_drafted: int) -> dict[str, Any]:
         n_wanted = self._settings.wanted_tokens(n_drafted)
         tokens, stats = self._decode(rate, n_drafted, n_wanted)
-        return {
-            "prompt": self._prompt.name,
-            "rate": rate,
-            "n_draft_tokens": n_drafted,
-            "token_ids": tokens,
-            "stats": stats.to_dict(),
-            "pass_times": [list(one) for one in stats.pass_times],
-        }
+        record = Record(
+            self._prompt.name,
+            token_ids=tokens,
+            stats=stats.to_dict(),
+            pass_times=[list(one) for one in stats.pass_times],
+        )
+        return {**asdict(record), "rate": rate, "n_draft_tokens": n_drafted}
 
     def differences(self, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Of the texts that are not plain decoding's: near ties?"""
@@ -294,5 +291,5 @@ def measure(spec: CurveSpec, out: TextIO) -> dict[str, Any]:
 
 if __name__ == "__main__":
     sys.exit(
-        measure_for_parent(sys.argv[1:], lambda path: measure(CurveSpec.read(path), sys.stderr))
+        measure_for_parent(sys.argv[1:], lambda values: measure(CurveSpec.of(values), sys.stderr))
     )

@@ -1,37 +1,38 @@
-"""One loaded model, prompt by prompt: plain and speculative decoding side by side.
+"""One loaded model, prompt by prompt: plain and speculative decoding, or other ways, side by side.
 
 Runs as a process of its own, so that memory figures and limits mean this measurement and nothing
 else:
 
     python -m bench.decode.measure SPEC.json RESULT.json
 
-For every prompt: probe the storage, decode plainly, decode speculatively, the two in turns first.
+Every prompt is decoded in every way, each in turn the first, the storage probed in between.
 Each record also goes to a log at once, so that an interrupted measurement keeps what it has.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from bench.decode.near_ties import examine
+from bench.decode.ways import PLAIN, SPECULATIVE, keywords_of
 from bench.process.child import measure_for_parent, result_of_child
 from bench.process.probe import BUFFER_BYTES, probe_bandwidth
-from bench.process.results import append_line
+from bench.process.results import Record, append_line
 from bench.prompts.workloads import Prompt
 from offload.units import parse_bytes
-from specdec.decoding.stats import PassTime, ratio
+from specdec.decoding.stats import ratio
 from specdec.models.files import largest_weight_file
+from specdec.policy.lessons import Experience
 
 if TYPE_CHECKING:
     from specdec.api import LLM
 
-MODES = ("plain", "speculative")
+MODES = (PLAIN, SPECULATIVE)
 WARM_UP_TOKENS = 3  # the first pass pays for threads, caches and scratch memory
 # Read-ahead goes on for a moment after a generation; a probe must have the storage to itself.
 SETTLE_SECONDS = 0.5
@@ -50,30 +51,15 @@ class MeasureSpec:
     """JSON lines, appended to as records are made."""
     settle_seconds: float = SETTLE_SECONDS
     modes: tuple[str, ...] = MODES
+    """Names of `bench.decode.ways`."""
+    probes: bool = True
+    """Whether the storage and each prompt's own pass are measured too."""
 
     @classmethod
-    def read(cls, path: Path) -> MeasureSpec:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        values["prompts"] = [Prompt(**prompt) for prompt in values["prompts"]]
-        return cls(**{**values, "modes": tuple(values["modes"])})
-
-
-@dataclass(frozen=True)
-class Record:
-    """One prompt, decoded once."""
-
-    prompt: str
-    mode: str
-    token_ids: list[int]
-    finish_reason: str
-    stats: dict[str, Any]
-    storage_bytes_per_second: float
-    """Mean of the probes just before and just after."""
-    text: str = field(default="")
-    pass_times: list[PassTime] = field(default_factory=list)
-    """Of every decode pass: rows, seconds, and whether there was drafting beside it."""
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """(seconds since the prompt was handed over, tokens that came at once), as of the peers."""
+    def of(cls, values: dict[str, Any]) -> MeasureSpec:
+        """From JSON."""
+        prompts = [Prompt(**prompt) for prompt in values["prompts"]]
+        return cls(**{**values, "prompts": prompts, "modes": tuple(values["modes"])})
 
 
 def measure_in_child(spec: MeasureSpec, *, enforce: bool) -> dict[str, Any]:
@@ -91,9 +77,9 @@ def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
     from specdec.cli.output import loading_progress
 
     with loading_progress(f"loading {spec.load['model']}") as progress:
-        llm = load(**_without_probe(spec.load), progress=progress)
+        llm = load(**_without_probe(spec), progress=progress)
     with llm:
-        probe = Probe(Path(spec.load["model"]), spec.settle_seconds)
+        probe = Probe(Path(spec.load["model"]), spec.settle_seconds) if spec.probes else None
         records = _measure_all(llm, spec, probe, out)
         is_comparable = not spec.sampling.get("temperature") and spec.modes == MODES
         near_ties = _near_ties(llm, spec, records) if is_comparable else []
@@ -102,32 +88,38 @@ def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
         "records": [asdict(record) for record in records],
         "near_ties": near_ties,
         "plan": plan,
-        "storage_probe": probe.method,
+        "storage_probe": probe and probe.method,
     }
 
 
-def _without_probe(load: dict[str, Any]) -> dict[str, Any]:
+def _without_probe(spec: MeasureSpec) -> dict[str, Any]:
     """The probe's buffers live in this process too: they come out of the budget."""
-    if load["memory_budget"] == "auto":
-        return load
-    return {**load, "memory_budget": parse_bytes(load["memory_budget"]) - BUFFER_BYTES}
+    budget = spec.load.get("memory_budget", "auto")
+    if budget == "auto" or not spec.probes:
+        return spec.load
+    return {**spec.load, "memory_budget": parse_bytes(budget) - BUFFER_BYTES}
 
 
-def _measure_all(llm: LLM, spec: MeasureSpec, probe: Probe, out: TextIO) -> list[Record]:
-    for mode in spec.modes:
-        few = {**spec.sampling, "max_tokens": WARM_UP_TOKENS}
-        llm.generate(spec.prompts[0].text, speculative=mode == "speculative", **few)
+def _measure_all(llm: LLM, spec: MeasureSpec, probe: Probe | None, out: TextIO) -> list[Record]:
+    ways = {mode: keywords_of(mode, llm.spec) for mode in spec.modes}
+    plan, few = llm.plan, {**spec.sampling, "max_tokens": WARM_UP_TOKENS}
+    for way in ways.values():  # threads, caches and scratch memory, not the policy
+        llm.generate(spec.prompts[0].text, **way, **few)
+    experiences = {
+        mode: Experience(plan.pass_cost, plan.draft_cost, plan.n_draft_tokens) for mode in ways
+    }
     records: list[Record] = []
     started = time.monotonic()
     for index, prompt in enumerate(spec.prompts):
-        order = spec.modes if index % 2 == 0 else spec.modes[::-1]
-        pair = []
-        for mode in order:
-            pair.append(_measure_one(llm, prompt, mode, spec.sampling, probe))
+        first = index % len(spec.modes)
+        turn = []
+        for mode in spec.modes[first:] + spec.modes[:first]:
+            llm.session.experience = experiences[mode]
+            turn.append(_measure_one(llm, prompt, mode, {**ways[mode], **spec.sampling}, probe))
             if spec.log is not None:
-                append_line(asdict(pair[-1]), Path(spec.log))
-        records += pair
-        _report(out, pair, index + 1, len(spec.prompts), time.monotonic() - started)
+                append_line(asdict(turn[-1]), Path(spec.log))
+        records += turn
+        _report(out, turn, index + 1, len(spec.prompts), time.monotonic() - started)
     return records
 
 
@@ -147,20 +139,18 @@ def _near_ties(llm: LLM, spec: MeasureSpec, records: Sequence[Record]) -> list[d
 
 
 def _measure_one(
-    llm: LLM, prompt: Prompt, mode: str, sampling: dict[str, Any], probe: Probe
+    llm: LLM, prompt: Prompt, mode: str, how: dict[str, Any], probe: Probe | None
 ) -> Record:
-    before = probe.latest()
-    # The prompt's time is measured too, so the other mode's KV of it is of no use here.
-    stream = llm.stream(
-        prompt.text, speculative=mode == "speculative", cache_prompt=False, **sampling
-    )
+    before = probe.latest() if probe else 0.0
+    # Where the prompt's time is measured too, the other ways' KV of it is of no use.
+    stream = llm.stream(prompt.text, cache_prompt=probe is None, **how)
     arrivals = []
     started = time.perf_counter()
     for chunk in stream:
         if chunk.token_ids:  # the last one may bring text alone
             arrivals.append((time.perf_counter() - started, len(chunk.token_ids)))
     result = stream.result
-    after = probe.measure()
+    after = probe.measure() if probe else 0.0
     return Record(
         prompt=prompt.name,
         mode=mode,
@@ -196,8 +186,8 @@ class Probe:
 
 def _report(out: TextIO, runs: Sequence[Record], n_done: int, n_total: int, seconds: float) -> None:
     speed = {record.mode: record.stats["tokens_per_second"] for record in runs}
-    figures = [f"{mode} {speed[mode]:.2f} tok/s" for mode in MODES if mode in speed]
-    if len(speed) == len(MODES):
+    figures = [f"{mode} {speed[mode]:.2f} tok/s" for mode in sorted(speed)]
+    if set(speed) == set(MODES):
         figures.append(f"{ratio(speed['speculative'], speed['plain']):.2f}x")
     left = seconds / n_done * (n_total - n_done)
     print(
@@ -209,5 +199,5 @@ def _report(out: TextIO, runs: Sequence[Record], n_done: int, n_total: int, seco
 
 if __name__ == "__main__":
     sys.exit(
-        measure_for_parent(sys.argv[1:], lambda path: measure(MeasureSpec.read(path), sys.stderr))
+        measure_for_parent(sys.argv[1:], lambda values: measure(MeasureSpec.of(values), sys.stderr))
     )

@@ -12,28 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from bench import figures as aggregate
 from bench.decode.measure import MeasureSpec, measure_in_child
 from bench.figures import (
+    Record,
+    aggregate_stats,
+    compare_tokens,
     efficiency,
+    mean_bandwidth,
+    of_mode,
     pairwise_ratios,
     pass_times_of,
+    roofline_fraction,
     summarise,
-    token_match,
     typical_pass_seconds,
 )
 from bench.peers.registry import PEERS, Weights
-from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
+from bench.peers.runs import ProcessRun, ProgramRunner, settings_for
 from bench.process import limited
-from bench.process.child import quiet_libraries
 from bench.process.provenance import collect
 from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 from offload.units import parse_bytes
 from specdec.decoding.stats import ratio
-from specdec.planning.division import DEFAULT_CTX_SIZE
 
 # Its prompts and tokens are few and given: no other limit is wanted.
 _PEER_SECONDS = 3600.0
@@ -66,7 +66,6 @@ def run_speedup(run: SpeedupRun, argv: Sequence[str]) -> dict[str, Any]:
 
     Raises PeerError where the peer does not survive its limit.
     """
-    quiet_libraries()
     provenance = collect(argv, Path(run.load["model"]))
     peer = _make_peer(run)
     prompts = run.prompts[: run.peer_prompts]
@@ -110,7 +109,7 @@ def _peer_column(
         "settings": runs[-1].settings,
         "trials": peer.trials,
         "prompts": records,
-        "token_match": token_match(records, aggregate.of_mode(ours, "plain")),
+        "token_match": compare_tokens(records, of_mode(ours, "plain"))["token_match"],
     }
 
 
@@ -119,7 +118,7 @@ def _ratios(ours: Sequence[dict[str, Any]], peer: Mapping[str, Any]) -> dict[str
 
     See bench.figures.pairwise_ratios for the keys.
     """
-    runs = {mode: aggregate.of_mode(ours, mode) for mode in ("plain", "speculative")}
+    runs = {mode: of_mode(ours, mode) for mode in ("plain", "speculative")}
     found = pairwise_ratios({**runs, _PEER: peer["prompts"]})
     return {mode: found[mode][_PEER] for mode in runs if _PEER in found[mode]}
 
@@ -127,9 +126,9 @@ def _ratios(ours: Sequence[dict[str, Any]], peer: Mapping[str, Any]) -> dict[str
 def build_report(run: SpeedupRun, measured: dict[str, Any]) -> dict[str, Any]:
     """The figures of our own runs."""
     records = measured["records"]
-    plain, speculative = (aggregate.of_mode(records, mode) for mode in ("plain", "speculative"))
-    stats = {"plain": aggregate.aggregate_stats(plain)}
-    stats["speculative"] = aggregate.aggregate_stats(speculative)
+    plain, speculative = (of_mode(records, mode) for mode in ("plain", "speculative"))
+    stats = {"plain": aggregate_stats(plain)}
+    stats["speculative"] = aggregate_stats(speculative)
     speeds = [stats[mode]["tokens_per_second"] for mode in ("speculative", "plain")]
     speedup = ratio(*speeds)
     length = stats["speculative"]["mean_acceptance_length"]
@@ -138,10 +137,10 @@ def build_report(run: SpeedupRun, measured: dict[str, Any]) -> dict[str, Any]:
         **stats,
         "speedup": speedup,
         **_efficiency(speedup, length, plain, speculative),
-        "storage_roofline_fraction": aggregate.roofline_fraction(plain, bytes_per_pass),
-        **aggregate.compare_tokens(plain, speculative),
+        "storage_roofline_fraction": roofline_fraction(plain, bytes_per_pass),
+        **compare_tokens(speculative, plain),
         "near_ties": measured["near_ties"],
-        "storage_bytes_per_second": aggregate.mean_bandwidth(records),
+        "storage_bytes_per_second": mean_bandwidth(records),
         "storage_probe": measured["storage_probe"],
         "bytes_per_pass": bytes_per_pass,
         "model": run.load["model"],
@@ -160,8 +159,8 @@ def build_report(run: SpeedupRun, measured: dict[str, Any]) -> dict[str, Any]:
 def _efficiency(
     speedup: float,
     tokens_per_pass: float,
-    plain: Sequence[aggregate.Record],
-    speculative: Sequence[aggregate.Record],
+    plain: Sequence[Record],
+    speculative: Sequence[Record],
 ) -> dict[str, float | None]:
     """T(1), T(N) and what of their promise arrives; N is what the trees came to."""
     seconds_1, seconds_n = (
@@ -183,12 +182,11 @@ def _make_peer(run: SpeedupRun) -> ProgramRunner | None:
     if run.peer is None:
         return None
     weights = Weights.named(run.load["model"], run.load.get("draft_model"))
-    settings = RunSettings(
+    settings = settings_for(
+        run.load,
         memory_bytes=parse_bytes(run.load["memory_budget"]),
         n_tokens=run.peer_tokens,
         seconds=_PEER_SECONDS,
-        n_threads=run.load.get("threads") or psutil.cpu_count(logical=False) or 1,
-        n_ctx=run.load.get("ctx_size") or DEFAULT_CTX_SIZE,
         enforce=run.enforce,
         ignore_eos=bool(run.sampling.get("ignore_eos")),
         cpu_memory_bytes=run.peer_cpu_memory,

@@ -34,7 +34,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.figures import by_category, pairwise_ratios, summarise, token_match
+from bench.figures import by_category, compare_tokens, pairwise_ratios, summarise
 from bench.peers.registry import PEERS, Peer, Weights, why_not
 from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
 from bench.peers.weights import describe_weights
@@ -187,4 +187,5 @@ def _match_tokens(rows: Sequence[dict[str, Any]]) -> None:
             for other in rows
             if other["peer"] == _REFERENCE and other["weights"] == row["weights"]
         ]
-        row["token_match"] = token_match(row["prompts"], references[0]) if references else None
+        compared = compare_tokens(row["prompts"], references[0] if references else ())
+        row["token_match"] = compared["token_match"]

@@ -1,13 +1,11 @@
 """What every measured program is given and what it writes: the same for peers and for specdec.
 
-    python -m bench.peer_NAME TASK.json JOURNAL.jsonl
+    python -m bench.peers.NAME TASK.json JOURNAL.jsonl
 
 The journal is written line by line, so that a program which is killed leaves what it had measured:
 
     {"loaded": {"load_seconds": s, "settings": {...}}}
-    {"prompt": {"prompt": name, "category": c, "token_ids": [...], "arrivals": [[s, n], ...],
-                "bytes_read": [at the start, at the first token, at the end],
-                "ended": "whole" or "time", ...}}
+    {"prompt": {... a `bench.process.results.Record`, and "ended": "whole" or "time"}}
     {"done": {"peak_rss_bytes": n}}
     {"error": "one line"}
 
@@ -25,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.process.results import Record
 from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 
@@ -90,7 +89,7 @@ class Journal:
             clock = Clock(self._task.n_tokens, self._pace.allowance(), self._task.least_tokens)
             extras = decode(prompt, clock)
             self._pace.count()
-            record = {"prompt": prompt.name, "category": prompt.category, **clock.record()}
+            record = asdict(Record(prompt.name, category=prompt.category)) | clock.record()
             records.append(record | extras)
             self.note("prompt", records[-1])
         return records

@@ -1,6 +1,6 @@
 """Which programs can be compared, on what weights, and why one cannot run.
 
-Every program is a module `bench.peer_*` that does a `bench.peers.program.Task` in a process of its
+Every program is a module `bench.peers.*` that does a `bench.peers.program.Task` in a process of its
 own.
 """
 

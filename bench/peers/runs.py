@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bench.figures import summarise
 from bench.peers.program import LEAST_SPECULATED_TOKENS, LEAST_TOKENS, Task
 from bench.peers.registry import LEAST_AMOUNT_BYTES, MEMORY, Peer, Weights, settings_to_try
@@ -24,6 +26,7 @@ from offload.storage.read_limit import ReadLimit
 from offload.units import GIB
 from specdec.cli.enforce import child_environment
 from specdec.models.files import largest_weight_file, weight_files
+from specdec.planning.division import DEFAULT_CTX_SIZE
 
 LOAD_SECONDS = 300.0
 """Allowed beside the time for decoding, which may be overrun once more for the last prompt."""
@@ -61,6 +64,17 @@ class RunSettings:
     """Whether specdec's plan is held to what it said."""
     interpreters: Mapping[str, Interpreter] = field(default_factory=dict)
     """By the name of the program, where it has one of its own."""
+
+
+def settings_for(load: Mapping[str, Any], **more: Any) -> RunSettings:
+    """The same threads and context for all programs, the other keywords of `load` for specdec."""
+    own = ("model", "draft_model", "memory_budget", "ctx_size", "threads")
+    return RunSettings(
+        n_threads=load.get("threads") or psutil.cpu_count(logical=False) or 1,
+        n_ctx=load.get("ctx_size") or DEFAULT_CTX_SIZE,
+        load={name: value for name, value in load.items() if name not in own},
+        **more,
+    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ Every setting is one line of a JSON Lines file, written when it is finished:
                 as both go
     is_lossless, sampling
     prediction, storage_bytes_per_second_after
-                with --predict: see bench.peers.prediction
+                with --prediction: see bench.peers.prediction
     bytes_per_pass, predicted_tokens_per_second, smallest_budget_bytes     of specdec's own plan
     auto_budgets                the budgets that --budgets auto chose, and the key of what for; null
                                 where they were given

@@ -21,12 +21,15 @@ from offload.errors import SpecdecError
 from specdec.cli.enforce import KILLED as KILLED
 from specdec.cli.enforce import run_child as run_child
 from specdec.cli.errors import EXIT_ERROR, EXIT_INTERRUPTED, guard
+from specdec.cli.quiet import quiet_libraries
 from specdec.models.files import weight_files
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from offload.storage.read_limit import ReadLimit
+
+Measure = Callable[[dict[str, Any]], Mapping[str, Any]]
+"""Gets a specification as JSON has it; returns what JSON can hold."""
 
 
 class ChildFailed(SpecdecError):
@@ -37,14 +40,12 @@ def result_of_child(
     module: str,
     spec: DataclassInstance,
     memory_limit: str | int | None,
-    reads: ReadLimit | None = None,
 ) -> dict[str, Any]:
     """What `measure_for_parent` of `module` writes, run in a process of its own.
 
     Args:
         spec: what to measure; its fields hold what JSON can.
         memory_limit: of a cgroup; None for no limit.
-        reads: how fast it may read from storage, to stand in for a slower one.
 
     Raises:
         typer.Exit: with the child's exit code, where that has told why it failed.
@@ -52,30 +53,30 @@ def result_of_child(
     """
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
         spec_path, result_path = Path(folder) / "spec.json", Path(folder) / "result.json"
-        write_spec(spec, spec_path)
-        code = run_child(module, [str(spec_path), str(result_path)], memory_limit, reads)
+        spec_path.write_text(json.dumps(asdict(spec)), encoding="utf-8")
+        code = run_child(module, [str(spec_path), str(result_path)], memory_limit)
         check_child(code, "the measurement")
         result: dict[str, Any] = json.loads(result_path.read_text(encoding="utf-8"))
         return result
 
 
-def write_spec(spec: DataclassInstance, path: Path) -> None:
-    """JSON of its fields."""
-    path.write_text(json.dumps(asdict(spec)), encoding="utf-8")
-
-
-def measure_for_parent(argv: Sequence[str], measure: Callable[[Path], Mapping[str, Any]]) -> int:
+def measure_for_parent(argv: Sequence[str], measure: Measure) -> int:
     """The child of `result_of_child`: returns its exit code.
 
     Args:
         argv: file of the specification, file for the result.
-        measure: reads the one, returns the other.
+        measure: gets the one, returns the other.
     """
 
     def work() -> None:
         spec_path, result_path = map(Path, argv)
-        result_path.write_text(json.dumps(measure(spec_path)), encoding="utf-8")
+        try:
+            result = measure(json.loads(spec_path.read_text(encoding="utf-8")))
+        except KeyboardInterrupt:  # the parent got it too, and says so
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        result_path.write_text(json.dumps(result), encoding="utf-8")
 
+    quiet_libraries()
     return guard("specdec-bench", work)
 
 
@@ -103,17 +104,13 @@ def check_child(code: int, what: str) -> None:
     """Raise for a child that failed; one that has told why ends us with the same exit code.
 
     Raises:
+        KeyboardInterrupt: it was interrupted, and we are too.
         typer.Exit: nothing more is to be said.
         ChildFailed: it ended without a word.
     """
-    if code in (EXIT_INTERRUPTED, EXIT_ERROR, KILLED):
+    if code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    if code in (EXIT_ERROR, KILLED):
         raise typer.Exit(code)
     if code != 0:
         raise ChildFailed(f"{what} failed with exit code {code}")
-
-
-def quiet_libraries() -> None:
-    """No progress bars and notices of the libraries in children: our own are enough."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TQDM_DISABLE", "1")

@@ -1,7 +1,7 @@
 """Python interpreters that programs run on: ours, or that of an environment of their own.
 
 Programs that are compared may need versions of packages that exclude ours. Their module of this
-package (bench.peer_*) then runs on the other interpreter, with that one's packages and, beside
+package (bench.peers.*) then runs on the other interpreter, with that one's packages and, beside
 them, our own sources alone.
 """
 

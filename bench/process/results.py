@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,29 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 class ResultsError(SpecdecError):
     """A file holds no results of ours."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One prompt, decoded once by any program: what all figures are made of."""
+
+    prompt: str
+    mode: str = ""
+    """In which way, where there are several."""
+    category: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """(seconds since the prompt was handed over, tokens that came at once)."""
+    finish_reason: str = ""
+    text: str = ""
+    stats: dict[str, Any] = field(default_factory=dict)
+    """Of a `GenerationStats`; specdec's own."""
+    pass_times: list[Any] = field(default_factory=list)
+    """Of every decode pass: rows, seconds, and whether there was drafting beside it."""
+    bytes_read: list[int] | None = None
+    """From storage: at the start, at the first token, at the end; where somebody looked."""
+    storage_bytes_per_second: float = 0.0
+    """Mean of the probes just before and just after; 0 where nothing was probed."""
 
 
 @dataclass(frozen=True)

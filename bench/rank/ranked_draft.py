@@ -31,15 +31,18 @@ class RankedDraft:
     seconds_per_token: tuple[float, ...] = ()
     """Of each prompt, decode only; 0 where nothing came after the first token."""
 
-    def figures(self) -> str:
-        """Its row of the table, behind the name."""
+    def row(self) -> tuple[str, ...]:
+        """Of the table: its name, its figures, and what is to be said of them."""
         if self.problem is not None:
-            return f"cannot be used: {self.problem}"
-        figures = (
-            f"{self.mean_acceptance_length:>11.2f}  {self.draft_seconds:>7.1f}  "
-            f"{self.tokens_per_second:>5.2f}  {self.predicted_tokens_per_second:>9.2f}"
+            return (self.name, "", "", "", "", f"cannot be used: {self.problem}")
+        speeds = (self.tokens_per_second, self.predicted_tokens_per_second)
+        return (
+            self.name,
+            f"{self.mean_acceptance_length:.2f}",
+            f"{self.draft_seconds:.1f}",
+            *(f"{speed:.2f}" for speed in speeds),
+            "" if self.is_lossless else "LOSSY",
         )
-        return figures if self.is_lossless else f"{figures}  LOSSY"
 
 
 def together(one: RankedDraft, other: RankedDraft) -> RankedDraft:

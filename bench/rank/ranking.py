@@ -12,22 +12,18 @@ two candidates, and that is the margin within which they cannot be told apart.
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import typer
 
+from bench.process.child import KILLED, ChildFailed, measure_for_parent, result_of_child
 from bench.rank.ranked_draft import Comparison, RankedDraft, compare_speeds, together
+from bench.table import Table, text_of
 from offload.errors import SpecdecError
-from specdec.cli.enforce import KILLED, run_child
-from specdec.cli.errors import EXIT_INTERRUPTED, guard
 from specdec.cli.output import loading_progress
-from specdec.cli.quiet import quiet_libraries
 from specdec.config import SPEC_TYPES
 from specdec.decoding.stats import GenerationStats, ratio
 
@@ -86,14 +82,13 @@ class Ranking:
 
     def lines(self) -> list[str]:
         """A table, and the best one below it."""
-        width = max(len("draft"), *(len(one.name) for one in self.candidates))
-        heading = f"{'draft':<{width}}  tokens/pass  draft s  tok/s  predicted"
-        rows = [f"{one.name:<{width}}  {one.figures()}" for one in self.candidates]
+        columns = ("draft", "tokens/pass", "draft s", "tok/s", "predicted", "")
+        table = Table("", columns, tuple(one.row() for one in self.candidates))
         speedup = ratio(self.best.tokens_per_second, self.plain_tokens_per_second)
         last = [f"best: {self.best.name}, {speedup:.2f}x plain decoding"]
         if self.next_best is not None:
             last.append(self.next_best.line())
-        return [heading, *rows, *last]
+        return [*text_of([table]).splitlines(), *last]
 
 
 Measure = Callable[[Candidate], RankedDraft]
@@ -179,20 +174,17 @@ def measure_in_child(candidate: Candidate, *, enforce: bool = False) -> RankedDr
 
     Raises RankingError where it ends without a result; its own words went to stderr before.
     """
-    with tempfile.TemporaryDirectory(prefix="specdec-rank-") as folder:
-        asked, answer = Path(folder) / "candidate.json", Path(folder) / "ranked.json"
-        asked.write_text(json.dumps(asdict(candidate)), encoding="utf-8")
-        limit = candidate.load["memory_budget"] if enforce else None
-        code = run_child("bench.rank.ranking", [str(asked), str(answer)], limit)
-        if code == EXIT_INTERRUPTED:
-            raise KeyboardInterrupt
-        if code == KILLED:
-            killed = "killed by the kernel, at the memory limit: give it a larger budget"
-            return RankedDraft(candidate.name, problem=killed)
-        if code != 0:
-            raise RankingError(f"measuring {candidate.name} failed with exit code {code}")
-        values = json.loads(answer.read_text(encoding="utf-8"))
-        return RankedDraft(**{**values, "seconds_per_token": tuple(values["seconds_per_token"])})
+    limit = candidate.load["memory_budget"] if enforce else None
+    try:
+        values = result_of_child("bench.rank.ranking", candidate, limit)
+    except ChildFailed as error:
+        raise RankingError(f"measuring {candidate.name}: {error}") from None
+    except typer.Exit as stop:
+        if stop.exit_code != KILLED:
+            raise
+        killed = "killed by the kernel, at the memory limit: give it a larger budget"
+        return RankedDraft(candidate.name, problem=killed)
+    return RankedDraft(**{**values, "seconds_per_token": tuple(values["seconds_per_token"])})
 
 
 def _figures_of(name: str, stats: Sequence[GenerationStats], predicted: float) -> RankedDraft:
@@ -216,21 +208,7 @@ def _figures_of(name: str, stats: Sequence[GenerationStats], predicted: float) -
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    """The child of `measure_in_child`: (file with a Candidate, file for the RankedDraft)."""
-
-    def work() -> None:
-        asked, answer = map(Path, argv)
-        candidate = Candidate(**json.loads(asked.read_text(encoding="utf-8")))
-        try:
-            ranked = measure_here(candidate)
-        except KeyboardInterrupt:  # the parent got it too, and says so
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-        answer.write_text(json.dumps(asdict(ranked)), encoding="utf-8")
-
-    quiet_libraries()
-    return guard("specdec", work)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(
+        measure_for_parent(sys.argv[1:], lambda values: asdict(measure_here(Candidate(**values))))
+    )

@@ -191,7 +191,6 @@ class Overlap:
     waiting: float
     """Of the passes, for storage."""
     drafting: float
-    reading_beside_passes: float
     drafting_beside_reads: float
     drafting_beside_passes: float
 
@@ -208,7 +207,6 @@ def overlap(timeline: Timeline, began: float, ended: float) -> Overlap:
         common_seconds(passes, window),
         common_seconds(waits, window),
         common_seconds(drafts, window),
-        common_seconds(_cut(reads, window), passes),
         common_seconds(_cut(drafts, window), reads),
         common_seconds(_cut(drafts, window), passes),
     )

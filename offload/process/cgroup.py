@@ -10,8 +10,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from offload.process.cgroup_files import CgroupUnavailable as CgroupUnavailable
@@ -120,15 +119,10 @@ class MemoryCgroup:
         self.remove()
 
 
-FurtherLimits = Callable[[MemoryCgroup], AbstractContextManager[Sequence[Path]]]
-"""Sets more limits for a cgroup's processes; gives the files to write their ids to as well."""
-
-
 def run_in_cgroup(
     argv: Sequence[str],
     limit_bytes: int,
     env: Mapping[str, str] | None = None,
-    further: FurtherLimits | None = None,
     *,
     name: str | None = None,
 ) -> int:
@@ -137,7 +131,6 @@ def run_in_cgroup(
     Signals that this process gets meanwhile are passed on. The program dies with this process.
 
     Args:
-        further: limits of other kinds, such as `offload.storage.read_limit.ReadLimit.applied`.
         name: what messages call the program; argv[0] when left out.
 
     Returns:
@@ -150,11 +143,9 @@ def run_in_cgroup(
     try:
         group = MemoryCgroup.create(limit_bytes)
     except CgroupUnavailable as error:
-        if further is not None:
-            raise
         return run_forwarding(_systemd_argv(tied_argv(argv), limit_bytes, error), env)
-    with group, nullcontext(()) if further is None else further(group) as more:
-        code = run_forwarding(group.command_inside(argv, more), env)
+    with group:
+        code = run_forwarding(group.command_inside(argv), env)
         if group.oom_kills:
             name = name or argv[0]
             victim = name if code == OOM_EXIT_CODE else f"a process started by {name}"

@@ -12,15 +12,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from offload.errors import SpecdecError
 from offload.process.launch import exit_code, tied_argv
-from offload.process.memory import memory_limit as limit_of_this_process
 from offload.units import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from offload.storage.read_limit import ReadLimit
 
 KILLED = 137  # 128 + SIGKILL: what the kernel does at the limit
 _MARK = "SPECDEC_ENFORCED_BYTES"
@@ -42,11 +38,8 @@ def run_enforced(
     module: str,
     argv: Sequence[str],
     memory_budget: str | int,
-    reads: ReadLimit | None = None,
 ) -> int:
     """Run `python -m module argv...` in a memory cgroup of `memory_budget`; return its exit code.
-
-    reads: also read no faster than this.
 
     Raises:
         EnforceError: the budget is "auto".
@@ -65,26 +58,20 @@ def run_enforced(
     command = [sys.executable, "-m", module, *argv]
     environment = child_environment({_MARK: str(limit_bytes)})
     name = f"specdec {argv[0]}" if module == "specdec" and argv else module
-    further = reads.applied if reads else None
-    return run_in_cgroup(command, limit_bytes, environment, further, name=name)
+    return run_in_cgroup(command, limit_bytes, environment, name=name)
 
 
 def run_child(
     module: str,
     argv: Sequence[str],
     memory_limit: str | int | None,
-    reads: ReadLimit | None = None,
 ) -> int:
     """Run `python -m module argv...` and return its exit code; None means no limit.
 
     The child does not outlive this process, however that ends.
-
-    reads: how fast it may read from storage, to stand in for a slower one.
     """
-    if reads is not None and memory_limit is None:
-        memory_limit = limit_of_this_process().n_bytes  # the cgroup has to have some
     if memory_limit is not None:
-        return run_enforced(module, argv, memory_limit, reads)
+        return run_enforced(module, argv, memory_limit)
     command = tied_argv([sys.executable, "-m", module, *argv])
     process = subprocess.Popen(command, env=child_environment())
     try:

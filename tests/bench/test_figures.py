@@ -100,7 +100,7 @@ def test_first_mismatch(left: list[int], right: list[int], expected: int | None)
 def test_compare_tokens_names_prompt_and_position() -> None:
     plain = [record("a", tokens=(1, 2, 3, 4)), record("b", tokens=(5, 6, 7, 8))]
     speculative = [record("b", tokens=(5, 9, 7, 8)), record("a", tokens=(1, 2, 3, 4))]
-    result = aggregate.compare_tokens(plain, speculative)
+    result = aggregate.compare_tokens(speculative, plain)
     assert result == {
         "token_match": 5 / 8,
         "prompts_equal": 1,

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from bench.figures import (
     acceptance_by_depth,
     by_category,
+    compare_tokens,
     describe_ratio,
     pairwise_ratios,
     summarise,
-    token_match,
 )
 
 
@@ -145,9 +145,9 @@ def test_results_of_earlier_versions_do_not_know_the_tokens() -> None:
 
 def test_token_match_is_over_the_shorter_text() -> None:
     reference = [record("a", tokens=[1, 2, 3, 4])]
-    assert token_match([record("a", tokens=[1, 2])], reference) == 1.0
-    assert token_match([record("a", tokens=[1, 9, 3, 4])], reference) == 0.25
-    assert token_match([record("b", tokens=[1])], reference) is None
+    for prompt, tokens, wanted in (("a", [1, 2], 1.0), ("a", [1, 9, 3, 4], 0.25), ("b", [1], None)):
+        found = compare_tokens([record(prompt, tokens=tokens)], reference)
+        assert found["token_match"] == wanted
 
 
 def test_depths_are_summed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from bench.decode.curve import CurveError, CurveSettings, CurveSpec, load_keywor
 from bench.decode.curve_figures import summarise
 from bench.decode.known_drafter import expected_tokens
 from bench.options import UsageMistake
-from bench.process.child import write_spec
 from bench.prompts.workloads import Prompt
 from bench.report.tables import tables
 from bench.table import text_of
@@ -202,10 +202,9 @@ def test_an_unexplained_difference_is_an_error_after_the_report(
     assert "1 of 2 texts are not those of plain decoding" in err
 
 
-def test_a_specification_survives_the_way_to_its_process(tmp_path: Path) -> None:
+def test_a_specification_survives_the_way_to_its_process() -> None:
     spec = CurveSpec({"model": "m"}, PROMPTS, SETTINGS, "log.jsonl")
-    write_spec(spec, tmp_path / "spec.json")
-    assert CurveSpec.read(tmp_path / "spec.json") == spec
+    assert CurveSpec.of(json.loads(json.dumps(asdict(spec)))) == spec
 
 
 def test_lists_of_rates_and_lengths() -> None:

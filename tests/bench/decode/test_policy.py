@@ -11,15 +11,9 @@ from interrupting import InterruptedAt
 from tiny_pair import save_model
 
 from bench.commands.app import main
-from bench.decode.policy import (
-    PolicySpec,
-    SweepMistake,
-    TreeSize,
-    parse_sizes,
-    run_sweep,
-    summarise,
-)
-from bench.process.child import write_spec
+from bench.decode.measure import MeasureSpec, measure
+from bench.decode.policy import summarise
+from bench.decode.ways import SweepMistake, TreeSize, parse_sizes
 from bench.prompts.workloads import Prompt
 from bench.report.tables import tables
 from bench.table import text_of
@@ -65,27 +59,15 @@ def test_auto_is_held_against_the_best_of_the_others() -> None:
     assert "0.909 x the best fixed size (2x2), 2.273 x plain" in text_of(tables("policy", result))
 
 
-def test_a_specification_survives_the_way_to_its_process(tmp_path: Path) -> None:
-    spec = PolicySpec(
-        {"model": "m"},
-        (Prompt("a", "x"),),
-        {"max_tokens": 3},
-        (TreeSize(2, 2, "on"),),
-        False,
-        "log",
-    )
-    write_spec(spec, tmp_path / "spec.json")
-    assert PolicySpec.read(tmp_path / "spec.json") == spec
-
-
 def test_the_process_is_held_to_its_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     limits: list[str | None] = []
 
-    def child(module: str, argv: list[str], limit: str | None, reads: None) -> int:
+    def child(module: str, argv: list[str], limit: str | None) -> int:
         limits.append(limit)
-        Path(argv[1]).write_text(json.dumps(summarise([record("2x2", 1.0), record("auto", 1.0)])))
+        records = [record("2x2", 1.0), record("auto", 1.0)]
+        Path(argv[1]).write_text(json.dumps({"records": records, "plan": {}}))
         return 0
 
     monkeypatch.setattr("bench.process.child.run_child", child)
@@ -131,10 +113,11 @@ def test_an_interrupted_sweep_keeps_what_it_measured(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     load = {"model": str(save_model(tmp_path / "target", 1)), "ctx_size": 128}
-    prompts, log = (Prompt("a", "x = "),), tmp_path / "log.jsonl"
-    spec = PolicySpec(load, prompts, {"max_tokens": 4}, (TreeSize(2, 2),), True, str(log))
+    prompts, log = [Prompt("a", "x = "), Prompt("b", "y")], tmp_path / "log.jsonl"
+    modes = ("plain", "2x2")
+    spec = MeasureSpec(load, prompts, {"max_tokens": 4}, str(log), modes=modes, probes=False)
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(spec, InterruptedAt(2))
+        measure(spec, InterruptedAt(1))
     kept = [json.loads(line) for line in log.read_text().splitlines()]
     assert [record["mode"] for record in kept] == ["plain", "2x2"]
     assert kept[0]["token_ids"] == kept[1]["token_ids"]

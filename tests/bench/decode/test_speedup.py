@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tiny_pair import save_model
 from bench.commands.app import main
 from bench.decode.measure import MeasureSpec, _without_probe
 from bench.peers.runs import ProcessRun, ProgramRunner
-from bench.process.child import KILLED, ChildFailed, check_child, run_child, write_spec
+from bench.process.child import KILLED, ChildFailed, check_child, run_child
 from bench.process.limited import OK, OOM_KILLED
 from bench.process.probe import BUFFER_BYTES, BUFFERED, DIRECT
 from bench.process.provenance import git_revision
@@ -143,14 +144,18 @@ def test_demo_checks_the_disk_first(capsys: pytest.CaptureFixture[str], tmp_path
 
 def test_the_probes_buffers_come_out_of_the_budget() -> None:
     load = {"model": "m", "memory_budget": "1GiB"}
-    assert _without_probe(load)["memory_budget"] == GIB - BUFFER_BYTES
-    assert _without_probe({**load, "memory_budget": "auto"})["memory_budget"] == "auto"
+    for given, budget, probes in (
+        (load, GIB - BUFFER_BYTES, True),
+        (load, "1GiB", False),
+        ({**load, "memory_budget": "auto"}, "auto", True),
+    ):
+        spec = MeasureSpec(given, [], {}, probes=probes)
+        assert _without_probe(spec)["memory_budget"] == budget
 
 
-def test_a_specification_survives_the_way_to_its_process(tmp_path: Path) -> None:
+def test_a_specification_survives_the_way_to_its_process() -> None:
     spec = MeasureSpec({"model": "m"}, [Prompt("a", "text\u20ac")], {"max_tokens": 3}, "log")
-    write_spec(spec, tmp_path / "spec.json")
-    assert MeasureSpec.read(tmp_path / "spec.json") == spec
+    assert MeasureSpec.of(json.loads(json.dumps(asdict(spec)))) == spec
 
 
 # --- children and peers ---------------------------------------------------------------------
@@ -161,8 +166,10 @@ def test_exit_codes_of_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert run_child("child_module", ["sys.exit(3)"], None) == 3
     assert run_child("child_module", ["os.kill(os.getpid(), 9)"], None) == KILLED
-    with pytest.raises(typer.Exit, match="130"):
+    with pytest.raises(KeyboardInterrupt):
         check_child(130, "it")
+    with pytest.raises(typer.Exit, match="137"):
+        check_child(KILLED, "it")
     with pytest.raises(ChildFailed, match="it failed with exit code 1"):
         check_child(1, "it")
     check_child(0, "it")

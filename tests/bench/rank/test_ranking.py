@@ -242,7 +242,7 @@ def test_a_child_that_the_kernel_kills_is_listed(monkeypatch: pytest.MonkeyPatch
         limits.append(limit)
         return 137
 
-    monkeypatch.setattr("bench.rank.ranking.run_child", killed)
+    monkeypatch.setattr("bench.process.child.run_child", killed)
     assert "killed by the kernel" in str(measure_in_child(CANDIDATE, enforce=True).problem)
     assert measure_in_child(CANDIDATE).problem is not None
     assert limits == ["1GiB", None]
@@ -252,7 +252,7 @@ def test_a_child_that_the_kernel_kills_is_listed(monkeypatch: pytest.MonkeyPatch
 def test_a_child_that_fails_ends_the_ranking(
     monkeypatch: pytest.MonkeyPatch, code: int, error: type[BaseException]
 ) -> None:
-    monkeypatch.setattr("bench.rank.ranking.run_child", lambda *arguments: code)
+    monkeypatch.setattr("bench.process.child.run_child", lambda *arguments: code)
     with pytest.raises(error):
         measure_in_child(CANDIDATE)
 

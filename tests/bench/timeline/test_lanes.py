@@ -212,7 +212,6 @@ def test_what_overlapped() -> None:
     ]  # fmt: skip
     whole = overlap(timeline, 0.0, 8.0)
     assert (whole.reading, whole.passing, whole.waiting, whole.drafting) == (6.0, 5.0, 0.5, 3.0)
-    assert whole.reading_beside_passes == 3.0
     assert whole.drafting_beside_reads == 2.0
     assert whole.drafting_beside_passes == 2.0
     part = overlap(timeline, 5.0, 8.0)

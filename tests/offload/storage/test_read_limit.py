@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.process.cgroup import CgroupUnavailable, MemoryCgroup, run_in_cgroup
+from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
+from offload.process.launch import run_forwarding
 from offload.ring import bandwidth as profile
 from offload.ring.bandwidth import measure_storage
 from offload.ring.streamer import StreamStats
@@ -47,7 +48,8 @@ def test_a_program_runs_under_the_limit_and_knows_it(capfd: pytest.CaptureFixtur
     reads = ReadLimit(here, 123 * MIB)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-c", TELL, str(here)]
-    assert run_in_cgroup(argv, 200 * MIB, env, reads.applied) == 0
+    with MemoryCgroup.create(200 * MIB) as group, reads.applied(group) as more:
+        assert run_forwarding(group.command_inside(argv, more), env) == 0
     assert capfd.readouterr().out.strip() == str(123 * MIB)
     assert read_limit_in_force(here) != 123 * MIB  # this process is as it was
 
