@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf_models import FAMILIES, VOCAB, save_tiny_gguf
+from paper_models import PaperModel
 
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
@@ -220,7 +221,7 @@ def test_a_long_pass_in_memory_can_be_cancelled(path, monkeypatch):
         ({"max_nodes": 0}, "max_nodes must be 1 or more"),
         ({"cache_type_k": "q2"}, "cache type 'q2' is not one of"),
         (
-            {"load_mode": "ram", "residency": Placement((), 2)},
+            {"load_mode": "ram", "residency": Placement(PaperModel("m", 1, 4096).layers, 2)},
             "takes no residency",
         ),
     ],
