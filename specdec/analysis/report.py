@@ -10,7 +10,7 @@ from typing import Any
 from backends.shapes.shape import ModelShape
 from offload.units import format_bytes
 from specdec.analysis.operators import Work, total
-from specdec.analysis.roofline import FREE_SLACK, TIERS, OperatorBound, PassBound, Placement
+from specdec.analysis.roofline import FREE_SLACK, TIERS, OperatorBound, PassBound, TierShares
 from specdec.devices.spec import DEFAULT_FORMAT, DeviceSpec
 
 DECODE, VERIFY, PREFILL = "decode", "verify", "prefill"
@@ -35,7 +35,7 @@ class Analysis:
     model: ModelShape
     device: DeviceSpec
     context: int
-    placement: Placement
+    placement: TierShares
     decode: PassBound
     """One token, whether or not it is shown: the limits come from it."""
     phases: tuple[tuple[str, PassBound], ...]
@@ -95,7 +95,7 @@ class Analysis:
             f"KV       {format_bytes(model.kv_bytes_per_token)} per token, "
             f"{format_bytes(self.context * model.kv_bytes_per_token)} for {self.context}"
         )
-        yield f"layers   {_placement_line(placement)}"
+        yield f"layers   {_shares_line(placement)}"
         for note in self._notes():
             yield f"note     {note}"
         yield (
@@ -134,7 +134,7 @@ def _device_line(device: DeviceSpec) -> str:
     return ", ".join(parts)
 
 
-def _placement_line(placement: Placement) -> str:
+def _shares_line(placement: TierShares) -> str:
     if not placement.streamed_bytes and not placement.linked_bytes:
         return "all in memory"
     parts = []

@@ -23,7 +23,7 @@ FREE_SLACK = 0.05
 
 
 @dataclass(frozen=True)
-class Placement:
+class TierShares:
     """Where a model's bytes lie; the layers are evenly spread over the tiers."""
 
     layer_bytes: int
@@ -43,7 +43,7 @@ class Placement:
         return self.linked_bytes / self.layer_bytes
 
 
-def place(model: ModelShape, context: int, device: DeviceSpec) -> Placement:
+def place(model: ModelShape, context: int, device: DeviceSpec) -> TierShares:
     """Embedding, head and the KV cache of `context` tokens stay; layers take what is left.
 
     On a GPU those stay in its own memory, and layers that do not fit there cross the link, from the
@@ -55,8 +55,8 @@ def place(model: ModelShape, context: int, device: DeviceSpec) -> Placement:
     missing = max(0, staying - fast_bytes)
     if device.pcie_bytes_per_second:
         streamed = max(0, beyond_fast - device.memory_bytes)
-        return Placement(model.layer_bytes, streamed, beyond_fast, missing)
-    return Placement(model.layer_bytes, beyond_fast, 0, missing)
+        return TierShares(model.layer_bytes, streamed, beyond_fast, missing)
+    return TierShares(model.layer_bytes, beyond_fast, 0, missing)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class PassBound:
 def pass_bound(
     model: ModelShape,
     device: DeviceSpec,
-    placement: Placement,
+    placement: TierShares,
     n_tokens: int,
     context: int,
     n_logits: int,
@@ -137,7 +137,7 @@ def pass_bound(
 
 
 def _tier_seconds(
-    name: str, work: Work, device: DeviceSpec, placement: Placement
+    name: str, work: Work, device: DeviceSpec, placement: TierShares
 ) -> dict[str, float]:
     is_in_layers = name not in (ATTENTION, HEAD)  # the cache and the head stay in memory
     linked = work.held_bytes * placement.link_share if is_in_layers else 0.0
@@ -151,7 +151,7 @@ def _tier_seconds(
     }
 
 
-def free_tokens(model: ModelShape, device: DeviceSpec, placement: Placement, context: int) -> int:
+def free_tokens(model: ModelShape, device: DeviceSpec, placement: TierShares, context: int) -> int:
     """Most tokens, up to `context`, that one pass verifies in the time of one (FREE_SLACK)."""
 
     def seconds(n_tokens: int) -> float:
