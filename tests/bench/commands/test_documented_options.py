@@ -1,4 +1,4 @@
-"""docs/cli.md leaves no option of a command out, and shows none that is not there."""
+"""The pages of the commands leave no option out, and show none that is not there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import bench.commands.app
 import specdec.cli.app
 from specdec.cli.errors import ALIASES
 
-DOC = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGES = {"specdec": "cli.md", "specdec-bench": "cli-bench.md"}
+DOC = "".join((DOCS / page).read_text() for page in PAGES.values())
 APPS = {"specdec": specdec.cli.app, "specdec-bench": bench.commands.app}
 COMMANDS = [
     f"{name} {command}"
