@@ -10,6 +10,7 @@ import numpy as np
 
 from backends.contract.backend import Backend, BackendError, ContextFull
 from backends.contract.nodes import NodeTable
+from offload.process.interruptible import uninterrupted
 
 _T = TypeVar("_T")
 
@@ -40,11 +41,12 @@ class NodeCache(Protocol):
 
 
 class MendingBackend(Backend):
-    """A backend whose operations are repaired where an error or an interrupt cuts them short."""
+    """A backend whose operations are repaired where an error cuts them short.
+
+    Ctrl-C does not: it waits for a place where the operation can be given up, or for its end.
+    """
 
     _is_closed = False
-    _n_intact: int | None = None
-    """While an operation runs, or was cut short: the committed tokens that it leaves alone."""
 
     @property
     @abstractmethod
@@ -52,9 +54,7 @@ class MendingBackend(Backend):
 
     @property
     def committed_ids(self) -> Sequence[int]:
-        """See Backend.committed_ids; before a repair, what the repair will leave."""
-        held = self._kv.table.committed
-        return held if self._n_intact is None else held[: self._n_intact]
+        return self._kv.table.committed
 
     @property
     def next_node_id(self) -> int:
@@ -124,33 +124,20 @@ class MendingBackend(Backend):
 
     @abstractmethod
     def _repair(self, n_intact: int) -> None:
-        """Cut the cache to `n_intact` tokens, drop live nodes, let a ring begin at layer 0.
+        """Cut the cache to `n_intact` tokens, drop live nodes, let a ring begin at layer 0."""
 
-        Called again where it was interrupted itself.
-        """
-
+    @uninterrupted
     def _mending(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
         """Call `operation`; after any failure, leave what the contract says.
-
-        No context manager: Ctrl-C could come between its code and the with-block's.
 
         Args:
             n_intact: committed tokens that the operation leaves alone; None: all.
         """
         if self._is_closed:
             raise BackendError("the backend is closed; load the model again")
-        self._mend()
-        self._n_intact = self.n_committed if n_intact is None else n_intact
+        n_intact = self.n_committed if n_intact is None else n_intact
         try:
-            result = operation()
+            return operation()
         except BaseException:
-            self._mend()
+            self._repair(n_intact)
             raise
-        self._n_intact = None
-        return result
-
-    def _mend(self) -> None:
-        """Repair what broke off; says last that it is done, so that it is redone if cut short."""
-        if self._n_intact is not None:
-            self._repair(self._n_intact)
-            self._n_intact = None

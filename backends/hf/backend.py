@@ -31,6 +31,7 @@ from backends.hf.model import HfModel, load_hf_model
 from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
 from backends.hf.weights import TorchWeights
 from offload.formats.mapped import TensorShape
+from offload.process.interruptible import check_interrupt
 
 CHUNK_ROWS = 256
 """Rows that go through a layer at once: bounds the activations of a long prompt."""
@@ -191,6 +192,7 @@ class TorchBackend(MendingBackend):
             raise
 
     def _check_cancel(self) -> None:
+        check_interrupt()
         if self._is_cancelled:
             raise BackendError("the pass was cancelled")
 

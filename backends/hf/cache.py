@@ -88,7 +88,7 @@ class TreeCacheLayer(CacheLayerMixin):
     def capacity(self) -> int:
         if self.keys is None or self.values is None:
             return 0
-        return min(self.keys.shape[-2], self.values.shape[-2])  # Ctrl-C may leave one longer
+        return min(self.keys.shape[-2], self.values.shape[-2])  # an error may leave one longer
 
     def ensure_capacity(self, n_rows: int) -> None:
         if n_rows <= self.capacity:

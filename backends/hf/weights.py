@@ -51,7 +51,7 @@ class TorchWeights(Protocol):
         """Logits [n, vocab] that were computed inside `computing`, in float32; waits for them."""
 
     def restart(self) -> None:
-        """Begin again at layer 0, as after a pass that was given up; redone where interrupted."""
+        """Begin again at layer 0, as after a pass that was given up."""
 
     @property
     def use(self) -> StreamUse:

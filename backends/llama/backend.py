@@ -24,6 +24,7 @@ from backends.llama.prefix import LlamaPrefix
 from backends.llama.stream import StreamedLayers, mapped_ranges
 from backends.llama.tree import TreeSequences
 from offload.formats.mapped import TensorShape
+from offload.process.interruptible import uninterrupted
 from offload.residency.placement import Placement
 
 LOAD_MODES = ("stream", "mmap", "ram")
@@ -88,6 +89,7 @@ class LlamaBackend(MendingBackend):
             self.close()
             raise
 
+    @uninterrupted
     def _open(
         self,
         model: GgufModel,
@@ -250,7 +252,6 @@ class LlamaBackend(MendingBackend):
             )
 
     def _repair(self, n_intact: int) -> None:
-        self._thread.settle()
         self._tree.abort(n_intact)
         if self._stream is not None:
             self._stream.restart()

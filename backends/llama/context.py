@@ -16,7 +16,7 @@ import numpy as np
 from backends.contract.backend import BackendError
 from backends.llama.batch import Batch
 from backends.llama.library import LOG, LlamaError, LlamaModel, default_threads, listen
-from offload.process.interruptible import call_aside
+from offload.process.interruptible import uninterrupted
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
 """Types of the KV cache by their number in ggml.h."""
@@ -93,7 +93,7 @@ class LlamaContext:
         LOG.clear()
         self._handle: Any = None
         try:
-            call_aside("specdec-context", lambda: self._open(params))
+            self._open(params)
         except BaseException:
             self.close()
             raise
@@ -106,6 +106,7 @@ class LlamaContext:
         self.memory: Any = self._library.llama_get_memory(self._handle)
         self.n_cells: int = self._library.llama_n_ctx(self._handle)
 
+    @uninterrupted  # it calls back, for its log
     def _open(self, params: Any) -> None:
         self._handle = self._library.llama_init_from_model(self._model.handle, params)
 

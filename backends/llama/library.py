@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from offload.errors import SpecdecError
-from offload.process.interruptible import call_aside
+from offload.process.interruptible import is_interrupted, uninterrupted
 
 _MODEL_FIELDS = "load_mode use_extra_bufts no_alloc n_gpu_layers devices progress_callback"
 _CONTEXT_FIELDS = (
@@ -176,21 +176,21 @@ def _has_amx(library: ModuleType) -> bool:
 
 
 class _Loading:
-    """llama.cpp's progress, passed on; an error in it or Ctrl-C ends the loading."""
+    """llama.cpp's progress, passed on; an error in it or Ctrl-C ends the loading.
+
+    An exception inside of a ctypes callback is lost.
+    """
 
     def __init__(self, library: ModuleType, path: Path, progress: Progress | None) -> None:
         self._progress, self._n_bytes = progress, path.stat().st_size
         self._error: BaseException | None = None
-        self._is_stopped = False
         self.callback = library.llama_progress_callback(self._report)
 
+    @uninterrupted
     def run(self, load: Callable[[], None]) -> None:
-        call_aside("specdec-load", load, self._stop)
+        load()
         if self._error is not None:
             raise self._error
-
-    def _stop(self) -> None:
-        self._is_stopped = True
 
     def _report(self, share: float, _: object) -> bool:
         try:
@@ -198,4 +198,4 @@ class _Loading:
                 self._progress(int(share * self._n_bytes), self._n_bytes)
         except BaseException as error:
             self._error = error
-        return self._error is None and not self._is_stopped
+        return self._error is None and not is_interrupted()

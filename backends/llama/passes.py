@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from backends.contract.backend import BackendError
 from backends.llama.context import LlamaContext
-from offload.process.interruptible import CallThread
+from offload.process.interruptible import Worker, wait_for, when_interrupted
 
 
 class PassCancelled(BackendError):
@@ -18,11 +18,11 @@ class PassCancelled(BackendError):
 
 
 class PassThread:
-    """Runs the passes of one context, one at a time."""
+    """Runs the passes of one context, one at a time; long ones in a thread of its own."""
 
     def __init__(self, context: LlamaContext) -> None:
         self._context = context
-        self._thread = CallThread("specdec-pass")
+        self._thread = Worker("specdec-pass")
         self._lock = threading.Lock()
         self._is_running = False
 
@@ -30,11 +30,9 @@ class PassThread:
         """Run `decode`, which returns 0 or, where it was stopped, 2.
 
         Raises:
-            PassCancelled: `cancel` was called meanwhile.
-            whatever `decode` raises, or a signal handler in this thread (KeyboardInterrupt). The
-            pass has ended then, or ends in `settle`.
+            PassCancelled: `cancel` was called meanwhile, or Ctrl-C is to end the pass.
+            whatever `decode` raises.
         """
-        self.settle()
         with self._lock:
             self._context.request_stop(False)  # whatever ended the pass before
             self._is_running = True
@@ -42,7 +40,8 @@ class PassThread:
             if is_quick:
                 code = decode()
             else:
-                code = self._thread.run(decode, self._context.request_stop)
+                stop = when_interrupted(self._context.request_stop)
+                code = wait_for(self._thread.submit(decode), stop)
         finally:
             with self._lock:
                 self._is_running = False
@@ -54,10 +53,6 @@ class PassThread:
         with self._lock:
             if self._is_running:
                 self._context.request_stop()
-
-    def settle(self) -> None:
-        """End the pass that two interrupts in a row left running."""
-        self._thread.settle()
 
     def close(self) -> None:
         self.cancel()

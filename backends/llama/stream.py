@@ -30,7 +30,7 @@ from backends.llama.tree import check_lengths
 from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import MappedRange, find_mapping
 from offload.paging.pager import Pager
-from offload.process.interruptible import call_aside
+from offload.process.interruptible import uninterrupted
 from offload.residency.placement import LayerWeights
 from offload.storage.reading import DEFAULT_N_READERS
 
@@ -83,6 +83,7 @@ class StreamedLayers:
         self._error: BaseException | None = None
         self.callback = self._library.ggml_backend_sched_eval_callback(self._on_node)
 
+    @uninterrupted  # llama.cpp calls back
     def start(
         self, context: LlamaContext, n_slots: int, n_readers: int | None, progress: Progress | None
     ) -> None:
@@ -93,7 +94,7 @@ class StreamedLayers:
         _check_one_split(context.log)
         self._context = context
         self._scratch = self._library.llama_n_seq_max(context.handle) - 1
-        call_aside("specdec-look", lambda: self._schedule(1, 1))  # it calls back
+        self._schedule(1, 1)
         outer = resident_outer_records(self._model)
         kept = {record.name for record in outer}
         untouched = [r for r in self._model.outer_records if r.name not in kept]

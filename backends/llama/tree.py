@@ -179,7 +179,7 @@ class TreeSequences:
 
     def _drop_from(self, length: int) -> None:
         self._remove(-1, length)
-        # Without a gap, also where an interrupt lost a sequence between idle and busy.
+        # Without a gap, also where an error lost a sequence between idle and busy.
         n_used = 1 + max(self.in_use)
         self._idle = list(range(n_used if length else _MIN_IN_USE))
         self._ends, self._through = {}, {}

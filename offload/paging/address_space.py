@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import itertools
 import mmap
 import os
 import re
@@ -25,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from offload.errors import SpecdecError
+from offload.process.interruptible import uninterrupted
 from offload.storage.aligned import ALIGNMENT, HUGE_PAGE_BYTES
 
 PAGE_BYTES = max(mmap.PAGESIZE, ALIGNMENT)  # pages change hands whole, and reads must be aligned
@@ -176,31 +176,24 @@ def view(address: int, n_bytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * n_bytes).from_address(address)).cast("B")
 
 
+@uninterrupted
 def move_pages(moves: Iterable[Move], done: list[Move]) -> None:
     """Move pages; each source stays reserved and empty. The targets must be reserved.
 
     Args:
-        done: what has been moved, in order, perhaps in more parts than `moves` has. It is true also
-            when this raises, or when a signal handler does in the midst of it (KeyboardInterrupt):
-            another call with the same lists then makes the rest of the moves.
+        done: what has been moved, in order, perhaps in more parts than `moves` has; true also when
+            this raises.
 
     Raises:
         AddressSpaceError: a move was refused.
     """
-    n_done = sum(move.n_bytes for move in done)
     for move in moves:
-        n_skipped = min(n_done, move.n_bytes)
-        n_done -= n_skipped
-        if n_skipped < move.n_bytes:
-            _move(_from(move, n_skipped, move.n_bytes), done)
+        _move(move, done)
 
 
 def _move(move: Move, done: list[Move]) -> None:
-    # A signal handler may run between any two bytecodes, but not inside `extend`: that makes the
-    # call and notes it in one go.
-    n_before = len(done)
-    done.extend(_attempt(move))
-    if len(done) > n_before:
+    if _attempt(move):
+        done.append(move)
         return
     number = ctypes.get_errno()
     parts = _by_vma(move) if number == errno.EFAULT else [move]
@@ -210,22 +203,11 @@ def _move(move: Move, done: list[Move]) -> None:
         _move(part, done)
 
 
-def _from(move: Move, start: int, end: int) -> Move:
-    """Bytes [start, end) of a move."""
-    return Move(move.source + start, move.target + start, end - start)
-
-
-def _attempt(move: Move) -> Iterator[Move]:
-    """`move` if it succeeds, else nothing; made of C parts only, see `move_pages`."""
-    results = map(
-        _libc().mremap,
-        (move.source,),
-        (move.n_bytes,),
-        (move.n_bytes,),
-        (_MREMAP_MOVE,),
-        (move.target,),
-    )
-    return itertools.compress((move,), map(_FAILED.__ne__, results))
+def _attempt(move: Move) -> bool:
+    """Whether the kernel makes the move."""
+    n_bytes = move.n_bytes
+    result = _libc().mremap(move.source, n_bytes, n_bytes, _MREMAP_MOVE, move.target)
+    return bool(result != _FAILED)
 
 
 def _by_vma(move: Move) -> list[Move]:
@@ -238,7 +220,7 @@ def _by_vma(move: Move) -> list[Move]:
     for vma in _read_maps():
         start, stop = max(vma.start, move.source), min(vma.end, end)
         if start < stop:
-            parts.append(_from(move, start - move.source, stop - move.source))
+            parts.append(Move(start, move.target + start - move.source, stop - start))
         # Before 6.17 the failed call has unmapped the target; somebody may have taken the place.
         is_target = vma.start < target_end and vma.end > move.target
         if is_target and (vma.permissions != "---p" or vma.file[1]):

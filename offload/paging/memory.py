@@ -92,14 +92,10 @@ class PageMemory:
 
 @dataclass
 class Loan:
-    """Pages of a slot for the addresses of a layer, and which of them have been moved.
-
-    Both calls go on where an earlier one was interrupted.
-    """
+    """Pages of a slot for the addresses of a layer, and which of them have been moved."""
 
     moves: tuple[Move, ...]  # from the slot to the layer
     _lent: list[Move] = field(default_factory=list)
-    _taken_back: list[Move] = field(default_factory=list)
 
     @classmethod
     def of(cls, parts: Iterable[Part], slot_address: int) -> Loan:
@@ -117,7 +113,8 @@ class Loan:
         """Bring those that were lent to the slot, for writing. Raises AddressSpaceError."""
         for move in self.moves:
             protect(move.target, move.n_bytes, PROT_NONE)
-        move_pages([Move(m.target, m.source, m.n_bytes) for m in self._lent], self._taken_back)
+        move_pages([Move(m.target, m.source, m.n_bytes) for m in self._lent], [])
+        self._lent.clear()
         for move in self.moves:
             protect(move.source, move.n_bytes, PROT_READ_WRITE)
 

@@ -1,4 +1,4 @@
-"""Lends the layers of a walk, one at a time or several, whatever an error or Ctrl-C cuts short.
+"""Lends the layers of a walk, one at a time or several, whatever an error cuts short.
 
 What `WeightStreamer`, `HostTier`, `DeviceStreamer` and `Pager` have in common: a layer is valid
 from `enter` to `leave`, or inside the with-block of `layer`, and `restart` takes back whatever is
@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 from typing_extensions import Self
 
+from offload.process.interruptible import uninterrupted
 from offload.ring.slots import Check, MemoryT
 from offload.ring.walk import LayerWalk, StreamStats, Taken
 from offload.trace import LAYER, record_since
@@ -35,7 +36,6 @@ class Lease(Generic[MemoryT]):
     index: int
     taken: Taken[MemoryT] | None
     """None where nothing of the layer came through the ring."""
-    is_ending: bool = False
     entered: float = field(default_factory=time.perf_counter)
 
 
@@ -57,7 +57,7 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
         """A layer that has arrived; `taken` is None where nothing of it came through the ring."""
 
     def _take_back(self, taken: Taken[MemoryT]) -> None:
-        """Before the slot of a layer is filled again. Called once more where it was interrupted."""
+        """Before the slot of a layer is filled again."""
 
     @abstractmethod
     def _free(self) -> None:
@@ -87,17 +87,17 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
         """
         return self._enter(index, check)[1]
 
+    @uninterrupted
     def leave(self, index: int) -> None:
         """Take layer `index` back; nothing happens where `restart` already did."""
         self._end([lease for lease in self._leases if lease.index == index])
         self._walk.leave(index)
 
+    @uninterrupted
     def restart(self) -> None:
         """Begin again at layer 0, as after a pass that was given up; nothing is lent afterwards.
 
-        Slots still lent are taken back, by what the ring says: an interrupt may have come between
-        its doing and ours. Nothing is read anew where layer 0 is the next one anyway. When this is
-        interrupted itself, call it again.
+        Slots still lent are taken back. Nothing is read anew where layer 0 is the next one anyway.
         """
         if self._leases or not self._walk.is_at_start:
             self._walk.break_off()
@@ -141,9 +141,9 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @uninterrupted
     def _enter(self, index: int, check: Check | None) -> tuple[Lease[MemoryT], LoanT]:
         self._walk.check(index)
-        self._end([lease for lease in self._leases if lease.is_ending])  # interrupted ones
         self._walk.seek(index, is_inside=bool(self._leases))
         lease = Lease(index, self._walk.take(index, check))
         if lease.taken is not None:
@@ -156,11 +156,11 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
             raise
         return lease, loan
 
+    @uninterrupted
     def _end(self, leases: Iterable[Lease[MemoryT]]) -> None:
-        """Take layers back and give the slots to the readers; where interrupted, call it again."""
+        """Take layers back and give the slots to the readers."""
         for lease in tuple(leases):
             if lease in self._leases and lease.taken is not None:
-                lease.is_ending = True
                 self._take_back(lease.taken)
                 self._walk.give_back(lease.taken)
                 self._leases.remove(lease)

@@ -10,16 +10,11 @@ is nothing special. A slot goes FREE -> READING -> READY -> IN_USE -> FREE:
 Where a slot is used by something that goes on after its release (a copy to a device, a computation
 on one), the slot is freed behind a *fence*: the event after which it may be overwritten. Whoever
 fills it next heeds the fence. The ring makes it itself whenever it frees a slot that was lent, so
-that no way of giving a slot back, an interrupt included, can forget it.
+that no way of giving a slot back can forget it.
 
 `restart(ticket)` drops all that was read ahead. Reads that are still running then belong to an old
 *generation*: their result is ignored, and their slot is not filled again before they have ended.
 One lock guards everything; it is held for microseconds and never during a read.
-
-Ctrl-C may cut the consumer's calls anywhere, which has three consequences here. Nothing of Python's
-own `threading.Condition` is used: cut while it takes its lock back, it loses track of the lock. A
-consumer that waits wakes the readers up itself, should an earlier call have been cut before it did.
-And whatever a cut call leaves, `restart` mends, itself cut or not, when it is called once more.
 """
 
 from __future__ import annotations
@@ -34,12 +29,10 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from offload.errors import SpecdecError
-from offload.ring.bell import Bell
+from offload.process.interruptible import check_interrupt, uninterrupted
 from offload.storage.aligned import HostMemory
 
-# A signal that arrives between Python's check for signals and the wait itself interrupts nothing;
-# waking up now and then bounds how long a Ctrl-C may go unnoticed.
-_WAKE_SECONDS = 0.1
+_WAKE_SECONDS = 0.1  # between two looks of a wait at whether it is to end
 
 Check = Callable[[], None]
 """Raises where somebody wants what is going on to end; called every tenth of a second at least."""
@@ -121,8 +114,8 @@ class SlotRing(Generic[MemoryT, PieceT]):
         self._poison = poison
         # Reentrant: a forgotten lease may be collected, and released, while the lock is held.
         self._lock = threading.RLock()
-        self._may_read = Bell()  # a slot became free, or a restart, or the end
-        self._may_use = Bell()  # a layer arrived, or an error, or the end
+        self._may_read = threading.Condition(self._lock)  # a slot is free, or a restart, or the end
+        self._may_use = threading.Condition(self._lock)  # a layer is in, or an error, or the end
         self._generation = 0
         self._ticket = 0  # the ticket that is being read
         self._n_taken = 0  # how many of its pieces were handed out
@@ -140,14 +133,10 @@ class SlotRing(Generic[MemoryT, PieceT]):
 
         With `wait` false also None where there is nothing to read at the moment.
         """
-        while True:
-            with self._lock:
-                work = self._next_work() if self._has_work() else None
-                if self._closed or self._has_work():
-                    self._may_read.ring()  # one reader wakes the next
-                if work is not None or self._closed or not wait:
-                    return work
-            self._may_read.wait()
+        with self._lock:
+            while wait and not self._closed and not self._has_work():
+                self._may_read.wait()
+            return self._next_work() if self._has_work() else None
 
     def publish(
         self, work: Work[MemoryT, PieceT], n_bytes: int = 0, error: BaseException | None = None
@@ -161,15 +150,15 @@ class SlotRing(Generic[MemoryT, PieceT]):
             if self._n_busy == 0:
                 self._busy_seconds += time.perf_counter() - self._busy_since
             if work.generation != self._generation:
-                self._may_read.ring()
+                self._may_read.notify_all()
             elif error is None:
                 slot.n_missing -= 1
                 if slot.n_missing == 0:
                     slot.state = SlotState.READY
-                    self._may_use.ring()
+                    self._may_use.notify_all()
             elif self._error is None or work.ticket < self._error[0]:
                 self._error = (work.ticket, error)
-                self._may_use.ring()
+                self._may_use.notify_all()
 
     # --- consumer --------------------------------------------------------------------------
 
@@ -182,34 +171,29 @@ class SlotRing(Generic[MemoryT, PieceT]):
             whatever reading it raised; the ring then stands still until `restart`.
             StreamerClosed: the ring was closed meanwhile.
         """
-        while True:
-            with self._lock:
-                slot = self._take_ready(ticket)
-            if slot is not None:
-                return slot
-            if check is not None:
-                check()
-            self._may_read.ring()
-            self._may_use.wait(_WAKE_SECONDS)
+        with self._lock:
+            while (slot := self._take_ready(ticket)) is None:
+                check_interrupt()
+                if check is not None:
+                    check()
+                self._may_use.wait(_WAKE_SECONDS)
+            return slot
 
     def release(self, slot: Slot[MemoryT], ticket: int) -> None:
         """Give the slot of `ticket` back; nothing happens where a restart already took it."""
         with self._lock:
             if not self._closed and slot.ticket == ticket and slot.state is SlotState.IN_USE:
                 self._free(slot)
-                self._may_read.ring()
+                self._may_read.notify_all()
 
     @property
     def is_lending(self) -> bool:
-        """Whether a slot is in use, be it that its release or its taking was interrupted."""
+        """Whether a slot is in use."""
         return any(slot.state is SlotState.IN_USE for slot in self.slots)
 
     def restart(self, ticket: int) -> None:
-        """Forget everything that was read or lent, and an error; read on from `ticket`.
-
-        Args:
-            ticket: one that was not used before, nor given to a restart that was interrupted.
-        """
+        """Forget everything that was read or lent, and an error; read on from `ticket`, which was
+        not used before."""
         with self._lock:
             if self._closed:
                 return
@@ -218,15 +202,16 @@ class SlotRing(Generic[MemoryT, PieceT]):
             self._error = None
             for slot in self.slots:
                 self._free(slot)
-            self._may_read.ring()
+            self._may_read.notify_all()
 
+    @uninterrupted
     def close(self) -> None:
         """Wake everybody up to leave; `free_buffers` comes after the readers have ended."""
         with self._lock:
             self._closed = True
             self._generation += 1
-            self._may_read.ring()
-            self._may_use.ring()
+            self._may_read.notify_all()
+            self._may_use.notify_all()
 
     def free_buffers(self) -> None:
         """Give the memory back. No reader may be running."""
@@ -282,7 +267,7 @@ class SlotRing(Generic[MemoryT, PieceT]):
 
     def _free(self, slot: Slot[MemoryT]) -> None:
         if self._make_fence is not None and slot.state is SlotState.IN_USE:
-            slot.fence = self._make_fence()  # first: an interrupt before the next line redoes it
+            slot.fence = self._make_fence()  # first: where it fails, the slot stays lent
         slot.ticket, slot.state = -1, SlotState.FREE
         if self._poison is not None:
             self._poison(slot.buffer)

@@ -11,8 +11,8 @@ One layer after another is visited, cyclically:
     walk.give_back(taken)  the readers may fill the slot again
     walk.leave(i)          after the last layer a pass is complete
 
-From `seek` to `arrive` the walk counts as broken off: whatever interrupts it there, the next `seek`
-begins anew.
+From `seek` to `arrive` the walk counts as broken off: where it fails there, the next `seek` begins
+anew.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class LayerWalk(Generic[MemoryT]):
     def __init__(self, streams: Sequence[bool], supply: Supply[MemoryT] | None) -> None:
         self._n_layers = len(streams)
         self._streamed = [index for index, is_streamed in enumerate(streams) if is_streamed]
-        # The layer that continues the walk; None after an error or an interrupt, and all the while
-        # that one of these may leave things half done.
+        # The layer that continues the walk; None after an error, and all the while that one may
+        # leave things half done.
         self._expected: int | None = 0
         self._ticket = 0  # of the next streamed layer in the walk
         self._stall_seconds = 0.0
@@ -123,7 +123,7 @@ class LayerWalk(Generic[MemoryT]):
             if is_inside:
                 raise RuntimeError(f"layer {index} was asked for out of order inside another layer")
             self.resume_at(index)
-        self._expected = None  # what follows may fail, or be interrupted
+        self._expected = None  # what follows may fail
 
     def take(self, index: int, check: Check | None = None) -> Taken[MemoryT] | None:
         """Wait for the slot of layer `index`; None where nothing of it streams.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from offload.formats.tensors import TensorRecord
-from offload.process.interruptible import call_aside
+from offload.process.interruptible import POLL_SECONDS, check_interrupt, uninterrupted
 from offload.storage.aligned import AlignedBuffer, HostMemory, align_up, buffer_bytes
 from offload.storage.direct_io import DirectFile, OpenStorage, StorageError
 from offload.storage.layout import Layout, Piece, make_layout
@@ -109,7 +111,7 @@ def load_resident(
     """Read tensors into memory for good (embeddings, norms, head, pinned layers).
 
     Args:
-        progress: called after each read, in another thread.
+        progress: called after each read.
         allocate: makes the memory from its size in bytes; None: an AlignedBuffer.
 
     Raises:
@@ -154,6 +156,7 @@ Bring = Callable[[OpenFiles, Piece], object]
 """Reads one piece and takes it to where it belongs."""
 
 
+@uninterrupted
 def bring_pieces(
     pieces: Sequence[Piece],
     bring: Bring,
@@ -168,49 +171,29 @@ def bring_pieces(
         the first error of a `bring`; the others are given up.
         whatever `progress` raises, or a signal handler in this thread (KeyboardInterrupt).
     """
-    if not pieces:
-        return
-    job = _Reading(pieces, bring, progress, n_readers, storage)
-    call_aside("specdec-load", job.run, job.give_up)
+    finished: SimpleQueue[Future[int]] = SimpleQueue()
+    n_done, n_total = 0, sum(piece.n_needed for piece in pieces)
+
+    def bring_one(piece: Piece) -> int:
+        bring(files, piece)
+        return piece.n_needed
+
+    files = OpenFiles((piece.path for piece in pieces), storage)
+    pool = ThreadPoolExecutor(n_readers, thread_name_prefix="specdec-load")
+    try:
+        for piece in pieces:
+            pool.submit(bring_one, piece).add_done_callback(finished.put)
+        for _ in pieces:
+            n_done += _next_result(finished)
+            if progress is not None:
+                progress(n_done, n_total)
+    finally:
+        pool.shutdown(cancel_futures=True)  # waits for the running reads: they use the memory
+        files.close()
 
 
-class _Reading:
-    """Pieces on their way to where they belong."""
-
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        bring: Bring,
-        progress: Progress | None,
-        n_readers: int,
-        storage: OpenStorage,
-    ) -> None:
-        self._pieces, self._bring, self._progress = pieces, bring, progress
-        self._n_readers, self._storage = n_readers, storage
-        self._is_given_up = False
-
-    def give_up(self) -> None:
-        """Let `run` return after the reads that are running."""
-        self._is_given_up = True
-
-    def run(self) -> None:
-        """Read them all. Not in the main thread: an executor's locks are made of Python code."""
-        n_done, n_total = 0, sum(piece.n_needed for piece in self._pieces)
-        files = OpenFiles((piece.path for piece in self._pieces), self._storage)
-        pool = ThreadPoolExecutor(self._n_readers, thread_name_prefix="specdec-load")
-        try:
-            jobs = {pool.submit(self._bring_one, files, piece): piece for piece in self._pieces}
-            for job in as_completed(jobs):
-                job.result()
-                n_done += jobs[job].n_needed
-                if self._is_given_up:
-                    return
-                if self._progress is not None:
-                    self._progress(n_done, n_total)
-        finally:
-            pool.shutdown(cancel_futures=True)  # waits for the running reads: they use the memory
-            files.close()
-
-    def _bring_one(self, files: OpenFiles, piece: Piece) -> None:
-        if not self._is_given_up:
-            self._bring(files, piece)
+def _next_result(finished: SimpleQueue[Future[int]]) -> int:
+    while True:
+        check_interrupt()
+        with suppress(Empty):
+            return finished.get(timeout=POLL_SECONDS).result()

@@ -1,34 +1,39 @@
 """AheadThread: drafting in one thread while the target's pass runs in the caller's.
 
-The pass stays where Ctrl-C arrives, so that may come at any point of what the caller's thread does
-here: as everywhere in `offload.process.interruptible`, there are no locks made of Python code.
-
 The thread is started once and kept, because torch and OpenMP hold workers for every thread that
 computes.
 """
 
 from __future__ import annotations
 
-import time
+import os
+import sys
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from offload.process.interruptible import POLL_SECONDS, Worker
+from offload.process.interruptible import (
+    POLL_SECONDS,
+    Worker,
+    uninterrupted,
+    wait_for,
+    when_interrupted,
+)
 
 T = TypeVar("T")
 
 _NICENESS = 10
 """The pass goes first: drafting takes what it leaves of the cores."""
-_MAX_POLLS = 1000
-"""Then the pass is over, whatever kept the caller from saying so."""
+_MOST_NICE = 19
 
 
-class AheadThread(Worker):
+class AheadThread:
     """Runs one function at a time beside the caller."""
 
     def __init__(self) -> None:
-        super().__init__("specdec-ahead", _NICENESS)
+        self._worker = Worker("specdec-ahead", _be_nice)
 
+    @uninterrupted
     def beside(
         self,
         run_pass: Callable[[], T],
@@ -43,50 +48,59 @@ class AheadThread(Worker):
         is cancelled. Where both fail, the draft's error is raised if it was there when the pass's
         was caught: it most likely had the pass cancelled.
         """
-        self.settle()
-        work = _Draft(cancel_pass, cancel_draft)
+        work = _Draft(cancel_pass)
+        drafting = self._worker.submit(lambda: work.run(draft))
         try:
-            self.begin(lambda: work.run(draft), work.cancel)
             result = run_pass()
-            work.should_stop = True
-            self.wait()
         except BaseException as error:
-            work.should_stop = True
             first = work.take_error()
-            self.settle()
+            work.stop()
+            wait_for(drafting, cancel_draft)
             if first is not None and isinstance(error, Exception):
                 raise first from None  # it had the pass cancelled
             raise
+        work.stop()
+        wait_for(drafting, when_interrupted(cancel_draft))
         late = work.take_error()
         if late is not None:
             raise late
         return result
 
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._worker.close()
+
 
 class _Draft:
     """What runs beside one pass, and what came of it."""
 
-    def __init__(self, cancel_pass: Callable[[], None], cancel_draft: Callable[[], None]) -> None:
-        self.should_stop = False
-        self._cancel_pass, self._cancel_draft = cancel_pass, cancel_draft
+    def __init__(self, cancel_pass: Callable[[], None]) -> None:
+        self._cancel_pass = cancel_pass
+        self._should_stop = threading.Event()
         self._error: BaseException | None = None
 
     def run(self, draft: Callable[[Callable[[], bool]], None]) -> None:
         """In the thread."""
         try:
-            draft(lambda: self.should_stop)
+            draft(self._should_stop.is_set)
         except BaseException as error:
             self._error = error
-            for _ in range(_MAX_POLLS):
-                if self.should_stop:
-                    return
+            while not self._should_stop.is_set():
                 self._cancel_pass()
-                time.sleep(POLL_SECONDS)
+                self._should_stop.wait(POLL_SECONDS)
 
-    def cancel(self) -> None:
-        self.should_stop = True
-        self._cancel_draft()
+    def stop(self) -> None:
+        self._should_stop.set()
 
     def take_error(self) -> BaseException | None:
         error, self._error = self._error, None  # no cycle through the traceback
         return error
+
+
+def _be_nice() -> None:
+    """Of the calling thread and those that its libraries start; on Linux only, elsewhere priorities
+    are the whole process's."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        present = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, min(present + _NICENESS, _MOST_NICE))

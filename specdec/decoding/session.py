@@ -150,7 +150,6 @@ class Session:
         with self._beginning:
             if self._running is not None:
                 self._running.end()
-            self._ahead.settle()
             self._prompt_cache.save(self.target, self.draft)
 
     # --- one generation at a time --------------------------------------------------------------
@@ -165,7 +164,6 @@ class Session:
                 self._running.end()
             self._running = generation
         self.check_open()
-        self._ahead.settle()  # an interrupt may have left it at work
 
     def request_cancel(self, generation: Running) -> None:
         """End the pass that another thread is in for this one, not for the one after it."""

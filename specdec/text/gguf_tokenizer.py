@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.llama.library import LOG, load_library
-from offload.process.interruptible import call_aside
+from offload.process.interruptible import uninterrupted
 from specdec.text.chat_template import ChatTemplateError, render_chat
 from specdec.text.tokenizer import TokenizerError
 from specdec.text.vocabulary import Vocabulary
@@ -32,10 +32,7 @@ class GgufTokenizer:
         params.vocab_only = True
         params.n_gpu_layers = 0
         LOG.clear()
-        self._model = call_aside(
-            "specdec-vocabulary",
-            lambda: library.llama_model_load_from_file(os.fsencode(self.path), params),
-        )
+        self._model = self._load(params)
         if not self._model:
             raise TokenizerError(f"cannot load a tokenizer from {path}: {LOG.reason()}")
         self._free = weakref.finalize(self, library.llama_model_free, self._model)
@@ -53,6 +50,10 @@ class GgufTokenizer:
         self._drops_first_space = self._find_first_space_rule()
         self._chat_template = self._read_chat_template()
         self._pieces: dict[int, bytes] = {}
+
+    @uninterrupted  # it calls back, for its log
+    def _load(self, params: Any) -> Any:
+        return self._library.llama_model_load_from_file(os.fsencode(self.path), params)
 
     @classmethod
     def from_file(cls, path: str | Path) -> GgufTokenizer:

@@ -1,12 +1,14 @@
-"""KeyboardInterrupt at chosen moments: where Python looks for signals, each time a function begins.
+"""Ctrl-C at chosen moments: where Python looks for signals, each time a function begins.
 
-CPython handles a signal between two bytecodes, mostly at calls; a trace function that raises when
-a function is entered comes from the same places, and at the same one every time.
+CPython handles a signal between two bytecodes, mostly at calls; a trace function that sends one
+when a function is entered comes from the same places, and at the same one every time. It is a
+signal, no exception, so that the handler of the moment has its say, as where a user presses keys.
 """
 
 from __future__ import annotations
 
 import io
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +34,7 @@ class InterruptedAt(io.StringIO):
 
 
 class Interrupts:
-    """Raises in this thread at the given calls into `folders`; `places` tells where.
+    """Sends SIGINT at the given calls of this thread into `folders`; `places` tells where.
 
     Python drops a trace function that raised, so the second interrupt is a profile function's.
     """
@@ -57,7 +59,7 @@ class Interrupts:
             self._n_until[number] = n_until - 1
             if n_until == 1:
                 self.places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

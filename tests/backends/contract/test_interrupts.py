@@ -84,7 +84,7 @@ def test_a_prefill_and_an_extend(backend: TorchBackend) -> None:
     places = interrupt_everywhere(act, check)
     # Every other call, and waits look again as often as the storage makes them.
     assert places & {"layer_runner.py:bind", "layer_runner.py:unbind"}
-    assert {"mending.py:_mend", "cache.py:abort"} <= places
+    assert {"backend.py:_repair", "cache.py:abort"} <= places
 
 
 def test_the_committed_prefix_stays(backend: TorchBackend) -> None:

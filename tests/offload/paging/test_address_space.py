@@ -152,15 +152,15 @@ def test_committed_memory_is_small_pages_where_asked(room: int) -> None:
     assert memory_in([(room + 16 * MIB, 8 * MIB)]) == 2 * HUGE
 
 
-def attempt_as_before_6_17(move: Move) -> tuple[Move, ...]:
+def attempt_as_before_6_17(move: Move) -> bool:
     """One VMA at a time, and a failed call may have unmapped the target."""
     vmas = address_space._read_maps()
     borders = {vma.start for vma in vmas if move.source < vma.start < move.source + move.n_bytes}
     if borders:
         libc.munmap(move.target, move.n_bytes)
         ctypes.set_errno(errno.EFAULT)
-        return ()
-    return tuple(_attempt(move))
+        return False
+    return _attempt(move)
 
 
 @pytest.mark.parametrize("old_kernel", [False, True])
@@ -189,34 +189,6 @@ def test_a_range_of_several_vmas_moves_as_a_whole(
     assert ctypes.string_at(source, size) == content
 
 
-def test_only_the_rest_is_moved_again(room: int) -> None:
-    size = 8 * PAGE_BYTES
-    source, target = room, room + 32 * MIB
-    commit(source, size)
-    content = os.urandom(size)
-    view(source, size)[:] = content
-    moves = [
-        Move(source, target, 3 * PAGE_BYTES),
-        Move(source + 3 * PAGE_BYTES, target + MIB, 5 * PAGE_BYTES),
-    ]
-    for n_done in range(9):
-        done: list[Move] = []
-        if n_done:
-            first = min(n_done, 3) * PAGE_BYTES
-            move_pages([Move(source, target, first)], done)
-        if n_done > 3:
-            second = (n_done - 3) * PAGE_BYTES
-            move_pages([*done, Move(source + 3 * PAGE_BYTES, target + MIB, second)], done)
-        move_pages(moves, done)
-        found = ctypes.string_at(target, 3 * PAGE_BYTES)
-        assert found + ctypes.string_at(target + MIB, 5 * PAGE_BYTES) == content
-        n_moved = len(done)
-        move_pages(moves, done)  # nothing is left to do
-        assert len(done) == n_moved
-        move_pages([Move(m.target, m.source, m.n_bytes) for m in done], [])
-        assert ctypes.string_at(source, size) == content
-
-
 def test_moves_that_are_refused(room: int) -> None:
     commit(room, PAGE_BYTES)
     for source, target in ((room, room + 1), (room + 1, room + MIB)):
@@ -243,9 +215,9 @@ def test_what_took_the_targets_place_is_not_overwritten(
     commit(room + MIB, 2 * PAGE_BYTES)
     view(room + MIB, 1)[0] = 7
 
-    def refuse(move: Move) -> tuple[()]:
+    def refuse(move: Move) -> bool:
         ctypes.set_errno(errno.EFAULT)
-        return ()
+        return False
 
     monkeypatch.setattr(address_space, "_attempt", refuse)
     with pytest.raises(AddressSpaceError, match="was taken"):

@@ -1,168 +1,299 @@
-"""Calls on a thread of their own: Ctrl-C at any moment ends them, and the thread serves on."""
+"""What a signal handler raises comes up where the block ends, or where somebody asks for it."""
 
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
 from interrupting import interrupted
 
-from offload.process.interruptible import CallThread, call_aside
-
-# An interrupt inside of what is being dropped is reported, not raised.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-SIGNALS = """
-import os, random, signal, sys, threading, time
-from offload.process.interruptible import CallThread
-
-thread, rng = CallThread("calls"), random.Random({seed})
-ended, n_interrupted = time.monotonic() + {seconds}, 0
-main = threading.main_thread().ident
-go = threading.Semaphore(0)
-
-def press():
-    while go.acquire():
-        time.sleep(rng.uniform(0, 5e-4))
-        signal.pthread_kill(main, signal.SIGINT)
-
-threading.Thread(target=press, daemon=True).start()
-while time.monotonic() < ended:
-    stopped, running = [], []
-    def call():
-        running.append(1)
-        until = time.perf_counter() + 3e-4
-        while time.perf_counter() < until and not stopped:
-            pass
-        running.clear()
-    try:
-        go.release()
-        while True:
-            stopped.clear()
-            thread.run(call, lambda: stopped.append(1))
-    except KeyboardInterrupt:
-        n_interrupted += 1
-    thread.settle()
-    assert not running
-thread.close()
-print(n_interrupted)
-"""
+from offload.process.interruptible import (
+    Worker,
+    check_interrupt,
+    is_interrupted,
+    uninterrupted,
+    wait_for,
+    when_interrupted,
+)
 
 
-class Work:
-    """A call that goes on until it is stopped."""
+class Alarm(Exception):
+    pass
 
-    def __init__(self) -> None:
-        self.began, self.stopped = threading.Event(), threading.Event()
-        self.is_running = False
 
-    def call(self) -> str:
-        self.is_running = True
-        self.began.set()
-        assert self.stopped.wait(10)
-        self.is_running = False
-        return "stopped"
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
 
 
 @pytest.fixture
-def thread() -> Iterator[CallThread]:
-    made = CallThread("test-calls")
+def handler() -> Iterator[Callable[[Callable[..., object]], None]]:
+    """Sets a handler of SIGINT for the time of the test."""
+    before = signal.getsignal(signal.SIGINT)
+    yield lambda handle: signal.signal(signal.SIGINT, handle)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_block_is_done_whole() -> None:
+    done = []
+    before = signal.getsignal(signal.SIGINT)
+
+    @uninterrupted
+    def act() -> None:
+        assert not is_interrupted()
+        press()
+        done.append(1)
+        assert is_interrupted()
+        press()  # one exception for both
+        done.append(2)
+
+    with pytest.raises(KeyboardInterrupt):
+        act()
+    assert done == [1, 2]
+    assert not is_interrupted()
+    assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(KeyboardInterrupt):
+        press()
+
+
+def test_a_block_inside_of_a_block_does_not_end_with_it() -> None:
+    done = []
+
+    @uninterrupted
+    def inner() -> None:
+        press()
+
+    @uninterrupted
+    def outer() -> None:
+        inner()
+        done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        outer()
+    assert done == [1]
+
+
+def test_who_asks_is_told_at_once() -> None:
+    done = []
+
+    @uninterrupted
+    def act() -> None:
+        check_interrupt()
+        press()
+        done.append(1)
+        check_interrupt()
+        done.append(2)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        act()
+    assert done == [1]
+    assert caught.value.__context__ is None
+
+
+def test_the_error_that_an_interrupt_leads_to_does_not_matter() -> None:
+    @uninterrupted
+    def act() -> None:
+        press()
+        raise ValueError("the pass was cancelled")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        act()
+    assert caught.value.__suppress_context__
+
+
+def test_an_error_without_an_interrupt_is_raised() -> None:
+    @uninterrupted
+    def act() -> None:
+        raise ValueError("of its own")
+
+    with pytest.raises(ValueError, match="of its own"):
+        act()
+    with pytest.raises(KeyboardInterrupt):
+        press()
+
+
+def test_a_handler_that_raises_nothing_disturbs_nothing(handler: Callable[..., None]) -> None:
+    """It is called at once: a program may count on it."""
+    calls = []
+    handler(lambda *_: calls.append(len(calls)))
+
+    @uninterrupted
+    def act() -> None:
+        press()
+        assert calls == [0]
+        assert not is_interrupted()
+        check_interrupt()
+
+    act()
+    press()
+    assert calls == [0, 1]
+
+
+def test_a_handler_that_sets_another_one_keeps_it(handler: Callable[..., None]) -> None:
+    handler(lambda *_: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    uninterrupted(press)()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_whatever_it_raises_is_raised(handler: Callable[..., None]) -> None:
+    def out_of_time(*_: object) -> None:
+        raise Alarm
+
+    handler(out_of_time)
+    done = []
+
+    @uninterrupted
+    def act() -> None:
+        press()
+        done.append(1)
+
+    with pytest.raises(Alarm):
+        act()
+    assert done == [1]
+
+
+def test_ignored_signals_stay_ignored(handler: Callable[..., None]) -> None:
+    handler(signal.SIG_IGN)
+    uninterrupted(press)()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_other_threads_go_on_meanwhile() -> None:
+    """Signals are the main thread's."""
+    found = []
+
+    @uninterrupted
+    def work() -> None:
+        check_interrupt()
+        found.append(is_interrupted())
+
+    @uninterrupted
+    def act() -> None:
+        press()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    with pytest.raises(KeyboardInterrupt):
+        act()
+    assert found == [False]
+
+
+@pytest.mark.parametrize("then", [None, 1, 2, 3])
+def test_an_interrupt_at_every_call(then: int | None) -> None:
+    """Each block is done whole or not begun, and the handlers are put back."""
+    before = signal.getsignal(signal.SIGINT)
+    places: set[str] = set()
+
+    @uninterrupted
+    def act() -> None:
+        done.append(1)
+        wait_for(worker.submit(int), lambda: None)
+        done.append(2)
+
+    worker = Worker("test-calls")
+    for first in range(1, 200):
+        done: list[int] = []
+        with interrupted(first, then) as interrupts:
+            act()
+        assert done in ([], [1, 2])
+        assert signal.getsignal(signal.SIGINT) is before
+        places.update(interrupts.places)
+        if not interrupts.places:
+            break
+    worker.close()
+    assert {"interruptible.py:begin", "interruptible.py:wait_for", "interruptible.py:end"} <= places
+
+
+def test_signals_at_any_time() -> None:
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    @uninterrupted
+    def act() -> None:
+        done.append(1)
+        for _ in range(rng.randrange(500)):
+            pass
+        done.append(2)
+
+    rng = random.Random(0)
+    n_cut = n_ended = 0
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        for _ in range(2000):
+            done: list[int] = []
+            with suppress(Alarm):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 2e-4))
+                    act()
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except Alarm:
+                    n_cut += 1
+                    n_ended += done == [1, 2]
+            assert done in ([], [1, 2])
+            assert signal.getsignal(signal.SIGALRM) is ring
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert n_cut > 100
+    assert n_ended > 10
+
+
+# --- a thread beside the caller -------------------------------------------------------------------
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker("test-calls")
     yield made
     made.close()
     made.close()
-    assert not made._thread.is_alive()
+    assert not [t for t in threading.enumerate() if t.name == "test-calls"]
 
 
-def is_usable(thread: CallThread) -> bool:
-    return thread.run(lambda: 7, lambda: None) == 7
-
-
-def test_calls_run_elsewhere_and_give_their_results(thread: CallThread) -> None:
-    found = {thread.run(threading.current_thread, lambda: None) for _ in range(3)}
+def test_calls_run_elsewhere_and_give_their_results(worker: Worker) -> None:
+    found = {wait_for(worker.submit(threading.current_thread), lambda: None) for _ in range(3)}
     assert len(found) == 1
     assert threading.current_thread() not in found
 
 
-def test_errors_are_raised_here(thread: CallThread) -> None:
+def test_errors_are_raised_here(worker: Worker) -> None:
     def fail() -> None:
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        thread.run(fail, lambda: None)
-    assert is_usable(thread)
+        wait_for(worker.submit(fail), lambda: None)
+    assert wait_for(worker.submit(lambda: 7), lambda: None) == 7
 
 
-def test_an_interrupt_stops_the_call_also_before_it_has_begun(
-    thread: CallThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stop that comes too early is repeated."""
+def test_an_interrupt_stops_the_call_again_and_again(worker: Worker) -> None:
+    """A stop that comes before the call has begun may be forgotten."""
     n_stops = threading.Semaphore(0)
+    ended = []
+    main = threading.main_thread().ident or 0
 
     def call() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
         n_stops.acquire()
         n_stops.acquire()
+        ended.append(1)
 
-    wait, interrupts = thread._jobs.wait_until_empty, [KeyboardInterrupt]
+    @uninterrupted
+    def act() -> None:
+        wait_for(worker.submit(call), when_interrupted(n_stops.release))
 
-    def interrupted_wait(*poll: object) -> None:
-        if interrupts:
-            raise interrupts.pop()
-        wait(*poll)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(thread._jobs, "wait_until_empty", interrupted_wait)
     with pytest.raises(KeyboardInterrupt):
-        thread.run(call, n_stops.release)
-    assert is_usable(thread)
+        act()
+    assert ended == [1]
+    assert wait_for(worker.submit(lambda: 7), lambda: None) == 7
 
 
-@pytest.mark.parametrize("then", [None, 1, 2, 3, 4])
-def test_an_interrupt_at_every_call(thread: CallThread, then: int | None) -> None:
-    places: set[str] = set()
-    for first in range(1, 100):
-        work = Work()
-        with interrupted(first, then) as interrupts:
-            thread.run(work.call, work.stopped.set) if first < 6 else thread.run(int, int)
-        thread.settle()
-        assert not work.is_running
-        places.update(interrupts.places)
-        assert is_usable(thread)
-        if not interrupts.places:
-            break
-    assert {"interruptible.py:run", "interruptible.py:wait_until_empty"} <= places
-
-
-def test_a_thread_for_one_call_ends_with_it() -> None:
-    for first in range(1, 100):
-        with interrupted(first) as interrupts:
-            assert call_aside("test-aside", lambda: 7) == 7
-        if not interrupts.places:
-            break
-    # An interrupted end leaves it to the garbage collector.
-    for left in [t for t in threading.enumerate() if t.name == "test-aside"]:
-        left.join(10)
-        assert not left.is_alive()
-
-
-def test_closing_ends_a_call_that_was_left_running() -> None:
-    thread, work = CallThread("test-calls"), Work()
-    thread.begin(lambda: void(work), work.stopped.set)
-    work.began.wait()
-    thread.close()
-    assert not work.is_running
-
-
-def void(work: Work) -> None:
-    with suppress(AssertionError):
-        work.call()
-
-
-def test_signals_at_any_time() -> None:
-    program = SIGNALS.format(seed=random.Random(0).random(), seconds=3)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
-    )
-    assert int(done.stdout) > 10  # some hundreds where nothing else runs
+def test_a_worker_that_nobody_refers_to_ends() -> None:
+    worker = Worker("test-forgotten")
+    thread = worker._thread
+    del worker
+    thread.join(10)
+    assert not thread.is_alive()

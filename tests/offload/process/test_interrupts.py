@@ -13,7 +13,7 @@ from interrupting import interrupted
 from streaming import Gate, small_weights, uneven_sizes
 from weight_files import write_weights
 
-from offload.ring.slots import SlotRing, SlotState
+from offload.ring.slots import SlotState
 from offload.ring.streamer import WeightStreamer
 
 pytestmark = [
@@ -127,23 +127,6 @@ def test_a_close_that_was_interrupted_can_be_repeated(tmp_path: Path) -> None:
                 len(slot.buffer.view)
         if not interrupts.places:
             break
-
-
-def test_a_release_that_woke_nobody_up_does_not_stop_the_ring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if the interrupt came after the slot was free and before the readers heard of it."""
-    weights = write_weights(tmp_path, uneven_sizes(4, 1))
-    with WeightStreamer(weights.layers, 1) as streamer, unhung(streamer):
-        release = SlotRing.release
-
-        def release_silently(ring: SlotRing, *arguments: object) -> None:
-            with monkeypatch.context() as patch:
-                patch.setattr(ring._may_read, "ring", lambda: None)
-                release(ring, *arguments)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(SlotRing, "release", release_silently)
-        weights.walk(streamer, 2)
 
 
 def test_a_restart_sees_what_was_taken_but_never_handed_out(tmp_path: Path) -> None:

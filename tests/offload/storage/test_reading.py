@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from interrupting import interrupted
 from weight_files import FaultyReads, Weights, write_weights
 
+from offload.storage import reading
 from offload.storage.aligned import ALIGNMENT
-from offload.storage.reading import ResidentWeights, _Reading, load_resident, resident_footprint
+from offload.storage.reading import ResidentWeights, load_resident, resident_footprint
 
 pytestmark = [
     pytest.mark.usefixtures("no_thread_is_left"),
@@ -75,7 +77,7 @@ def test_an_interrupt_at_every_call(weights: Weights) -> None:
         assert reads.n_calls == n_calls, "a read began after the end"
         if not interrupts.places:
             break
-    assert {"interruptible.py:run", "interruptible.py:wait_until_empty"} <= places
+    assert {"reading.py:bring_pieces", "reading.py:_next_result"} <= places
 
 
 def test_ctrl_c_gives_up_the_reads_that_have_not_begun(
@@ -84,16 +86,18 @@ def test_ctrl_c_gives_up_the_reads_that_have_not_begun(
     """One that has begun is waited for: it uses the memory."""
     given_up, finished = threading.Event(), []
 
-    def give_up(job: _Reading) -> None:
-        job._is_given_up = True
-        given_up.set()
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, **options: bool) -> None:  # type: ignore[override]
+            super().shutdown(wait=False, **options)
+            given_up.set()
+            super().shutdown()
 
     def press(call: int, length: int) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         assert given_up.wait(10)
         finished.append(call)
 
-    monkeypatch.setattr(_Reading, "give_up", give_up)
+    monkeypatch.setattr(reading, "ThreadPoolExecutor", Pool)
     with pytest.raises(KeyboardInterrupt):
         load(weights, FaultyReads(press), n_readers=1)
     assert finished == [0]

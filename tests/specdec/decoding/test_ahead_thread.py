@@ -19,6 +19,7 @@ def ahead() -> Iterator[AheadThread]:
     thread = AheadThread()
     yield thread
     thread.close()
+    thread.close()
     assert set(threading.enumerate()) <= others
 
 
@@ -223,7 +224,7 @@ def test_ctrl_c_while_the_draft_ends_its_level(
 # An interrupt inside of what is being dropped is reported, not raised.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_at_any_time(ahead: AheadThread, alarm: list[float]) -> None:
-    """Also twice; whoever uses the draft next calls `settle` first, as `beside` itself does."""
+    """Also twice."""
     n_interrupted = 0
 
     def run_pass() -> None:
@@ -244,22 +245,6 @@ def test_ctrl_c_at_any_time(ahead: AheadThread, alarm: list[float]) -> None:
                 if not alarm:
                     signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        ahead.settle()
         assert not draft.is_running
     assert n_interrupted > 10
     assert is_usable(ahead)
-
-
-def test_closing_ends_the_draft(draft: Work) -> None:
-    """From another thread, say, after an interrupt that left it at work."""
-    ahead = AheadThread()
-
-    def run_draft() -> None:
-        with suppress(RuntimeError):
-            draft.until_cancelled()
-
-    ahead.begin(run_draft, draft.cancel)
-    draft.began.wait()
-    ahead.close()
-    ahead.close()
-    assert not draft.is_running
