@@ -48,14 +48,6 @@ StorageMbps = Annotated[
         show_default="as fast as the storage is",
     ),
 ]
-PeerMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--peer-cpu-memory",
-        help="Weights that the peer keeps in memory, e.g. 2GiB.",
-        show_default="the fastest of several",
-    ),
-]
 Output = Annotated[
     str, typer.Option("-o", "--output", metavar="table|json", help="What goes to stdout.")
 ]

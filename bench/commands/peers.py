@@ -13,7 +13,6 @@ from bench.options import (
     IgnoreEos,
     Output,
     OutputFile,
-    PeerMemory,
     Prompts,
     SpreadPrompts,
     StorageMbps,
@@ -55,6 +54,14 @@ OtherDraft = Annotated[
         "--other-draft",
         help="The draft in that format.",
         show_default="that of the embedded pair, or self:window=N, where -md is such",
+    ),
+]
+PeerMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--peer-cpu-memory",
+        help="Weights that the peer keeps in memory, e.g. 2GiB.",
+        show_default="the fastest of several",
     ),
 ]
 PeerPython = Annotated[

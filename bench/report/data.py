@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import Any
@@ -88,9 +88,8 @@ def bars(results: Results) -> list[Bar]:
         return _peer_bars(results.value["peers"])
     if results.kind == SPEEDUP:
         value = results.value
-        found = [_speedup_bar("specdec-plain", value["plain"], True)]
-        found.append(_speedup_bar("specdec", value["speculative"], True))
-        return [*_with_peer(value, found)] if value.get("peer") else found
+        named = (("specdec-plain", value["plain"]), ("specdec", value["speculative"]))
+        return [_speedup_bar(name, stats, True) for name, stats in named]
     return []
 
 
@@ -168,16 +167,6 @@ def _speedup_bar(name: str, stats: Mapping[str, Any], is_ours: bool) -> Bar:
     note = f"{length:.1f} tokens per pass" if length > 1 else ""
     note = (note + aggregate.lossy_mark(stats)).strip()
     return Bar(name, stats["tokens_per_second"], note, is_ours)
-
-
-def _with_peer(value: Mapping[str, Any], ours: Sequence[Bar]) -> Iterator[Bar]:
-    """The peer before ours. It decodes fewer prompts and tokens, so every bar says of how many."""
-    peer = value["peer"]
-    counts = [(len(peer["prompts"]), sum(len(record["token_ids"]) for record in peer["prompts"]))]
-    modes = (PLAIN, SPECULATIVE)
-    counts += [(value["n_prompts"], value[mode]["generated_tokens"]) for mode in modes]
-    for bar, count in zip([_speedup_bar(peer["name"], peer, False), *ours], counts, strict=True):
-        yield _counted(bar, *count)
 
 
 def _counted(bar: Bar, n_prompts: int, n_tokens: int) -> Bar:

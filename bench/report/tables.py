@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.figures import describe_ratio, lossy_mark
+from bench.figures import lossy_mark
 from bench.process.results import CURVE, PEERS, POLICY, SPEEDUP, SWEEP
 from bench.report.data import series_name
 from bench.report.programs import exit_of, held, program_tables
@@ -51,8 +51,6 @@ _SPEEDUP_COLUMNS: Columns = (
 
 def _speedup(value: Value) -> Iterator[Table]:
     columns = {"plain": value["plain"], "speculative": value["speculative"]}
-    if value.get("peer"):
-        columns[value["peer"]["name"]] = value["peer"]
     sampling = value.get("sampling", {})
     how = "greedy" if not sampling.get("temperature") else f"temperature {sampling['temperature']}"
     yield Table(
@@ -80,7 +78,6 @@ def _verdict(value: Value) -> Iterator[str]:
             f"passes of {value['plain_pass_seconds']:.3f} and "
             f"{value['speculative_pass_seconds']:.3f} s"
         )
-    yield from _versus_peer(value)
     fraction = value.get("storage_roofline_fraction")
     if fraction is None:
         yield "storage           nothing is streamed: the model fits in the budget"
@@ -102,19 +99,6 @@ def _verdict(value: Value) -> Iterator[str]:
     for prompt, position in value.get("first_mismatches", {}).items():
         why = f": {_near_tie(ties[prompt])}" if prompt in ties else ""
         yield f"  {prompt} differs from token {position} on{why}"
-
-
-def _versus_peer(value: Value) -> Iterator[str]:
-    """Speeds over the same tokens; the columns are over more of ours than of the peer's."""
-    peer = value.get("peer")
-    if not peer:
-        return
-    for mode, found in value.get("ratios", {}).items():
-        same = describe_ratio(found)
-        yield f"{mode:<17} {found['ratio']:.2f}x the speed of {peer['name']} (the same {same})"
-    if "n_prompts" in peer:
-        counts = describe_ratio(peer)
-        yield f"peer              its figures are over {counts}, after each prompt's pass alone"
 
 
 def _near_tie(tie: Value) -> str:

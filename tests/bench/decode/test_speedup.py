@@ -16,9 +16,7 @@ from tiny_pair import save_model
 
 from bench.commands.app import main
 from bench.decode.measure import MeasureSpec, _without_probe
-from bench.peers.runs import ProcessRun, ProgramRunner
 from bench.process.child import KILLED, ChildFailed, check_child, run_child
-from bench.process.limited import OK, OOM_KILLED
 from bench.process.probe import BUFFER_BYTES, BUFFERED, DIRECT
 from bench.process.provenance import git_revision
 from bench.prompts.workloads import Prompt
@@ -91,12 +89,10 @@ def test_gguf_models(capfd: pytest.CaptureFixture[str]) -> None:
     ("more", "part"),
     [
         ("-o xml", "'xml' is not known"),
-        ("--peer ollama", "'ollama' is not known"),
-        ("--peer accelerate", "--memory-budget with a size"),
+        ("--peer accelerate --peer-tokens 4", "--peer is now: specdec-bench peers"),
         ("--enforce", "--memory-budget with a size"),
         ("--output-file /nonexistent/report.json", "no such folder"),
         ("--prompts /nonexistent.jsonl", "No such file"),
-        ("--peer-cpu-memory lots --memory-budget 1GiB", "'lots' is not a byte count"),
         ("--n-prompts 0", "--n-prompts"),
         ("--spec-type magic", "magic"),
     ],
@@ -158,7 +154,7 @@ def test_a_specification_survives_the_way_to_its_process() -> None:
     assert MeasureSpec.of(json.loads(json.dumps(asdict(spec)))) == spec
 
 
-# --- children and peers ---------------------------------------------------------------------
+# --- children -------------------------------------------------------------------------------
 
 
 def test_exit_codes_of_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,46 +169,6 @@ def test_exit_codes_of_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ChildFailed, match="it failed with exit code 1"):
         check_child(1, "it")
     check_child(0, "it")
-
-
-def peer_run(exit_: str, tokens: list[int]) -> ProcessRun:
-    records = [
-        {"prompt": "stack", "category": "", "token_ids": tokens, "bytes_read": [0, 10, 30],
-         "arrivals": [(1.0, 1), (1.5, 1)]}
-    ]  # fmt: skip
-    return ProcessRun(exit_, "why", 1.0, 0, None, 1e9, 3.0, {"threads": 1}, 50, records)
-
-
-def test_a_peer_is_a_column_of_the_report(
-    capfd: pytest.CaptureFixture[str], target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("accelerate")
-    monkeypatch.setattr("bench.decode.measure.SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(ProgramRunner, "run", lambda *_: peer_run(OK, [1, 2]))
-    argv = f"speedup -m {target} --threads 1 --n-prompts 1 -n 4 --ignore-eos --memory-budget 4GiB"
-    assert main([*argv.split(), "--peer", "accelerate", "-o", "json"]) == 0
-    report = json.loads(capfd.readouterr().out)
-    assert report["peer"]["name"] == "accelerate"
-    assert report["peer"]["tokens_per_second"] == pytest.approx(2.0)
-    assert report["peer"]["time_per_output_token"] == pytest.approx(0.5)
-    assert (report["peer"]["load_seconds"], report["peer"]["peak_memory_bytes"]) == (3.0, 50)
-    for mode in ("plain", "speculative"):
-        [record] = [one for one in report["records"] if one["mode"] == mode]
-        (first, n_first), (second, n_second) = record["arrivals"][:2]
-        assert n_first == 1
-        assert sum(n for _, n in record["arrivals"]) == 4
-        assert report["ratios"][mode] == {
-            # The peer took half a second for its only token after the first.
-            "ratio": pytest.approx(0.5 * n_second / (second - first)),
-            "n_prompts": 1,
-            "n_tokens": 1,
-        }
-    assert report["peer"]["token_match"] is not None
-
-    monkeypatch.setattr(ProgramRunner, "run", lambda *_: peer_run(OOM_KILLED, []))
-    assert main([*argv.split(), "--peer", "accelerate"]) == 2
-    err = capfd.readouterr().err
-    assert "accelerate: why; leave --peer out" in err
 
 
 def test_git_revision_only_of_our_own_repository(tmp_path: Path) -> None:
