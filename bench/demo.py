@@ -23,8 +23,8 @@ from bench.synth.stand_in import StandIn, smallest_budget
 from offload.budget import format_up
 from offload.errors import SpecdecError
 from offload.units import MIB, format_bytes, parse_bytes
-from specdec.models.files import largest_weight_file, weight_files
 from specdec.models.names import resolve_model
+from specdec.models.weight_files import largest_weight_file, weight_files
 
 DEFAULT_SIZE = "3GB"
 N_PROMPTS = 2

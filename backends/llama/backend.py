@@ -1,7 +1,7 @@
 """The llama.cpp backend: a GGUF model, held in memory or streamed from storage.
 
-Trees are sequences of one unified KV cache (`llama_tree`); a streamed model's passes walk its
-layers (`llama_stream`). A pass that takes long runs on a thread of its own, so that Ctrl-C reaches
+Trees are sequences of one unified KV cache (cache.py); a streamed model's passes walk its
+layers (stream.py). A pass that takes long runs on a thread of its own, so that Ctrl-C reaches
 Python meanwhile and ends it.
 """
 
@@ -16,13 +16,13 @@ import numpy as np
 from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.contract.mending import MendingBackend
 from backends.llama.batch import Batch
+from backends.llama.cache import TreeSequences
 from backends.llama.context import ContextOptions, LlamaContext
 from backends.llama.library import LlamaModel, Progress
 from backends.llama.model import GgufModel, recurrent_model
 from backends.llama.passes import PassThread
 from backends.llama.prefix import LlamaPrefix
 from backends.llama.stream import StreamedLayers, mapped_ranges
-from backends.llama.tree import TreeSequences
 from offload.formats.mapped import TensorShape
 from offload.process.interruptible import uninterrupted
 from offload.residency.placement import Placement

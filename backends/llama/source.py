@@ -15,8 +15,8 @@ from backends.llama.context import MAX_LEAVES, ContextOptions
 from backends.llama.library import default_threads, llama_version
 from backends.llama.memory import context_memory
 from backends.llama.model import GgufModel, load_gguf_model, recurrent_model
-from backends.llama.sample import can_be_sampled, sample_file, spread_layers
 from backends.llama.stream import resident_outer_records
+from backends.llama.timed_sample import can_be_sampled, sample_file, spread_layers
 from backends.llama.timing import measure_ggml_compute
 from backends.timing.measure import WEIGHT_BYTES, matrix_formats
 from backends.timing.passes import is_small, measure_passes, measure_small

@@ -21,12 +21,12 @@ from pathlib import Path
 
 from backends.contract.backend import StreamUse
 from backends.llama.batch import Batch
+from backends.llama.cache import check_lengths
 from backends.llama.context import LlamaContext
 from backends.llama.graph import GraphReader, Node, PassSchedule, make_schedule
 from backends.llama.library import LlamaError, LlamaModel, Progress
 from backends.llama.model import GgufModel
 from backends.llama.passes import PassCancelled
-from backends.llama.tree import check_lengths
 from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import MappedRange, find_mapping
 from offload.paging.pager import Pager

@@ -26,7 +26,7 @@ from bench.process.results import Record, append_line
 from bench.prompts.workloads import Prompt
 from offload.units import parse_bytes
 from specdec.decoding.stats import ratio
-from specdec.models.files import largest_weight_file
+from specdec.models.weight_files import largest_weight_file
 from specdec.policy.lessons import Experience
 
 if TYPE_CHECKING:

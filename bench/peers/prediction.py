@@ -19,7 +19,7 @@ PROBE_SECONDS = 4.0
 def probe_storage(model: str) -> float:
     """Bytes per second, which a plan is then made of, as `specdec profile --refresh` does."""
     from offload.ring.bandwidth import measure_storage
-    from specdec.models.files import largest_weight_file
+    from specdec.models.weight_files import largest_weight_file
 
     weights = largest_weight_file(Path(model))
     found = measure_storage(weights, seconds=PROBE_SECONDS, refresh=True)

@@ -25,7 +25,7 @@ from bench.prompts.workloads import Prompt
 from offload.storage.read_limit import ReadLimit
 from offload.units import GIB
 from specdec.cli.enforce import child_environment
-from specdec.models.files import largest_weight_file, weight_files
+from specdec.models.weight_files import largest_weight_file, weight_files
 from specdec.planning.division import DEFAULT_CTX_SIZE
 
 LOAD_SECONDS = 300.0

@@ -38,7 +38,7 @@ from bench.peers.registry import PEERS, Weights
 from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
 from bench.process.results import SPEEDUP, SWEEP, ResultsError, append_line, read_results
 from bench.prompts.workloads import Prompt
-from specdec.models.files import weight_files
+from specdec.models.weight_files import weight_files
 from specdec.planning.run_plan import RunPlan
 
 N_AUTO_BUDGETS = 6

@@ -22,7 +22,7 @@ from specdec.cli.enforce import KILLED as KILLED
 from specdec.cli.enforce import run_child as run_child
 from specdec.cli.errors import EXIT_ERROR, EXIT_INTERRUPTED, guard
 from specdec.cli.quiet import quiet_libraries
-from specdec.models.files import weight_files
+from specdec.models.weight_files import weight_files
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -1,1 +1,1 @@
-"""The same ring on a device, filled from pinned host memory."""
+"""Layers on a device, in a ring of their own that is filled from pinned host memory."""

@@ -1,1 +1,1 @@
-"""The same for a mapped file: pages are moved to where the layer is expected."""
+"""Layers of a mapped file, brought by moving pages to where they are expected."""

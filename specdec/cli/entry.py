@@ -45,7 +45,7 @@ def run_command(name: str, load: Callable[[], Run], argv: Sequence[str] | None) 
     if is_default:
         signal.signal(signal.SIGINT, leave)
     run = load()
-    from specdec.cli.interrupts import send_dropped_interrupts_again
+    from specdec.cli.dropped_interrupts import send_dropped_interrupts_again
 
     try:
         if is_default:

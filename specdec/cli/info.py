@@ -62,8 +62,8 @@ def profile(
     """Show how fast this machine's storage and arithmetic are; the JSON is a device for --on."""
     from offload.ring.bandwidth import measure_storage
     from specdec.devices.this_machine import ThisGpu, ThisMachine, model_formats
-    from specdec.models.files import largest_weight_file
     from specdec.models.names import resolve_model
+    from specdec.models.weight_files import largest_weight_file
 
     if device not in (CPU, CUDA):
         raise options.OptionError(f"--device is {device!r}, must be cpu or cuda")

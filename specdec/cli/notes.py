@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from offload.units import format_bytes
 from specdec.cli.options import OptionError
 from specdec.cli.output import say
-from specdec.models.files import weight_files
 from specdec.models.names import check_local_draft, check_local_name, resolve_headers
+from specdec.models.weight_files import weight_files
 from specdec.planning.run_options import RunOptions
 
 if TYPE_CHECKING:

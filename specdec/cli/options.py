@@ -1,4 +1,7 @@
-"""Options of several commands that are no field of a configuration; those of one are beside it."""
+"""Options that only the command line has, shared by several commands.
+
+Those of loading are the fields of planning/run_options.py, those of sampling of sampling/params.py.
+"""
 
 from __future__ import annotations
 

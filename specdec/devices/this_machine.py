@@ -16,8 +16,8 @@ from backends.timing.measure import matrix_formats
 from offload.process.memory import memory_limit
 from offload.ring.bandwidth import measure_storage
 from specdec.devices.spec import DeviceError
-from specdec.models.files import largest_weight_file
 from specdec.models.opened import is_gguf
+from specdec.models.weight_files import largest_weight_file
 
 
 class ThisMachine:

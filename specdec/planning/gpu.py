@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from backends.contract.backend import UnsupportedModel
-from backends.contract.shared import SharedSource
+from backends.contract.self_draft import SharedSource
 from backends.contract.source import ModelSource
 from backends.timing.measure import matrix_formats
 from offload.ring.bandwidth import measure_storage

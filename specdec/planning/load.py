@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from backends.contract.backend import Backend
-from backends.contract.shared import SharedSource
+from backends.contract.self_draft import SharedSource
 from backends.contract.source import Loading
 from offload.residency.placement import Placement
 from specdec.checks import ConfigError

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from typing_extensions import Unpack
 
-from backends.contract.shared import SharedSource
+from backends.contract.self_draft import SharedSource
 from backends.contract.source import BackendOptions, ModelSource
 from offload.process.allocator import free_large_blocks_at_once, give_back_freed
 from offload.process.memory import memory_limit, process_memory

@@ -161,7 +161,7 @@ class RunOptions:
     )
     num_draft_tokens: int | None = option(
         None,
-        "Draft tokens per pass; auto takes what a pass verifies for free.",
+        "Draft tokens per pass; auto: as many as pay, measured every round.",
         SPECULATION,
         metavar="N|auto",
         shown_default="auto",

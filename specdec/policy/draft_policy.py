@@ -17,7 +17,7 @@ from specdec.policy.assumptions import best_depth, tokens_of_levels
 from specdec.policy.costs import PassCost, level_seconds
 from specdec.policy.draft_choice import DraftChoice
 from specdec.policy.lessons import Experience
-from specdec.policy.shape import TreeShape
+from specdec.policy.tree_shape import TreeShape
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 

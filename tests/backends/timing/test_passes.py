@@ -12,7 +12,7 @@ from fake_gpu import install_fake_gpu
 from gguf_models import save_tiny_gguf
 
 from backends.contract.curve import ComputeCurve
-from backends.contract.shared import SharedSource
+from backends.contract.self_draft import SharedSource
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.cuda.source import HfGpuSource
 from backends.hf.source import HfSource

@@ -12,7 +12,7 @@ from paper_models import PaperModel, on_paper_gpus
 
 from backends.contract.backend import UnsupportedModel
 from backends.contract.curve import ComputeCurve
-from backends.contract.shared import SharedSource
+from backends.contract.self_draft import SharedSource
 from backends.cuda import engine as cuda_engine
 from backends.cuda import probe as cuda_probe
 from backends.cuda.probe import CudaMemory

@@ -11,7 +11,7 @@ import pytest
 from paper_models import PaperModel, on_paper_gpus
 
 from backends.contract.curve import ComputeCurve
-from backends.contract.shared import SharedSource
+from backends.contract.self_draft import SharedSource
 from backends.contract.source import ModelCompute
 from offload.units import GIB, MIB
 from specdec.checks import ConfigError

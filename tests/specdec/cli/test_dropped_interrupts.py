@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import ctypes, sys, time
-from specdec.cli.interrupts import send_dropped_interrupts_again
+from specdec.cli.dropped_interrupts import send_dropped_interrupts_again
 
 send_dropped_interrupts_again()
 n_dropped = 0

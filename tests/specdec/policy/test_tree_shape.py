@@ -14,7 +14,7 @@ from specdec.config import SpecConfig
 from specdec.policy.costs import PassCost
 from specdec.policy.draft_choice import DraftChoice
 from specdec.policy.lessons import Experience, Lessons
-from specdec.policy.shape import TreeShape
+from specdec.policy.tree_shape import TreeShape
 from specdec.verification.tree import DraftTree
 
 

@@ -14,7 +14,7 @@ from backends.contract.source import BackendOptions, Loading
 from backends.llama import source as gguf_source
 from backends.llama.library import LlamaError
 from backends.llama.model import load_gguf_model
-from backends.llama.sample import SAMPLED_ARCHITECTURES, sample_file, spread_layers
+from backends.llama.timed_sample import SAMPLED_ARCHITECTURES, sample_file, spread_layers
 from offload.formats.gguf_index import GgufIndex
 from offload.residency.plan import plan_residency
 
