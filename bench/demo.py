@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.decode.speedup import SpeedupRun, run_speedup
+from bench.decode.measure import MeasureSpec
+from bench.decode.speedup import run_speedup
 from bench.process.child import check_child, run_child
 from bench.prompts.workloads import BUILT_IN, read_prompts
 from bench.synth.stand_in import StandIn, smallest_budget
@@ -150,8 +151,8 @@ def _run(target: Path, draft: str, budget_bytes: int, enforce: bool) -> dict[str
         "memory_budget": str(budget_bytes),
     }
     sampling = {"max_tokens": n_tokens, "seed": 0}
-    run = SpeedupRun(load, read_prompts(BUILT_IN, N_PROMPTS), sampling, enforce=enforce)
-    return run_speedup(run, ["specdec", "demo"])
+    spec = MeasureSpec(load, read_prompts(BUILT_IN, N_PROMPTS), sampling)
+    return run_speedup(spec, ["specdec", "demo"], enforce=enforce)
 
 
 def _vocab_size(source: str) -> int:

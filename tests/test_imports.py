@@ -23,8 +23,8 @@ ROOMS = {
         "report gpu demo",
         "decode",
         "peers timeline rank",
-        "prompts",
-        "process synth figures options table",
+        "prompts synth",
+        "process figures options table",
         "train",
     ),
     "specdec": (

@@ -45,7 +45,8 @@ def speedup_command(
     log: Log = None,
 ) -> None:
     """Plain streamed decoding against speculative decoding of the same target."""
-    from bench.decode.speedup import SpeedupRun, run_speedup
+    from bench.decode.measure import MeasureSpec
+    from bench.decode.speedup import run_speedup
     from bench.process.results import SPEEDUP
 
     if peer is not None:
@@ -55,12 +56,11 @@ def speedup_command(
     check_writable("--output-file", output_file)
     check_writable("--log", log)
     keywords, chosen = model_and_prompts(load.keywords(LOAD), prompts, n_prompts)
-    run = SpeedupRun(
-        load=keywords,
-        prompts=chosen,
-        sampling=sampling_keywords(max_tokens, ignore_eos, sampling),
-        enforce=enforce,
-        log=log,
+    spec = MeasureSpec(
+        keywords,
+        chosen,
+        sampling_keywords(max_tokens, ignore_eos, sampling),
+        str(log.resolve()) if log else None,
     )
-    result = run_speedup(run, ["specdec-bench", *context.obj.argv])
+    result = run_speedup(spec, ["specdec-bench", *context.obj.argv], enforce=enforce)
     show(SPEEDUP, result, output, output_file)

@@ -6,7 +6,6 @@ This process only directs: what measures is a fresh process, inside the memory l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +22,18 @@ from bench.figures import (
     typical_pass_seconds,
 )
 from bench.process.provenance import collect
-from bench.prompts.workloads import Prompt
 from offload.units import parse_bytes
 from specdec.decoding.stats import ratio
 
 
-@dataclass(frozen=True)
-class SpeedupRun:
-    """What to compare."""
-
-    load: dict[str, Any]
-    """Keywords of `specdec.load`; "model" is a local directory."""
-    prompts: list[Prompt]
-    sampling: dict[str, Any]
-    """Keywords of `LLM.generate`."""
-    enforce: bool = False
-    log: Path | None = None
-
-
-def run_speedup(run: SpeedupRun, argv: Sequence[str]) -> dict[str, Any]:
+def run_speedup(spec: MeasureSpec, argv: Sequence[str], *, enforce: bool) -> dict[str, Any]:
     """Measure and report; see `build_report` for the keys."""
-    provenance = collect(argv, Path(run.load["model"]))
-    return {**build_report(run, _measure(run)), "provenance": provenance}
+    provenance = collect(argv, Path(spec.load["model"]))
+    report = build_report(spec, measure_in_child(spec, enforce=enforce))
+    return {**report, "enforced": enforce, "provenance": provenance}
 
 
-def build_report(run: SpeedupRun, measured: dict[str, Any]) -> dict[str, Any]:
+def build_report(spec: MeasureSpec, measured: dict[str, Any]) -> dict[str, Any]:
     """The figures of our own runs."""
     records = measured["records"]
     plain, speculative = (of_mode(records, mode) for mode in ("plain", "speculative"))
@@ -67,12 +53,11 @@ def build_report(run: SpeedupRun, measured: dict[str, Any]) -> dict[str, Any]:
         "storage_bytes_per_second": mean_bandwidth(records),
         "storage_probe": measured["storage_probe"],
         "bytes_per_pass": bytes_per_pass,
-        "model": run.load["model"],
-        "draft_model": run.load.get("draft_model"),
-        "memory_budget_bytes": _budget_bytes(run, measured),
-        "enforced": run.enforce,
-        "n_prompts": len(run.prompts),
-        "sampling": run.sampling,
+        "model": spec.load["model"],
+        "draft_model": spec.load.get("draft_model"),
+        "memory_budget_bytes": _budget_bytes(spec, measured),
+        "n_prompts": len(spec.prompts),
+        "sampling": spec.sampling,
         "plan": measured["plan"],
         "records": records,
     }
@@ -95,12 +80,6 @@ def _efficiency(
     }
 
 
-def _budget_bytes(run: SpeedupRun, measured: dict[str, Any]) -> int:
-    asked = run.load["memory_budget"]
+def _budget_bytes(spec: MeasureSpec, measured: dict[str, Any]) -> int:
+    asked = spec.load["memory_budget"]
     return int(measured["plan"]["memory_budget_bytes"] if asked == "auto" else parse_bytes(asked))
-
-
-def _measure(run: SpeedupRun) -> dict[str, Any]:
-    log = str(run.log.resolve()) if run.log else None
-    spec = MeasureSpec(run.load, run.prompts, run.sampling, log)
-    return measure_in_child(spec, enforce=run.enforce)

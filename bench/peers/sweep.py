@@ -121,12 +121,8 @@ def whole_budget(plan: Callable[[int | str], RunPlan], smallest: int) -> int:
     return high
 
 
-def finished_keys(path: Path) -> set[str]:
-    """Keys of the settings that a file already holds; a kill is a result too."""
-    return {str(line["key"]) for line in _finished_lines(path)}
-
-
 def _finished_lines(path: Path) -> list[dict[str, Any]]:
+    """Of the settings that a file already holds; a kill is a result too."""
     if not path.exists() or not path.stat().st_size:
         return []
     results = read_results(path)

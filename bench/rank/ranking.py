@@ -19,6 +19,7 @@ from typing import Any
 
 import typer
 
+from bench.figures import aggregate_stats
 from bench.process.child import KILLED, ChildFailed, measure_for_parent, result_of_child
 from bench.rank.ranked_draft import Comparison, RankedDraft, compare_speeds, together
 from bench.table import Table, text_of
@@ -28,6 +29,11 @@ from specdec.config import SPEC_TYPES
 from specdec.decoding.stats import GenerationStats, ratio
 
 PLAIN, NGRAM = "none", "ngram"
+_TOTALS = (
+    *("tokens_per_second", "decode_seconds", "mean_acceptance_length", "draft_seconds"),
+    *("passes", "generated_tokens", "is_lossless"),
+)
+"""Figures of a `RankedDraft` that bench.figures knows by the same names."""
 
 
 class RankingError(SpecdecError):
@@ -189,22 +195,14 @@ def measure_in_child(candidate: Candidate, *, enforce: bool = False) -> RankedDr
 
 def _figures_of(name: str, stats: Sequence[GenerationStats], predicted: float) -> RankedDraft:
     """Totals over the prompts, not means of rates."""
-    passes = sum(one.passes for one in stats)
-    n_decoded = sum(max(one.generated_tokens - 1, 0) for one in stats)
-    decode_seconds = sum(one.decode_seconds for one in stats)
+    totals = aggregate_stats([{"stats": one.to_dict()} for one in stats])
     return RankedDraft(
         name,
-        tokens_per_second=ratio(n_decoded, decode_seconds),
-        decode_seconds=decode_seconds,
         predicted_tokens_per_second=predicted,
-        mean_acceptance_length=1.0 + ratio(sum(one.accepted_tokens for one in stats), passes),
-        draft_seconds=sum(one.draft_seconds for one in stats),
-        passes=passes,
-        generated_tokens=sum(one.generated_tokens for one in stats),
-        is_lossless=all(one.is_lossless for one in stats),
         seconds_per_token=tuple(
             ratio(one.decode_seconds, one.generated_tokens - 1) for one in stats
         ),
+        **{key: totals[key] for key in _TOTALS},
     )
 
 

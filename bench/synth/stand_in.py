@@ -6,17 +6,15 @@ no more than that. In a process of its own, whose memory is part of the budget.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from bench.process.child import measure_for_parent, result_of_child
 from bench.synth.shapes import SynthError, choose_shape
 from offload.errors import SpecdecError
-from specdec.cli.enforce import child_environment
-from specdec.cli.errors import guard
 
 
 class StandInError(SpecdecError):
@@ -41,14 +39,11 @@ def smallest_budget(stand_in: StandIn) -> int | None:
     Raises:
         StandInError: with the reason that planning gave.
     """
-    argv = [sys.executable, "-m", "bench.synth.stand_in", json.dumps(asdict(stand_in))]
-    environment = child_environment()
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reason = done.stderr.strip().rpartition("\n")[2].removeprefix("specdec-bench: error: ")
-        raise StandInError(reason or f"planning failed with exit code {done.returncode}")
-    found = json.loads(done.stdout)
-    return None if found is None else int(found)
+    found = result_of_child("bench.synth.stand_in", stand_in, None)
+    if found["problem"] is not None:
+        raise StandInError(found["problem"])
+    n_bytes: int | None = found["smallest_bytes"]
+    return n_bytes
 
 
 def _plan(stand_in: StandIn) -> int:
@@ -78,18 +73,15 @@ def _grow(stand_in: StandIn, folder: Path) -> Path:
     return write(source, target, shape, vocab_size=vocab_size, dtype=dtype, with_data=False).path
 
 
-def main(argv: list[str]) -> int:
-    """What `smallest_budget` runs: prints its result as JSON."""
-
-    def work() -> None:
-        try:
-            found: int | None = _plan(StandIn(**json.loads(argv[0])))
-        except SynthError:
-            found = None
-        print(json.dumps(found))
-
-    return guard("specdec-bench", work)
+def measure(stand_in: StandIn) -> dict[str, Any]:
+    """What `smallest_budget` hands on: its result, or the problem."""
+    try:
+        return {"smallest_bytes": _plan(stand_in), "problem": None}
+    except SynthError:
+        return {"smallest_bytes": None, "problem": None}
+    except SpecdecError as error:
+        return {"smallest_bytes": None, "problem": str(error)}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    sys.exit(measure_for_parent(sys.argv[1:], lambda values: measure(StandIn(**values))))

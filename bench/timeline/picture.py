@@ -42,9 +42,12 @@ def draw(timeline: Timeline, path: Path, *, title: str, n_rounds: int) -> str:
     Raises TimelineError where matplotlib is missing or nothing is to be drawn.
     """
     began, ended = timeline.rounds(n_rounds)
-    pyplot = _pyplot()
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
     height = 1.9 + 0.75 * sum(_ROW_HEIGHTS[lane.group] + _GAP for lane in timeline.lanes)
-    figure, axes = pyplot.subplots(figsize=(_WIDTH_INCHES, height), dpi=_DPI)
+    figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI)
+    axes = figure.subplots()
     top, ticks = 0.0, []
     for lane in timeline.lanes:
         size = _ROW_HEIGHTS[lane.group]
@@ -71,10 +74,7 @@ def draw(timeline: Timeline, path: Path, *, title: str, n_rounds: int) -> str:
         fontsize=9,
     )
     buffer = io.BytesIO()
-    try:
-        figure.savefig(buffer, format="png", bbox_inches="tight")
-    finally:
-        pyplot.close(figure)
+    figure.savefig(buffer, format="png", bbox_inches="tight")
     write_whole(path, buffer.getvalue())
     return sentence
 
@@ -85,16 +85,6 @@ def check_matplotlib() -> None:
         raise TimelineError(
             "drawing needs matplotlib: pip install 'specdec[bench]', or give --trace alone"
         )
-
-
-def _pyplot() -> Any:
-    check_matplotlib()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def _draw_lane(

@@ -27,7 +27,6 @@ from bench.peers.sweep import (
     all_settings,
     auto_budgets,
     drop_torn_line,
-    finished_keys,
     measure_setting,
     reference_texts,
     run_sweep,
@@ -174,7 +173,7 @@ def test_a_failure_is_a_result_too(target: Path, tmp_path: Path) -> None:
     assert line is not None
     assert line["exit"] == "failed"
     assert "no kernel" in describe(Setting(GIB, None, None), line)
-    assert len(finished_keys(file)) == 1
+    assert len(read_results(file).value["settings"]) == 1
 
 
 @dataclass
@@ -288,7 +287,7 @@ def test_automatic_budgets_are_those_that_the_file_was_begun_with(
     # Of other models, or with another context, they are planned anew.
     assert main([*argv.split(), "-o", str(file), "-c", "1024"]) == 0
     assert "already there" not in capfd.readouterr().err
-    assert len(finished_keys(file)) == 12
+    assert len(read_results(file).value["settings"]) == 12
 
 
 @pytest.mark.parametrize(
