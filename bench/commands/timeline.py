@@ -37,23 +37,20 @@ def timeline_command(
     ignore_eos: IgnoreEos = False,
 ) -> None:
     """Draw one run as a Gantt chart: reads, target layers, drafting, acceptance."""
-    from bench.timeline.run import TimelineRun, run_timeline
+    from bench.timeline.run import run_timeline
 
     if picture is None and trace is None:
         raise UsageMistake("nowhere to draw: give -o PICTURE.png, --trace EVENTS.json or both")
     for option, path in (("--output", picture), ("--trace", trace)):
         if path is not None:
             check_writable(option, path)
-    run = TimelineRun(
-        load=load.keywords(LOAD),
-        prompt=read_prompts(prompts, 1)[0],
-        generation={
-            **sampling_keywords(max_tokens, ignore_eos, sampling),
-            "speculative": not plain,
-        },
-        picture=picture,
-        trace=trace,
-        n_rounds=rounds,
-        command=["specdec-bench", *context.obj.argv],
+    lines = run_timeline(
+        load.keywords(LOAD),
+        read_prompts(prompts, 1)[0],
+        {**sampling_keywords(max_tokens, ignore_eos, sampling), "speculative": not plain},
+        picture,
+        trace,
+        rounds,
+        ["specdec-bench", *context.obj.argv],
     )
-    typer.echo("\n".join(run_timeline(run)))
+    typer.echo("\n".join(lines))

@@ -210,7 +210,7 @@ class _Turns:
             if place not in known:
                 tie = examine(self._llm.target, self._prompt_ids, self._text, tokens)
                 assert tie is not None, "the texts differ"
-                known[place] = {**asdict(tie), "explained": tie.is_explained}
+                known[place] = tie.to_dict()
             where = {key: record[key] for key in ("prompt", "rate", "n_draft_tokens")}
             found.append({**where, **known[place]})
         return found

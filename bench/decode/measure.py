@@ -133,8 +133,7 @@ def _near_ties(llm: LLM, spec: MeasureSpec, records: Sequence[Record]) -> list[d
         )
         tie = examine(llm.target, llm.tokenizer.encode(prompt.text), plain, speculative)
         if tie is not None:
-            values = {**asdict(tie), "explained": tie.is_explained}
-            found.append({"prompt": prompt.name, **values})
+            found.append({"prompt": prompt.name, **tie.to_dict()})
     return found
 
 

@@ -9,8 +9,9 @@ the first difference of a pair of decodings.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,9 @@ class NearTie:
     @property
     def is_explained(self) -> bool:
         return self.gap <= self.drift
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "explained": self.is_explained}
 
 
 def examine(

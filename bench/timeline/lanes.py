@@ -6,13 +6,11 @@ each other and never cross. Times are seconds from the start of the recording.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.process.results import write_whole
 from offload.errors import SpecdecError
 from offload.trace import LAYER, READ, WAIT, Event, Trace, recording
 from specdec.decoding.stats import ACCEPT, DRAFT, PASS, PREFILL
@@ -259,7 +257,3 @@ def _complete(event: Event, lane: Lane, number: int) -> dict[str, Any]:
         "dur": (event.ended - event.started) * 1e6,
         "args": arguments,
     }
-
-
-def write_trace(path: Path, value: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(value).encode())
