@@ -19,7 +19,7 @@ from bench.peers.registry import LEAST_AMOUNT_BYTES, MEMORY, Peer, Weights, sett
 from bench.process import limited
 from bench.process.child import forget_files, forget_model
 from bench.process.interpreters import Interpreter, executable, own_packages
-from bench.process.limited import Limits
+from bench.process.limited import Limits, Outcome
 from bench.process.probe import probe_bandwidth
 from bench.prompts.workloads import Prompt
 from offload.storage.read_limit import ReadLimit
@@ -78,15 +78,11 @@ def settings_for(load: Mapping[str, Any], **more: Any) -> RunSettings:
 
 
 @dataclass(frozen=True)
-class ProcessRun:
-    """What one process did."""
+class ProcessRun(Outcome):
+    """How one process ended, and what it wrote in its journal."""
 
-    exit: str
     reason: str | None
     """One line where it did not end well."""
-    seconds: float
-    peak_anonymous_bytes: int
-    cgroup_peak_bytes: int | None
     storage_bytes_per_second: float
     """Probed just before, without a throttle."""
     load_seconds: float | None
@@ -94,11 +90,11 @@ class ProcessRun:
     peak_rss_bytes: int | None
     records: list[dict[str, Any]]
     notes: dict[str, Any] = field(default_factory=dict)
-    """What else the program wrote in its journal."""
+    """What else it wrote."""
 
     def figures(self) -> dict[str, Any]:
-        """All but the records, settings and notes, for JSON."""
-        left_out = ("records", "settings", "notes")
+        """All but the exit code, records, settings and notes, for JSON."""
+        left_out = ("code", "records", "settings", "notes")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
@@ -207,11 +203,8 @@ class ProgramRunner:
             )
             journal = _read_journal(folder / "journal.jsonl")
             return ProcessRun(
-                exit=outcome.exit,
+                **vars(outcome),
                 reason=_reason(outcome, journal, folder / "log"),
-                seconds=outcome.seconds,
-                peak_anonymous_bytes=outcome.peak_anonymous_bytes,
-                cgroup_peak_bytes=outcome.cgroup_peak_bytes,
                 storage_bytes_per_second=bandwidth,
                 load_seconds=journal["loaded"].get("load_seconds"),
                 settings=journal["loaded"].get("settings", {}),
@@ -276,7 +269,7 @@ def _read_journal(path: Path) -> dict[str, Any]:
     return journal
 
 
-def _reason(outcome: limited.Outcome, journal: Mapping[str, Any], log: Path) -> str | None:
+def _reason(outcome: Outcome, journal: Mapping[str, Any], log: Path) -> str | None:
     """One line for a run that did not end well."""
     if outcome.exit == limited.OK:
         return None

@@ -55,11 +55,13 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
+    import psutil
+
     limit = memory_limit()
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
-        "memory_bytes": _machine_memory(),
+        "memory_bytes": int(psutil.virtual_memory().total),
         "memory_limit_bytes": limit.n_bytes,
         "memory_limit_source": limit.source,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -99,9 +101,3 @@ def _cpu_model() -> str:
     except OSError:
         pass
     return platform.processor() or "unknown"
-
-
-def _machine_memory() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().total)

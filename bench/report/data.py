@@ -9,14 +9,12 @@ from typing import Any
 
 from bench import figures as aggregate
 from bench.decode.known_drafter import expected_tokens
+from bench.decode.ways import AUTO, PLAIN, SPECULATIVE
 from bench.figures import count_of
 from bench.peers.compare import label
 from bench.process.results import CURVE, PEERS, POLICY, SPEEDUP, SWEEP, Results
 from specdec.decoding.stats import ratio
 
-PLAIN = "plain"
-SPECULATIVE = "speculative"
-AUTO = "auto"
 LEAST_TRIED = 5
 """A share of fewer rounds says nothing and is not drawn."""
 

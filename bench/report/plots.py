@@ -6,7 +6,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.report.data import PLAIN, Bar, Curve, Depths, Point, share
+from bench.decode.ways import PLAIN
+from bench.report.data import Bar, Curve, Depths, Point, share
 from offload.errors import SpecdecError
 from offload.units import GIB
 

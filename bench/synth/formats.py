@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -39,12 +40,8 @@ class WeightFormat:
         return n_weights // self.block_size * self.block_bytes
 
 
-def _encode_f32(blocks: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(blocks, dtype="<f4").view(np.uint8)
-
-
-def _encode_f16(blocks: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(blocks, dtype="<f2").view(np.uint8)
+def _encode_float(dtype: str, blocks: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(blocks, dtype=dtype).view(np.uint8)
 
 
 def _encode_bf16(blocks: np.ndarray) -> np.ndarray:
@@ -54,14 +51,9 @@ def _encode_bf16(blocks: np.ndarray) -> np.ndarray:
     return rounded.astype("<u2").view(np.uint8)
 
 
-def _encode_q8_0(blocks: np.ndarray) -> np.ndarray:
+def _encode_ggml(kind: str, blocks: np.ndarray) -> np.ndarray:
     gguf = import_gguf()
-    return gguf.quants.quantize(blocks, gguf.GGMLQuantizationType.Q8_0)
-
-
-def _encode_q4_0(blocks: np.ndarray) -> np.ndarray:
-    gguf = import_gguf()
-    return gguf.quants.quantize(blocks, gguf.GGMLQuantizationType.Q4_0)
+    return gguf.quants.quantize(blocks, gguf.GGMLQuantizationType[kind])
 
 
 def _encode_q6_k(blocks: np.ndarray) -> np.ndarray:
@@ -99,9 +91,9 @@ def _divide(values: np.ndarray, by: np.ndarray) -> np.ndarray:
     return np.divide(values, by, out=np.zeros_like(values), where=by != 0)
 
 
-F32 = WeightFormat("F32", 1, 4, _encode_f32)
-F16 = WeightFormat("F16", 1, 2, _encode_f16)
+F32 = WeightFormat("F32", 1, 4, partial(_encode_float, "<f4"))
+F16 = WeightFormat("F16", 1, 2, partial(_encode_float, "<f2"))
 BF16 = WeightFormat("BF16", 1, 2, _encode_bf16)
-Q8_0 = WeightFormat("Q8_0", 32, 34, _encode_q8_0)
-Q4_0 = WeightFormat("Q4_0", 32, 18, _encode_q4_0)
+Q8_0 = WeightFormat("Q8_0", 32, 34, partial(_encode_ggml, "Q8_0"))
+Q4_0 = WeightFormat("Q4_0", 32, 18, partial(_encode_ggml, "Q4_0"))
 Q6_K = WeightFormat("Q6_K", _Q6_K_BLOCK, 210, _encode_q6_k)

@@ -35,13 +35,6 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 GGUF_FORMATS = {"q4_0": Q4_0, "q8_0": Q8_0, "f16": F16, "bf16": BF16, "fp32": F32}
-_FILE_TYPES = {
-    "q4_0": "MOSTLY_Q4_0",
-    "q8_0": "MOSTLY_Q8_0",
-    "f16": "MOSTLY_F16",
-    "bf16": "MOSTLY_BF16",
-    "fp32": "ALL_F32",
-}
 
 
 def grow_gguf(
@@ -81,9 +74,8 @@ def grow_gguf(
 
     def add_metadata(writer: GGUFWriter) -> None:
         name = f"{source_name or source.folder.name} grown to {grown.parameters / 1e9:.1f} G"
-        add_model(
-            writer, grown_config(source, grown, dtype), name=name, file_type=_FILE_TYPES[dtype]
-        )
+        file_type = "ALL_F32" if dtype == "fp32" else f"MOSTLY_{dtype.upper()}"
+        add_model(writer, grown_config(source, grown, dtype), name=name, file_type=file_type)
         card = model_card(source, grown, dtype, n_bytes, seed, source_name)
         writer.add_description(card)
         add_tokenizer(writer, source.folder, grown.vocab_size)
