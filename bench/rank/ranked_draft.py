@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, stdev
-
-from specdec.decoding.stats import ratio
 
 
 @dataclass(frozen=True)
@@ -43,28 +41,6 @@ class RankedDraft:
             *(f"{speed:.2f}" for speed in speeds),
             "" if self.is_lossless else "LOSSY",
         )
-
-
-def together(one: RankedDraft, other: RankedDraft) -> RankedDraft:
-    """Both halves as one; rates from totals. A half that could not be measured speaks for all."""
-    if other.problem is not None:
-        return other
-    halves = (one, other)
-    passes = sum(half.passes for half in halves)
-    seconds = sum(half.decode_seconds for half in halves)
-    n_decoded = sum(half.decode_seconds * half.tokens_per_second for half in halves)
-    accepted = sum(half.passes * (half.mean_acceptance_length - 1.0) for half in halves)
-    return replace(
-        one,
-        tokens_per_second=ratio(n_decoded, seconds),
-        decode_seconds=seconds,
-        mean_acceptance_length=1.0 + ratio(accepted, passes),
-        draft_seconds=sum(half.draft_seconds for half in halves),
-        passes=passes,
-        generated_tokens=sum(half.generated_tokens for half in halves),
-        is_lossless=all(half.is_lossless for half in halves),
-        seconds_per_token=one.seconds_per_token + other.seconds_per_token,
-    )
 
 
 @dataclass(frozen=True)

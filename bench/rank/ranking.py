@@ -21,12 +21,12 @@ import typer
 
 from bench.figures import aggregate_stats
 from bench.process.child import KILLED, ChildFailed, measure_for_parent, result_of_child
-from bench.rank.ranked_draft import Comparison, RankedDraft, compare_speeds, together
+from bench.rank.ranked_draft import Comparison, RankedDraft, compare_speeds
 from bench.table import Table, text_of
 from offload.errors import SpecdecError
 from specdec.cli.output import loading_progress
 from specdec.config import SPEC_TYPES
-from specdec.decoding.stats import GenerationStats, ratio
+from specdec.decoding.stats import ratio
 
 PLAIN, NGRAM = "none", "ngram"
 _TOTALS = (
@@ -54,6 +54,17 @@ class Candidate:
     @property
     def has_draft_model(self) -> bool:
         return self.load["draft_model"] is not None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one process found of a candidate."""
+
+    problem: str | None = None
+    """Why it cannot be used."""
+    predicted_tokens_per_second: float = 0.0
+    stats: Sequence[dict[str, Any]] = ()
+    """Of each prompt's `GenerationStats`."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ class Ranking:
         return [*text_of([table]).splitlines(), *last]
 
 
-Measure = Callable[[Candidate], RankedDraft]
+Measure = Callable[[Candidate], Measured]
 
 
 def rank_drafts(
@@ -135,32 +146,30 @@ def rank_drafts(
         own = {"model": model, "draft_model": draft_model, "spec_type": spec_type}
         options = {"seed": 0, **sampling, "max_tokens": max_tokens}
         candidates.append(Candidate(name, {**load_options, **own}, list(prompts), options))
-    ranked = _in_turns(candidates, measure)
-    found = [ranked[candidate.name] for candidate in candidates]
+    found = _in_turns(candidates, measure)
     plain = found[0].tokens_per_second
     found.sort(key=lambda one: (one.problem is not None, -one.tokens_per_second))
     return Ranking(model, len(prompts), max_tokens, plain, tuple(found))
 
 
-def _in_turns(candidates: Sequence[Candidate], measure: Measure) -> dict[str, RankedDraft]:
-    """By name. Half of the prompts, then in reverse order the other half of them."""
-    found: dict[str, RankedDraft] = {}
+def _in_turns(candidates: Sequence[Candidate], measure: Measure) -> list[RankedDraft]:
+    """One of each. Half of the prompts, then in reverse order the other half of them."""
+    found: dict[str, list[Measured]] = {candidate.name: [] for candidate in candidates}
     n_prompts = len(candidates[0].prompts)
     half = (n_prompts + 1) // 2
     for part, order in ((slice(half), candidates), (slice(half, None), candidates[::-1])):
         for candidate in order:
-            before = found.get(candidate.name)
-            prompts = candidate.prompts[part]
-            if not prompts or (before is not None and before.problem is not None):
+            prompts, before = candidate.prompts[part], found[candidate.name]
+            if not prompts or (before and before[-1].problem is not None):
                 continue
-            ranked = measure(replace(candidate, prompts=prompts))
-            if ranked.problem is not None and not candidate.has_draft_model:
-                raise RankingError(ranked.problem)
-            found[candidate.name] = ranked if before is None else together(before, ranked)
-    return found
+            before.append(measure(replace(candidate, prompts=prompts)))
+            problem = before[-1].problem
+            if problem is not None and not candidate.has_draft_model:
+                raise RankingError(problem)
+    return [figures_of(name, halves) for name, halves in found.items()]
 
 
-def measure_here(candidate: Candidate) -> RankedDraft:
+def measure_here(candidate: Candidate) -> Measured:
     """Load the candidate in this process and decode the prompts; or the reason why it cannot."""
     from specdec.api import load
 
@@ -169,38 +178,40 @@ def measure_here(candidate: Candidate) -> RankedDraft:
         with loading_progress(title) as progress:
             llm = load(**candidate.load, progress=progress)
         with llm:
-            stats = [llm.generate(text, **candidate.sampling).stats for text in candidate.prompts]
-            return _figures_of(candidate.name, stats, llm.plan.predicted_tokens_per_second)
+            results = [llm.generate(text, **candidate.sampling) for text in candidate.prompts]
+            stats = [result.stats.to_dict() for result in results]
+            return Measured(None, llm.plan.predicted_tokens_per_second, stats)
     except SpecdecError as error:
-        return RankedDraft(candidate.name, problem=str(error))
+        return Measured(str(error))
 
 
-def measure_in_child(candidate: Candidate, *, enforce: bool = False) -> RankedDraft:
+def measure_in_child(candidate: Candidate, *, enforce: bool = False) -> Measured:
     """The same in a process of its own, inside a cgroup of the memory budget if enforced.
 
     Raises RankingError where it ends without a result; its own words went to stderr before.
     """
     limit = candidate.load["memory_budget"] if enforce else None
     try:
-        values = result_of_child("bench.rank.ranking", candidate, limit)
+        return Measured(**result_of_child("bench.rank.ranking", candidate, limit))
     except ChildFailed as error:
         raise RankingError(f"measuring {candidate.name}: {error}") from None
     except typer.Exit as stop:
         if stop.exit_code != KILLED:
             raise
-        killed = "killed by the kernel, at the memory limit: give it a larger budget"
-        return RankedDraft(candidate.name, problem=killed)
-    return RankedDraft(**{**values, "seconds_per_token": tuple(values["seconds_per_token"])})
+        return Measured("killed by the kernel, at the memory limit: give it a larger budget")
 
 
-def _figures_of(name: str, stats: Sequence[GenerationStats], predicted: float) -> RankedDraft:
-    """Totals over the prompts, not means of rates."""
-    totals = aggregate_stats([{"stats": one.to_dict()} for one in stats])
+def figures_of(name: str, halves: Sequence[Measured]) -> RankedDraft:
+    """Totals over the prompts, not means of rates. A half with a problem speaks for all."""
+    if halves[-1].problem is not None:
+        return RankedDraft(name, problem=halves[-1].problem)
+    stats = [one for half in halves for one in half.stats]
+    totals = aggregate_stats([{"stats": one} for one in stats])
     return RankedDraft(
         name,
-        predicted_tokens_per_second=predicted,
+        predicted_tokens_per_second=halves[0].predicted_tokens_per_second,
         seconds_per_token=tuple(
-            ratio(one.decode_seconds, one.generated_tokens - 1) for one in stats
+            ratio(one["decode_seconds"], one["generated_tokens"] - 1) for one in stats
         ),
         **{key: totals[key] for key in _TOTALS},
     )

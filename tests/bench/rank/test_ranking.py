@@ -14,16 +14,19 @@ from tiny_pair import save_model
 
 from bench.commands.app import main
 from bench.prompts.workloads import read_prompts
-from bench.rank.ranked_draft import RankedDraft, compare_speeds, together
+from bench.rank.ranked_draft import RankedDraft, compare_speeds
 from bench.rank.ranking import (
     Candidate,
+    Measured,
     Ranking,
     RankingError,
+    figures_of,
     measure_here,
     measure_in_child,
     rank_drafts,
 )
 from specdec.cli.app import main as specdec_main
+from specdec.decoding.stats import GenerationStats
 
 N_TOKENS = 6
 
@@ -123,15 +126,10 @@ def test_command(
     asked: list[tuple[Candidate, bool]] = []
     names = ["none", "ngram", str(models.draft)]
 
-    def measure(candidate: Candidate, *, enforce: bool) -> RankedDraft:
+    def measure(candidate: Candidate, *, enforce: bool) -> Measured:
         asked.append((candidate, enforce))
         speed = float(1 + names.index(candidate.name))
-        return RankedDraft(
-            candidate.name,
-            tokens_per_second=speed,
-            decode_seconds=1.0,
-            seconds_per_token=(1 / speed,) * len(candidate.prompts),
-        )
+        return measured(*[1 / speed] * len(candidate.prompts))
 
     monkeypatch.setattr("bench.rank.ranking.measure_in_child", measure)
     argv = argv_of(models, prompts, models.draft, models.draft)  # named twice, measured once
@@ -172,28 +170,25 @@ def test_the_target_has_its_own_vocabulary(
     assert json.loads(capsys.readouterr().out)["compatible"] is True
 
 
-def ranked(name: str, *seconds: float, **more: Any) -> RankedDraft:
+def measured(*seconds: float, **more: Any) -> Measured:
     """Of prompts of 11 tokens that took so long for each after the first."""
-    total = 10 * sum(seconds)
-    return RankedDraft(
-        name,
-        tokens_per_second=10 * len(seconds) / total,
-        decode_seconds=total,
-        generated_tokens=11 * len(seconds),
-        seconds_per_token=seconds,
-        **more,
-    )
+    stats = [GenerationStats(generated_tokens=11, decode_seconds=10 * s, **more) for s in seconds]
+    return Measured(stats=[one.to_dict() for one in stats])
+
+
+def ranked(name: str, *seconds: float) -> RankedDraft:
+    return figures_of(name, [measured(*seconds)])
 
 
 def test_halves_are_put_together_from_totals() -> None:
-    first = ranked("a", 1.0, 2.0, passes=10, mean_acceptance_length=3.0, draft_seconds=1.0)
-    second = ranked("a", 6.0, passes=30, mean_acceptance_length=1.0, draft_seconds=0.5)
-    both = together(first, second)
+    first = measured(1.0, 2.0, passes=5, accepted_tokens=10, draft_seconds=0.5)
+    second = measured(6.0, passes=30, draft_seconds=0.5)
+    both = figures_of("a", [first, second])
     assert both.tokens_per_second == pytest.approx(30 / 90)
     assert both.mean_acceptance_length == pytest.approx(1 + 20 / 40)
     assert (both.passes, both.generated_tokens, both.draft_seconds) == (40, 33, 1.5)
     assert both.seconds_per_token == (1.0, 2.0, 6.0)
-    assert together(first, RankedDraft("a", problem="killed")).problem == "killed"
+    assert figures_of("a", [first, Measured("killed")]).problem == "killed"
 
 
 def test_a_lead_within_the_noise_is_none() -> None:
@@ -217,9 +212,11 @@ def test_a_child_measures(capfd: pytest.CaptureFixture[str], models: Models) -> 
     load = {"model": str(models.target), "draft_model": str(models.draft), "threads": 1}
     options = {"num_draft_tokens": 4, "accept_threshold": 0.5}
     sampling = {"max_tokens": 3, "ignore_eos": True}
-    found = measure_in_child(Candidate("a draft", {**load, **options}, ["ab"], sampling))
+    half = measure_in_child(Candidate("a draft", {**load, **options}, ["ab"], sampling))
+    found = figures_of("a draft", [half])
     assert (found.name, found.problem) == ("a draft", None)
     assert found.generated_tokens == 3
+    assert found.predicted_tokens_per_second > 0
     assert not found.is_lossless
     assert [found.decode_seconds / 2] == pytest.approx(found.seconds_per_token)
     assert capfd.readouterr() == ("", "")
