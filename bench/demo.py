@@ -75,7 +75,7 @@ def run_demo(
     form = FORMATS[format]
     n_bytes = parse_bytes(DEFAULT_SIZE if size == "auto" else size)
     is_auto = memory_budget == "auto"
-    budget_bytes = _auto_budget(n_bytes) if is_auto else parse_bytes(memory_budget)
+    budget_bytes = n_bytes * 9 // 20 if is_auto else parse_bytes(memory_budget)
     if 2 * budget_bytes > n_bytes:
         raise DemoError(
             f"a budget of {format_bytes(budget_bytes)} is more than half of "
@@ -102,10 +102,6 @@ def run_demo(
         if folder is not None and not keep:
             shutil.rmtree(folder, ignore_errors=True)
         _remove_empty(made)
-
-
-def _auto_budget(n_bytes: int) -> int:
-    return n_bytes * 9 // 20
 
 
 def _check_budget(stand_in: StandIn, budget_bytes: int, is_auto: bool) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from specdec.api import LLM
     from specdec.decoding.stats import GenerationStats
 
-DEFAULT_RATES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-DEFAULT_LENGTHS = (1, 2, 4, 8, 16, 32, 64)
 _PLAIN = 0  # draft tokens
 _PLAIN_SHARE = 4  # plain decoding has no luck to average out: a part of the text will do
 _LEAST_PLAIN_TOKENS = 9
@@ -49,9 +47,9 @@ class CurveError(SpecdecError):
 class CurveSettings:
     """What to measure."""
 
-    rates: tuple[float, ...] = DEFAULT_RATES
+    rates: tuple[float, ...]
     """Chances that a draft token is right."""
-    lengths: tuple[int, ...] = DEFAULT_LENGTHS
+    lengths: tuple[int, ...]
     """Draft tokens of a chain."""
     max_tokens: int = 64
     """Of each decoding with a draft, which ends with the round that reaches them."""
@@ -78,7 +76,7 @@ class CurveSpec:
     load: dict[str, Any]
     """Keywords of `specdec.load` without a draft; "model" is a local path."""
     prompts: list[Prompt]
-    settings: CurveSettings = field(default_factory=CurveSettings)
+    settings: CurveSettings
     log: str | None = None
     """JSON lines, appended to as records are made."""
 
