@@ -104,9 +104,9 @@ def test_a_device_with_a_gpu_computes_there():
     assert (one.device, one.draft_device) == ("cuda", "cuda")
     assert (one.vram_budget_bytes, one.vram_source) == (2 * GIB, "as asked")
     # What does not fit in 2 GiB of VRAM is pinned: its copies are what a pass waits for.
-    copied = one.placement.moved_bytes
+    copied = one.residency.moved_bytes
     assert copied > GIB
-    assert one.placement.streamed_bytes == 0
+    assert one.residency.streamed_bytes == 0
     assert one.pass_seconds(1) == pytest.approx(copied / 12.5e9, rel=0.02)
     lines = found.lines()
     assert "copies to its GPU 12.50 GB/s" in lines[0]
