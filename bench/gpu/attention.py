@@ -20,10 +20,20 @@ import torch
 from backends.hf.attention import segmented_attention
 from backends.hf.layout import PassLayout
 from backends.hf.masks import additive_mask, segmented_mask
+from bench.table import Columns, Table, cells, headings, text_of
 
 _HEADS = ((32, 32, 128), (24, 8, 128), (32, 4, 64))
 _NODES = (8, 64, 256, 1024)
 _CONTEXTS = (512, 4096, 16384)
+_COLUMNS: Columns = (
+    ("kv heads", "kv_heads", "{:.0f}", 1),
+    ("dim", "head_dim", "{:.0f}", 1),
+    ("nodes", "n_nodes", "{:.0f}", 1),
+    ("context", "n_context", "{:.0f}", 1),
+    ("whole ms", "whole_seconds", "{:.2f}", 1e-3),
+    ("segments ms", "segments_seconds", "{:.2f}", 1e-3),
+    ("largest difference", "difference", "{:.1e}", 1),
+)
 
 
 @dataclass(frozen=True)
@@ -106,15 +116,12 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     given = parser.parse_args()
     device, dtype = torch.device(given.device), getattr(torch, given.dtype)
-    print("heads  kv heads  dim  nodes  context  whole ms  segments ms  largest difference")
-    for shape, n_context, n_nodes in itertools.product(_HEADS, _CONTEXTS, _NODES):
-        one = compare(shape, n_nodes, n_context, dtype, device, given.runs)
-        print(
-            f"{one.heads:5}  {one.kv_heads:8}  {one.head_dim:3}  {one.n_nodes:5}  "
-            f"{one.n_context:7}  {1e3 * one.whole_seconds:8.2f}  "
-            f"{1e3 * one.segments_seconds:11.2f}  {one.difference:.1e}",
-            flush=True,
-        )
+    found = [
+        compare(shape, n_nodes, n_context, dtype, device, given.runs)
+        for shape, n_context, n_nodes in itertools.product(_HEADS, _CONTEXTS, _NODES)
+    ]
+    rows = tuple((str(one.heads), *cells(vars(one), _COLUMNS)) for one in found)
+    print(text_of([Table("Attention of a tree pass", ("heads", *headings(_COLUMNS)), rows)]))
 
 
 if __name__ == "__main__":

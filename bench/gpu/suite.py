@@ -26,10 +26,10 @@ import typer
 
 from bench.gpu.checks import checks, lines
 from bench.gpu.settings import SECTIONS, Settings, full_settings, tiny_settings
-from bench.process.limited import Limits, run_limited
 from bench.process.provenance import collect
 from bench.process.results import write_json
 from offload.errors import SpecdecError
+from offload.process.limited import Limits, run_limited
 from specdec.cli.enforce import child_environment
 from specdec.cli.errors import EXIT_ERROR, run_app
 from specdec.cli.quiet import quiet_libraries

@@ -38,10 +38,10 @@ from bench.figures import by_category, compare_tokens, pairwise_ratios, summaris
 from bench.peers.registry import PEERS, Peer, Weights, why_not
 from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
 from bench.peers.weights import describe_weights
-from bench.process import limited
 from bench.process.interpreters import Interpreter
 from bench.process.provenance import collect
 from bench.prompts.workloads import Prompt
+from offload.process import limited
 
 NOT_RUN = "not-run"
 _REFERENCE = "specdec-plain"

@@ -16,12 +16,12 @@ import psutil
 from bench.figures import summarise
 from bench.peers.program import LEAST_SPECULATED_TOKENS, LEAST_TOKENS, Task
 from bench.peers.registry import LEAST_AMOUNT_BYTES, MEMORY, Peer, Weights, settings_to_try
-from bench.process import limited
 from bench.process.child import forget_files, forget_model
 from bench.process.interpreters import Interpreter, executable, own_packages
-from bench.process.limited import Limits, Outcome
 from bench.process.probe import probe_bandwidth
 from bench.prompts.workloads import Prompt
+from offload.process import limited
+from offload.process.limited import Limits, Outcome
 from offload.storage.read_limit import ReadLimit
 from offload.units import GIB
 from specdec.cli.enforce import child_environment
@@ -93,8 +93,8 @@ class ProcessRun(Outcome):
     """What else it wrote."""
 
     def figures(self) -> dict[str, Any]:
-        """All but the exit code, records, settings and notes, for JSON."""
-        left_out = ("code", "records", "settings", "notes")
+        """What JSON has of it: `exit` and `reason` tell how it ended."""
+        left_out = ("code", "oom_kills", "records", "settings", "notes")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
 

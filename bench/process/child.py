@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -18,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from offload.errors import SpecdecError
+from offload.process.limited import run_limited
 from specdec.cli.enforce import KILLED as KILLED
-from specdec.cli.enforce import run_child as run_child
+from specdec.cli.enforce import child_environment, run_enforced
 from specdec.cli.errors import EXIT_ERROR, EXIT_INTERRUPTED, guard
 from specdec.cli.quiet import quiet_libraries
 from specdec.models.weight_files import weight_files
@@ -58,6 +60,16 @@ def result_of_child(
         check_child(code, "the measurement")
         result: dict[str, Any] = json.loads(result_path.read_text(encoding="utf-8"))
         return result
+
+
+def run_child(module: str, argv: Sequence[str], memory_limit: str | int | None) -> int:
+    """Run `python -m module argv...` and return its exit code; None means no limit of memory.
+
+    The child shares our terminal, and does not outlive this process, however that ends.
+    """
+    if memory_limit is not None:
+        return run_enforced(module, argv, memory_limit)
+    return run_limited([sys.executable, "-m", module, *argv], env=child_environment()).code
 
 
 def measure_for_parent(argv: Sequence[str], measure: Measure) -> int:

@@ -10,9 +10,9 @@ from bench.peers.agreement import Agreement
 from bench.peers.compare import NOT_RUN, label
 from bench.peers.registry import PEERS as PROGRAMS
 from bench.peers.runs import describe_tuned
-from bench.process.limited import OK
 from bench.prompts.workloads import describe_left_out
 from bench.table import Columns, Table, cells, headings
+from offload.process.limited import OK
 from offload.units import GIB, format_bytes
 
 Value = Mapping[str, Any]

@@ -2,30 +2,23 @@
 
 A process in the cgroup that takes more anonymous memory than the limit is killed. Page cache counts
 as well but is reclaimed first. Charges stay where memory was first touched, so a limited run is a
-fresh process that is inside before it begins: `run_in_cgroup`.
+fresh process that is inside before it begins: limited.run_limited.
 """
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from offload.process.cgroup_files import CgroupUnavailable as CgroupUnavailable
 from offload.process.cgroup_files import (
     make_cgroup,
-    read_words,
     remove_cgroup,
     usable_parent,
     write_cgroup,
 )
-from offload.process.launch import run_forwarding, tied_argv
+from offload.process.launch import tied_argv
 from offload.process.memory import memory_cgroups
-from offload.units import format_bytes
-
-OOM_EXIT_CODE = 137  # 128 + SIGKILL, as shells and container runtimes report it
 
 _PEAK_FILES = {1: "memory.max_usage_in_bytes", 2: "memory.peak"}
 _EVENT_FILES = {1: "memory.oom_control", 2: "memory.events"}
@@ -119,45 +112,6 @@ class MemoryCgroup:
         self.remove()
 
 
-def run_in_cgroup(
-    argv: Sequence[str],
-    limit_bytes: int,
-    env: Mapping[str, str] | None = None,
-    *,
-    name: str | None = None,
-) -> int:
-    """Run a program under a memory limit and wait for it; standard streams are shared.
-
-    Signals that this process gets meanwhile are passed on. The program dies with this process.
-
-    Args:
-        name: what messages call the program; argv[0] when left out.
-
-    Returns:
-        the program's exit code; 128 + n where signal n ended it, so 137 where it was killed for
-        want of memory (which is then said on standard error).
-
-    Raises:
-        CgroupUnavailable: a limit cannot be set; the program was not started.
-    """
-    try:
-        group = MemoryCgroup.create(limit_bytes)
-    except CgroupUnavailable as error:
-        return run_forwarding(_systemd_argv(tied_argv(argv), limit_bytes, error), env)
-    with group:
-        code = run_forwarding(group.command_inside(argv), env)
-        if group.oom_kills:
-            name = name or argv[0]
-            victim = name if code == OOM_EXIT_CODE else f"a process started by {name}"
-            print(
-                f"{victim} was killed by the kernel: it needed more memory than the limit of "
-                f"{format_bytes(limit_bytes)}; raise the limit",
-                file=sys.stderr,
-                flush=True,
-            )
-        return code
-
-
 def _create_below(parent: Path, version: int, limit_bytes: int) -> MemoryCgroup:
     path = make_cgroup(parent)
     group = MemoryCgroup(path, version, limit_bytes)
@@ -175,20 +129,3 @@ def _create_below(parent: Path, version: int, limit_bytes: int) -> MemoryCgroup:
         group.remove()
         raise
     return group
-
-
-def _systemd_argv(argv: Sequence[str], limit_bytes: int, error: CgroupUnavailable) -> list[str]:
-    """`argv` under systemd-run where a user session can limit memory; otherwise raises `error`."""
-    scope = ["systemd-run", "--user", "--scope", "--quiet"]
-    # With version 1 a user session accepts the limit and ignores it.
-    has_v2 = any(
-        "memory" in read_words(location.mount / "cgroup.controllers")
-        for location in memory_cgroups()
-        if location.version == 2
-    )
-    if not has_v2 or shutil.which("systemd-run") is None:
-        raise error
-    if subprocess.run([*scope, "true"], capture_output=True, check=False).returncode != 0:
-        raise error
-    limits = ["-p", f"MemoryMax={limit_bytes}", "-p", "MemorySwapMax=0"]
-    return [*scope, *limits, "--", *argv]

@@ -5,7 +5,7 @@ A cgroup can hold its processes to so many bytes a second of one block device: v
 where they reach the device. Sources: cgroup-v1/blkio-controller.rst and cgroup-v2.rst of Linux.
 
     reads = ReadLimit(path_of_the_weights, bytes_per_second=500_000_000)
-    run_in_cgroup(argv, memory_limit_bytes, further=reads.applied)
+    run_limited(argv, Limits(memory_bytes, reads=reads))
 """
 
 from __future__ import annotations

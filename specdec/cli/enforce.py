@@ -8,14 +8,13 @@ it is the one to do the work.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from offload.errors import SpecdecError
-from offload.process.launch import exit_code, tied_argv
+from offload.process.limited import Limits, run_limited
 from offload.units import format_bytes, parse_bytes
 
 KILLED = 137  # 128 + SIGKILL: what the kernel does at the limit
@@ -45,8 +44,6 @@ def run_enforced(
         EnforceError: the budget is "auto".
         offload.process.cgroup.CgroupUnavailable: the rights are missing; the message says which.
     """
-    from offload.process.cgroup import run_in_cgroup
-
     if memory_budget == "auto":
         raise EnforceError("--enforce needs a size: give --memory-budget, for example 3.5GiB")
     limit_bytes = parse_bytes(memory_budget)
@@ -57,31 +54,17 @@ def run_enforced(
         )
     command = [sys.executable, "-m", module, *argv]
     environment = child_environment({_MARK: str(limit_bytes)})
-    name = f"specdec {argv[0]}" if module == "specdec" and argv else module
-    return run_in_cgroup(command, limit_bytes, environment, name=name)
-
-
-def run_child(
-    module: str,
-    argv: Sequence[str],
-    memory_limit: str | int | None,
-) -> int:
-    """Run `python -m module argv...` and return its exit code; None means no limit.
-
-    The child does not outlive this process, however that ends.
-    """
-    if memory_limit is not None:
-        return run_enforced(module, argv, memory_limit)
-    command = tied_argv([sys.executable, "-m", module, *argv])
-    process = subprocess.Popen(command, env=child_environment())
-    try:
-        return exit_code(process.wait())
-    except KeyboardInterrupt:  # the child got the same signal: let it clean up first
-        process.wait()
-        raise
-    finally:
-        if process.poll() is None:
-            process.kill()
+    outcome = run_limited(command, Limits(limit_bytes), environment)
+    if outcome.oom_kills:
+        name = f"specdec {argv[0]}" if module == "specdec" and argv else module
+        victim = name if outcome.code == KILLED else f"a process started by {name}"
+        print(
+            f"{victim} was killed by the kernel: it needed more memory than the limit of "
+            f"{format_bytes(limit_bytes)}; raise the limit",
+            file=sys.stderr,
+            flush=True,
+        )
+    return outcome.code
 
 
 def run_benchmark(command: str, argv: Sequence[str]) -> NoReturn:

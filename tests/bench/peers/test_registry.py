@@ -28,11 +28,11 @@ from bench.peers.registry import (
 )
 from bench.peers.runs import ProgramRunner, RunSettings
 from bench.peers.weights import describe_weights
-from bench.process.limited import FAILED, OK, OOM_KILLED, TIMED_OUT
 from bench.prompts.workloads import Prompt
 from bench.report.tables import tables
 from bench.table import text_of
 from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
+from offload.process.limited import FAILED, OK, OOM_KILLED, TIMED_OUT
 from offload.units import GIB, MIB
 
 ROW_KEYS = {
@@ -185,7 +185,7 @@ def test_the_fastest_amount_of_memory_is_found(
             [] if pause is None else [{"arrivals": [(0.0, 1), (pause, 3)], "bytes_read": None}]
         )
         exit_ = OOM_KILLED if pause is None else OK
-        return peer_runs.ProcessRun(exit_, 0, 1.0, 0, None, None, 1.0, 1.0, {}, 0, records)
+        return peer_runs.ProcessRun(exit_, 0, 1.0, 0, None, 0, None, 1.0, 1.0, {}, 0, records)
 
     monkeypatch.setattr(ProgramRunner, "_run", fake)
     runner = ProgramRunner(peer, Weights.of(target), settings(memory_bytes=GIB))

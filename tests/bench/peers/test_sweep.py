@@ -32,10 +32,10 @@ from bench.peers.sweep import (
     run_sweep,
     setting_key,
 )
-from bench.process.limited import OK, Limits, Outcome
 from bench.process.results import ResultsError, read_results
 from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
+from offload.process.limited import OK, Limits, Outcome
 from offload.storage.read_limit import ReadLimit
 from offload.units import GIB
 
@@ -123,9 +123,9 @@ def test_a_setting_is_what_its_process_is_held_to(
 
     def run_limited(argv: list[str], limits: Limits, env: Any, log: Path) -> Outcome:
         found.append((Task.read(Path(argv[-2])), limits))
-        return Outcome(OK, 0, 1.0, 0, None)
+        return Outcome(OK, 0, 1.0, 0, None, 0)
 
-    monkeypatch.setattr("bench.process.limited.run_limited", run_limited)
+    monkeypatch.setattr("offload.process.limited.run_limited", run_limited)
     sweep = sweep_of(target, enforce=True, load={"tree_width": 2})
     for setting in (Setting(2 * GIB, 90.0, 16), Setting(GIB, None, None)):
         measure_setting(sweep, setting)

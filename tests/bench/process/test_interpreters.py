@@ -19,10 +19,10 @@ from bench.peers.compare import NOT_RUN, compare
 from bench.peers.registry import PEERS, Peer, Weights, why_not
 from bench.peers.runs import RunSettings
 from bench.process.interpreters import Interpreter, InterpreterError, own_packages, probe
-from bench.process.limited import FAILED, OK
 from bench.prompts.workloads import Prompt
 from bench.report.tables import tables
 from bench.table import text_of
+from offload.process.limited import FAILED, OK
 from offload.units import GIB
 
 PACKAGE = "only_there"

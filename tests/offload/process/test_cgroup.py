@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from offload.process import cgroup, cgroup_files
-from offload.process.cgroup import CgroupUnavailable, MemoryCgroup, run_in_cgroup
-from offload.process.memory import memory_cgroups
+from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
 from offload.units import MIB
-
-ALLOCATE = "import sys; x = bytearray(int(sys.argv[1])); print(len(x)); sys.exit(7)"
 
 
 def _why_not() -> str:
@@ -33,50 +28,6 @@ needs_cgroup = pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "availa
 
 
 @needs_cgroup
-def test_a_program_within_the_limit_keeps_its_exit_code(capfd: pytest.CaptureFixture[str]) -> None:
-    code = run_in_cgroup([sys.executable, "-c", ALLOCATE, str(20 * MIB)], 100 * MIB)
-    captured = capfd.readouterr()
-    assert code == 7
-    assert captured.out.strip() == str(20 * MIB)
-    assert captured.err == ""
-
-
-@needs_cgroup
-def test_a_program_beyond_the_limit_is_killed_and_told(capfd: pytest.CaptureFixture[str]) -> None:
-    code = run_in_cgroup([sys.executable, "-c", ALLOCATE, str(300 * MIB)], 100 * MIB)
-    message = capfd.readouterr().err.strip()
-    assert code == 137
-    assert "killed by the kernel" in message
-    assert "100.00 MiB" in message
-    assert "\n" not in message
-
-
-@needs_cgroup
-def test_a_killed_program_is_called_by_its_name(capfd: pytest.CaptureFixture[str]) -> None:
-    argv = [sys.executable, "-c", ALLOCATE, str(300 * MIB)]
-    assert run_in_cgroup(argv, 100 * MIB, name="specdec run") == 137
-    assert capfd.readouterr().err.startswith("specdec run was killed by the kernel: it needed")
-
-
-@needs_cgroup
-def test_a_killed_grandchild_is_told_apart(capfd: pytest.CaptureFixture[str]) -> None:
-    script = (
-        "import subprocess, sys; "
-        f"subprocess.run([sys.executable, '-c', {ALLOCATE!r}, '{300 * MIB}']); sys.exit(3)"
-    )
-    assert run_in_cgroup([sys.executable, "-c", script], 100 * MIB) == 3
-    assert "a process started by" in capfd.readouterr().err
-
-
-@needs_cgroup
-def test_environment_and_a_program_that_does_not_exist(capfd: pytest.CaptureFixture[str]) -> None:
-    env = {**os.environ, "SPECDEC_TEST": "42"}
-    assert run_in_cgroup(["/bin/sh", "-c", "exit $SPECDEC_TEST"], 100 * MIB, env) == 42
-    assert run_in_cgroup(["/nonexistent/program"], 100 * MIB) == 127
-    capfd.readouterr()
-
-
-@needs_cgroup
 def test_figures_and_removal() -> None:
     before = _our_cgroups()
     with MemoryCgroup.create(100 * MIB) as group:
@@ -89,35 +40,6 @@ def test_figures_and_removal() -> None:
     assert not group.path.exists()
     group.remove()  # twice is allowed
     assert _our_cgroups() == before
-
-
-@needs_cgroup
-def test_signals_are_passed_on() -> None:
-    # A process of its own, because pytest has the signal handlers here.
-    script = (
-        "import sys; from offload.process.cgroup import run_in_cgroup; "
-        "child = 'import signal, sys; print(1, flush=True); signal.sigwait([signal.SIGTERM]); "
-        "sys.exit(9)'; "
-        "child = 'import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); ' "
-        "+ child; "
-        "sys.exit(run_in_cgroup([sys.executable, '-c', child], 100 << 20))"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        cwd=Path(__file__).parents[3],
-    )
-    assert process.stdout is not None
-    process.stdout.read(1)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == 9
-    process.stdout.close()
-
-
-@needs_cgroup
-def test_a_signal_that_ends_the_program() -> None:
-    assert run_in_cgroup(["/bin/sh", "-c", "kill -TERM $$"], 100 * MIB) == 128 + signal.SIGTERM
 
 
 def _our_cgroups() -> list[Path]:
@@ -216,40 +138,6 @@ def test_what_cannot_be_created_is_named(tmp_path: Path) -> None:
         with pytest.raises(CgroupUnavailable, match="Permission denied") as caught:
             MemoryCgroup.create(100 * MIB, proc=tmp_path / "proc")
     assert str(parent) in str(caught.value)
-
-
-def test_without_cgroup_and_systemd_nothing_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cgroup, "memory_cgroups", lambda *arguments: [])
-    with pytest.raises(CgroupUnavailable, match="no cgroup file system"):
-        run_in_cgroup(["/bin/touch", str(tmp_path / "ran")], 100 * MIB)
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_a_systemd_user_session_is_the_last_resort(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool
-) -> None:
-    _fake_v2(tmp_path)
-    locations = memory_cgroups(tmp_path / "proc")
-    monkeypatch.setattr(cgroup, "memory_cgroups", lambda *arguments: locations)
-    monkeypatch.setattr(cgroup_files, "_hands_memory_down", lambda directory: False)
-    fake = tmp_path / "bin" / "systemd-run"
-    fake.parent.mkdir()
-    run = 'echo "$@" >> log; while [ "$1" != -- ] && [ "$1" != true ]; do shift; done; '
-    run += '[ "$1" = true ] || { shift; exec "$@"; }'
-    fake.write_text(f"#!/bin/sh\n{run if works else 'exit 1'}\n")
-    fake.chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
-    if not works:
-        with pytest.raises(CgroupUnavailable):
-            run_in_cgroup(["/bin/sh", "-c", "exit 5"], 100 * MIB)
-        return
-    assert run_in_cgroup(["/bin/sh", "-c", "exit 5"], 100 * MIB) == 5
-    last = (tmp_path / "log").read_text().splitlines()[-1]
-    assert last.startswith("--user --scope --quiet -p MemoryMax=104857600 -p MemorySwapMax=0 -- ")
 
 
 @pytest.mark.parametrize("limit", [0, -5])

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
-from offload.process.launch import run_forwarding, tied_argv
+from offload.process.launch import tied_argv
+from offload.process.limited import run_limited
 from offload.units import MIB
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,11 +25,11 @@ subprocess.run(tied_argv([sys.executable, "-c", {WAIT!r}]))
 """
 IN_CGROUP = f"""
 import sys
-from offload.process.cgroup import run_in_cgroup
-run_in_cgroup([sys.executable, "-c", {WAIT!r}], 100 << 20)
+from offload.process.limited import Limits, run_limited
+run_limited([sys.executable, "-c", {WAIT!r}], Limits(100 << 20))
 """
 AS_CHILD = """
-from specdec.cli.enforce import run_child
+from bench.process.child import run_child
 run_child("waiting_module", [], None)
 """
 
@@ -77,23 +78,25 @@ def test_an_enforced_child_and_its_cgroup_go() -> None:
 def test_a_program_whose_parent_is_gone_already_is_not_started(tmp_path: Path) -> None:
     command = tied_argv(["/bin/touch", str(tmp_path / "ran")])
     not_our_id = str(int(command[4]) + 1)
-    assert run_forwarding([*command[:4], not_our_id, *command[5:]], None) == 137
+    orphan = subprocess.run([*command[:4], not_our_id, *command[5:]], check=False)
+    assert orphan.returncode == 137
     assert not (tmp_path / "ran").exists()
 
 
 def test_the_program_has_its_own_arguments_and_signals() -> None:
     script = 'test "$1" = -- && test "$2" = "a b" && exit 7'
-    assert run_forwarding(tied_argv(["/bin/sh", "-c", script, "sh", "--", "a b"]), None) == 7
+    assert run_limited(["/bin/sh", "-c", script, "sh", "--", "a b"]).code == 7
     for number in (signal.SIGPIPE, signal.SIGINT):  # neither ignored nor handled by Python
-        killed = tied_argv(["/bin/sh", "-c", f"kill -{int(number)} $$; exit 3"])
-        assert run_forwarding(killed, None) == 128 + number
+        killed = ["/bin/sh", "-c", f"kill -{int(number)} $$; exit 3"]
+        assert run_limited(killed).code == 128 + number
 
 
 def test_what_cannot_be_run_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_forwarding(tied_argv([str(tmp_path)]), None) == 126
-    assert run_forwarding(tied_argv([str(tmp_path / "none")]), None) == 127
+    assert run_limited([str(tmp_path)]).code == 126
+    assert run_limited([str(tmp_path / "none")]).code == 127
     missing = tmp_path / "no" / "cgroup.procs"
-    assert run_forwarding(tied_argv(["/bin/true"], [missing]), None) == 125
+    lost = subprocess.run(tied_argv(["/bin/true"], [missing]), check=False)
+    assert lost.returncode == 125
     denied, none, enter = capfd.readouterr().err.splitlines()
     assert denied == f"cannot run {tmp_path}: Permission denied"
     assert none == f"cannot run {tmp_path / 'none'}: No such file or directory"

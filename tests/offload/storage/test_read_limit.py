@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
-from offload.process.launch import run_forwarding
+from offload.process.limited import OK, Limits, run_limited
 from offload.ring import bandwidth as profile
 from offload.ring.bandwidth import measure_storage
 from offload.ring.streamer import StreamStats
@@ -48,8 +48,7 @@ def test_a_program_runs_under_the_limit_and_knows_it(capfd: pytest.CaptureFixtur
     reads = ReadLimit(here, 123 * MIB)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-c", TELL, str(here)]
-    with MemoryCgroup.create(200 * MIB) as group, reads.applied(group) as more:
-        assert run_forwarding(group.command_inside(argv, more), env) == 0
+    assert run_limited(argv, Limits(200 * MIB, reads=reads), env).exit == OK
     assert capfd.readouterr().out.strip() == str(123 * MIB)
     assert read_limit_in_force(here) != 123 * MIB  # this process is as it was
 

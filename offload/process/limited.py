@@ -1,0 +1,214 @@
+"""One program inside limits of memory, storage and time, measured from outside.
+
+Whatever is run and measured goes this way: a command with `--enforce`, the processes of a
+benchmark, and the programs that it compares with.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Protocol
+
+from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
+from offload.process.cgroup_files import read_words
+from offload.process.launch import tied_argv
+from offload.process.memory import memory_cgroups
+from offload.process.signals import handling
+
+OK, OOM_KILLED, TIMED_OUT, FAILED = "ok", "oom-killed", "timeout", "failed"
+_SAMPLE_SECONDS = 0.1
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGINT)
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+class CgroupLimit(Protocol):
+    """A further limit on the processes of a cgroup, such as storage.read_limit.ReadLimit."""
+
+    def applied(self, group: MemoryCgroup) -> AbstractContextManager[tuple[Path, ...]]:
+        """Sets the limit for a block; yields further files for the process to enter itself in."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a process is held to; None for what is not limited."""
+
+    memory_bytes: int | None = None
+    """Of a memory cgroup."""
+    seconds: float | None = None
+    """Wall time after which the process is killed."""
+    reads: CgroupLimit | None = None
+    """How fast it may read; only together with a memory limit."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process ended, and what it took."""
+
+    exit: str
+    """OK, OOM_KILLED (by the kernel, at the limit), TIMED_OUT or FAILED."""
+    code: int
+    """Exit code; 128 + n where signal n ended it."""
+    seconds: float
+    peak_anonymous_bytes: int
+    """Largest of the samples: memory that is not page cache."""
+    cgroup_peak_bytes: int | None
+    """The kernel's own figure, page cache included; None without a cgroup of ours."""
+    oom_kills: int
+    """Processes, of it or started by it, that the kernel killed for want of memory."""
+
+
+def run_limited(
+    argv: Sequence[str],
+    limits: Limits = Limits(),
+    env: Mapping[str, str] | None = None,
+    log: Path | None = None,
+) -> Outcome:
+    """Run `argv` to its end or its limit. It dies with this process, however that ends.
+
+    Args:
+        log: what it prints is appended here, and whatever it started is killed when it has ended.
+            Without a log it shares our terminal, and signals that we get are passed on.
+
+    Raises:
+        CgroupUnavailable: a limit cannot be set; nothing was started.
+    """
+    with ExitStack() as stack:
+        group, command = _confined(argv, limits, stack)
+        output = None if log is None else stack.enter_context(log.open("ab"))
+        started = time.monotonic()
+        deadline = None if limits.seconds is None else started + limits.seconds
+        with _running(command, env, output) as process:
+            is_late, peak = _watch(process, group, deadline)
+        status = process.returncode
+        code = 128 - status if status < 0 else status  # -n for signal n, in subprocess's words
+        oom_kills = 0 if group is None else group.oom_kills
+        return Outcome(
+            exit=_cause(code, is_late, oom_kills),
+            code=code,
+            seconds=time.monotonic() - started,
+            peak_anonymous_bytes=peak,
+            cgroup_peak_bytes=None if group is None else group.peak_bytes,
+            oom_kills=oom_kills,
+        )
+
+
+def _confined(
+    argv: Sequence[str], limits: Limits, stack: ExitStack
+) -> tuple[MemoryCgroup | None, list[str]]:
+    """(the cgroup if there is one, the command that enters it and becomes `argv`)."""
+    if limits.memory_bytes is None:
+        return None, tied_argv(argv)
+    try:
+        group = stack.enter_context(MemoryCgroup.create(limits.memory_bytes))
+    except CgroupUnavailable as error:
+        if limits.reads is not None:
+            raise
+        return None, _systemd_argv(tied_argv(argv), limits.memory_bytes, error)
+    more = () if limits.reads is None else stack.enter_context(limits.reads.applied(group))
+    return group, group.command_inside(argv, more)
+
+
+def _systemd_argv(argv: Sequence[str], limit_bytes: int, error: CgroupUnavailable) -> list[str]:
+    """`argv` under systemd-run where a user session can limit memory; otherwise raises `error`."""
+    scope = ["systemd-run", "--user", "--scope", "--quiet"]
+    # With version 1 a user session accepts the limit and ignores it.
+    has_v2 = any(
+        "memory" in read_words(location.mount / "cgroup.controllers")
+        for location in memory_cgroups()
+        if location.version == 2
+    )
+    if not has_v2 or shutil.which("systemd-run") is None:
+        raise error
+    if subprocess.run([*scope, "true"], capture_output=True, check=False).returncode != 0:
+        raise error
+    limits = ["-p", f"MemoryMax={limit_bytes}", "-p", "MemorySwapMax=0"]
+    return [*scope, *limits, "--", *argv]
+
+
+@contextmanager
+def _running(
+    command: list[str], env: Mapping[str, str] | None, output: IO[bytes] | None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The process, for the time of a block; nothing of it is left behind the block."""
+    started: list[subprocess.Popen[bytes]] = []
+    is_alone = output is not None
+    with handling(*((_ENDING, _end) if is_alone else (_FORWARDED, _forwarder(started)))):
+        process = subprocess.Popen(
+            command, env=env, stdout=output, stderr=output, start_new_session=is_alone
+        )
+        started.append(process)
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                if is_alone:
+                    os.killpg(process.pid, signal.SIGKILL)
+                else:
+                    process.kill()
+            process.wait()
+
+
+def _forwarder(
+    processes: list[subprocess.Popen[bytes]],
+) -> Callable[[int, FrameType | None], None]:
+    def forward(number: int, frame: FrameType | None) -> None:
+        # A terminal sends Ctrl-C to the child by itself; a second one would break its clean-up.
+        if processes and not (number == signal.SIGINT and _terminal_is_ours()):
+            processes[0].send_signal(number)
+
+    return forward
+
+
+def _terminal_is_ours() -> bool:
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Instead of ending us at once a signal ends the block: the process must not outlive us."""
+    raise SystemExit(128 + number)
+
+
+def _watch(
+    process: subprocess.Popen[bytes], group: MemoryCgroup | None, deadline: float | None
+) -> tuple[bool, int]:
+    """(whether the deadline passed first, peak of anonymous memory in bytes)."""
+    peak = 0
+    while True:
+        peak = max(peak, _anonymous_bytes(process.pid) if group is None else group.anonymous_bytes)
+        left = _SAMPLE_SECONDS if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            return process.poll() is None, peak
+        try:
+            process.wait(min(_SAMPLE_SECONDS, left))
+            return False, peak
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _anonymous_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # it has just ended
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def _cause(code: int, is_late: bool, oom_kills: int) -> str:
+    # A process that the kernel killed beneath the program is a kill as well.
+    if oom_kills and code != 0:
+        return OOM_KILLED
+    if is_late:
+        return TIMED_OUT
+    return OK if code == 0 else FAILED
