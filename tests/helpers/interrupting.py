@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -60,6 +60,12 @@ class Interrupts:
             if n_until == 1:
                 self.places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
                 signal.raise_signal(signal.SIGINT)
+
+
+def files_of(places: Iterable[str]) -> set[str]:
+    """The files that the interrupts met: how often a wait looks again, and so which of a file's
+    functions every n-th call meets, depends on the storage and differs from run to run."""
+    return {place.partition(":")[0] for place in places}
 
 
 @contextmanager
