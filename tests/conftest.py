@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+# One core for each of several processes: libraries read this when they are loaded. Threads that
+# wait for each other on busy cores made the slowest files three times slower.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # no assertions on time
 hypothesis.settings.load_profile("untimed")
@@ -15,8 +21,6 @@ hypothesis.settings.load_profile("untimed")
 @pytest.fixture(autouse=True, scope="session")
 def _offline() -> None:
     """No test may reach a network."""
-    import os
-
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 

@@ -153,11 +153,18 @@ def test_command(
 
 
 def test_the_target_as_its_own_draft_is_ranked(
-    capfd: pytest.CaptureFixture[str], models: Models, prompts: Path
+    capsys: pytest.CaptureFixture[str],
+    models: Models,
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def measure(candidate: Candidate, *, enforce: bool) -> Measured:
+        return measure_here(candidate)
+
+    monkeypatch.setattr("bench.rank.ranking.measure_in_child", measure)
     argv = [*argv_of(models, prompts, Path("self:window=16")), "--num-draft-tokens", "4", "--json"]
     assert main([*argv, "--n-prompts", "1", "-n", "3"]) == 0
-    found = json.loads(capfd.readouterr().out)["candidates"]
+    found = json.loads(capsys.readouterr().out)["candidates"]
     [itself] = [one for one in found if one["name"] == "self:window=16"]
     assert itself["problem"] is None
     assert itself["generated_tokens"] == 3

@@ -12,6 +12,7 @@ from tiny_pair import save_model
 
 from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
 from offload.units import MIB
+from specdec.cli.app import main
 
 LONG = ("-p", "a", "-n", "30000", "--seed", "1", "--temperature", "2")
 
@@ -36,19 +37,19 @@ def test_ctrl_c_in_the_middle_of_a_generation(models: Models) -> None:
 
 
 def test_ctrl_c_in_the_middle_of_a_streamed_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Plain decoding, so that all the time is in passes; readers that were not told to stop and
     joined would keep the process alive."""
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 24}
-    target = save_model(tmp_path / "target", seed=2, **sizes)  # 100 MB
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
+    target = save_model(tmp_path / "target", seed=2, **sizes)  # 50 MB
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     argv = ["-m", str(target), "--threads", "1", "-c", "4096", "--spec-type", "none"]
-    planned, _ = start(["plan", *argv, "--json"]).communicate(timeout=240)
+    assert main(["plan", *argv, "--json"]) == 0
     # Room for a few layers beside the ring at most: the others stream.
-    budget = json.loads(planned)["smallest_budget_bytes"] + 16 * MIB
+    budget = json.loads(capsys.readouterr().out)["smallest_budget_bytes"] + 16 * MIB
     before = {path: path.stat().st_mtime_ns for path in target.iterdir()}
     process = start(["run", *argv, "--memory-budget", str(budget), *LONG])
     wait_for_text(process)

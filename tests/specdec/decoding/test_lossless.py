@@ -19,7 +19,7 @@ from specdec.drafters.ngram import NgramDrafter
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
-N_PROMPTS, N_TOKENS = 50, 24
+N_PROMPTS, N_TOKENS = 30, 24
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,13 @@ def prompts(n=N_PROMPTS):
     return [rng.integers(3, 96, size=int(rng.integers(2, 20))).tolist() for _ in range(n)]
 
 
+@pytest.fixture(scope="module")
+def plain_texts(target):
+    return [(prompt, run(target, prompt, N_TOKENS)) for prompt in prompts()]
+
+
 @pytest.mark.parametrize("kind", ["self", "other model", "random", "always wrong", "merged"])
-def test_greedy_equals_plain_decoding(kind, target, twin, other):
+def test_greedy_equals_plain_decoding(kind, target, twin, other, plain_texts):
     make = {
         "self": lambda plain: ModelDrafter(twin, 96),
         "other model": lambda plain: ModelDrafter(other, 96),
@@ -55,15 +60,14 @@ def test_greedy_equals_plain_decoding(kind, target, twin, other):
         "merged": lambda plain: MergedDrafter([ModelDrafter(other, 96), NgramDrafter()]),
     }[kind]
     mismatches = 0
-    for prompt in prompts():
-        plain = run(target, prompt, N_TOKENS)
+    for prompt, plain in plain_texts:
         speculative = run(target, prompt, N_TOKENS, make(prompt + plain))
         mismatches += assert_equal_or_near_tie(target, prompt, plain, speculative)
     print(f"{kind}: {mismatches} of {N_PROMPTS} prompts differ by a near tie")
     assert mismatches <= 1
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_sampled_tokens_do_not_depend_on_the_draft(seed, target, twin, other):
     params = SamplingParams(
         temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.1, seed=seed
