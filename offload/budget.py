@@ -35,8 +35,8 @@ class BudgetExceeded(SpecdecError):
         self.left_bytes = left_bytes
         self.smallest_budget_bytes = smallest_budget_bytes
         super().__init__(
-            f"{name} needs {format_bytes(wanted_bytes)} but {format_bytes(left_bytes)} of the "
-            f"{ledger} budget is left; the smallest budget that works is "
+            f"{name} needs {format_bytes(wanted_bytes)}, but the {ledger} budget has "
+            f"{format_bytes(left_bytes)}; the smallest budget that works is "
             f"{format_up(smallest_budget_bytes)}{advice}"
         )
 

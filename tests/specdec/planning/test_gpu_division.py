@@ -79,7 +79,7 @@ def test_every_byte_of_both_is_accounted_for(sizes, kv, more, where):
 
 def test_the_smallest_budgets_work_and_less_does_not():
     least = divider(1)
-    with pytest.raises(BudgetExceeded, match="VRAM budget is left") as failure:
+    with pytest.raises(BudgetExceeded, match="but the VRAM budget has") as failure:
         least.divide(4 * GIB, Shape(8, draft_device="cuda"))
     vram = failure.value.smallest_budget_bytes
     one = divider(vram)

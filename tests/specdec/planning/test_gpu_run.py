@@ -153,7 +153,7 @@ def test_too_little_vram_is_refused_with_what_would_do(models, monkeypatch, caps
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "64.00 MiB of the VRAM budget is left; the smallest budget that works is" in err
+    assert "but the VRAM budget has 64.00 MiB; the smallest budget that works is" in err
     smallest = err.rsplit("works is ", 1)[1].strip().replace(" ", "")
     assert main([*argv[:-1], smallest, "-n", "4"]) == 0
 
