@@ -25,7 +25,7 @@ from specdec.config import MAX_DRAFT_TOKENS
 
 Rates = Annotated[
     str,
-    typer.Option("--rates", metavar="P,P,...", help="Chances that a draft token is right."),
+    typer.Option("--rates", metavar="P,P,...", help="Probabilities that a draft token is right."),
 ]
 Sizes = Annotated[
     str, typer.Option("--sizes", metavar="N,N,...", help="Draft tokens of the chains.")

@@ -40,7 +40,7 @@ class KnownAccuracyDrafter(Drafter):
 
     Args:
         text_ids: the prompt and what the target continues it with.
-        accuracy: chance that a token is right, in (0, 1], independently of all others.
+        accuracy: probability that a token is right, in (0, 1], independently of all others.
         n_tokens: of the vocabulary, at least 2; a wrong token is any other one, equally likely.
         seed: of all guesses. They are drawn anew for every proposal.
     """

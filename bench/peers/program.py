@@ -86,7 +86,7 @@ class Journal:
         for prompt in self._task.prompts:
             if self._pace.is_over:
                 break
-            clock = Clock(self._task.n_tokens, self._pace.allowance(), self._task.least_tokens)
+            clock = Clock(self._task.n_tokens, self._pace.time_limit(), self._task.least_tokens)
             extras = decode(prompt, clock)
             self._pace.count()
             record = asdict(Record(prompt.name, category=prompt.category)) | clock.record()
@@ -112,9 +112,9 @@ class Journal:
 class Clock:
     """When the tokens of one prompt came, and how much was read for them."""
 
-    def __init__(self, n_wanted: int, allowance_seconds: float, n_least: int) -> None:
+    def __init__(self, n_wanted: int, limit_seconds: float, n_least: int) -> None:
         self._n_wanted, self._n_least = n_wanted, n_least
-        self._allowance = allowance_seconds
+        self._limit_seconds = limit_seconds
         self._arrivals: list[tuple[float, int]] = []
         self._read = [bytes_read()]
         self._started = time.perf_counter()
@@ -133,7 +133,7 @@ class Clock:
     def is_up(self) -> bool:
         """Whether this prompt has had its share of the time."""
         seconds = time.perf_counter() - self._started
-        return self.n_tokens >= self._n_least and seconds > self._allowance
+        return self.n_tokens >= self._n_least and seconds > self._limit_seconds
 
     def record(self) -> dict[str, Any]:
         read = [*self._read, bytes_read()]
@@ -155,7 +155,8 @@ class _Pace:
     def is_over(self) -> bool:
         return time.perf_counter() >= self._deadline
 
-    def allowance(self) -> float:
+    def time_limit(self) -> float:
+        """Seconds for the next prompt."""
         return (self._deadline - time.perf_counter()) / self._n_left
 
     def count(self) -> None:

@@ -131,7 +131,7 @@ def speedup_curves(curves: Sequence[Curve], title: str) -> Any:
     _tidy_log_ticks(axes)
     axes.set_ylim(min(shown) / 1.15, max(shown) * 1.15)
     axes.set_xlim(low, high)
-    axes.set_xlabel("acceptance rate: chance that a draft token is right")
+    axes.set_xlabel("acceptance rate: probability that a draft token is right")
     axes.set_ylabel("speedup over plain decoding")
     handles, labels = axes.get_legend_handles_labels()
     handles += [
