@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offload.errors import SpecdecError
+from bench.options import UsageMistake
 from specdec.config import SpecConfig
 
 PLAIN, SPECULATIVE, AUTO = "plain", "speculative", "auto"
 """Without a draft; as the model was loaded; with trees of automatic sizes. Others: fixed sizes."""
-
-
-class SweepMistake(SpecdecError, ValueError):
-    """Sizes of trees that make no sense."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ class TreeSize:
 
 
 def parse_sizes(text: str) -> tuple[TreeSize, ...]:
-    """From "8x4,16x8:on": draft tokens x levels, drafting ahead or not. Raises SweepMistake."""
+    """From "8x4,16x8:on": draft tokens x levels, drafting ahead or not. Raises UsageMistake."""
     return tuple(_parse_size(part.strip()) for part in text.split(","))
 
 
@@ -46,7 +42,7 @@ def _parse_size(text: str) -> TreeSize:
     left, x, right = size.partition("x")
     is_size = x and left.isdigit() and right.isdigit() and int(left) and int(right)
     if not is_size or (colon and ahead not in ("on", "off")):
-        raise SweepMistake(
+        raise UsageMistake(
             f"--sizes has {text!r}: give draft tokens x levels, e.g. 8x4,16x8; "
             "16x8:on and 16x8:off draft ahead or not"
         )

@@ -44,7 +44,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class PassTimes:
+class SimulatedPass:
     """One pass of many, seconds."""
 
     seconds: float  # from its beginning to its end
@@ -65,7 +65,7 @@ def simulate_passes(
     outer_seconds: float = 0.0,
     gap_seconds: float = 0.0,
     overlap: Overlap = Overlap(),
-) -> PassTimes:
+) -> SimulatedPass:
     """The mean pass once the rings repeat themselves.
 
     Args:
@@ -77,7 +77,7 @@ def simulate_passes(
     """
     mover = _Mover(layers, n_slots, n_device_slots, overlap)
     seen: list[tuple[float, ...]] = []
-    passes: list[PassTimes] = []
+    passes: list[SimulatedPass] = []
     tolerance = _SAME_STATE * sum(layer.read_seconds + layer.copy_seconds for layer in layers)
     while len(passes) < _MAX_PASSES:
         state = mover.state
@@ -91,7 +91,7 @@ def simulate_passes(
 
 def _one_pass(
     mover: _Mover, layers: Sequence[LayerWork], outer_seconds: float, gap_seconds: float
-) -> PassTimes:
+) -> SimulatedPass:
     seconds = stall_seconds = 0.0
     for layer in layers:
         if layer.read_seconds > 0 or layer.copy_seconds > 0:
@@ -102,13 +102,13 @@ def _one_pass(
         else:
             seconds += mover.compute(layer.compute_seconds)
     seconds += mover.compute(outer_seconds)
-    return PassTimes(seconds, stall_seconds, mover.compute(gap_seconds))
+    return SimulatedPass(seconds, stall_seconds, mover.compute(gap_seconds))
 
 
-def _mean(passes: Sequence[PassTimes]) -> PassTimes:
+def _mean(passes: Sequence[SimulatedPass]) -> SimulatedPass:
     """Of each figure."""
     n = len(passes)
-    return PassTimes(
+    return SimulatedPass(
         sum(one.seconds for one in passes) / n,
         sum(one.stall_seconds for one in passes) / n,
         sum(one.gap_seconds for one in passes) / n,

@@ -26,7 +26,7 @@ from specdec.planning.run_options import DEFAULT_BEAM_SPAN, RunOptions
 if TYPE_CHECKING:
     from specdec.api import LLM, CompletionOutput, GenerationResult
 
-Prompt = Annotated[
+PromptText = Annotated[
     str | None,
     typer.Option("-p", "--prompt", help="The prompt; - reads it from stdin.", show_default=False),
 ]
@@ -42,7 +42,7 @@ def run(
     load: CachedLoad,
     sampling: SamplingOrBeams,
     beam_span: BeamSpan = DEFAULT_BEAM_SPAN,
-    prompt: Prompt = None,
+    prompt: PromptText = None,
     file: PromptFile = None,
     max_tokens: options.MaxTokens = 64,
     enforce: options.Enforce = False,
@@ -123,13 +123,13 @@ def run_again_enforced(context: typer.Context, memory_budget: str | int) -> None
 
 
 @contextmanager
-def open_model(asked: RunOptions, options: RunOptions) -> Iterator[LLM]:
-    """asked: what the notes on options without effect are about."""
+def open_model(asked: RunOptions, loaded: RunOptions) -> Iterator[LLM]:
+    """asked: what the notes on options without effect are about; loaded: as it is opened."""
     check_models(asked)
     from specdec.api import load
 
     with loading_progress(f"loading {asked.model}") as progress:
-        llm = load(**options.keywords(), progress=progress)
+        llm = load(**loaded.keywords(), progress=progress)
     with llm:
         note_plan(asked, llm.plan)
         note_left_out(llm.plan)

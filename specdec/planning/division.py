@@ -24,7 +24,7 @@ from offload.residency.placement import Placement
 from offload.residency.tiers import CUDA_CONTEXT_BYTES, VRAM
 from offload.units import MIB
 from specdec.planning.parts import Parts, PartsOfRun
-from specdec.planning.placement import CpuPlacer, GpuPlacer, Placer, WholeGpuPlacer
+from specdec.planning.placer import CpuPlacer, GpuPlacer, Placer, WholeGpuPlacer
 from specdec.planning.run_options import CPU, CUDA, RunOptions
 
 DEFAULT_CTX_SIZE = 2048

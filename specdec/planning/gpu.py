@@ -14,8 +14,8 @@ from offload.units import format_bytes, format_exactly, parse_bytes
 from specdec.checks import ConfigError
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedPair
+from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.division import Gpu
-from specdec.planning.ranking_cost import measure_draft
 from specdec.planning.run_options import AUTO, CPU, CUDA, RunOptions
 from specdec.planning.search import Figures
 

@@ -24,10 +24,10 @@ from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceError, DeviceSpec, Machine, complete
 from specdec.devices.this_machine import ThisMachine
 from specdec.models.opened import OpenedPair
+from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.division import Gpu
 from specdec.planning.gpu import check_no_gpu_options, gpu_for
 from specdec.planning.plan import asked_budget, make_plan, must_stream, open_pair
-from specdec.planning.ranking_cost import measure_draft
 from specdec.planning.run_options import AUTO, CPU, CUDA, LoadKeywords, RunOptions
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Figures

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from backends.contract.source import ModelCompute
 from offload.residency.placement import Placement
-from offload.residency.simulation import LayerWork, Overlap, PassTimes, simulate_passes
+from offload.residency.simulation import LayerWork, Overlap, SimulatedPass, simulate_passes
 from specdec.policy.costs import PassCost
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -30,11 +30,11 @@ class PassModel:
     storage_bytes_per_second: float
     copy_bytes_per_second: float = 0.0
     """From pinned host memory to a GPU's; of use where a GPU computes."""
-    _known: dict[tuple[int, float], PassTimes] = field(
+    _known: dict[tuple[int, float], SimulatedPass] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def times(self, n_rows: int, gap_seconds: float = 0.0) -> PassTimes:
+    def times(self, n_rows: int, gap_seconds: float = 0.0) -> SimulatedPass:
         """A pass in the midst of others that drafting of `gap_seconds` parts."""
         key = (n_rows, gap_seconds)
         if key not in self._known:
@@ -59,7 +59,7 @@ class PassModel:
         line = seconds if above else {n: self._compute_seconds(n) for n in (low, high)}
         return PassCost(floor, *_line(low, line[low], high, line[high]))
 
-    def _simulate(self, n_rows: int, gap_seconds: float) -> PassTimes:
+    def _simulate(self, n_rows: int, gap_seconds: float) -> SimulatedPass:
         placed, per_byte = self.placement, self.compute.per_byte
         is_copied = placed.is_on_device
         # A GPU's arithmetic neither reads nor copies slow down.

@@ -20,9 +20,9 @@ from offload.units import format_bytes, format_exactly, parse_bytes
 from specdec.checks import ConfigError, refuse_unknown
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedModel, OpenedPair, open_model
+from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.division import Divider, Division, Gpu
 from specdec.planning.gpu import find_gpu, measure_with_gpu, placed
-from specdec.planning.ranking_cost import measure_draft
 from specdec.planning.run_options import LoadKeywords, RunOptions
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Alternative, Figures, Search

@@ -13,7 +13,8 @@ from tiny_pair import save_model
 from bench.commands.app import main
 from bench.decode.measure import MeasureSpec, measure
 from bench.decode.policy import summarise
-from bench.decode.ways import SweepMistake, TreeSize, parse_sizes
+from bench.decode.ways import TreeSize, parse_sizes
+from bench.options import UsageMistake
 from bench.prompts.workloads import Prompt
 from bench.report.tables import tables
 from bench.table import text_of
@@ -45,7 +46,7 @@ def test_a_size_fixes_the_tree_and_drafting_ahead_where_it_says_so() -> None:
     "text", ["", "8", "8x", "x4", "0x4", "8x4,", "axb", "8x-1", "8x4:", "8x4:auto"]
 )
 def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(SweepMistake, match="give draft tokens x levels"):
+    with pytest.raises(UsageMistake, match="give draft tokens x levels"):
         parse_sizes(text)
 
 

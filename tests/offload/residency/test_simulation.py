@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from offload.residency.simulation import LayerWork, Overlap, PassTimes, simulate_passes
+from offload.residency.simulation import LayerWork, Overlap, SimulatedPass, simulate_passes
 
 WORKS = st.lists(
     st.tuples(st.integers(0, 6), st.integers(0, 6)).map(lambda pair: LayerWork(*pair)),
@@ -171,7 +171,7 @@ def test_contention_costs_at_most_its_factors(layers, n_slots, read, compute):
     computing = sum(layer.compute_seconds for layer in layers)
     assert max(reading, computing) - 1e-6 <= slowed.seconds
     assert slowed.seconds <= reading * read + computing * compute + 1e-6
-    assert isinstance(alone, PassTimes)
+    assert isinstance(alone, SimulatedPass)
 
 
 def test_streaming_needs_a_slot():

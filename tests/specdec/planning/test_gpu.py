@@ -20,7 +20,7 @@ from offload.residency.placement import LayerWeights
 from offload.units import GIB, MIB
 from specdec.checks import ConfigError
 from specdec.models.opened import OpenedModel, OpenedPair
-from specdec.planning import ranking_cost
+from specdec.planning import candidate_cost
 from specdec.planning.division import Divider, Shape
 from specdec.planning.gpu import find_gpu, gpu_for, measure_with_gpu, placed
 from specdec.planning.plan import make_plan
@@ -169,7 +169,7 @@ def test_a_draft_ranks_its_candidates_wherever_it_runs(monkeypatch):
     target, draft = (PaperModel(n, 2, MIB, curve=curve, can_use_gpu=True) for n in "td")
     both = pair(target, draft)
     ranking = ComputeCurve.linear(3.0, 1.0)
-    monkeypatch.setattr(ranking_cost, "measure_ranking", lambda n_tokens: ranking)
+    monkeypatch.setattr(candidate_cost, "measure_candidates", lambda n_tokens: ranking)
     monkeypatch.setattr(cuda_probe, "measure_copies_to_gpu", lambda: 12e9)
     storage = SimpleNamespace(storage_bytes_per_second=1e9)
     monkeypatch.setattr("specdec.planning.gpu.measure_storage", lambda path: storage)

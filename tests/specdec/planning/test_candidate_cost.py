@@ -9,8 +9,8 @@ from paper_models import PaperModel
 
 from backends.contract.curve import ComputeCurve
 from specdec.drafters.candidates import CandidateRanker
-from specdec.planning import ranking_cost
-from specdec.planning.ranking_cost import measure_draft
+from specdec.planning import candidate_cost
+from specdec.planning.candidate_cost import measure_draft
 
 
 def test_a_level_is_a_pass_and_the_ranking_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,10 +25,10 @@ def test_a_level_is_a_pass_and_the_ranking_of_its_rows(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(CandidateRanker, "rank", timed)
     monkeypatch.setattr("backends.timing.measure.time.perf_counter", lambda: now)
-    ranking_cost.measure_ranking.cache_clear()
+    candidate_cost.measure_candidates.cache_clear()
     draft = PaperModel("d", 2, 1000, curve=ComputeCurve.linear(1e-6, 0.0))
     compute = measure_draft(draft)
-    ranking_cost.measure_ranking.cache_clear()
+    candidate_cost.measure_candidates.cache_clear()
     head_seconds = draft.head_bytes * 1e-6
     for n_rows in (1, 4, 32):
         assert compute.outer_seconds(n_rows) == pytest.approx(head_seconds + 0.1 * n_rows)

@@ -1,4 +1,4 @@
-"""What ranking the draft's candidates takes: a drafter's own work for each level of a tree."""
+"""What ranking candidate tokens costs: a drafter's own work for each level of a tree."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROWS = (1, 8, level_width(MAX_AUTO_NODES))
 
 
 @cache
-def measure_ranking(n_tokens: int) -> ComputeCurve:
+def measure_candidates(n_tokens: int) -> ComputeCurve:
     """Seconds by rows of logits of such a vocabulary, measured once in a process."""
     ranker = CandidateRanker(n_tokens, sharpness=SHARPNESS)
     logits = np.random.default_rng(0).standard_normal((_ROWS[-1], n_tokens), dtype=np.float32)
@@ -34,4 +34,4 @@ def measure_ranking(n_tokens: int) -> ComputeCurve:
 def measure_draft(source: ModelSource) -> ModelCompute:
     """A level of a tree: the draft model's pass, and the ranking of what it says."""
     passes = source.measure_compute(beside_reads=False)
-    return replace(passes, per_pass=measure_ranking(source.vocab_size))
+    return replace(passes, per_pass=measure_candidates(source.vocab_size))

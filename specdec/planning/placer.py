@@ -1,8 +1,8 @@
 """Where a model's layers go in so much memory: of the host alone, or of a GPU and the host.
 
-Host memory is told of in bytes without further name, a GPU's as *device* bytes. What of a model
-must be where is asked in the same way wherever it is computed: `least_device_bytes`, then, with so
-many device bytes left to it, `least_bytes`, then `place`, then the `parts` of what was placed.
+In names, `bytes` alone are of host memory and `device_bytes` are of a GPU's. Every placer is asked
+in the same order: `least_device_bytes`; with so many device bytes given to it, `least_bytes`;
+`place`; and the `parts` of what was placed.
 """
 
 from __future__ import annotations
