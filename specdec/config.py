@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.checks import ConfigError, check
+from specdec.checks import ConfigError
+from specdec.option import SPECULATION, check_options, option
 
 SPEC_TYPES = ("draft", "ngram")
 CHAIN_RULES = ("rejection", "block")  # these verify one chain that was drawn from the draft
@@ -31,28 +32,62 @@ class SpecConfig:
     """
 
     spec_type: tuple[str, ...] = SPEC_TYPES  # () = plain decoding
-    num_draft_tokens: int | None = None  # nodes of a tree, its root not counted
-    tree_width: int | None = None  # children of one node
-    draft_depth: int | None = None
-    acceptance: str = "match"
-    accept_threshold: float | None = None  # in (0, 1]; None is lossless
-    draft_ahead: str = "auto"  # draft while the target's pass runs; a drawn chain never is
-    draft_window: int | None = None  # recent tokens that a draft model is shown; None = all
+    num_draft_tokens: int | None = option(  # nodes of a tree, its root not counted
+        None,
+        "Draft tokens per pass; auto: as many as pay, measured every round.",
+        SPECULATION,
+        metavar="N|auto",
+        at_least=0,
+        at_most=MAX_DRAFT_TOKENS,
+        shown_default="auto",
+    )
+    tree_width: int | None = option(  # children of one node
+        None,
+        "Most branches below one draft token.",
+        SPECULATION,
+        at_least=1,
+        at_most=MAX_DRAFT_TOKENS,
+        shown_default=str(DEFAULT_TREE_WIDTH),
+    )
+    draft_depth: int | None = option(
+        None,
+        "Most levels of a tree.",
+        at_least=1,
+        at_most=MAX_DRAFT_TOKENS,
+        shown_default=str(DEFAULT_DRAFT_DEPTH),
+    )
+    acceptance: str = option(
+        "match",
+        "Rule by which the target accepts; the last two are for one sampled chain.",
+        SPECULATION,
+        choices=ACCEPTANCE_RULES,
+    )
+    accept_threshold: float | None = option(  # None is lossless
+        None,
+        "LOSSY: accept a draft token unless the target gives it less than this probability.",
+        SPECULATION,
+        metavar="P",
+        above=0.0,
+        at_most=1.0,
+        shown_default="off: the output is the target's own",
+    )
+    draft_ahead: str = option(  # a drawn chain never is drafted ahead
+        "auto",
+        "Draft while the target's pass runs; auto does where that was measured to pay.",
+        SPECULATION,
+        choices=DRAFT_AHEAD_MODES,
+    )
+    draft_window: int | None = option(
+        None,
+        "Show the draft model only so many recent tokens of a long context.",
+        SPECULATION,
+        at_least=MIN_DRAFT_WINDOW,
+        shown_default="all of them",
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spec_type", parse_spec_type(self.spec_type))
-        if self.acceptance not in ACCEPTANCE_RULES:
-            raise ConfigError(
-                f"acceptance is {self.acceptance!r}, must be one of {', '.join(ACCEPTANCE_RULES)}"
-            )
-        if self.draft_ahead not in DRAFT_AHEAD_MODES:
-            modes = ", ".join(DRAFT_AHEAD_MODES)
-            raise ConfigError(f"draft_ahead is {self.draft_ahead!r}, must be one of {modes}")
-        check("num_draft_tokens", self.num_draft_tokens, int, 0, MAX_DRAFT_TOKENS)
-        check("tree_width", self.tree_width, int, 1, MAX_DRAFT_TOKENS)
-        check("draft_depth", self.draft_depth, int, 1, MAX_DRAFT_TOKENS)
-        check("accept_threshold", self.accept_threshold, float, 0.0, 1.0, open_low=True)
-        check("draft_window", self.draft_window, int, MIN_DRAFT_WINDOW)
+        check_options(self)
         if self.draws_chains and (self.tree_width or 1) > 1:
             raise ConfigError(
                 f"acceptance {self.acceptance!r} verifies one chain, but tree_width is "

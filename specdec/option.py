@@ -8,10 +8,11 @@ and tests hold the documentation and the types of `specdec.load` against them.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from specdec.checks import ConfigError
+from specdec.checks import ConfigError, check
 
 # Panels of the help, in their order.
 MODELS, MEMORY, SPECULATION, SAMPLING = "Models", "Memory", "Speculation", "Sampling"
@@ -30,19 +31,24 @@ class Option:
     """On the command line, where that is not the field's name."""
     metavar: str | None = None
     choices: tuple[str, ...] = ()
-    at_least: int | None = None
-    at_most: int | None = None
+    at_least: float | None = None
+    """With a limit the value is a number, an integer where the limit is one."""
+    above: float | None = None
+    """Instead of `at_least`, where the limit itself is too low."""
+    at_most: float = math.inf
     shown_default: str | bool = True
     """What the default means, where its value does not say it; False: nothing is shown."""
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ConfigError for a value that is none of the choices, or out of range."""
+        """Raise ConfigError for a value that is none of the choices, no number, or out of range.
+
+        None stands for what is chosen later, and passes.
+        """
         if self.choices and value is not None and value not in self.choices:
             raise ConfigError(f"{name} is {value!r}, must be one of {', '.join(self.choices)}")
-        if self.at_least is not None and value is not None and value < self.at_least:
-            raise ConfigError(f"{name} is {value}, must be at least {self.at_least}")
-        if self.at_most is not None and value is not None and value > self.at_most:
-            raise ConfigError(f"{name} is {value}, must be at most {self.at_most}")
+        low = self.at_least if self.above is None else self.above
+        if low is not None:
+            check(name, value, type(low), low, self.at_most, open_low=self.above is not None)
 
 
 def option(default: Any, help: str, panel: str = "", **more: Any) -> Any:
@@ -52,6 +58,18 @@ def option(default: Any, help: str, panel: str = "", **more: Any) -> Any:
 
 def required(help: str, panel: str = "", **more: Any) -> Any:
     return option(MISSING, help, panel, **more)
+
+
+def taken_from(kind: type[Any], name: str) -> Any:
+    """A field like that of another configuration: its default and all that is written there."""
+    (field,) = (one for one in dataclasses.fields(kind) if one.name == name)
+    return dataclasses.field(default=field.default, metadata=field.metadata)
+
+
+def check_options(configuration: Any) -> None:
+    """Raise ConfigError for the first field whose value its option refuses."""
+    for name, one in options_of(type(configuration)).items():
+        one.check(name, getattr(configuration, name))
 
 
 def options_of(kind: type[Any]) -> dict[str, Option]:

@@ -119,7 +119,7 @@ def typer_option(kind: type[Any], name: str) -> Any:
         help=told.help,
         rich_help_panel=told.panel,
         metavar=told.metavar or "|".join(told.choices) or None,
-        min=told.at_least,
+        min=None if told.metavar else told.at_least,  # a metavar says it all
         show_default=told.shown_default,
     )
 

@@ -13,17 +13,21 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from backends.contract.source import CACHE_TYPES, LOAD_MODES, BackendOptions
+from offload.storage.reading import DEFAULT_N_READERS
 from offload.units import parse_bytes
 from specdec.checks import ConfigError
-from specdec.config import (
-    ACCEPTANCE_RULES,
-    DRAFT_AHEAD_MODES,
-    MIN_DRAFT_WINDOW,
-    SPEC_TYPES,
-    SpecConfig,
-)
+from specdec.config import SPEC_TYPES, SpecConfig
 from specdec.models.names import SELF_DRAFT, is_self_draft
-from specdec.option import BEAMS, MEMORY, MODELS, SPECULATION, option, options_of, required
+from specdec.option import (
+    BEAMS,
+    MEMORY,
+    MODELS,
+    SPECULATION,
+    check_options,
+    option,
+    required,
+    taken_from,
+)
 from specdec.sampling.params import MAX_BEAMS
 
 CPU, CUDA, AUTO = "cpu", "cuda", "auto"
@@ -122,7 +126,7 @@ class RunOptions:
         MEMORY,
         at_least=1,
         at_most=MAX_IO_THREADS,
-        shown_default="4",
+        shown_default=str(DEFAULT_N_READERS),
     )
     load_mode: str = option(
         "auto",
@@ -159,43 +163,13 @@ class RunOptions:
         metavar="draft|ngram|draft,ngram|none",
         shown_default="draft,ngram; ngram without a draft model",
     )
-    num_draft_tokens: int | None = option(
-        None,
-        "Draft tokens per pass; auto: as many as pay, measured every round.",
-        SPECULATION,
-        metavar="N|auto",
-        shown_default="auto",
-    )
-    tree_width: int | None = option(
-        None, "Most branches below one draft token.", SPECULATION, at_least=1, shown_default="8"
-    )
-    draft_depth: int | None = option(None, "Most levels of a tree.", shown_default="32")
-    acceptance: str = option(
-        "match",
-        "Rule by which the target accepts; the last two are for one sampled chain.",
-        SPECULATION,
-        choices=ACCEPTANCE_RULES,
-    )
-    accept_threshold: float | None = option(
-        None,
-        "LOSSY: accept a draft token unless the target gives it less than this probability.",
-        SPECULATION,
-        metavar="P",
-        shown_default="off: the output is the target's own",
-    )
-    draft_ahead: str = option(
-        "auto",
-        "Draft while the target's pass runs; auto does where that was measured to pay.",
-        SPECULATION,
-        choices=DRAFT_AHEAD_MODES,
-    )
-    draft_window: int | None = option(
-        None,
-        "Show the draft model only so many recent tokens of a long context.",
-        SPECULATION,
-        at_least=MIN_DRAFT_WINDOW,
-        shown_default="all of them",
-    )
+    num_draft_tokens: int | None = taken_from(SpecConfig, "num_draft_tokens")
+    tree_width: int | None = taken_from(SpecConfig, "tree_width")
+    draft_depth: int | None = taken_from(SpecConfig, "draft_depth")
+    acceptance: str = taken_from(SpecConfig, "acceptance")
+    accept_threshold: float | None = taken_from(SpecConfig, "accept_threshold")
+    draft_ahead: str = taken_from(SpecConfig, "draft_ahead")
+    draft_window: int | None = taken_from(SpecConfig, "draft_window")
     draft_device: str = option(
         AUTO,
         "Where the draft model is computed; auto takes what should be faster.",
@@ -212,10 +186,9 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for what makes no sense, alone or together."""
+        check_options(self)
         if "draft" in self.spec.spec_type and self.draft_model is None:
             raise ConfigError("spec_type has 'draft' but no draft model was named: use -md")
-        for name, one in options_of(RunOptions).items():
-            one.check(name, getattr(self, name))
         for name, example in (("memory_budget", "2GiB"), ("vram_budget", "8GiB")):
             value = getattr(self, name)
             if value != AUTO and parse_bytes(value) == 0:
@@ -229,16 +202,9 @@ class RunOptions:
             spec_type = SPEC_TYPES if self.draft_model is not None else ("ngram",)
         if self.num_draft_tokens == 0:
             spec_type = ()  # no tokens from anywhere: plain decoding, and no draft to load
-        return SpecConfig(
-            spec_type,  # type: ignore[arg-type]  # a name or a list of names is normalised there
-            self.num_draft_tokens,
-            self.tree_width,
-            self.draft_depth,
-            self.acceptance,
-            self.accept_threshold,
-            self.draft_ahead,
-            _window_of_self(self.draft_model, self.draft_window),
-        )
+        values = self.keywords(one.name for one in fields(SpecConfig))
+        values["draft_window"] = _window_of_self(self.draft_model, self.draft_window)
+        return SpecConfig(**{**values, "spec_type": spec_type})
 
     @property
     def draft(self) -> str | Path | None:

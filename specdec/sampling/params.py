@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specdec.checks import ConfigError, as_float, check, refuse_unknown
-from specdec.option import BEAMS, SAMPLING, option
+from specdec.option import BEAMS, SAMPLING, check_options, option
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -79,6 +79,7 @@ class SamplingParams:
         BEAMS,
         long="--num-return-sequences",
         at_least=1,
+        at_most=MAX_SEQUENCES,
         shown_default="1",
     )
     num_beams: int = option(
@@ -86,6 +87,7 @@ class SamplingParams:
         "Above 1: beam search, without drafting; with a temperature, beam-search sampling.",
         BEAMS,
         at_least=1,
+        at_most=MAX_BEAMS,
         shown_default="1",
     )
     length_penalty: float = option(
@@ -105,6 +107,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, value in _normalised(self).items():
             object.__setattr__(self, name, value)  # tuples for lists, once, before validation
+        check_options(self)
         _validate_ranges(self)
         _validate_token_ids(self)
         _validate_combinations(self)
@@ -135,12 +138,6 @@ class SamplingParams:
         """A copy with some options changed; unknown names are refused."""
         refuse_unknown(overrides, type(self))
         return dataclasses.replace(self, **overrides)
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> SamplingParams:
-        """Parameters from a mapping of option names; unknown names are refused."""
-        refuse_unknown(options, cls)
-        return cls(**options)
 
     @classmethod
     def from_generation_config(cls, config: GenerationConfig | Mapping[str, Any]) -> SamplingParams:
@@ -208,10 +205,9 @@ def _validate_ranges(params: SamplingParams) -> None:
 
 
 def _validate_sequences(params: SamplingParams) -> None:
-    for name, most in (("n", MAX_SEQUENCES), ("num_beams", MAX_BEAMS)):
+    for name in ("n", "num_beams"):
         if getattr(params, name) is None:
             raise ConfigError(f"{name} is None, must be an integer")
-        check(name, getattr(params, name), int, 1, most)
     length_penalty = as_float("length_penalty", params.length_penalty)
     check("length_penalty", length_penalty, float, -MAX_PENALTY, MAX_PENALTY)
     if not any(params.early_stopping is one for one in (True, False)) and (

@@ -47,11 +47,13 @@ def tokens(llm: LLM) -> tuple[int, ...]:
     return llm.generate(PROMPT, max_tokens=N_TOKENS).token_ids
 
 
-@pytest.mark.slow
-def test_interrupts_at_every_19th_call(llm: LLM) -> None:
+@pytest.mark.parametrize(
+    "step", [53, pytest.param(11, marks=pytest.mark.slow)], ids=lambda step: f"every {step}"
+)
+def test_interrupts_at_calls(llm: LLM, step: int) -> None:
     expected = tokens(llm)
     n_interrupted = 0
-    for first in range(1, 100_000, 19):
+    for first in range(1, 100_000, step):
         then = None if first % 2 else 1 + first % 29
         with interrupted(first, then, FOLDERS) as interrupts:
             tokens(llm)
@@ -59,7 +61,7 @@ def test_interrupts_at_every_19th_call(llm: LLM) -> None:
         if not interrupts.places:
             break
         n_interrupted += 1
-    assert n_interrupted > 500 // 19
+    assert n_interrupted > 500 // step
 
 
 def test_signals_at_any_time(llm: LLM) -> None:

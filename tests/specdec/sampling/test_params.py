@@ -94,7 +94,7 @@ def test_contradictions_are_named(options: dict, named: str) -> None:
 
 def test_unknown_options_are_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'temperature'"):
-        SamplingParams.from_options({"temprature": 1.0})
+        SamplingParams().replace(temprature=1.0)
     with pytest.raises(ConfigError, match="has no option 'xyz'"):
         SamplingParams().replace(xyz=1)
 
