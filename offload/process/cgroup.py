@@ -7,7 +7,11 @@ fresh process that is inside before it begins: limited.run_limited.
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from offload.process.cgroup_files import CgroupUnavailable as CgroupUnavailable
@@ -20,6 +24,7 @@ from offload.process.cgroup_files import (
 from offload.process.launch import tied_argv
 from offload.process.memory import memory_cgroups
 
+_KILL_ROUNDS, _KILL_PAUSE_SECONDS = 200, 0.01
 _PEAK_FILES = {1: "memory.max_usage_in_bytes", 2: "memory.peak"}
 _EVENT_FILES = {1: "memory.oom_control", 2: "memory.events"}
 _ANONYMOUS_KEYS = {1: "rss", 2: "anon"}
@@ -100,6 +105,21 @@ class MemoryCgroup:
             return 0
         counts = dict(line.split(" ", 1) for line in lines if " " in line)
         return int(counts.get("oom_kill", "0"))
+
+    def kill(self) -> None:
+        """Kill the processes in it, in whatever session they are, until none is left.
+
+        One that starts others meanwhile is met in the next round. Processes that the kernel cannot
+        end, because they wait for a device, are given up after some rounds.
+        """
+        for _ in range(_KILL_ROUNDS):
+            found = self.procs_path.read_text().split()
+            if not found:
+                return
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(_KILL_PAUSE_SECONDS)
 
     def remove(self) -> None:
         """Remove the cgroup; it must hold no process any more. Removing twice is allowed."""

@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +75,9 @@ def run_limited(
     """Run `argv` to its end or its limit. It dies with this process, however that ends.
 
     Args:
-        log: what it prints is appended here, and whatever it started is killed when it has ended.
-            Without a log it shares our terminal, and signals that we get are passed on.
+        log: what it prints is appended here; it is alone in a process group, all of which is killed
+            when it has ended. Without a log it shares our terminal, and signals that we get are
+            passed on. What it left in its cgroup is killed in either case.
 
     Raises:
         CgroupUnavailable: a limit cannot be set; nothing was started.
@@ -113,6 +114,7 @@ def _confined(
         if limits.reads is not None:
             raise
         return None, _systemd_argv(tied_argv(argv), limits.memory_bytes, error)
+    stack.callback(group.kill)
     more = () if limits.reads is None else stack.enter_context(limits.reads.applied(group))
     return group, group.command_inside(argv, more)
 
@@ -138,15 +140,15 @@ def _systemd_argv(argv: Sequence[str], limit_bytes: int, error: CgroupUnavailabl
 def _running(
     command: list[str], env: Mapping[str, str] | None, output: IO[bytes] | None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The process, for the time of a block; nothing of it is left behind the block."""
-    started: list[subprocess.Popen[bytes]] = []
+    """The process, for the time of a block, behind which it has ended."""
+    forwarder = _Forwarder()
     is_alone = output is not None
-    with handling(*((_ENDING, _end) if is_alone else (_FORWARDED, _forwarder(started)))):
+    with handling(*((_ENDING, _end) if is_alone else (_FORWARDED, forwarder))):
         process = subprocess.Popen(
             command, env=env, stdout=output, stderr=output, start_new_session=is_alone
         )
-        started.append(process)
         try:
+            forwarder.begin(process)
             yield process
         finally:
             with suppress(ProcessLookupError):
@@ -157,22 +159,40 @@ def _running(
             process.wait()
 
 
-def _forwarder(
-    processes: list[subprocess.Popen[bytes]],
-) -> Callable[[int, FrameType | None], None]:
-    def forward(number: int, frame: FrameType | None) -> None:
-        # A terminal sends Ctrl-C to the child by itself; a second one would break its clean-up.
-        if processes and not (number == signal.SIGINT and _terminal_is_ours()):
-            processes[0].send_signal(number)
+class _Forwarder:
+    """Passes signals on to a process, also those that came while it was being started."""
 
-    return forward
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        # A terminal sends Ctrl-C to the child by itself; a second one would break its clean-up.
+        if number == signal.SIGINT and _terminal_is_ours():
+            return
+        if self._process is None:
+            self._early.append(number)
+        else:
+            self._process.send_signal(number)
+
+    def begin(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        for number in self._early:
+            process.send_signal(number)
 
 
 def _terminal_is_ours() -> bool:
+    """Whether Ctrl-C reaches us from a terminal, wherever standard input comes from."""
     try:
-        return os.tcgetpgrp(0) == os.getpgrp()
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:
         return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -14,11 +14,16 @@ Handler = Callable[[int, FrameType | None], None]
 def handling(signals: Iterable[signal.Signals], handler: Handler) -> Iterator[None]:
     """Within the block `handler` is called for these signals; afterwards what was called before.
 
+    A signal that is ignored stays ignored: whoever started us under `nohup` meant it so.
     Only the main thread can set handlers. In another one this does nothing: signals go to those of
     the main thread.
     """
     try:
-        previous = {number: signal.signal(number, handler) for number in signals}
+        previous = {
+            number: signal.signal(number, handler)
+            for number in signals
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
     except ValueError:
         previous = {}
     try:

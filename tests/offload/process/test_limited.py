@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,6 +147,59 @@ def test_without_a_log_signals_are_passed_on() -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 9
     process.stdout.close()
+
+
+def test_a_signal_that_comes_while_it_is_started_is_passed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = subprocess.Popen
+
+    def interrupted_start(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        signal.raise_signal(signal.SIGTERM)
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted_start)
+    assert run_limited(["/bin/sleep", "20"]).code == 128 + signal.SIGTERM
+
+
+def test_ctrl_c_comes_once_wherever_standard_input_is() -> None:
+    """The terminal sends it to the program itself."""
+    count = (
+        "import signal, time; n = []; signal.signal(signal.SIGINT, lambda *_: n.append(1)); "
+        "print('ready', flush=True); end = time.monotonic() + 20; "
+        "exec('while not n and time.monotonic() < end: time.sleep(0.01)'); "
+        "time.sleep(0.5); print(len(n), flush=True)"
+    )
+    script = (
+        "import os, sys; os.setsid(); os.open(sys.argv[1], os.O_RDWR); "  # our terminal from now on
+        "from offload.process.limited import run_limited; "
+        f"run_limited([sys.executable, '-c', {count!r}])"
+    )
+    terminal, other_end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, os.ttyname(other_end)],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    os.write(terminal, b"\x03")
+    assert process.communicate(timeout=60)[0] == b"1\n"
+    os.close(terminal)
+    os.close(other_end)
+
+
+@needs_cgroup
+def test_nothing_is_left_in_the_cgroup(tmp_path: Path) -> None:
+    """Not even what has made itself a session of its own."""
+    script = (
+        "import subprocess, sys; child = subprocess.Popen("
+        "[sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True); "
+        "print(child.pid, flush=True)"
+    )
+    assert run(tmp_path, script, limit=200 * MIB).exit == OK
+    assert not _runs(int((tmp_path / "log").read_text()))
 
 
 def test_without_cgroup_and_systemd_nothing_is_run(

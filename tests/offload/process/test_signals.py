@@ -31,6 +31,17 @@ def test_a_block_has_its_own_handler_and_puts_the_others_back() -> None:
     assert [signal.getsignal(number) for number in signals] == before
 
 
+def test_what_is_ignored_stays_ignored() -> None:
+    """As it is under nohup."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with handling((signal.SIGUSR1,), lambda number, frame: None):
+            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_another_thread_leaves_the_handlers_alone() -> None:
     found = []
 
