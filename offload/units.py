@@ -1,4 +1,4 @@
-"""Byte counts in and out of text.
+"""Byte counts: in and out of text, and as progress.
 
 `GB` (10^9) and `GiB` (2^30) are different units and both are accepted. A bare `K`, `M`, `G` or `T`
 is binary, as it is in cgroup files, `dd` and `systemd`. Case does not matter.
@@ -7,6 +7,7 @@ is binary, as it is in cgroup files, `dd` and `systemd`. Case does not matter.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal
 
 from offload.errors import SpecdecError
@@ -14,6 +15,9 @@ from offload.errors import SpecdecError
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in total)"""
 
 _UNITS: dict[str, int] = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgtp", start=1):

@@ -61,11 +61,6 @@ class ComputeCurve:
         alone, beside = ([value * factor for value in kind] for kind in self._kinds)
         return ComputeCurve(self.rows, tuple(alone), tuple(beside))
 
-    def plus(self, seconds: float) -> ComputeCurve:
-        """The same after what takes as long whatever the rows."""
-        alone, beside = ([value + seconds for value in kind] for kind in self._kinds)
-        return ComputeCurve(self.rows, tuple(alone), tuple(beside))
-
     @classmethod
     def mixed(cls, parts: Sequence[tuple[float, ComputeCurve]]) -> ComputeCurve:
         """Of work that is made up of `parts`: (how many times, curve)."""

@@ -7,16 +7,13 @@ are imported only for its models.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backends.contract.backend import Backend
 from backends.contract.curve import ComputeCurve
 from offload.residency.placement import LayerWeights, Placement
-
-Progress = Callable[[int, int], None]
-"""(bytes done, bytes in total)"""
+from offload.units import Progress
 
 LOAD_MODES = ("auto", "stream", "ram", "mmap")
 CACHE_TYPES = ("f16", "q8_0", "q4_0")

@@ -19,7 +19,8 @@ from offload.device.loading import load_on_device
 from offload.device.streamer import DeviceStreamer
 from offload.residency.placement import Placement
 from offload.ring.slots import Check
-from offload.storage.reading import DEFAULT_N_READERS, Progress
+from offload.storage.reading import DEFAULT_N_READERS
+from offload.units import Progress
 
 
 class TorchEngine(CopyEngine, Protocol):

@@ -14,7 +14,8 @@ from backends.hf.weights import RawTensors
 from offload.residency.placement import LayerWeights
 from offload.ring.slots import Check
 from offload.ring.streamer import WeightStreamer, load_resident
-from offload.storage.reading import DEFAULT_N_READERS, Progress
+from offload.storage.reading import DEFAULT_N_READERS
+from offload.units import Progress
 
 
 class CpuWeights:

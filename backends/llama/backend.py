@@ -18,7 +18,7 @@ from backends.contract.mending import MendingBackend
 from backends.llama.batch import Batch
 from backends.llama.cache import TreeSequences
 from backends.llama.context import ContextOptions, LlamaContext
-from backends.llama.library import LlamaModel, Progress
+from backends.llama.library import LlamaModel
 from backends.llama.model import GgufModel, recurrent_model
 from backends.llama.passes import PassThread
 from backends.llama.prefix import LlamaPrefix
@@ -26,6 +26,7 @@ from backends.llama.stream import StreamedLayers, mapped_ranges
 from offload.formats.mapped import TensorShape
 from offload.process.interruptible import uninterrupted
 from offload.residency.placement import Placement
+from offload.units import Progress
 
 LOAD_MODES = ("stream", "mmap", "ram")
 _QUICK_BYTES = 4e9  # weights times rows that take less than about a second: no thread for those

@@ -18,14 +18,13 @@ from typing import Any
 
 from offload.errors import SpecdecError
 from offload.process.interruptible import is_interrupted, uninterrupted
+from offload.units import Progress
 
 _MODEL_FIELDS = "load_mode use_extra_bufts no_alloc n_gpu_layers devices progress_callback"
 _CONTEXT_FIELDS = (
     "n_seq_max n_outputs_max kv_unified swa_full cb_eval abort_callback flash_attn_type"
 )
 _INFO, _ERROR, _CONTINUED = 2, 4, 5  # ggml_log_level
-
-Progress = Callable[[int, int], None]
 
 
 class LlamaError(SpecdecError):

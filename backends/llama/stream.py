@@ -24,7 +24,7 @@ from backends.llama.batch import Batch
 from backends.llama.cache import check_lengths
 from backends.llama.context import LlamaContext
 from backends.llama.graph import GraphReader, Node, PassSchedule, make_schedule
-from backends.llama.library import LlamaError, LlamaModel, Progress
+from backends.llama.library import LlamaError, LlamaModel
 from backends.llama.model import GgufModel
 from backends.llama.passes import PassCancelled
 from offload.formats.tensors import TensorRecord
@@ -33,6 +33,7 @@ from offload.paging.pager import Pager
 from offload.process.interruptible import uninterrupted
 from offload.residency.placement import LayerWeights
 from offload.storage.reading import DEFAULT_N_READERS
+from offload.units import Progress
 
 _EMBEDDING = "token_embd.weight"
 _SWITCH_SECONDS = 0.0005

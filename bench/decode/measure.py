@@ -23,7 +23,7 @@ from bench.decode.ways import PLAIN, SPECULATIVE, keywords_of
 from bench.process.child import measure_for_parent, result_of_child
 from bench.process.probe import BUFFER_BYTES, probe_bandwidth
 from bench.process.results import Record, append_line
-from bench.prompts.workloads import Prompt
+from bench.prompts.workloads import WARM_UP_TOKENS, Prompt
 from offload.units import parse_bytes
 from specdec.decoding.stats import ratio
 from specdec.models.weight_files import largest_weight_file
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from specdec.api import LLM
 
 MODES = (PLAIN, SPECULATIVE)
-WARM_UP_TOKENS = 3  # the first pass pays for threads, caches and scratch memory
 # Read-ahead goes on for a moment after a generation; a probe must have the storage to itself.
 SETTLE_SECONDS = 0.5
 

@@ -30,7 +30,8 @@ from bench.synth.growth import GrowthPlanner, TensorPlan
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.source import SourceModel
 from bench.synth.weights import TensorMaker
-from specdec.pair.gguf_file import ProgressFunction, reserve_blocks
+from offload.units import Progress
+from specdec.pair.gguf_file import reserve_blocks
 
 DEFAULT_SHARD_BYTES = 1_500_000_000
 _HEADER_ALIGNMENT = 8  # safetensors pads its header to this many bytes
@@ -67,7 +68,7 @@ def grow(
     force: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     source_name: str | None = None,
-    progress: ProgressFunction | None = None,
+    progress: Progress | None = None,
     with_data: bool = True,
 ) -> GrowReport:
     """Writes a checkpoint of `shape` that computes the same function as the one in `source_dir`.
@@ -150,7 +151,7 @@ def write_shards(
     maker: TensorMaker,
     form: WeightFormat,
     n_bytes: int,
-    progress: ProgressFunction | None = None,
+    progress: Progress | None = None,
     with_data: bool = True,
 ) -> None:
     """Writes all shards and, if there are several, their index."""

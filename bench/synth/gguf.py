@@ -22,9 +22,9 @@ from bench.synth.growth import GrowthPlanner, TensorPlan
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.source import SourceModel
 from bench.synth.weights import TensorMaker
+from offload.units import Progress
 from specdec.pair.gguf_file import (
     GgufTensor,
-    ProgressFunction,
     gguf_name,
     interleave_rotary,
     write_gguf,
@@ -47,7 +47,7 @@ def grow_gguf(
     seed: int = 0,
     force: bool = False,
     source_name: str | None = None,
-    progress: ProgressFunction | None = None,
+    progress: Progress | None = None,
     with_data: bool = True,
 ) -> GrowReport:
     """Writes one GGUF file of `shape` that computes the same function as the source.

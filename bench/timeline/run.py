@@ -8,11 +8,9 @@ from typing import Any
 
 from bench.figures import lossy_mark
 from bench.process.results import write_whole
-from bench.prompts.workloads import Prompt
+from bench.prompts.workloads import WARM_UP_TOKENS, Prompt
 from bench.timeline.lanes import chrome_trace, record_run
 from bench.timeline.picture import check_matplotlib, draw
-
-_WARM_UP_TOKENS = 3  # the first pass pays for threads, caches and scratch memory
 
 
 def run_timeline(
@@ -39,7 +37,7 @@ def run_timeline(
     with loading_progress(f"loading {name}") as progress:
         llm = load(**keywords, progress=progress)
     with llm:
-        llm.generate(prompt.text, **{**generation, "max_tokens": _WARM_UP_TOKENS})
+        llm.generate(prompt.text, **{**generation, "max_tokens": WARM_UP_TOKENS})
         timeline, stats = record_run(llm, prompt.text, generation, draft)
     lines = []
     if timeline.n_dropped:

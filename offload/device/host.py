@@ -21,10 +21,10 @@ from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.reading import (
     DEFAULT_N_READERS,
     DEFAULT_READ_BYTES,
-    Progress,
     ResidentWeights,
     load_resident,
 )
+from offload.units import Progress
 
 
 class Part(NamedTuple):

@@ -12,8 +12,8 @@ from offload.formats.tensors import TensorRecord
 from offload.storage.aligned import HostMemory
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.layout import Layout, Piece, make_layout
-from offload.storage.reading import DEFAULT_N_READERS, OpenFiles, Progress, bring_pieces
-from offload.units import MIB
+from offload.storage.reading import DEFAULT_N_READERS, OpenFiles, bring_pieces
+from offload.units import MIB, Progress
 
 LOAD_READ_BYTES = 8 * MIB
 LOAD_STAGING_BYTES = DEFAULT_N_READERS * LOAD_READ_BYTES

@@ -25,7 +25,8 @@ from offload.ring.lending import LayerLender, Lease
 from offload.ring.slots import Check
 from offload.ring.walk import LayerWalk, StreamStats, Taken
 from offload.storage.direct_io import DirectFile, OpenStorage
-from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
+from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
+from offload.units import Progress
 
 logger = logging.getLogger(__name__)
 

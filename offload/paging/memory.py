@@ -25,7 +25,8 @@ from offload.paging.plan import PagingPlan, Part
 from offload.storage.aligned import HUGE_PAGE_BYTES
 from offload.storage.direct_io import OpenStorage
 from offload.storage.layout import Layout, Piece
-from offload.storage.reading import Progress, read_pieces
+from offload.storage.reading import read_pieces
+from offload.units import Progress
 
 _PROBE_BYTES = 16 * HUGE_PAGE_BYTES
 _PROBES = 5

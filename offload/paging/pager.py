@@ -28,7 +28,8 @@ from offload.ring.lending import LayerLender
 from offload.ring.walk import Taken
 from offload.storage.aligned import HostMemory, buffer_bytes
 from offload.storage.direct_io import DirectFile, OpenStorage
-from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES, Progress
+from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
+from offload.units import Progress
 
 
 class Pager(LayerLender[HostMemory, None]):

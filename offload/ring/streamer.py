@@ -23,11 +23,11 @@ from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.reading import (
     DEFAULT_N_READERS,
     DEFAULT_READ_BYTES,
-    Progress,
     ResidentWeights,
     load_resident,
     resident_footprint,
 )
+from offload.units import Progress
 
 __all__ = [
     "ResidentWeights",

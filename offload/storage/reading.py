@@ -13,7 +13,7 @@ from offload.process.interruptible import POLL_SECONDS, check_interrupt, uninter
 from offload.storage.aligned import AlignedBuffer, HostMemory, align_up, buffer_bytes
 from offload.storage.direct_io import DirectFile, OpenStorage, StorageError
 from offload.storage.layout import Layout, Piece, make_layout
-from offload.units import MIB
+from offload.units import MIB, Progress
 
 # Reads of 8 MiB already reach the full bandwidth of an NVMe-class drive. Four times as long means a
 # quarter as many times that a reader must get the interpreter lock back: beside a drafting thread
@@ -21,9 +21,6 @@ from offload.units import MIB
 DEFAULT_READ_BYTES = 32 * MIB
 DEFAULT_N_READERS = 4
 _LEAST_READ_BYTES = MIB  # below, requests cost more than sharing them among the readers gains
-
-Progress = Callable[[int, int], None]
-"""(bytes done, bytes in total)"""
 
 
 def shared_read_bytes(n_bytes: int, n_readers: int, most_bytes: int) -> int:

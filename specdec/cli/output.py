@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
 from offload.errors import SpecdecError
-from offload.units import GIB
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) while a model is loaded."""
+from offload.units import GIB, Progress
 
 
 class OutputError(SpecdecError):

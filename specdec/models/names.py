@@ -15,7 +15,7 @@ from pathlib import Path
 
 from backends.contract.backend import one_line
 from offload.errors import SpecdecError
-from specdec.pair import PAIR_PREFIX, pair_path
+from specdec.pair import GGUF_SUFFIX, PAIR_PREFIX, pair_path
 
 # Safetensors and what describes them: pickles and code of the repository are never fetched.
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.txt", "*.jinja")
@@ -47,7 +47,7 @@ def resolve_model(name: str | Path) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return _in_directory(path)
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and path.suffix == GGUF_SUFFIX:
         return path
     if path.exists() and not path.is_file():
         raise ModelNotFound(
@@ -57,7 +57,7 @@ def resolve_model(name: str | Path) -> Path:
         raise ModelNotFound(f"{path} is a file: name a GGUF file or the checkpoint's directory")
     hub_id = _HUB_ID.fullmatch(text)
     is_path = text.startswith(_PATH_STARTS) or path.is_symlink()
-    if hub_id is None or is_path or (text.endswith(".gguf") and not hub_id["file"]):
+    if hub_id is None or is_path or (text.endswith(GGUF_SUFFIX) and not hub_id["file"]):
         raise ModelNotFound(_describe_missing(text, path))
     return _from_hub(text, hub_id["repo"], hub_id["file"], hub_id["revision"])
 
@@ -113,7 +113,7 @@ def _hub_id(name: str | Path) -> re.Match[str] | None:
     text = str(name)
     if text.startswith((PAIR_PREFIX, *_PATH_STARTS)) or Path(name).expanduser().exists():
         return None
-    return None if text.endswith(".gguf") else _HUB_ID.fullmatch(text)
+    return None if text.endswith(GGUF_SUFFIX) else _HUB_ID.fullmatch(text)
 
 
 def check_local_name(name: str | Path) -> None:
@@ -130,7 +130,7 @@ def check_local_draft(name: str | Path) -> None:
 
 def _embedded(name: str) -> Path:
     try:
-        if name.endswith(".gguf"):
+        if name.endswith(GGUF_SUFFIX):
             from specdec.pair.gguf_export import pair_gguf_path
 
             return pair_gguf_path(name)
@@ -170,7 +170,7 @@ def _from_hub(
     from huggingface_hub import snapshot_download
 
     # Quantisations are written in either case, and the hub's patterns are exact.
-    stem = (part or "").removesuffix(".gguf")
+    stem = (part or "").removesuffix(GGUF_SUFFIX)
     spellings = {stem, stem.upper(), stem.lower()} if part else ()
     patterns = [f"*{one}*.gguf" for one in spellings] or list(wanted)
     try:

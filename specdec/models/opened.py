@@ -14,10 +14,9 @@ from backends.contract.backend import one_line
 from backends.contract.source import BackendOptions, ModelSource
 from offload.formats.tensors import CheckpointError
 from specdec.models.names import resolve_model
+from specdec.pair import GGUF_SUFFIX
 from specdec.text.tokenizer import ChatTokenizer, Tokenizer
 from specdec.text.vocabulary import Compatibility, Vocabulary, compare_vocabularies
-
-GGUF_SUFFIX = ".gguf"
 
 
 @dataclass(frozen=True)

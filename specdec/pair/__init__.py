@@ -10,6 +10,8 @@ from pathlib import Path
 
 PAIR_PREFIX = "pair:"
 PAIR_NAMES = ("pair:target", "pair:draft")
+GGUF_SUFFIX = ".gguf"
+"""Of a GGUF file, and of the name of an embedded model as one."""
 
 
 def pair_path(name: str) -> Path:

@@ -18,7 +18,7 @@ import numpy as np
 
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import TensorRecord
-from specdec.pair import PAIR_NAMES, PAIR_PREFIX, pair_path
+from specdec.pair import GGUF_SUFFIX, PAIR_NAMES, PAIR_PREFIX, pair_path
 from specdec.pair.float_weights import read_float32
 from specdec.pair.gguf_file import (
     GgufExportError,
@@ -32,7 +32,6 @@ from specdec.pair.gguf_metadata import add_model, add_tokenizer
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-GGUF_SUFFIX = ".gguf"
 PAIR_GGUF_NAMES = tuple(name + GGUF_SUFFIX for name in PAIR_NAMES)
 _FORMAT = b"1"  # raise it when the exported bytes change
 _SOURCES = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offload.errors import SpecdecError
+from offload.units import Progress
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -39,9 +40,6 @@ _LAYER_NAMES = {
 }
 # What other checkpoints carry and llama.cpp computes itself.
 _DERIVED = "rotary_emb.inv_freq"
-
-# Called with (bytes written so far, bytes in total).
-ProgressFunction = Callable[[int, int], None]
 
 
 class GgufExportError(SpecdecError):
@@ -94,7 +92,7 @@ def write_gguf(
     path: Path,
     add_metadata: Callable[[GGUFWriter], None],
     tensors: Iterable[GgufTensor],
-    progress: ProgressFunction | None = None,
+    progress: Progress | None = None,
     with_data: bool = True,
 ) -> None:
     """Writes one GGUF file; the caller removes it when an error leaves it unfinished.
@@ -128,7 +126,7 @@ def write_gguf(
         writer.close()
 
 
-def _write_data(file: Any, tensors: list[GgufTensor], progress: ProgressFunction | None) -> None:
+def _write_data(file: Any, tensors: list[GgufTensor], progress: Progress | None) -> None:
     file.write(bytes(-file.tell() % ALIGNMENT))
     total = sum(tensor.n_bytes for tensor in tensors)
     file.flush()
