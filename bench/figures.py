@@ -25,15 +25,15 @@ from specdec.decoding.stats import (
 
 LOSSY = "LOSSY (--accept-threshold)"
 
-Record = Mapping[str, Any]
+RecordDict = Mapping[str, Any]
 """A `bench.process.results.Record` as a dictionary."""
 
 
-def of_mode(records: Sequence[Record], mode: str) -> list[Record]:
+def of_mode(records: Sequence[RecordDict], mode: str) -> list[RecordDict]:
     return [record for record in records if record["mode"] == mode]
 
 
-def aggregate_stats(records: Sequence[Record]) -> dict[str, Any]:
+def aggregate_stats(records: Sequence[RecordDict]) -> dict[str, Any]:
     """The stats of several generations as one, with the keys of a single one."""
     stats = [record["stats"] for record in records]
     total: dict[str, Any] = {key: sum(one[key] for one in stats) for key in SUMMED}
@@ -71,7 +71,7 @@ def sum_by_depth(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
-def roofline_fraction(records: Sequence[Record], bytes_per_pass: int) -> float | None:
+def roofline_fraction(records: Sequence[RecordDict], bytes_per_pass: int) -> float | None:
     """Shortest time that the storage allows / decode time taken, over all records.
 
     The shortest time is the bytes that the decode passes stream, at the raw bandwidth that was
@@ -95,7 +95,9 @@ def first_mismatch(left: Sequence[int], right: Sequence[int]) -> int | None:
     return None if len(left) == len(right) else min(len(left), len(right))
 
 
-def compare_tokens(records: Sequence[Record], reference: Sequence[Record]) -> dict[str, Any]:
+def compare_tokens(
+    records: Sequence[RecordDict], reference: Sequence[RecordDict]
+) -> dict[str, Any]:
     """How far decodings agree with those of a reference, prompt by prompt.
 
     `token_match` is the share of tokens that come before a first mismatch, as far as both texts go
@@ -121,7 +123,7 @@ def compare_tokens(records: Sequence[Record], reference: Sequence[Record]) -> di
     }
 
 
-def mean_bandwidth(records: Sequence[Record]) -> float:
+def mean_bandwidth(records: Sequence[RecordDict]) -> float:
     values = [record["storage_bytes_per_second"] for record in records]
     return ratio(sum(values), len(values))
 
@@ -129,7 +131,7 @@ def mean_bandwidth(records: Sequence[Record]) -> float:
 # --- what was seen from outside, of any program ---------------------------------------------------
 
 
-def summarise(records: Sequence[Record], *, speculates: bool = False) -> dict[str, Any]:
+def summarise(records: Sequence[RecordDict], *, speculates: bool = False) -> dict[str, Any]:
     """The figures of all prompts together; rates are None where nothing was decoded.
 
     tokens_per_second, time_to_first_token (mean, seconds), seconds_per_token_median and _p90,
@@ -153,7 +155,7 @@ def summarise(records: Sequence[Record], *, speculates: bool = False) -> dict[st
     }
 
 
-def seconds_of_tokens(record: Record) -> list[float]:
+def seconds_of_tokens(record: RecordDict) -> list[float]:
     """Of every token after the first arrival."""
     return [
         (now - before) / n
@@ -162,7 +164,7 @@ def seconds_of_tokens(record: Record) -> list[float]:
     ]
 
 
-def by_category(records: Sequence[Record], *, speculates: bool = False) -> dict[str, Any]:
+def by_category(records: Sequence[RecordDict], *, speculates: bool = False) -> dict[str, Any]:
     """`summarise` for every category; empty where the prompts have none."""
     names = sorted({record["category"] for record in records} - {""})
     return {
@@ -182,7 +184,7 @@ def acceptance_by_depth(stats: Iterable[Mapping[str, Any] | None]) -> list[dict[
     return counts or None
 
 
-def pairwise_ratios(runs: Mapping[str, Sequence[Record]]) -> dict[str, dict[str, Any]]:
+def pairwise_ratios(runs: Mapping[str, Sequence[RecordDict]]) -> dict[str, dict[str, Any]]:
     """name -> other -> {ratio, n_prompts, n_tokens}: speed over speed, on the tokens of both.
 
     A slow program measures fewer prompts and fewer tokens of each; comparing it with another's mean
@@ -215,7 +217,7 @@ def count_of(n: int, thing: str) -> str:
     return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
 
 
-def _bytes_per_token(records: Sequence[Record]) -> float | None:
+def _bytes_per_token(records: Sequence[RecordDict]) -> float | None:
     known = [record for record in records if record["bytes_read"] is not None]
     n_bytes = sum(record["bytes_read"][-1] - record["bytes_read"][1] for record in known)
     n_tokens = sum(len(seconds_of_tokens(record)) for record in known)
@@ -223,7 +225,7 @@ def _bytes_per_token(records: Sequence[Record]) -> float | None:
 
 
 def _same_tokens(
-    records: Sequence[Record], others: Sequence[Record]
+    records: Sequence[RecordDict], others: Sequence[RecordDict]
 ) -> Iterator[tuple[list[float], list[float]]]:
     """Seconds of the same tokens in both, for every prompt that has some."""
     theirs = {record["prompt"]: seconds_by_position(record) for record in others}
@@ -234,7 +236,7 @@ def _same_tokens(
             yield [own[at] for at in shared], [other[at] for at in shared]
 
 
-def seconds_by_position(record: Record) -> dict[int, float]:
+def seconds_by_position(record: RecordDict) -> dict[int, float]:
     """Position in the generated text -> seconds, of every token after the first arrival."""
     first = record["arrivals"][0][1] if record["arrivals"] else 0
     return dict(enumerate(seconds_of_tokens(record), start=first))

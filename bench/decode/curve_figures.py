@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench import figures as aggregate
+from bench import figures
 from bench.decode.known_drafter import expected_tokens
 from bench.figures import efficiency, median_pass_seconds, pass_times_of
 from specdec.decoding.stats import ratio
@@ -65,7 +65,7 @@ def _point(
     plain: Sequence[Mapping[str, Any]],
     chains: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    stats, plain_stats = aggregate.aggregate_stats(chains), aggregate.aggregate_stats(plain)
+    stats, plain_stats = figures.aggregate_stats(chains), figures.aggregate_stats(plain)
     speedup = ratio(stats["tokens_per_second"], plain_stats["tokens_per_second"])
     seconds_1 = median_pass_seconds(pass_times_of(plain), PLAIN_ROWS)
     seconds_n = median_pass_seconds(pass_times_of(chains), PLAIN_ROWS + length)

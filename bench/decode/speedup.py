@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.decode.measure import MeasureSpec, measure_in_child
 from bench.figures import (
-    Record,
+    RecordDict,
     aggregate_stats,
     compare_tokens,
     efficiency,
@@ -66,8 +66,8 @@ def build_report(spec: MeasureSpec, measured: dict[str, Any]) -> dict[str, Any]:
 def _efficiency(
     speedup: float,
     tokens_per_pass: float,
-    plain: Sequence[Record],
-    speculative: Sequence[Record],
+    plain: Sequence[RecordDict],
+    speculative: Sequence[RecordDict],
 ) -> dict[str, float | None]:
     """T(1), T(N) and what of their promise arrives; N is what the trees came to."""
     seconds_1, seconds_n = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import Any
 
-from bench import figures as aggregate
+from bench import figures
 from bench.decode.known_drafter import expected_tokens
 from bench.decode.ways import AUTO, PLAIN, SPECULATIVE
 from bench.figures import count_of
@@ -163,7 +163,7 @@ def _peer_bar(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Bar:
 def _speedup_bar(name: str, stats: Mapping[str, Any], is_ours: bool) -> Bar:
     length = stats.get("mean_acceptance_length", 1.0)
     note = f"{length:.1f} tokens per pass" if length > 1 else ""
-    note = (note + aggregate.lossy_mark(stats)).strip()
+    note = (note + figures.lossy_mark(stats)).strip()
     return Bar(name, stats["tokens_per_second"], note, is_ours)
 
 
@@ -177,7 +177,7 @@ def _sweep_point(line: Mapping[str, Any]) -> Point:
     mbps = setting["storage_mbps"]
     probed = line["storage_bytes_per_second"]
     return Point(
-        series=series_name(setting["num_draft_tokens"]) + aggregate.lossy_mark(line),
+        series=series_name(setting["num_draft_tokens"]) + figures.lossy_mark(line),
         storage_mbps=mbps,
         budget_bytes=setting["memory_budget_bytes"],
         tokens_per_second=line["tokens_per_second"],
@@ -197,7 +197,7 @@ def series_name(num_draft_tokens: int | None) -> str:
 def _speedup_points(value: Mapping[str, Any]) -> list[Point]:
     return [
         Point(
-            series=mode + aggregate.lossy_mark(value[mode]),
+            series=mode + figures.lossy_mark(value[mode]),
             storage_mbps=None,
             budget_bytes=value["memory_budget_bytes"],
             tokens_per_second=value[mode]["tokens_per_second"],
@@ -227,7 +227,7 @@ def _sweep_depths(lines: Sequence[Mapping[str, Any]]) -> list[Depths]:
             if line["setting"]["num_draft_tokens"] == size and line["acceptance_by_depth"]
         ]
         sums = [
-            aggregate.sum_by_depth([[c[key] for c in one] for one in counts])
+            figures.sum_by_depth([[c[key] for c in one] for one in counts])
             for key in ("tried", "accepted")
         ]
         if sums[0]:

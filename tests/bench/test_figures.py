@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench import figures as aggregate
+from bench import figures
 from bench.figures import (
     efficiency,
     median_pass_seconds,
@@ -38,7 +38,7 @@ def test_rates_come_from_totals() -> None:
     fast = record(tokens=(0,) * 11, decode_seconds=1.0, passes=10, peak_memory_bytes=5)
     slow = record(tokens=(0,) * 3, decode_seconds=4.0, passes=1, peak_memory_bytes=7)
     slow["stats"]["accepted_tokens"] = 1
-    total = aggregate.aggregate_stats([fast, slow])
+    total = figures.aggregate_stats([fast, slow])
     assert total["tokens_per_second"] == pytest.approx(12 / 5)  # 10 + 2 decoded tokens
     assert total["time_per_output_token"] == pytest.approx(5 / 12)
     assert total["mean_acceptance_length"] == pytest.approx(1 + 1 / 11)
@@ -61,16 +61,16 @@ def test_an_aggregate_of_one_equals_the_original() -> None:
         kv_used_fraction=0.5,
         time_per_output_token_p90=0.3,
     )
-    total = aggregate.aggregate_stats([one])
+    total = figures.aggregate_stats([one])
     assert total.pop("ngram_share") == 0.25
     assert total == one["stats"]
 
 
 def test_nothing_decoded_divides_by_nothing() -> None:
-    total = aggregate.aggregate_stats([record(tokens=(5,))])
+    total = figures.aggregate_stats([record(tokens=(5,))])
     assert total["tokens_per_second"] == 0.0
     assert total["acceptance_rate"] == 0.0
-    assert aggregate.aggregate_stats([])["time_to_first_token"] == 0.0
+    assert figures.aggregate_stats([])["time_to_first_token"] == 0.0
 
 
 def test_roofline_weighs_each_record_with_its_own_probe() -> None:
@@ -79,8 +79,8 @@ def test_roofline_weighs_each_record_with_its_own_probe() -> None:
         record(passes=2, decode_seconds=2.0, bandwidth=2000.0),
     ]
     # 1000 bytes a pass: at best 2 s + 1 s, taken 6 s.
-    assert aggregate.roofline_fraction(records, 1000) == pytest.approx(0.5)
-    assert aggregate.roofline_fraction(records, 0) is None
+    assert figures.roofline_fraction(records, 1000) == pytest.approx(0.5)
+    assert figures.roofline_fraction(records, 0) is None
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,13 @@ def test_roofline_weighs_each_record_with_its_own_probe() -> None:
     ],
 )
 def test_first_mismatch(left: list[int], right: list[int], expected: int | None) -> None:
-    assert aggregate.first_mismatch(left, right) == expected
+    assert figures.first_mismatch(left, right) == expected
 
 
 def test_compare_tokens_names_prompt_and_position() -> None:
     plain = [record("a", tokens=(1, 2, 3, 4)), record("b", tokens=(5, 6, 7, 8))]
     speculative = [record("b", tokens=(5, 9, 7, 8)), record("a", tokens=(1, 2, 3, 4))]
-    result = aggregate.compare_tokens(speculative, plain)
+    result = figures.compare_tokens(speculative, plain)
     assert result == {
         "token_match": 5 / 8,
         "prompts_equal": 1,
@@ -111,7 +111,7 @@ def test_compare_tokens_names_prompt_and_position() -> None:
 def test_depths_are_summed() -> None:
     one = record(tried_by_depth=(3, 1), accepted_by_depth=(2, 0))
     other = record(tried_by_depth=(1,), accepted_by_depth=(1,))
-    total = aggregate.aggregate_stats([one, other])
+    total = figures.aggregate_stats([one, other])
     assert (total["tried_by_depth"], total["accepted_by_depth"]) == ([4, 1], [3, 0])
 
 
