@@ -57,13 +57,13 @@ def synth(context: typer.Context) -> None:
 
 @app.command("budgets", context_settings=_PASSED_ON, hidden=True)
 def budgets() -> None:
-    """What it was: now an option."""
+    """Refused, with the command that took its place."""
     raise UsageMistake("budgets is now: specdec-bench sweep --budgets SIZE,SIZE,... --trees auto")
 
 
 @app.command("predict", context_settings=_PASSED_ON, hidden=True)
 def predict() -> None:
-    """What it was: now an option."""
+    """Refused, with the command that took its place."""
     raise UsageMistake("predict is now: specdec-bench sweep --prediction --trees 0,16")
 
 

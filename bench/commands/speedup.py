@@ -23,7 +23,7 @@ from bench.prompts.workloads import BUILT_IN
 from specdec.cli import options
 from specdec.cli.groups import LOAD, Load, Sampling
 
-# What it was: another program beside ours.
+# Refused, with the command that took its place.
 Peer = Annotated[
     str | None,
     typer.Option("--peer", "--peer-prompts", "--peer-tokens", "--peer-cpu-memory", hidden=True),

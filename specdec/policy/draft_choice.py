@@ -21,8 +21,9 @@ FIRST_INTERVAL, LONGEST_INTERVAL = 6, 64  # rounds between probes
 _REGRET_SHARE = 0.015
 """Of all that is decoded: long texts change, so that a mode which lost is tried again."""
 _LEAST_LEFT = -4.0
-"""Tokens. What one round loses beyond that was hardly the mode's own fault (the machine stood
-still), and would take thousands of tokens to forget."""
+"""Tokens, below which a balance never falls. A round that loses more was most likely held up by
+something else on the machine, and the small share that time adds (`_REGRET_SHARE`) would take
+thousands of tokens to make it up."""
 
 
 class RegretBudget:
@@ -209,7 +210,9 @@ class DraftChoice:
         for mode, regret in self._regrets.items():
             worth = seconds * rates[mode]
             regret.pass_time(worth)
-            if mode == uses_draft and (mode or self._uses_draft):  # plain decoding needs no leave
+            # A round without the draft is charged only as a trial, while the draft is in use: where
+            # decoding without it is the mode in use, its losses are not limited.
+            if mode == uses_draft and (mode or self._uses_draft):
                 regret.settle_up(actual, worth)
         if not self._uses_draft:
             self._regrets[True].limit(self._entry)
