@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,12 @@ def cells(figures: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
 
 def headings(columns: Columns) -> tuple[str, ...]:
     return tuple(heading for heading, *_ in columns)
+
+
+def labelled(pairs: Sequence[tuple[str, str]], width: int = 0) -> tuple[str, ...]:
+    """A line for each (label, text): texts begin in column `width`, or after the widest label."""
+    width = width or max((len(label) for label, _ in pairs), default=0) + 1
+    return tuple(f"{label:<{width}}{text}" for label, text in pairs)
 
 
 def text_of(tables: Iterable[Table]) -> str:

@@ -28,6 +28,8 @@ def demo_command(
     """A grown target of at least twice its budget, plain against speculative; about two minutes."""
     from bench.demo import run_demo, text_of_first_prompt
     from bench.process.results import SPEEDUP
+    from bench.report.tables import VERDICT_WIDTH
+    from bench.table import labelled
 
     started = time.monotonic()
     result = run_demo(
@@ -35,4 +37,5 @@ def demo_command(
     )
     typer.echo(text_of_first_prompt(result))
     show(SPEEDUP, result, "table", None)
-    typer.echo(f"demo              {time.monotonic() - started:.0f} s in all")
+    lines = labelled([("demo", f"{time.monotonic() - started:.0f} s in all")], VERDICT_WIDTH)
+    typer.echo(lines[0])

@@ -11,7 +11,7 @@ from bench.peers.compare import NOT_RUN, label
 from bench.peers.registry import PEERS as PROGRAMS
 from bench.peers.runs import describe_tuned
 from bench.prompts.workloads import describe_left_out
-from bench.table import Columns, Table, cells, headings
+from bench.table import Columns, Table, cells, headings, labelled
 from offload.process.limited import OK
 from offload.units import GIB, format_bytes
 
@@ -69,17 +69,22 @@ def _peer_cells(row: Value) -> tuple[str, ...]:
 
 
 def _measured_with(value: Value) -> Iterator[str]:
+    pairs = []
     for weights in value["weights"]:
         types = ", ".join(f"{name} {share:.0%}" for name, share in weights["types"].items())
-        yield f"target  {weights['model']} ({format_bytes(weights['n_bytes'])}: {types})"
-        yield f"draft   {weights['draft'] or 'none'}"
+        size = format_bytes(weights["n_bytes"])
+        pairs.append(("target", f"{weights['model']} ({size}: {types})"))
+        pairs.append(("draft", weights["draft"] or "none"))
     probed, slowed = value.get("storage_bytes_per_second"), value["storage_mbps"]
     storage = "storage not probed" if probed is None else f"storage {probed / 1e9:.2f} GB/s"
-    yield f"{held(value)}; {storage}{'' if slowed is None else f', held to {slowed:g} MB/s'}"
+    slower = "" if slowed is None else f", held to {slowed:g} MB/s"
+    pairs.append(("budget", f"{held(value)}; {storage}{slower}"))
     limits = ""
     if "n_threads" in value:
         limits = f", {value['n_threads']} threads; at most {value['time_limit_seconds']:g} s each"
-    yield f"prompts {value['n_prompts']} x {value['max_tokens']} tokens, greedy{limits}"
+    decoded = f"{value['n_prompts']} x {value['max_tokens']} tokens, greedy{limits}"
+    pairs.append(("prompts", decoded))
+    yield from labelled(pairs)
     if n := value.get("n_prompts_too_long", 0):  # older records have none
         yield describe_left_out(n, value["max_tokens"])
     yield "page cache of the models' files dropped before each process (posix_fadvise)"
@@ -151,8 +156,9 @@ def agreement_table(found: list[Agreement]) -> Table:
 
 
 def held(value: Value) -> str:
+    """The budget, and whether the kernel held the programs to it."""
     kept = "enforced by a cgroup" if value.get("enforced") else "NOT enforced"
-    return f"budget  {format_bytes(value['memory_budget_bytes'])} ({kept})"
+    return f"{format_bytes(value['memory_budget_bytes'])} ({kept})"
 
 
 def exit_of(row: Value) -> str:

@@ -11,10 +11,13 @@ from bench.figures import lossy_mark
 from bench.process.results import CURVE, PEERS, POLICY, SPEEDUP, SWEEP
 from bench.report.data import series_name
 from bench.report.programs import exit_of, held, program_tables
-from bench.table import Columns, Table, cell, cells, headings
+from bench.table import Columns, Table, cell, cells, headings, labelled
 from offload.units import GIB, format_bytes
 
 Value = Mapping[str, Any]
+
+VERDICT_WIDTH = 18
+"""Of the labels below the table of a speedup."""
 
 
 def tables(kind: str, value: Value) -> list[Table]:
@@ -52,6 +55,7 @@ _SPEEDUP_COLUMNS: Columns = (
 def _speedup(value: Value) -> Iterator[Table]:
     columns = {"plain": value["plain"], "speculative": value["speculative"]}
     sampling = value.get("sampling", {})
+    n_tokens = sampling.get("max_tokens", "?")
     how = "greedy" if not sampling.get("temperature") else f"temperature {sampling['temperature']}"
     yield Table(
         "Plain and speculative",
@@ -60,41 +64,51 @@ def _speedup(value: Value) -> Iterator[Table]:
             (name + lossy_mark(stats), *cells(stats, _SPEEDUP_COLUMNS))
             for name, stats in columns.items()
         ),
-        (
-            f"target  {value['model']}",
-            f"draft   {value.get('draft_model') or 'none'}",
-            held(value),
-            f"prompts {value['n_prompts']} x {sampling.get('max_tokens', '?')} tokens, {how}",
+        labelled(
+            (
+                ("target", value["model"]),
+                ("draft", value.get("draft_model") or "none"),
+                ("budget", held(value)),
+                ("prompts", f"{value['n_prompts']} x {n_tokens} tokens, {how}"),
+            )
         ),
-        tuple(_verdict(value)),
+        (*labelled(tuple(_verdict(value)), VERDICT_WIDTH), *_mismatches(value)),
     )
 
 
-def _verdict(value: Value) -> Iterator[str]:
-    yield f"speedup           {value['speedup']:.2f}x over plain"
+def _verdict(value: Value) -> Iterator[tuple[str, str]]:
+    """(label, what it came to)"""
+    yield "speedup", f"{value['speedup']:.2f}x over plain"
     if value.get("efficiency") is not None:
         yield (
-            f"efficiency        {value['efficiency']:.2f} of tokens per pass x T(1) / T(N), "
+            "efficiency",
+            f"{value['efficiency']:.2f} of tokens per pass x T(1) / T(N), "
             f"passes of {value['plain_pass_seconds']:.3f} and "
-            f"{value['speculative_pass_seconds']:.3f} s"
+            f"{value['speculative_pass_seconds']:.3f} s",
         )
     fraction = value.get("storage_roofline_fraction")
     if fraction is None:
-        yield "storage           nothing is streamed: the model fits in the budget"
+        yield "storage", "nothing is streamed: the model fits in the budget"
     else:
         yield (
-            f"storage roofline  {fraction:.2f} of {value['storage_bytes_per_second'] / 1e9:.2f} "
-            f"GB/s (plain decode passes; probed with {value['storage_probe']})"
+            "storage roofline",
+            f"{fraction:.2f} of {value['storage_bytes_per_second'] / 1e9:.2f} "
+            f"GB/s (plain decode passes; probed with {value['storage_probe']})",
         )
     equal, match = value["prompts_equal"], cell(value.get("token_match"), "{:.1%}")
-    yield f"tokens equal      {match} ({equal} of {value['n_prompts']} prompts wholly)"
+    yield "tokens equal", f"{match} ({equal} of {value['n_prompts']} prompts wholly)"
     if lossy_mark(value["speculative"]):
-        yield "LOSSY             --accept-threshold: the speculative text is not the target's own"
+        yield "LOSSY", "--accept-threshold: the speculative text is not the target's own"
     if value.get("draft_model") and "acceptance_rate" in value["speculative"]:
         yield (
-            "acceptance rate   of all drafted tokens; a tree drafts several for each position, "
-            "of which one at most is right"
+            "acceptance rate",
+            "of all drafted tokens; a tree drafts several for each position, "
+            "of which one at most is right",
         )
+
+
+def _mismatches(value: Value) -> Iterator[str]:
+    """Where texts begin to differ from plain decoding's, and why."""
     ties = {tie["prompt"]: tie for tie in value.get("near_ties", ())}
     for prompt, position in value.get("first_mismatches", {}).items():
         why = f": {_near_tie(ties[prompt])}" if prompt in ties else ""
@@ -216,6 +230,10 @@ def _curve(value: Value) -> Iterator[Table]:
         f"{one['rate']:.2f}: {one['n_draft_tokens']} ({one['speedup']:.2f}x)"
         for one in value["best"]
     )
+    decoded = (
+        f"{value['n_prompts']} x {value['max_tokens']} tokens, greedy; every draft "
+        "token is right with the probability `rate`"
+    )
     yield Table(
         "Speedup against acceptance",
         ("rate", "chain", "tok/pass", "expected", *headings(_CURVE_COLUMNS)),
@@ -229,11 +247,12 @@ def _curve(value: Value) -> Iterator[Table]:
             )
             for point in value["points"]
         ),
-        (
-            f"target  {Path(value['model']).name}",
-            held(value),
-            f"prompts {value['n_prompts']} x {value['max_tokens']} tokens, greedy; every draft "
-            "token is right with the probability `rate`",
+        labelled(
+            (
+                ("target", Path(value["model"]).name),
+                ("budget", held(value)),
+                ("prompts", decoded),
+            )
         ),
         (f"fastest chain by rate: {best}", *_difference_lines(value)),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from result_values import speedup, stats, sweep_line
 
 from bench.report.tables import tables
-from bench.table import Table, text_of
+from bench.table import Table, labelled, text_of
 from offload.units import GIB
 
 
@@ -63,3 +63,10 @@ def test_equal_texts_and_what_is_not_the_targets_own() -> None:
     shown = [row[-2] for row in table.rows]
     assert shown == ["2 of 3", "2 of 3  LOSSY (--accept-threshold)", "-"]
     assert table.rows[2][-1] == "oom-killed: killed"
+
+
+def test_labels_are_padded_to_the_widest_or_to_a_width() -> None:
+    pairs = (("draft", "none"), ("prompts", "4"))
+    assert labelled(pairs) == ("draft   none", "prompts 4")
+    assert labelled(pairs, 10) == ("draft     none", "prompts   4")
+    assert labelled(()) == ()
