@@ -7,7 +7,7 @@ with specdec.load("TARGET", "DRAFT", memory_budget="3.5GiB") as llm:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import Self, Unpack
 
-from specdec.checks import ConfigError, refuse_unknown
+from specdec.checks import ConfigError, check_type, refuse_unknown
 from specdec.config import SpecConfig
 from specdec.decoding.generation import Request
 from specdec.decoding.sequences import CompletionOutput, GenerationResult, StreamChunk
@@ -63,6 +63,7 @@ def load(
         SpecdecError: one line that names what is wrong and what to do.
     """
     refuse_unknown(options, RunOptions, "load()")
+    check_type("progress", progress, Callable, type(None))  # type: ignore[arg-type]  # an ABC
     return LLM(RunOptions(model, draft_model, **options), progress)
 
 
@@ -127,6 +128,12 @@ class LLM:
             PromptError: empty, or longer than the context; ConfigError: contradictory options;
             ModelClosed, ModelElsewhere, ModelBusy (from the iterator, too).
         """
+        check_type("sampling", sampling, SamplingParams, type(None))
+        check_type("spec", spec, SpecConfig, type(None))
+        check_type("drafter", drafter, Drafter, type(None))
+        check_type("speculative", speculative, bool)
+        check_type("cache_prompt", cache_prompt, bool)
+        check_type("logits_processors", logits_processors, Sequence)
         params = _sampling_params(sampling, generation_config, overrides)
         self.session.check_open()
         if spec is not None:

@@ -44,6 +44,14 @@ def check(
         raise ConfigError(f"{name} is {value!r}, must be {noun} {bounds}")
 
 
+def check_type(name: str, value: Any, *kinds: type) -> None:
+    """Raise ConfigError unless value is of one of `kinds`; True and False are no integers."""
+    is_stray_bool = isinstance(value, bool) and bool not in kinds
+    if not isinstance(value, kinds) or is_stray_bool:
+        wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ConfigError(f"{name} is {value!r}, must be {wanted}")
+
+
 class UnknownOption(ConfigError, TypeError):
     """No option has this name."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.checks import ConfigError
+from specdec.checks import ConfigError, check_type
 from specdec.option import SPECULATION, check_options, option
 
 SPEC_TYPES = ("draft", "ngram")
@@ -125,7 +125,10 @@ class SpecConfig:
 
 def parse_spec_type(value: str | Sequence[str] | None) -> tuple[str, ...]:
     """("draft", "ngram") from "draft,ngram", a sequence of names, or None / "none" for ()."""
-    names = value.split(",") if isinstance(value, str) else list(value or ())
+    names = value.split(",") if isinstance(value, str) else value or ()
+    check_type("spec_type", names, Sequence)
+    for name in names:
+        check_type("a name in spec_type", name, str)
     names = [name.strip() for name in names]
     if names in ([], ["none"], [""]):
         return ()

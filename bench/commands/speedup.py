@@ -51,6 +51,8 @@ def speedup_command(
 
     if peer is not None:
         raise UsageMistake("--peer is now: specdec-bench peers --peers accelerate,specdec,...")
+    if not load.spec.drafters:
+        raise UsageMistake("without drafts there is no speedup: leave out --spec-type none")
     check_output(output)
     check_enforced(load, enforce)
     check_writable("--output-file", output_file)

@@ -21,7 +21,7 @@ from bench.options import (
     model_names,
 )
 from bench.prompts.workloads import BUILT_IN, describe_left_out, read_prompts, spread
-from offload.units import format_bytes, parse_bytes
+from offload.units import UnitError, format_bytes, parse_bytes
 from specdec.cli import options
 from specdec.cli.groups import LOAD, Load, Sampling, parse_num_draft_tokens
 
@@ -172,14 +172,17 @@ def parse_speeds(text: str) -> list[float | None]:
 
 def parse_trees(text: str) -> list[int | None]:
     """Draft tokens per pass; None is auto."""
-    return list(dict.fromkeys(parse_num_draft_tokens(name) for name in text.split(",")))
+    return list(dict.fromkeys(parse_num_draft_tokens(one, "--trees") for one in text.split(",")))
 
 
 def parse_budgets(text: str) -> list[int]:
     """Bytes, in the order given; empty for "auto"."""
     if text == "auto":
         return []
-    amounts = list(dict.fromkeys(parse_bytes(name) for name in text.split(",")))
+    try:
+        amounts = list(dict.fromkeys(parse_bytes(name) for name in text.split(",")))
+    except UnitError as error:
+        raise UsageMistake(f"--budgets: {error}") from error
     if 0 in amounts:
         raise UsageMistake(f"--budgets {text}: a budget of 0 bytes holds nothing; try 2GiB")
     return amounts

@@ -48,7 +48,7 @@ class CurveSettings:
     """What to measure."""
 
     rates: tuple[float, ...]
-    """Chances that a draft token is right."""
+    """Probabilities that a draft token is right."""
     lengths: tuple[int, ...]
     """Draft tokens of a chain."""
     max_tokens: int = 64

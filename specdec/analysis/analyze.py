@@ -12,7 +12,7 @@ from backends.shapes.shape import ModelShape
 from offload.units import parse_bytes
 from specdec.analysis.report import DECODE, PHASES, PREFILL, VERIFY, Analysis
 from specdec.analysis.roofline import free_tokens, pass_bound, place
-from specdec.checks import ConfigError, refuse_unknown
+from specdec.checks import ConfigError, check, check_type, refuse_unknown
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceSpec, complete, this_machine, with_memory
 from specdec.devices.this_machine import ThisMachine
@@ -46,6 +46,7 @@ def analyze(
     Raises:
         SpecdecError: the model, the device or an option makes no sense; one line.
     """
+    check_type("on", on, str, type(None))
     _check(phase, n_tokens)
     refuse_unknown(options, RunOptions, "analyze()")
     run = RunOptions(model, **options)
@@ -79,8 +80,7 @@ def read_shape(path: Path, options: BackendOptions) -> ModelShape:
 def _check(phase: str | None, n_tokens: int | None) -> None:
     if phase not in (None, *PHASES):
         raise ConfigError(f"phase is {phase!r}, must be one of {', '.join(PHASES)}")
-    if n_tokens is not None and n_tokens < 1:
-        raise ConfigError(f"-n is {n_tokens}, must be at least 1")
+    check("-n", n_tokens, int, 1)
     if phase == DECODE and n_tokens not in (None, 1):
         raise ConfigError(f"-n is {n_tokens}, but decode passes have 1 token: use --phase verify")
 

@@ -50,7 +50,7 @@ def run_enforced(
     if limit_bytes < 64 * 2**20:
         raise EnforceError(
             f"--memory-budget {memory_budget} is {format_bytes(limit_bytes)}, "
-            "too little to start Python in; give at least 1GiB"
+            "too little to start Python in; `specdec plan` names the smallest budget that works"
         )
     command = [sys.executable, "-m", module, *argv]
     environment = child_environment({_MARK: str(limit_bytes)})

@@ -20,15 +20,14 @@ from specdec.planning.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
 
 
-def parse_num_draft_tokens(text: str) -> int | None:
+def parse_num_draft_tokens(text: str, option: str = "--num-draft-tokens") -> int | None:
     """Parse a count; "auto" -> None."""
     if text == "auto":
         return None
     is_number = text.isascii() and text.isdigit() and len(text) < 10
     if not is_number or int(text) > MAX_DRAFT_TOKENS:
         raise OptionError(
-            f"--num-draft-tokens is {text!r}, must be auto or a whole number from 0 to "
-            f"{MAX_DRAFT_TOKENS}"
+            f"{option} is {text!r}, must be auto or a whole number from 0 to {MAX_DRAFT_TOKENS}"
         )
     return int(text)
 

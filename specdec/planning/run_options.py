@@ -14,8 +14,8 @@ from typing_extensions import TypedDict
 
 from backends.contract.source import CACHE_TYPES, LOAD_MODES, BackendOptions
 from offload.storage.reading import DEFAULT_N_READERS
-from offload.units import parse_bytes
-from specdec.checks import ConfigError
+from offload.units import UnitError, parse_bytes
+from specdec.checks import ConfigError, check_type
 from specdec.config import SPEC_TYPES, SpecConfig
 from specdec.models.names import SELF_DRAFT, is_self_draft
 from specdec.option import (
@@ -186,13 +186,26 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for what makes no sense, alone or together."""
+        self._check_types()
         check_options(self)
         if "draft" in self.spec.spec_type and self.draft_model is None:
             raise ConfigError("spec_type has 'draft' but no draft model was named: use -md")
         for name, example in (("memory_budget", "2GiB"), ("vram_budget", "8GiB")):
             value = getattr(self, name)
-            if value != AUTO and parse_bytes(value) == 0:
+            try:
+                is_nothing = value != AUTO and parse_bytes(value) == 0
+            except UnitError as error:
+                raise ConfigError(f"{name}: {error}") from error
+            if is_nothing:
                 raise ConfigError(f"{name} is {value}, must be positive: try {example}, or auto")
+
+    def _check_types(self) -> None:
+        """Of names, which have no limits that would tell."""
+        check_type("the model", self.model, str, Path)
+        check_type("the draft model", self.draft_model, str, Path, type(None))
+        check_type("prompt_cache_file", self.prompt_cache_file, str, Path, type(None))
+        if self.prompt_cache_file == "":
+            raise ConfigError("prompt_cache_file is empty: name a file, or leave it out")
 
     @cached_property
     def spec(self) -> SpecConfig:

@@ -96,6 +96,8 @@ _SPECIAL = frozenset({"do_sample", "temperature", "max_length", *_OF_BEAMS, *_WA
 
 def options_from(config: GenerationConfig | Mapping[str, Any]) -> dict[str, Any]:
     """SamplingParams' keyword arguments for a configuration; ConfigError for what is refused."""
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        raise ConfigError(f"generation_config is {config!r}, must be a GenerationConfig")
     values = dict(config) if isinstance(config, Mapping) else config.to_dict()
     values = {k: v for k, v in values.items() if v is not None and not k.startswith("_")}
     _refuse(values)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specdec.checks import ConfigError, as_float, check, refuse_unknown
+from specdec.checks import ConfigError, as_float, check, check_type, refuse_unknown
 from specdec.option import BEAMS, SAMPLING, check_options, option
 
 if TYPE_CHECKING:
@@ -160,6 +160,9 @@ class SamplingParams:
 def _normalised(params: SamplingParams) -> dict[str, Any]:
     """Values for the fields that accept a list or a single item where a tuple is stored."""
     new: dict[str, Any] = {"temperature": as_float("temperature", params.temperature)}
+    stop = () if params.stop is None else params.stop
+    check_type("stop", stop, str, list, tuple)
+    new["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     try:
         for name in ("suppress_tokens", "begin_suppress_tokens", "stop_token_ids"):
             new[name] = tuple(getattr(params, name) or ())
@@ -174,8 +177,6 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
         if params.exponential_decay_length_penalty is not None:
             start, factor = params.exponential_decay_length_penalty
             new["exponential_decay_length_penalty"] = (int(start), float(factor))
-        stop = params.stop or ()
-        new["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"a sampling option has the wrong shape: {error}") from error
     return new

@@ -269,3 +269,21 @@ def test_a_chain_has_as_many_tokens_as_the_user_fixed(rule, target):
     with specdec.load(target, target, ctx_size=128, threads=1, **options) as llm:
         stats = llm.generate([5, 6, 7], max_tokens=60, ignore_eos=True, **sampling).stats
     assert stats.pass_times[0].n_rows == 1 + 12
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sampling": {"max_tokens": 2}}, "must be SamplingParams or None"),
+        ({"spec": 5}, "spec is 5, must be SpecConfig or None"),
+        ({"drafter": 5}, "drafter is 5, must be Drafter or None"),
+        ({"speculative": "no"}, "speculative is 'no', must be bool"),
+        ({"logits_processors": 5}, "logits_processors is 5, must be Sequence"),
+        ({"generation_config": 5}, "generation_config is 5, must be a GenerationConfig"),
+        ({"stop": 5}, "stop is 5, must be str or list or tuple"),
+        ({"stop": ""}, "every stop must be a non-empty string"),
+    ],
+)
+def test_arguments_of_another_type_are_named(target, draft, wrong, message):
+    with specdec.load(target, draft, ctx_size=64) as llm, pytest.raises(ConfigError, match=message):
+        llm.generate(PROMPT, **wrong)
