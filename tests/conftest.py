@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -22,16 +21,6 @@ hypothesis.settings.load_profile("untimed")
 def _offline() -> None:
     """No test may reach a network."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-@pytest.fixture(autouse=True)
-def _own_hooks() -> Iterator[None]:
-    """A command run in this process leaves no hook behind: one of them raises what was dropped."""
-    import sys
-
-    before = sys.unraisablehook
-    yield
-    sys.unraisablehook = before
 
 
 @pytest.fixture(autouse=True)

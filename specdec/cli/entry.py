@@ -45,11 +45,8 @@ def run_command(name: str, load: Callable[[], Run], argv: Sequence[str] | None) 
     if is_default:
         signal.signal(signal.SIGINT, leave)
     run = load()
-    from specdec.cli.dropped_interrupts import send_dropped_interrupts_again
-
     try:
         if is_default:
-            send_dropped_interrupts_again()
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return run(argv)
     except KeyboardInterrupt:  # before or after the command itself, which tells its own

@@ -1,4 +1,4 @@
-"""Translation between SamplingParams and transformers' GenerationConfig.
+"""From transformers' GenerationConfig to SamplingParams.
 
 Every attribute of a GenerationConfig falls in exactly one class: translated, without effect on the
 tokens (ignored), or refused. An attribute of no class is refused too: a new option of a future
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 # GenerationConfig name -> SamplingParams name, values taken as they are.
-_SAME_VALUE = {
+SAME_VALUE = {
     "repetition_penalty": "repetition_penalty",
     "no_repeat_ngram_size": "no_repeat_ngram_size",
     "min_length": "min_length",
@@ -36,8 +36,8 @@ _SAME_VALUE = {
     "num_beams": "num_beams",
     "num_return_sequences": "n",
 }
-_OF_BEAMS = ("length_penalty", "early_stopping")  # ignored by `generate` without beams
-_WARPERS = ("top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
+OF_BEAMS = ("length_penalty", "early_stopping")  # ignored by `generate` without beams
+WARPERS = ("top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 _GENERATE_TOP_K = 50  # what `generate` samples with when top_k is not set
 
 # Attributes that change other tokens than ours, with the values that mean "off".
@@ -91,7 +91,7 @@ _IGNORED = frozenset(
         "generation_kwargs",
     }
 )
-_SPECIAL = frozenset({"do_sample", "temperature", "max_length", *_OF_BEAMS, *_WARPERS})
+_SPECIAL = frozenset({"do_sample", "temperature", "max_length", *OF_BEAMS, *WARPERS})
 
 
 def options_from(config: GenerationConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -101,20 +101,20 @@ def options_from(config: GenerationConfig | Mapping[str, Any]) -> dict[str, Any]
     values = dict(config) if isinstance(config, Mapping) else config.to_dict()
     values = {k: v for k, v in values.items() if v is not None and not k.startswith("_")}
     _refuse(values)
-    options = {ours: values[theirs] for theirs, ours in _SAME_VALUE.items() if theirs in values}
+    options = {ours: values[theirs] for theirs, ours in SAME_VALUE.items() if theirs in values}
     if "min_new_tokens" in values:
         options.pop("min_length", None)  # `generate` lets the new tokens take precedence
     if "max_length" in values and "max_new_tokens" not in values:
         options["max_length"] = values["max_length"]
     if values.get("num_beams", 1) > 1:
-        options.update({name: values[name] for name in _OF_BEAMS if name in values})
+        options.update({name: values[name] for name in OF_BEAMS if name in values})
     if not values.get("do_sample", False):
         return {**options, "temperature": 0.0}
     options["temperature"] = values.get("temperature", 1.0)
     if options["temperature"] == 0:
         raise ConfigError("temperature is 0 with do_sample=True: set do_sample=False to be greedy")
     options["top_k"] = values.get("top_k", _GENERATE_TOP_K)
-    options.update({name: values[name] for name in _WARPERS if name in values})
+    options.update({name: values[name] for name in WARPERS if name in values})
     return options
 
 
@@ -124,38 +124,7 @@ def _refuse(values: Mapping[str, Any]) -> None:
             off_value, reason = _REFUSED[name]
             if value != off_value:
                 raise ConfigError(f"{name}={value!r} is not supported: {reason}")
-        elif name not in _SAME_VALUE and name not in _SPECIAL and name not in _IGNORED:
+        elif name not in SAME_VALUE and name not in _SPECIAL and name not in _IGNORED:
             raise ConfigError(
                 f"the generation configuration has an unknown option {name}={value!r}: remove it"
             )
-
-
-def generation_config(options: Mapping[str, Any]) -> GenerationConfig:
-    """The configuration with which `generate` does the same (imports transformers).
-
-    options: all fields of a SamplingParams.
-    """
-    from transformers import GenerationConfig
-
-    is_greedy = options["temperature"] == 0.0
-    values = {theirs: _plain(options[ours]) for theirs, ours in _SAME_VALUE.items()}
-    values |= {
-        "do_sample": not is_greedy,
-        "repetition_penalty": float(options["repetition_penalty"]),
-        "min_new_tokens": options["min_tokens"] or None,
-        "max_new_tokens": options["max_tokens"] if options["max_length"] is None else None,
-        "max_length": options["max_length"],
-    }
-    if options["num_beams"] > 1:
-        values |= {name: options[name] for name in _OF_BEAMS}
-    if not is_greedy:
-        values |= {name: options[name] for name in ("temperature", *_WARPERS)}
-        values["min_p"] = options["min_p"] or None
-    return GenerationConfig(**values)
-
-
-def _plain(value: Any) -> Any:
-    """Lists for tuples, None for an empty one."""
-    if isinstance(value, tuple):
-        return [_plain(one) if isinstance(one, tuple) else one for one in value] or None
-    return value

@@ -150,12 +150,6 @@ class SamplingParams:
 
         return cls(**options_from(config))
 
-    def to_generation_config(self) -> GenerationConfig:
-        """The transformers configuration with which `generate` does the same (imports torch)."""
-        from specdec.sampling.hf_config import generation_config
-
-        return generation_config(dataclasses.asdict(self))
-
 
 def _normalised(params: SamplingParams) -> dict[str, Any]:
     """Values for the fields that accept a list or a single item where a tuple is stored."""

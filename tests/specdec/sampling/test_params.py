@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from generation_configs import generation_config
 
 from offload.errors import SpecdecError
 from specdec.checks import ConfigError
@@ -132,7 +133,6 @@ def test_stop_tokens_and_limits() -> None:
 
 
 def test_generation_config_round_trip() -> None:
-    pytest.importorskip("transformers")
     params = SamplingParams(
         temperature=0.7, top_k=7, top_p=0.9, min_p=0.05, typical_p=0.95, top_h=0.4,
         epsilon_cutoff=0.01, eta_cutoff=0.02, repetition_penalty=1.2, no_repeat_ngram_size=3,
@@ -142,15 +142,14 @@ def test_generation_config_round_trip() -> None:
         remove_invalid_values=True, renormalize_logits=True, stop=("x",), eos_token_ids=(7, 8),
         max_tokens=11,
     )  # fmt: skip
-    assert SamplingParams.from_generation_config(params.to_generation_config()) == params
+    assert SamplingParams.from_generation_config(generation_config(params)) == params
     greedy = SamplingParams(repetition_penalty=1.2, min_length=5, max_length=50)
-    assert SamplingParams.from_generation_config(greedy.to_generation_config()) == greedy
+    assert SamplingParams.from_generation_config(generation_config(greedy)) == greedy
 
 
 def test_beams_of_a_generation_config() -> None:
-    pytest.importorskip("transformers")
     beams = SamplingParams(num_beams=4, n=2, length_penalty=0.5, early_stopping="never")
-    assert SamplingParams.from_generation_config(beams.to_generation_config()) == beams
+    assert SamplingParams.from_generation_config(generation_config(beams)) == beams
     # `generate` ignores these two without beams.
     off = {"length_penalty": 2.0, "early_stopping": True}
     assert SamplingParams.from_generation_config(off) == SamplingParams()
@@ -223,7 +222,7 @@ def test_refused_options_pass_where_they_are_switched_off() -> None:
 def test_every_attribute_of_the_installed_generation_config_has_a_class() -> None:
     """No option of the installed transformers is unknown to us."""
     transformers = pytest.importorskip("transformers")
-    from specdec.sampling.hf_config import _IGNORED, _REFUSED, _SAME_VALUE, _SPECIAL
+    from specdec.sampling.hf_config import _IGNORED, _REFUSED, SAME_VALUE, _SPECIAL
 
     names = {n for n in vars(transformers.GenerationConfig()) if not n.startswith("_")}
-    assert names <= {*_IGNORED, *_REFUSED, *_SAME_VALUE, *_SPECIAL}
+    assert names <= {*_IGNORED, *_REFUSED, *SAME_VALUE, *_SPECIAL}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from generation_configs import generation_config
 
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import LogitsPipeline
@@ -74,7 +75,7 @@ def generates_list(
     params: SamplingParams, prompt_length: int = PROMPT_LENGTH, eos_token_ids: tuple[int, ...] = EOS
 ) -> Any:
     """What `generate` builds: its private method on a model reduced to what that touches."""
-    config = params.to_generation_config()
+    config = generation_config(params)
     config._eos_token_tensor = torch.tensor(eos_token_ids) if eos_token_ids else None
     config.max_length = prompt_length + params.max_tokens
     model = SimpleNamespace(
@@ -237,9 +238,9 @@ def test_greedy_text_equals_generate(options: dict, tiny_model: Any) -> None:
     model = tiny_model
     params = SamplingParams(max_tokens=16, **options)
     prompt = [1, 11, 12, 13]
-    expected = model.generate(
-        torch.tensor([prompt]), generation_config=params.to_generation_config()
-    )[0].tolist()
+    expected = model.generate(torch.tensor([prompt]), generation_config=generation_config(params))[
+        0
+    ].tolist()
     sampler = Sampler(params, n_tokens=40, eos_token_ids=(2,), prompt_length=len(prompt))
     text = list(prompt)
     with torch.no_grad():

@@ -1,0 +1,38 @@
+"""The way back: a GenerationConfig for what transformers' `generate` is compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from transformers import GenerationConfig
+
+from specdec.sampling.hf_config import OF_BEAMS, SAME_VALUE, WARPERS
+from specdec.sampling.params import SamplingParams
+
+
+def generation_config(params: SamplingParams) -> GenerationConfig:
+    """The configuration with which `generate` does the same."""
+    options = dataclasses.asdict(params)
+    is_greedy = options["temperature"] == 0.0
+    values = {theirs: _plain(options[ours]) for theirs, ours in SAME_VALUE.items()}
+    values |= {
+        "do_sample": not is_greedy,
+        "repetition_penalty": float(options["repetition_penalty"]),
+        "min_new_tokens": options["min_tokens"] or None,
+        "max_new_tokens": options["max_tokens"] if options["max_length"] is None else None,
+        "max_length": options["max_length"],
+    }
+    if options["num_beams"] > 1:
+        values |= {name: options[name] for name in OF_BEAMS}
+    if not is_greedy:
+        values |= {name: options[name] for name in ("temperature", *WARPERS)}
+        values["min_p"] = options["min_p"] or None
+    return GenerationConfig(**values)
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tuples, None for an empty one."""
+    if isinstance(value, tuple):
+        return [_plain(one) if isinstance(one, tuple) else one for one in value] or None
+    return value
