@@ -1,14 +1,12 @@
 """How long the ways of computing a tree pass's attention take on a device: which one to build on.
 
 `whole` is what transformers does with a mask over all keys: keys and values repeated for every
-query head, then SDPA. `segments` is backends/hf/attention.py. `python -m bench.gpu.attention
---device cuda` prints a table; both ways get the same tensors, and their outputs are compared.
+query head, then SDPA. `segments` is backends/hf/attention.py. Both ways get the same tensors, and
+their outputs are compared.
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -20,20 +18,6 @@ import torch
 from backends.hf.attention import segmented_attention
 from backends.hf.layout import PassLayout
 from backends.hf.masks import additive_mask, segmented_mask
-from bench.table import Columns, Table, cells, headings, text_of
-
-_HEADS = ((32, 32, 128), (24, 8, 128), (32, 4, 64))
-_NODES = (8, 64, 256, 1024)
-_CONTEXTS = (512, 4096, 16384)
-_COLUMNS: Columns = (
-    ("kv heads", "kv_heads", "{:.0f}", 1),
-    ("dim", "head_dim", "{:.0f}", 1),
-    ("nodes", "n_nodes", "{:.0f}", 1),
-    ("context", "n_context", "{:.0f}", 1),
-    ("whole ms", "whole_seconds", "{:.2f}", 1e-3),
-    ("segments ms", "segments_seconds", "{:.2f}", 1e-3),
-    ("largest difference", "difference", "{:.1e}", 1),
-)
 
 
 @dataclass(frozen=True)
@@ -107,22 +91,3 @@ def _median_seconds(run: Callable[[], torch.Tensor], device: torch.device, n_run
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[1:])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--runs", type=int, default=5)
-    given = parser.parse_args()
-    device, dtype = torch.device(given.device), getattr(torch, given.dtype)
-    found = [
-        compare(shape, n_nodes, n_context, dtype, device, given.runs)
-        for shape, n_context, n_nodes in itertools.product(_HEADS, _CONTEXTS, _NODES)
-    ]
-    rows = tuple((str(one.heads), *cells(vars(one), _COLUMNS)) for one in found)
-    print(text_of([Table("Attention of a tree pass", ("heads", *headings(_COLUMNS)), rows)]))
-
-
-if __name__ == "__main__":
-    main()

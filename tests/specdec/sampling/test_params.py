@@ -222,7 +222,7 @@ def test_refused_options_pass_where_they_are_switched_off() -> None:
 def test_every_attribute_of_the_installed_generation_config_has_a_class() -> None:
     """No option of the installed transformers is unknown to us."""
     transformers = pytest.importorskip("transformers")
-    from specdec.sampling.hf_config import _IGNORED, _REFUSED, SAME_VALUE, _SPECIAL
+    from specdec.sampling.hf_config import _IGNORED, _REFUSED, _SPECIAL, SAME_VALUE
 
     names = {n for n in vars(transformers.GenerationConfig()) if not n.startswith("_")}
     assert names <= {*_IGNORED, *_REFUSED, *SAME_VALUE, *_SPECIAL}
