@@ -28,6 +28,8 @@ _KILL_ROUNDS, _KILL_PAUSE_SECONDS = 200, 0.01
 _PEAK_FILES = {1: "memory.max_usage_in_bytes", 2: "memory.peak"}
 _EVENT_FILES = {1: "memory.oom_control", 2: "memory.events"}
 _ANONYMOUS_KEYS = {1: "rss", 2: "anon"}
+_NO_LIMIT_BYTES = 2**63 - 4096
+"""What the kernel takes for no limit: it wraps from 2**64 on, so that such a limit would be 0."""
 
 
 class MemoryCgroup:
@@ -42,11 +44,14 @@ class MemoryCgroup:
     def create(cls, limit_bytes: int, *, proc: Path = Path("/proc")) -> MemoryCgroup:
         """Make a cgroup below the one of this process (version 2: or below one of its parents).
 
+        A limit beyond all memory that there can be is no limit, as it is for the kernel.
+
         Raises:
             CgroupUnavailable: no memory controller, or no permission.
         """
         if limit_bytes <= 0:
             raise ValueError(f"a memory limit must be positive, not {limit_bytes} bytes")
+        limit_bytes = min(limit_bytes, _NO_LIMIT_BYTES)
         # Where both versions are mounted, the memory controller is in version 1 if that has it.
         locations = sorted(memory_cgroups(proc), key=lambda location: location.version)
         reasons = []

@@ -86,6 +86,14 @@ def test_v1_writes_the_limit(tmp_path: Path) -> None:
     assert (group.oom_kills, group.peak_bytes) == (3, 12345)
 
 
+@pytest.mark.parametrize("n_bytes", [2**63, 2**64, 2**70])
+def test_a_limit_beyond_all_memory_is_none(tmp_path: Path, n_bytes: int) -> None:
+    """The kernel wraps at 2**64: that limit would be 0, and everything inside be killed."""
+    _fake_v1(tmp_path)
+    group = MemoryCgroup.create(n_bytes, proc=tmp_path / "proc")
+    assert (group.path / "memory.limit_in_bytes").read_text() == f"{2**63 - 4096}\n"
+
+
 def test_what_dead_processes_left_is_swept_away(tmp_path: Path) -> None:
     parent = _fake_v1(tmp_path)
     ended = subprocess.Popen(["/bin/true"])
