@@ -23,6 +23,8 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
+from offload.errors import SpecdecError
+
 # `_signal` is what `signal` hands on to after looking for members of enumerations: 70 us a block
 # instead of 3 in Python 3.11.
 
@@ -121,6 +123,10 @@ def check_interrupt() -> None:
         raise _block.error
 
 
+class WorkerClosed(SpecdecError):
+    """A call was submitted to a thread that was told to end: what it belongs to is closed."""
+
+
 class Worker:
     """A thread for one call after the other.
 
@@ -133,6 +139,7 @@ class Worker:
     def __init__(self, name: str, begin: Callable[[], None] | None = None) -> None:
         calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._calls = calls
+        self._is_closed = False
         self._thread = threading.Thread(target=_serve, args=(calls,), name=name, daemon=True)
         weakref.finalize(self, calls.put, None)
         if begin is not None:
@@ -140,13 +147,18 @@ class Worker:
         self._thread.start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Let the thread make `call` after those before."""
+        """Let the thread make `call` after those before. Raises WorkerClosed after `close`."""
         future: Future[T] = Future()
         self._calls.put(lambda: _make(call, future))
+        # Asked last: `close` may be called meanwhile, by another thread or a signal handler. A call
+        # that has begun by then is finished; one that is cancelled never begins.
+        if self._is_closed and future.cancel():
+            raise WorkerClosed(f"{self._thread.name} has ended; load the model again")
         return future
 
     def close(self) -> None:
         """End the thread after the calls that were submitted. Idempotent."""
+        self._is_closed = True
         self._calls.put(None)
         self._thread.join()
 
@@ -158,6 +170,8 @@ def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def _make(call: Callable[[], T], future: Future[T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         result = call()
     except BaseException as error:

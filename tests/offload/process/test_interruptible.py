@@ -7,12 +7,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from interrupting import interrupted
 
 from offload.process.interruptible import (
     Worker,
+    WorkerClosed,
     check_interrupt,
     is_interrupted,
     uninterrupted,
@@ -289,6 +291,31 @@ def test_an_interrupt_stops_the_call_again_and_again(worker: Worker) -> None:
         act()
     assert ended == [1]
     assert wait_for(worker.submit(lambda: 7), lambda: None) == 7
+
+
+def test_a_call_after_the_end_is_refused() -> None:
+    """Its future would never be done."""
+    ended, calls = Worker("test-ended"), []
+    ended.close()
+    with pytest.raises(WorkerClosed, match="test-ended has ended"):
+        ended.submit(lambda: calls.append(1))
+    assert calls == []
+
+
+def test_a_call_is_refused_where_the_end_comes_in_between() -> None:
+    """From a signal handler, just before the call is handed over."""
+    ending = Worker("test-ending")
+    put = ending._calls.put
+
+    class Calls:
+        def put(self, call: Callable[[], None] | None) -> None:
+            ending._calls = SimpleNamespace(put=put)
+            ending.close()
+            put(call)
+
+    ending._calls = Calls()
+    with pytest.raises(WorkerClosed):
+        ending.submit(int)
 
 
 def test_a_worker_that_nobody_refers_to_ends() -> None:
