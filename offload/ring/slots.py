@@ -179,6 +179,12 @@ class SlotRing(Generic[MemoryT, PieceT]):
                 self._may_use.wait(_WAKE_SECONDS)
             return slot
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What reading raised, where the ring stands still for it."""
+        with self._lock:
+            return None if self._error is None else self._error[1]
+
     def release(self, slot: Slot[MemoryT], ticket: int) -> None:
         """Give the slot of `ticket` back; nothing happens where a restart already took it."""
         with self._lock:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Generic, Protocol
 
 from offload.ring.slots import Check, MemoryT, Slot, SlotRing, StreamerClosed
+from offload.storage.direct_io import StorageError
 from offload.trace import WAIT, record_since
 
 _JOIN_SECONDS = 10.0  # a read that hangs longer (a dead network mount) is left behind
@@ -87,6 +88,7 @@ class LayerWalk(Generic[MemoryT]):
         # leave things half done.
         self._expected: int | None = 0
         self._ticket = 0  # of the next streamed layer in the walk
+        self._is_anew = False  # nobody has waited for a layer since `resume_at`
         self._stall_seconds = 0.0
         self._passes, self._is_last_in = 0, False
         self._is_closed = False
@@ -118,12 +120,25 @@ class LayerWalk(Generic[MemoryT]):
             raise StreamerClosed("the weight streamer is closed; load the model again")
 
     def seek(self, index: int, *, is_inside: bool) -> None:
-        """Layer `index` is wanted next; `is_inside` of another layer only in order."""
+        """Layer `index` is wanted next; `is_inside` of another layer only in order.
+
+        Where storage failed again after `resume_at`, it is read once more: that may be long ago,
+        and the error that led to `resume_at` was raised already. Be it for a later layer: that
+        one's turn comes in the same pass.
+        """
         if index != self._expected:
             if is_inside:
                 raise RuntimeError(f"layer {index} was asked for out of order inside another layer")
             self.resume_at(index)
+        elif self._failed_anew(index):
+            self.resume_at(index)
         self._expected = None  # what follows may fail
+
+    def _failed_anew(self, index: int) -> bool:
+        """Whether storage has failed since `resume_at`, and nobody waited for it so far."""
+        if self._ring is None or not self._is_anew or index not in self._streamed:
+            return False
+        return isinstance(self._ring.failure, StorageError)  # others do not pass
 
     def take(self, index: int, check: Check | None = None) -> Taken[MemoryT] | None:
         """Wait for the slot of layer `index`; None where nothing of it streams.
@@ -132,6 +147,7 @@ class LayerWalk(Generic[MemoryT]):
         """
         if self._ring is None or index not in self._streamed:
             return None
+        self._is_anew = False
         started = time.perf_counter()
         try:
             slot = self._ring.wait_ready(self._ticket, check)
@@ -176,6 +192,7 @@ class LayerWalk(Generic[MemoryT]):
             # unused.
             self._ticket = (self._ticket // n_streamed + 3) * n_streamed + position
             self._ring.restart(self._ticket)
+            self._is_anew = True
         self._expected = index
 
     def close(self) -> bool:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from weight_files import FaultyReads, Weights, write_weights
+
+from offload.ring.lending import LayerLender
 
 
 def reader_threads() -> list[threading.Thread]:
@@ -41,6 +44,12 @@ class Gate:
         if call >= self.n_open and not self.opened.is_set():
             self.reached.set()
             self.opened.wait()
+
+
+def wait_for_failure(lender: LayerLender) -> None:
+    """Until something that is read ahead has failed."""
+    while lender._walk._ring.failure is None:
+        time.sleep(0.001)
 
 
 def uneven_sizes(n_layers: int, seed: int, most: int = 9000) -> list[list[int]]:

@@ -15,7 +15,7 @@ import pytest
 from mapped_weights import is_readable, mapped
 from mapped_weights import memory_in as bytes_in
 from paging import PAGE, check_memory, small_weights
-from streaming import reader_threads, uneven_sizes
+from streaming import reader_threads, uneven_sizes, wait_for_failure
 from weight_files import FaultyReads, write_weights
 
 from offload.paging.pager import Pager
@@ -89,6 +89,24 @@ def test_a_persistent_error_and_the_recovery(tmp_path: Path) -> None:
             files.walk(pager)
         broken.clear()
         files.walk(pager, 2)
+
+
+def test_an_error_is_not_raised_again_once_storage_is_well(tmp_path: Path) -> None:
+    weights = small_weights(tmp_path)
+    broken = threading.Event()
+    reads = FaultyReads(lambda call, length: _raise_if(broken.is_set()))
+    with (
+        mapped(weights) as files,
+        Pager(files.layers, [], files.mappings, 2, read_bytes=PAGE, storage=reads.storage) as pager,
+    ):
+        broken.set()
+        with pytest.raises(StorageError, match="Input/output error"):
+            files.walk(pager, 2)
+        pager.restart()
+        wait_for_failure(pager)
+        broken.clear()
+        files.walk(pager, 2)
+        check_memory(pager, files)
 
 
 @pytest.mark.parametrize("seed", range(4))

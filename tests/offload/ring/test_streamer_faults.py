@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from streaming import small_weights, uneven_sizes
+from streaming import small_weights, uneven_sizes, wait_for_failure
 from weight_files import FaultyReads, write_weights
 
 from offload.residency.placement import LayerWeights
@@ -77,6 +77,48 @@ def test_a_persistent_error_and_the_recovery(tmp_path: Path) -> None:
             weights.walk(streamer)
         broken.clear()
         weights.walk(streamer, 2)
+
+
+def test_an_error_is_not_raised_again_once_storage_is_well(tmp_path: Path) -> None:
+    """The readers fail once more right after a restart, long before the next pass asks."""
+    weights = small_weights(tmp_path)
+    broken = threading.Event()
+    reads = FaultyReads(lambda call, length: _raise_if(broken.is_set()))
+    with WeightStreamer(weights.layers, 2, read_bytes=PAGE, storage=reads.storage) as streamer:
+        weights.walk(streamer)
+        broken.set()
+        with pytest.raises(StorageError, match="Input/output error"):
+            weights.walk(streamer, 2)
+        streamer.restart()
+        wait_for_failure(streamer)
+        broken.clear()
+        weights.walk(streamer, 2)
+
+
+def test_nor_is_one_behind_a_layer_that_came(tmp_path: Path) -> None:
+    weights = write_weights(tmp_path, [[100]] * 3)
+    # After the restart layer 0 arrives (call 1), and layer 1 does not.
+    reads = FaultyReads(lambda call, length: _raise_if(call in (0, 2)))
+    with WeightStreamer(weights.layers, 2, n_readers=1, storage=reads.storage) as streamer:
+        with pytest.raises(StorageError, match="Input/output error"):
+            streamer.enter(0)
+        streamer.restart()
+        wait_for_failure(streamer)
+        weights.walk(streamer, 2)
+
+
+def test_what_failed_ahead_is_read_again_once(tmp_path: Path) -> None:
+    weights = write_weights(tmp_path, [[100]] * 3)
+    reads = FaultyReads(lambda call, length: _raise_if(True))
+    with WeightStreamer(weights.layers, 1, n_readers=1, storage=reads.storage) as streamer:
+        with pytest.raises(StorageError, match="Input/output error"):
+            streamer.enter(0)
+        streamer.restart()
+        wait_for_failure(streamer)
+        before = reads.n_calls
+        with pytest.raises(StorageError, match="Input/output error"):
+            streamer.enter(0)
+        assert reads.n_calls == before + 1
 
 
 def test_any_other_exception_of_a_reader_surfaces(tmp_path: Path) -> None:
