@@ -160,8 +160,9 @@ class LLM:
     def close(self) -> None:
         """Free the models. Idempotent.
 
-        Another thread's generation ends with ModelClosed; this waits for it. In a fork of the
-        process that loaded them, they are left to the process's end.
+        Another thread's generation ends with ModelClosed; this waits for it. So does one that this
+        thread is inside of, where a signal handler calls this; it frees the models at its end. In a
+        fork of the process that loaded them, they are left to the process's end.
         """
         self.session.close()
 

@@ -139,5 +139,6 @@ class MendingBackend(Backend):
         try:
             return operation()
         except BaseException:
-            self._repair(n_intact)
+            if not self._is_closed:  # by a signal handler: what would be mended is freed
+                self._repair(n_intact)
             raise

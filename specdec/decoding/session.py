@@ -74,6 +74,10 @@ class Running(Protocol):
     def is_computing_elsewhere(self) -> bool:
         """Whether another thread computes for it."""
 
+    @property
+    def is_computing_here(self) -> bool:
+        """Whether the calling thread computes for it, further up its stack."""
+
     def end(self) -> None:
         """End it; raises ModelBusy where a thread computes for it."""
 
@@ -148,8 +152,7 @@ class Session:
             raise ConfigError("there is no prompt_cache_file to save to: name one when loading")
         self.check_open()
         with self._beginning:
-            if self._running is not None:
-                self._running.end()
+            self._end_running()
             self._prompt_cache.save(self.target, self.draft)
 
     # --- one generation at a time --------------------------------------------------------------
@@ -160,10 +163,24 @@ class Session:
         Raises ModelBusy where another one computes at this moment; ModelClosed, ModelElsewhere.
         """
         with self._beginning:
-            if self._running is not None and self._running is not generation:
-                self._running.end()
-            self._running = generation
+            if self._running is not generation:
+                self._end_running()
+            self._running = generation  # before the check: `close` finds it, or it finds `close`
         self.check_open()
+
+    def _end_running(self) -> None:
+        running = self._running
+        if running is not None:
+            running.end()
+
+    def finish(self, generation: Running) -> None:
+        """`generation` uses the models no more. Where they were closed inside of it, they are freed
+        here."""
+        if self._running is not generation:
+            return  # it was refused, inside of the one that runs
+        self._running = None  # first: a `close` from here on frees them itself
+        if self._is_closed:
+            self.close()
 
     def request_cancel(self, generation: Running) -> None:
         """End the pass that another thread is in for this one, not for the one after it."""
@@ -253,15 +270,19 @@ class Session:
     def close(self) -> None:
         """Free the models; any thread may call it. Idempotent.
 
-        Another thread's generation ends with ModelClosed; this waits for it. In a fork the models
-        are left to the process's end.
+        Another thread's generation ends with ModelClosed; this waits for it. So does one that this
+        thread is inside of (in a signal handler, say), and it frees the models at its end. In a
+        fork the models are left to the process's end.
         """
         self._is_closed = True
         if self.is_forked:
             return
-        while self._running is not None and self._running.is_computing_elsewhere:
+        while (running := self._running) is not None and running.is_computing_elsewhere:
             self._cancel_passes()
             time.sleep(POLL_SECONDS)
+        if running is not None and running.is_computing_here:
+            self._cancel_passes()
+            return  # the frames below use what would be freed: `finish` does it
         with self._freeing, ExitStack() as stack:  # one caller frees, the others wait for it
             for backend in self.backends:
                 stack.callback(backend.close)

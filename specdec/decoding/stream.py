@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from types import GeneratorType
+from typing import cast
 
 from backends.contract.backend import BackendError
 from offload.process.interruptible import POLL_SECONDS
@@ -23,8 +24,7 @@ class GenerationStream:
         self._generation = Generation(session, request)
         self._stats: GenerationStats | None = None  # once it is over
         self.is_cancelled = False
-        self._thread_id = 0  # of the thread that computes, while one does
-        self._chunks = self._run()
+        self._chunks = cast("GeneratorType[StreamChunk, None, None]", self._run())
 
     def __iter__(self) -> Iterator[StreamChunk]:
         return self
@@ -71,7 +71,7 @@ class GenerationStream:
             except ValueError as error:  # another thread entered it meanwhile
                 if not _is_reentry(error):
                     raise
-                if not self.is_cancelled or self._thread_id == threading.get_ident():
+                if not self.is_cancelled or self.is_computing_here:
                     raise ModelBusy from error
         self._finish()  # one that never began, too
 
@@ -84,7 +84,17 @@ class GenerationStream:
     @property
     def is_computing_elsewhere(self) -> bool:
         """Whether another thread is inside of `next`."""
-        return self._is_computing and self._thread_id != threading.get_ident()
+        return self._is_computing and not self.is_computing_here
+
+    @property
+    def is_computing_here(self) -> bool:
+        """Whether this thread is: in a signal handler, say, at whatever place that interrupted."""
+        if not self._is_computing:
+            return False
+        inside, frame = self._chunks.gi_frame, inspect.currentframe()
+        while frame is not None and frame is not inside:
+            frame = frame.f_back
+        return frame is not None
 
     @property
     def _is_computing(self) -> bool:
@@ -96,20 +106,19 @@ class GenerationStream:
         return GenerationResult(self._generation.outputs, self._stats or self._generation.stats())
 
     def _run(self) -> Generator[StreamChunk, None, None]:
-        """The chunks, noting which thread is inside: only one can be, where this code runs."""
+        """The chunks, while the session's models are this generation's."""
         chunks = self._generation.chunks(self._check_going_on)
         try:
-            self._thread_id = threading.get_ident()
             self._session.begin(self)
-            for chunk in chunks:
-                self._thread_id = 0
+            # While `close` closes what a `yield from` waits for, this frame is not on the stack.
+            for chunk in chunks:  # noqa: UP028
                 yield chunk
-                self._thread_id = threading.get_ident()
         finally:
-            self._thread_id = threading.get_ident()
-            chunks.close()
-            self._finish()
-            self._thread_id = 0
+            try:
+                chunks.close()
+                self._finish()
+            finally:
+                self._session.finish(self)
 
     def _check_going_on(self) -> None:
         """Before a pass: a request to cut one short may have come while none was running."""

@@ -57,6 +57,23 @@ def rows(backend: TorchBackend) -> np.ndarray:
     return np.vstack([prefill, extend(backend)[1]])
 
 
+def test_what_is_closed_meanwhile_is_not_mended(
+    backend: TorchBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a signal handler: what would be mended is freed."""
+
+    def close(*_: object) -> np.ndarray:
+        backend.close()
+        raise BackendError("the pass was cancelled")
+
+    repairs: list[int] = []
+    monkeypatch.setattr(backend, "_run_prompt", close)
+    monkeypatch.setattr(backend, "_repair", repairs.append)
+    with pytest.raises(BackendError, match="the pass was cancelled"):
+        backend.prefill(PROMPT)
+    assert repairs == []
+
+
 def interrupt_everywhere(act: Callable[[], object], check: Callable[[], None]) -> set[str]:
     """`act` interrupted at every second call, and at some calls of what the interrupt starts."""
     places: set[str] = set()

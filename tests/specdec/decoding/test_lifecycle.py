@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forced_streaming import force_streaming
 from hanging_storage import HangingStorage
+from interrupting import interrupted
 from tiny_pair import save_model
 
 import specdec
 from specdec.api import LLM, ModelBusy, ModelClosed, ModelElsewhere
+from specdec.decoding.ahead_thread import AheadThread
 
 PROMPT = [5, 6, 7]
 
@@ -159,6 +164,77 @@ def test_closing_inside_a_generation(llm: LLM) -> None:
     processor.may_go_on.set()
     with pytest.raises(ModelClosed):
         llm.generate(PROMPT, max_tokens=50, logits_processors=[processor])
+
+
+class Left(BaseException):
+    """What a signal handler raises to leave."""
+
+
+@pytest.fixture
+def on_alarm() -> Iterator[Callable[[Callable[..., object]], None]]:
+    """Sets a handler of SIGALRM for the time of the test."""
+    before = signal.getsignal(signal.SIGALRM)
+    yield lambda handle: signal.signal(signal.SIGALRM, handle)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("error", [None, Left])
+def test_closing_in_a_signal_handler(llm: LLM, on_alarm: Any, error: type[Left] | None) -> None:
+    """The handler returns to what uses the models: they are freed behind that."""
+    held = []
+
+    def close(*_: object) -> None:
+        llm.close()
+        held.append(llm.target.kv_bytes)
+        if error is not None:
+            raise error
+
+    on_alarm(close)
+    n_committed = len(PROMPT)
+
+    def press(ids: Any, scores: Any) -> Any:
+        if len(ids[0]) > n_committed + 2 and not held:
+            signal.raise_signal(signal.SIGALRM)
+        return scores
+
+    with pytest.raises(error or ModelClosed):
+        llm.generate(PROMPT, max_tokens=50, logits_processors=[press])
+    assert held[0] > 0
+    assert llm.target.kv_bytes == 0
+    with pytest.raises(ModelClosed):
+        llm.generate(PROMPT)
+
+
+def test_closing_in_a_signal_handler_at_any_place(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two steps of a generation, also where nothing has computed yet."""
+    freed_below: list[list[str]] = []  # one model serves all places: it is not freed in fact
+    monkeypatch.setattr(llm.target, "close", lambda: freed_below.append(names_of_callers()))
+    before = signal.signal(signal.SIGINT, lambda *_: llm.close())
+    try:
+        for first in range(1, 100_000, 41):
+            stream = llm.stream(PROMPT, max_tokens=3)
+            folders = ("specdec", "backends", "offload")
+            with interrupted(first, None, folders) as places, suppress(ModelClosed):
+                list(stream)
+            if not places.places:
+                break
+            assert freed_below, places.places
+            assert not [names for names in freed_below if "chunks" in names], places.places
+            freed_below.clear()
+            llm.session._is_closed, llm.session._ahead = False, AheadThread()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert first > 1000
+
+
+def names_of_callers() -> list[str]:
+    frame, names = inspect.currentframe(), []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
 
 
 def test_a_generation_inside_a_generation_is_refused(llm: LLM) -> None:
