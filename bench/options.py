@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from offload.errors import SpecdecError
+from specdec.cli.options import Enforce as Enforce
+from specdec.cli.options import MaxTokens as MaxTokens
 from specdec.planning.run_options import RunOptions
 
 

@@ -6,20 +6,10 @@ from typing import Annotated
 
 import typer
 
+from bench import options
 from bench.commands.shared import check_enforced, model_and_prompts, show
-from bench.options import (
-    IgnoreEos,
-    Log,
-    NPrompts,
-    Output,
-    OutputFile,
-    Prompts,
-    UsageMistake,
-    check_output,
-    check_writable,
-)
+from bench.options import UsageMistake
 from bench.prompts.workloads import BUILT_IN
-from specdec.cli import options
 from specdec.cli.groups import TARGET, Target
 from specdec.config import MAX_DRAFT_TOKENS
 
@@ -38,24 +28,24 @@ def curve_command(
     load: Target,
     rates: Rates = "0.5,0.6,0.7,0.8,0.9,0.95",
     sizes: Sizes = "1,2,4,8,16,32,64",
-    prompts: Prompts = BUILT_IN,
-    n_prompts: NPrompts = 2,
+    prompts: options.Prompts = BUILT_IN,
+    n_prompts: options.NPrompts = 2,
     max_tokens: options.MaxTokens = 64,
     seed: GuessSeed = 0,
     enforce: options.Enforce = False,
-    ignore_eos: IgnoreEos = False,
-    output: Output = "table",
-    output_file: OutputFile = None,
-    log: Log = None,
+    ignore_eos: options.IgnoreEos = False,
+    output: options.Output = "table",
+    output_file: options.OutputFile = None,
+    log: options.Log = None,
 ) -> None:
     """Speedup against acceptance rate, with a drafter of known accuracy."""
     from bench.decode.curve import CurveError, CurveSettings, CurveSpec, run_curve
     from bench.process.results import CURVE
 
     settings = CurveSettings(parse_rates(rates), parse_lengths(sizes), max_tokens, ignore_eos, seed)
-    check_output(output)
-    check_writable("--output-file", output_file)
-    check_writable("--log", log)
+    options.check_output(output)
+    options.check_writable("--output-file", output_file)
+    options.check_writable("--log", log)
     check_enforced(load, enforce)
     keywords, chosen = model_and_prompts(load.keywords(TARGET), prompts, n_prompts)
     spec = CurveSpec(keywords, chosen, settings, str(log.resolve()) if log else None)

@@ -7,26 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
+from bench import options
 from bench.commands.shared import show
-from bench.options import (
-    EnforceAlways,
-    IgnoreEos,
-    Output,
-    OutputFile,
-    Prompts,
-    SpreadPrompts,
-    StorageMbps,
-    UsageMistake,
-    check_lossless,
-    check_output,
-    check_writable,
-    model_names,
-)
+from bench.options import UsageMistake
 from bench.peers.registry import GGUF, HF, PEERS, Weights
 from bench.process.interpreters import Interpreter, InterpreterError, probe
 from bench.prompts.workloads import BUILT_IN, read_prompts, spread
 from offload.units import parse_bytes
-from specdec.cli import options
 from specdec.cli.groups import LOAD, Load
 from specdec.pair import PAIR_PREFIX
 
@@ -87,20 +74,20 @@ TimeLimit = Annotated[
 def peers_command(
     context: typer.Context,
     load: Load,
-    prompts: Prompts = BUILT_IN,
-    n_prompts: SpreadPrompts = 16,
+    prompts: options.Prompts = BUILT_IN,
+    n_prompts: options.SpreadPrompts = 16,
     max_tokens: options.MaxTokens = 64,
     peers: Peers = ALL_PEERS,
     other_model: OtherModel = None,
     other_draft: OtherDraft = None,
     time_limit: TimeLimit = 150.0,
-    storage_mbps: StorageMbps = None,
-    enforce: EnforceAlways = True,
-    ignore_eos: IgnoreEos = False,
+    storage_mbps: options.StorageMbps = None,
+    enforce: options.EnforceAlways = True,
+    ignore_eos: options.IgnoreEos = False,
     peer_cpu_memory: PeerMemory = None,
     peer_python: PeerPython = None,
-    output: Output = "table",
-    output_file: OutputFile = None,
+    output: options.Output = "table",
+    output_file: options.OutputFile = None,
 ) -> None:
     """specdec against other programs: same weights, prompts, threads and memory limit."""
     from bench.peers.compare import compare
@@ -109,16 +96,16 @@ def peers_command(
     from bench.process.results import write_json
     from bench.prompts.lengths import fitting
 
-    check_output(output)
-    check_lossless(load, "peers")
-    check_writable("--output-file", output_file)
+    options.check_output(output)
+    options.check_lossless(load, "peers")
+    options.check_writable("--output-file", output_file)
     names = parse_peers(peers)
     if load.memory_budget == "auto":
         raise UsageMistake("peers needs a --memory-budget with a size, e.g. 3.5GiB")
     if storage_mbps is not None and not enforce:
         raise UsageMistake("--storage-mbps needs the cgroup that --no-enforce leaves out")
     interpreters = parse_interpreters(peer_python or [], names)
-    weights = all_weights(*model_names(load), other_model, other_draft)
+    weights = all_weights(*options.model_names(load), other_model, other_draft)
     settings = settings_for(
         load.keywords(LOAD),
         memory_bytes=parse_bytes(load.memory_budget),

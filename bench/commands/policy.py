@@ -7,18 +7,9 @@ from typing import Annotated
 
 import typer
 
+from bench import options
 from bench.commands.shared import check_enforced, model_and_prompts, show
-from bench.options import (
-    IgnoreEos,
-    Log,
-    NPrompts,
-    OutputFile,
-    Prompts,
-    check_writable,
-    sampling_keywords,
-)
 from bench.prompts.workloads import BUILT_IN
-from specdec.cli import options
 from specdec.cli.groups import LOAD, Load, Sampling
 
 
@@ -38,13 +29,13 @@ def policy_command(
         bool,
         typer.Option("--plain/--no-plain", help="Also plain decoding, which may take long."),
     ] = True,
-    prompts: Prompts = BUILT_IN,
-    n_prompts: NPrompts = 2,
+    prompts: options.Prompts = BUILT_IN,
+    n_prompts: options.NPrompts = 2,
     max_tokens: options.MaxTokens = 64,
     enforce: options.Enforce = False,
-    ignore_eos: IgnoreEos = False,
-    output_file: OutputFile = None,
-    log: Log = None,
+    ignore_eos: options.IgnoreEos = False,
+    output_file: options.OutputFile = None,
+    log: options.Log = None,
 ) -> None:
     """The automatic size of trees against fixed ones, in one process."""
     from bench.decode.policy import run_policy
@@ -53,14 +44,14 @@ def policy_command(
     from bench.process.results import POLICY
 
     check_enforced(load, enforce)
-    check_writable("--output-file", output_file)
-    check_writable("--log", log)
+    options.check_writable("--output-file", output_file)
+    options.check_writable("--log", log)
     keywords, chosen = model_and_prompts(load.keywords(LOAD), prompts, n_prompts)
     provenance = collect(["specdec-bench", *context.obj.argv], Path(keywords["model"]))
     result = run_policy(
         keywords,
         chosen,
-        sampling_keywords(max_tokens, ignore_eos, sampling),
+        options.sampling_keywords(max_tokens, ignore_eos, sampling),
         parse_sizes(sizes),
         with_plain=with_plain,
         log=str(log.resolve()) if log else None,

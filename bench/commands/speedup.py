@@ -6,21 +6,10 @@ from typing import Annotated
 
 import typer
 
+from bench import options
 from bench.commands.shared import check_enforced, model_and_prompts, show
-from bench.options import (
-    IgnoreEos,
-    Log,
-    NPrompts,
-    Output,
-    OutputFile,
-    Prompts,
-    UsageMistake,
-    check_output,
-    check_writable,
-    sampling_keywords,
-)
+from bench.options import UsageMistake
 from bench.prompts.workloads import BUILT_IN
-from specdec.cli import options
 from specdec.cli.groups import LOAD, Load, Sampling
 
 # Refused, with the command that took its place.
@@ -34,15 +23,15 @@ def speedup_command(
     context: typer.Context,
     load: Load,
     sampling: Sampling,
-    prompts: Prompts = BUILT_IN,
-    n_prompts: NPrompts = 16,
+    prompts: options.Prompts = BUILT_IN,
+    n_prompts: options.NPrompts = 16,
     max_tokens: options.MaxTokens = 64,
     enforce: options.Enforce = False,
-    ignore_eos: IgnoreEos = False,
+    ignore_eos: options.IgnoreEos = False,
     peer: Peer = None,
-    output: Output = "table",
-    output_file: OutputFile = None,
-    log: Log = None,
+    output: options.Output = "table",
+    output_file: options.OutputFile = None,
+    log: options.Log = None,
 ) -> None:
     """Plain streamed decoding against speculative decoding of the same target."""
     from bench.decode.measure import MeasureSpec
@@ -53,15 +42,15 @@ def speedup_command(
         raise UsageMistake("--peer is now: specdec-bench peers --peers accelerate,specdec,...")
     if not load.spec.drafters:
         raise UsageMistake("without drafts there is no speedup: leave out --spec-type none")
-    check_output(output)
+    options.check_output(output)
     check_enforced(load, enforce)
-    check_writable("--output-file", output_file)
-    check_writable("--log", log)
+    options.check_writable("--output-file", output_file)
+    options.check_writable("--log", log)
     keywords, chosen = model_and_prompts(load.keywords(LOAD), prompts, n_prompts)
     spec = MeasureSpec(
         keywords,
         chosen,
-        sampling_keywords(max_tokens, ignore_eos, sampling),
+        options.sampling_keywords(max_tokens, ignore_eos, sampling),
         str(log.resolve()) if log else None,
     )
     result = run_speedup(spec, ["specdec-bench", *context.obj.argv], enforce=enforce)

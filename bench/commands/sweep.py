@@ -10,19 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench.options import (
-    EnforceAlways,
-    IgnoreEos,
-    Prompts,
-    SpreadPrompts,
-    UsageMistake,
-    check_lossless,
-    check_writable,
-    model_names,
-)
+from bench import options
+from bench.options import UsageMistake
 from bench.prompts.workloads import BUILT_IN, describe_left_out, read_prompts, spread
 from offload.units import UnitError, format_bytes, parse_bytes
-from specdec.cli import options
 from specdec.cli.groups import LOAD, Load, Sampling, parse_num_draft_tokens
 
 if TYPE_CHECKING:
@@ -87,12 +78,12 @@ def sweep_command(
     budgets: Budgets = "auto",
     storage: Storage = "full",
     trees: Trees = "0,auto",
-    prompts: Prompts = BUILT_IN,
-    n_prompts: SpreadPrompts = 4,
+    prompts: options.Prompts = BUILT_IN,
+    n_prompts: options.SpreadPrompts = 4,
     max_tokens: options.MaxTokens = 32,
     time_limit: TimeLimit = 120.0,
-    enforce: EnforceAlways = True,
-    ignore_eos: IgnoreEos = False,
+    enforce: options.EnforceAlways = True,
+    ignore_eos: options.IgnoreEos = False,
     prediction: Prediction = False,
     reference: Reference = None,
 ) -> None:
@@ -113,13 +104,13 @@ def sweep_command(
     from bench.report.tables import tables
     from bench.table import text_of
 
-    check_writable("--output-file", output_file)
-    check_lossless(load, "sweep")
+    options.check_writable("--output-file", output_file)
+    options.check_lossless(load, "sweep")
     speeds, sizes = parse_speeds(storage), parse_trees(trees)
     amounts = parse_budgets(budgets)
     if not enforce and any(speed is not None for speed in speeds):
         raise UsageMistake("--storage below full needs the cgroup that --no-enforce leaves out")
-    weights = Weights.named(*model_names(load))
+    weights = Weights.named(*options.model_names(load))
     if weights.draft is None and any(size != 0 for size in sizes):
         raise UsageMistake("--trees above 0 need a draft model: give -md, or --trees 0")
     keywords = {k: v for k, v in load.keywords(LOAD).items() if k != "num_draft_tokens"}

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from offload.process.cgroup_files import CgroupUnavailable as CgroupUnavailable
-from offload.process.cgroup_files import (
-    make_cgroup,
-    remove_cgroup,
-    usable_parent,
-    write_cgroup,
-)
-from offload.process.launch import tied_argv
+from offload.process.cgroup_files import make_cgroup, remove_cgroup, usable_parent, write_cgroup
 from offload.process.memory import memory_cgroups
 
 _KILL_ROUNDS, _KILL_PAUSE_SECONDS = 200, 0.01
@@ -30,6 +25,19 @@ _EVENT_FILES = {1: "memory.oom_control", 2: "memory.events"}
 _ANONYMOUS_KEYS = {1: "rss", 2: "anon"}
 _NO_LIMIT_BYTES = 2**63 - 4096
 """What the kernel takes for no limit: it wraps from 2**64 on, so that such a limit would be 0."""
+_ENTER = str(Path(__file__).resolve().with_name("enter.py"))
+
+
+def tied_argv(argv: Sequence[str], cgroup_files: Sequence[Path] = ()) -> list[str]:
+    """The command that becomes `argv`, and that the kernel kills when this process ends.
+
+    More precisely when the thread ends that starts it: it has to wait for the program.
+
+    Args:
+        cgroup_files: files of cgroups (cgroup.procs) to write the program's id to first.
+    """
+    entered = [str(path) for path in cgroup_files]
+    return [sys.executable, "-I", "-S", _ENTER, str(os.getpid()), *entered, "--", *argv]
 
 
 class MemoryCgroup:

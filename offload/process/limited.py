@@ -18,9 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Protocol
 
-from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
+from offload.process.cgroup import CgroupUnavailable, MemoryCgroup, tied_argv
 from offload.process.cgroup_files import read_words
-from offload.process.launch import tied_argv
 from offload.process.memory import memory_cgroups
 from offload.process.signals import handling
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
-from offload.process.launch import tied_argv
+from offload.process.cgroup import CgroupUnavailable, MemoryCgroup, tied_argv
 from offload.process.limited import run_limited
 from offload.units import MIB
 
@@ -20,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 WAIT = "print('x', end='', flush=True); import time; time.sleep(600)"
 TIED = f"""
 import subprocess, sys
-from offload.process.launch import tied_argv
+from offload.process.cgroup import tied_argv
 subprocess.run(tied_argv([sys.executable, "-c", {WAIT!r}]))
 """
 IN_CGROUP = f"""
