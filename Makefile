@@ -19,7 +19,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 mutants: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/mutants

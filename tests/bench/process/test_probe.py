@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from open_files import n_open_files
 
 from bench.process import probe
 from bench.process.probe import (
@@ -108,7 +109,7 @@ def test_a_file_system_that_refuses_only_the_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path, 3 * BLOCK)
-    n_open = len(os.listdir("/proc/self/fd"))
+    n_open = n_open_files()
     refused = []
 
     def preadv(descriptor: int, buffers: Any, offset: int) -> int:
@@ -119,7 +120,7 @@ def test_a_file_system_that_refuses_only_the_reads(
 
     monkeypatch.setattr(os, "preadv", preadv)
     assert probe_bandwidth(path, block_bytes=BLOCK).method == BUFFERED
-    assert len(os.listdir("/proc/self/fd")) == n_open
+    assert n_open_files() == n_open
 
 
 def test_a_file_in_memory(reads: dict[int, bytes]) -> None:
@@ -162,7 +163,7 @@ def test_a_fault_of_a_reader_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faulty: Callable[..., int], part: str
 ) -> None:
     path = write(tmp_path, 4 * BLOCK)
-    n_open = len(os.listdir("/proc/self/fd"))
+    n_open = n_open_files()
 
     def preadv(descriptor: int, buffers: Any, offset: int) -> int:
         is_trial = len(buffers[0]) == PAGE
@@ -173,7 +174,7 @@ def test_a_fault_of_a_reader_is_one_line(
         probe_bandwidth(path, block_bytes=BLOCK)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert len(os.listdir("/proc/self/fd")) == n_open
+    assert n_open_files() == n_open
 
 
 def test_files_that_cannot_be_measured(tmp_path: Path) -> None:

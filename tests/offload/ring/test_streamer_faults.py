@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from open_files import n_open_files
 from streaming import small_weights, uneven_sizes, wait_for_failure
 from weight_files import FaultyReads, write_weights
 
@@ -201,11 +202,11 @@ def test_a_missing_file_leaves_nothing_open(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[9000, 100], [5000, 7]], n_files=2)
     (tmp_path / "shard-1.bin").unlink()
     gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = n_open_files()
     with pytest.raises(StorageError, match="cannot open"):
         WeightStreamer(weights.layers, 2)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert n_open_files() == before
 
 
 def test_resident_tensors_that_cannot_be_read(tmp_path: Path) -> None:

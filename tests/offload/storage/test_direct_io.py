@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from open_files import n_open_files
 from weight_files import FaultyReads
 
 from offload.storage.aligned import (
@@ -209,11 +210,11 @@ def test_threads_share_a_file(tmp_path: Path) -> None:
 def test_a_forgotten_file_is_closed(tmp_path: Path) -> None:
     path, _ = make_file(tmp_path, 4096)
     gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = n_open_files()
     for _ in range(5):
         DirectFile(path)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert n_open_files() == before
 
 
 # --- without O_DIRECT --------------------------------------------------------------------------

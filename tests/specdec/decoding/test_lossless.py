@@ -19,7 +19,7 @@ from specdec.drafters.ngram import NgramDrafter
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
-N_PROMPTS, N_TOKENS = 30, 24
+N_PROMPTS, N_TOKENS = 20, 24
 
 
 @pytest.fixture(scope="module")
