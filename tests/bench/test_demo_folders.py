@@ -53,7 +53,7 @@ def test_the_demo_is_named_as_it_was_called() -> None:
     assert "Usage: specdec-bench demo" in run_module("bench", "demo", "--help")
 
 
-@pytest.mark.parametrize("command", ["synth", "train-pair"])
+@pytest.mark.parametrize("command", ["synth"])
 def test_commands_in_modules_of_their_own_have_the_same_help_and_debug(command: str) -> None:
     shown = run_module("bench", command, "-h")
     assert "--debug" in shown

@@ -132,7 +132,7 @@ def test_any_history_equals_a_fresh_prefill(family, checkpoint_factory, monkeypa
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=25,
+                max_examples=18,
                 stateful_step_count=12,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),

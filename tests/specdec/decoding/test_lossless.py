@@ -67,7 +67,7 @@ def test_greedy_equals_plain_decoding(kind, target, twin, other, plain_texts):
     assert mismatches <= 1
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_sampled_tokens_do_not_depend_on_the_draft(seed, target, twin, other):
     params = SamplingParams(
         temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.1, seed=seed
