@@ -118,7 +118,7 @@ def typer_option(kind: type[Any], name: str) -> Any:
         help=told.help,
         rich_help_panel=told.panel,
         metavar=told.metavar or "|".join(told.choices) or None,
-        min=None if told.metavar else told.at_least,  # a metavar says it all
+        min=None if told.metavar else told.at_least,  # it would be shown beside the metavar
         show_default=told.shown_default,
     )
 
