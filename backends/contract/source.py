@@ -12,6 +12,7 @@ from pathlib import Path
 
 from backends.contract.backend import Backend
 from backends.contract.curve import ComputeCurve
+from backends.contract.exactness import NOT_ASKED, Exactness
 from offload.residency.placement import LayerWeights, Placement
 from offload.units import Progress
 
@@ -28,6 +29,8 @@ class BackendOptions:
     cache_type_k: str | None = None
     """Number format of the keys in the KV cache, from CACHE_TYPES; the model's own when None."""
     cache_type_v: str | None = None
+    is_exact: bool = False
+    """Whether a row's bits are to depend on the tokens before it alone, where that can be."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,11 @@ class ModelSource(ABC):
     @abstractmethod
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         """Activations and logits of a prompt of `ctx_size` or a pass of `max_rows`, at most."""
+
+    @property
+    def exactness(self) -> Exactness:
+        """Whether a backend of this source is exact, and if not why; found out once and kept."""
+        return NOT_ASKED
 
     @property
     @abstractmethod
