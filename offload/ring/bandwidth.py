@@ -6,12 +6,8 @@ nothing is remembered, and nothing remembered is used.
 
 from __future__ import annotations
 
-import json
-import logging
 import math
-import os
 import random
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.formats.tensors import TensorRecord
+from offload.process.remembered import cache_folder, recall, remember
 from offload.residency.placement import LayerWeights
 from offload.ring.slots import StreamerClosed
 from offload.ring.streamer import StreamStats, WeightStreamer
@@ -28,8 +25,6 @@ from offload.storage.direct_io import DirectFile, StorageError
 from offload.storage.read_limit import read_limit_in_force
 from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
 from offload.units import GIB, MIB
-
-logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 * MIB  # two of these are held in memory while measuring
 _LEAST_BYTES = 64 * MIB  # a shorter measurement is not worth remembering
@@ -75,7 +70,7 @@ def measure_storage(
         device = path.stat().st_dev
     except OSError as error:
         raise StorageError(f"cannot open {path}: {error.strerror or error}") from error
-    folder = _default_cache_dir() if cache_dir is None else cache_dir
+    folder = cache_folder() if cache_dir is None else cache_dir
     cache = folder / f"storage-{device}-{read_bytes}-{n_readers}.json"
     is_limited = read_limit_in_force(path) is not None
     if not refresh and not is_limited and (known := _load(cache)) is not None:
@@ -87,7 +82,7 @@ def measure_storage(
     bandwidth = figures.bytes_read / max(figures.read_seconds, 1e-9)
     profile = DeviceProfile(bandwidth, read_bytes, n_readers, direct, time.time(), device)
     if figures.bytes_read >= _LEAST_BYTES and not is_limited:
-        _save(cache, profile)
+        remember(cache, asdict(profile), "the measured storage speed")
     return profile
 
 
@@ -169,16 +164,10 @@ def _chunks(path: Path, n_bytes: int, read_bytes: int, n_readers: int) -> list[L
 # --- the cache: a figure that is lost is only measured again --------------------------------------
 
 
-def _default_cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification says that a relative path is to be ignored.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "specdec"
-
-
 def _load(cache: Path) -> DeviceProfile | None:
     try:
-        profile = DeviceProfile(**json.loads(cache.read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError):
+        profile = DeviceProfile(**recall(cache))
+    except TypeError:  # other figures than today's, or none
         return None
     return profile if _is_sane(profile) else None
 
@@ -190,24 +179,3 @@ def _is_sane(profile: DeviceProfile) -> bool:
     if not all(type(value) in (int, float) and math.isfinite(value) for value in values.values()):
         return False
     return profile.storage_bytes_per_second > 0
-
-
-def _save(cache: Path, profile: DeviceProfile) -> None:
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        # Another process must never see half a file: write aside, then rename.
-        descriptor, aside = tempfile.mkstemp(dir=cache.parent)
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                json.dump(asdict(profile), file)
-            os.replace(aside, cache)
-        except OSError:
-            os.unlink(aside)
-            raise
-    except OSError as error:
-        logger.warning(
-            "the measured storage speed is not kept: %s: %s; "
-            "set XDG_CACHE_HOME to a folder that can be written",
-            cache.parent,
-            error.strerror or error,
-        )
