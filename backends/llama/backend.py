@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
+from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.mending import MendingBackend
 from backends.llama.batch import Batch
 from backends.llama.cache import TreeSequences
@@ -21,7 +22,7 @@ from backends.llama.context import ContextOptions, LlamaContext
 from backends.llama.library import LlamaModel
 from backends.llama.model import GgufModel, recurrent_model
 from backends.llama.passes import PassThread
-from backends.llama.prefix import LlamaPrefix
+from backends.llama.prefix import LlamaPrefix, SequenceState
 from backends.llama.stream import StreamedLayers, mapped_ranges
 from offload.formats.mapped import TensorShape
 from offload.process.interruptible import uninterrupted
@@ -45,7 +46,9 @@ class LlamaBackend(MendingBackend):
         residency: which tensors of the layers stay in memory; only for load_mode "stream".
         load_mode: "stream" reads the layers of `residency` through a ring of slots in every pass;
             "mmap" leaves the file to the page cache; "ram" reads it into memory, in the layouts
-            that are fastest for this processor (its logits differ from the others' by rounding).
+            that are fastest for this processor (its logits differ from the others' by rounding),
+            or in the file's where the backend is exact.
+        exactness: what `find_exact_run` found out, for the types of the cache that it chose.
 
     Raises:
         LlamaError: llama.cpp is missing or refuses the model.
@@ -69,6 +72,7 @@ class LlamaBackend(MendingBackend):
         load_mode: str = "stream",
         n_readers: int | None = None,
         progress: Progress | None = None,
+        exactness: Exactness = NOT_ASKED,
     ) -> None:
         _check_options(model, max_nodes, residency, load_mode)
         options = ContextOptions(
@@ -79,6 +83,7 @@ class LlamaBackend(MendingBackend):
             cache_type_k,
             cache_type_v,
             flash_attention,
+            exactness,
         )
         self._closing: list[Callable[[], None]] = []
         self._kv_bytes_per_token = model.kv_bytes_per_token(
@@ -104,7 +109,12 @@ class LlamaBackend(MendingBackend):
         is_streamed = load_mode == "stream" and residency is not None and residency.n_slots > 0
         own_mode = load_mode if load_mode != "stream" else "mmap" if is_streamed else "ram"
         before = mapped_ranges(model) if is_streamed else ()
-        self._model = LlamaModel(model.path, own_mode, None if is_streamed else progress)
+        self._model = LlamaModel(
+            model.path,
+            own_mode,
+            None if is_streamed else progress,
+            is_repacked=not options.exactness.is_exact,
+        )
         self._closing.append(self._model.close)
         self.vocab_size = self._model.vocab_size
         if self._model.is_recurrent:
@@ -124,8 +134,12 @@ class LlamaBackend(MendingBackend):
         self.max_context, self.max_nodes = options.max_context, options.max_nodes
         self._context = LlamaContext(self._model, options, callback)
         self._closing.append(self._context.close)
-        self._tree = TreeSequences(self._model, self._context, options.n_sequences - 1)
-        self._prefix = LlamaPrefix(self._model, self._context)
+        is_ordered = options.exactness.is_exact
+        state = SequenceState(self._model, self._context)
+        self._tree = TreeSequences(
+            self._model, self._context, options.n_sequences - 1, state if is_ordered else None
+        )
+        self._prefix = LlamaPrefix(state, is_ordered)
 
     def _open_thread(self) -> None:
         self._thread = PassThread(self._context)
@@ -160,7 +174,8 @@ class LlamaBackend(MendingBackend):
 
     @property
     def node_room(self) -> int:
-        return min(self.max_nodes, self._context.n_cells - self.n_committed)
+        n_free = self._context.n_cells - self._options.n_fillers - self.n_committed
+        return min(self.max_nodes, n_free)
 
     @property
     def stream_use(self) -> StreamUse:
@@ -200,12 +215,22 @@ class LlamaBackend(MendingBackend):
 
     # --- parts -----------------------------------------------------------------------------
 
-    def _run(self, batch: Batch) -> np.ndarray:
-        """One pass; float32 logits [outputs, vocab] in the order of the rows."""
+    def _run(
+        self,
+        token_ids: Sequence[int],
+        positions: np.ndarray,
+        sequences: Sequence[Sequence[int]],
+        rows: Sequence[int],
+    ) -> np.ndarray:
+        """One pass; float32 logits [wanted, vocab] in the order of the rows."""
+        n_least, spare = self._options.n_least_rows, self._tree.spare
+        batch = Batch(token_ids, positions, sequences, rows, n_least, spare)
         decode = self._decode_streamed if self._stream else self._context.decode
         is_quick = self._stream is None and self._model.n_bytes * batch.n_tokens < _QUICK_BYTES
         self._thread.run(lambda: decode(batch), is_quick=is_quick)
-        return self._context.logits(batch.n_outputs, self.vocab_size)
+        if batch.n_fillers:
+            self._tree.empty_spare()
+        return self._context.logits(batch, self.vocab_size)
 
     def _decode_streamed(self, batch: Batch) -> int:
         assert self._stream is not None
@@ -218,7 +243,7 @@ class LlamaBackend(MendingBackend):
             chunk = token_ids[start : start + self.max_rows]
             positions = self.n_committed + start + np.arange(len(chunk))
             rows = [len(chunk) - 1] if start + len(chunk) == n_tokens else []
-            logits = self._run(Batch(chunk, positions, [sequences] * len(chunk), rows))
+            logits = self._run(chunk, positions, [sequences] * len(chunk), rows)
         row: np.ndarray = logits[0]
         return row
 
@@ -230,7 +255,7 @@ class LlamaBackend(MendingBackend):
         self._check_room(n_live + n_tokens, n_tokens, len(rows))
         node_ids, sequences = self._tree.extend(parents, token_ids)
         self._check_context(table.max_depth, n_tokens)
-        logits = self._run(Batch(token_ids, table.positions(n_live), sequences, rows))
+        logits = self._run(token_ids, table.positions(n_live), sequences, rows)
         # llama.cpp gives each row once, in the batch's order.
         order = {row: i for i, row in enumerate(sorted(set(rows)))}
         return node_ids, logits if rows == list(order) else logits[[order[row] for row in rows]]

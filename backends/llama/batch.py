@@ -19,6 +19,8 @@ class Batch:
         sequences: for each row the sequences that it belongs to, at least one; the first one's
             cells (up to the row's position) are what the row attends to.
         rows: those whose logits are wanted.
+        n_least: rows, and rows of logits where there are any, that the pass is filled up to.
+        spare: an empty sequence for rows that fill it up, to be emptied after the pass.
     """
 
     def __init__(
@@ -27,18 +29,26 @@ class Batch:
         positions: Sequence[int] | np.ndarray,
         sequences: Sequence[Sequence[int]],
         rows: Sequence[int],
+        n_least: int = 1,
+        spare: int = 0,
     ) -> None:
-        self.n_tokens = len(token_ids)
-        self.n_outputs = len(set(rows))
-        self._tokens = np.asarray(token_ids, dtype=np.int32)
-        self._positions = np.asarray(positions, dtype=np.int32)
-        self._counts = np.asarray([len(names) for names in sequences], dtype=np.int32)
-        self._names = np.concatenate([np.asarray(names, dtype=np.int32) for names in sequences])
+        self.n_fillers = max(0, n_least - len(token_ids))
+        self.n_tokens = len(token_ids) + self.n_fillers
+        outputs = _outputs(rows, self.n_tokens, n_least)
+        self.n_outputs = len(outputs)
+        self.wanted = np.flatnonzero(np.isin(outputs, rows))
+        """Which rows of logits are those of `rows`, in the batch's order."""
+        fillers = np.arange(self.n_fillers)
+        self._tokens = np.concatenate([token_ids, 0 * fillers]).astype(np.int32)
+        self._positions = np.concatenate([positions, fillers]).astype(np.int32)
+        named = [*sequences, *[[spare]] * self.n_fillers]
+        self._counts = np.asarray([len(names) for names in named], dtype=np.int32)
+        self._names = np.concatenate([np.asarray(names, dtype=np.int32) for names in named])
         starts = np.cumsum(self._counts, dtype=np.uint64) - self._counts.astype(np.uint64)
         self._pointers = self._names.ctypes.data + starts * np.uint64(self._names.itemsize)
         self._pointers = self._pointers.astype(np.uint64)
         self._outputs = np.zeros(self.n_tokens, dtype=np.int8)
-        self._outputs[list(rows)] = 1
+        self._outputs[outputs] = 1
 
     def as_struct(self, library: ModuleType) -> Any:
         """A `llama_batch` that points into this object's arrays."""
@@ -54,3 +64,11 @@ class Batch:
         ):
             setattr(batch, field, ctypes.cast(array.ctypes.data, types[field]))
         return batch
+
+
+def _outputs(rows: Sequence[int], n_tokens: int, n_least: int) -> np.ndarray:
+    """Rows of a pass that get logits, ascending: the wanted ones, and the last others."""
+    wanted = np.unique(np.asarray(rows, dtype=np.int64))
+    n_more = n_least - len(wanted) if len(wanted) else 0
+    others = np.setdiff1d(np.arange(n_tokens), wanted)
+    return np.sort(np.concatenate([wanted, others[len(others) - max(n_more, 0) :]]))

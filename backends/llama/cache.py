@@ -13,6 +13,16 @@ Sequences that are in use keep the prefix when they are idle, so that a new leaf
 its live path only: each copied cell is an insertion into an ordered set, and each of llama.cpp's
 calls looks at all cells. These calls report nothing; what they did is checked by the lengths of the
 sequences.
+
+A row's attention is a sum over cells in the order in which they lie (cells that the row does not
+see change nothing), so a backend that is exact keeps them in the order of positions: the prefix,
+and behind it the live nodes, without gaps. New cells take the first free ones, so nothing is to be
+done until a commit or a prune leaves gaps; then the cells behind the first gap are moved, a few at
+a time, as llama.cpp saves and restores them:
+
+    lies as   a b c | x d y e      after commit of (d, e), which x and y were not part of:
+              a b c | . d . e      d goes into the spare sequence, is saved, dropped and restored,
+              a b c d . . e        which puts it where the first gap is; then e
 """
 
 from __future__ import annotations
@@ -25,22 +35,34 @@ from backends.contract.backend import PREFIX, BackendError
 from backends.contract.nodes import NodeTable
 from backends.llama.context import LlamaContext
 from backends.llama.library import LlamaModel
+from backends.llama.prefix import SequenceState
 
 _MIN_IN_USE = 2
 """A sliding-window cache reuses cells of a single sequence once they are out of its window; with
 two sequences on every committed cell a rollback finds all of them."""
+
+MOVED_CELLS = 8
+"""Whose keys and values are held beside the cache while they are moved."""
 
 
 class TreeSequences:
     """Which sequence holds which live node, kept in step with a `NodeTable`.
 
     Args:
-        n_sequences: for leaves, 2 or more.
+        n_sequences: for leaves, 2 or more; the one behind them is `spare`, empty between calls.
+        state: moves cells into the order of positions; None leaves them where they are.
     """
 
-    def __init__(self, model: LlamaModel, context: LlamaContext, n_sequences: int) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        context: LlamaContext,
+        n_sequences: int,
+        state: SequenceState | None = None,
+    ) -> None:
         self.table = NodeTable()
-        self.n_sequences = n_sequences
+        self.n_sequences = self.spare = n_sequences
+        self._state = state
         self._library, self._memory = model.library, context.memory
         self._window = model.sliding_window
         self._idle = list(range(_MIN_IN_USE))
@@ -110,7 +132,7 @@ class TreeSequences:
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
         """See Backend.commit. Raises BackendError, and changes nothing, for an invalid path."""
         start = self.table.n_committed
-        self.table.commit(path, keep)
+        rows = self.table.commit(path, keep)
         end = self.table.n_committed
         alive = set(self.table.ids)
         source = self._through[path[-1]] if path else 0
@@ -125,12 +147,13 @@ class TreeSequences:
                 self._copy(source, sequence, start, end)
         self._idle = sorted({*self._idle, *gone})
         self._forget()
+        self._close_gaps(rows, len(path))
         self.check_integrity()
 
     def prune(self, nodes: Collection[int]) -> None:
         """See Backend.prune."""
         before = {s: self.table.path(leaf) for s, leaf in self._ends.items()}
-        self.table.prune(nodes)
+        rows = self.table.prune(nodes)
         alive = set(self.table.ids)
         deepest = {s: max(alive.intersection(path), default=PREFIX) for s, path in before.items()}
         gone = {s: node for s, node in deepest.items() if node != self._ends[s]}
@@ -148,6 +171,7 @@ class TreeSequences:
                 held.update(self.table.path(node))
         self._idle.sort()
         self._forget()
+        self._close_gaps(rows, 0)
         self.check_integrity()
 
     def rollback(self, length: int) -> None:
@@ -179,6 +203,7 @@ class TreeSequences:
 
     def _drop_from(self, length: int) -> None:
         self._remove(-1, length)
+        self.empty_spare()
         # Without a gap, also where an error lost a sequence between idle and busy.
         n_used = 1 + max(self.in_use)
         self._idle = list(range(n_used if length else _MIN_IN_USE))
@@ -191,6 +216,44 @@ class TreeSequences:
         self._through = {n: s for s, leaf in self._ends.items() for n in path(leaf)}
 
     # --- cells -----------------------------------------------------------------------------
+
+    def _close_gaps(self, rows: Sequence[int], n_committed: int) -> None:
+        """Move cells up to the first gap.
+
+        Args:
+            rows: what now follows the old prefix, as rows of the live nodes before.
+            n_committed: so many of them are committed.
+        """
+        n_in_place = next((i for i, row in enumerate(rows) if i != row), len(rows))
+        if self._state is None or n_in_place == len(rows):
+            return
+        start = self.table.n_committed - n_committed
+        paths = {s: set(self.table.path(leaf)) for s, leaf in self._ends.items()}
+        holders = [self.in_use] * n_committed
+        holders += [[s for s, path in paths.items() if n in path] for n in self.table.ids]
+        positions = [*range(start, start + n_committed), *self.table.positions().tolist()]
+        cells = list(zip(positions, holders, strict=True))[n_in_place:]
+        while cells:
+            n_cells = _n_together(cells, self._window)
+            self._move(cells[0][1], cells[0][0], n_cells)
+            del cells[:n_cells]
+
+    def _move(self, holders: Sequence[int], position: int, n_cells: int) -> None:
+        """Bring the cells of these positions, which these sequences hold, to the first gap."""
+        assert self._state is not None
+        end = position + n_cells
+        self._copy(holders[0], self.spare, position, end)
+        buffer = memoryview(bytearray(self._state.n_bytes(self.spare)))
+        self._state.get(buffer, self.spare)
+        for sequence in (*holders, self.spare):
+            self._remove(sequence, position, end)
+        self._state.set(buffer, self.spare)
+        for sequence in holders:
+            self._copy(self.spare, sequence, position, end)
+        self.empty_spare()
+
+    def empty_spare(self) -> None:
+        self._remove(self.spare, 0)
 
     def check_integrity(self) -> None:
         """Every sequence starts at 0 and ends where it should, as llama.cpp sees it."""
@@ -206,9 +269,22 @@ class TreeSequences:
         if end > start:
             self._library.llama_memory_seq_cp(self._memory, source, destination, start, end)
 
-    def _remove(self, sequence: int, start: int) -> None:
-        if not self._library.llama_memory_seq_rm(self._memory, sequence, start, -1):
+    def _remove(self, sequence: int, start: int, end: int = -1) -> None:
+        if not self._library.llama_memory_seq_rm(self._memory, sequence, start, end):
             raise RuntimeError(f"llama.cpp did not remove sequence {sequence} from {start} on")
+
+
+def _n_together(cells: Sequence[tuple[int, list[int]]], window: int) -> int:
+    """How many of these (position, sequences) to move at once: a chain in the same sequences.
+
+    What llama.cpp saves of a sequence ends with its window, or with a chunk of that size.
+    """
+    position, holders = cells[0]
+    n_most = min(MOVED_CELLS, window - position % window) if window else MOVED_CELLS
+    n_cells = 1
+    while n_cells < min(n_most, len(cells)) and cells[n_cells] == (position + n_cells, holders):
+        n_cells += 1
+    return n_cells
 
 
 def check_lengths(library: ModuleType, memory: Any, lengths: Mapping[int, int]) -> None:

@@ -6,6 +6,7 @@ Nothing here knows trees or streaming.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from backends.contract.backend import BackendError
+from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.llama.batch import Batch
 from backends.llama.library import LOG, LlamaError, LlamaModel, default_threads, listen
 from offload.process.interruptible import uninterrupted
@@ -43,6 +45,8 @@ class ContextOptions:
     cache_type_v: str = "f16"
     flash_attention: bool | None = None
     """None: where llama.cpp can, as is its default."""
+    exactness: Exactness = NOT_ASKED
+    """Where it is exact, passes are filled up, and attention is the one that was checked."""
 
     def __post_init__(self) -> None:
         for name in (self.cache_type_k, self.cache_type_v):
@@ -52,11 +56,23 @@ class ContextOptions:
     @property
     def n_cells(self) -> int:
         """Of the KV cache, as llama.cpp pads it."""
-        return -(-max(self.max_context, self.max_nodes) // _CELL_STEP) * _CELL_STEP
+        n_used = max(self.max_context, self.max_nodes) + self.n_fillers
+        return -(-n_used // _CELL_STEP) * _CELL_STEP
+
+    @property
+    def n_least_rows(self) -> int:
+        """What passes are filled up to."""
+        return self.exactness.n_least_rows if self.exactness.is_exact else 1
+
+    @property
+    def n_fillers(self) -> int:
+        """Most rows that fill up a pass, each of which takes a cell for its time."""
+        return self.n_least_rows - 1
 
     @property
     def max_rows(self) -> int:
-        return max(self.max_nodes, min(self.max_context, PREFILL_ROWS))
+        widest_chunk = min(self.max_context, PREFILL_ROWS)
+        return max(self.max_nodes, widest_chunk, self.n_least_rows)
 
     @property
     def n_outputs(self) -> int:
@@ -98,6 +114,8 @@ class LlamaContext:
             self.close()
             raise
         self.log = LOG.lines()
+        if self._handle and options.exactness.is_exact:
+            self._check_attention()
         if not self._handle:
             raise LlamaError(
                 f"llama.cpp cannot make a context of {options.n_cells} tokens with a "
@@ -115,16 +133,27 @@ class LlamaContext:
         params.n_ctx = options.n_cells
         params.n_batch = params.n_ubatch = options.max_rows
         params.n_seq_max = options.n_sequences
-        params.n_outputs_max = max(options.n_outputs, options.n_sequences)
+        params.n_outputs_max = max(options.n_outputs, options.n_sequences, options.n_least_rows)
         params.n_threads = params.n_threads_batch = options.n_threads or default_threads()
         params.type_k = CACHE_TYPES[options.cache_type_k]
         params.type_v = CACHE_TYPES[options.cache_type_v]
         if options.flash_attention is not None:
             params.flash_attn_type = int(options.flash_attention)
+        if options.exactness.is_exact:
+            params.flash_attn_type = 1
         params.kv_unified = True  # the sequences of a tree share the cells of their prefix
         params.swa_full = True  # so that a rollback never needs what was thrown away
         params.offload_kqv = params.op_offload = False
         return params
+
+    def _check_attention(self) -> None:
+        """Raise LlamaError where llama.cpp has decided against the attention that was checked."""
+        if not any(re.search(r"flash_attn += enabled", line) for line in self.log):
+            self.close()
+            raise LlamaError(
+                "llama.cpp runs this model without flash attention, which is not exact: "
+                "use --exact off"
+            )
 
     def decode(self, batch: Batch) -> int:
         """Run one pass; returns 0, or 2 where it was stopped. Raises BackendError otherwise."""
@@ -134,14 +163,15 @@ class LlamaContext:
             raise BackendError(f"llama.cpp could not run {batch.n_tokens} tokens: {LOG.reason()}")
         return code
 
-    def logits(self, n_rows: int, vocab_size: int) -> np.ndarray:
-        """A copy of the last pass's logits, float32 [n_rows, vocab], in the batch's order."""
-        if n_rows == 0:
+    def logits(self, batch: Batch, vocab_size: int) -> np.ndarray:
+        """A copy of the last pass's wanted logits, float32 [n, vocab], in the batch's order."""
+        if batch.n_outputs == 0:
             return np.zeros((0, vocab_size), dtype=np.float32)
         pointer = self._library.llama_get_logits(self.handle)
         if not pointer:
             raise BackendError("llama.cpp has no logits of the last pass")
-        return np.ctypeslib.as_array(pointer, (n_rows, vocab_size)).astype(np.float32, copy=True)
+        rows: np.ndarray = np.ctypeslib.as_array(pointer, (batch.n_outputs, vocab_size))
+        return rows[batch.wanted]
 
     def request_stop(self, stop: bool = True) -> None:
         """Let a running pass end after the node that it is at; any thread may call it."""

@@ -119,9 +119,17 @@ class LlamaModel:
         load_mode: "mmap" keeps the file's layout and pages; "ram" reads it into memory of its own,
             in the layouts that are fastest for this processor; "none" allocates nothing, to ask
             what a context would need.
+        is_repacked: False keeps the file's layout in memory, too.
     """
 
-    def __init__(self, path: Path, load_mode: str, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        load_mode: str,
+        progress: Progress | None = None,
+        *,
+        is_repacked: bool = True,
+    ) -> None:
         self.library = library = load_library()
         params = library.llama_model_default_params()
         params.n_gpu_layers = 0
@@ -131,7 +139,8 @@ class LlamaModel:
             library.LLAMA_LOAD_MODE_MMAP if load_mode == "mmap" else library.LLAMA_LOAD_MODE_NONE
         )
         params.no_alloc = load_mode == "none"
-        params.use_extra_bufts = load_mode == "ram" and not _has_amx(library)
+        is_repacked = is_repacked and load_mode == "ram"
+        params.use_extra_bufts = is_repacked and not _has_amx(library)
         loading = _Loading(library, path, progress)
         params.progress_callback = loading.callback
         listen(library)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from backends.llama.cache import MOVED_CELLS
 from backends.llama.context import ContextOptions, LlamaContext
 from backends.llama.library import LlamaError, LlamaModel
 from backends.llama.model import GgufModel
@@ -63,12 +64,13 @@ def context_memory(model: GgufModel, options: ContextOptions) -> ContextMemory:
             "use llama-cpp-python 0.3.36"
         )
     copies = options.n_outputs * model.vocab_size * 4
+    moved = MOVED_CELLS * sizes["cache"] // n_cells if options.exactness.is_exact else 0
     cells = n_cells * (_CELL_BYTES + options.n_sequences * _SET_NODE_BYTES)
     return ContextMemory(
         kv_bytes=sizes["cache"],
         compute_bytes=sizes["compute"],
         output_bytes=sizes["output"] + copies,
-        work_bytes=_operand_bytes(model, options) + cells + _GRAPH_BYTES,
+        work_bytes=_operand_bytes(model, options) + cells + moved + _GRAPH_BYTES,
     )
 
 

@@ -18,52 +18,72 @@ from backends.llama.library import LlamaModel
 from offload.formats.mapped import TensorShape
 
 _NAME = "sequence"
-_SEQUENCE = 0
+_PREFIX = 0  # the sequence that is saved
 _HEAD_BYTES = 8  # magic and version
 _CELL_BYTES = (12, 20)  # position, one, sequence; and a place in two dimensions (M-RoPE)
 _MAX_LAYERS = 10_000
 
 
-class LlamaPrefix:
-    """Saves and restores sequence 0 of a context."""
+class SequenceState:
+    """The cells of one sequence as bytes, in the order in which they lie in the cache."""
 
     def __init__(self, model: LlamaModel, context: LlamaContext) -> None:
         self._library, self._context = model.library, context
 
-    def tensors(self) -> tuple[TensorShape, ...]:
-        n_bytes = self._library.llama_state_seq_get_size(self._context.handle, _SEQUENCE)
-        return (TensorShape(_NAME, "U8", (n_bytes,)),)
+    def n_bytes(self, sequence: int) -> int:
+        n_bytes: int = self._library.llama_state_seq_get_size(self._context.handle, sequence)
+        return n_bytes
 
-    def save(self, buffers: Mapping[str, memoryview]) -> None:
-        buffer = buffers[_NAME]
+    def get(self, buffer: memoryview, sequence: int) -> None:
         n_written = self._library.llama_state_seq_get_data(
-            self._context.handle, _pointer(buffer), len(buffer), _SEQUENCE
+            self._context.handle, _pointer(buffer), len(buffer), sequence
         )
         if n_written != len(buffer):
             raise BackendError(
                 f"llama.cpp wrote {n_written} of {len(buffer)} bytes of its KV cache"
             )
 
-    def load(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
-        """Into an empty cache; the sequence's positions are for the caller to check."""
-        if set(tensors) != {_NAME}:
-            raise BackendError("the saved KV is not llama.cpp's")
-        _, buffer = tensors[_NAME]
-        _check(buffer, len(token_ids))
+    def set(self, buffer: memoryview, sequence: int) -> None:
+        """Into an empty sequence: the cells go where the first free ones are, in their order."""
         n_read = self._library.llama_state_seq_set_data(
-            self._context.handle, _pointer(buffer), len(buffer), _SEQUENCE
+            self._context.handle, _pointer(buffer), len(buffer), sequence
         )
         if n_read != len(buffer):
             raise BackendError("llama.cpp does not accept the saved KV")
 
 
-def _check(buffer: memoryview, n_tokens: int) -> None:
+class LlamaPrefix:
+    """Saves and restores sequence 0 of a context.
+
+    Args:
+        is_ordered: only cells in the order of their positions are accepted.
+    """
+
+    def __init__(self, state: SequenceState, is_ordered: bool) -> None:
+        self._state, self._is_ordered = state, is_ordered
+
+    def tensors(self) -> tuple[TensorShape, ...]:
+        return (TensorShape(_NAME, "U8", (self._state.n_bytes(_PREFIX),)),)
+
+    def save(self, buffers: Mapping[str, memoryview]) -> None:
+        self._state.get(buffers[_NAME], _PREFIX)
+
+    def load(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
+        """Into an empty cache; the sequence's positions are for the caller to check."""
+        if set(tensors) != {_NAME}:
+            raise BackendError("the saved KV is not llama.cpp's")
+        _, buffer = tensors[_NAME]
+        _check(buffer, len(token_ids), self._is_ordered)
+        self._state.set(buffer, _PREFIX)
+
+
+def _check(buffer: memoryview, n_tokens: int, is_ordered: bool) -> None:
     """Raise BackendError for what is not the cells of so many tokens: llama.cpp allocates by it."""
-    if not any(_is_state(buffer, n_tokens, n) for n in _CELL_BYTES):
+    if not any(_is_state(buffer, n_tokens, n, is_ordered) for n in _CELL_BYTES):
         raise BackendError(f"the saved KV is not llama.cpp's of {n_tokens} tokens")
 
 
-def _is_state(buffer: memoryview, n_tokens: int, cell_bytes: int) -> bool:
+def _is_state(buffer: memoryview, n_tokens: int, cell_bytes: int, is_ordered: bool) -> bool:
     """Whether the bytes are a cache of one stream, from its first figure to its last row.
 
     Streams, cells; for each cell its position, one and its sequence; whether the values are
@@ -75,9 +95,8 @@ def _is_state(buffer: memoryview, n_tokens: int, cell_bytes: int) -> bool:
         start = _HEAD_BYTES + 8
         position = start + n_tokens * cell_bytes
         cells = np.frombuffer(buffer[start:position], "<i4").reshape(n_tokens, -1)
-        if not np.array_equal(np.sort(cells[:, 0]), np.arange(n_tokens)) or np.any(
-            cells[:, 1] != 1
-        ):
+        positions = cells[:, 0] if is_ordered else np.sort(cells[:, 0])
+        if not np.array_equal(positions, np.arange(n_tokens)) or np.any(cells[:, 1] != 1):
             return False
         is_transposed, n_layers = struct.unpack_from("<2I", buffer, position)
         if (n_streams, n_cells) != (1, n_tokens) or n_layers > _MAX_LAYERS:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from backends.contract.backend import Backend
 from backends.contract.curve import ComputeCurve
+from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from backends.llama.backend import LlamaBackend
 from backends.llama.context import MAX_LEAVES, ContextOptions
+from backends.llama.exactness import ExactRun, filled_up, find_exact_run
 from backends.llama.library import default_threads, llama_version
 from backends.llama.memory import context_memory
 from backends.llama.model import GgufModel, load_gguf_model, recurrent_model
@@ -45,7 +47,8 @@ class GgufSource(ModelSource):
     can_mmap = True
     max_tree_leaves = MAX_LEAVES
 
-    def __init__(self, path: Path, options: BackendOptions) -> None:
+    def __init__(self, path: Path, options: BackendOptions, run: ExactRun | None = None) -> None:
+        """run: how the model is to be run, where that is known already."""
         self.path = path
         self.model: GgufModel = load_gguf_model(path)
         if self.model.is_recurrent:
@@ -55,13 +58,26 @@ class GgufSource(ModelSource):
         self.layers = self.model.layers
         self._options = options
         self._n_threads = options.n_threads or default_threads()
-        self._type_k = options.cache_type_k or DEFAULT_CACHE_TYPE
-        self._type_v = options.cache_type_v or DEFAULT_CACHE_TYPE
+        self._known_run = run
         if self.model.n_experts:
             self.warnings = (
                 f"a mixture of {self.model.n_experts} experts: every pass reads all of them, "
                 "although a token uses few",
             )
+
+    @cached_property
+    def _run(self) -> ExactRun:
+        if self._known_run is not None:
+            return self._known_run
+        types = (self._options.cache_type_k, self._options.cache_type_v)
+        if self._options.is_exact:
+            return find_exact_run(self.model, self._n_threads, *types)
+        type_k, type_v = (name or DEFAULT_CACHE_TYPE for name in types)
+        return ExactRun(NOT_ASKED, type_k, type_v)
+
+    @property
+    def exactness(self) -> Exactness:
+        return self._run.exactness
 
     @property
     def weight_file(self) -> Path:
@@ -71,7 +87,8 @@ class GgufSource(ModelSource):
         metadata = self.model.index.metadata
         single = [key for key in sorted(metadata) if metadata.array_length(key) is None]
         description = {key: metadata[key] for key in single}  # arrays: the tokenizer's
-        formats = (self._type_k, self._type_v, llama_version())
+        exact = f"exact {self.exactness.n_least_rows} " if self.exactness.is_exact else ""
+        formats = (self._run.type_k, self._run.type_v, f"{exact}{llama_version()}")
         return fingerprint(self.model.index.values(), f"{description} {formats}")
 
     @property
@@ -80,21 +97,28 @@ class GgufSource(ModelSource):
 
     @property
     def smaller_cache_types(self) -> tuple[str, ...]:  # type: ignore[override]
-        present = max(CACHE_TYPES.index(t) for t in (self._type_k, self._type_v))
+        wide = [t for t in (self._run.type_k, self._run.type_v) if t not in CACHE_TYPES[1:]]
+        present = 0 if wide else max(map(CACHE_TYPES.index, (self._run.type_k, self._run.type_v)))
         return CACHE_TYPES[present + 1 :]
 
     def streaming_overhead_bytes(self, n_slots: int) -> int:
         return paging_overhead_bytes(self.layers, n_slots, self.model.outer_records)
 
     def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
-        type_k, type_v = cache_type or self._type_k, cache_type or self._type_v
-        n_cells = ContextOptions(ctx_size, max_nodes).n_cells
+        type_k, type_v = cache_type or self._run.type_k, cache_type or self._run.type_v
+        n_cells = ContextOptions(ctx_size, max_nodes, exactness=self.exactness).n_cells
         return n_cells * self.model.kv_bytes_per_token(type_k, type_v, flash_attention=True)
 
     @cache  # noqa: B019 (a source lives as long as its plan)
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         options = ContextOptions(
-            ctx_size, max_nodes, max_rows, self._n_threads, self._type_k, self._type_v
+            ctx_size,
+            max_nodes,
+            max_rows,
+            self._n_threads,
+            self._run.type_k,
+            self._run.type_v,
+            exactness=self.exactness,
         )
         return context_memory(self.model, options).scratch_bytes
 
@@ -128,7 +152,7 @@ class GgufSource(ModelSource):
     @cache  # noqa: B019 (a source lives as long as its plan)
     def _measure_sample(self, layers: tuple[int, ...], reading: Path | None) -> ComputeCurve:
         with sample_file(self.model, layers) as path:
-            sample = GgufSource(path, self._options)
+            sample = GgufSource(path, self._options, self._run)
             return measure_passes(sample, _SAMPLE_ROWS, reading=reading, load_mode="mmap")
 
     def _measure_formats(
@@ -140,12 +164,13 @@ class GgufSource(ModelSource):
             for name in matrix_formats(records)
         }
         total = sum(n_bytes.values())
-        return ComputeCurve.mixed(
+        curve = ComputeCurve.mixed(
             [
                 (n / total, measure_ggml_compute(_TYPE_IDS[name], self._n_threads, reading))
                 for name, n in n_bytes.items()
             ]
         )
+        return filled_up(curve, self.exactness.n_least_rows)
 
     def load(self, loading: Loading) -> Backend:
         backend = LlamaBackend(
@@ -154,12 +179,13 @@ class GgufSource(ModelSource):
             max_nodes=loading.max_nodes,
             max_outputs=loading.max_rows,
             n_threads=self._n_threads,
-            cache_type_k=self._type_k,
-            cache_type_v=self._type_v,
+            cache_type_k=self._run.type_k,
+            cache_type_v=self._run.type_v,
             residency=loading.residency,
             load_mode=loading.load_mode,
             n_readers=loading.n_readers,
             progress=loading.progress,
+            exactness=self.exactness,
         )
         if loading.load_mode == "stream":
             reset_peak_rss()  # llama.cpp mapped the whole file for a moment

@@ -53,8 +53,12 @@ def save_tiny_gguf(
     hidden: int = HIDDEN,
     feed_forward: int = FEED_FORWARD,
     vocab: int = VOCAB,
+    n_ctx: int = N_CTX,
 ) -> Path:
-    """Write a model; return the path of its (first) file."""
+    """Write a model; return the path of its (first) file.
+
+    dtype: of matrices, where its blocks fit their rows; Q8_0 elsewhere.
+    """
     import gguf
 
     kind = FAMILIES[family]
@@ -63,6 +67,7 @@ def save_tiny_gguf(
         kind.architecture,
         split_max_tensors=0 if n_splits == 1 else -(-(4 + 12 * n_layers) // n_splits),
     )
+    writer.add_context_length(n_ctx)
     _add_metadata(writer, kind, n_layers, hidden, feed_forward, vocab)
     rng = np.random.default_rng(seed)
     qtype = gguf.GGMLQuantizationType[dtype]
@@ -76,7 +81,9 @@ def save_tiny_gguf(
         if dtype == "F32" or "gate_inp" in name:
             writer.add_tensor(name, values)
         else:
-            writer.add_tensor(name, gguf.quantize(values, qtype), raw_dtype=qtype)
+            fits = shape[-1] % gguf.GGML_QUANT_SIZES[qtype][0] == 0
+            its_type = qtype if fits else gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, _quantize(values, its_type), raw_dtype=its_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -86,12 +93,28 @@ def save_tiny_gguf(
     return sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf"))[0]
 
 
+def _quantize(values: np.ndarray, qtype) -> np.ndarray:
+    """By the gguf package, or by ggml where that cannot (K-quants)."""
+    import gguf
+
+    try:
+        return gguf.quantize(values, qtype)
+    except NotImplementedError:
+        from backends.llama.ggml import load_ggml
+
+    n_columns = values.shape[-1]
+    block, n_bytes = gguf.GGML_QUANT_SIZES[qtype]
+    made = np.zeros((*values.shape[:-1], n_columns // block * n_bytes), dtype=np.uint8)
+    addresses = (values.ctypes.data, made.ctypes.data)
+    load_ggml().quantize(int(qtype), *addresses, 0, values.size // n_columns, n_columns, None)
+    return made
+
+
 def _add_metadata(
     writer, kind: Family, n_layers: int, hidden: int, feed_forward: int, vocab: int
 ) -> None:
     import gguf
 
-    writer.add_context_length(N_CTX)
     writer.add_embedding_length(hidden)
     writer.add_block_count(n_layers)
     writer.add_feed_forward_length(feed_forward)

@@ -1,0 +1,235 @@
+"""Whether llama.cpp gives a GGUF model's rows the same bits in every pass, and how it is to be run.
+
+Four things decide it (DESIGN.md speaks of rows, we of tokens of a pass):
+
+- Products. Some formats take another kernel for few rows than for many; then passes are filled up
+  with rows of no use to where one kernel serves all (`n_least_rows`). Experts cannot be filled up:
+  how many rows an expert gets is up to the other rows.
+- Attention. llama.cpp sums over the cells of the cache in their order and passes over the ones that
+  a row does not see, but not with a cache of f16, which has other kernels for one row and for
+  many: with a cache of bf16 there is one kernel.
+- Cells. They must lie in the order of positions: see cells in cache.py.
+- Layouts. A model "in ram" is repacked for the processor, and repacked formats sum in another
+  order (measured: Q4_0, Q4_K; Q8_0 kept its bits). An exact backend keeps the file's layout, so
+  that the budget decides nothing. On two cores with AVX2, passes of 1, 8 and 32 rows then took
+  2.1, 1.6 and 1.4 times as long for Q4_0 and 1.0, 2.0 and 1.1 times as long for Q4_K.
+
+The first two are tried out on the model's own formats and shapes (row_checks.py), once for a
+machine, a version of llama.cpp and a number of threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backends.contract.curve import ComputeCurve
+from backends.contract.exactness import Exactness
+from backends.llama.ggml import load_ggml
+from backends.llama.hparams import CACHE_TYPES
+from backends.llama.library import llama_version, load_library
+from backends.llama.model import GgufModel
+from backends.llama.row_checks import (
+    CANDIDATES,
+    Attention,
+    Product,
+    attention_runs,
+    fewer_outputs,
+    least_rows,
+    product_runs,
+)
+from offload.formats.gguf_header import GGML_TYPES
+from offload.formats.tensors import TensorRecord
+from offload.process.remembered import cache_folder, recall, remember
+
+_VERSION = 1  # of the checks: figures of another one are found out again
+_TYPE_IDS = {kind.name: number for number, kind in GGML_TYPES.items()}
+_KEPT_BLOCKS = 64
+_SLOW_TO_MAKE = ("IQ1", "IQ2", "IQ3")
+"""Formats whose tables take ggml seconds to build: their blocks come from the file."""
+_CHOICES = ("f16", "bf16")
+"""Types of the cache to try, where the user names none."""
+
+
+@dataclass(frozen=True)
+class ExactRun:
+    """How to run a model so that its rows keep their bits, or why that cannot be."""
+
+    exactness: Exactness
+    type_k: str
+    type_v: str
+
+
+def filled_up(curve: ComputeCurve, n_least_rows: int) -> ComputeCurve:
+    """Of passes of at least so many rows: fewer take as long."""
+    if n_least_rows == 1:
+        return curve
+    rows = tuple(sorted({*curve.rows, n_least_rows}))
+    at = [max(n, n_least_rows) for n in rows]
+    alone = tuple(curve.seconds(n) for n in at)
+    beside = tuple(curve.seconds(n) * curve.beside_factor(n) for n in at)
+    return ComputeCurve(rows, alone, beside)
+
+
+def find_exact_run(
+    model: GgufModel, n_threads: int, type_k: str | None, type_v: str | None
+) -> ExactRun:
+    """Takes a tenth of a second for a small model and a few for a large one; then remembered.
+
+    type_k, type_v: of the KV cache, as the user wants them; chosen here when None.
+    """
+    likely = ExactRun(Exactness(False), type_k or _CHOICES[0], type_v or _CHOICES[0])
+    if reason := _refusal(model):
+        return _not_exact(likely, reason)
+    checks = _Checks(n_threads)
+    try:
+        n_rows = 1
+        for product, record in _products(model, n_threads):
+            found = checks.product(product, record)
+            if found is None:
+                return _not_exact(likely, _product_reason(record, product.has_experts))
+            n_rows = max(n_rows, found)
+        return _with_cache_types(model, checks, likely, n_rows, (type_k, type_v))
+    finally:
+        checks.save()
+
+
+def _with_cache_types(
+    model: GgufModel,
+    checks: _Checks,
+    likely: ExactRun,
+    n_rows: int,
+    wanted: tuple[str | None, str | None],
+) -> ExactRun:
+    for choice in _CHOICES:
+        type_k, type_v = (name or choice for name in wanted)
+        found = [checks.attention(kind) for kind in _attentions(model, type_k, type_v)]
+        if None not in found:
+            n_least = max([n_rows, *(n for n in found if n is not None)])
+            return ExactRun(Exactness(True, n_least_rows=n_least), type_k, type_v)
+    names = sorted({name for name in wanted if name})
+    if not names:
+        return _not_exact(likely, "its attention sums in an order that depends on the pass")
+    return _not_exact(
+        likely,
+        f"a KV cache of {' and '.join(names)} is summed in another order for one row than for "
+        "many: leave out --cache-type-k and --cache-type-v",
+    )
+
+
+def _not_exact(run: ExactRun, reason: str) -> ExactRun:
+    return ExactRun(Exactness(False, reason), run.type_k, run.type_v)
+
+
+def _refusal(model: GgufModel) -> str:
+    """Why a model cannot be exact whatever its numbers, or nothing."""
+    shapes = model.kv_shape.layers
+    if any(layer.index_length for layer in shapes):
+        return f"{model.architecture} chooses the tokens that it attends to by an index"
+    if any(layer.value_length and layer.value_length != layer.key_length for layer in shapes):
+        return (
+            "keys and values of different lengths run without flash attention, which sums in an "
+            "order that depends on the other rows"
+        )
+    return ""
+
+
+def _product_reason(record: TensorRecord, has_experts: bool) -> str:
+    if has_experts:
+        return (
+            f"experts in {record.dtype} are summed in another order where a pass sends them many "
+            "rows: use a file in Q4_0 or Q8_0"
+        )
+    return f"on this machine, products of {record.dtype} depend on the other rows of a pass"
+
+
+def _products(model: GgufModel, n_threads: int) -> Iterator[tuple[Product, TensorRecord]]:
+    """Each kind of product once, with a tensor of that kind."""
+    seen = set()
+    inner = (record for layer in model.layers for record in layer.tensors)
+    outer = (r for r in model.outer_records if model.is_tied or r.name != "token_embd.weight")
+    for record in (*inner, *outer):
+        if len(record.shape) < 2:
+            continue
+        n_out = fewer_outputs(record.shape[-2], n_threads)
+        has_experts = "_exps." in record.name
+        product = Product(_TYPE_IDS[record.dtype], record.shape[-1], n_out, has_experts)
+        if product not in seen:
+            seen.add(product)
+            yield product, record
+
+
+def _attentions(model: GgufModel, type_k: str, type_v: str) -> Iterable[Attention]:
+    types = (_TYPE_IDS[CACHE_TYPES[type_k]], _TYPE_IDS[CACHE_TYPES[type_v]])
+    # A compressed cache (MLA) holds a value in the beginning of its key.
+    lengths = {(x.key_length, x.value_length or x.key_length) for x in model.kv_shape.layers}
+    return [Attention(*pair, *types) for pair in sorted(lengths)]
+
+
+class _Checks:
+    """Results of checks on this machine: remembered ones, and those that are run now."""
+
+    def __init__(self, n_threads: int) -> None:
+        self._n_threads = n_threads
+        system = load_library().llama_print_system_info() or b""
+        self._machine = f"{_VERSION} {llama_version()} {system.decode()} {_processor()}"
+        digest = hashlib.sha256(f"{self._machine} {n_threads}".encode()).hexdigest()[:16]
+        self._path = cache_folder() / f"exact-{digest}.json"
+        known = recall(self._path)
+        self._known: dict[str, Any] = known if isinstance(known, dict) else {}
+        self._is_changed = False
+
+    def product(self, product: Product, record: TensorRecord) -> int | None:
+        def run() -> int | None:
+            blocks = _file_blocks(record) if record.dtype.startswith(_SLOW_TO_MAKE) else None
+            return least_rows(product_runs(product, self._n_threads, blocks))
+
+        return self._find(f"product {json.dumps(astuple(product))}", run)
+
+    def attention(self, kind: Attention) -> int | None:
+        def run() -> int | None:
+            return least_rows(attention_runs(kind, self._n_threads))
+
+        return self._find(f"attention {json.dumps(astuple(kind))}", run)
+
+    def _find(self, key: str, run: Callable[[], int | None]) -> int | None:
+        found = self._known.get(key, "unknown")
+        if found is not None and found not in CANDIDATES:
+            try:
+                found = run()
+            except ValueError:  # ggml has no such numbers to try it with
+                found = None
+            self._known[key], self._is_changed = found, True
+        return found
+
+    def save(self) -> None:
+        if self._is_changed:
+            remember(self._path, self._known, "whether this machine's products are exact")
+            self._is_changed = False
+
+
+def _processor() -> str:
+    """Its name and what it can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    wanted = ("model name", "flags", "CPU part", "Features")
+    first = {line.split("\t")[0].split(":")[0].strip(): line for line in reversed(lines)}
+    return " ".join(first[name] for name in wanted if name in first)
+
+
+def _file_blocks(record: TensorRecord) -> np.ndarray:
+    """The first blocks of a tensor, as bytes [n, bytes of a block]."""
+    size = load_ggml().block_bytes(_TYPE_IDS[record.dtype])
+    n_blocks = min(_KEPT_BLOCKS, record.n_bytes // size)
+    with record.path.open("rb") as file:
+        file.seek(record.offset)
+        return np.frombuffer(file.read(n_blocks * size), dtype=np.uint8).reshape(n_blocks, size)

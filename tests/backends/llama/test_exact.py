@@ -1,0 +1,285 @@
+"""llama.cpp to the bit: a row of logits is a function of the tokens before it, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from gguf_models import save_tiny_gguf
+from gguf_streaming import exercise, residency, same
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+pytest.importorskip("llama_cpp")
+pytest.importorskip("gguf")
+
+from backends.contract.backend import PREFIX, BackendError, ContextFull
+from backends.contract.source import BackendOptions, Loading
+from backends.llama.source import GgufSource
+from offload.residency.plan import plan_residency
+
+pytestmark = pytest.mark.gguf
+CONTEXT, MAX_NODES = 60, 20
+TOKENS = st.integers(3, 95)
+
+
+def make_source(path):
+    return GgufSource(path, BackendOptions(n_threads=1, is_exact=True))
+
+
+def load(source, max_context=CONTEXT, load_mode="mmap", residency=None):
+    whole = plan_residency(source.layers, 1 << 40)
+    return source.load(Loading(residency or whole, max_context, MAX_NODES, MAX_NODES, load_mode))
+
+
+class Plain:
+    """Rows of logits by one token per pass, remembered by their text."""
+
+    def __init__(self, backend):
+        self.backend, self.rows = backend, {}
+
+    def row(self, text):
+        backend, text = self.backend, tuple(text)
+        if text not in self.rows:
+            n_shared = next(n for n in range(len(text), -1, -1) if self.is_committed(text[:n]))
+            backend.rollback(min(n_shared, len(text) - 1))
+            for n in range(backend.n_committed, len(text)):
+                ids, rows = backend.extend([text[n]], [PREFIX])
+                backend.commit(ids)
+                self.rows[text[: n + 1]] = rows[0]
+        return self.rows[text]
+
+    def is_committed(self, text):
+        return tuple(self.backend.committed_ids[: len(text)]) == text
+
+
+class ExactMachine(RuleBasedStateMachine):
+    """Any history: every row that it gives is the plain one's, bit for bit."""
+
+    backend: object
+    plain: Plain
+
+    @initialize(prompt=st.lists(TOKENS, min_size=1, max_size=20))
+    def begin(self, prompt):
+        self.backend.rollback(0)
+        self.text, self.live = [], {}
+        self.prefill(prompt)
+
+    def check(self, row, text):
+        assert np.array_equal(row, self.plain.row(text))
+
+    @rule(data=st.data(), n=st.integers(1, 9))
+    def extend(self, data, n):
+        first, parents, tokens, paths = self.backend.next_node_id, [], [], {}
+        for i in range(n):
+            parent = data.draw(st.sampled_from([PREFIX, *self.live, *paths]))
+            parents.append(parent)
+            tokens.append(data.draw(TOKENS))
+            paths[first + i] = (*{**self.live, **paths}.get(parent, ()), tokens[-1])
+        depth = max(len(path) for path in paths.values())
+        if len(self.live) + n > MAX_NODES or len(self.text) + depth > CONTEXT:
+            return
+        rows = data.draw(st.none() | st.lists(st.integers(0, n - 1), min_size=1, max_size=n))
+        ids, logits = self.backend.extend(tokens, parents, rows)
+        for row, values in zip(range(n) if rows is None else rows, logits, strict=True):
+            self.check(values, [*self.text, *paths[ids[row]]])
+        self.live.update(paths)
+
+    def path(self, node):
+        return self.backend._tree.table.path(node)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), is_empty=st.booleans())
+    def commit(self, data, is_empty):
+        path = [] if is_empty else self.path(data.draw(st.sampled_from(list(self.live))))
+        below = [n for n in self.live if self.path(n)[:-1] == path]
+        keep = [n for n in below if data.draw(st.booleans())]
+        kept = [n for n in self.live if set(keep) & set(self.path(n))]
+        self.text += self.live[path[-1]] if path else []
+        self.backend.commit(path, keep)
+        self.live = {n: self.live[n][len(path) :] for n in kept}
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def prune(self, data):
+        doomed = data.draw(st.lists(st.sampled_from(list(self.live)), min_size=1, max_size=3))
+        gone = [n for n in self.live if set(doomed) & set(self.path(n))]
+        self.backend.prune(doomed)
+        self.live = {n: t for n, t in self.live.items() if n not in gone}
+
+    @rule(data=st.data())
+    def rollback(self, data):
+        self.text = self.text[: data.draw(st.integers(0, len(self.text)))]
+        self.backend.rollback(len(self.text))
+        self.live = {}
+
+    @rule(tokens=st.lists(TOKENS, min_size=1, max_size=12))
+    def prefill(self, tokens):
+        if len(self.text) + len(tokens) <= CONTEXT:
+            self.text, self.live = [*self.text, *tokens], {}
+            self.check(self.backend.prefill(tokens), self.text)
+
+    @precondition(lambda self: self.text and self.backend.can_save_prefix)
+    @rule()
+    def restore(self):
+        tensors = self.backend.prefix_tensors()
+        buffers = {t.name: memoryview(bytearray(t.n_bytes)) for t in tensors}
+        self.backend.save_prefix(buffers)
+        self.backend.rollback(0)
+        self.backend.load_prefix(self.text, {t.name: (t, buffers[t.name]) for t in tensors})
+        self.live = {}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """What was found out about this machine is kept for the tests, and not for the user."""
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+
+
+def try_histories(backend, plain, **options):
+    machine = type("Machine", (ExactMachine,), {"backend": backend, "plain": Plain(plain)})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            **{"max_examples": 40, **options},
+            stateful_step_count=15,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"dtype": "F32"}),
+        ("gemma2", {"dtype": "F32"}),
+        ("qwen3moe", {"dtype": "F32"}),
+        ("llama", {"dtype": "F16"}),
+        ("llama", {"dtype": "Q8_0", "feed_forward": 64}),
+        ("llama", {"dtype": "Q4_K", "hidden": 256, "feed_forward": 256}),
+        ("llama", {"dtype": "Q6_K", "hidden": 256, "feed_forward": 256}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["dtype"],
+)
+def test_any_history_gives_the_bits_of_one_token_per_pass(family, options, tmp_path):
+    source = make_source(save_tiny_gguf(family, tmp_path / "m.gguf", n_layers=2, **options))
+    assert source.exactness.is_exact, source.exactness
+    with load(source) as backend, load(source) as plain:
+        try_histories(backend, plain)
+
+
+# --- other ways of running it ---------------------------------------------------------------------
+
+
+def long_text(n_tokens):
+    return np.random.default_rng(0).integers(3, 96, n_tokens).tolist()
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "F16"), ("gemma2", "F32")])
+def test_prefixes_of_many_cells(family, dtype, tmp_path):
+    """llama.cpp has kernels of their own for 512 cells and more, and for many rows."""
+    text = long_text(1100)
+    path = save_tiny_gguf(family, tmp_path / "m.gguf", n_layers=2, dtype=dtype, n_ctx=1200)
+    source = make_source(path)
+    with load(source, 1200) as backend, load(source, 1200) as one:
+        plain = Plain(one)
+        plain.row(text)
+        for lengths in ([1100], [513, 587], [700, 1, 399]):
+            backend.rollback(0)
+            for start, n in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
+                row = backend.prefill(text[start : start + n])
+                assert np.array_equal(row, plain.row(text[: start + n]))
+        backend.rollback(600)
+        first = backend.next_node_id
+        tree = [PREFIX, PREFIX, first + 1, PREFIX, first + 1, first + 4]
+        ids, rows = backend.extend([9, text[600], 5, 6, text[601], text[602]], tree)
+        for i, n in ((1, 601), (4, 602), (5, 603)):
+            assert np.array_equal(rows[i], plain.row(text[:n]))
+        backend.commit([ids[1], ids[4]], keep=[ids[5]])
+        _, rows = backend.extend(text[603:605], [ids[5], backend.next_node_id])
+        assert np.array_equal(rows[-1], plain.row(text[:605]))
+
+
+@pytest.mark.parametrize("dtype", ["Q4_0", "Q4_K", "F16"])
+def test_where_the_weights_are_decides_nothing(dtype, tmp_path):
+    """Streamed, left to the page cache, or in memory, which else repacks them."""
+    sizes = {"hidden": 256, "feed_forward": 256}
+    path = save_tiny_gguf("llama", tmp_path / "m.gguf", n_layers=3, dtype=dtype, **sizes)
+    source = make_source(path)
+    assert source.exactness.is_exact
+    ring = residency(source.layers)
+    with (
+        load(source) as mapped,
+        load(source, load_mode="ram") as held,
+        load(source, load_mode="stream", residency=ring) as streamed,
+    ):
+        expected = exercise(mapped)
+        assert same(expected, exercise(held))
+        assert same(expected, exercise(streamed))
+        assert streamed.stream_use.bytes_streamed > 0
+
+
+def test_the_last_tokens_of_a_context_have_room(tmp_path):
+    """Rows that fill a pass up take cells, too."""
+    sizes = {"hidden": 256, "feed_forward": 256}
+    path = save_tiny_gguf("llama", tmp_path / "m.gguf", n_layers=1, dtype="Q4_K", **sizes)
+    source, text = make_source(path), long_text(256)
+    assert source.exactness.n_least_rows > 1
+    with load(source, 256) as backend, load(source, 256) as one:
+        assert backend.node_room == MAX_NODES
+        backend.prefill(text[:255])
+        assert backend.node_room == MAX_NODES
+        ids, rows = backend.extend([text[255]] * MAX_NODES, [PREFIX] * MAX_NODES)
+        assert np.array_equal(rows[3], Plain(one).row(text))
+        backend.commit(ids[3:4])
+        with pytest.raises(ContextFull):
+            backend.extend([5], [PREFIX])
+        assert backend.n_committed == 256
+        assert backend.kv_bytes == source.kv_bytes(256, MAX_NODES)
+
+
+def test_a_prefix_in_another_order_is_refused(tmp_path):
+    source = make_source(save_tiny_gguf("llama", tmp_path / "m.gguf", n_layers=1))
+    with load(source) as backend:
+        leave_gaps(backend)
+        backend.prefill([3, 4])
+        backend.commit(backend.extend([9, 5], [PREFIX, PREFIX])[0][1:])
+        backend.commit(backend.extend([6], [PREFIX])[0])
+        (tensor,) = backend.prefix_tensors()
+        buffer = memoryview(bytearray(tensor.n_bytes))
+        backend.save_prefix({tensor.name: buffer})
+        with pytest.raises(BackendError, match="the saved KV is not"):
+            backend.load_prefix([3, 4, 5, 6], {tensor.name: (tensor, buffer)})
+        assert backend.n_committed == 0
+
+
+# --- what it takes --------------------------------------------------------------------------------
+
+
+def leave_gaps(backend):
+    backend._tree._state = None
+
+
+def leave_passes_short(backend):
+    unfilled = replace(backend._options.exactness, n_least_rows=1)
+    backend._options = replace(backend._options, exactness=unfilled)
+
+
+@pytest.mark.parametrize("mistake", [leave_gaps, leave_passes_short])
+def test_without_one_of_its_parts_bits_differ(mistake, tmp_path):
+    source = make_source(save_tiny_gguf("llama", tmp_path / "m.gguf", n_layers=2))
+    with load(source) as backend, load(source) as plain:
+        mistake(backend)
+        with pytest.raises(AssertionError):
+            try_histories(backend, plain, max_examples=300, phases=[Phase.generate])
