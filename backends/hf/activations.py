@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
-from backends.hf.attention import MAX_SCORE_BYTES, SEGMENTED
+from backends.attention.interface import KEYS_BY_ROW
+from backends.attention.segments import MAX_SCORE_BYTES
 from backends.hf.backend import CHUNK_ROWS
 from backends.hf.layer_runner import MAX_MASK_BYTES
 from backends.hf.model import HfModel
@@ -49,7 +50,7 @@ def activation_bytes(model: HfModel, ctx_size: int, max_rows: int, *, on_gpu: bo
     rotary = 2 * ctx_size * _head_dim(config) * itemsize
     chunk = _chunk_bytes(model)
     logits = max_rows * model.vocab_size * _logit_bytes(model, on_gpu)
-    if model.attention == SEGMENTED:
+    if model.attention == KEYS_BY_ROW:
         attention = _segmented_bytes(model, ctx_size, _kernel_bytes(model, on_gpu))
         masks = _segment_mask_bytes(model, ctx_size, max_rows)
     else:

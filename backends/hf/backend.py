@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,12 +22,12 @@ import torch
 
 from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.contract.mending import MendingBackend
-from backends.hf.attention import SEGMENTED
+from backends.attention.layout import CausalLayout, PassLayout
+from backends.attention.masks import alibi_bias
 from backends.hf.cache import TreeCache
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.forward import prepare_buffers, run_model
+from backends.hf.forward import mask_maker, prepare_buffers, run_model
 from backends.hf.layer_runner import LayerRunner, PassState, bind, unbind
-from backends.hf.layout import CausalLayout, PassLayout
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
 from backends.hf.weights import TorchWeights
@@ -43,6 +44,7 @@ class TorchBackend(MendingBackend):
     """A Hugging Face checkpoint, computed where `weights` has it; `weights` is closed with it.
 
     cache_rows: rows of the KV cache that are allocated with its first one; more follow use.
+    least_rows: rows that a pass is filled up to, so that it is exact (see `Exactness`).
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class TorchBackend(MendingBackend):
         max_context: int | None = None,
         max_nodes: int | None = None,
         cache_rows: int = 0,
+        least_rows: int = 1,
     ) -> None:
         self._model, self._weights = model, weights
+        self._least_rows = least_rows
         self._has_whole_cache = cache_rows > 0
         self.max_nodes = max_nodes
         self.vocab_size = model.vocab_size
@@ -87,18 +91,24 @@ class TorchBackend(MendingBackend):
         ]
 
     @classmethod
-    def resident(cls, directory: Path, *, max_context: int | None = None) -> TorchBackend:
+    def resident(
+        cls, directory: Path, *, max_context: int | None = None, least_rows: int = 1
+    ) -> TorchBackend:
         """Load a whole checkpoint into the memory of the CPU."""
-        return cls.held_in_memory(load_hf_model(directory), max_context=max_context)
+        model = load_hf_model(directory)
+        return cls.held_in_memory(model, max_context=max_context, least_rows=least_rows)
 
     @classmethod
-    def held_in_memory(cls, model: HfModel, *, max_context: int | None = None) -> TorchBackend:
+    def held_in_memory(
+        cls, model: HfModel, *, max_context: int | None = None, least_rows: int = 1
+    ) -> TorchBackend:
         """A backend on the CPU that streams nothing."""
         layers = [
             layer.with_resident(frozenset(t.name for t in layer.tensors))
             for layer in model.layer_weights
         ]
-        return cls(model, CpuWeights(model, layers, 0), max_context=max_context)
+        weights = CpuWeights(model, layers, 0)
+        return cls(model, weights, max_context=max_context, least_rows=least_rows)
 
     def sibling(self, *, max_context: int, max_nodes: int, max_rows: int) -> TorchBackend:
         """See Backend.sibling; the passes of the two take turns."""
@@ -199,27 +209,37 @@ class TorchBackend(MendingBackend):
     def _forward(self, token_ids: Sequence[int], layout: PassLayout, rows: list[int]) -> np.ndarray:
         """Run the model over new rows; float32 logits [len(rows), vocab]."""
         self._is_cancelled = False
-        device, dtype = self._weights.device, self._model.dtype
-        state = PassState(
-            layout,
-            dtype,
-            CHUNK_ROWS,
-            self._slopes,
-            device,
-            is_segmented=self._model.attention == SEGMENTED,
-            check_cancel=self._check_cancel,
-        )
+        device = self._weights.device
+        n_keys = layout.prefix + len(layout.node_positions)
+        n_more = max(0, self._least_rows - len(token_ids))
+        if n_more:
+            layout = layout.padded(n_more)
+        wanted = rows + rows[-1:] * (self._least_rows - len(rows))
+        state = self._pass_state(layout)
         with self._turn:
             for runner in self._runners:
                 runner.state = state
             logits = run_model(
                 self._model,
                 self._cache,
-                torch.tensor([list(token_ids)], device=device),
+                torch.tensor([[*token_ids, *token_ids[-1:] * n_more]], device=device),
                 torch.from_numpy(layout.new_positions)[None].to(device),
-                torch.tensor(rows, device=device),
+                torch.tensor(wanted, device=device),
             )
-            return self._weights.on_host(logits)
+            self._cache.truncate(n_keys)
+            return self._weights.on_host(logits[: len(rows)])
+
+    def _pass_state(self, layout: PassLayout) -> PassState:
+        make = mask_maker(self._model, self._weights.device)
+        alibi = partial(alibi_bias, self._slopes, layout, dtype=self._model.dtype)
+        return PassState(
+            layout,
+            make,
+            CHUNK_ROWS,
+            self._least_rows,
+            None if self._slopes is None else alibi,
+            self._check_cancel,
+        )
 
     def _repair(self, n_intact: int) -> None:
         self._cache.abort(n_intact)

@@ -139,7 +139,7 @@ class TreeCache(Cache):
 
     def rollback(self, length: int) -> None:
         self.table.rollback(length)
-        self._truncate()
+        self.truncate(self.table.n_rows)
 
     def abort(self, n_intact: int | None = None) -> None:
         """Drop every live node, and rows that a broken forward left in some layers only.
@@ -150,7 +150,7 @@ class TreeCache(Cache):
         if n_intact is not None:
             self.table.cut(n_intact)
         self.table.drop_live()
-        self._truncate()
+        self.truncate(self.table.n_rows)
 
     def free(self) -> None:
         """Give the memory back; the cache is empty afterwards."""
@@ -178,7 +178,7 @@ class TreeCache(Cache):
     def _select(self, prefix: int, order: list[int]) -> None:
         """Let every layer keep its prefix and these live rows, in this order."""
         if order == list(range(len(order))):  # rows already lie where they belong
-            self._truncate()
+            self.truncate(self.table.n_rows)
             return
         initialized = [layer for layer in self.layers if layer.is_initialized]
         if initialized:  # all on one device, to which the order goes once
@@ -186,9 +186,10 @@ class TreeCache(Cache):
             for layer in initialized:
                 layer.select(prefix, index)
 
-    def _truncate(self) -> None:
+    def truncate(self, n_rows: int) -> None:
+        """Drop the rows after the first n_rows."""
         for layer in self.layers:
-            layer.n_rows = min(layer.n_rows, self.table.n_rows)
+            layer.n_rows = min(layer.n_rows, n_rows)
 
 
 def whole_blocks(n_rows: int) -> int:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from backends.attention.blocked_mask import blocked_mask
+from backends.attention.interface import KEYS_BY_ROW
+from backends.attention.masks import additive_mask, segmented_mask
 from backends.hf.cache import TreeCache
+from backends.hf.layer_runner import MakeMask
 from backends.hf.model import HfModel
 
 
@@ -18,6 +24,14 @@ def prepare_buffers(model: HfModel, device: torch.device) -> torch.Tensor | None
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
     return _alibi_slopes(model, device)
+
+
+def mask_maker(model: HfModel, device: torch.device) -> MakeMask:
+    """What a model's attention computes with, on a device."""
+    if model.takes_blocks and device.type == "cpu":
+        return blocked_mask
+    make = segmented_mask if model.attention == KEYS_BY_ROW else additive_mask
+    return partial(make, dtype=model.dtype, device=device)
 
 
 def run_model(

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from backends.hf.layout import PassLayout
-from backends.hf.masks import SegmentedMask, additive_mask, alibi_bias, segmented_mask
+from backends.attention.interface import KeyMask
+from backends.attention.layout import PassLayout
 from backends.hf.model import TORCH_DTYPES, BoundTensor
 from backends.hf.weights import RawTensors
 from offload.formats.tensors import TensorRecord
@@ -24,6 +24,9 @@ from offload.ring.slots import Check
 from offload.units import MIB
 
 MAX_MASK_BYTES = 16 * MIB
+Mask = torch.Tensor | KeyMask
+"""Additive [1, 1, rows, keys], or what the attention of backends/attention computes with."""
+MakeMask = Callable[[PassLayout, int, int, int | None], Mask]
 OpenLayer = Callable[[int, Check], AbstractContextManager[RawTensors]]
 """See TorchWeights.layer."""
 
@@ -31,8 +34,8 @@ OpenLayer = Callable[[int, Check], AbstractContextManager[RawTensors]]
 class PassState:
     """What every layer of one forward shares: the layout and the masks made from it.
 
-    is_segmented: whether attention computes in segments (backends/hf/attention.py), not with whole
-        masks.
+    make_mask: of the layout's rows start..end, with the window of a layer.
+    least_rows: of a chunk; a pass has as many.
     check_cancel: raises where the forward is to end; called before a layer, while it is waited for,
         and between its chunks.
     """
@@ -40,46 +43,37 @@ class PassState:
     def __init__(
         self,
         layout: PassLayout,
-        dtype: torch.dtype,
+        make_mask: MakeMask,
         chunk_rows: int,
-        alibi_slopes: torch.Tensor | None = None,
-        device: torch.device | None = None,
-        *,
-        is_segmented: bool = False,
+        least_rows: int,
+        alibi: Callable[[int], torch.Tensor] | None = None,
         check_cancel: Check = lambda: None,
     ) -> None:
         self.layout = layout
         self.check_cancel = check_cancel
-        self.chunk_rows = chunk_rows
-        self._dtype = dtype
-        self._slopes = alibi_slopes
-        self._device = device
-        self._is_segmented = is_segmented
-        self._masks: dict[tuple[int, int, int | None], torch.Tensor | SegmentedMask] = {}
+        self.alibi = alibi
+        self._chunk_rows, self._least_rows = chunk_rows, least_rows
+        self._make_mask = make_mask
+        self._masks: dict[tuple[int, int, int | None], Mask] = {}
 
-    def mask(self, start: int, end: int, window: int | None) -> torch.Tensor | SegmentedMask:
-        """Of the new rows start..end: additive [1, 1, end - start, keys], or its segments.
-
-        Kept while all layers use the same one.
-        """
+    def mask(self, start: int, end: int, window: int | None) -> Mask:
+        """Of the new rows start..end; kept while all layers use the same one."""
         key = (start, end, window)
         if key not in self._masks:
             if self._n_kept_bytes() > MAX_MASK_BYTES:
                 self._masks.clear()  # a long prompt: made anew for every layer
-            self._masks[key] = self._new_mask(start, end, window)
+            self._masks[key] = self._make_mask(self.layout, start, end, window)
         return self._masks[key]
 
-    def _new_mask(self, start: int, end: int, window: int | None) -> torch.Tensor | SegmentedMask:
-        make = segmented_mask if self._is_segmented else additive_mask
-        return make(self.layout, start, end, window, self._dtype, self._device)
+    def chunks(self, n_rows: int) -> list[tuple[int, int]]:
+        """(start, end) of the rows that go through a layer together."""
+        starts = list(range(0, n_rows, self._chunk_rows))
+        if n_rows - starts[-1] < self._least_rows:
+            starts[-1] = max(0, n_rows - self._least_rows)
+        return list(zip(starts, [*starts[1:], n_rows], strict=True))
 
     def _n_kept_bytes(self) -> int:
         return sum(mask.nbytes for mask in self._masks.values())
-
-    def alibi(self, end: int) -> torch.Tensor | None:
-        if self._slopes is None:
-            return None
-        return alibi_bias(self._slopes, self.layout, end, self._dtype)
 
 
 class LayerRunner:
@@ -136,13 +130,13 @@ class LayerRunner:
         return {**dict(list(positional.items())[1:]), **kwargs}
 
     def _in_chunks(self, state: PassState, hidden: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        n_rows, step = hidden.shape[1], state.chunk_rows
-        if n_rows <= step:
+        n_rows = hidden.shape[1]
+        chunks = state.chunks(n_rows)
+        if len(chunks) == 1:
             return self._forward(hidden, **self._adapt(state, kwargs, 0, n_rows))
         outputs = []
-        for start in range(0, n_rows, step):
+        for start, end in chunks:
             state.check_cancel()
-            end = min(start + step, n_rows)
             rows = {key: slice_rows(arg, start, end, n_rows) for key, arg in kwargs.items()}
             output = self._forward(hidden[:, start:end], **self._adapt(state, rows, start, end))
             outputs.append(output[0] if isinstance(output, tuple) else output)
@@ -155,7 +149,7 @@ class LayerRunner:
         """Put the real mask (and ALiBi bias) of these rows where placeholders came through."""
         adapted = dict(kwargs)
         adapted["attention_mask"] = state.mask(start, end, self._window)
-        if "alibi" in adapted:
+        if state.alibi is not None and "alibi" in adapted:
             adapted["alibi"] = state.alibi(end)
         return adapted
 

@@ -25,7 +25,8 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from backends.contract.backend import UnsupportedModel, one_line
-from backends.hf.attention import SEGMENTED, supports_segments
+from backends.attention.families import adapt
+from backends.attention.interface import KEYS_BY_ROW, hands_mask_on
 from backends.hf.config import context_limit, declared, kv_values_per_token, load_config
 from backends.hf.layer_count import check_layers_used, refuse_absurd_count
 from backends.hf.raw_config import refuse_nonsense
@@ -59,6 +60,8 @@ class HfModel:
     layer_tensors: tuple[tuple[BoundTensor, ...], ...]
     outer_tensors: tuple[BoundTensor, ...]
     """Embeddings, final norm and head; a tied tensor appears once for each place it serves."""
+    is_adapted: bool = False
+    """Attention code of the family's own was replaced (backends/attention/families.py)."""
 
     @property
     def layer_weights(self) -> tuple[LayerWeights, ...]:
@@ -81,10 +84,15 @@ class HfModel:
     def attention(self) -> str:
         """How attention is computed, as transformers names it.
 
-        SEGMENTED, or with whole masks "sdpa" or "eager": families with attention of their own
-        (ALiBi), with sinks, or that compute with the mask themselves.
+        KEYS_BY_ROW, or with whole masks "sdpa" or "eager": families with attention of their own, or
+        that compute with the mask themselves.
         """
         return str(self.config._attn_implementation)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether attention on a CPU is computed in blocks of keys, and so exactly."""
+        return self.is_adapted or self.attention == KEYS_BY_ROW
 
     @property
     def converted_bytes(self) -> int:
@@ -163,7 +171,7 @@ def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
 
 
 def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with real buffers and no weights; attention in segments where the family can."""
+    """The model with real buffers and no weights; attention as the masks say where the family can."""
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     attention = _attention(architecture, config)
     try:
@@ -181,9 +189,9 @@ def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 
 def _attention(architecture: type[PreTrainedModel], config: PreTrainedConfig) -> str:
     """The fastest of transformers' attention implementations that the family has."""
-    if supports_segments(architecture, config):
-        return SEGMENTED
     softcap = getattr(config, "attn_logit_softcapping", None)
+    if hands_mask_on(architecture, bool(softcap)):
+        return KEYS_BY_ROW
     return "sdpa" if architecture._supports_sdpa and not softcap else "eager"
 
 
@@ -231,7 +239,15 @@ def match_checkpoint(
             f"{directory} lacks {len(missing)} tensors of {type(model).__name__}, "
             f"first {missing[0]}: the download is incomplete or the config is another model's"
         )
-    return HfModel(model, model.config, dtype, layers, tuple(map(tuple, per_layer)), tuple(outer))
+    return HfModel(
+        model,
+        model.config,
+        dtype,
+        layers,
+        tuple(map(tuple, per_layer)),
+        tuple(outer),
+        is_adapted=adapt(model),
+    )
 
 
 def decoder_layers(model: PreTrainedModel, base: Any) -> tuple[str, tuple[nn.Module, ...]]:

@@ -1,7 +1,7 @@
 """How long the ways of computing a tree pass's attention take on a device: which one to build on.
 
 `whole` is what transformers does with a mask over all keys: keys and values repeated for every
-query head, then SDPA. `segments` is backends/hf/attention.py. Both ways get the same tensors, and
+query head, then SDPA. `segments` is backends/attention/segments.py. Both ways get the same tensors, and
 their outputs are compared.
 """
 
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from backends.hf.attention import segmented_attention
-from backends.hf.layout import PassLayout
-from backends.hf.masks import additive_mask, segmented_mask
+from backends.attention.segments import attend_segments
+from backends.attention.layout import PassLayout
+from backends.attention.masks import additive_mask, segmented_mask
 
 
 @dataclass(frozen=True)

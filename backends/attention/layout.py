@@ -3,7 +3,7 @@
 Windows are by position, since the rows of a tree are not in the order of their positions. Nearly
 all of a mask would be zeros, because every node sees the prefix. So a layout can also be asked for
 `spans`: runs of keys, of which only those that some rows see and others do not come with a mask
-(backends/hf/attention.py computes with them).
+(backends/attention/segments.py computes with them).
 """
 
 from __future__ import annotations
@@ -58,14 +58,31 @@ class PassLayout:
         nodes = self.node_positions[: self.first_new + end]
         return np.concatenate([np.arange(self.prefix, dtype=np.int64), nodes])
 
-    def allowed(self, start: int, end: int, window: int | None) -> np.ndarray:
-        """Bool [end - start, keys]: what the new rows start..end may look at."""
+    def n_in_order(self, start: int) -> int:
+        """So many first keys are in the order of positions and before all rows from `start` on."""
+        return self.prefix
+
+    def allowed(self, start: int, end: int, window: int | None, first: int = 0) -> np.ndarray:
+        """Bool [end - start, keys]: what the new rows start..end may look at.
+
+        first: the first key asked for, of those that `n_in_order` counts.
+        """
         nodes = self.visible[start:end, : self.first_new + end]
-        allowed = np.concatenate([np.ones((end - start, self.prefix), dtype=bool), nodes], axis=1)
+        before = np.ones((end - start, self.prefix - first), dtype=bool)
+        allowed = np.concatenate([before, nodes], axis=1)
         if window is not None:
-            distance = self.new_positions[start:end, None] - self.key_positions(end)[None, :]
-            allowed &= distance < window
+            positions = self.key_positions(end)[first:]
+            allowed &= self.new_positions[start:end, None] - positions[None, :] < window
         return allowed
+
+    def padded(self, n_more: int) -> PassLayout:
+        """With so many more rows behind, each as the last one is, whom no other row sees."""
+        last = np.repeat(self.visible[-1:], n_more, axis=0)
+        visible = np.concatenate([self.visible, last])
+        own = np.zeros((len(visible), n_more), dtype=bool)
+        own[self.n_new :] = np.eye(n_more, dtype=bool)
+        positions = np.pad(self.node_positions, (0, n_more), mode="edge")
+        return PassLayout(self.prefix, positions, np.concatenate([visible, own], axis=1))
 
     def spans(self, start: int, end: int, window: int | None) -> list[Span]:
         """Spans that cover all keys which any of the new rows start..end may look at, in order."""
@@ -85,17 +102,25 @@ class CausalLayout(PassLayout):
     The prompt's layout: the quadratic mask is made only for the rows asked for.
     """
 
-    def __init__(self, prefix: int, n_new: int) -> None:
+    def __init__(self, prefix: int, n_new: int, n_more: int = 0) -> None:
+        """n_more: rows at the last one's position, which fill a short run up."""
         positions = prefix + np.arange(n_new, dtype=np.int64)
-        super().__init__(prefix, positions, np.empty((n_new, 0), dtype=bool))
+        positions = np.pad(positions, (0, n_more), mode="edge")
+        super().__init__(prefix, positions, np.empty((n_new + n_more, 0), dtype=bool))
 
-    def allowed(self, start: int, end: int, window: int | None) -> np.ndarray:
-        first = self.prefix + start
-        allowed = np.ones((end - start, self.prefix + end), dtype=bool)
-        allowed[:, first:] = np.tri(end - start, dtype=bool)  # all before them is in view
+    def n_in_order(self, start: int) -> int:
+        return self.prefix + start
+
+    def allowed(self, start: int, end: int, window: int | None, first: int = 0) -> np.ndarray:
+        before = self.prefix + start - first
+        allowed = np.ones((end - start, before + end - start), dtype=bool)
+        allowed[:, before:] = np.tri(end - start, dtype=bool)  # all before them is in view
         if window is not None:
-            allowed &= ~np.tri(*allowed.shape, k=first - window, dtype=bool)
+            allowed &= ~np.tri(*allowed.shape, k=before - window, dtype=bool)
         return allowed
+
+    def padded(self, n_more: int) -> CausalLayout:
+        return CausalLayout(self.prefix, self.n_new, n_more)
 
     def spans(self, start: int, end: int, window: int | None) -> list[Span]:
         first, n_rows = self.prefix + start, end - start

@@ -1,4 +1,4 @@
-"""Attention over segments of the keys, merged: what a tree's rows need no mask for gets none.
+"""Attention on a GPU, over segments of the keys, merged: keys that all rows see need no mask.
 
 Every node of a tree sees the whole prefix, so a mask is needed for the few keys of the tree only:
 
@@ -10,35 +10,22 @@ That is softmax over all keys exactly (online softmax: Milakov & Gimelshein 2018
 FlashDecoding, Dao et al. 2023). Query heads that share keys and values are rows of one product, so
 keys and values are never repeated, and no kernel here keeps scores of nodes × context × heads.
 
-Registered with transformers as SEGMENTED; `supports_segments` tells which families compute with it.
+The borders of the segments depend on the pass, so it is not exact: see blocks.py.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import re
-import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.configuration_utils import PreTrainedConfig
 
-from backends.contract.backend import BackendError
-from backends.hf.masks import Segment, SegmentedMask
+from backends.attention.masks import Segment, SegmentedMask
 
-SEGMENTED = "specdec_segments"
-"""Name of this attention among those of transformers."""
 MAX_SCORE_BYTES = 32 << 20
 """Of the float32 scores that the plain kernel holds at a time, where no fused one will do."""
 _FUSED_HEAD_DIM = 256
 _FUSED_ALIGNMENT = 8
-_OUTSIDE = ("s_aux", "position_bias")
-"""What a family may add to its attention that segments know nothing of."""
-_ATTENTIVE_CLASS = re.compile(r"Attention|Layer$|Block$")
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 """Output [kv heads, group, rows, dim] over some keys, and log-sum-exp float32 [kv heads, group,
@@ -49,38 +36,33 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segment, float], Pa
 The keys are the segment's alone."""
 
 
-def segmented_attention(
-    module: torch.nn.Module,
+def attend_segments(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: SegmentedMask,
-    scaling: float | None = None,
+    mask: SegmentedMask,
+    scale: float,
     softcap: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of queries [1, heads, rows, dim] over keys and values [1, kv heads, keys, dim].
-
-    The interface is transformers' (AttentionInterface); windows are in the segments.
-    softcap: scores become softcap · tanh(scores / softcap) (Gemma 2).
-    Returns [1, rows, heads, value dim].
-    """
-    _check_arguments(module, key, attention_mask, kwargs)
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Output [1, rows, heads, value dim]; see `BlockedMask.attend`."""
     _, n_heads, n_rows, dim = query.shape
     n_kv_heads = key.shape[1]
-    scale = dim**-0.5 if scaling is None else scaling
     queries = query.reshape(n_kv_heads, n_heads // n_kv_heads, n_rows, dim)
     keys, values = key.transpose(0, 1), value.transpose(0, 1)
     kernel = choose_kernel(query, softcap, max(dim, value.shape[-1]))
     merged: Partial | None = None
-    for segment in attention_mask.segments:
+    for segment in mask.segments:
         span = slice(segment.start, segment.end)
         partial = kernel(queries, keys[:, :, span], values[:, :, span], segment, scale)
         merged = partial if merged is None else merge(merged, partial)
     assert merged is not None, "a row sees itself at least"
+    if sinks is not None:
+        scores = sinks.float().view(n_kv_heads, -1, 1).expand(merged[1].shape)
+        merged = merge(merged, (torch.zeros_like(merged[0]), scores))
     # Kernels differ in how their outputs lie in memory.
     output = merged[0].to(query.dtype).permute(2, 0, 1, 3).reshape(1, n_rows, n_heads, -1)
-    return output.contiguous(), None
+    return output.contiguous()
 
 
 def merge(first: Partial, second: Partial) -> Partial:
@@ -94,27 +76,9 @@ def choose_kernel(query: torch.Tensor, softcap: float | None, head_dim: int) -> 
     """The kernel for queries of that kind; head_dim: the wider one of keys and values."""
     if softcap is not None:
         return _SoftcapKernel(softcap)
-    if head_dim > _FUSED_HEAD_DIM:
+    if head_dim > _FUSED_HEAD_DIM or query.device.type != "cuda":
         return blockwise_kernel
-    if query.device.type == "cpu":
-        return cpu_kernel
-    if query.device.type == "cuda":
-        return _cuda_kernel(query)
-    return blockwise_kernel
-
-
-def cpu_kernel(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: Segment, scale: float
-) -> Partial:
-    """PyTorch's flash attention for CPUs, the one behind its scaled_dot_product_attention."""
-
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Partial:
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-            q, k, v, 0.0, segment.is_causal, attn_mask=segment.mask, scale=scale
-        )
-        return output, lse
-
-    return _fused(run, queries, keys, values, segment)
+    return _cuda_kernel(query)
 
 
 def cuda_flash_kernel(
@@ -196,52 +160,6 @@ class _SoftcapKernel:
         return blockwise_kernel(queries, keys, values, segment, scale, self._softcap)
 
 
-def supports_segments(architecture: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
-    """Whether a family's attention can be computed in segments; else it is given whole masks.
-
-    It must take its attention from transformers' interface, pass the mask on untouched, and add
-    nothing to plain attention but a softcap.
-    """
-    has_softcap = bool(getattr(config, "attn_logit_softcapping", None))
-    if not architecture._supports_attention_backend:
-        return False
-    if not architecture._supports_sdpa and not has_softcap:
-        return False  # sinks and the like
-    try:
-        source = inspect.getsource(sys.modules[architecture.__module__])
-    except (OSError, TypeError):
-        return False
-    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    attentive = [node for node in classes if _ATTENTIVE_CLASS.search(node.name)]
-    return not any(_looks_into_mask(node) for one in attentive for node in ast.walk(one))
-
-
-def _looks_into_mask(node: ast.AST) -> bool:
-    """Whether code reads or computes with `attention_mask` instead of handing it on."""
-    inner: list[ast.expr] = []
-    if isinstance(node, ast.Attribute | ast.Subscript):
-        inner = [node.value]
-    elif isinstance(node, ast.BinOp):
-        inner = [node.left, node.right]
-    return any(isinstance(part, ast.Name) and part.id == "attention_mask" for part in inner)
-
-
-def _check_arguments(
-    module: torch.nn.Module, key: torch.Tensor, mask: object, kwargs: dict[str, Any]
-) -> None:
-    """Raise BackendError for attention that would not be computed as its family means it."""
-    name = type(module).__name__
-    if not isinstance(mask, SegmentedMask):
-        raise BackendError(f"{name} was given no segments: its mask is {type(mask).__name__}")
-    if key.shape[0] != 1 or key.shape[2] != mask.n_keys:
-        raise BackendError(
-            f"{name} has keys {list(key.shape)}, its mask is for 1 sequence of {mask.n_keys}"
-        )
-    for argument in _OUTSIDE:
-        if kwargs.get(argument) is not None:
-            raise BackendError(f"{name} has {argument}, which attention in segments lacks")
-
-
 def _cuda_kernel(query: torch.Tensor) -> Kernel:
     """Flash attention takes half precision on Ampere and later; bf16 needs those in any case."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
@@ -296,6 +214,3 @@ def _unseen(scores: torch.Tensor, start: int) -> torch.Tensor:
     n_rows, n_keys = scores.shape[-2:]
     ones = torch.ones(n_rows, n_keys, dtype=torch.bool, device=scores.device)
     return ones.triu_(1 - start)
-
-
-AttentionInterface.register(SEGMENTED, segmented_attention)

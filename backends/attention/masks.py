@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from backends.hf.layout import PassLayout
+from backends.attention.layout import PassLayout
 
 _MASK_ALIGNMENT = 16
 """Elements to which rows of a mask are padded: the memory-efficient kernel of CUDA wants it."""

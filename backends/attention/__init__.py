@@ -1,0 +1,1 @@
+"""Who sees whom in a pass, and attention computed accordingly."""

@@ -1,0 +1,224 @@
+"""Exact attention on the CPU: the sums of a row have one order, whatever shares its pass.
+
+A row sums over the keys on its own path, from position 0 to its own. They are taken in blocks of
+BLOCK_KEYS positions, aligned to position 0:
+
+    positions   [ 0 .. 63 | 64 .. 127 | 128 .. 191 | 192 .. 201 ]
+    output    = ( o(0)   +  o(1)     +  o(2)      +  o(3) ) / l
+
+    m    = the largest score of the row            (a maximum has no order)
+    p(k) = exp(score(k) - m)                       0 for a key that the row does not see
+    o(b) = sum of p(k) v(k) over the keys of block b, by one product of matrices
+    l    = the same sums with v(k) = 1: one more column of the values
+
+The blocks are added in the order of positions. Within a block the product adds its terms one after
+the other, so zeros of keys that belong to other branches of a tree change nothing, wherever they
+stand (backends/hf/self_test.py holds the machine to that).
+
+All of it is float32: products of bf16 numbers are exact before they are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from offload.units import MIB
+
+BLOCK_KEYS = 64
+MOST_KEYS_IN_ORDER = 192
+"""Keys of one block, those of other branches included, that a product adds one after the other:
+libraries sum longer rows in parts (MKL on AVX2 somewhere between 193 and 256)."""
+LEAST_QUERIES = 4
+"""Rows of a product: for fewer, libraries have kernels that sum in another order."""
+MAX_SCRATCH_BYTES = 32 * MIB
+"""Of float32 keys and values together, and of scores."""
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows start..end of a pass, and the keys that any of them looks at, as columns of scores.
+
+    run: rows of the cache that are the first columns, as they lie.
+    picked int64 [keys]: those of the columns after them; along every path in the order of
+        positions.
+    widths: columns of each block, multiples of BLOCK_KEYS; what is more than its keys is hidden.
+    hidden bool [rows, columns]: what a row does not look at, of the last columns.
+    edge_hidden bool [rows, edge]: the same of the first ones, where a window ends there.
+    """
+
+    start: int
+    end: int
+    run: slice
+    picked: torch.Tensor | None
+    widths: tuple[int, ...]
+    hidden: torch.Tensor
+    edge_hidden: torch.Tensor | None
+
+    @property
+    def n_columns(self) -> int:
+        return sum(self.widths)
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.picked, self.hidden, self.edge_hidden)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def fill(self, columns: torch.Tensor, states: torch.Tensor) -> None:
+        """Copy states [heads, keys of the cache, dim] to the columns [heads, columns, dim].
+
+        Hidden columns without a key keep what they held.
+        """
+        n_run = self.run.stop - self.run.start
+        columns[:, :n_run] = states[:, self.run]
+        if self.picked is not None:
+            end = n_run + len(self.picked)
+            columns[:, n_run:end] = states.index_select(1, self.picked)
+
+
+@dataclass
+class Scratch:
+    """float32 tensors by name, which the layers of a pass take one after the other."""
+
+    _tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """What the last one of that name and shape left, or a new one of ones."""
+        found = self._tensors.get(name)
+        if found is None or found.shape != shape:
+            found = self._tensors[name] = torch.ones(shape)
+        return found
+
+
+@dataclass(frozen=True)
+class BlockedMask:
+    """Takes the mask's place on the way through a decoder layer; its groups are all the rows."""
+
+    groups: tuple[RowGroup, ...]
+    n_keys: int
+    _scratch: Scratch = field(default_factory=Scratch)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.nbytes for group in self.groups)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Output [1, rows, heads, value dim] of queries [1, heads, rows, dim] over keys and values
+        [1, kv heads, keys, dim].
+
+        softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
+        sinks [heads]: scores of one more key, which has no value (gpt-oss).
+        bias [heads, keys]: added to the scores of every row (ALiBi).
+        """
+        _, n_heads, n_rows, dim = query.shape
+        n_kv_heads, value_dim = key.shape[1], value.shape[-1]
+        queries = query[0].unflatten(0, (n_kv_heads, -1))
+        output = query.new_empty(n_rows, n_kv_heads, n_heads // n_kv_heads, value_dim)
+        for group in self.groups:
+            bytes_per_head = 4 * group.n_columns * (dim + value_dim + 1)
+            # A product that is a batch of one is computed in another way: two heads at least.
+            for heads in _parts(n_kv_heads, bytes_per_head, least=2):
+                part = _Heads(group, self._scratch, scale, softcap)
+                part.bring(key[0, heads], value[0, heads])
+                if sinks is not None:
+                    part.sinks = sinks.float().view(n_kv_heads, -1, 1)[heads]
+                if bias is not None:
+                    columns = bias.new_zeros(n_heads, group.n_columns, 1, dtype=torch.float32)
+                    group.fill(columns, bias.unsqueeze(2))
+                    part.bias = columns.view(n_kv_heads, -1, 1, group.n_columns)[heads]
+                rows = slice(group.start, group.end)
+                part.attend(queries[heads, :, rows], output[rows, heads])
+        return output.view(1, n_rows, n_heads, value_dim)
+
+
+class _Heads:
+    """Attention of a group of rows over some of the KV heads."""
+
+    sinks: torch.Tensor | None = None
+    """[heads, query heads, 1]"""
+    bias: torch.Tensor | None = None
+    """[heads, query heads, 1, columns]"""
+
+    def __init__(
+        self, group: RowGroup, scratch: Scratch, scale: float, softcap: float | None
+    ) -> None:
+        self._group, self._scratch = group, scratch
+        self._scale, self._softcap = scale, softcap
+
+    def bring(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keys and values [heads, keys of the cache, dim] as columns, and a 1 after every value."""
+        group, (n_heads, _, dim), value_dim = self._group, keys.shape, values.shape[-1]
+        self._keys = self._scratch.take("keys", n_heads, group.n_columns, dim)
+        self._values = self._scratch.take("values", n_heads, group.n_columns, value_dim + 1)
+        group.fill(self._keys, keys)
+        group.fill(self._values[..., :-1], values)
+
+    def attend(self, queries: torch.Tensor, output: torch.Tensor) -> None:
+        """Fill output [rows, heads, query heads, dim] for queries [heads, query heads, rows, dim].
+
+        As many rows at a time as there is room for their scores.
+        """
+        n_heads, n_group, n_rows, _ = queries.shape
+        for rows in _parts(n_rows, 4 * n_heads * n_group * self._group.n_columns):
+            output[rows] = self._attend(queries[:, :, rows], rows).permute(2, 0, 1, 3)
+
+    def _attend(self, queries: torch.Tensor, rows: slice) -> torch.Tensor:
+        n_heads, n_group, n_rows, dim = queries.shape
+        n_flat, shape = n_group * n_rows, (n_heads, n_group, n_rows)
+        flat = queries.new_zeros(n_heads, max(n_flat, LEAST_QUERIES), dim, dtype=torch.float32)
+        flat[:, :n_flat].view(*shape, dim).copy_(queries)
+        scores = flat.new_empty(n_heads, flat.shape[1], self._group.n_columns)
+        scores.baddbmm_(flat, self._keys.transpose(1, 2), beta=0, alpha=self._scale)
+        self._finish(scores[:, :n_flat].view(*shape, -1), rows)
+        largest = scores.amax(-1, keepdim=True)
+        share = None
+        if self.sinks is not None:
+            own = largest[:, :n_flat].view(shape)
+            torch.maximum(own, self.sinks, out=own)
+            share = torch.exp(self.sinks - own)
+        sums = self._sums(scores.sub_(largest).exp_())[:, :n_flat].view(*shape, -1)
+        total = sums[..., -1:]
+        return sums[..., :-1] / (total if share is None else total + share.unsqueeze(-1))
+
+    def _finish(self, scores: torch.Tensor, rows: slice) -> None:
+        """Softcap, bias and mask of scores [heads, query heads, rows, columns]."""
+        group = self._group
+        if self._softcap is not None:
+            scores.div_(self._softcap).tanh_().mul_(self._softcap)
+        if self.bias is not None:
+            scores += self.bias
+        hidden = group.hidden[rows]
+        scores[..., -hidden.shape[1] :].masked_fill_(hidden, -torch.inf)
+        if group.edge_hidden is not None:
+            edge = group.edge_hidden[rows]
+            scores[..., : edge.shape[1]].masked_fill_(edge, -torch.inf)
+
+    def _sums(self, shares: torch.Tensor) -> torch.Tensor:
+        """Over the values, weighted by `shares` [heads, rows, columns]: block after block."""
+        sums = shares.new_zeros(*shares.shape[:2], self._values.shape[2])
+        widths = self._group.widths
+        blocks = zip(shares.split(widths, dim=2), self._values.split(widths, dim=1), strict=True)
+        for of_block, values in blocks:
+            sums.baddbmm_(of_block, values)
+        return sums
+
+
+def _parts(n_items: int, bytes_each: int, least: int = 1) -> Iterator[slice]:
+    """Spans of as many items as MAX_SCRATCH_BYTES hold, none of them of fewer than `least`."""
+    most = max(least, MAX_SCRATCH_BYTES // max(1, bytes_each))
+    starts = list(range(0, n_items, most))
+    if len(starts) > 1 and n_items - starts[-1] < least:
+        starts[-1] = n_items - least
+    return (slice(a, b) for a, b in zip(starts, [*starts[1:], n_items], strict=True))

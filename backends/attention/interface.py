@@ -1,0 +1,111 @@
+"""Attention of every family, as transformers calls it: the mask of a layer says how it is computed.
+
+On a CPU it is a `BlockedMask` (exact), on a GPU a `SegmentedMask` (fused kernels). Registered with
+transformers under the name KEYS_BY_ROW; `hands_mask_on` tells which families compute with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from backends.attention.blocks import BlockedMask
+from backends.attention.segments import SegmentedMask, attend_segments
+from backends.contract.backend import BackendError
+
+KEYS_BY_ROW = "specdec"
+"""Name of this attention among those of transformers."""
+KeyMask = BlockedMask | SegmentedMask
+_ATTENTIVE_CLASS = re.compile(r"Attention|Layer$|Block$")
+_SINKS = "s_aux"
+_EAGER_ONLY = {"_upcast_and_reordered_attn"}
+"""Code that runs where a model's attention is transformers' own eager one (GPT-2)."""
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: KeyMask,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of queries [1, heads, rows, dim] over keys and values [1, kv heads, keys, dim].
+
+    The interface is transformers' (AttentionInterface); windows are in the mask.
+    softcap: scores become softcap · tanh(scores / softcap) (Gemma 2).
+    s_aux [heads]: sinks, scores of a key without a value (gpt-oss).
+    Returns [1, rows, heads, value dim].
+    """
+    _check_arguments(module, key, attention_mask, kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(attention_mask, BlockedMask):
+        found = attention_mask.attend(query, key, value, scale, softcap=softcap, sinks=s_aux)
+    else:
+        found = attend_segments(query, key, value, attention_mask, scale, softcap, s_aux)
+    return found, None
+
+
+def hands_mask_on(architecture: type[PreTrainedModel], has_softcap: bool) -> bool:
+    """Whether a family's attention can be computed here; else it is given whole masks.
+
+    It must take its attention from transformers' interface, pass the mask on untouched, and add
+    nothing to plain attention but a softcap or sinks.
+    """
+    if not architecture._supports_attention_backend:
+        return False
+    try:
+        source = inspect.getsource(sys.modules[architecture.__module__])
+    except (OSError, TypeError):
+        return False
+    if not architecture._supports_sdpa and not has_softcap and f"{_SINKS}=" not in source:
+        return False
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    attentive = [node for node in classes if _ATTENTIVE_CLASS.search(node.name)]
+    return not any(_looks_into_mask(node) for one in attentive for node in _nodes(one))
+
+
+def _nodes(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of some code, without functions that are never reached."""
+    found = [tree]
+    for child in ast.iter_child_nodes(tree):
+        if not isinstance(child, ast.FunctionDef) or child.name not in _EAGER_ONLY:
+            found += _nodes(child)
+    return found
+
+
+def _looks_into_mask(node: ast.AST) -> bool:
+    """Whether code reads or computes with `attention_mask` instead of handing it on."""
+    inner: list[ast.expr] = []
+    if isinstance(node, ast.Attribute | ast.Subscript):
+        inner = [node.value]
+    elif isinstance(node, ast.BinOp):
+        inner = [node.left, node.right]
+    return any(isinstance(part, ast.Name) and part.id == "attention_mask" for part in inner)
+
+
+def _check_arguments(
+    module: torch.nn.Module, key: torch.Tensor, mask: object, kwargs: dict[str, Any]
+) -> None:
+    """Raise BackendError for attention that would not be computed as its family means it."""
+    name = type(module).__name__
+    if not isinstance(mask, KeyMask):
+        raise BackendError(f"{name} was given no mask of keys, but {type(mask).__name__}")
+    if key.shape[0] != 1 or key.shape[2] != mask.n_keys:
+        raise BackendError(
+            f"{name} has keys {list(key.shape)}, its mask is for 1 sequence of {mask.n_keys}"
+        )
+    if kwargs.get("position_bias") is not None:
+        raise BackendError(f"{name} has position_bias, which this attention lacks")
+
+
+AttentionInterface.register(KEYS_BY_ROW, attention)
