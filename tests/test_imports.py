@@ -47,7 +47,7 @@ ROOMS = {
         "option",
         "checks",
     ),
-    "backends": ("cuda shapes", "hf llama", "timing", "contract"),
+    "backends": ("cuda shapes", "hf llama", "attention timing", "contract"),
     "offload": (
         "paging device",
         "ring",
