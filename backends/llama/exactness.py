@@ -1,6 +1,6 @@
 """Whether llama.cpp gives a GGUF model's rows the same bits in every pass, and how it is to be run.
 
-Four things decide it (DESIGN.md speaks of rows, we of tokens of a pass):
+Four things decide it:
 
 - Products. Some formats take another kernel for few rows than for many; then passes are filled up
   with rows of no use to where one kernel serves all (`n_least_rows`). Experts cannot be filled up:
@@ -54,6 +54,7 @@ _TYPE_IDS = {kind.name: number for number, kind in GGML_TYPES.items()}
 _KEPT_BLOCKS = 64
 _SLOW_TO_MAKE = ("IQ1", "IQ2", "IQ3")
 """Formats whose tables take ggml seconds to build: their blocks come from the file."""
+_WITHOUT_FLASH_ATTENTION = ("grok",)
 _CHOICES = ("f16", "bf16")
 """Types of the cache to try, where the user names none."""
 
@@ -133,6 +134,8 @@ def _refusal(model: GgufModel) -> str:
     shapes = model.kv_shape.layers
     if any(layer.index_length for layer in shapes):
         return f"{model.architecture} chooses the tokens that it attends to by an index"
+    if model.architecture in _WITHOUT_FLASH_ATTENTION:
+        return f"llama.cpp runs {model.architecture} without flash attention"
     if any(layer.value_length and layer.value_length != layer.key_length for layer in shapes):
         return (
             "keys and values of different lengths run without flash attention, which sums in an "

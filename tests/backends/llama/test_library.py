@@ -17,6 +17,7 @@ pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
 from backends.contract.backend import PREFIX, BackendError, StreamUse, UnsupportedModel
+from backends.contract.exactness import Exactness
 from backends.contract.source import BackendOptions
 from backends.llama.backend import LlamaBackend
 from backends.llama.batch import Batch
@@ -244,7 +245,9 @@ def test_a_recurrent_model_is_refused_by_name(path, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_memory_is_what_llama_cpp_takes(family, tmp_path):
     model = load_gguf_model(save_tiny_gguf(family, tmp_path / "m.gguf"))
-    for options in ({}, {"max_nodes": 100}, {"flash_attention": False, "cache_type_k": "f32"}):
+    exact = {"exactness": Exactness(True, n_least_rows=8), "cache_type_k": "bf16"}
+    plain = {"flash_attention": False, "cache_type_k": "f32"}
+    for options in ({}, {"max_nodes": 100}, plain, exact):
         options = {"max_context": 300, "max_nodes": 8, **options}
         expected = context_memory(model, ContextOptions(**options))
         with LlamaBackend(model, load_mode="mmap", **options) as backend:

@@ -1,0 +1,201 @@
+"""What is found out about a model, a machine and llama.cpp before a backend is called exact."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from gguf_models import save_tiny_gguf
+
+from backends.contract.curve import ComputeCurve
+from backends.contract.exactness import NOT_ASKED, Exactness
+from backends.contract.source import BackendOptions
+from backends.llama import exactness, row_checks
+from backends.llama.context import ContextOptions
+from backends.llama.exactness import filled_up, find_exact_run
+from backends.llama.hparams import KvLayer, KvShape
+from backends.llama.library import LOG, LlamaError
+from backends.llama.row_checks import fewer_outputs, least_rows
+from backends.llama.source import GgufSource
+
+pytestmark = pytest.mark.gguf
+EIGHT = Exactness(True, n_least_rows=8)
+LARGE = {"hidden": 256, "feed_forward": 256}  # for blocks of 256 numbers
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    pytest.importorskip("llama_cpp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def run_of(model, type_k=None, type_v=None):
+    return find_exact_run(model, 1, type_k, type_v)
+
+
+# --- from how many rows on ------------------------------------------------------------------------
+
+
+def rows_with_kernels(kernel_of):
+    """Rows whose values tell the kernel that computed them."""
+
+    def run(start, n_rows):
+        rows = np.arange(start, start + n_rows)
+        return np.stack([rows, [kernel_of(n_rows, i) for i in range(n_rows)]], axis=1)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("few", "least"), [(0, 1), (1, 2), (2, 4), (3, 4), (7, 8), (8, 16), (15, 16), (16, None)]
+)
+def test_the_fewest_rows_with_the_kernel_of_many(few, least):
+    assert least_rows([rows_with_kernels(lambda n, _: n <= few)]) == least
+
+
+def test_rows_that_differ_by_their_place_are_never_stable():
+    assert least_rows([rows_with_kernels(lambda n, place: place % 2)]) is None
+
+
+def test_all_runs_count():
+    same, other = (rows_with_kernels(lambda n, _, k=k: n <= k) for k in (0, 3))
+    assert least_rows([same, other]) == 4
+    assert least_rows([same, rows_with_kernels(lambda *_: 7)]) is None
+
+
+@pytest.mark.parametrize(
+    ("n_out", "n_threads", "fewer"),
+    [(96, 2, 96), (4096, 2, 64), (4100, 2, 68), (4100, 16, 260), (10, 64, 10)],
+)
+def test_matrices_are_cut_to_what_has_the_same_kernel(n_out, n_threads, fewer):
+    assert fewer_outputs(n_out, n_threads) == fewer
+
+
+# --- which models ---------------------------------------------------------------------------------
+
+
+def test_a_type_of_cache_is_chosen(models):
+    found = run_of(models("llama"))
+    assert found.exactness.is_exact
+    assert found.type_k == found.type_v != "q8_0"
+    assert run_of(models("llama"), "bf16", "bf16").exactness.is_exact
+    assert run_of(models("llama"), "q8_0", "q8_0").type_k == "q8_0"
+
+
+def test_a_cache_that_the_user_names_may_not_be_exact(models, monkeypatch):
+    monkeypatch.setattr(exactness._Checks, "attention", lambda self, kind: None)
+    found = run_of(models("llama"), "f16")
+    assert found.exactness == Exactness(
+        False,
+        "a KV cache of f16 is summed in another order for one row than for many: "
+        "leave out --cache-type-k and --cache-type-v",
+    )
+    assert found.type_k == "f16"
+    found = run_of(models("llama"))
+    assert not found.exactness.is_exact
+    assert "its attention sums" in found.exactness.reason
+    assert found.type_k == found.type_v == "f16"  # as if it had not been asked
+
+
+def test_experts_are_not_filled_up(models):
+    """The other rows of a pass decide how many an expert gets."""
+    assert run_of(models("mixtral")).exactness.is_exact
+    dense, experts = (
+        run_of(models(name, dtype="Q4_K", **LARGE)).exactness for name in ("llama", "mixtral")
+    )
+    assert dense.is_exact
+    if dense.n_least_rows > 1:
+        assert not experts.is_exact
+        assert experts.reason.startswith("experts in Q4_K are summed in another order")
+
+
+def test_products_that_depend_on_other_rows_are_named(models, monkeypatch):
+    monkeypatch.setattr(exactness._Checks, "product", lambda self, product, record: None)
+    assert run_of(models("llama", dtype="F16")).exactness == Exactness(
+        False, "on this machine, products of F16 depend on the other rows of a pass"
+    )
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (KvLayer(2, 64, 32), "keys and values of different lengths"),
+        (KvLayer(2, 64, 64, 128), "by an index"),
+    ],
+)
+def test_attention_of_other_kinds(layer, reason, models):
+    model = replace(models("llama"), kv_shape=KvShape((layer,)))
+    assert reason in run_of(model).exactness.reason
+    assert "grok" in run_of(replace(models("llama"), architecture="grok")).exactness.reason
+
+
+def test_formats_that_are_slow_to_make_come_from_the_file(models, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        exactness,
+        "product_runs",
+        lambda *given: seen.append(given) or row_checks.product_runs(*given),
+    )
+    assert run_of(models("llama", dtype="IQ3_XXS", **LARGE)).exactness.is_exact
+    assert any(blocks is not None and blocks.shape == (64, 98) for _, _, blocks in seen)
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+def test_checks_run_once_for_a_machine(models, monkeypatch, tmp_path):
+    model = models("llama")
+    found = run_of(model)
+    (file,) = (tmp_path / "cache" / "specdec").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(exactness, "least_rows", lambda runs: pytest.fail("it ran again"))
+        assert run_of(model) == found
+    kept = json.loads(file.read_text())
+    for damaged in ("", "[1]", json.dumps(dict.fromkeys(kept, 3)), json.dumps({"product": 1})):
+        file.write_text(damaged)
+        assert run_of(model) == found
+        assert json.loads(file.read_text()).items() >= kept.items()
+    find_exact_run(model, 2, None, None)
+    assert len(list(file.parent.iterdir())) == 2
+
+
+# --- what a source says ---------------------------------------------------------------------------
+
+
+def test_a_source_that_is_not_asked_is_as_before(tmp_path):
+    path = save_tiny_gguf("llama", tmp_path / "m.gguf")
+    plain, asked = (GgufSource(path, BackendOptions(1, is_exact=on)) for on in (False, True))
+    assert plain.exactness is NOT_ASKED
+    assert asked.exactness.is_exact
+    assert plain.fingerprint() != asked.fingerprint()  # what one computed is not the other's
+    assert plain.smaller_cache_types == asked.smaller_cache_types == ("q8_0", "q4_0")
+    assert plain.kv_bytes(255, 8) == asked.kv_bytes(255, 8)
+    assert plain.kv_bytes(255, 8, "q8_0") < plain.kv_bytes(255, 8)
+    assert 2 * plain.kv_bytes(256, 8) == asked.kv_bytes(256, 8)  # a row that fills up needs a cell
+    assert plain.scratch_bytes(255, 8, 8) < asked.scratch_bytes(256, 8, 8)
+
+
+def test_room_for_rows_that_fill_up():
+    assert ContextOptions(249, 8, exactness=EIGHT).n_cells == 256
+    assert ContextOptions(250, 8, exactness=EIGHT).n_cells == 512
+    assert ContextOptions(4, 2, exactness=EIGHT).max_rows == 8
+    assert ContextOptions(250, 8, exactness=replace(EIGHT, is_exact=False)).n_cells == 256
+
+
+def test_few_rows_take_as_long_as_those_they_are_filled_up_to():
+    curve = ComputeCurve((1, 4, 16), (1.0, 4.0, 16.0), (2.0, 8.0, 32.0))
+    filled = filled_up(curve, 8)
+    assert [filled.seconds(n) for n in (1, 3, 8, 16)] == [8.0, 8.0, 8.0, 16.0]
+    assert filled.beside_factor(1) == filled.beside_factor(16) == 2.0
+    assert filled_up(curve, 1) is curve
+
+
+def test_attention_that_was_not_checked_is_refused(models, monkeypatch):
+    """Should llama.cpp decide otherwise than it does today."""
+    from backends.llama.backend import LlamaBackend
+
+    monkeypatch.setattr(type(LOG), "lines", lambda self, level=0: ["flash_attn = disabled"])
+    with pytest.raises(LlamaError, match="without flash attention, which is not exact"):
+        LlamaBackend(models("llama"), max_context=64, load_mode="mmap", exactness=EIGHT)
