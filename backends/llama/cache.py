@@ -245,7 +245,9 @@ class TreeSequences:
         self._copy(holders[0], self.spare, position, end)
         buffer = memoryview(bytearray(self._state.n_bytes(self.spare)))
         self._state.get(buffer, self.spare)
-        for sequence in (*holders, self.spare):
+        # No live node has a committed position: there, one call for all sequences will do.
+        is_committed = position < self.table.n_committed
+        for sequence in (-1,) if is_committed else (*holders, self.spare):
             self._remove(sequence, position, end)
         self._state.set(buffer, self.spare)
         for sequence in holders:
@@ -275,10 +277,8 @@ class TreeSequences:
 
 
 def _n_together(cells: Sequence[tuple[int, list[int]]], window: int) -> int:
-    """How many of these (position, sequences) to move at once: a chain in the same sequences.
-
-    What llama.cpp saves of a sequence ends with its window, or with a chunk of that size.
-    """
+    """How many of these (position, sequences) to move at once: a chain in the same sequences, in
+    one window or chunk of that size, for llama.cpp saves no more of a sequence."""
     position, holders = cells[0]
     n_most = min(MOVED_CELLS, window - position % window) if window else MOVED_CELLS
     n_cells = 1

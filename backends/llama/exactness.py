@@ -136,7 +136,9 @@ def _refusal(model: GgufModel) -> str:
         return f"{model.architecture} chooses the tokens that it attends to by an index"
     if model.architecture in _WITHOUT_FLASH_ATTENTION:
         return f"llama.cpp runs {model.architecture} without flash attention"
-    if any(layer.value_length and layer.value_length != layer.key_length for layer in shapes):
+    if any(layer.value_length == 0 for layer in shapes):
+        return "attention to compressed keys (MLA) has not been compared to the bit"
+    if any(layer.value_length != layer.key_length for layer in shapes):
         return (
             "keys and values of different lengths run without flash attention, which sums in an "
             "order that depends on the other rows"
@@ -171,8 +173,7 @@ def _products(model: GgufModel, n_threads: int) -> Iterator[tuple[Product, Tenso
 
 def _attentions(model: GgufModel, type_k: str, type_v: str) -> Iterable[Attention]:
     types = (_TYPE_IDS[CACHE_TYPES[type_k]], _TYPE_IDS[CACHE_TYPES[type_v]])
-    # A compressed cache (MLA) holds a value in the beginning of its key.
-    lengths = {(x.key_length, x.value_length or x.key_length) for x in model.kv_shape.layers}
+    lengths = {(x.key_length, x.value_length) for x in model.kv_shape.layers}
     return [Attention(*pair, *types) for pair in sorted(lengths)]
 
 

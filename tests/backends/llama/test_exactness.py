@@ -123,6 +123,7 @@ def test_products_that_depend_on_other_rows_are_named(models, monkeypatch):
     [
         (KvLayer(2, 64, 32), "keys and values of different lengths"),
         (KvLayer(2, 64, 64, 128), "by an index"),
+        (KvLayer(1, 576, 0), "compressed keys"),
     ],
 )
 def test_attention_of_other_kinds(layer, reason, models):

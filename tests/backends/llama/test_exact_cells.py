@@ -1,0 +1,139 @@
+"""Cells of an exact llama.cpp cache: which commits move them, and what follows a failure."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gguf_streaming import residency
+
+from backends.contract.backend import PREFIX, BackendError
+from backends.contract.exactness import Exactness
+from backends.llama.backend import LlamaBackend
+from backends.llama.cache import check_lengths
+from backends.llama.passes import PassCancelled
+
+pytestmark = pytest.mark.gguf
+EXACT = Exactness(True, n_least_rows=4)
+PROMPT, PATH = [3, 4, 5, 6, 7], [20, 21, 22]
+
+
+@pytest.fixture
+def make(models):
+    pytest.importorskip("llama_cpp")
+    made = []
+
+    def make(**options):
+        types = {"cache_type_k": "bf16", "cache_type_v": "bf16", "exactness": EXACT}
+        sizes = {"max_context": 60, "max_nodes": 24, "n_threads": 1}
+        model = models("llama", n_layers=3)
+        if options.pop("is_streamed", False):
+            options["residency"] = residency(model.layers)
+        else:
+            options["load_mode"] = "mmap"
+        made.append(LlamaBackend(model, **types, **sizes, **options))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+def grow(backend, n_others):
+    """The ids of a chain of PATH, behind so many nodes that are not part of it."""
+    backend.prefill(PROMPT)
+    first = backend.next_node_id + n_others
+    parents = [PREFIX] * (n_others + 1) + [first, first + 1]
+    ids, _ = backend.extend([*range(40, 40 + n_others), *PATH], parents)
+    return ids[n_others:]
+
+
+def next_row(backend):
+    return backend.extend([9], [PREFIX])[1][0]
+
+
+def count_moves(backend, monkeypatch):
+    moves = []
+    move = backend._tree._move
+    monkeypatch.setattr(backend._tree, "_move", lambda *cells: moves.append(cells) or move(*cells))
+    return moves
+
+
+def test_only_gaps_cost_something(make, monkeypatch):
+    backend = make()
+    moves = count_moves(backend, monkeypatch)
+    backend.commit(grow(backend, 0))
+    expected = next_row(backend)
+    assert moves == []
+    backend.rollback(0)
+    backend.commit(grow(backend, 2))
+    assert [(start, n) for _, start, n in moves] == [(5, 3)]
+    assert np.array_equal(next_row(backend), expected)
+
+
+def test_only_what_lies_behind_the_first_gap_is_moved(make, monkeypatch):
+    backend = make()
+    backend.prefill(PROMPT)
+    first = backend.next_node_id
+    tree = [PREFIX, first, PREFIX, first + 1, first + 3, first + 3]
+    ids, _ = backend.extend([20, 21, 50, 22, 23, 24], tree)
+    moves = count_moves(backend, monkeypatch)
+    backend.commit(ids[:2], keep=[ids[3]])
+    assert [(start, n) for _, start, n in moves] == [(7, 1), (8, 1), (8, 1)]
+    assert backend._tree.table.ids == tuple(ids[3:])
+    del moves[:]
+    backend.prune([ids[5]])
+    assert moves == []
+    backend.commit([ids[3]], keep=[ids[4]])
+    assert moves == []
+
+
+def test_a_long_path_is_moved_in_pieces(make, monkeypatch):
+    backend = make()
+    backend.prefill(PROMPT)
+    first, tokens = backend.next_node_id, list(range(20, 40))
+    parents = [PREFIX, PREFIX, *range(first + 1, first + 20)]
+    ids, rows = backend.extend([50, *tokens], parents)
+    moves = count_moves(backend, monkeypatch)
+    backend.commit(ids[1:20])
+    assert [(start, n) for _, start, n in moves] == [(5, 8), (13, 8), (21, 3)]
+    assert np.array_equal(backend.extend(tokens[19:], [PREFIX])[1][0], rows[20])
+
+
+@pytest.mark.parametrize("broken", ["get", "set"])
+def test_a_move_that_fails_leaves_the_prefix(broken, make, monkeypatch):
+    backend = make()
+    path = grow(backend, 2)
+
+    def fail(*_):
+        raise BackendError("it does not work")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend._tree._state, broken, fail)
+        with pytest.raises(BackendError, match="does not work"):
+            backend.commit(path)
+    assert list(backend.committed_ids) == PROMPT
+    backend._tree.check_integrity()
+    found = next_row(backend)
+    backend.rollback(0)
+    backend.prefill(PROMPT)
+    assert np.array_equal(next_row(backend), found)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_pass_that_breaks_off_leaves_no_rows_that_filled_it_up(make, is_streamed, monkeypatch):
+    backend = make(is_streamed=is_streamed)
+    backend.prefill(PROMPT)
+    expected = next_row(backend)
+    backend.commit([])
+    decode = backend._context.decode
+
+    def cancel(batch):
+        backend.request_cancel()
+        return decode(batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend._context, "decode", cancel)
+        with pytest.raises(PassCancelled):
+            next_row(backend)
+    check_lengths(backend._model.library, backend._context.memory, {backend._tree.spare: 0})
+    assert np.array_equal(next_row(backend), expected)
