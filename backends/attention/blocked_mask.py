@@ -7,12 +7,27 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from backends.attention.blocks import BLOCK_KEYS, MOST_KEYS_IN_ORDER, BlockedMask, RowGroup
+from backends.attention.blocks import (
+    BLOCK_KEYS,
+    LEAST_QUERIES,
+    MOST_KEYS_IN_ORDER,
+    BlockedMask,
+    RowGroup,
+)
 from backends.attention.layout import PassLayout
 
 
-def blocked_mask(layout: PassLayout, start: int, end: int, window: int | None) -> BlockedMask:
-    """The keys that the new rows start..end of a pass may look at."""
+def blocked_mask(
+    layout: PassLayout,
+    start: int,
+    end: int,
+    window: int | None,
+    least_queries: int = LEAST_QUERIES,
+) -> BlockedMask:
+    """The keys that the new rows start..end of a pass may look at.
+
+    least_queries: see BlockedMask.
+    """
     n_keys = layout.prefix + layout.first_new + end
     whole = layout.n_in_order(start) // BLOCK_KEYS * BLOCK_KEYS
     positions = layout.new_positions[start:end]
@@ -27,7 +42,7 @@ def blocked_mask(layout: PassLayout, start: int, end: int, window: int | None) -
         _group(a, b, shared, allowed[a:b], blocks, edge_hidden[a:b])
         for a, b in _row_spans(allowed, blocks)
     ]
-    return BlockedMask(tuple(groups), n_keys)
+    return BlockedMask(tuple(groups), n_keys, least_queries)
 
 
 def _group(

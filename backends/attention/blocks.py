@@ -32,7 +32,7 @@ MOST_KEYS_IN_ORDER = 192
 """Keys of one block, those of other branches included, that a product adds one after the other:
 libraries sum longer rows in parts (MKL on AVX2 somewhere between 193 and 256)."""
 LEAST_QUERIES = 4
-"""Rows of a product: for fewer, libraries have kernels that sum in another order."""
+"""Rows of a product as far as nothing else is known: see `BlockedMask.least_queries`."""
 MAX_SCRATCH_BYTES = 32 * MIB
 """Of float32 keys and values together, and of scores."""
 
@@ -98,6 +98,8 @@ class BlockedMask:
 
     groups: tuple[RowGroup, ...]
     n_keys: int
+    least_queries: int = LEAST_QUERIES
+    """Rows that a product is filled up to: for fewer, libraries have kernels that sum otherwise."""
     _scratch: Scratch = field(default_factory=Scratch)
 
     @property
@@ -130,7 +132,7 @@ class BlockedMask:
             bytes_per_head = 4 * group.n_columns * (dim + value_dim + 1)
             # A product that is a batch of one is computed in another way: two heads at least.
             for heads in _parts(n_kv_heads, bytes_per_head, least=2):
-                part = _Heads(group, self._scratch, scale, softcap)
+                part = _Heads(group, self._scratch, self.least_queries, scale, softcap)
                 part.bring(key[0, heads], value[0, heads])
                 if sinks is not None:
                     part.sinks = sinks.float().view(n_kv_heads, -1, 1)[heads]
@@ -152,9 +154,14 @@ class _Heads:
     """[heads, query heads, 1, columns]"""
 
     def __init__(
-        self, group: RowGroup, scratch: Scratch, scale: float, softcap: float | None
+        self,
+        group: RowGroup,
+        scratch: Scratch,
+        least_queries: int,
+        scale: float,
+        softcap: float | None,
     ) -> None:
-        self._group, self._scratch = group, scratch
+        self._group, self._scratch, self._least_queries = group, scratch, least_queries
         self._scale, self._softcap = scale, softcap
 
     def bring(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -177,7 +184,9 @@ class _Heads:
     def _attend(self, queries: torch.Tensor, rows: slice) -> torch.Tensor:
         n_heads, n_group, n_rows, dim = queries.shape
         n_flat, shape = n_group * n_rows, (n_heads, n_group, n_rows)
-        flat = queries.new_zeros(n_heads, max(n_flat, LEAST_QUERIES), dim, dtype=torch.float32)
+        flat = queries.new_zeros(
+            n_heads, max(n_flat, self._least_queries), dim, dtype=torch.float32
+        )
         flat[:, :n_flat].view(*shape, dim).copy_(queries)
         scores = flat.new_empty(n_heads, flat.shape[1], self._group.n_columns)
         scores.baddbmm_(flat, self._keys.transpose(1, 2), beta=0, alpha=self._scale)

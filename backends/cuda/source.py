@@ -7,12 +7,14 @@ from functools import cached_property
 import torch
 
 from backends.contract.backend import Backend
+from backends.contract.exactness import NOT_ASKED
 from backends.contract.source import Loading, ModelCompute
 from backends.cuda.engine import CudaEngine
 from backends.cuda.memory import cache_bytes
 from backends.cuda.weights import DeviceWeights
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
+from backends.hf.self_test import TorchExactness
 from backends.hf.source import HfSource
 from backends.hf.timing import measure_gpu_compute
 from backends.timing.passes import is_small, measure_small
@@ -24,7 +26,12 @@ class HfGpuSource(HfSource):
 
     def __init__(self, source: HfSource) -> None:
         self.path, self.model = source.path, source.model
+        self._is_exact = source._is_exact
         self.vocab_size, self.max_context = source.vocab_size, source.max_context
+
+    @cached_property
+    def exactness(self) -> TorchExactness:  # type: ignore[override]
+        return TorchExactness(False, "not tested on a GPU" if self._is_exact else NOT_ASKED.reason)
 
     @property
     def outer_bytes(self) -> int:

@@ -20,16 +20,17 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
-from backends.contract.mending import MendingBackend
 from backends.attention.layout import CausalLayout, PassLayout
 from backends.attention.masks import alibi_bias
+from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
+from backends.contract.mending import MendingBackend
 from backends.hf.cache import TreeCache
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.forward import mask_maker, prepare_buffers, run_model
 from backends.hf.layer_runner import LayerRunner, PassState, bind, unbind
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
+from backends.hf.self_test import TorchExactness
 from backends.hf.weights import TorchWeights
 from offload.formats.mapped import TensorShape
 from offload.process.interruptible import check_interrupt
@@ -37,6 +38,7 @@ from offload.process.interruptible import check_interrupt
 CHUNK_ROWS = 256
 """Rows that go through a layer at once: bounds the activations of a long prompt."""
 
+_ANY = TorchExactness(False)
 _T = TypeVar("_T")
 
 
@@ -44,7 +46,7 @@ class TorchBackend(MendingBackend):
     """A Hugging Face checkpoint, computed where `weights` has it; `weights` is closed with it.
 
     cache_rows: rows of the KV cache that are allocated with its first one; more follow use.
-    least_rows: rows that a pass is filled up to, so that it is exact (see `Exactness`).
+    exactness: what it takes for a pass to be exact (see `Exactness`).
     """
 
     def __init__(
@@ -55,10 +57,10 @@ class TorchBackend(MendingBackend):
         max_context: int | None = None,
         max_nodes: int | None = None,
         cache_rows: int = 0,
-        least_rows: int = 1,
+        exactness: TorchExactness = _ANY,
     ) -> None:
         self._model, self._weights = model, weights
-        self._least_rows = least_rows
+        self._exactness = exactness
         self._has_whole_cache = cache_rows > 0
         self.max_nodes = max_nodes
         self.vocab_size = model.vocab_size
@@ -92,15 +94,15 @@ class TorchBackend(MendingBackend):
 
     @classmethod
     def resident(
-        cls, directory: Path, *, max_context: int | None = None, least_rows: int = 1
+        cls, directory: Path, *, max_context: int | None = None, exactness: TorchExactness = _ANY
     ) -> TorchBackend:
         """Load a whole checkpoint into the memory of the CPU."""
         model = load_hf_model(directory)
-        return cls.held_in_memory(model, max_context=max_context, least_rows=least_rows)
+        return cls.held_in_memory(model, max_context=max_context, exactness=exactness)
 
     @classmethod
     def held_in_memory(
-        cls, model: HfModel, *, max_context: int | None = None, least_rows: int = 1
+        cls, model: HfModel, *, max_context: int | None = None, exactness: TorchExactness = _ANY
     ) -> TorchBackend:
         """A backend on the CPU that streams nothing."""
         layers = [
@@ -108,7 +110,7 @@ class TorchBackend(MendingBackend):
             for layer in model.layer_weights
         ]
         weights = CpuWeights(model, layers, 0)
-        return cls(model, weights, max_context=max_context, least_rows=least_rows)
+        return cls(model, weights, max_context=max_context, exactness=exactness)
 
     def sibling(self, *, max_context: int, max_nodes: int, max_rows: int) -> TorchBackend:
         """See Backend.sibling; the passes of the two take turns."""
@@ -211,10 +213,10 @@ class TorchBackend(MendingBackend):
         self._is_cancelled = False
         device = self._weights.device
         n_keys = layout.prefix + len(layout.node_positions)
-        n_more = max(0, self._least_rows - len(token_ids))
+        n_more = max(0, self._exactness.n_least_rows - len(token_ids))
         if n_more:
             layout = layout.padded(n_more)
-        wanted = rows + rows[-1:] * (self._least_rows - len(rows))
+        wanted = rows + rows[-1:] * (self._exactness.n_least_rows - len(rows))
         state = self._pass_state(layout)
         with self._turn:
             for runner in self._runners:
@@ -230,13 +232,13 @@ class TorchBackend(MendingBackend):
             return self._weights.on_host(logits[: len(rows)])
 
     def _pass_state(self, layout: PassLayout) -> PassState:
-        make = mask_maker(self._model, self._weights.device)
+        make = mask_maker(self._model, self._weights.device, self._exactness.n_least_queries)
         alibi = partial(alibi_bias, self._slopes, layout, dtype=self._model.dtype)
         return PassState(
             layout,
             make,
             CHUNK_ROWS,
-            self._least_rows,
+            self._exactness.n_least_rows,
             None if self._slopes is None else alibi,
             self._check_cancel,
         )

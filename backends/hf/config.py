@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,26 @@ def kv_values_per_token(config: PreTrainedConfig, layer: nn.Module) -> int:
     head_dim = next(filter(None, head_dims), None) or declared(config, "head_dim")
     kv_heads = declared(config, "num_key_value_heads") or heads
     return int(2 * kv_heads * (head_dim or config.hidden_size // heads))
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Of the attention; with multi-head latent attention, of its keys and values expanded."""
+
+    n_heads: int
+    n_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def head_shape(config: PreTrainedConfig) -> HeadShape:
+    heads = int(config.num_attention_heads)
+    if declared(config, "kv_lora_rank"):
+        key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return HeadShape(heads, heads, int(key_dim), int(config.v_head_dim))
+    dim = int(declared(config, "head_dim") or config.hidden_size // heads)
+    kv_heads = declared(config, "num_key_value_heads") or heads
+    return HeadShape(heads, int(kv_heads), dim, dim)
 
 
 def declared(config: PreTrainedConfig, name: str) -> Any:

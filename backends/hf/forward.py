@@ -26,10 +26,10 @@ def prepare_buffers(model: HfModel, device: torch.device) -> torch.Tensor | None
     return _alibi_slopes(model, device)
 
 
-def mask_maker(model: HfModel, device: torch.device) -> MakeMask:
+def mask_maker(model: HfModel, device: torch.device, least_queries: int) -> MakeMask:
     """What a model's attention computes with, on a device."""
     if model.takes_blocks and device.type == "cpu":
-        return blocked_mask
+        return partial(blocked_mask, least_queries=least_queries)
     make = segmented_mask if model.attention == KEYS_BY_ROW else additive_mask
     return partial(make, dtype=model.dtype, device=device)
 

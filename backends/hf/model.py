@@ -24,10 +24,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from backends.contract.backend import UnsupportedModel, one_line
 from backends.attention.families import adapt
 from backends.attention.interface import KEYS_BY_ROW, hands_mask_on
+from backends.contract.backend import UnsupportedModel, one_line
 from backends.hf.config import context_limit, declared, kv_values_per_token, load_config
+from backends.hf.elementwise import steady_activations
 from backends.hf.layer_count import check_layers_used, refuse_absurd_count
 from backends.hf.raw_config import refuse_nonsense
 from offload.formats.checkpoint import WeightIndex
@@ -239,6 +240,7 @@ def match_checkpoint(
             f"{directory} lacks {len(missing)} tensors of {type(model).__name__}, "
             f"first {missing[0]}: the download is incomplete or the config is another model's"
         )
+    steady_activations(model)
     return HfModel(
         model,
         model.config,

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from backends.contract.backend import Backend, UnsupportedModel
+from backends.contract.exactness import NOT_ASKED
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
 from backends.hf.cache import whole_blocks
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.model import HfModel, load_hf_model
+from backends.hf.self_test import TorchExactness, find_exactness
 from backends.hf.timing import measure_compute
 from backends.timing.passes import is_small, measure_small
 from offload.formats.fingerprint import fingerprint
@@ -35,6 +38,7 @@ class HfSource(ModelSource):
             )
         if options.n_threads is not None:
             torch.set_num_threads(options.n_threads)
+        self._is_exact = options.is_exact
         self.path = directory
         self.model: HfModel = load_hf_model(directory)
         self.vocab_size = self.model.vocab_size
@@ -62,7 +66,8 @@ class HfSource(ModelSource):
         return resident_footprint(self.model.outer_records) + self.model.converted_bytes
 
     def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
-        return whole_blocks(ctx_size + max_nodes) * self.model.kv_bytes_per_token
+        n_rows = ctx_size + max_nodes + self.exactness.n_least_rows
+        return whole_blocks(n_rows) * self.model.kv_bytes_per_token
 
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         return activation_bytes(self.model, ctx_size, max_rows)
@@ -78,6 +83,10 @@ class HfSource(ModelSource):
         reading = self.weight_file if beside_reads else None
         return ModelCompute(measure_compute(self.model.dtype, reading), self.head_bytes)
 
+    @cached_property
+    def exactness(self) -> TorchExactness:  # type: ignore[override]
+        return find_exactness(self.model) if self._is_exact else TorchExactness(**asdict(NOT_ASKED))
+
     def load(self, loading: Loading) -> Backend:
         residency = loading.residency
         weights = CpuWeights(
@@ -88,5 +97,9 @@ class HfSource(ModelSource):
             progress=loading.progress,
         )
         return TorchBackend(
-            self.model, weights, max_context=loading.max_context, max_nodes=loading.max_nodes
+            self.model,
+            weights,
+            max_context=loading.max_context,
+            max_nodes=loading.max_nodes,
+            exactness=self.exactness,
         )

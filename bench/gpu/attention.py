@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from backends.attention.segments import attend_segments
 from backends.attention.layout import PassLayout
 from backends.attention.masks import additive_mask, segmented_mask
+from backends.attention.segments import attend_segments
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,54 @@
+"""What checks of this machine's arithmetic found, kept from run to run."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from offload.process.remembered import cache_folder, recall, remember
+
+_VERSION = 1  # of the checks: what another one found is found out again
+
+
+class KeptChecks:
+    """Results of checks by name: remembered ones, and those that are run now.
+
+    Args:
+        libraries: versions and settings of what computes; with the processor they are the key.
+        valid: what a check may have found; a remembered result that is none of these is not used.
+    """
+
+    def __init__(self, libraries: str, valid: Collection[int | None]) -> None:
+        machine = f"{_VERSION} {libraries} {_processor()}"
+        digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
+        self._path = cache_folder() / f"exact-{digest}.json"
+        known = recall(self._path)
+        self._known: dict[str, Any] = known if isinstance(known, dict) else {}
+        self._valid = valid
+        self._is_changed = False
+
+    def find(self, name: str, check: Callable[[], int | None]) -> int | None:
+        if name in self._known and self._known[name] in self._valid:
+            found: int | None = self._known[name]
+            return found
+        found = self._known[name] = check()
+        self._is_changed = True
+        return found
+
+    def save(self) -> None:
+        if self._is_changed:
+            remember(self._path, self._known, "whether this machine's products are exact")
+            self._is_changed = False
+
+
+def _processor() -> str:
+    """Its name and what it can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return " ".join(sorted({line for line in lines if line.startswith(wanted)}))

@@ -1,0 +1,216 @@
+"""Whether torch gives a row the same bits in every pass on this machine: tried out, then kept.
+
+A row of a product is one sum for each output, and the order of its terms is the library's. Most
+libraries have kernels of their own for one row or for a few, and give a row the same bits from some
+number of rows on. So the products of the model are computed with few rows, with many, and with a row
+in other places; the attention with rows of a tree beside each other and alone; and the functions of
+single numbers at the end of a tensor, where torch takes another loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from backends.attention.blocked_mask import blocked_mask
+from backends.attention.blocks import BLOCK_KEYS, MOST_KEYS_IN_ORDER
+from backends.attention.layout import CausalLayout, PassLayout
+from backends.contract.exactness import Exactness
+from backends.contract.kept_checks import KeptChecks
+from backends.hf.config import HeadShape, head_shape
+from backends.hf.model import HfModel
+
+CANDIDATES = (1, 2, 4, 8, 16, 32)
+"""Rows that a pass may be filled up to, and rows that a product of the attention may be."""
+_COUNTS = (63, 33, 17, 16, 15, 12, 11, 10, 9, 8, 7, 5, 4, 3, 2, 1)
+_N_ROWS = 64
+_TRIED_OUTPUTS = 128
+"""Of a matrix that has more: which kernel is taken depends on the number of rows, on the number of
+terms, and on whether outputs fill whole vectors."""
+_FEW = (2, 3, 5, 7)
+_PREFIX, _N_NODES = 2 * BLOCK_KEYS + 10, MOST_KEYS_IN_ORDER - 10
+"""So many nodes, none of them beyond the block that the prefix ends in, are all that one product
+may hold."""
+
+
+@dataclass(frozen=True)
+class TorchExactness(Exactness):
+    """The same of torch on a CPU."""
+
+    n_least_queries: int = 4
+    """Rows of a product of the attention (backends/attention/blocks.py)."""
+
+
+@dataclass(frozen=True, order=True)
+class Product:
+    """A linear layer, of which not all outputs need be tried.
+
+    is_transposed: as GPT-2 has its weights.
+    """
+
+    n_in: int
+    n_out: int
+    has_bias: bool
+    is_transposed: bool
+
+
+def find_exactness(model: HfModel) -> TorchExactness:
+    """Try out the shapes of a model on this machine, or recall what was found."""
+    if not model.takes_blocks:
+        kind = model.config.model_type
+        return TorchExactness(False, f"{kind} computes attention in code of its own")
+    checks = KeptChecks(f"torch {torch.__version__} {torch.get_num_threads()}", (None, *CANDIDATES))
+    try:
+        return _find(model, checks)
+    except _UnknownProduct as error:
+        return TorchExactness(False, str(error))
+    finally:
+        checks.save()
+
+
+class _UnknownProduct(Exception):
+    """A module with a matrix of which nothing is known."""
+
+
+def _find(model: HfModel, checks: KeptChecks) -> TorchExactness:
+    dtype = model.dtype
+    n_rows = 1
+    for product in sorted(set(_products(model))):
+        name = f"{dtype} {astuple(product)}"
+        found = checks.find(name, partial(least_rows_of_product, product, dtype))
+        if found is None:
+            return TorchExactness(
+                False,
+                f"on this machine, products with {product.n_in} terms in {dtype} "
+                "depend on the other rows of a pass",
+            )
+        n_rows = max(n_rows, found)
+    shape = head_shape(model.config)
+    n_queries = checks.find(f"attention {astuple(shape)}", partial(least_queries, shape))
+    if n_queries is None:
+        return TorchExactness(False, "on this machine, sums over keys depend on other keys")
+    if checks.find("functions", functions_are_steady) is None:
+        return TorchExactness(False, "on this machine, exp() depends on an element's place")
+    return TorchExactness(True, n_least_rows=n_rows, n_least_queries=n_queries)
+
+
+def _products(model: HfModel) -> Iterator[Product]:
+    head = model.model.get_output_embeddings()
+    for part in (*model.layers, head):
+        for module in part.modules():
+            weight = getattr(module, "weight", None)
+            if weight is None or weight.ndim < 2:
+                continue
+            if not isinstance(module, nn.Linear | Conv1D):
+                raise _UnknownProduct(f"{type(module).__name__} multiplies in code of its own")
+            is_transposed = isinstance(module, Conv1D)
+            n_in, n_out = weight.shape if is_transposed else weight.shape[::-1]
+            n_tried = min(n_out, _TRIED_OUTPUTS + n_out % 64)
+            yield Product(n_in, n_tried, module.bias is not None, is_transposed)
+
+
+def least_rows_of_product(product: Product, dtype: torch.dtype) -> int | None:
+    """Rows from which on a product gives each row the same bits; None where that is not found."""
+    generator = torch.Generator().manual_seed(product.n_in)
+    n_out = product.n_out
+    weight = torch.randn(n_out, product.n_in, generator=generator).to(dtype)
+    bias = torch.randn(n_out, generator=generator).to(dtype) if product.has_bias else None
+    rows = torch.randn(_N_ROWS, product.n_in, generator=generator).to(dtype)
+    transposed = weight.T.contiguous()
+
+    def run(start: int, n_rows: int) -> torch.Tensor:
+        x = rows[start : start + n_rows]
+        if product.is_transposed:
+            return torch.addmm(transposed.new_zeros(n_out) if bias is None else bias, x, transposed)
+        return nn.functional.linear(x[None], weight, bias)[0]
+
+    return _least(run)
+
+
+def _least(run: Callable[[int, int], torch.Tensor]) -> int | None:
+    """run: results [n, ...] of rows start .. start + n - 1 that are computed together."""
+    with torch.inference_mode():
+        expected, n_bad = run(0, _N_ROWS), 0
+        for i, n_rows in enumerate(_COUNTS):  # the most first: fewer tell nothing where they differ
+            start = 37 * i % (_N_ROWS - n_rows + 1)
+            found = run(start, n_rows)
+            if n_rows > n_bad and not torch.equal(found, expected[start : start + n_rows]):
+                n_bad = n_rows
+            if n_bad >= CANDIDATES[-1]:
+                return None
+    return next(n for n in CANDIDATES if n > n_bad)
+
+
+def least_queries(shape: HeadShape) -> int | None:
+    """Rows that products of the attention need; None where rows of a tree differ in any case."""
+    generator = torch.Generator().manual_seed(shape.key_dim)
+    n_keys = _PREFIX + _N_NODES
+    query = torch.randn(1, shape.n_heads, _N_NODES, shape.key_dim, generator=generator)
+    key = torch.randn(1, shape.n_kv_heads, n_keys, shape.key_dim, generator=generator)
+    value = torch.randn(1, shape.n_kv_heads, n_keys, shape.value_dim, generator=generator)
+    tree = _bushy_tree()
+
+    def run(layout: PassLayout, nodes: slice, keys: torch.Tensor, n_least: int) -> torch.Tensor:
+        mask = blocked_mask(layout, 0, layout.n_new, None, n_least)
+        states = (x.index_select(2, keys) for x in (key, value))
+        return mask.attend(query[:, :, nodes], *states, 0.1)[0]
+
+    with torch.inference_mode():
+        for n_least in CANDIDATES[2:]:
+            together = run(tree, slice(None), torch.arange(n_keys), n_least)
+            parts = [(slice(n), _first_nodes(tree, n)) for n in _FEW]
+            parts += [(slice(row, row + 1), _alone(tree, row)) for row in range(0, _N_NODES, 25)]
+            if all(
+                torch.equal(run(layout, nodes, keys, n_least), together[nodes])
+                for nodes, (layout, keys) in parts
+            ):
+                return n_least
+    return None
+
+
+def _bushy_tree() -> PassLayout:
+    """Nodes below each other and beside each other, at random."""
+    rng = np.random.default_rng(0)
+    visible, depths = np.eye(_N_NODES, dtype=bool), np.zeros(_N_NODES, dtype=np.int64)
+    most = BLOCK_KEYS - 1 - _PREFIX % BLOCK_KEYS
+    for node in range(1, _N_NODES):
+        parent = int(rng.integers(-1, node))
+        if parent >= 0 and depths[parent] < most:
+            visible[node] |= visible[parent]
+            depths[node] = depths[parent] + 1
+    return PassLayout(_PREFIX, _PREFIX + depths, visible)
+
+
+def _first_nodes(tree: PassLayout, n: int) -> tuple[PassLayout, torch.Tensor]:
+    """(the tree's first n nodes as a pass, the keys that there are then)"""
+    n_keys = tree.prefix + n
+    layout = PassLayout(tree.prefix, tree.node_positions[:n], tree.visible[:n, :n])
+    return layout, torch.arange(n_keys)
+
+
+def _alone(tree: PassLayout, row: int) -> tuple[PassLayout, torch.Tensor]:
+    """(a node as the only row of a pass, the keys of its path)"""
+    path = torch.from_numpy(np.flatnonzero(tree.visible[row])) + tree.prefix
+    keys = torch.cat([torch.arange(tree.prefix), path])
+    return CausalLayout(len(keys) - 1, 1), keys
+
+
+def functions_are_steady() -> int | None:
+    """1 where functions of a number do not depend on its place in a tensor, else None.
+
+    Those that are not, such as silu, are called with whole vectors only: see elementwise.py.
+    """
+    x = 4 * torch.randn(8192, generator=torch.Generator().manual_seed(0))
+    for function in (torch.exp, torch.tanh, torch.cos, torch.sin):
+        whole = function(x)
+        for n in (1, 3, 7, 13, 31):
+            parts = torch.cat([function(part.clone()) for part in x[: 64 * n].split(n)])
+            if not torch.equal(parts, whole[: 64 * n]):
+                return None
+    return 1
