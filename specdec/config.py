@@ -110,6 +110,14 @@ class SpecConfig:
         return self.accept_threshold is None or not self.drafters
 
     @property
+    def is_plain_decoding(self) -> bool:
+        """Whether each token is the one that decoding without drafts would choose.
+
+        The rules of chains sample from the same distribution, with other random numbers.
+        """
+        return not self.drafters or (self.is_lossless and not self.draws_chains)
+
+    @property
     def drafters(self) -> tuple[str, ...]:
         """The kinds of draft in use: a drawn chain comes from one source, the model first."""
         return self.spec_type[:1] if self.draws_chains else self.spec_type

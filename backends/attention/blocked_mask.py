@@ -13,6 +13,7 @@ from backends.attention.blocks import (
     MOST_KEYS_IN_ORDER,
     BlockedMask,
     RowGroup,
+    Scratch,
 )
 from backends.attention.layout import PassLayout
 
@@ -23,10 +24,11 @@ def blocked_mask(
     end: int,
     window: int | None,
     least_queries: int = LEAST_QUERIES,
+    scratch: Scratch | None = None,
 ) -> BlockedMask:
     """The keys that the new rows start..end of a pass may look at.
 
-    least_queries: see BlockedMask.
+    least_queries, scratch: see BlockedMask; the masks of a pass share their scratch.
     """
     n_keys = layout.prefix + layout.first_new + end
     whole = layout.n_in_order(start) // BLOCK_KEYS * BLOCK_KEYS
@@ -42,7 +44,7 @@ def blocked_mask(
         _group(a, b, shared, allowed[a:b], blocks, edge_hidden[a:b])
         for a, b in _row_spans(allowed, blocks)
     ]
-    return BlockedMask(tuple(groups), n_keys, least_queries)
+    return BlockedMask(tuple(groups), n_keys, least_queries, scratch or Scratch())
 
 
 def _group(

@@ -20,6 +20,7 @@ All of it is float32: products of bf16 numbers are exact before they are added.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -78,18 +79,25 @@ class RowGroup:
             columns[:, n_run:end] = states.index_select(1, self.picked)
 
 
-@dataclass
 class Scratch:
     """float32 tensors by name, which the layers of a pass take one after the other."""
 
-    _tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """What the last one of that name and shape left, or a new one of ones."""
-        found = self._tensors.get(name)
-        if found is None or found.shape != shape:
-            found = self._tensors[name] = torch.ones(shape)
-        return found
+        """What the last one of that name and shape left; ones, where its shape was another."""
+        view = self._views.get(name)
+        if view is None or view.shape != shape:
+            view, n_numbers = None, math.prod(shape)
+            if name not in self._buffers or len(self._buffers[name]) < n_numbers:
+                self._views.pop(name, None)
+                self._buffers.pop(name, None)
+                self._buffers[name] = torch.empty(n_numbers)
+            view = self._buffers[name][:n_numbers].view(shape).fill_(1.0)
+            self._views[name] = view
+        return view
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class BlockedMask:
     n_keys: int
     least_queries: int = LEAST_QUERIES
     """Rows that a product is filled up to: for fewer, libraries have kernels that sum otherwise."""
-    _scratch: Scratch = field(default_factory=Scratch)
+    scratch: Scratch = field(default_factory=Scratch)
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +140,7 @@ class BlockedMask:
             bytes_per_head = 4 * group.n_columns * (dim + value_dim + 1)
             # A product that is a batch of one is computed in another way: two heads at least.
             for heads in _parts(n_kv_heads, bytes_per_head, least=2):
-                part = _Heads(group, self._scratch, self.least_queries, scale, softcap)
+                part = _Heads(group, self.scratch, self.least_queries, scale, softcap)
                 part.bring(key[0, heads], value[0, heads])
                 if sinks is not None:
                     part.sinks = sinks.float().view(n_kv_heads, -1, 1)[heads]
@@ -184,11 +192,10 @@ class _Heads:
     def _attend(self, queries: torch.Tensor, rows: slice) -> torch.Tensor:
         n_heads, n_group, n_rows, dim = queries.shape
         n_flat, shape = n_group * n_rows, (n_heads, n_group, n_rows)
-        flat = queries.new_zeros(
-            n_heads, max(n_flat, self._least_queries), dim, dtype=torch.float32
-        )
+        n_filled = max(n_flat, self._least_queries)
+        flat = queries.new_zeros(n_heads, n_filled, dim, dtype=torch.float32)
         flat[:, :n_flat].view(*shape, dim).copy_(queries)
-        scores = flat.new_empty(n_heads, flat.shape[1], self._group.n_columns)
+        scores = self._scratch.take("scores", n_heads, n_filled, self._group.n_columns)
         scores.baddbmm_(flat, self._keys.transpose(1, 2), beta=0, alpha=self._scale)
         self._finish(scores[:, :n_flat].view(*shape, -1), rows)
         largest = scores.amax(-1, keepdim=True)

@@ -10,18 +10,19 @@ import ast
 import inspect
 import re
 import sys
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from backends.attention.blocks import BlockedMask
-from backends.attention.segments import SegmentedMask, attend_segments
+from backends.attention.masks import SegmentedMask
+from backends.attention.segments import attend_segments
 from backends.contract.backend import BackendError
 
 KEYS_BY_ROW = "specdec"
 """Name of this attention among those of transformers."""
-KeyMask = BlockedMask | SegmentedMask
+KeyMask: TypeAlias = BlockedMask | SegmentedMask
 _ATTENTIVE_CLASS = re.compile(r"Attention|Layer$|Block$")
 _SINKS = "s_aux"
 _EAGER_ONLY = {"_upcast_and_reordered_attn"}

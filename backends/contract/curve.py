@@ -61,6 +61,16 @@ class ComputeCurve:
         alone, beside = ([value * factor for value in kind] for kind in self._kinds)
         return ComputeCurve(self.rows, tuple(alone), tuple(beside))
 
+    def filled_up(self, n_least_rows: int) -> ComputeCurve:
+        """Of passes that are filled up to so many rows: fewer take as long."""
+        if n_least_rows == 1:
+            return self
+        rows = tuple(sorted({*self.rows, n_least_rows}))
+        at = [max(n, n_least_rows) for n in rows]
+        alone = tuple(self.seconds(n) for n in at)
+        beside = tuple(self.seconds(n) * self.beside_factor(n) for n in at)
+        return ComputeCurve(rows, alone, beside)
+
     @classmethod
     def mixed(cls, parts: Sequence[tuple[float, ComputeCurve]]) -> ComputeCurve:
         """Of work that is made up of `parts`: (how many times, curve)."""

@@ -30,7 +30,7 @@ class HfGpuSource(HfSource):
         self.vocab_size, self.max_context = source.vocab_size, source.max_context
 
     @cached_property
-    def exactness(self) -> TorchExactness:  # type: ignore[override]
+    def exactness(self) -> TorchExactness:
         return TorchExactness(False, "not tested on a GPU" if self._is_exact else NOT_ASKED.reason)
 
     @property

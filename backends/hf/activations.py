@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from transformers.configuration_utils import PreTrainedConfig
 
+from backends.attention.blocks import BLOCK_KEYS, MAX_SCRATCH_BYTES
 from backends.attention.interface import KEYS_BY_ROW
 from backends.attention.segments import MAX_SCORE_BYTES
 from backends.hf.backend import CHUNK_ROWS
+from backends.hf.config import head_shape
 from backends.hf.layer_runner import MAX_MASK_BYTES
 from backends.hf.model import HfModel
 
@@ -26,8 +27,7 @@ _MERGED_COPIES = 3
 """float32 outputs that are alive while two segments are merged: both, and the sum."""
 
 
-_QUERIES_PER_BLOCK, _KEYS_PER_BLOCK = 64, 512
-"""What a thread of PyTorch's flash attention on the CPU works on at a time, in a chunk of rows."""
+_QUERIES_PER_BLOCK = 64
 _BLOCKS_OF_SPLIT_KEYS = 1320
 """Of 64 queries, in flash attention on a GPU: it splits long rows of keys until all multiprocessors
 (132) have work, in five rounds of two blocks each at most, and keeps the parts in float32
@@ -50,8 +50,11 @@ def activation_bytes(model: HfModel, ctx_size: int, max_rows: int, *, on_gpu: bo
     rotary = 2 * ctx_size * _head_dim(config) * itemsize
     chunk = _chunk_bytes(model)
     logits = max_rows * model.vocab_size * _logit_bytes(model, on_gpu)
-    if model.attention == KEYS_BY_ROW:
-        attention = _segmented_bytes(model, ctx_size, _kernel_bytes(model, on_gpu))
+    if model.takes_blocks and not on_gpu:
+        attention = _blocked_bytes(model, ctx_size, max_rows)
+        masks = _blocked_mask_bytes(model, ctx_size, max_rows)
+    elif model.attention == KEYS_BY_ROW:
+        attention = _segmented_bytes(model, ctx_size)
         masks = _segment_mask_bytes(model, ctx_size, max_rows)
     else:
         kind = _attention(model)
@@ -75,39 +78,52 @@ def _logit_bytes(model: HfModel, on_gpu: bool) -> int:
     return model.dtype.itemsize * (2 if is_capped else 1)
 
 
-def _segmented_bytes(model: HfModel, ctx_size: int, kernel_bytes: int) -> int:
-    """Of attention in segments (backends/hf/attention.py): outputs, and what a kernel works on."""
-    config, itemsize = model.config, model.dtype.itemsize
-    heads = config.num_attention_heads
+def _blocked_bytes(model: HfModel, ctx_size: int, max_rows: int) -> int:
+    """Of exact attention (backends/attention/blocks.py), whose numbers are float32."""
+    config, shape = model.config, head_shape(model.config)
+    n_columns = _most_columns(ctx_size, max_rows)
+    bytes_per_head = _FLOAT32 * n_columns * (shape.key_dim + shape.value_dim + 1)
+    n_kv_heads = min(shape.n_kv_heads, max(2, MAX_SCRATCH_BYTES // bytes_per_head))
+    n_heads = n_kv_heads * (shape.n_heads // shape.n_kv_heads)
+    scores_of_row = _FLOAT32 * n_heads * n_columns
+    scores = scores_of_row * min(CHUNK_ROWS, max(1, MAX_SCRATCH_BYTES // scores_of_row))
+    rows = CHUNK_ROWS * n_heads * _FLOAT32 * (shape.key_dim + 3 * shape.value_dim)
+    output = CHUNK_ROWS * shape.n_heads * shape.value_dim * model.dtype.itemsize
     dims = _latent_dims(config)
-    key, value = _widths(model)
-    kv_heads = heads if dims else getattr(config, "num_key_value_heads", None) or heads
-    outputs = CHUNK_ROWS * heads * value * _FLOAT32 * _MERGED_COPIES
+    expanded = ctx_size * shape.n_heads * dims.expanded * model.dtype.itemsize if dims else 0
+    return n_kv_heads * bytes_per_head + scores + rows + output + expanded
+
+
+def _most_columns(ctx_size: int, max_rows: int) -> int:
+    """Keys, and what fills the blocks up that a path of `max_rows` nodes may lie in."""
+    return ctx_size + max_rows + (1 + -(-max_rows // BLOCK_KEYS)) * BLOCK_KEYS
+
+
+def _blocked_mask_bytes(model: HfModel, ctx_size: int, max_rows: int) -> int:
+    """A byte for every row and key behind the whole blocks of the prefix, and two while made."""
+    windows = {model.window(i) for i in range(len(model.layers))}
+    edge = CHUNK_ROWS if windows - {None} else 0
+    n_chunks = -(-ctx_size // CHUNK_ROWS)
+    one_chunk = CHUNK_ROWS * (CHUNK_ROWS + 2 * BLOCK_KEYS + edge)
+    tree = max_rows * (max_rows + 4 * BLOCK_KEYS + edge)
+    return min(MAX_MASK_BYTES, len(windows) * max(n_chunks * one_chunk, tree)) + 2 * one_chunk
+
+
+def _segmented_bytes(model: HfModel, ctx_size: int) -> int:
+    """Of attention in segments on a GPU (backends/attention/segments.py): outputs, and the parts
+    that flash attention merges."""
+    config, itemsize = model.config, model.dtype.itemsize
+    dims, shape = _latent_dims(config), head_shape(config)
+    outputs = CHUNK_ROWS * shape.n_heads * shape.value_dim * _FLOAT32 * _MERGED_COPIES
     n_keys = max(ctx_size - CHUNK_ROWS, min(ctx_size, CHUNK_ROWS))  # of the longest segment
     if getattr(config, "attn_logit_softcapping", None):
-        scores = heads * CHUNK_ROWS * n_keys * _FLOAT32
+        scores = shape.n_heads * CHUNK_ROWS * n_keys * _FLOAT32
         return outputs + 2 * min(scores, MAX_SCORE_BYTES)  # and a second time for their sum
-    widened = 0 if key == value else kv_heads * max(key, value) * itemsize  # the narrower ones
-    expanded = heads * dims.expanded * itemsize if dims else 0
-    return outputs + widened * n_keys + expanded * ctx_size + kernel_bytes
-
-
-def _widths(model: HfModel) -> tuple[int, int]:
-    """Numbers of a head's key and value."""
-    dims = _latent_dims(model.config)
-    return (dims.key, dims.value) if dims else (_head_dim(model.config),) * 2
-
-
-def _kernel_bytes(model: HfModel, on_gpu: bool) -> int:
-    """Of a GPU: the parts that are merged. Of the CPU's threads: float32 scores and outputs, and
-    the scores in a narrower format."""
-    head_dim, itemsize = _widths(model)[1], model.dtype.itemsize
-    if on_gpu:
-        return _BLOCKS_OF_SPLIT_KEYS * _QUERIES_PER_BLOCK * (head_dim + 1) * _FLOAT32
-    narrow = 0 if itemsize == _FLOAT32 else itemsize
-    scores = _QUERIES_PER_BLOCK * _KEYS_PER_BLOCK * (_FLOAT32 + narrow)
-    outputs = _QUERIES_PER_BLOCK * (head_dim + 2) * _FLOAT32
-    return torch.get_num_threads() * (scores + outputs)
+    is_equal = shape.key_dim == shape.value_dim
+    widened = 0 if is_equal else shape.n_kv_heads * max(shape.key_dim, shape.value_dim) * itemsize
+    expanded = shape.n_heads * dims.expanded * itemsize if dims else 0
+    merged = _BLOCKS_OF_SPLIT_KEYS * _QUERIES_PER_BLOCK * (shape.value_dim + 1) * _FLOAT32
+    return outputs + widened * n_keys + expanded * ctx_size + merged
 
 
 def _segment_mask_bytes(model: HfModel, ctx_size: int, max_rows: int) -> int:

@@ -224,7 +224,7 @@ class TorchBackend(MendingBackend):
             logits = run_model(
                 self._model,
                 self._cache,
-                torch.tensor([[*token_ids, *token_ids[-1:] * n_more]], device=device),
+                torch.tensor([[*token_ids, *[token_ids[-1]] * n_more]], device=device),
                 torch.from_numpy(layout.new_positions)[None].to(device),
                 torch.tensor(wanted, device=device),
             )

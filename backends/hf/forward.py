@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from backends.attention.blocked_mask import blocked_mask
+from backends.attention.blocks import Scratch
 from backends.attention.interface import KEYS_BY_ROW
 from backends.attention.masks import additive_mask, segmented_mask
 from backends.hf.cache import TreeCache
@@ -27,9 +28,9 @@ def prepare_buffers(model: HfModel, device: torch.device) -> torch.Tensor | None
 
 
 def mask_maker(model: HfModel, device: torch.device, least_queries: int) -> MakeMask:
-    """What a model's attention computes with, on a device."""
+    """What a model's attention computes with in one pass, on a device."""
     if model.takes_blocks and device.type == "cpu":
-        return partial(blocked_mask, least_queries=least_queries)
+        return partial(blocked_mask, least_queries=least_queries, scratch=Scratch())
     make = segmented_mask if model.attention == KEYS_BY_ROW else additive_mask
     return partial(make, dtype=model.dtype, device=device)
 

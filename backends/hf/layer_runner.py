@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from offload.ring.slots import Check
 from offload.units import MIB
 
 MAX_MASK_BYTES = 16 * MIB
-Mask = torch.Tensor | KeyMask
+Mask: TypeAlias = torch.Tensor | KeyMask
 """Additive [1, 1, rows, keys], or what the attention of backends/attention computes with."""
 MakeMask = Callable[[PassLayout, int, int, int | None], Mask]
 OpenLayer = Callable[[int, Check], AbstractContextManager[RawTensors]]

@@ -172,7 +172,7 @@ def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
 
 
 def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with real buffers and no weights; attention as the masks say where the family can."""
+    """The model with real buffers and no weights, and our attention where the family can."""
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     attention = _attention(architecture, config)
     try:

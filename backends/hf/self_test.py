@@ -2,9 +2,9 @@
 
 A row of a product is one sum for each output, and the order of its terms is the library's. Most
 libraries have kernels of their own for one row or for a few, and give a row the same bits from some
-number of rows on. So the products of the model are computed with few rows, with many, and with a row
-in other places; the attention with rows of a tree beside each other and alone; and the functions of
-single numbers at the end of a tensor, where torch takes another loop.
+number of rows on. So products with the model's numbers of terms are computed with few rows and with
+many, a row being in other places each time; the attention with rows of a tree beside each other and
+alone; and functions of single numbers at the end of a tensor, where torch takes another loop.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def least_queries(shape: HeadShape) -> int | None:
 
     def run(layout: PassLayout, nodes: slice, keys: torch.Tensor, n_least: int) -> torch.Tensor:
         mask = blocked_mask(layout, 0, layout.n_new, None, n_least)
-        states = (x.index_select(2, keys) for x in (key, value))
-        return mask.attend(query[:, :, nodes], *states, 0.1)[0]
+        own_key, own_value = key.index_select(2, keys), value.index_select(2, keys)
+        return mask.attend(query[:, :, nodes], own_key, own_value, scale=0.1)[0]
 
     with torch.inference_mode():
         for n_least in CANDIDATES[2:]:

@@ -57,7 +57,8 @@ class HfSource(ModelSource):
         config = self.model.config.to_dict()
         for of_the_copy in ("transformers_version", "_name_or_path"):
             config.pop(of_the_copy, None)
-        description = f"{json.dumps(config, sort_keys=True, default=str)} {self.model.dtype}"
+        description = json.dumps(config, sort_keys=True, default=str)
+        description += f" {self.model.dtype} {torch.__version__} {self.exactness.is_exact}"
         layers = [record for layer in self.layers for record in layer.tensors]
         return fingerprint((*self.model.outer_records, *layers), description)
 
@@ -81,10 +82,11 @@ class HfSource(ModelSource):
         if is_small(self):
             return measure_small(self, torch.get_num_threads())
         reading = self.weight_file if beside_reads else None
-        return ModelCompute(measure_compute(self.model.dtype, reading), self.head_bytes)
+        curve = measure_compute(self.model.dtype, reading)
+        return ModelCompute(curve.filled_up(self.exactness.n_least_rows), self.head_bytes)
 
     @cached_property
-    def exactness(self) -> TorchExactness:  # type: ignore[override]
+    def exactness(self) -> TorchExactness:
         return find_exactness(self.model) if self._is_exact else TorchExactness(**asdict(NOT_ASKED))
 
     def load(self, loading: Loading) -> Backend:

@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 
-from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import Exactness
 from backends.llama.ggml import load_ggml
 from backends.llama.hparams import CACHE_TYPES
@@ -66,17 +65,6 @@ class ExactRun:
     exactness: Exactness
     type_k: str
     type_v: str
-
-
-def filled_up(curve: ComputeCurve, n_least_rows: int) -> ComputeCurve:
-    """Of passes of at least so many rows: fewer take as long."""
-    if n_least_rows == 1:
-        return curve
-    rows = tuple(sorted({*curve.rows, n_least_rows}))
-    at = [max(n, n_least_rows) for n in rows]
-    alone = tuple(curve.seconds(n) for n in at)
-    beside = tuple(curve.seconds(n) * curve.beside_factor(n) for n in at)
-    return ComputeCurve(rows, alone, beside)
 
 
 def find_exact_run(

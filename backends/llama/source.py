@@ -13,7 +13,7 @@ from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from backends.llama.backend import LlamaBackend
 from backends.llama.context import MAX_LEAVES, ContextOptions
-from backends.llama.exactness import ExactRun, filled_up, find_exact_run
+from backends.llama.exactness import ExactRun, find_exact_run
 from backends.llama.library import default_threads, llama_version
 from backends.llama.memory import context_memory
 from backends.llama.model import GgufModel, load_gguf_model, recurrent_model
@@ -170,7 +170,7 @@ class GgufSource(ModelSource):
                 for name, n in n_bytes.items()
             ]
         )
-        return filled_up(curve, self.exactness.n_least_rows)
+        return curve.filled_up(self.exactness.n_least_rows)
 
     def load(self, loading: Loading) -> Backend:
         backend = LlamaBackend(

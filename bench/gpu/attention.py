@@ -1,8 +1,8 @@
 """How long the ways of computing a tree pass's attention take on a device: which one to build on.
 
 `whole` is what transformers does with a mask over all keys: keys and values repeated for every
-query head, then SDPA. `segments` is backends/attention/segments.py. Both ways get the same tensors, and
-their outputs are compared.
+query head, then SDPA. `segments` is backends/attention/segments.py. Both ways get the same tensors,
+and their outputs are compared.
 """
 
 from __future__ import annotations

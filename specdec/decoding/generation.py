@@ -182,6 +182,7 @@ class Generation:
             model_flops=0 if flops is None else self._decoded_flops(flops, recorded),
             peak_flops_per_second=0.0 if flops is None else flops.peak_flops_per_second,
             is_lossless=self._request.spec.is_lossless,
+            is_exact=plan.exactness.is_exact and self._request.spec.is_plain_decoding,
         )
 
     def _decoded_flops(self, flops: ModelFlops, recorded: GenerationStats) -> int:

@@ -63,6 +63,7 @@ class GenerationStats:
     model_flops: int = 0  # of the target for the tokens of decode_seconds; see utilization
     peak_flops_per_second: float = 0.0  # of this machine, measured; 0: not known
     is_lossless: bool = True  # False: likely draft tokens were accepted, too (accept_threshold)
+    is_exact: bool = False  # True: the tokens are plain decoding's, to the bit
     tried_by_depth: tuple[int, ...] = ()  # rounds whose walk came to have a guess at depth 1, 2, ..
     accepted_by_depth: tuple[int, ...] = ()  # rounds where one of these guesses was right
     pass_times: tuple[PassTime, ...] = ()  # of every decode pass, in order; not in `to_dict`
@@ -146,7 +147,7 @@ LARGEST = (
     "peak_flops_per_second",
 )
 AVERAGED = ("time_to_first_token", "kv_used_fraction")
-TRUE_FOR_ALL = ("is_lossless",)
+TRUE_FOR_ALL = ("is_lossless", "is_exact")
 BY_DEPTH = ("tried_by_depth", "accepted_by_depth")
 """Summed too, depth by depth."""
 _NOT_SUMMED = LARGEST + AVERAGED + TRUE_FOR_ALL + BY_DEPTH

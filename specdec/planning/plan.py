@@ -23,7 +23,7 @@ from specdec.models.opened import OpenedModel, OpenedPair, open_model
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.division import Divider, Division, Gpu
 from specdec.planning.gpu import find_gpu, measure_with_gpu, placed
-from specdec.planning.run_options import LoadKeywords, RunOptions
+from specdec.planning.run_options import ON, LoadKeywords, RunOptions
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Alternative, Figures, Search
 from specdec.text.vocabulary import compare_vocabularies
@@ -116,6 +116,9 @@ def make_plan(
     gc.collect()  # what building the models left behind is not the process's base
     give_back_freed()
     target, draft = pair.sources
+    exactness = (target if gpu is None else gpu.target).exactness
+    if options.exact == ON and not exactness.is_exact:
+        raise ConfigError(f"exact is 'on', but {exactness.reason}: 'auto' runs all the same")
     search = Search(
         Divider(target, draft, options, gpu=gpu),
         figures,
@@ -131,6 +134,7 @@ def make_plan(
         budget_source=budget_source,
         chosen=chosen,
         alternatives=tuple(search.alternatives),
+        exactness=exactness,
         uses_mmap=options.load_mode == "mmap",
         accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
         warnings=(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from backends.contract.exactness import Exactness
 from offload.budget import MemoryBudget, format_up
 from offload.residency.placement import Placement
 from offload.units import GIB, format_bytes
@@ -22,6 +23,12 @@ def memory_table(budget: MemoryBudget, title: str, source: str) -> list[str]:
     width = max(len(name) for name, _ in parts)
     lines = [f"{title} {format_bytes(budget.total_bytes)} ({source})"]
     return lines + [f"  {name:<{width}}  {format_bytes(n):>11}" for name, n in parts if n]
+
+
+def exactness_line(exactness: Exactness) -> str:
+    if exactness.is_exact:
+        return "exact to the bit: a token's logits depend on the tokens before it alone"
+    return f"not exact to the bit: {exactness.reason}"
 
 
 def enough(n_bytes: int) -> str:

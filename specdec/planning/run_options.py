@@ -31,6 +31,7 @@ from specdec.option import (
 from specdec.sampling.params import MAX_BEAMS
 
 CPU, CUDA, AUTO = "cpu", "cuda", "auto"
+ON, OFF = "on", "off"
 DEVICES = (CPU, CUDA, AUTO)
 MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
 """More are never faster, and thousands take the machine down."""
@@ -64,6 +65,7 @@ class LoadKeywords(TypedDict, total=False):
     draft_device: str
     num_beams: int
     beam_span: int
+    exact: str
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,13 @@ class RunOptions:
         MODELS,
         short="-md",
         shown_default=False,
+    )
+    exact: str = option(
+        AUTO,
+        "Let the text be plain decoding's to the bit, with any draft, tree and budget: auto where "
+        "this machine can, on refuses where it cannot.",
+        MODELS,
+        choices=(AUTO, ON, OFF),
     )
     memory_budget: str | int = option(
         AUTO,
@@ -231,7 +240,8 @@ class RunOptions:
 
     @property
     def backend(self) -> BackendOptions:
-        return BackendOptions(self.threads, self.cache_type_k, self.cache_type_v)
+        is_exact = self.exact != OFF
+        return BackendOptions(self.threads, self.cache_type_k, self.cache_type_v, is_exact)
 
     @property
     def may_leave_out_draft(self) -> bool:

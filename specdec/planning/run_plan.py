@@ -6,11 +6,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from backends.contract.exactness import NOT_ASKED, Exactness
 from offload.residency.placement import Placement
 from offload.residency.tiers import CUDA_CONTEXT_BYTES
 from specdec.planning.plan_report import (
     alternatives_table,
     enough,
+    exactness_line,
     memory_table,
     placement_line,
     speed_lines,
@@ -28,6 +30,8 @@ class RunPlan:
     chosen: Alternative
     alternatives: tuple[Alternative, ...]
     """All divisions that were predicted, the chosen one among them."""
+    exactness: Exactness = NOT_ASKED
+    """Of the target, where it is computed."""
     uses_mmap: bool = False
     """The target's weights are left to the page cache and not counted."""
     accept_threshold: float | None = None
@@ -157,6 +161,8 @@ class RunPlan:
             "plain_tokens_per_second": self.plain_tokens_per_second,
             "predicted_tokens_per_second": self.predicted_tokens_per_second,
             "is_lossless": self.accept_threshold is None,
+            "is_exact": self.exactness.is_exact,
+            "not_exact_because": self.exactness.reason or None,
             "accept_threshold": self.accept_threshold,
             "assumed_tokens_per_pass": self.chosen.tokens_per_pass,
             "chosen": self.alternatives.index(self.chosen),
@@ -204,6 +210,7 @@ class RunPlan:
         lines.append(f"smallest budget that works {enough(self.smallest_budget_bytes)}")
         if vram is not None:
             lines.append(f"smallest VRAM budget that works {enough(self.smallest_vram_bytes)}")
+        lines.append(exactness_line(self.exactness))
         if self.accept_threshold is not None:
             lines.append(
                 f"LOSSY: draft tokens of probability {self.accept_threshold:g} and above may "

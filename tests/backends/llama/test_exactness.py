@@ -14,7 +14,7 @@ from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.source import BackendOptions
 from backends.llama import exactness, row_checks
 from backends.llama.context import ContextOptions
-from backends.llama.exactness import filled_up, find_exact_run
+from backends.llama.exactness import find_exact_run
 from backends.llama.hparams import KvLayer, KvShape
 from backends.llama.library import LOG, LlamaError
 from backends.llama.row_checks import fewer_outputs, least_rows
@@ -187,10 +187,10 @@ def test_room_for_rows_that_fill_up():
 
 def test_few_rows_take_as_long_as_those_they_are_filled_up_to():
     curve = ComputeCurve((1, 4, 16), (1.0, 4.0, 16.0), (2.0, 8.0, 32.0))
-    filled = filled_up(curve, 8)
+    filled = curve.filled_up(8)
     assert [filled.seconds(n) for n in (1, 3, 8, 16)] == [8.0, 8.0, 8.0, 16.0]
     assert filled.beside_factor(1) == filled.beside_factor(16) == 2.0
-    assert filled_up(curve, 1) is curve
+    assert curve.filled_up(1) is curve
 
 
 def test_attention_that_was_not_checked_is_refused(models, monkeypatch):
