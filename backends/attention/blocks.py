@@ -34,6 +34,11 @@ MOST_KEYS_IN_ORDER = 192
 libraries sum longer rows in parts (MKL on AVX2 somewhere between 193 and 256)."""
 LEAST_QUERIES = 4
 """Rows of a product as far as nothing else is known: see `BlockedMask.least_queries`."""
+LEAST_PRODUCTS = 2
+"""Products of a batch: the rows of one alone are divided among threads, a few for each."""
+VALUE_COLUMNS = 16
+"""Columns of the values are a multiple of it: for 5 to 11, or as many left over for one of the
+threads, libraries sum in another order too (MKL on AVX2)."""
 MAX_SCRATCH_BYTES = 32 * MIB
 """Of float32 keys and values together, and of scores."""
 
@@ -137,9 +142,8 @@ class BlockedMask:
         queries = query[0].unflatten(0, (n_kv_heads, -1))
         output = query.new_empty(n_rows, n_kv_heads, n_heads // n_kv_heads, value_dim)
         for group in self.groups:
-            bytes_per_head = 4 * group.n_columns * (dim + value_dim + 1)
-            # A product that is a batch of one is computed in another way: two heads at least.
-            for heads in _parts(n_kv_heads, bytes_per_head, least=2):
+            bytes_per_head = 4 * group.n_columns * (dim + _value_width(value_dim))
+            for heads in _parts(n_kv_heads, bytes_per_head):
                 part = _Heads(group, self.scratch, self.least_queries, scale, softcap)
                 part.bring(key[0, heads], value[0, heads])
                 if sinks is not None:
@@ -173,12 +177,14 @@ class _Heads:
         self._scale, self._softcap = scale, softcap
 
     def bring(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keys and values [heads, keys of the cache, dim] as columns, and a 1 after every value."""
-        group, (n_heads, _, dim), value_dim = self._group, keys.shape, values.shape[-1]
+        """Keys and values [heads, keys of the cache, dim] as columns, with ones after a value."""
+        group, (n_heads, _, dim) = self._group, keys.shape
+        self._value_dim = values.shape[-1]
+        width = _value_width(self._value_dim)
         self._keys = self._scratch.take("keys", n_heads, group.n_columns, dim)
-        self._values = self._scratch.take("values", n_heads, group.n_columns, value_dim + 1)
+        self._values = self._scratch.take("values", n_heads, group.n_columns, width)
         group.fill(self._keys, keys)
-        group.fill(self._values[..., :-1], values)
+        group.fill(self._values[..., : self._value_dim], values)
 
     def attend(self, queries: torch.Tensor, output: torch.Tensor) -> None:
         """Fill output [rows, heads, query heads, dim] for queries [heads, query heads, rows, dim].
@@ -192,21 +198,29 @@ class _Heads:
     def _attend(self, queries: torch.Tensor, rows: slice) -> torch.Tensor:
         n_heads, n_group, n_rows, dim = queries.shape
         n_flat, shape = n_group * n_rows, (n_heads, n_group, n_rows)
-        n_filled = max(n_flat, self._least_queries)
-        flat = queries.new_zeros(n_heads, n_filled, dim, dtype=torch.float32)
-        flat[:, :n_flat].view(*shape, dim).copy_(queries)
-        scores = self._scratch.take("scores", n_heads, n_filled, self._group.n_columns)
-        scores.baddbmm_(flat, self._keys.transpose(1, 2), beta=0, alpha=self._scale)
-        self._finish(scores[:, :n_flat].view(*shape, -1), rows)
+        n_parts = -(-LEAST_PRODUCTS // n_heads)  # products of one head's rows
+        n_each = max(-(-n_flat // n_parts), self._least_queries)
+        n_products = n_heads * n_parts
+
+        def of_rows(products: torch.Tensor) -> torch.Tensor:
+            """[heads, query heads, rows, ...] of [products, rows of each, ...]."""
+            return products.view(n_heads, n_parts * n_each, -1)[:, :n_flat].view(*shape, -1)
+
+        flat = queries.new_zeros(n_products, n_each, dim, dtype=torch.float32)
+        of_rows(flat).copy_(queries)
+        keys = self._keys.expand(n_products, -1, -1).transpose(1, 2)
+        scores = self._scratch.take("scores", n_products, n_each, self._group.n_columns)
+        scores.baddbmm_(flat, keys, beta=0, alpha=self._scale)
+        self._finish(of_rows(scores), rows)
         largest = scores.amax(-1, keepdim=True)
         share = None
         if self.sinks is not None:
-            own = largest[:, :n_flat].view(shape)
-            torch.maximum(own, self.sinks, out=own)
-            share = torch.exp(self.sinks - own)
-        sums = self._sums(scores.sub_(largest).exp_())[:, :n_flat].view(*shape, -1)
+            own, sinks = of_rows(largest), self.sinks.unsqueeze(-1)
+            torch.maximum(own, sinks, out=own)
+            share = torch.exp(sinks - own)
+        sums = of_rows(self._sums(scores.sub_(largest).exp_()))
         total = sums[..., -1:]
-        return sums[..., :-1] / (total if share is None else total + share.unsqueeze(-1))
+        return sums[..., : self._value_dim] / (total if share is None else total + share)
 
     def _finish(self, scores: torch.Tensor, rows: slice) -> None:
         """Softcap, bias and mask of scores [heads, query heads, rows, columns]."""
@@ -223,18 +237,21 @@ class _Heads:
 
     def _sums(self, shares: torch.Tensor) -> torch.Tensor:
         """Over the values, weighted by `shares` [heads, rows, columns]: block after block."""
-        sums = shares.new_zeros(*shares.shape[:2], self._values.shape[2])
+        all_values = self._values.expand(len(shares), -1, -1)
+        sums = shares.new_zeros(*shares.shape[:2], all_values.shape[2])
         widths = self._group.widths
-        blocks = zip(shares.split(widths, dim=2), self._values.split(widths, dim=1), strict=True)
+        blocks = zip(shares.split(widths, dim=2), all_values.split(widths, dim=1), strict=True)
         for of_block, values in blocks:
             sums.baddbmm_(of_block, values)
         return sums
 
 
-def _parts(n_items: int, bytes_each: int, least: int = 1) -> Iterator[slice]:
-    """Spans of as many items as MAX_SCRATCH_BYTES hold, none of them of fewer than `least`."""
-    most = max(least, MAX_SCRATCH_BYTES // max(1, bytes_each))
-    starts = list(range(0, n_items, most))
-    if len(starts) > 1 and n_items - starts[-1] < least:
-        starts[-1] = n_items - least
-    return (slice(a, b) for a, b in zip(starts, [*starts[1:], n_items], strict=True))
+def _value_width(value_dim: int) -> int:
+    """Columns of values with a 1 after them; what is between is not looked at."""
+    return -(-(value_dim + 1) // VALUE_COLUMNS) * VALUE_COLUMNS
+
+
+def _parts(n_items: int, bytes_each: int) -> Iterator[slice]:
+    """Spans of as many items as MAX_SCRATCH_BYTES hold, and of one at least."""
+    most = max(1, MAX_SCRATCH_BYTES // max(1, bytes_each))
+    return (slice(start, min(start + most, n_items)) for start in range(0, n_items, most))
