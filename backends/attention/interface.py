@@ -25,6 +25,8 @@ KEYS_BY_ROW = "specdec"
 KeyMask: TypeAlias = BlockedMask | SegmentedMask
 _ATTENTIVE_CLASS = re.compile(r"Attention|Layer$|Block$")
 _SINKS = "s_aux"
+_MISSING = ("position_bias", "block_indices")
+"""What families add to plain attention, or choose keys by, beside the mask."""
 _EAGER_ONLY = {"_upcast_and_reordered_attn"}
 """Code that runs where a model's attention is transformers' own eager one (GPT-2)."""
 
@@ -91,6 +93,8 @@ def _looks_into_mask(node: ast.AST) -> bool:
         inner = [node.value]
     elif isinstance(node, ast.BinOp):
         inner = [node.left, node.right]
+    elif isinstance(node, ast.AugAssign):
+        inner = [node.value]
     return any(isinstance(part, ast.Name) and part.id == "attention_mask" for part in inner)
 
 
@@ -105,8 +109,9 @@ def _check_arguments(
         raise BackendError(
             f"{name} has keys {list(key.shape)}, its mask is for 1 sequence of {mask.n_keys}"
         )
-    if kwargs.get("position_bias") is not None:
-        raise BackendError(f"{name} has position_bias, which this attention lacks")
+    for option in _MISSING:
+        if kwargs.get(option) is not None:
+            raise BackendError(f"{name} has {option}, which this attention lacks")
 
 
 AttentionInterface.register(KEYS_BY_ROW, attention)

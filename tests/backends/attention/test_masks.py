@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.hf.layout import CausalLayout, PassLayout
-from backends.hf.masks import additive_mask, segmented_mask
+from backends.attention.layout import CausalLayout, PassLayout
+from backends.attention.masks import additive_mask, segmented_mask
 
 
 @given(

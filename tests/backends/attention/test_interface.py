@@ -1,0 +1,152 @@
+"""Which families compute with this attention, and what it refuses."""
+
+from __future__ import annotations
+
+import ast
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from attention_cases import random_tree, reference, states
+from checkpoints import FAMILIES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from backends.attention.blocked_mask import blocked_mask
+from backends.attention.families import adapt
+from backends.attention.interface import (
+    KEYS_BY_ROW,
+    KeyMask,
+    _looks_into_mask,
+    attention,
+    hands_mask_on,
+)
+from backends.attention.layout import CausalLayout
+from backends.attention.masks import Segment, SegmentedMask, segmented_mask
+from backends.contract.backend import BackendError
+
+ADAPTED = {"bloom", "xglm"}  # ALiBi added to the scores; attention of its own
+
+
+class Module(torch.nn.Module):
+    """Stands for the attention module that calls."""
+
+
+def architecture_of(config: transformers.PreTrainedConfig) -> type:
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def masks(n_rows: int, n_keys: int) -> list[KeyMask]:
+    layout = CausalLayout(n_keys - n_rows, n_rows)
+    return [
+        blocked_mask(layout, 0, n_rows, None),
+        segmented_mask(layout, 0, n_rows, None, torch.float32),
+    ]
+
+
+@pytest.mark.parametrize("n_keys", [2, 70])
+def test_either_mask_says_how_it_is_computed(n_keys: int) -> None:
+    """With softcap and sinks; without a scale it is that of the queries' width."""
+    query, key, value = states(2, n_keys)
+    sinks = torch.tensor([-1.0, 0.0, 1.0, 2.0])
+    allowed = CausalLayout(n_keys - 2, 2).allowed(0, 2, None)
+    for options in ({}, {"softcap": 1.5}, {"s_aux": sinks}, {"scaling": 0.1}):
+        scale, softcap = options.get("scaling", 8**-0.5), options.get("softcap")
+        expected = reference(query, key, value, allowed, scale, softcap, options.get("s_aux"))
+        for mask in masks(2, n_keys):
+            found, weights = attention(Module(), query, key, value, mask, **options)
+            assert weights is None
+            assert (found - expected).abs().max() <= 1e-5
+
+
+def _mask_of(n_keys: int) -> SegmentedMask:
+    return SegmentedMask((Segment(0, n_keys),), n_keys)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_mask": None}, "Module was given no mask of keys, but NoneType"),
+        ({"attention_mask": torch.zeros(1, 1, 2, 10)}, "given no mask of keys, but Tensor"),
+        ({"attention_mask": _mask_of(9)}, r"its mask is for 1 sequence of 9"),
+        ({"attention_mask": masks(2, 9)[0]}, r"its mask is for 1 sequence of 9"),
+        ({"position_bias": torch.zeros(4)}, "Module has position_bias"),
+        ({"block_indices": torch.zeros(4)}, "Module has block_indices"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(change: dict[str, object], message: str) -> None:
+    query, key, value = states(2, 10)
+    arguments: dict[str, object] = {"attention_mask": _mask_of(10), **change}
+    with pytest.raises(BackendError, match=message):
+        attention(Module(), query, key, value, **arguments)  # type: ignore[arg-type]
+
+
+def test_several_sequences_are_refused() -> None:
+    query, key, value = (x.expand(2, -1, -1, -1) for x in states(2, 10))
+    with pytest.raises(BackendError, match="its mask is for 1 sequence of 10"):
+        attention(Module(), query, key, value, _mask_of(10))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_which_families_hand_their_mask_on(family: str) -> None:
+    """The others are given forwards that do."""
+    name, values = FAMILIES[family]
+    config = getattr(transformers, name)(**values)
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    architecture = architecture_of(config)
+    assert hands_mask_on(architecture, bool(softcap)) == (family not in ADAPTED)
+    with torch.device("meta"):
+        assert adapt(architecture(config)) == (family in ADAPTED)
+
+
+@pytest.mark.parametrize("name", ["GptOssConfig", "GraniteMoeSWAConfig"])
+def test_families_with_sinks_hand_their_mask_on(name: str) -> None:
+    assert hands_mask_on(architecture_of(getattr(transformers, name)()), has_softcap=False)
+
+
+def test_a_family_that_computes_with_the_mask_gets_a_whole_one() -> None:
+    assert not hands_mask_on(architecture_of(transformers.DogeConfig()), has_softcap=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_read"),
+    [
+        ("attend(q, k, attention_mask, mask=attention_mask)", False),
+        ("attention_mask is not None", False),
+        ("scores + attention_mask", True),
+        ("scores += attention_mask", True),
+        ("attention_mask[:, :, :, :5]", True),
+        ("attention_mask.dtype == bool", True),
+    ],
+)
+def test_what_counts_as_looking_into_the_mask(code: str, is_read: bool) -> None:
+    assert any(_looks_into_mask(node) for node in ast.walk(ast.parse(code))) == is_read
+
+
+@pytest.mark.parametrize("family", sorted(ADAPTED))
+def test_adapted_families_compute_what_their_own_code_does(family: str) -> None:
+    """A tree, with a blocked mask and with a tensor, which goes to the class's own forward."""
+    name, values = FAMILIES[family]
+    config = getattr(transformers, name)(**values)
+    torch.manual_seed(0)
+    model = architecture_of(config)(config).eval()
+    module = next(m for m in model.modules() if type(m).__name__.endswith("Attention"))
+    assert adapt(model)
+    layout = random_tree(0, 0, 9, np.random.default_rng(0))
+    hidden = torch.randn(1, 9, 32)
+    low = torch.finfo(torch.float32).min
+    whole = torch.where(torch.from_numpy(layout.allowed(0, 9, None)), 0.0, low)[None, None]
+    bias = torch.randn(4, 1, 9)
+
+    def run(mask: object) -> torch.Tensor:
+        cache = transformers.DynamicCache()
+        if family == "bloom":
+            return module(hidden, hidden, bias, mask, layer_past=cache)[0]
+        return module(hidden, past_key_values=cache, attention_mask=mask)[0]
+
+    with torch.inference_mode():
+        assert (run(blocked_mask(layout, 0, 9, None)) - run(whole)).abs().max() <= 1e-5
+
+
+def test_the_name_is_known_to_transformers() -> None:
+    assert transformers.AttentionInterface()[KEYS_BY_ROW] is attention

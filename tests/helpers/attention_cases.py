@@ -1,0 +1,86 @@
+"""Layouts, states and a float64 reference for tests of attention."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from backends.attention.layout import CausalLayout, PassLayout
+
+CPU = torch.device("cpu")
+
+
+def random_tree(prefix: int, n_live: int, n_new: int, rng: np.random.Generator) -> PassLayout:
+    """`n_new` rows behind `n_live` older nodes, each below the prefix or any node before it."""
+    return tree_of([int(rng.integers(-1, node)) for node in range(n_live + n_new)], prefix, n_live)
+
+
+def tree_of(parents: list[int], prefix: int, n_live: int = 0) -> PassLayout:
+    """Nodes with these parents, earlier ones; -1 is the prefix. The first n_live are cached."""
+    visible = np.eye(len(parents), dtype=bool)
+    depths = np.zeros(len(parents), dtype=np.int64)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            visible[node] |= visible[parent]
+            depths[node] = depths[parent] + 1
+    return PassLayout(prefix, prefix + depths, visible[n_live:])
+
+
+def states(
+    n_rows: int,
+    n_keys: int,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (8, 8),
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values, laid out as a projection and a cache with room to spare have them.
+
+    heads: of queries, of keys. dims: of keys, of values.
+    """
+    generator = torch.Generator().manual_seed(n_rows * 1000 + n_keys)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    query = normal(1, n_rows, heads[0], dims[0]).transpose(1, 2)
+    key, value = (normal(1, heads[1], n_keys + 7, dim)[:, :, :n_keys] for dim in dims)
+    return query, key, value
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    allowed: np.ndarray,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax over all keys in float64, [1, rows, heads, value dim]; see `BlockedMask.attend`."""
+    group = query.shape[1] // key.shape[1]
+    q, k, v = (x.double() for x in (query, key, value))
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias.double()[None, :, None]
+    scores = scores.masked_fill(~torch.from_numpy(allowed), -torch.inf)
+    if sinks is not None:  # one more key, whose value is 0
+        sink = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+        v = torch.cat([v, torch.zeros_like(v[:, :, :1])], dim=2)
+    return (scores.softmax(dim=-1) @ v).transpose(1, 2)
+
+
+def keys_of(layout: PassLayout, row: int) -> torch.Tensor:
+    """Indices of the keys on the path of a new row, from position 0 to its own."""
+    return torch.from_numpy(np.flatnonzero(layout.allowed(row, row + 1, None)[0]))
+
+
+def alone(layout: PassLayout, row: int) -> PassLayout:
+    """The new row behind a prefix of all that it sees."""
+    return CausalLayout(int(layout.new_positions[row]), 1)
