@@ -1,10 +1,13 @@
-"""Layouts, states and a float64 reference for tests of attention."""
+"""Layouts, states and a float64 reference for tests of attention, and passes to compare rows of."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 
+from backends.attention.blocked_mask import blocked_mask
 from backends.attention.layout import CausalLayout, PassLayout
 
 CPU = torch.device("cpu")
@@ -81,6 +84,63 @@ def keys_of(layout: PassLayout, row: int) -> torch.Tensor:
     return torch.from_numpy(np.flatnonzero(layout.allowed(row, row + 1, None)[0]))
 
 
-def alone(layout: PassLayout, row: int) -> PassLayout:
-    """The new row behind a prefix of all that it sees."""
-    return CausalLayout(int(layout.new_positions[row]), 1)
+class Case:
+    """The new rows start..end of a layout, with queries for them and keys for all of it."""
+
+    def __init__(
+        self,
+        layout: PassLayout,
+        rows: tuple[int, int] | None = None,
+        window: int | None = None,
+        *,
+        softcap: float | None = None,
+        has_sinks: bool = False,
+        has_bias: bool = False,
+        heads: tuple[int, int] = (4, 2),
+        dims: tuple[int, int] = (8, 8),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.layout, self.window, self.softcap = layout, window, softcap
+        self.start, self.end = rows or (0, layout.n_new)
+        n_rows, n_keys = self.end - self.start, layout.prefix + layout.first_new + self.end
+        self.states = states(n_rows, n_keys, heads=heads, dims=dims, dtype=dtype)
+        self.scale = dims[0] ** -0.5
+        self.sinks = torch.linspace(-2.0, 5.0, heads[0]) if has_sinks else None
+        slopes = torch.linspace(0.01, 0.5, heads[0])
+        positions = torch.from_numpy(layout.key_positions(self.end))
+        self.bias = slopes[:, None] * positions if has_bias else None
+
+    def together(self) -> torch.Tensor:
+        """[rows, heads, value dim] of all rows at once."""
+        return self._attend(self.layout, self.start, self.end, self.states, self.bias)
+
+    def alone(self, row: int) -> torch.Tensor:
+        """[heads, value dim] of one row, behind nothing but the keys on its path."""
+        query, key, value = self.states
+        path = keys_of(self.layout, self.start + row)
+        own = query[:, :, row : row + 1], key[:, :, path], value[:, :, path]
+        bias = None if self.bias is None else self.bias[:, path]
+        return self._attend(CausalLayout(len(path) - 1, 1), 0, 1, own, bias)[0]
+
+    def expected(self) -> torch.Tensor:
+        allowed = self.layout.allowed(self.start, self.end, self.window)
+        options = self.softcap, self.sinks, self.bias
+        return reference(*self.states, allowed, self.scale, *options)[0]
+
+    def differing(self, rows: list[int]) -> list[int]:
+        """Rows whose bits differ from those they have alone."""
+        found = self.together()
+        return [row for row in rows if not torch.equal(found[row], self.alone(row))]
+
+    def _attend(
+        self,
+        layout: PassLayout,
+        start: int,
+        end: int,
+        own: tuple[torch.Tensor, ...],
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        mask = blocked_mask(layout, start, end, self.window)
+        options: dict[str, Any] = {"softcap": self.softcap, "sinks": self.sinks, "bias": bias}
+        query, key, value = own
+        return mask.attend(query, key, value, self.scale, **options)[0]

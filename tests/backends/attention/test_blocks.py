@@ -1,0 +1,258 @@
+"""Attention in blocks: right, and a row's bits do not depend on what shares its pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import Case, random_tree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends.attention import blocked_mask as mask_module
+from backends.attention import blocks
+from backends.attention.blocked_mask import blocked_mask
+from backends.attention.blocks import Scratch
+from backends.attention.layout import CausalLayout, PassLayout
+
+PREFIXES = [0, 1, 5, 62, 63, 64, 65, 127, 128, 190, 300]
+LAYOUTS = st.builds(
+    lambda prefix, n_live, n_new, seed: (
+        CausalLayout(prefix, n_new)
+        if n_live is None
+        else random_tree(prefix, n_live, n_new, np.random.default_rng(seed))
+    ),
+    st.sampled_from(PREFIXES),
+    st.none() | st.integers(0, 12),
+    st.integers(1, 40),
+    st.integers(0, 99),
+)
+WINDOWS = st.none() | st.sampled_from([1, 2, 63, 64, 65, 130]) | st.integers(1, 400)
+HEADS = st.sampled_from([(4, 4), (4, 2), (4, 1), (1, 1), (6, 3)])
+DIMS = st.sampled_from([(8, 8), (64, 64), (24, 16), (5, 11), (12, 96)])
+OPTIONS = st.fixed_dictionaries(
+    {"softcap": st.none() | st.just(1.5), "has_sinks": st.booleans(), "has_bias": st.booleans()}
+)
+
+
+def part_of(layout: PassLayout, data: st.DataObject) -> tuple[int, int]:
+    start = data.draw(st.integers(0, layout.n_new - 1))
+    return start, data.draw(st.integers(start + 1, layout.n_new))
+
+
+def large_tree(prefix: int, n_nodes: int) -> PassLayout:
+    """So bushy that more nodes are in one block of positions than one product may hold."""
+    return random_tree(prefix, 3, n_nodes, np.random.default_rng(n_nodes))
+
+
+@settings(max_examples=60)
+@given(
+    layout=LAYOUTS,
+    window=WINDOWS,
+    heads=HEADS,
+    dims=DIMS,
+    options=OPTIONS,
+    data=st.data(),
+)
+def test_it_is_attention(layout, window, heads, dims, options, data) -> None:
+    case = Case(layout, part_of(layout, data), window, heads=heads, dims=dims, **options)
+    found, expected = case.together(), case.expected()
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 290])
+def test_half_precision_is_rounded_once(dtype: torch.dtype, window: int | None) -> None:
+    layout = random_tree(300, 5, 40, np.random.default_rng(0))
+    case = Case(layout, None, window, dtype=dtype, dims=(64, 64))
+    found, expected = case.together(), case.expected()
+    assert found.dtype == dtype
+    assert ((found - expected).abs() <= torch.finfo(dtype).eps * expected.abs() + 1e-5).all()
+
+
+@settings(max_examples=60)
+@given(
+    layout=LAYOUTS,
+    window=WINDOWS,
+    heads=HEADS,
+    dims=DIMS,
+    options=OPTIONS,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    data=st.data(),
+)
+def test_a_row_has_the_bits_that_it_has_alone(
+    layout, window, heads, dims, options, dtype, data
+) -> None:
+    start, end = part_of(layout, data)
+    case = Case(layout, (start, end), window, heads=heads, dims=dims, dtype=dtype, **options)
+    some = {0, end - start - 1, data.draw(st.integers(0, end - start - 1))}
+    assert case.differing(sorted(some)) == []
+
+
+@pytest.mark.parametrize("prefix", [0, 63, 64, 190])
+@pytest.mark.parametrize("window", [None, 20, 100])
+def test_rows_of_a_large_tree_have_the_bits_that_they_have_alone(
+    prefix: int, window: int | None
+) -> None:
+    layout = large_tree(prefix, 290)
+    groups = blocked_mask(layout, 0, 290, window).groups
+    assert len(groups) > 1
+    assert [(a.end, b.start) for a, b in zip(groups, groups[1:], strict=False)] == [
+        (group.end, group.end) for group in groups[:-1]
+    ]
+    assert max(max(group.widths) for group in groups) <= blocks.MOST_KEYS_IN_ORDER
+    case = Case(layout, None, window, dims=(16, 16))
+    assert case.differing([*range(0, 290, 29), 289]) == []
+    assert (case.together() - case.expected()).abs().max() <= 1e-5
+
+
+@settings(max_examples=30)
+@given(
+    layout=LAYOUTS,
+    window=WINDOWS,
+    n_more=st.integers(1, 9),
+    options=OPTIONS,
+)
+def test_rows_that_fill_a_pass_up_change_no_bit(layout, window, n_more, options) -> None:
+    padded = layout.padded(n_more)
+    case, more = Case(layout, None, window, **options), Case(padded, None, window, **options)
+    n_rows, n_keys = layout.n_new, case.states[1].shape[2]
+    for own, filled in zip(case.states, more.states, strict=True):
+        n_same = n_rows if own is case.states[0] else n_keys
+        filled[:, :, :n_same] = own
+    found = more.together()
+    assert found.isfinite().all()
+    assert torch.equal(found[:n_rows], case.together())
+
+
+@pytest.mark.parametrize("heads", [(6, 3), (4, 4), (5, 5), (4, 1)])
+@pytest.mark.parametrize("n_heads_at_once", [1, 2, 3])
+def test_little_scratch_changes_no_bit(
+    heads: tuple[int, int], n_heads_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some heads, and some rows of them, at a time."""
+    options = {"heads": heads, "has_sinks": True, "has_bias": True}
+    case = Case(random_tree(130, 2, 30, np.random.default_rng(3)), None, 140, **options)
+    expected = case.together()
+    n_columns = blocked_mask(case.layout, 0, 30, 140).groups[0].n_columns
+    per_head = 4 * n_columns * (8 + 16)
+    monkeypatch.setattr(blocks, "MAX_SCRATCH_BYTES", n_heads_at_once * per_head)
+    assert torch.equal(case.together(), expected)
+    monkeypatch.setattr(blocks, "MAX_SCRATCH_BYTES", 1)
+    assert torch.equal(case.together(), expected)
+
+
+@pytest.mark.parametrize("n_threads", [2, 3])
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize("dims", [(8, 8), (96, 96)])
+def test_threads_that_share_a_product_do_not_change_its_order(
+    n_threads: int, heads: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    """A product that is alone in its batch is divided among them, down to a row or two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    try:
+        for n_new in (5, 7, 11):
+            layout = random_tree(190, 0, n_new, np.random.default_rng(n_new))
+            assert Case(layout, heads=heads, dims=dims).differing(list(range(n_new))) == []
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_numbers_that_a_pass_before_left_behind_do_not_come_back() -> None:
+    """Columns without a key keep what they held; the layers of a pass take turns with them."""
+    layout = large_tree(63, 290)
+    mask = blocked_mask(layout, 0, 290, None)
+    query, key, value = Case(layout).states
+    expected = mask.attend(query, key, value, 0.4)
+    mask.attend(query, 50 * key, -1e30 * value, 0.4)
+    assert torch.equal(mask.attend(query, key, value, 0.4), expected)
+
+
+@pytest.mark.parametrize("least_queries", [4, 32])
+def test_masks_that_take_turns_with_their_scratch_change_no_bit(least_queries: int) -> None:
+    """Layers with and without a window, of one width and of another."""
+    layout, scratch = random_tree(190, 3, 40, np.random.default_rng(0)), Scratch()
+    windows = [None, 20, 64, 130, 65]
+    masks = [blocked_mask(layout, 0, 40, w, least_queries, scratch) for w in windows]
+    for dims in ((8, 8), (16, 40), (8, 8)):
+        for window, mask in zip(windows, masks, strict=True):
+            case = Case(layout, None, window, dims=dims)
+            assert torch.equal(mask.attend(*case.states, case.scale)[0], case.together())
+
+
+class Mistakes:
+    """Ways to compute the same numbers in another order."""
+
+    @staticmethod
+    def blocks_from_the_prefix_end(patch: pytest.MonkeyPatch) -> None:
+        """Positions are counted from another place in every pass."""
+        right = PassLayout.key_positions
+
+        def shifted(self: PassLayout, end: int) -> np.ndarray:
+            return right(self, end) + (-self.prefix % blocks.BLOCK_KEYS)
+
+        patch.setattr(PassLayout, "key_positions", shifted)
+
+    @staticmethod
+    def last_block_first(patch: pytest.MonkeyPatch) -> None:
+        """Where there is more than one row."""
+        right = blocks._Heads._sums
+
+        def reversed_sums(self: Any, shares: torch.Tensor) -> torch.Tensor:
+            if self._group.end - self._group.start == 1:
+                return right(self, shares)
+            widths = self._group.widths
+            values = self._values.expand(len(shares), -1, -1).split(widths, dim=1)
+            sums = shares.new_zeros(*shares.shape[:2], self._values.shape[2])
+            for of_block, of_values in reversed(
+                list(zip(shares.split(widths, dim=2), values, strict=True))
+            ):
+                sums.baddbmm_(of_block, of_values)
+            return sums
+
+        patch.setattr(blocks._Heads, "_sums", reversed_sums)
+
+    @staticmethod
+    def one_block_in_two_parts(patch: pytest.MonkeyPatch) -> None:
+        """As a library does that sums long rows in parts."""
+        right = blocks._Heads._sums
+
+        def in_parts(self: Any, shares: torch.Tensor) -> torch.Tensor:
+            if self._group.end - self._group.start == 1:
+                return right(self, shares)
+            first = shares.clone()
+            first[..., 32:64] = 0.0
+            return right(self, first) + right(self, shares - first)
+
+        patch.setattr(blocks._Heads, "_sums", in_parts)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        Mistakes.blocks_from_the_prefix_end,
+        Mistakes.last_block_first,
+        Mistakes.one_block_in_two_parts,
+    ],
+)
+def test_another_order_of_the_sums_is_found(mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of these tests sees what it is for."""
+    layout = random_tree(190, 3, 40, np.random.default_rng(0))
+    case = Case(layout, dims=(64, 64))
+    assert case.differing(list(range(40))) == []
+    mistake(monkeypatch)
+    assert (case.together() - case.expected()).abs().max() <= 1e-5
+    assert case.differing(list(range(40))) != []
+
+
+def test_keys_that_are_too_many_for_one_product_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On libraries that sum so many in parts; one that does not needs no groups of rows."""
+    case, rows = Case(large_tree(0, 290), dims=(64, 64)), list(range(0, 290, 29))
+    assert case.differing(rows) == []
+    monkeypatch.setattr(mask_module, "MOST_KEYS_IN_ORDER", 10_000)
+    if not case.differing(rows):
+        pytest.skip("this library adds all terms of a product one after the other")
