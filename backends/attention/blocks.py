@@ -142,9 +142,9 @@ class BlockedMask:
         queries = query[0].unflatten(0, (n_kv_heads, -1))
         output = query.new_empty(n_rows, n_kv_heads, n_heads // n_kv_heads, value_dim)
         for group in self.groups:
-            bytes_per_head = 4 * group.n_columns * (dim + _value_width(value_dim))
+            bytes_per_head = 4 * group.n_columns * (dim + value_width(value_dim))
             for heads in _parts(n_kv_heads, bytes_per_head):
-                part = _Heads(group, self.scratch, self.least_queries, scale, softcap)
+                part = Scores(group, self.scratch, self.least_queries, scale, softcap)
                 part.bring(key[0, heads], value[0, heads])
                 if sinks is not None:
                     part.sinks = sinks.float().view(n_kv_heads, -1, 1)[heads]
@@ -157,8 +157,8 @@ class BlockedMask:
         return output.view(1, n_rows, n_heads, value_dim)
 
 
-class _Heads:
-    """Attention of a group of rows over some of the KV heads."""
+class Scores:
+    """What a group of rows makes of the keys and values of some KV heads."""
 
     sinks: torch.Tensor | None = None
     """[heads, query heads, 1]"""
@@ -180,7 +180,7 @@ class _Heads:
         """Keys and values [heads, keys of the cache, dim] as columns, with ones after a value."""
         group, (n_heads, _, dim) = self._group, keys.shape
         self._value_dim = values.shape[-1]
-        width = _value_width(self._value_dim)
+        width = value_width(self._value_dim)
         self._keys = self._scratch.take("keys", n_heads, group.n_columns, dim)
         self._values = self._scratch.take("values", n_heads, group.n_columns, width)
         group.fill(self._keys, keys)
@@ -237,16 +237,18 @@ class _Heads:
 
     def _sums(self, shares: torch.Tensor) -> torch.Tensor:
         """Over the values, weighted by `shares` [heads, rows, columns]: block after block."""
-        all_values = self._values.expand(len(shares), -1, -1)
-        sums = shares.new_zeros(*shares.shape[:2], all_values.shape[2])
-        widths = self._group.widths
-        blocks = zip(shares.split(widths, dim=2), all_values.split(widths, dim=1), strict=True)
-        for of_block, values in blocks:
+        sums = shares.new_zeros(*shares.shape[:2], self._values.shape[2])
+        for of_block, values in self.blocks(shares):
             sums.baddbmm_(of_block, values)
         return sums
 
+    def blocks(self, shares: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Shares and values of every block, in the order of positions."""
+        widths, values = self._group.widths, self._values.expand(len(shares), -1, -1)
+        return zip(shares.split(widths, dim=2), values.split(widths, dim=1), strict=True)
 
-def _value_width(value_dim: int) -> int:
+
+def value_width(value_dim: int) -> int:
     """Columns of values with a 1 after them; what is between is not looked at."""
     return -(-(value_dim + 1) // VALUE_COLUMNS) * VALUE_COLUMNS
 

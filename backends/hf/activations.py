@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from backends.attention.blocks import BLOCK_KEYS, MAX_SCRATCH_BYTES
+from backends.attention.blocks import BLOCK_KEYS, MAX_SCRATCH_BYTES, value_width
 from backends.attention.interface import KEYS_BY_ROW
 from backends.attention.segments import MAX_SCORE_BYTES
 from backends.hf.backend import CHUNK_ROWS
@@ -82,12 +82,13 @@ def _blocked_bytes(model: HfModel, ctx_size: int, max_rows: int) -> int:
     """Of exact attention (backends/attention/blocks.py), whose numbers are float32."""
     config, shape = model.config, head_shape(model.config)
     n_columns = _most_columns(ctx_size, max_rows)
-    bytes_per_head = _FLOAT32 * n_columns * (shape.key_dim + shape.value_dim + 1)
+    bytes_per_head = _FLOAT32 * n_columns * (shape.key_dim + value_width(shape.value_dim))
     n_kv_heads = min(shape.n_kv_heads, max(2, MAX_SCRATCH_BYTES // bytes_per_head))
     n_heads = n_kv_heads * (shape.n_heads // shape.n_kv_heads)
     scores_of_row = _FLOAT32 * n_heads * n_columns
     scores = scores_of_row * min(CHUNK_ROWS, max(1, MAX_SCRATCH_BYTES // scores_of_row))
-    rows = CHUNK_ROWS * n_heads * _FLOAT32 * (shape.key_dim + 3 * shape.value_dim)
+    width = value_width(shape.value_dim) + shape.value_dim
+    rows = CHUNK_ROWS * n_heads * _FLOAT32 * (shape.key_dim + width)
     output = CHUNK_ROWS * shape.n_heads * shape.value_dim * model.dtype.itemsize
     dims = _latent_dims(config)
     expanded = ctx_size * shape.n_heads * dims.expanded * model.dtype.itemsize if dims else 0

@@ -6,17 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from exact_histories import CONTEXT, MAX_NODES, Plain, try_histories
 from gguf_models import save_tiny_gguf
 from gguf_streaming import exercise, residency, same
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis import Phase
 
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
@@ -27,8 +20,6 @@ from backends.llama.source import GgufSource
 from offload.residency.plan import plan_residency
 
 pytestmark = pytest.mark.gguf
-CONTEXT, MAX_NODES = 60, 20
-TOKENS = st.integers(3, 95)
 
 
 def make_source(path):
@@ -40,123 +31,11 @@ def load(source, max_context=CONTEXT, load_mode="mmap", residency=None):
     return source.load(Loading(residency or whole, max_context, MAX_NODES, MAX_NODES, load_mode))
 
 
-class Plain:
-    """Rows of logits by one token per pass, remembered by their text."""
-
-    def __init__(self, backend):
-        self.backend, self.rows = backend, {}
-
-    def row(self, text):
-        backend, text = self.backend, tuple(text)
-        if text not in self.rows:
-            n_shared = next(n for n in range(len(text), -1, -1) if self.is_committed(text[:n]))
-            backend.rollback(min(n_shared, len(text) - 1))
-            for n in range(backend.n_committed, len(text)):
-                ids, rows = backend.extend([text[n]], [PREFIX])
-                backend.commit(ids)
-                self.rows[text[: n + 1]] = rows[0]
-        return self.rows[text]
-
-    def is_committed(self, text):
-        return tuple(self.backend.committed_ids[: len(text)]) == text
-
-
-class ExactMachine(RuleBasedStateMachine):
-    """Any history: every row that it gives is the plain one's, bit for bit."""
-
-    backend: object
-    plain: Plain
-
-    @initialize(prompt=st.lists(TOKENS, min_size=1, max_size=20))
-    def begin(self, prompt):
-        self.backend.rollback(0)
-        self.text, self.live = [], {}
-        self.prefill(prompt)
-
-    def check(self, row, text):
-        assert np.array_equal(row, self.plain.row(text))
-
-    @rule(data=st.data(), n=st.integers(1, 9))
-    def extend(self, data, n):
-        first, parents, tokens, paths = self.backend.next_node_id, [], [], {}
-        for i in range(n):
-            parent = data.draw(st.sampled_from([PREFIX, *self.live, *paths]))
-            parents.append(parent)
-            tokens.append(data.draw(TOKENS))
-            paths[first + i] = (*{**self.live, **paths}.get(parent, ()), tokens[-1])
-        depth = max(len(path) for path in paths.values())
-        if len(self.live) + n > MAX_NODES or len(self.text) + depth > CONTEXT:
-            return
-        rows = data.draw(st.none() | st.lists(st.integers(0, n - 1), min_size=1, max_size=n))
-        ids, logits = self.backend.extend(tokens, parents, rows)
-        for row, values in zip(range(n) if rows is None else rows, logits, strict=True):
-            self.check(values, [*self.text, *paths[ids[row]]])
-        self.live.update(paths)
-
-    def path(self, node):
-        return self.backend._tree.table.path(node)
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), is_empty=st.booleans())
-    def commit(self, data, is_empty):
-        path = [] if is_empty else self.path(data.draw(st.sampled_from(list(self.live))))
-        below = [n for n in self.live if self.path(n)[:-1] == path]
-        keep = [n for n in below if data.draw(st.booleans())]
-        kept = [n for n in self.live if set(keep) & set(self.path(n))]
-        self.text += self.live[path[-1]] if path else []
-        self.backend.commit(path, keep)
-        self.live = {n: self.live[n][len(path) :] for n in kept}
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def prune(self, data):
-        doomed = data.draw(st.lists(st.sampled_from(list(self.live)), min_size=1, max_size=3))
-        gone = [n for n in self.live if set(doomed) & set(self.path(n))]
-        self.backend.prune(doomed)
-        self.live = {n: t for n, t in self.live.items() if n not in gone}
-
-    @rule(data=st.data())
-    def rollback(self, data):
-        self.text = self.text[: data.draw(st.integers(0, len(self.text)))]
-        self.backend.rollback(len(self.text))
-        self.live = {}
-
-    @rule(tokens=st.lists(TOKENS, min_size=1, max_size=12))
-    def prefill(self, tokens):
-        if len(self.text) + len(tokens) <= CONTEXT:
-            self.text, self.live = [*self.text, *tokens], {}
-            self.check(self.backend.prefill(tokens), self.text)
-
-    @precondition(lambda self: self.text and self.backend.can_save_prefix)
-    @rule()
-    def restore(self):
-        tensors = self.backend.prefix_tensors()
-        buffers = {t.name: memoryview(bytearray(t.n_bytes)) for t in tensors}
-        self.backend.save_prefix(buffers)
-        self.backend.rollback(0)
-        self.backend.load_prefix(self.text, {t.name: (t, buffers[t.name]) for t in tensors})
-        self.live = {}
-
-
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory, monkeypatch):
     """What was found out about this machine is kept for the tests, and not for the user."""
     folder = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-
-
-def try_histories(backend, plain, **options):
-    machine = type("Machine", (ExactMachine,), {"backend": backend, "plain": Plain(plain)})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            **{"max_examples": 40, **options},
-            stateful_step_count=15,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
-        ),
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,147 @@
+"""torch to the bit: a row of logits is a function of the tokens before it, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import FAMILIES
+from exact_histories import CONTEXT, MAX_NODES, Plain, try_histories
+
+from backends.attention.blocks import Scores
+from backends.contract.backend import PREFIX
+from backends.contract.source import BackendOptions, Loading
+from backends.hf import backend as hf_backend
+from backends.hf.source import HfSource
+from offload.residency.placement import Placement
+from offload.residency.plan import plan_residency
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """What was found out about this machine is kept for the tests, and not for the user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def in_dtype(directory: Path, folder: Path, dtype: torch.dtype) -> Path:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).save_pretrained(folder)
+    return folder
+
+
+def make_source(directory: Path) -> HfSource:
+    source = HfSource(directory, BackendOptions(is_exact=True))
+    assert source.exactness.is_exact, source.exactness
+    return source
+
+
+def load(source: HfSource, max_context: int = CONTEXT, n_slots: int = 0):
+    """n_slots: of the ring that every layer is streamed through; 0: all stay in memory."""
+    residency = plan_residency(source.layers, 1 << 40)
+    if n_slots:
+        residency = Placement(source.layers, n_slots)
+    return source.load(Loading(residency, max_context, MAX_NODES, MAX_NODES))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_history_gives_the_bits_of_one_token_per_pass(
+    family, dtype, checkpoint_factory, tmp_path
+) -> None:
+    directory = in_dtype(checkpoint_factory(family), tmp_path, dtype)
+    with load(make_source(directory)) as backend, load(make_source(directory)) as plain:
+        try_histories(backend, plain, max_examples=8)
+
+
+def long_text(n_tokens: int) -> list[int]:
+    return np.random.default_rng(0).integers(3, 96, n_tokens).tolist()
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
+def test_long_prefixes(family, n_threads, checkpoint_factory, monkeypatch) -> None:
+    """Several blocks of keys, chunks of a prompt that end anywhere, threads that share rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    monkeypatch.setattr(hf_backend, "CHUNK_ROWS", 40)
+    text = long_text(230)
+    try:
+        directory = checkpoint_factory(family, max_position_embeddings=512)
+        with load(make_source(directory), 256) as backend, load(make_source(directory), 256) as one:
+            plain = Plain(one)
+            for lengths in ([230], [41, 189], [128, 1, 101]):
+                backend.rollback(0)
+                for start, n in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
+                    row = backend.prefill(text[start : start + n])
+                    assert np.array_equal(row, plain.row(text[: start + n]))
+            backend.rollback(126)
+            first = backend.next_node_id
+            tree = [PREFIX, PREFIX, first + 1, PREFIX, first + 1, first + 4]
+            ids, rows = backend.extend([9, text[126], 5, 6, text[127], text[128]], tree)
+            for i, n in ((1, 127), (4, 128), (5, 129)):
+                assert np.array_equal(rows[i], plain.row(text[:n]))
+            backend.commit([ids[1], ids[4]], keep=[ids[5]])
+            _, rows = backend.extend(text[129:131], [ids[5], backend.next_node_id])
+            assert np.array_equal(rows[-1], plain.row(text[:131]))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_where_the_weights_are_decides_nothing(checkpoint_factory) -> None:
+    directory, text = checkpoint_factory("llama"), long_text(20)
+    with load(make_source(directory)) as held, load(make_source(directory), n_slots=2) as streamed:
+        for backend in (held, streamed):
+            backend.prefill(text)
+        parents = [PREFIX, PREFIX, held.next_node_id]
+        rows = [backend.extend([5, 6, 7], parents)[1] for backend in (held, streamed)]
+        assert np.array_equal(*rows)
+        assert streamed.stream_use.bytes_streamed > 0
+
+
+# --- what it takes --------------------------------------------------------------------------------
+
+
+def reverse_the_blocks(monkeypatch, source: HfSource) -> None:
+    """Passes of several rows add the last block of keys first."""
+    blocks = Scores.blocks
+
+    def reversed_for_many(self, shares):
+        found = list(blocks(self, shares))
+        return found[::-1] if shares.shape[1] > 8 else found
+
+    monkeypatch.setattr(Scores, "blocks", reversed_for_many)
+
+
+def leave_passes_short(monkeypatch, source: HfSource) -> None:
+    source.exactness = replace(source.exactness, n_least_rows=1)
+
+
+MISTAKES = [reverse_the_blocks, leave_passes_short]
+
+
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_without_one_of_its_parts_bits_differ(mistake, checkpoint_factory, monkeypatch) -> None:
+    """A prompt and chains behind several blocks of keys, in fp32."""
+    text = long_text(240)
+    directory = checkpoint_factory("llama")
+    with load(make_source(directory), 256) as one:
+        plain = Plain(one)
+        plain.row(text)
+    source = make_source(directory)
+    if mistake is not None:
+        mistake(monkeypatch, source)
+    with load(source, 256) as backend:
+        rows = [backend.prefill(text[:200])]
+        for n in (1, 2, 3, 14):
+            start, first = backend.n_committed, backend.next_node_id
+            parents = [PREFIX, *range(first, first + n - 1)]
+            ids, found = backend.extend(text[start : start + n], parents)
+            rows += list(found)
+            backend.commit(ids)
+    expected = [plain.rows[tuple(text[:n])] for n in range(200, 221)]
+    is_equal = all(map(np.array_equal, rows, expected))
+    assert is_equal == (mistake is None)
