@@ -200,7 +200,7 @@ class Mistakes:
     @staticmethod
     def last_block_first(patch: pytest.MonkeyPatch) -> None:
         """Where there is more than one row."""
-        right = blocks._Heads._sums
+        right = blocks.Scores._sums
 
         def reversed_sums(self: Any, shares: torch.Tensor) -> torch.Tensor:
             if self._group.end - self._group.start == 1:
@@ -214,12 +214,12 @@ class Mistakes:
                 sums.baddbmm_(of_block, of_values)
             return sums
 
-        patch.setattr(blocks._Heads, "_sums", reversed_sums)
+        patch.setattr(blocks.Scores, "_sums", reversed_sums)
 
     @staticmethod
     def one_block_in_two_parts(patch: pytest.MonkeyPatch) -> None:
         """As a library does that sums long rows in parts."""
-        right = blocks._Heads._sums
+        right = blocks.Scores._sums
 
         def in_parts(self: Any, shares: torch.Tensor) -> torch.Tensor:
             if self._group.end - self._group.start == 1:
@@ -228,7 +228,7 @@ class Mistakes:
             first[..., 32:64] = 0.0
             return right(self, first) + right(self, shares - first)
 
-        patch.setattr(blocks._Heads, "_sums", in_parts)
+        patch.setattr(blocks.Scores, "_sums", in_parts)
 
 
 @pytest.mark.parametrize(
