@@ -112,7 +112,8 @@ class BlockedMask:
     groups: tuple[RowGroup, ...]
     n_keys: int
     least_queries: int = LEAST_QUERIES
-    """Rows that a product is filled up to: for fewer, libraries have kernels that sum otherwise."""
+    """The rows of a product are a multiple of it: for fewer, libraries have kernels that sum otherwise,
+    and leave such a rest to one of many threads."""
     scratch: Scratch = field(default_factory=Scratch)
 
     @property
@@ -199,7 +200,8 @@ class Scores:
         n_heads, n_group, n_rows, dim = queries.shape
         n_flat, shape = n_group * n_rows, (n_heads, n_group, n_rows)
         n_parts = -(-LEAST_PRODUCTS // n_heads)  # products of one head's rows
-        n_each = max(-(-n_flat // n_parts), self._least_queries)
+        least = self._least_queries
+        n_each = -(-n_flat // (n_parts * least)) * least  # else one of many threads has fewer
         n_products = n_heads * n_parts
 
         def of_rows(products: torch.Tensor) -> torch.Tensor:
