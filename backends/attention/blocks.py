@@ -112,8 +112,8 @@ class BlockedMask:
     groups: tuple[RowGroup, ...]
     n_keys: int
     least_queries: int = LEAST_QUERIES
-    """The rows of a product are a multiple of it: for fewer, libraries have kernels that sum otherwise,
-    and leave such a rest to one of many threads."""
+    """The rows of a product are a multiple of it: for fewer, as a rest that is left to one of many
+    threads may be, libraries have kernels that sum otherwise."""
     scratch: Scratch = field(default_factory=Scratch)
 
     @property
