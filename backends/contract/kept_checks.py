@@ -11,17 +11,20 @@ from typing import Any
 from offload.process.remembered import cache_folder, recall, remember
 
 _VERSION = 1  # of the checks: what another one found is found out again
+_UNKNOWN: Any = "unknown"
 
 
 class KeptChecks:
     """Results of checks by name: remembered ones, and those that are run now.
 
+    A result is a number, or None where the check failed.
+
     Args:
         libraries: versions and settings of what computes; with the processor they are the key.
-        valid: what a check may have found; a remembered result that is none of these is not used.
+        valid: numbers that a check may find; a remembered one that is none of these is not used.
     """
 
-    def __init__(self, libraries: str, valid: Collection[int | None]) -> None:
+    def __init__(self, libraries: str, valid: Collection[int]) -> None:
         machine = f"{_VERSION} {libraries} {_processor()}"
         digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
         self._path = cache_folder() / f"exact-{digest}.json"
@@ -31,14 +34,15 @@ class KeptChecks:
         self._is_changed = False
 
     def find(self, name: str, check: Callable[[], int | None]) -> int | None:
-        if name in self._known and self._known[name] in self._valid:
-            found: int | None = self._known[name]
+        found: int | None = self._known.get(name, _UNKNOWN)
+        if found is None or (type(found) is int and found in self._valid):
             return found
         found = self._known[name] = check()
         self._is_changed = True
         return found
 
     def save(self) -> None:
+        """Keep what was found out."""
         if self._is_changed:
             remember(self._path, self._known, "whether this machine's products are exact")
             self._is_changed = False
@@ -49,6 +53,7 @@ def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return " ".join(sorted({line for line in lines if line.startswith(wanted)}))
+        return platform.processor() or platform.machine()
+    wanted = ("model name", "flags", "CPU part", "Features")
+    first = {line.split("\t")[0].split(":")[0].strip(): line for line in reversed(lines)}
+    return " ".join(first[name] for name in wanted if name in first)

@@ -65,7 +65,7 @@ def find_exactness(model: HfModel) -> TorchExactness:
     if not model.takes_blocks:
         kind = model.config.model_type
         return TorchExactness(False, f"{kind} computes attention in code of its own")
-    checks = KeptChecks(f"torch {torch.__version__} {torch.get_num_threads()}", (None, *CANDIDATES))
+    checks = KeptChecks(f"torch {torch.__version__} {torch.get_num_threads()} threads", CANDIDATES)
     try:
         return _find(model, checks)
     except _UnknownProduct as error:

@@ -20,17 +20,14 @@ machine, a version of llama.cpp and a number of threads.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from backends.contract.exactness import Exactness
+from backends.contract.kept_checks import KeptChecks
 from backends.llama.ggml import load_ggml
 from backends.llama.hparams import CACHE_TYPES
 from backends.llama.library import llama_version, load_library
@@ -46,9 +43,7 @@ from backends.llama.row_checks import (
 )
 from offload.formats.gguf_header import GGML_TYPES
 from offload.formats.tensors import TensorRecord
-from offload.process.remembered import cache_folder, recall, remember
 
-_VERSION = 1  # of the checks: figures of another one are found out again
 _TYPE_IDS = {kind.name: number for number, kind in GGML_TYPES.items()}
 _KEPT_BLOCKS = 64
 _SLOW_TO_MAKE = ("IQ1", "IQ2", "IQ3")
@@ -166,56 +161,33 @@ def _attentions(model: GgufModel, type_k: str, type_v: str) -> Iterable[Attentio
 
 
 class _Checks:
-    """Results of checks on this machine: remembered ones, and those that are run now."""
+    """Checks of this machine's ggml."""
 
     def __init__(self, n_threads: int) -> None:
         self._n_threads = n_threads
-        system = load_library().llama_print_system_info() or b""
-        self._machine = f"{_VERSION} {llama_version()} {system.decode()} {_processor()}"
-        digest = hashlib.sha256(f"{self._machine} {n_threads}".encode()).hexdigest()[:16]
-        self._path = cache_folder() / f"exact-{digest}.json"
-        known = recall(self._path)
-        self._known: dict[str, Any] = known if isinstance(known, dict) else {}
-        self._is_changed = False
+        system = (load_library().llama_print_system_info() or b"").decode()
+        libraries = f"llama.cpp {llama_version()} {system} {n_threads} threads"
+        self._kept = KeptChecks(libraries, CANDIDATES)
+        self.save = self._kept.save
 
     def product(self, product: Product, record: TensorRecord) -> int | None:
         def run() -> int | None:
             blocks = _file_blocks(record) if record.dtype.startswith(_SLOW_TO_MAKE) else None
-            return least_rows(product_runs(product, self._n_threads, blocks))
+            try:
+                return least_rows(product_runs(product, self._n_threads, blocks))
+            except ValueError:  # ggml has no such numbers to try it with
+                return None
 
-        return self._find(f"product {json.dumps(astuple(product))}", run)
+        return self._kept.find(f"product {json.dumps(astuple(product))}", run)
 
     def attention(self, kind: Attention) -> int | None:
         def run() -> int | None:
-            return least_rows(attention_runs(kind, self._n_threads))
-
-        return self._find(f"attention {json.dumps(astuple(kind))}", run)
-
-    def _find(self, key: str, run: Callable[[], int | None]) -> int | None:
-        found = self._known.get(key, "unknown")
-        if found is not None and found not in CANDIDATES:
             try:
-                found = run()
-            except ValueError:  # ggml has no such numbers to try it with
-                found = None
-            self._known[key], self._is_changed = found, True
-        return found
+                return least_rows(attention_runs(kind, self._n_threads))
+            except ValueError:
+                return None
 
-    def save(self) -> None:
-        if self._is_changed:
-            remember(self._path, self._known, "whether this machine's products are exact")
-            self._is_changed = False
-
-
-def _processor() -> str:
-    """Its name and what it can do."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    wanted = ("model name", "flags", "CPU part", "Features")
-    first = {line.split("\t")[0].split(":")[0].strip(): line for line in reversed(lines)}
-    return " ".join(first[name] for name in wanted if name in first)
+        return self._kept.find(f"attention {json.dumps(astuple(kind))}", run)
 
 
 def _file_blocks(record: TensorRecord) -> np.ndarray:

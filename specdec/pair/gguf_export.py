@@ -18,6 +18,7 @@ import numpy as np
 
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import TensorRecord
+from offload.process.remembered import cache_folder
 from specdec.pair import GGUF_SUFFIX, PAIR_NAMES, PAIR_PREFIX, pair_path
 from specdec.pair.float_weights import read_float32
 from specdec.pair.gguf_file import (
@@ -52,7 +53,7 @@ def pair_gguf_path(name: str) -> Path:
         raise ValueError(f"unknown embedded model {name!r}; known: {', '.join(PAIR_GGUF_NAMES)}")
     model = name.removesuffix(GGUF_SUFFIX)
     folder = pair_path(model)
-    path = _cache_folder() / f"{model.removeprefix(PAIR_PREFIX)}-{_digest(folder)}{GGUF_SUFFIX}"
+    path = cache_folder() / f"{model.removeprefix(PAIR_PREFIX)}-{_digest(folder)}{GGUF_SUFFIX}"
     if not path.is_file():
         try:
             _export_atomically(folder, path, model)
@@ -107,11 +108,6 @@ def _export_atomically(folder: Path, path: Path, name: str) -> None:
     finally:
         with suppress(OSError):
             partial.unlink()
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root).expanduser() / "specdec"
 
 
 def _digest(folder: Path) -> str:
