@@ -72,6 +72,8 @@ def hands_mask_on(architecture: type[PreTrainedModel], has_softcap: bool) -> boo
         return False
     if not architecture._supports_sdpa and not has_softcap and f"{_SINKS}=" not in source:
         return False
+    if any(f"{name}=" in source for name in _MISSING):
+        return False
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     attentive = [node for node in classes if _ATTENTIVE_CLASS.search(node.name)]
     return not any(_looks_into_mask(node) for one in attentive for node in _nodes(one))

@@ -33,7 +33,7 @@ _N_ROWS = 64
 _TRIED_OUTPUTS = 128
 """Of a matrix that has more: which kernel is taken depends on the number of rows, on the number of
 terms, and on whether outputs fill whole vectors."""
-_FEW = (2, 3, 5, 7)
+_FEW = (2, 3, 5, 7, 29)
 _PREFIX, _N_NODES = 2 * BLOCK_KEYS + 10, MOST_KEYS_IN_ORDER - 10
 """So many nodes, none of them beyond the block that the prefix ends in, are all that one product
 may hold."""
