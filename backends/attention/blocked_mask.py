@@ -9,9 +9,9 @@ import torch
 
 from backends.attention.blocks import (
     BLOCK_KEYS,
-    LEAST_QUERIES,
-    MOST_KEYS_IN_ORDER,
+    USUAL_LIMITS,
     BlockedMask,
+    ProductLimits,
     RowGroup,
     Scratch,
 )
@@ -23,12 +23,12 @@ def blocked_mask(
     start: int,
     end: int,
     window: int | None,
-    least_queries: int = LEAST_QUERIES,
+    limits: ProductLimits = USUAL_LIMITS,
     scratch: Scratch | None = None,
 ) -> BlockedMask:
     """The keys that the new rows start..end of a pass may look at.
 
-    least_queries, scratch: see BlockedMask; the masks of a pass share their scratch.
+    scratch: what the masks of a pass share.
     """
     n_keys = layout.prefix + layout.first_new + end
     whole = layout.n_in_order(start) // BLOCK_KEYS * BLOCK_KEYS
@@ -42,9 +42,9 @@ def blocked_mask(
     shared = slice(first, whole)
     groups = [
         _group(a, b, shared, allowed[a:b], blocks, edge_hidden[a:b])
-        for a, b in _row_spans(allowed, blocks)
+        for a, b in _row_spans(allowed, blocks, limits.most_keys)
     ]
-    return BlockedMask(tuple(groups), n_keys, least_queries, scratch or Scratch())
+    return BlockedMask(tuple(groups), n_keys, limits, scratch or Scratch())
 
 
 def _group(
@@ -72,18 +72,20 @@ def _group(
     )
 
 
-def _row_spans(allowed: np.ndarray, blocks: np.ndarray) -> Iterator[tuple[int, int]]:
+def _row_spans(
+    allowed: np.ndarray, blocks: np.ndarray, most_keys: int
+) -> Iterator[tuple[int, int]]:
     """Spans of rows, each as long as its keys of any one block are not too many.
 
     allowed bool [rows, keys]; blocks [keys]: the block of each key.
     """
-    if np.unique(blocks, return_counts=True)[1].max() <= MOST_KEYS_IN_ORDER:
+    if np.unique(blocks, return_counts=True)[1].max() <= most_keys:
         yield 0, len(allowed)
         return
     start, seen = 0, np.zeros(allowed.shape[1], dtype=bool)
     for row, keys in enumerate(allowed):
         both = seen | keys
-        if np.unique(blocks[both], return_counts=True)[1].max() > MOST_KEYS_IN_ORDER:
+        if np.unique(blocks[both], return_counts=True)[1].max() > most_keys:
             yield start, row
             start, both = row, keys
         seen = both

@@ -29,11 +29,6 @@ import torch
 from offload.units import MIB
 
 BLOCK_KEYS = 64
-MOST_KEYS_IN_ORDER = 192
-"""Keys of one block, those of other branches included, that a product adds one after the other:
-libraries sum longer rows in parts (MKL on AVX2 somewhere between 193 and 256)."""
-LEAST_QUERIES = 4
-"""Rows of a product as far as nothing else is known: see `BlockedMask.least_queries`."""
 LEAST_PRODUCTS = 2
 """Products of a batch: the rows of one alone are divided among threads, a few for each."""
 VALUE_COLUMNS = 16
@@ -41,6 +36,24 @@ VALUE_COLUMNS = 16
 threads, libraries sum in another order too (MKL on AVX2)."""
 MAX_SCRATCH_BYTES = 32 * MIB
 """Of float32 keys and values together, and of scores."""
+
+
+@dataclass(frozen=True)
+class ProductLimits:
+    """Within these a product of float32 matrices adds its terms one after the other.
+
+    The defaults are those of MKL on AVX2; backends/hf/self_test.py finds a machine's own.
+    """
+
+    least_rows: int = 4
+    """Rows are a multiple of it: for fewer, as a rest that is left to one of many threads may be,
+    libraries have kernels that sum otherwise."""
+    most_keys: int = 192
+    """Of one block, those of other branches included: longer sums are made of parts (MKL: from
+    somewhere between 193 and 256 on)."""
+
+
+USUAL_LIMITS = ProductLimits()
 
 
 @dataclass(frozen=True)
@@ -111,9 +124,7 @@ class BlockedMask:
 
     groups: tuple[RowGroup, ...]
     n_keys: int
-    least_queries: int = LEAST_QUERIES
-    """The rows of a product are a multiple of it: for fewer, as a rest that is left to one of many
-    threads may be, libraries have kernels that sum otherwise."""
+    limits: ProductLimits = USUAL_LIMITS
     scratch: Scratch = field(default_factory=Scratch)
 
     @property
@@ -145,7 +156,7 @@ class BlockedMask:
         for group in self.groups:
             bytes_per_head = 4 * group.n_columns * (dim + value_width(value_dim))
             for heads in _parts(n_kv_heads, bytes_per_head):
-                part = Scores(group, self.scratch, self.least_queries, scale, softcap)
+                part = Scores(group, self.scratch, self.limits.least_rows, scale, softcap)
                 part.bring(key[0, heads], value[0, heads])
                 if sinks is not None:
                     part.sinks = sinks.float().view(n_kv_heads, -1, 1)[heads]
@@ -170,11 +181,11 @@ class Scores:
         self,
         group: RowGroup,
         scratch: Scratch,
-        least_queries: int,
+        least_rows: int,
         scale: float,
         softcap: float | None,
     ) -> None:
-        self._group, self._scratch, self._least_queries = group, scratch, least_queries
+        self._group, self._scratch, self._least_rows = group, scratch, least_rows
         self._scale, self._softcap = scale, softcap
 
     def bring(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -200,7 +211,7 @@ class Scores:
         n_heads, n_group, n_rows, dim = queries.shape
         n_flat, shape = n_group * n_rows, (n_heads, n_group, n_rows)
         n_parts = -(-LEAST_PRODUCTS // n_heads)  # products of one head's rows
-        least = self._least_queries
+        least = self._least_rows
         n_each = -(-n_flat // (n_parts * least)) * least  # else one of many threads has fewer
         n_products = n_heads * n_parts
 

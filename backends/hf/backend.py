@@ -232,7 +232,7 @@ class TorchBackend(MendingBackend):
             return self._weights.on_host(logits[: len(rows)])
 
     def _pass_state(self, layout: PassLayout) -> PassState:
-        make = mask_maker(self._model, self._weights.device, self._exactness.n_least_queries)
+        make = mask_maker(self._model, self._weights.device, self._exactness.limits)
         alibi = partial(alibi_bias, self._slopes, layout, dtype=self._model.dtype)
         return PassState(
             layout,

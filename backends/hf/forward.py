@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from backends.attention.blocked_mask import blocked_mask
-from backends.attention.blocks import Scratch
+from backends.attention.blocks import ProductLimits, Scratch
 from backends.attention.interface import KEYS_BY_ROW
 from backends.attention.masks import additive_mask, segmented_mask
 from backends.hf.cache import TreeCache
@@ -27,10 +27,10 @@ def prepare_buffers(model: HfModel, device: torch.device) -> torch.Tensor | None
     return _alibi_slopes(model, device)
 
 
-def mask_maker(model: HfModel, device: torch.device, least_queries: int) -> MakeMask:
+def mask_maker(model: HfModel, device: torch.device, limits: ProductLimits) -> MakeMask:
     """What a model's attention computes with in one pass, on a device."""
     if model.takes_blocks and device.type == "cpu":
-        return partial(blocked_mask, least_queries=least_queries, scratch=Scratch())
+        return partial(blocked_mask, limits=limits, scratch=Scratch())
     make = segmented_mask if model.attention == KEYS_BY_ROW else additive_mask
     return partial(make, dtype=model.dtype, device=device)
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from backends.attention.blocked_mask import blocked_mask
-from backends.attention.blocks import BLOCK_KEYS, MOST_KEYS_IN_ORDER
+from backends.attention.blocks import BLOCK_KEYS, USUAL_LIMITS, ProductLimits
 from backends.attention.layout import CausalLayout, PassLayout
 from backends.contract.exactness import Exactness
 from backends.contract.kept_checks import KeptChecks
@@ -34,17 +34,18 @@ _TRIED_OUTPUTS = 128
 """Of a matrix that has more: which kernel is taken depends on the number of rows, on the number of
 terms, and on whether outputs fill whole vectors."""
 _FEW = (2, 3, 5, 7, 29)
-_PREFIX, _N_NODES = 2 * BLOCK_KEYS + 10, MOST_KEYS_IN_ORDER - 10
+_MOST_KEYS = (192, 128, 64)
+_PREFIX, _N_NODES = 2 * BLOCK_KEYS + 10, _MOST_KEYS[0] - 10
 """So many nodes, none of them beyond the block that the prefix ends in, are all that one product
-may hold."""
+may hold at most."""
 
 
 @dataclass(frozen=True)
 class TorchExactness(Exactness):
     """The same of torch on a CPU."""
 
-    n_least_queries: int = 4
-    """Rows of a product of the attention (backends/attention/blocks.py)."""
+    limits: ProductLimits = USUAL_LIMITS
+    """Of the attention's products."""
 
 
 @dataclass(frozen=True, order=True)
@@ -92,12 +93,12 @@ def _find(model: HfModel, checks: KeptChecks) -> TorchExactness:
             )
         n_rows = max(n_rows, found)
     shape = head_shape(model.config)
-    n_queries = checks.find(f"attention {astuple(shape)}", partial(least_queries, shape))
-    if n_queries is None:
+    limits = find_limits(shape, checks)
+    if limits is None:
         return TorchExactness(False, "on this machine, sums over keys depend on other keys")
     if checks.find("functions", functions_are_steady) is None:
         return TorchExactness(False, "on this machine, exp() depends on an element's place")
-    return TorchExactness(True, n_least_rows=n_rows, n_least_queries=n_queries)
+    return TorchExactness(True, n_least_rows=n_rows, limits=limits)
 
 
 def _products(model: HfModel) -> Iterator[Product]:
@@ -147,8 +148,18 @@ def _least(run: Callable[[int, int], torch.Tensor]) -> int | None:
     return next(n for n in CANDIDATES if n > n_bad)
 
 
-def least_queries(shape: HeadShape) -> int | None:
-    """Rows that products of the attention need; None where rows of a tree differ in any case."""
+def find_limits(shape: HeadShape, checks: KeptChecks) -> ProductLimits | None:
+    """For the attention; None where rows of a tree differ in any case."""
+    for most_keys in _MOST_KEYS:
+        name = f"attention {astuple(shape)} {most_keys}"
+        least_rows = checks.find(name, partial(least_rows_of_attention, shape, most_keys))
+        if least_rows is not None:
+            return ProductLimits(least_rows, most_keys)
+    return None
+
+
+def least_rows_of_attention(shape: HeadShape, most_keys: int) -> int | None:
+    """Of its products, with so many keys at most; None where no number will do."""
     generator = torch.Generator().manual_seed(shape.key_dim)
     n_keys = _PREFIX + _N_NODES
     query = torch.randn(1, shape.n_heads, _N_NODES, shape.key_dim, generator=generator)
@@ -157,7 +168,8 @@ def least_queries(shape: HeadShape) -> int | None:
     tree = _bushy_tree()
 
     def run(layout: PassLayout, nodes: slice, keys: torch.Tensor, n_least: int) -> torch.Tensor:
-        mask = blocked_mask(layout, 0, layout.n_new, None, n_least)
+        limits = ProductLimits(n_least, most_keys)
+        mask = blocked_mask(layout, 0, layout.n_new, None, limits)
         own_key, own_value = key.index_select(2, keys), value.index_select(2, keys)
         return mask.attend(query[:, :, nodes], own_key, own_value, scale=0.1)[0]
 

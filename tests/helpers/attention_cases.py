@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from backends.attention.blocked_mask import blocked_mask
-from backends.attention.blocks import LEAST_QUERIES
+from backends.attention.blocks import ProductLimits
 from backends.attention.layout import CausalLayout, PassLayout
+from backends.contract.kept_checks import KeptChecks
 from backends.hf.config import HeadShape
-from backends.hf.self_test import least_queries
+from backends.hf.self_test import CANDIDATES, find_limits
 
 CPU = torch.device("cpu")
 
@@ -89,9 +90,9 @@ def keys_of(layout: PassLayout, row: int) -> torch.Tensor:
 
 
 @cache
-def least_rows_here(shape: HeadShape) -> int:
-    """Rows of a product of the attention, on this machine; the tests fail where none will do."""
-    return least_queries(shape) or LEAST_QUERIES
+def limits_here(shape: HeadShape) -> ProductLimits:
+    """Of this machine; the tests fail where there are none."""
+    return find_limits(shape, KeptChecks("the tests", CANDIDATES)) or ProductLimits()
 
 
 class Case:
@@ -115,7 +116,7 @@ class Case:
         n_rows, n_keys = self.end - self.start, layout.prefix + layout.first_new + self.end
         self.states = states(n_rows, n_keys, heads=heads, dims=dims, dtype=dtype)
         self.scale = dims[0] ** -0.5
-        self._least = least_rows_here(HeadShape(*heads, *dims))
+        self.limits = limits_here(HeadShape(*heads, *dims))
         self.sinks = torch.linspace(-2.0, 5.0, heads[0]) if has_sinks else None
         slopes = torch.linspace(0.01, 0.5, heads[0])
         positions = torch.from_numpy(layout.key_positions(self.end))
@@ -151,7 +152,7 @@ class Case:
         own: tuple[torch.Tensor, ...],
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        mask = blocked_mask(layout, start, end, self.window, self._least)
+        mask = blocked_mask(layout, start, end, self.window, self.limits)
         options: dict[str, Any] = {"softcap": self.softcap, "sinks": self.sinks, "bias": bias}
         query, key, value = own
         return mask.attend(query, key, value, self.scale, **options)[0]

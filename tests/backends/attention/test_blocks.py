@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ from attention_cases import Case, random_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.attention import blocked_mask as mask_module
 from backends.attention import blocks
 from backends.attention.blocked_mask import blocked_mask
 from backends.attention.blocks import Scratch
@@ -98,13 +98,13 @@ def test_rows_of_a_large_tree_have_the_bits_that_they_have_alone(
     prefix: int, window: int | None
 ) -> None:
     layout = large_tree(prefix, 290)
-    groups = blocked_mask(layout, 0, 290, window).groups
+    case = Case(layout, None, window, dims=(16, 16))
+    groups = blocked_mask(layout, 0, 290, window, case.limits).groups
     assert len(groups) > 1
     assert [(a.end, b.start) for a, b in zip(groups, groups[1:], strict=False)] == [
         (group.end, group.end) for group in groups[:-1]
     ]
-    assert max(max(group.widths) for group in groups) <= blocks.MOST_KEYS_IN_ORDER
-    case = Case(layout, None, window, dims=(16, 16))
+    assert max(max(group.widths) for group in groups) <= case.limits.most_keys
     assert case.differing([*range(0, 290, 29), 289]) == []
     assert (case.together() - case.expected()).abs().max() <= 1e-5
 
@@ -172,12 +172,14 @@ def test_numbers_that_a_pass_before_left_behind_do_not_come_back() -> None:
     assert torch.equal(mask.attend(query, key, value, 0.4), expected)
 
 
-@pytest.mark.parametrize("least_queries", [4, 32])
-def test_masks_that_take_turns_with_their_scratch_change_no_bit(least_queries: int) -> None:
+@pytest.mark.parametrize("least_rows", [None, 32])
+def test_masks_that_take_turns_with_their_scratch_change_no_bit(least_rows: int | None) -> None:
     """Layers with and without a window, of one width and of another."""
     layout, scratch = random_tree(190, 3, 40, np.random.default_rng(0)), Scratch()
     windows = [None, 20, 64, 130, 65]
-    masks = [blocked_mask(layout, 0, 40, w, least_queries, scratch) for w in windows]
+    limits = Case(layout).limits
+    limits = replace(limits, least_rows=least_rows or limits.least_rows)
+    masks = [blocked_mask(layout, 0, 40, w, limits, scratch) for w in windows]
     for dims in ((8, 8), (16, 40), (8, 8)):
         for window, mask in zip(windows, masks, strict=True):
             case = Case(layout, None, window, dims=dims)
@@ -249,10 +251,10 @@ def test_another_order_of_the_sums_is_found(mistake, monkeypatch: pytest.MonkeyP
     assert case.differing(list(range(40))) != []
 
 
-def test_keys_that_are_too_many_for_one_product_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_are_too_many_for_one_product_are_found() -> None:
     """On libraries that sum so many in parts; one that does not needs no groups of rows."""
     case, rows = Case(large_tree(0, 290), dims=(64, 64)), list(range(0, 290, 29))
     assert case.differing(rows) == []
-    monkeypatch.setattr(mask_module, "MOST_KEYS_IN_ORDER", 10_000)
+    case.limits = replace(case.limits, most_keys=10_000)
     if not case.differing(rows):
         pytest.skip("this library adds all terms of a product one after the other")
