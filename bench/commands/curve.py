@@ -40,6 +40,7 @@ def curve_command(
 ) -> None:
     """Speedup against acceptance rate, with a drafter of known accuracy."""
     from bench.decode.curve import CurveError, CurveSettings, CurveSpec, run_curve
+    from bench.equal_texts import check_equal_texts
     from bench.process.results import CURVE
 
     settings = CurveSettings(parse_rates(rates), parse_lengths(sizes), max_tokens, ignore_eos, seed)
@@ -51,7 +52,8 @@ def curve_command(
     spec = CurveSpec(keywords, chosen, settings, str(log.resolve()) if log else None)
     result = run_curve(spec, ["specdec-bench", *context.obj.argv], enforce=enforce)
     show(CURVE, result, output, output_file)
-    n_unexplained = sum(not one["explained"] for one in result["differences"])
+    check_equal_texts(result["records"])
+    n_unexplained = sum(not one.get("explained", True) for one in result["differences"])
     if n_unexplained:
         raise CurveError(
             f"{n_unexplained} of {result['n_texts']} texts are not those of plain decoding, by "

@@ -27,6 +27,7 @@ def demo_command(
 ) -> None:
     """A grown target of at least twice its budget, plain against speculative; about two minutes."""
     from bench.demo import run_demo, text_of_first_prompt
+    from bench.equal_texts import check_equal_texts, percent_equal
     from bench.process.results import SPEEDUP
     from bench.report.tables import VERDICT_WIDTH
     from bench.table import labelled
@@ -37,5 +38,7 @@ def demo_command(
     )
     typer.echo(text_of_first_prompt(result))
     show(SPEEDUP, result, "table", None)
-    lines = labelled([("demo", f"{time.monotonic() - started:.0f} s in all")], VERDICT_WIDTH)
-    typer.echo(lines[0])
+    equal, seconds = percent_equal(result["token_match"]), time.monotonic() - started
+    told = f"tokens equal {equal}, {seconds:.0f} s in all"
+    typer.echo(labelled([("demo", told)], VERDICT_WIDTH)[0])
+    check_equal_texts(result["records"])

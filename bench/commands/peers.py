@@ -90,6 +90,7 @@ def peers_command(
     output_file: options.OutputFile = None,
 ) -> None:
     """specdec against other programs: same weights, prompts, threads and memory limit."""
+    from bench.equal_texts import check_equal_texts
     from bench.peers.compare import compare
     from bench.peers.runs import settings_for
     from bench.process.results import PEERS as KIND
@@ -127,6 +128,9 @@ def peers_command(
     argv = ["specdec-bench", *context.obj.argv]
     result = compare(names, weights, chosen, settings, argv, save, n_too_long)
     show(KIND, result, output, output_file)
+    for one in weights:
+        rows = [row for row in result["peers"] if row["weights"] == one.format]
+        check_equal_texts(record for row in rows for record in row["prompts"])
 
 
 def parse_peers(text: str) -> list[str]:

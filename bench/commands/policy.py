@@ -40,6 +40,7 @@ def policy_command(
     """The automatic size of trees against fixed ones, in one process."""
     from bench.decode.policy import run_policy
     from bench.decode.ways import parse_sizes
+    from bench.equal_texts import check_equal_texts
     from bench.process.provenance import collect
     from bench.process.results import POLICY
 
@@ -59,3 +60,4 @@ def policy_command(
     )
     result["provenance"] = provenance
     show(POLICY, result, "table", output_file)
+    check_equal_texts(result["records"])

@@ -36,6 +36,7 @@ def speedup_command(
     """Plain streamed decoding against speculative decoding of the same target."""
     from bench.decode.measure import MeasureSpec
     from bench.decode.speedup import run_speedup
+    from bench.equal_texts import check_equal_texts
     from bench.process.results import SPEEDUP
 
     if peer is not None:
@@ -55,3 +56,4 @@ def speedup_command(
     )
     result = run_speedup(spec, ["specdec-bench", *context.obj.argv], enforce=enforce)
     show(SPEEDUP, result, output, output_file)
+    check_equal_texts(result["records"])

@@ -88,6 +88,7 @@ def sweep_command(
     reference: Reference = None,
 ) -> None:
     """Budgets x storage speeds x tree sizes; interrupted, it goes on where it was."""
+    from bench.equal_texts import check_equal_texts
     from bench.peers.registry import Weights
     from bench.peers.runs import settings_for
     from bench.peers.sweep import (
@@ -135,12 +136,15 @@ def sweep_command(
         sweep = replace(sweep, auto_budgets=tuple(amounts))
     settings = all_settings(amounts, speeds, sizes)
     provenance = collect(["specdec-bench", *context.obj.argv], weights.model)
+    measured: list[dict[str, Any]] = []
     with _progress(len(settings)) as advance:
         for setting, line in zip(
             settings, run_sweep(sweep, settings, output_file, provenance), strict=True
         ):
             advance(describe(setting, line), line is not None)
+            measured += line.get("records", ()) if line else ()
     typer.echo(text_of(tables(SWEEP, read_results(output_file).value)))
+    check_equal_texts(measured)
 
 
 def parse_speeds(text: str) -> list[float | None]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from bench.decode.curve_figures import summarise
 from bench.decode.known_drafter import KnownAccuracyDrafter
 from bench.decode.near_ties import examine
+from bench.equal_texts import are_exact
 from bench.figures import first_mismatch
 from bench.process.child import measure_for_parent, result_of_child
 from bench.process.provenance import collect
@@ -118,8 +119,9 @@ def measure_curve(
 
     Returns:
         the keys of `curve_figures.summarise`, and
-        differences     texts that are not plain decoding's: prompt, rate, n_draft_tokens, and
-                        position, tokens, gap, drift, explained of `near_ties.NearTie`
+        is_exact        every text must be plain decoding's to the bit (`bench.equal_texts`)
+        differences     texts that are not plain decoding's: prompt, rate, n_draft_tokens, position;
+                        where the target is not exact the rest of `near_ties.NearTie`
         n_texts         that were compared
         plan, n_prompts, max_tokens, memory_budget_bytes
         records         `bench.process.results.Record`s with rate and n_draft_tokens (0: plain)
@@ -143,6 +145,7 @@ def measure_curve(
         records += made
     return {
         **summarise(records),
+        "is_exact": are_exact(records),
         "differences": differences,
         "n_texts": len(records),
         "plan": llm.plan.to_dict(),
@@ -196,7 +199,7 @@ class _Turns:
         return {**asdict(record), "rate": rate, "n_draft_tokens": n_drafted}
 
     def differences(self, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Of the texts that are not plain decoding's: near ties?"""
+        """The texts that are not plain decoding's; where the target is not exact: near ties?"""
         known: dict[tuple[int, int], dict[str, Any]] = {}  # by position and token
         found = []
         for record in records:
@@ -204,12 +207,15 @@ class _Turns:
             at = first_mismatch(self._text[: len(tokens)], tokens)
             if at is None:
                 continue
+            where = {key: record[key] for key in ("prompt", "rate", "n_draft_tokens")}
+            if are_exact([record]):  # nothing explains it
+                found.append({**where, "position": at})
+                continue
             place = (at, tokens[at])
             if place not in known:
                 tie = examine(self._llm.target, self._prompt_ids, self._text, tokens)
                 assert tie is not None, "the texts differ"
                 known[place] = tie.to_dict()
-            where = {key: record[key] for key in ("prompt", "rate", "n_draft_tokens")}
             found.append({**where, **known[place]})
         return found
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from bench.decode.near_ties import examine
 from bench.decode.ways import PLAIN, SPECULATIVE, keywords_of
+from bench.equal_texts import are_exact
 from bench.process.child import measure_for_parent, result_of_child
 from bench.process.probe import BUFFER_BYTES, probe_bandwidth
 from bench.process.results import Record, append_line
@@ -71,7 +72,10 @@ def measure_in_child(spec: MeasureSpec, *, enforce: bool) -> dict[str, Any]:
 
 
 def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
-    """Run the whole specification; progress goes to `out`."""
+    """Run the whole specification; progress goes to `out`.
+
+    Texts of a target that is not exact are examined where they differ (`near_ties`).
+    """
     from specdec.api import load
     from specdec.cli.output import loading_progress
 
@@ -80,8 +84,9 @@ def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
     with llm:
         probe = Probe(Path(spec.load["model"]), spec.settle_seconds) if spec.probes else None
         records = _measure_all(llm, spec, probe, out)
-        is_comparable = not spec.sampling.get("temperature") and spec.modes == MODES
-        near_ties = _near_ties(llm, spec, records) if is_comparable else []
+        is_exact = are_exact(asdict(record) for record in records)
+        is_examined = not (is_exact or spec.sampling.get("temperature")) and spec.modes == MODES
+        near_ties = _near_ties(llm, spec, records) if is_examined else []
         plan = llm.plan.to_dict()
     return {
         "records": [asdict(record) for record in records],

@@ -12,6 +12,7 @@ from typing import Any
 
 from bench.decode.measure import MeasureSpec, measure_in_child
 from bench.decode.ways import AUTO, PLAIN, TreeSize
+from bench.equal_texts import are_exact
 from bench.figures import aggregate_stats, of_mode
 from bench.prompts.workloads import Prompt
 from specdec.decoding.stats import ratio
@@ -27,7 +28,7 @@ def run_policy(
     log: str | None = None,
     enforce: bool = False,
 ) -> dict[str, Any]:
-    """Rows by way, the two ratios that matter, model, plan, all records, enforced.
+    """Rows by way, the two ratios that matter, model, plan, all records, is_exact, enforced.
 
     Raises typer.Exit with the child's exit code where that has told why it failed.
     """
@@ -48,6 +49,7 @@ def run_policy(
         "model": str(load["model"]),
         "plan": measured["plan"],
         "records": records,
+        "is_exact": are_exact(records),
         "enforced": enforce,
     }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.decode.measure import MeasureSpec, measure_in_child
+from bench.equal_texts import are_exact
 from bench.figures import (
     RecordDict,
     aggregate_stats,
@@ -34,7 +35,10 @@ def run_speedup(spec: MeasureSpec, argv: Sequence[str], *, enforce: bool) -> dic
 
 
 def build_report(spec: MeasureSpec, measured: dict[str, Any]) -> dict[str, Any]:
-    """The figures of our own runs."""
+    """The figures of our own runs.
+
+    is_exact: every text must be plain decoding's to the bit (`bench.equal_texts`).
+    """
     records = measured["records"]
     plain, speculative = (of_mode(records, mode) for mode in ("plain", "speculative"))
     stats = {"plain": aggregate_stats(plain)}
@@ -49,6 +53,7 @@ def build_report(spec: MeasureSpec, measured: dict[str, Any]) -> dict[str, Any]:
         **_efficiency(speedup, length, plain, speculative),
         "storage_roofline_fraction": roofline_fraction(plain, bytes_per_pass),
         **compare_tokens(speculative, plain),
+        "is_exact": are_exact(records),
         "near_ties": measured["near_ties"],
         "storage_bytes_per_second": mean_bandwidth(records),
         "storage_probe": measured["storage_probe"],

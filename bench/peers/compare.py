@@ -14,6 +14,7 @@ The result (JSON; `null` where there is nothing to say):
         peak_anonymous_bytes, cgroup_peak_bytes, peak_rss_bytes, load_seconds
                                 the largest of its processes
         token_match             share of tokens equal to specdec-plain's on the same weights
+        is_exact                its texts must be specdec-plain's to the bit (bench.equal_texts)
         by_category             category -> the figures of `summarise`
         settings, trials        how the program was set up; what was tried for that
         rewrite_seconds         for the weights in a format of its own, beforehand; else null
@@ -34,6 +35,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.equal_texts import are_exact
 from bench.figures import by_category, compare_tokens, pairwise_ratios, summarise
 from bench.peers.registry import PEERS, Peer, Weights, why_not
 from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
@@ -85,6 +87,7 @@ class Entry:
             **summarise(self.records, speculates=speculates),
             **largest,
             "by_category": by_category(self.records, speculates=speculates),
+            "is_exact": are_exact(self.records),
             "settings": last.settings if last is not None else {},
             "rewrite_seconds": None if self.runner is None else self.runner.rewrite_seconds,
             "trials": [] if self.runner is None else self.runner.trials,

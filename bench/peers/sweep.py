@@ -13,7 +13,8 @@ Every setting is one line of a JSON Lines file, written when it is finished:
     n_texts, n_equal_texts, first_mismatch
                 compared with the first setting's texts, or with those of an earlier report, as far
                 as both go
-    is_lossless, sampling
+    is_lossless, is_exact, sampling
+                is_exact: texts of one call of the command must be equal (bench.equal_texts)
     prediction, storage_bytes_per_second_after
                 with --prediction: see bench.peers.prediction
     bytes_per_pass, predicted_tokens_per_second, smallest_budget_bytes     of specdec's own plan
@@ -33,6 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.equal_texts import are_exact
 from bench.figures import first_mismatch, of_mode, summarise
 from bench.peers.registry import PEERS, Weights
 from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
@@ -289,6 +291,7 @@ def _figures(run: ProcessRun, speculates: bool) -> dict[str, Any]:
         "cgroup_peak_bytes": run.cgroup_peak_bytes,
         "peak_rss_bytes": run.peak_rss_bytes,
         "is_lossless": all(one.get("stats", {}).get("is_lossless", True) for one in run.records),
+        "is_exact": are_exact(run.records),
         "storage_bytes_per_second": run.storage_bytes_per_second,
         "bytes_per_pass": plan.get("streamed_bytes_per_pass"),
         "predicted_tokens_per_second": plan.get("predicted_tokens_per_second"),

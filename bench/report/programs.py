@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from bench.equal_texts import percent_equal
 from bench.figures import describe_ratio
 from bench.peers.agreement import Agreement
 from bench.peers.compare import NOT_RUN, label
@@ -121,7 +122,7 @@ def _set_ups(value: Value) -> Iterator[tuple[str, str]]:
             parts.append("tried: " + "; ".join(map(_trial, row["trials"])))
         match = row.get("token_match")
         if match is not None and match < 1 and row["exit"] == OK:
-            parts.append(f"{match:.1%} of its tokens are those of specdec-plain")
+            parts.append(f"{percent_equal(match)} of its tokens are those of specdec-plain")
         yield label(row, rows), "; ".join(filter(None, parts))
 
 

@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.equal_texts import percent_equal
 from bench.figures import lossy_mark
 from bench.process.results import CURVE, PEERS, POLICY, SPEEDUP, SWEEP
 from bench.report.data import series_name
 from bench.report.programs import exit_of, held, program_tables
-from bench.table import Columns, Table, cell, cells, headings, labelled
+from bench.table import Columns, Table, cells, headings, labelled
 from offload.units import GIB, format_bytes
 
 Value = Mapping[str, Any]
@@ -95,7 +96,7 @@ def _verdict(value: Value) -> Iterator[tuple[str, str]]:
             f"{fraction:.2f} of {value['storage_bytes_per_second'] / 1e9:.2f} "
             f"GB/s (plain decode passes; probed with {value['storage_probe']})",
         )
-    equal, match = value["prompts_equal"], cell(value.get("token_match"), "{:.1%}")
+    equal, match = value["prompts_equal"], percent_equal(value.get("token_match"))
     yield "tokens equal", f"{match} ({equal} of {value['n_prompts']} prompts wholly)"
     if lossy_mark(value["speculative"]):
         yield "LOSSY", "--accept-threshold: the speculative text is not the target's own"
@@ -110,8 +111,9 @@ def _verdict(value: Value) -> Iterator[tuple[str, str]]:
 def _mismatches(value: Value) -> Iterator[str]:
     """Where texts begin to differ from plain decoding's, and why."""
     ties = {tie["prompt"]: tie for tie in value.get("near_ties", ())}
+    not_explained = ": an ERROR, the target is exact" if value.get("is_exact") else ""
     for prompt, position in value.get("first_mismatches", {}).items():
-        why = f": {_near_tie(ties[prompt])}" if prompt in ties else ""
+        why = f": {_near_tie(ties[prompt])}" if prompt in ties else not_explained
         yield f"  {prompt} differs from token {position} on{why}"
 
 
@@ -265,6 +267,7 @@ def _difference_lines(value: Value) -> Iterator[str]:
     yield f"texts equal to plain decoding's: {n_equal} of {value['n_texts']}"
     for prompt, position in dict.fromkeys((one["prompt"], one["position"]) for one in differences):
         same = [o for o in differences if (o["prompt"], o["position"]) == (prompt, position)]
-        tie = {**same[0], "explained": all(one["explained"] for one in same)}
-        times = f"{len(same)} times: {_near_tie(tie)}"
-        yield f"  {prompt} differs from token {position} on, {times}"
+        why = "an ERROR, the target is exact"
+        if "explained" in same[0]:
+            why = _near_tie({**same[0], "explained": all(one["explained"] for one in same)})
+        yield f"  {prompt} differs from token {position} on, {len(same)} times: {why}"

@@ -68,6 +68,7 @@ def test_tokens_per_pass_are_those_of_the_formula(result: dict[str, Any]) -> Non
 
 
 def test_every_text_is_that_of_plain_decoding(result: dict[str, Any]) -> None:
+    assert result["is_exact"]
     assert result["differences"] == []
     assert result["n_texts"] == len(result["records"]) == 2 * 2 * (1 + 3)
     for prompt in PROMPTS:
@@ -113,7 +114,8 @@ def test_a_gguf_target() -> None:
     pytest.importorskip("llama_cpp")
     settings = CurveSettings((0.9,), (1, 6), max_tokens=48, ignore_eos=True)
     result = measured("pair:draft.gguf", settings, PROMPTS[:1])
-    assert all(one["explained"] for one in result["differences"])
+    assert result["is_exact"]
+    assert result["differences"] == []
     for point in result["points"]:
         assert abs(point["accuracy"] - 0.9) < 0.2
         assert point["pass_seconds"] > 0
@@ -186,20 +188,28 @@ def test_the_command(target: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
     assert "git_revision" in report["provenance"]
 
 
-def test_an_unexplained_difference_is_an_error_after_the_report(
-    target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_a_difference_is_an_error_after_the_report(
+    is_exact: bool, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    tie = {"prompt": "a", "position": 3, "gap": 2.0, "drift": 0.1, "explained": False}
+    """Where the target is not exact, only one that no near tie explains."""
+    where = {"prompt": "a", "position": 3}
+    tie = where if is_exact else {**where, "gap": 2.0, "drift": 0.1, "explained": False}
     records = [record(0, 1.0), record(4, 2.0, accepted=20)]
+    for one, tokens in zip(records, ([1, 2, 3, 4], [1, 2, 3, 9]), strict=True):
+        one["stats"]["is_exact"] = is_exact
+        one |= {"prompt": "a", "token_ids": tokens}
     result = {
-        **summarise(records), "differences": [tie], "n_texts": 2, "enforced": False, "model": "m",
-        "memory_budget_bytes": 1 << 30, "n_prompts": 1, "max_tokens": 9,
+        **summarise(records), "differences": [tie], "records": records, "n_texts": 2,
+        "enforced": False, "model": "m", "memory_budget_bytes": 1 << 30, "n_prompts": 1,
+        "max_tokens": 9,
     }  # fmt: skip
     monkeypatch.setattr("bench.decode.curve.run_curve", lambda *_, **__: result)
     assert main(["curve", "-m", str(target)]) == 2
     out, err = capsys.readouterr()
-    assert "NOT a near tie" in out
-    assert "1 of 2 texts are not those of plain decoding" in err
+    assert ("an ERROR, the target is exact" if is_exact else "NOT a near tie") in out
+    assert ("two texts of a differ from token 3 on" if is_exact else "1 of 2 texts are not") in err
+    assert err.count("\n") == 1
 
 
 def test_a_specification_survives_the_way_to_its_process() -> None:

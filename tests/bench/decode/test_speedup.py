@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import typer
+from result_values import speedup
 from tiny_pair import save_model
 
 from bench.commands.app import main
 from bench.decode.measure import MeasureSpec, _without_probe
+from bench.figures import compare_tokens
 from bench.process.child import KILLED, ChildFailed, check_child, run_child
 from bench.process.probe import BUFFER_BYTES, BUFFERED, DIRECT
 from bench.process.provenance import git_revision
@@ -49,7 +51,7 @@ def test_json_report(
         report
     )
     assert {"git_revision", "versions", "argv", "machine"} <= set(report["provenance"])
-    assert report["token_match"] == 1.0
+    assert (report["is_exact"], report["near_ties"], report["token_match"]) == (True, [], 1.0)
     assert report["storage_roofline_fraction"] is None  # it fits in memory
     assert report["storage_probe"] in (DIRECT, BUFFERED)
     assert report["storage_bytes_per_second"] > 0
@@ -71,6 +73,33 @@ def test_json_report(
         "plain",
     ]
     assert records == report["records"]
+
+
+@pytest.mark.parametrize("command", ["speedup", "demo"])
+@pytest.mark.parametrize("last", [3, 4])
+def test_texts_of_an_exact_target_must_be_equal(
+    command: str, last: int, target: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """A difference is an error, after the report."""
+    records = [
+        {"prompt": "a", "mode": mode, "token_ids": tokens, "text": "", "stats": {"is_exact": True}}
+        for mode, tokens in (("plain", [1, 2, 3]), ("speculative", [1, 2, last]))
+    ]
+    compared = compare_tokens(records[1:], records[:1])
+    result = {**speedup(), "records": records, "is_exact": True, "n_prompts": 1, **compared}
+    monkeypatch.setattr("bench.decode.speedup.run_speedup", lambda *_, **__: result)
+    monkeypatch.setattr("bench.demo.run_demo", lambda **_: result)
+    code = main([command, *(["-m", str(target)] if command == "speedup" else [])])
+    out, err = capsys.readouterr()
+    if last == 3:
+        assert (code, err) == (0, "")
+        assert "tokens equal      100 % (1 of 1 prompts wholly)" in out
+        assert command != "demo" or "tokens equal 100 %, " in out
+    else:
+        assert (code, err.count("\n")) == (2, 1)
+        assert "two texts of a differ from token 2 on" in err
+        assert "tokens equal      66.6 % (0 of 1 prompts wholly)" in out
+        assert "a differs from token 2 on: an ERROR, the target is exact" in out
 
 
 @pytest.mark.gguf

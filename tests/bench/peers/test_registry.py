@@ -40,7 +40,7 @@ ROW_KEYS = {
     "seconds_per_token_median", "seconds_per_token_p90", "bytes_read_per_token",
     "mean_acceptance_length", "n_prompts", "n_tokens", "acceptance_by_depth",
     "peak_anonymous_bytes", "cgroup_peak_bytes", "peak_rss_bytes", "load_seconds", "token_match",
-    "by_category", "settings", "rewrite_seconds", "trials", "processes", "prompts",
+    "by_category", "is_exact", "settings", "rewrite_seconds", "trials", "processes", "prompts",
 }  # fmt: skip
 KEYS = {
     "peers", "ratios", "weights", "memory_budget_bytes", "enforced", "storage_mbps",
