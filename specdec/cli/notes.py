@@ -10,7 +10,7 @@ from specdec.cli.options import OptionError
 from specdec.cli.output import say
 from specdec.models.names import check_local_draft, check_local_name, resolve_headers
 from specdec.models.weight_files import weight_files
-from specdec.planning.run_options import RunOptions
+from specdec.planning.run_options import OFF, RunOptions
 
 if TYPE_CHECKING:
     from specdec.api import LLM
@@ -35,6 +35,8 @@ def note_plan(load: RunOptions, plan: RunPlan) -> None:
     """Say where a run will not be what its options look like."""
     if load.ctx_size is not None and plan.ctx_size < load.ctx_size:
         say(f"note: --ctx-size {load.ctx_size} is cut to the model's {plan.ctx_size}")
+    if load.exact != OFF and not plan.exactness.is_exact:
+        say(f"note: the text may not be plain decoding's to the bit: {plan.exactness.reason}")
     if not plan.residency.n_streamed_layers:
         if load.prefetch_depth is not None:
             say("note: --prefetch-depth has no effect: no layer of the target streams")

@@ -35,7 +35,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """440 MB of float32, whose rounding is small enough for equal texts to be demanded."""
+    """440 MB of float32."""
     from bench.commands.app import main
 
     path = tmp_path_factory.mktemp("grown") / "model.gguf"

@@ -24,6 +24,7 @@ from specdec.models.opened import OpenedModel, open_model
 
 PROMPT = list(range(10, 40))
 OPTIONS = {"ctx_size": 128, "num_draft_tokens": 4, "draft_depth": 3}
+AS_TARGET = BackendOptions(is_exact=True)
 ASKED = {"max_tokens": 6, "ignore_eos": True, "logprobs": True}
 
 
@@ -63,10 +64,10 @@ class Opened(NamedTuple):
 
 @pytest.fixture(scope="module")
 def opened(pair: Pair) -> Opened:
-    target, draft, *others = (
-        open_model(path, BackendOptions()) for path in (pair.target, pair.draft, *pair.others)
-    )
-    return Opened(target, draft, (others[0], others[1]))
+    def pair_of(target: Path, draft: Path) -> tuple[OpenedModel, OpenedModel]:
+        return open_model(target, AS_TARGET), open_model(draft, BackendOptions())
+
+    return Opened(*pair_of(pair.target, pair.draft), pair_of(*pair.others))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def copy(file: Path, tmp_path: Path) -> Path:
 
 def check_same(result: GenerationResult, other: GenerationResult) -> None:
     assert result.token_ids == other.token_ids
-    assert np.abs(np.array(result.logprobs) - other.logprobs).max() < 1e-4
+    assert result.logprobs == other.logprobs  # of the same logits, bit for bit
     for name in ("reused_prompt_tokens", "drafted_tokens", "accepted_tokens", "passes"):
         assert getattr(result.stats, name) == getattr(other.stats, name)
 
@@ -250,7 +251,7 @@ def test_heads_of_another_shape(tmp_path: Path) -> None:
         llm.save_prompt_cache()
         rewrite(path, forged, forge)
         llm.session.forget_prompt()
-        PromptCache(forged, open_model(target, BackendOptions()), None).restore(llm.target, None)
+        PromptCache(forged, open_model(target, AS_TARGET), None).restore(llm.target, None)
         with pytest.raises(SpecdecError, match="remove the prompt cache file"):
             llm.generate(PROMPT, **ASKED)
         llm.session.forget_prompt()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -12,21 +10,13 @@ from reference_decoding import PROMPT
 import specdec
 
 
-def without_logprobs(output):
-    return replace(output, logprobs=None, top_logprobs=None)
-
-
 def test_several_sequences_are_those_of_neighbouring_seeds(resident):
     options = {"max_tokens": 12, "temperature": 1.0, "top_p": 0.9, "logprobs": 2}
     result = resident.generate(PROMPT, n=4, seed=2**64 - 2, **options)
     assert [o.seed for o in result.outputs] == [2**64 - 2, 2**64 - 1, 0, 1]
     for output in result.outputs:
         (alone,) = resident.generate(PROMPT, seed=output.seed, **options).outputs
-        assert without_logprobs(alone) == without_logprobs(output)
-        # Their last bits depend on how many rows a pass had, which the policy chooses.
-        np.testing.assert_allclose(alone.logprobs, output.logprobs, atol=1e-4)
-        for top, expected in zip(alone.top_logprobs, output.top_logprobs, strict=True):
-            assert top == pytest.approx(expected, abs=1e-4)
+        assert alone == output
     assert result.text == result.outputs[0].text
     assert result.stats.generated_tokens == sum(len(o.token_ids) for o in result.outputs)
 
@@ -128,10 +118,11 @@ def test_contradictions_are_named(reference_target, resident):
 def test_memory_for_beams_is_planned(reference_target):
     plain = specdec.plan_run(reference_target, spec_type=(), ctx_size=256)
     beams = specdec.plan_run(
-        reference_target, spec_type=(), ctx_size=256, num_beams=8, beam_span=128
+        reference_target, spec_type=(), ctx_size=256, num_beams=8, beam_span=120
     )
     before, after = dict(plain.parts), dict(beams.parts)
-    assert after["target KV cache"] == 5 * before["target KV cache"] // 2  # 256 + 1024 of 256 + 1
+    assert after["target KV cache"] == 5 * before["target KV cache"] // 2
+    # In blocks of 256: 256 + 8 * 120 tokens of 256 + 1, and rows that passes are filled up with.
     assert after["target activations"] > before["target activations"]
 
 

@@ -1,0 +1,17 @@
+"""Targets that are exact to the bit, as `specdec.load` makes them, but without a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from backends.hf.backend import TorchBackend
+from backends.hf.model import load_hf_model
+from backends.hf.self_test import find_exactness
+
+
+def exact_resident(directory: Path, *, max_context: int | None = None) -> TorchBackend:
+    """Wholly in memory."""
+    model = load_hf_model(directory)
+    exactness = find_exactness(model)
+    assert exactness.is_exact, exactness
+    return TorchBackend.held_in_memory(model, max_context=max_context, exactness=exactness)
