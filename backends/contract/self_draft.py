@@ -41,8 +41,8 @@ class SharedSource(ModelSource):
     def outer_bytes(self) -> int:
         return 0
 
-    def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
-        return self.lender.kv_bytes(ctx_size, max_nodes, cache_type)
+    def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
+        return self.lender.kv_bytes(ctx_size, max_nodes)
 
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         return self.lender.scratch_bytes(ctx_size, max_rows, max_nodes)

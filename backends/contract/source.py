@@ -132,11 +132,12 @@ class ModelSource(ABC):
         return 0
 
     @abstractmethod
-    def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
-        """The KV cache of so many tokens and live nodes.
+    def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
+        """The KV cache of so many tokens and live nodes."""
 
-        cache_type: another number format than the present one.
-        """
+    def with_cache_type(self, cache_type: str) -> ModelSource:
+        """The same model with a KV cache of a number format from `smaller_cache_types`."""
+        raise ValueError(f"the KV cache cannot be {cache_type}")
 
     @abstractmethod
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:

@@ -37,7 +37,7 @@ class HfGpuSource(HfSource):
     def outer_bytes(self) -> int:
         return device_footprint(super().outer_bytes)
 
-    def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
+    def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         return cache_bytes(self.model, ctx_size + max_nodes)
 
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:

@@ -66,7 +66,7 @@ class HfSource(ModelSource):
     def outer_bytes(self) -> int:
         return resident_footprint(self.model.outer_records) + self.model.converted_bytes
 
-    def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
+    def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         n_rows = ctx_size + max_nodes + self.exactness.n_least_rows
         return whole_blocks(n_rows) * self.model.kv_bytes_per_token
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -104,10 +106,17 @@ class GgufSource(ModelSource):
     def streaming_overhead_bytes(self, n_slots: int) -> int:
         return paging_overhead_bytes(self.layers, n_slots, self.model.outer_records)
 
-    def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
-        type_k, type_v = cache_type or self._run.type_k, cache_type or self._run.type_v
+    def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
+        types = self._run.type_k, self._run.type_v
         n_cells = ContextOptions(ctx_size, max_nodes, exactness=self.exactness).n_cells
-        return n_cells * self.model.kv_bytes_per_token(type_k, type_v, flash_attention=True)
+        return n_cells * self.model.kv_bytes_per_token(*types, flash_attention=True)
+
+    def with_cache_type(self, cache_type: str) -> GgufSource:
+        other = copy.copy(self)
+        other._options = replace(self._options, cache_type_k=cache_type, cache_type_v=cache_type)
+        other._known_run = None
+        other.__dict__.pop("_run", None)
+        return other
 
     @cache  # noqa: B019 (a source lives as long as its plan)
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:

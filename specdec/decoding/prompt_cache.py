@@ -70,7 +70,9 @@ class PromptCache:
         if file.metadata.get("format") != _FORMAT:
             raise self._refusal("it was not written by this version of specdec")
         if file.metadata.get(_TARGET) != self._fingerprints[_TARGET]:
-            raise self._refusal("it belongs to another target model, or to other cache types")
+            raise self._refusal(
+                "it belongs to another target model, to other cache types or to another --exact"
+            )
         return file
 
     def restore(self, target: Backend, draft: Backend | None) -> None:

@@ -14,7 +14,7 @@ first; layers for which it has no room are the host's to hold or to stream, in p
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from backends.contract.source import ModelSource
@@ -265,13 +265,15 @@ class Divider:
         return self._target.least_bytes(device_bytes, shape.n_slots)
 
     def _parts(self, ctx_size: int, shape: Shape, cache_type: str | None = None) -> Parts:
-        draft = self._draft(shape)
-        return self._parts_of.parts(
+        draft, parts_of = self._draft(shape), self._parts_of
+        if cache_type is not None:
+            target = parts_of.target.with_cache_type(cache_type)
+            parts_of = replace(parts_of, target=target)
+        return parts_of.parts(
             ctx_size,
             shape.n_drafted,
             None if draft is None else draft.source,
             is_draft_on_gpu=shape.draft_device == CUDA,
-            cache_type=cache_type,
         )
 
     def _advice(self, needed: int, shape: Shape, vram: MemoryBudget | None) -> str:

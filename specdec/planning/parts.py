@@ -64,7 +64,6 @@ class PartsOfRun:
         draft: ModelSource | None,
         *,
         is_draft_on_gpu: bool = False,
-        cache_type: str | None = None,
     ) -> Parts:
         """Of everything but the layers."""
         found = Parts()
@@ -77,7 +76,7 @@ class PartsOfRun:
             self.is_on_gpu,
             {
                 "embeddings and head": target.outer_bytes,
-                "KV cache": target.kv_bytes(ctx_size, n_nodes, cache_type),
+                "KV cache": target.kv_bytes(ctx_size, n_nodes),
                 "activations": target.scratch_bytes(ctx_size, n_rows, n_nodes),
             },
             n_logits=n_rows * target.vocab_size,

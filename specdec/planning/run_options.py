@@ -43,6 +43,7 @@ DEFAULT_BEAM_SPAN = 64
 class LoadKeywords(TypedDict, total=False):
     """The keywords of `specdec.load`: the fields of RunOptions without the models (a test)."""
 
+    exact: str
     memory_budget: str | int
     device: str
     vram_budget: str | int
@@ -65,7 +66,6 @@ class LoadKeywords(TypedDict, total=False):
     draft_device: str
     num_beams: int
     beam_span: int
-    exact: str
 
 
 @dataclass(frozen=True)

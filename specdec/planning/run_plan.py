@@ -207,10 +207,10 @@ class RunPlan:
         if self.residency.n_moving_layers:
             lines += speed_lines(self.chosen)
             lines += alternatives_table(self.alternatives, self.chosen)
+        lines.append(exactness_line(self.exactness))
         lines.append(f"smallest budget that works {enough(self.smallest_budget_bytes)}")
         if vram is not None:
             lines.append(f"smallest VRAM budget that works {enough(self.smallest_vram_bytes)}")
-        lines.append(exactness_line(self.exactness))
         if self.accept_threshold is not None:
             lines.append(
                 f"LOSSY: draft tokens of probability {self.accept_threshold:g} and above may "

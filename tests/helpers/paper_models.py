@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,13 @@ class PaperModel(ModelSource):
     def streaming_overhead_bytes(self, n_slots: int) -> int:
         return n_slots * self._overhead_bytes
 
-    def kv_bytes(self, ctx_size: int, max_nodes: int, cache_type: str | None = None) -> int:
-        n_bytes = (ctx_size + max_nodes) * self._kv_bytes_per_token
-        return n_bytes // 2 if cache_type else n_bytes
+    def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
+        return (ctx_size + max_nodes) * self._kv_bytes_per_token
+
+    def with_cache_type(self, cache_type: str) -> ModelSource:
+        other = copy.copy(self)
+        other._kv_bytes_per_token //= 2
+        return other
 
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         return 20 * MIB

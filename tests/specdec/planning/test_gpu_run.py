@@ -103,7 +103,7 @@ def test_every_way_of_generating_gives_the_cpus_tokens(
 def test_a_text_goes_on_from_its_file_and_after_a_cancel(
     models, monkeypatch, tmp_path, draft_device
 ):
-    """The file that a GPU wrote is as good as the CPU's."""
+    """The file that a GPU wrote is as good as the CPU's, where that is not to be exact."""
     install_fake_gpu(monkeypatch)
     force_tiers(monkeypatch)
     saving = {"ctx_size": 128, "prompt_cache_file": tmp_path / "kv", **FIXED}
@@ -115,11 +115,13 @@ def test_a_text_goes_on_from_its_file_and_after_a_cancel(
         next(stream)
         stream.cancel()
         expected = llm.generate(PROMPT, cache_prompt=False, **asked)
-    for where in (gpu, {}):
+    for where in (gpu, {"exact": "off"}):
         with specdec.load(*models, **saving, **where) as llm:
             found = llm.generate(PROMPT, **asked)
             assert found.token_ids == expected.token_ids
             assert found.stats.reused_prompt_tokens > 0
+    with pytest.raises(specdec.SpecdecError, match="or to another --exact"):
+        specdec.load(*models, **saving)
 
 
 def test_what_is_printed_tells_of_the_gpu(models, monkeypatch, capsys):
