@@ -17,7 +17,8 @@ from offload.residency.placement import LayerWeights, Placement
 from offload.units import Progress
 
 LOAD_MODES = ("auto", "stream", "ram", "mmap")
-CACHE_TYPES = ("f16", "q8_0", "q4_0")
+CACHE_TYPES = ("f16", "bf16", "q8_0", "q4_0")
+"""Number formats of a KV cache. The first is llama.cpp's own choice, and the second as large."""
 
 
 @dataclass(frozen=True)

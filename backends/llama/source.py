@@ -36,6 +36,7 @@ from offload.storage.reading import resident_footprint
 logger = logging.getLogger(__name__)
 
 DEFAULT_CACHE_TYPE = CACHE_TYPES[0]
+_QUANTISED_CACHE_TYPES = ("q8_0", "q4_0")
 _TYPE_IDS = {kind.name: number for number, kind in GGML_TYPES.items()}
 _SAMPLE_ROWS = (1, 2, 3, 5, 9, 17, 33)
 """A root and a tree of 2**k nodes: ggml's products take a step upwards after each power of two."""
@@ -99,9 +100,10 @@ class GgufSource(ModelSource):
 
     @property
     def smaller_cache_types(self) -> tuple[str, ...]:  # type: ignore[override]
-        wide = [t for t in (self._run.type_k, self._run.type_v) if t not in CACHE_TYPES[1:]]
-        present = 0 if wide else max(map(CACHE_TYPES.index, (self._run.type_k, self._run.type_v)))
-        return CACHE_TYPES[present + 1 :]
+        present = (self._run.type_k, self._run.type_v)
+        if not set(present) <= set(_QUANTISED_CACHE_TYPES):
+            return _QUANTISED_CACHE_TYPES
+        return _QUANTISED_CACHE_TYPES[1 + max(map(_QUANTISED_CACHE_TYPES.index, present)) :]
 
     def streaming_overhead_bytes(self, n_slots: int) -> int:
         return paging_overhead_bytes(self.layers, n_slots, self.model.outer_records)

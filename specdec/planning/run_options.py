@@ -38,6 +38,7 @@ MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
 MAX_IO_THREADS = 64
 MAX_PREFETCH_DEPTH = 64
 DEFAULT_BEAM_SPAN = 64
+_SHOWN_CACHE_TYPE = "f16, or bf16 where exactness needs it"
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -149,7 +150,7 @@ class RunOptions:
         MEMORY,
         short="-ctk",
         choices=CACHE_TYPES,
-        shown_default="f16",
+        shown_default=_SHOWN_CACHE_TYPE,
     )
     cache_type_v: str | None = option(
         None,
@@ -157,7 +158,7 @@ class RunOptions:
         MEMORY,
         short="-ctv",
         choices=CACHE_TYPES,
-        shown_default="f16",
+        shown_default=_SHOWN_CACHE_TYPE,
     )
     prompt_cache_file: Path | str | None = option(
         None,

@@ -172,6 +172,13 @@ def test_a_source_that_is_not_asked_is_as_before(tmp_path):
     assert asked.exactness.is_exact
     assert plain.fingerprint() != asked.fingerprint()  # what one computed is not the other's
     assert plain.smaller_cache_types == asked.smaller_cache_types == ("q8_0", "q4_0")
+    for types, smaller in (
+        (("bf16", "bf16"), ("q8_0", "q4_0")),
+        (("q8_0", "bf16"), ("q8_0", "q4_0")),
+        (("q8_0", "q8_0"), ("q4_0",)),
+        (("q8_0", "q4_0"), ()),
+    ):
+        assert GgufSource(path, BackendOptions(1, *types)).smaller_cache_types == smaller
     assert plain.kv_bytes(255, 8) == asked.kv_bytes(255, 8)
     assert plain.kv_bytes(255, 8, "q8_0") < plain.kv_bytes(255, 8)
     assert 2 * plain.kv_bytes(256, 8) == asked.kv_bytes(256, 8)  # a row that fills up needs a cell
