@@ -42,7 +42,7 @@ class LlamaBackend(MendingBackend):
         max_outputs: most rows of logits of one call; max_nodes when None.
         cache_type_k, cache_type_v: f16, f32, bf16, q8_0 or q4_0.
         flash_attention: None takes llama.cpp's default, which is on: it needs little memory for a
-            long context, and rounds differently for one row and for several (about 3e-4).
+            long context; with a cache of f16 a row of several and one alone differ (about 3e-4).
         residency: which tensors of the layers stay in memory; only for load_mode "stream".
         load_mode: "stream" reads the layers of `residency` through a ring of slots in every pass;
             "mmap" leaves the file to the page cache; "ram" reads it into memory, in the layouts

@@ -180,7 +180,7 @@ def test_a_source_that_is_not_asked_is_as_before(tmp_path):
     ):
         assert GgufSource(path, BackendOptions(1, *types)).smaller_cache_types == smaller
     assert plain.kv_bytes(255, 8) == asked.kv_bytes(255, 8)
-    assert plain.kv_bytes(255, 8, "q8_0") < plain.kv_bytes(255, 8)
+    assert plain.with_cache_type("q8_0").kv_bytes(255, 8) < plain.kv_bytes(255, 8)
     assert 2 * plain.kv_bytes(256, 8) == asked.kv_bytes(256, 8)  # a row that fills up needs a cell
     assert plain.scratch_bytes(255, 8, 8) < asked.scratch_bytes(256, 8, 8)
 
