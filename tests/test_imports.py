@@ -24,7 +24,7 @@ ROOMS = {
         "decode",
         "peers timeline rank",
         "prompts synth",
-        "process figures options table",
+        "process figures options table equal_texts",
         "train",
     ),
     "specdec": (
