@@ -24,7 +24,8 @@ ROOMS = {
         "decode",
         "peers timeline rank",
         "prompts synth",
-        "process figures options table equal_texts",
+        "equal_texts",
+        "process figures options table",
         "train",
     ),
     "specdec": (
