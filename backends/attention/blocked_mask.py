@@ -28,7 +28,7 @@ def blocked_mask(
 ) -> BlockedMask:
     """The keys that the new rows start..end of a pass may look at.
 
-    scratch: what the masks of a pass share.
+    scratch: what the masks of a model share.
     """
     n_keys = layout.prefix + layout.first_new + end
     whole = layout.n_in_order(start) // BLOCK_KEYS * BLOCK_KEYS

@@ -88,17 +88,18 @@ class RowGroup:
     def fill(self, columns: torch.Tensor, states: torch.Tensor) -> None:
         """Copy states [heads, keys of the cache, dim] to the columns [heads, columns, dim].
 
-        Hidden columns without a key keep what they held.
+        Hidden columns without a key become zeros.
         """
-        n_run = self.run.stop - self.run.start
-        columns[:, :n_run] = states[:, self.run]
+        end = self.run.stop - self.run.start
+        columns[:, :end] = states[:, self.run]
         if self.picked is not None:
-            end = n_run + len(self.picked)
-            columns[:, n_run:end] = states.index_select(1, self.picked)
+            start, end = end, end + len(self.picked)
+            columns[:, start:end] = states.index_select(1, self.picked)
+        columns[:, end:] = 0.0
 
 
 class Scratch:
-    """float32 tensors by name, which the layers of a pass take one after the other."""
+    """float32 tensors by name, which the layers of a model take one after the other."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}

@@ -61,6 +61,7 @@ class TorchBackend(MendingBackend):
     ) -> None:
         self._model, self._weights = model, weights
         self._exactness = exactness
+        self._make_mask = mask_maker(model, weights.device, exactness.limits)
         self._has_whole_cache = cache_rows > 0
         self.max_nodes = max_nodes
         self.vocab_size = model.vocab_size
@@ -232,11 +233,10 @@ class TorchBackend(MendingBackend):
             return self._weights.on_host(logits[: len(rows)])
 
     def _pass_state(self, layout: PassLayout) -> PassState:
-        make = mask_maker(self._model, self._weights.device, self._exactness.limits)
         alibi = partial(alibi_bias, self._slopes, layout, dtype=self._model.dtype)
         return PassState(
             layout,
-            make,
+            self._make_mask,
             CHUNK_ROWS,
             self._exactness.n_least_rows,
             None if self._slopes is None else alibi,

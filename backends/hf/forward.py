@@ -28,7 +28,7 @@ def prepare_buffers(model: HfModel, device: torch.device) -> torch.Tensor | None
 
 
 def mask_maker(model: HfModel, device: torch.device, limits: ProductLimits) -> MakeMask:
-    """What a model's attention computes with in one pass, on a device."""
+    """What a model's attention computes with, on a device."""
     if model.takes_blocks and device.type == "cpu":
         return partial(blocked_mask, limits=limits, scratch=Scratch())
     make = segmented_mask if model.attention == KEYS_BY_ROW else additive_mask
