@@ -1,4 +1,4 @@
-"""Activation functions that, on a CPU, give an element the same bits wherever it lies in its tensor.
+"""Activation functions that give an element the same bits wherever it lies, on a CPU.
 
 torch computes what fills no whole vector, at the end of a tensor or of a thread's part of it, by
 another function: of bf16 numbers, gelu then differs in 3 of 1 000, silu in fp32 in 3 of 100. Which
@@ -22,8 +22,7 @@ _ROOMS = ("transformers.activations", "torch.nn.modules.activation")
 
 
 def steady_activations(model: nn.Module) -> None:
-    """Let the activation functions of a model compute rows alike on a CPU, whatever rows are
-    beside them."""
+    """Let a model's activation functions compute rows alike on a CPU, whatever is beside them."""
     for module in model.modules():
         if type(module).__module__ in _ROOMS:
             module.forward = _by_rows(module.forward)
