@@ -48,7 +48,7 @@ ROOMS = {
         "option",
         "checks",
     ),
-    "backends": ("cuda shapes", "hf llama", "attention timing", "contract"),
+    "backends": ("cuda shapes", "hf llama", "attention ggml", "timing", "contract"),
     "offload": (
         "paging device",
         "ring",

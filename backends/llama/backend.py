@@ -16,10 +16,10 @@ import numpy as np
 from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.mending import MendingBackend
+from backends.ggml.library import LlamaModel
 from backends.llama.batch import Batch
 from backends.llama.cache import TreeSequences
 from backends.llama.context import ContextOptions, LlamaContext
-from backends.llama.library import LlamaModel
 from backends.llama.model import GgufModel, recurrent_model
 from backends.llama.passes import PassThread
 from backends.llama.prefix import LlamaPrefix, SequenceState

@@ -33,8 +33,8 @@ from typing import Any
 
 from backends.contract.backend import PREFIX, BackendError
 from backends.contract.nodes import NodeTable
+from backends.ggml.library import LlamaModel
 from backends.llama.context import LlamaContext
-from backends.llama.library import LlamaModel
 from backends.llama.prefix import SequenceState
 
 _MIN_IN_USE = 2

@@ -16,8 +16,8 @@ import numpy as np
 
 from backends.contract.backend import BackendError
 from backends.contract.exactness import NOT_ASKED, Exactness
+from backends.ggml.library import LOG, LlamaError, LlamaModel, default_threads, listen
 from backends.llama.batch import Batch
-from backends.llama.library import LOG, LlamaError, LlamaModel, default_threads, listen
 from offload.process.interruptible import uninterrupted
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}

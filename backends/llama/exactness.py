@@ -14,8 +14,8 @@ Four things decide it:
   that the budget decides nothing. On two cores with AVX2, passes of 1, 8 and 32 rows then took
   2.1, 1.6 and 1.4 times as long for Q4_0 and 1.0, 2.0 and 1.1 times as long for Q4_K.
 
-The first two are tried out on the model's own formats and shapes (row_checks.py), once for a
-machine, a version of llama.cpp and a number of threads.
+The first two are tried out on the model's own formats and shapes (backends/ggml/row_checks.py),
+once for a machine, a version of llama.cpp and a number of threads.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ import numpy as np
 
 from backends.contract.exactness import Exactness
 from backends.contract.kept_checks import KeptChecks
-from backends.llama.ggml import load_ggml
-from backends.llama.hparams import CACHE_TYPES
-from backends.llama.library import llama_version, load_library
-from backends.llama.model import GgufModel
-from backends.llama.row_checks import (
+from backends.ggml.library import llama_version, load_library
+from backends.ggml.operators import load_ggml
+from backends.ggml.row_checks import (
     CANDIDATES,
     Attention,
     Product,
@@ -41,6 +39,8 @@ from backends.llama.row_checks import (
     least_rows,
     product_runs,
 )
+from backends.llama.hparams import CACHE_TYPES
+from backends.llama.model import GgufModel
 from offload.formats.gguf_header import GGML_TYPES
 from offload.formats.tensors import TensorRecord
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from backends.contract.backend import UnsupportedModel
-from backends.llama.library import LlamaError
+from backends.ggml.library import LlamaError
 from offload.residency.placement import LayerWeights
 
 _NO_WORK = {b"NONE", b"RESHAPE", b"VIEW", b"PERMUTE", b"TRANSPOSE"}

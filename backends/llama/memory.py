@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from backends.ggml.library import LlamaError, LlamaModel
 from backends.llama.cache import MOVED_CELLS
 from backends.llama.context import ContextOptions, LlamaContext
-from backends.llama.library import LlamaError, LlamaModel
 from backends.llama.model import GgufModel
 from offload.units import MIB
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from backends.contract.backend import BackendError, SavedTensors
+from backends.ggml.library import LlamaModel
 from backends.llama.context import LlamaContext
-from backends.llama.library import LlamaModel
 from offload.formats.mapped import TensorShape
 
 _NAME = "sequence"

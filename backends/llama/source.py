@@ -13,15 +13,15 @@ from backends.contract.backend import Backend
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
+from backends.ggml.library import default_threads, llama_version
+from backends.ggml.timing import measure_ggml_compute
 from backends.llama.backend import LlamaBackend
 from backends.llama.context import MAX_LEAVES, ContextOptions
 from backends.llama.exactness import ExactRun, find_exact_run
-from backends.llama.library import default_threads, llama_version
 from backends.llama.memory import context_memory
 from backends.llama.model import GgufModel, load_gguf_model, recurrent_model
 from backends.llama.stream import resident_outer_records
 from backends.llama.timed_sample import can_be_sampled, sample_file, spread_layers
-from backends.llama.timing import measure_ggml_compute
 from backends.timing.measure import WEIGHT_BYTES, matrix_formats
 from backends.timing.passes import is_small, measure_passes, measure_small
 from offload.errors import SpecdecError

@@ -124,8 +124,8 @@ def model_formats(model: Path) -> tuple[str, ...]:
 
 
 def _measure_ggml(name: str, n_threads: int | None) -> tuple[ComputeCurve, float]:
-    from backends.llama.library import default_threads
-    from backends.llama.timing import measure_ggml_compute
+    from backends.ggml.library import default_threads
+    from backends.ggml.timing import measure_ggml_compute
     from offload.formats.gguf_header import GGML_TYPES
 
     for number, kind in GGML_TYPES.items():

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from backends.llama.library import LOG, load_library
+from backends.ggml.library import LOG, load_library
 from offload.process.interruptible import uninterrupted
 from specdec.text.chat_template import ChatTemplateError, render_chat
 from specdec.text.tokenizer import TokenizerError

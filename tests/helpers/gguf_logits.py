@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.llama.library import load_library
+from backends.ggml.library import load_library
 
 
 def gguf_logits(path: Path, token_ids: Sequence[int]) -> np.ndarray:

@@ -100,7 +100,7 @@ def _quantize(values: np.ndarray, qtype) -> np.ndarray:
     try:
         return gguf.quantize(values, qtype)
     except NotImplementedError:
-        from backends.llama.ggml import load_ggml
+        from backends.ggml.operators import load_ggml
 
     n_columns = values.shape[-1]
     block, n_bytes = gguf.GGML_QUANT_SIZES[qtype]

@@ -12,12 +12,13 @@ from gguf_models import save_tiny_gguf
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.source import BackendOptions
-from backends.llama import exactness, row_checks
+from backends.ggml.library import LOG, LlamaError
+from backends.ggml.row_checks import fewer_outputs, least_rows
+from backends.ggml import row_checks
+from backends.llama import exactness
 from backends.llama.context import ContextOptions
 from backends.llama.exactness import find_exact_run
 from backends.llama.hparams import KvLayer, KvShape
-from backends.llama.library import LOG, LlamaError
-from backends.llama.row_checks import fewer_outputs, least_rows
 from backends.llama.source import GgufSource
 
 pytestmark = pytest.mark.gguf

@@ -20,8 +20,8 @@ from gguf_streaming import PROMPT, exercise, in_memory, pinned, same, streamed
 import backends.llama.graph
 import backends.llama.stream
 from backends.contract.backend import PREFIX, UnsupportedModel
+from backends.ggml.library import LlamaError
 from backends.llama.graph import make_schedule
-from backends.llama.library import LlamaError
 from backends.llama.passes import PassCancelled
 from backends.llama.stream import _QUICK_HANDOVER
 from offload.residency.placement import LayerWeights

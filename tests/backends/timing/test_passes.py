@@ -146,7 +146,7 @@ def test_what_comes_after_the_layers() -> None:
 def test_a_product_may_be_timed_any_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each computation takes a buffer of ggml's, about a megabyte: they are to be given back."""
     pytest.importorskip("llama_cpp")
-    from backends.llama import timing as ggml_compute
+    from backends.ggml import timing as ggml_compute
 
     monkeypatch.setattr(ggml_compute, "_ROWS", (1,))
 

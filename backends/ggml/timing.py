@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from backends.contract.curve import ComputeCurve
-from backends.llama.ggml import F32, Ggml, load_ggml
+from backends.ggml.operators import F32, Ggml, load_ggml
 from backends.timing.measure import WEIGHT_BYTES, Product, measure_curve
 from offload.units import MIB
 

@@ -19,10 +19,10 @@ pytest.importorskip("gguf")
 from backends.contract.backend import PREFIX, BackendError, StreamUse, UnsupportedModel
 from backends.contract.exactness import Exactness
 from backends.contract.source import BackendOptions
+from backends.ggml.library import LlamaError, LlamaLog, LlamaModel, load_library
 from backends.llama.backend import LlamaBackend
 from backends.llama.batch import Batch
 from backends.llama.context import ContextOptions, LlamaContext
-from backends.llama.library import LlamaError, LlamaLog, LlamaModel, load_library
 from backends.llama.memory import context_memory, logged_sizes
 from backends.llama.model import load_gguf_model
 from backends.llama.passes import PassCancelled
@@ -54,7 +54,7 @@ def test_without_llama_cpp_the_error_says_what_to_install(monkeypatch):
 
 
 def test_an_older_library_is_refused_by_the_field_it_lacks(monkeypatch):
-    monkeypatch.setattr("backends.llama.library._MODEL_FIELDS", "load_mode beam_width")
+    monkeypatch.setattr("backends.ggml.library._MODEL_FIELDS", "load_mode beam_width")
     with pytest.raises(LlamaError, match="no llama_model_params.beam_width"):
         load_library.__wrapped__()
 

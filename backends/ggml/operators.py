@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.llama.library import load_library
+from backends.ggml.library import load_library
 
 F32, F16, I32 = 0, 1, 26
 """Numbers of types, as in ggml.h."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backends.llama.ggml import F16, F32, I32, Ggml, load_ggml
+from backends.ggml.operators import F16, F32, I32, Ggml, load_ggml
 from offload.units import MIB
 
 CANDIDATES = (1, 2, 4, 8, 16)
