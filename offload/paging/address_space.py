@@ -37,9 +37,9 @@ _MAP_PRIVATE_ANONYMOUS = 0x22
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MREMAP_MOVE = 1 | 2 | 4  # MAYMOVE, FIXED, DONTUNMAP
-_MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_NOHUGEPAGE = 15
+_MADV_WIPEONFORK = 18  # Linux 4.14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _FAILED = -1
 _MAPS = Path("/proc/self/maps")
@@ -166,8 +166,11 @@ def commit(address: int, n_bytes: int, *, huge: bool = True) -> None:
 
 
 def keep_from_children(address: int, n_bytes: int) -> None:
-    """Processes that are forked do not get this memory, nor any that its pages are moved to."""
-    if _libc().madvise(address, n_bytes, _MADV_DONTFORK) == _FAILED:
+    """Processes that are forked have zeros here, and wherever these pages are moved to.
+
+    Not MADV_DONTFORK: the child would put other things in the hole, and unmap them with the model.
+    """
+    if _libc().madvise(address, n_bytes, _MADV_WIPEONFORK) == _FAILED:
         raise _error("madvise", n_bytes)
 
 

@@ -58,8 +58,8 @@ def move_seconds_per_byte() -> float:
 class PageMemory:
     """The memory of one slot: `body_bytes` on huge pages, then `edge_bytes` on small ones.
 
-    It stays in this process: what a forked one shared would be there twice once a reader writes to
-    it.
+    Its content stays in this process: what a forked one shared would be there twice once a reader
+    writes to it.
     """
 
     def __init__(self, body_bytes: int, edge_bytes: int) -> None:

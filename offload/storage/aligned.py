@@ -15,7 +15,9 @@ from offload.units import MIB
 ALIGNMENT = 4096
 HUGE_PAGE_BYTES = 2 * MIB
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
+# Not in the mmap module.
+_MADV_WIPEONFORK = 18  # Linux 4.14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 class HostMemory(Protocol):
@@ -50,8 +52,8 @@ class AlignedBuffer:
     Committing at construction means that memory runs out here, at start, or never.
 
     Args:
-        in_children: whether a process that is forked has it too. What is written to meanwhile
-            would take its memory twice then.
+        in_children: whether a process that is forked has its content, or zeros. What is written to
+            meanwhile would take its memory twice then.
     """
 
     def __init__(self, n_bytes: int, *, in_children: bool = True) -> None:
@@ -76,7 +78,9 @@ class AlignedBuffer:
         if not self._advise(_MADV_POPULATE_WRITE, start, size):
             np.frombuffer(self._view, dtype=np.uint8)[::ALIGNMENT] = 0
         if not in_children:
-            self._advise(getattr(mmap, "MADV_DONTFORK", None), start, size)
+            # Not MADV_DONTFORK: the child would put other things in the hole, and unmap them when
+            # it collects this.
+            self._advise(_MADV_WIPEONFORK, start, size)
 
     @property
     def view(self) -> memoryview:
