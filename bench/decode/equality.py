@@ -2,10 +2,10 @@
 
     python -m bench.decode.equality TARGET DRAFT --memory-budgets 1.5GiB,2.5GiB,3.5GiB
 
-The reference is plain decoding with the whole model in memory. At each budget every prompt is then
-decoded in some of the WAYS, which take turns, so that all budgets and all prompts meet all of
-them; at last the process starts again from the prompt cache file of its last text. Prints how many
-tokens of each way are the reference's, and exits with 1 where one is not.
+The reference is plain decoding with the whole model in memory. Each prompt is then decoded in some
+of the WAYS at some of the budgets: both take turns. At the end of each budget the process starts
+again from the prompt cache file of its last text. Prints how many tokens of each way are the
+reference's, and exits with 1 where one is not.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ WAYS = (
 )
 
 
+Task = tuple[Prompt, Way]
+
+
 @dataclass
 class Equal:
     """Tokens of one way that are the reference's, at the same place."""
@@ -86,10 +89,13 @@ class Equal:
         self.n_equal += len(wanted) if at is None else at
 
 
-def ways_of(n_budget: int, n_prompt: int, each: int) -> list[Way]:
-    """The ways in which this prompt is decoded at this budget: `each` of them."""
-    first = each * n_prompt + 3 * n_budget  # 3: another way for the same prompt at the next budget
-    return [WAYS[(first + i) % len(WAYS)] for i in range(each)]
+def tasks_of(prompts: Sequence[Prompt], n_budgets: int, n_ways: int) -> list[list[Task]]:
+    """For each budget its tasks, when every prompt is decoded in `n_ways` ways."""
+    tasks: list[list[Task]] = [[] for _ in range(n_budgets)]
+    for number, prompt in enumerate(prompts):
+        for turn in range(n_ways * number, n_ways * (number + 1)):
+            tasks[turn % n_budgets].append((prompt, WAYS[turn % len(WAYS)]))
+    return [some for some in tasks if some]
 
 
 def generate(llm: LLM, prompt: Prompt, way: Way, max_tokens: int, **more: Any) -> list[int]:
@@ -107,7 +113,7 @@ def generate(llm: LLM, prompt: Prompt, way: Way, max_tokens: int, **more: Any) -
     return ids
 
 
-def reference(load: Mapping[str, Any], tasks: Sequence[tuple[Prompt, Way]], n: int) -> Texts:
+def reference(load: Mapping[str, Any], tasks: Sequence[Task], n: int) -> Texts:
     """Every text once, one token per pass, with the model in memory; second turns without any
     key of the first."""
     import specdec
@@ -124,7 +130,7 @@ def reference(load: Mapping[str, Any], tasks: Sequence[tuple[Prompt, Way]], n: i
 
 
 def decode(
-    load: Mapping[str, Any], tasks: Sequence[tuple[Prompt, Way]], n: int
+    load: Mapping[str, Any], tasks: Sequence[Task], n: int
 ) -> Iterator[tuple[Prompt, Way, list[int]]]:
     """Decode every task in turn within one load, and the last prompt again after another."""
     import specdec
@@ -154,15 +160,12 @@ def main(
 ) -> None:
     """Compare texts decoded in many ways with plain decoding in memory."""
     load = {"model": target, "draft_model": draft, "ctx_size": ctx_size, "exact": "on"}
-    chosen, budgets = read_prompts(prompts, n_prompts), memory_budgets.split(",")
-    tasks = [
-        [(one, way) for j, one in enumerate(chosen) for way in ways_of(i, j, ways_per_prompt)]
-        for i in range(len(budgets))
-    ]
-    last = (chosen[-1], WAYS[0])
-    wanted = reference(load, [last, *(one for some in tasks for one in some)], max_tokens)
+    budgets = memory_budgets.split(",")
+    tasks = tasks_of(read_prompts(prompts, n_prompts), len(budgets), ways_per_prompt)
+    last = [(some[-1][0], WAYS[0]) for some in tasks]
+    wanted = reference(load, [one for some in (*tasks, last) for one in some], max_tokens)
     found: dict[tuple[str, str], Equal] = defaultdict(Equal)
-    for budget, some in zip(budgets, tasks, strict=True):
+    for budget, some in zip(budgets, tasks, strict=False):
         streamed = {**load, "memory_budget": budget}
         for prompt, way, ids in decode(streamed, some, max_tokens):
             text = wanted[prompt.name, way.kind]

@@ -12,9 +12,9 @@ from gguf_models import save_tiny_gguf
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.source import BackendOptions
+from backends.ggml import row_checks
 from backends.ggml.library import LOG, LlamaError
 from backends.ggml.row_checks import fewer_outputs, least_rows
-from backends.ggml import row_checks
 from backends.llama import exactness
 from backends.llama.context import ContextOptions
 from backends.llama.exactness import find_exact_run

@@ -1,0 +1,184 @@
+"""A model is closed, in any thread and at any time, and nothing runs on it afterwards."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from held_generation import PROMPT, Generation, Held
+from interrupting import interrupted
+
+from specdec.api import LLM, ModelClosed, ModelElsewhere
+from specdec.decoding.ahead_thread import AheadThread
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads
+def test_a_fork_is_refused_and_leaves_the_model_to_its_parent(small_llm: LLM) -> None:
+    """The threads that read and compute are not in it: it would wait for them for ever."""
+    before = small_llm.generate(PROMPT, max_tokens=6).token_ids
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            small_llm.generate(PROMPT, max_tokens=6)
+        except ModelElsewhere:
+            small_llm.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert small_llm.generate(PROMPT, max_tokens=6).token_ids == before
+
+
+def test_nothing_runs_on_a_closed_model(small_llm: LLM) -> None:
+    stream = small_llm.stream(PROMPT, max_tokens=50)
+    unread = small_llm.stream(PROMPT, max_tokens=50)
+    first = next(stream)
+    small_llm.close()
+    for use in (
+        lambda: next(stream),
+        lambda: next(unread),
+        lambda: small_llm.stream(PROMPT),
+        lambda: small_llm.generate(PROMPT, max_tokens=3),
+    ):
+        with pytest.raises(ModelClosed, match="the model is closed; load it again"):
+            use()
+    assert stream.result.token_ids == first.token_ids
+    assert stream.result.finish_reason == "cancelled"
+
+
+def test_closing_from_another_thread_ends_a_generation(small_llm: LLM) -> None:
+    processor = Held()
+    running = Generation(small_llm, processor)
+    closing = threading.Thread(target=small_llm.close)
+    closing.start()
+    while not small_llm.session.is_closed:
+        pass
+    assert small_llm.target.kv_bytes > 0, "closed under a generation that computes"
+    processor.may_go_on.set()
+    closing.join()
+    running.join()
+    assert isinstance(running.error, ModelClosed)
+    assert small_llm.target.kv_bytes == 0
+
+
+def test_closing_in_the_middle_of_a_pass(small_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cancel the pass would go on to its last layer."""
+    inside, asked, entered = threading.Event(), threading.Event(), []
+    runners = small_llm.target._runners
+    for index, runner in enumerate(runners):
+
+        def forward(
+            *args: Any, _forward: Any = runner._forward, _index: int = index, **kwargs: Any
+        ) -> Any:
+            entered.append(_index)
+            if len(entered) == 4:  # the first layer of the second pass
+                inside.set()
+                asked.wait()
+            return _forward(*args, **kwargs)
+
+        runner._forward = forward
+    request_cancel = small_llm.target.request_cancel
+
+    def note() -> None:
+        request_cancel()
+        asked.set()
+
+    monkeypatch.setattr(small_llm.target, "request_cancel", note)
+    processor = Held()
+    processor.reached.set()
+    processor.may_go_on.set()
+    running = Generation(small_llm, processor)
+    inside.wait()
+    small_llm.close()
+    running.join()
+    assert isinstance(running.error, ModelClosed)
+    assert len(entered) == 4
+
+
+def test_closing_inside_a_generation(small_llm: LLM) -> None:
+    """From a logits processor, say: nobody can be waited for."""
+    processor = Held(then=small_llm.close)
+    processor.may_go_on.set()
+    with pytest.raises(ModelClosed):
+        small_llm.generate(PROMPT, max_tokens=50, logits_processors=[processor])
+
+
+class Left(BaseException):
+    """What a signal handler raises to leave."""
+
+
+@pytest.fixture
+def on_alarm() -> Iterator[Callable[[Callable[..., object]], None]]:
+    """Sets a handler of SIGALRM for the time of the test."""
+    before = signal.getsignal(signal.SIGALRM)
+    yield lambda handle: signal.signal(signal.SIGALRM, handle)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("error", [None, Left])
+def test_closing_in_a_signal_handler(
+    small_llm: LLM, on_alarm: Any, error: type[Left] | None
+) -> None:
+    """The handler returns to what uses the models: they are freed behind that."""
+    held = []
+
+    def close(*_: object) -> None:
+        small_llm.close()
+        held.append(small_llm.target.kv_bytes)
+        if error is not None:
+            raise error
+
+    on_alarm(close)
+    n_committed = len(PROMPT)
+
+    def press(ids: Any, scores: Any) -> Any:
+        if len(ids[0]) > n_committed + 2 and not held:
+            signal.raise_signal(signal.SIGALRM)
+        return scores
+
+    with pytest.raises(error or ModelClosed):
+        small_llm.generate(PROMPT, max_tokens=50, logits_processors=[press])
+    assert held[0] > 0
+    assert small_llm.target.kv_bytes == 0
+    with pytest.raises(ModelClosed):
+        small_llm.generate(PROMPT)
+
+
+def test_closing_in_a_signal_handler_at_any_place(
+    small_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two steps of a generation, also where nothing has computed yet."""
+    freed_below: list[list[str]] = []  # one model serves all places: it is not freed in fact
+    monkeypatch.setattr(small_llm.target, "close", lambda: freed_below.append(names_of_callers()))
+    before = signal.signal(signal.SIGINT, lambda *_: small_llm.close())
+    try:
+        for first in range(1, 100_000, 41):
+            stream = small_llm.stream(PROMPT, max_tokens=3)
+            folders = ("specdec", "backends", "offload")
+            with interrupted(first, None, folders) as places, suppress(ModelClosed):
+                list(stream)
+            if not places.places:
+                break
+            assert freed_below, places.places
+            assert not [names for names in freed_below if "chunks" in names], places.places
+            freed_below.clear()
+            small_llm.session._is_closed, small_llm.session._ahead = False, AheadThread()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert first > 1000
+
+
+def names_of_callers() -> list[str]:
+    frame, names = inspect.currentframe(), []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
