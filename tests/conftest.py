@@ -23,6 +23,12 @@ def _offline() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What was found out about this machine is kept for the tests, and not for the user."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans count what a fresh process takes, not what the suite has taken before this test."""

@@ -20,12 +20,6 @@ from offload.residency.placement import Placement
 from offload.residency.plan import plan_residency
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    """What was found out about this machine is kept for the tests, and not for the user."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 def in_dtype(directory: Path, folder: Path, dtype: torch.dtype) -> Path:
     from transformers import AutoModelForCausalLM
 

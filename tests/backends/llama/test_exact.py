@@ -31,13 +31,6 @@ def load(source, max_context=CONTEXT, load_mode="mmap", residency=None):
     return source.load(Loading(residency or whole, max_context, MAX_NODES, MAX_NODES, load_mode))
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    """What was found out about this machine is kept for the tests, and not for the user."""
-    folder = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-
-
 @pytest.mark.parametrize(
     ("family", "options"),
     [

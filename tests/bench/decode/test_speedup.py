@@ -30,11 +30,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("speedup") / "target", seed=1)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def test_json_report(
     capfd: pytest.CaptureFixture[str], target: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -31,11 +31,6 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("programs") / "draft", seed=1)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def run(tmp_path: Path, target: Path) -> Callable[..., dict[str, Any]]:
     """run(program, draft, **task) -> its journal."""

@@ -18,11 +18,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"), seed=1)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def analyzed(capsys: pytest.CaptureFixture[str], model: Path, *more: str) -> dict[str, Any]:
     assert main(["analyze", "-m", str(model), "--on", "laptop", "--json", *more]) == 0
     value: dict[str, Any] = json.loads(capsys.readouterr().out)

@@ -22,11 +22,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return save_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 # --- the interface --------------------------------------------------------------------------
 
 

@@ -36,13 +36,6 @@ MIXES = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module", params=MIXES)
 def llm(request: Any) -> Iterator[LLM]:
     with specdec.load(*request.param, **SIZE) as loaded:

@@ -26,13 +26,6 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=32)
 GREEDY = SamplingParams(max_tokens=32)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """440 MB of float32."""

@@ -18,11 +18,6 @@ import specdec
 SIZE = {"ctx_size": 64, "num_draft_tokens": 4}
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture(params=["torch", pytest.param("gguf", marks=pytest.mark.gguf)])
 def model(request: Any, tmp_path: Path) -> Path:
     """With layers that are larger than a page."""

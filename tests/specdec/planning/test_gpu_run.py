@@ -28,11 +28,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_model(root / "target", seed=1), save_model(root / "draft", seed=1)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 FIXED = {"num_draft_tokens": 4}  # the policy may find that drafting does not pay, and it does not
 
 
