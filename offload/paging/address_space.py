@@ -1,7 +1,8 @@
 """Address space by hand: where files are mapped, and pages that move without being copied.
 
 All through libc by ctypes. The library is loaded so that calls keep the interpreter lock: each
-takes microseconds, and getting the lock back from a busy thread would take milliseconds.
+takes microseconds, and getting the lock back from a busy thread would take milliseconds. Committing
+memory takes long, and does not keep it.
 
 `mremap` with MREMAP_DONTUNMAP moves the pages of a range elsewhere and leaves the range reserved
 and empty. Huge pages stay huge where both addresses are multiples of their size. Source:
@@ -25,7 +26,7 @@ import numpy as np
 
 from offload.errors import SpecdecError
 from offload.process.interruptible import uninterrupted
-from offload.storage.aligned import ALIGNMENT, HUGE_PAGE_BYTES
+from offload.storage.aligned import ALIGNMENT, HUGE_PAGE_BYTES, populate
 
 PAGE_BYTES = max(mmap.PAGESIZE, ALIGNMENT)  # pages change hands whole, and reads must be aligned
 
@@ -40,7 +41,6 @@ _MREMAP_MOVE = 1 | 2 | 4  # MAYMOVE, FIXED, DONTUNMAP
 _MADV_HUGEPAGE = 14
 _MADV_NOHUGEPAGE = 15
 _MADV_WIPEONFORK = 18  # Linux 4.14
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
 _FAILED = -1
 _MAPS = Path("/proc/self/maps")
 
@@ -148,6 +148,7 @@ def commit(address: int, n_bytes: int, *, huge: bool = True) -> None:
 
     Raises:
         MemoryError: the memory cannot be had.
+        what a signal handler raised meanwhile: see `populate`.
     """
     libc = _libc()
     protect(address, n_bytes, PROT_READ_WRITE)
@@ -156,10 +157,7 @@ def commit(address: int, n_bytes: int, *, huge: bool = True) -> None:
     end = (address + n_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if huge and start < end:
         libc.madvise(start, end - start, _MADV_HUGEPAGE)
-    if libc.madvise(address, n_bytes, _MADV_POPULATE_WRITE) == _FAILED:
-        if ctypes.get_errno() != errno.EINVAL:
-            raise MemoryError(f"cannot commit {n_bytes} bytes")
-        np.frombuffer(view(address, n_bytes), np.uint8)[::ALIGNMENT] = 0  # an older kernel
+    populate(address, n_bytes)
     # Huge pages stay. What ends here is khugepaged's interest: it would fill ranges that are partly
     # moved out with pages that nobody counted.
     libc.madvise(address, n_bytes, _MADV_NOHUGEPAGE)

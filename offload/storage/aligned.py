@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
 import mmap
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
 
+from offload.process.interruptible import check_interrupt
 from offload.units import MIB
 
 # Of offsets, lengths and buffers. Covers the logical blocks of 512 and 4096 bytes that drives have;
 # a file system that asks for more refuses the probe in DirectFile and gets buffered reads.
 ALIGNMENT = 4096
 HUGE_PAGE_BYTES = 2 * MIB
+
+_STEP_BYTES = 64 * MIB
+"""Of memory that is committed in one go, in some 20 ms: then Ctrl-C is heard."""
 
 # Not in the mmap module.
 _MADV_WIPEONFORK = 18  # Linux 4.14
@@ -46,6 +53,41 @@ def buffer_bytes(n_bytes: int) -> int:
     return align_up(n_bytes)
 
 
+def populate(address: int, n_bytes: int) -> None:
+    """Let fresh memory (whole pages) be backed by pages of its own, all zeros.
+
+    It takes seconds for gigabytes, in which other threads run.
+
+    Raises:
+        MemoryError: the memory cannot be had.
+        what a signal handler raised meanwhile; then some of the pages are there.
+    """
+    for start in range(address, address + n_bytes, _STEP_BYTES):
+        if start > address:
+            check_interrupt()
+        _populate_step(start, min(_STEP_BYTES, address + n_bytes - start))
+
+
+def _populate_step(address: int, n_bytes: int) -> None:
+    libc = _libc()
+    while libc.madvise(address, n_bytes, _MADV_POPULATE_WRITE):
+        number = ctypes.get_errno()
+        if number == errno.EINVAL:  # an older kernel
+            libc.memset(address, 0, n_bytes)
+            return
+        if number not in (errno.EINTR, errno.EAGAIN):
+            raise MemoryError(f"cannot commit {n_bytes} bytes of memory")
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    """Its calls do not keep the interpreter lock."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+    return libc
+
+
 class AlignedBuffer:
     """Anonymous memory aligned to 2 MiB, on huge pages as far as they fit, committed at once.
 
@@ -75,8 +117,7 @@ class AlignedBuffer:
         if size > n_huge:  # a huge page here would take memory that nobody reserved
             self._advise(getattr(mmap, "MADV_NOHUGEPAGE", None), start + n_huge, size - n_huge)
         self._view = memoryview(self._map)[start : start + size]
-        if not self._advise(_MADV_POPULATE_WRITE, start, size):
-            np.frombuffer(self._view, dtype=np.uint8)[::ALIGNMENT] = 0
+        populate(self.address, size)
         if not in_children:
             # Not MADV_DONTFORK: the child would put other things in the hole, and unmap them when
             # it collects this.
@@ -95,13 +136,7 @@ class AlignedBuffer:
         except BufferError:
             pass  # a tensor made from a view keeps the map alive; it is freed with that tensor
 
-    def _advise(self, option: int | None, start: int, size: int) -> bool:
-        if option is None:
-            return False
-        try:
-            self._map.madvise(option, start, size)
-        except OSError as error:
-            if error.errno == errno.ENOMEM or error.errno == errno.EFAULT:
-                raise MemoryError(f"cannot commit a buffer of {size} bytes") from error
-            return False  # EINVAL: this kernel does not know the advice
-        return True
+    def _advise(self, option: int | None, start: int, size: int) -> None:
+        if option is not None:
+            with suppress(OSError):  # this kernel does not know the advice
+                self._map.madvise(option, start, size)

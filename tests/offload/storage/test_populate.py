@@ -1,0 +1,101 @@
+"""Memory is committed step by step: meanwhile other threads run, and Ctrl-C is heard."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from offload.paging.address_space import commit, reserve, unmap
+from offload.process.interruptible import uninterrupted
+from offload.process.memory import process_memory
+from offload.storage import aligned
+from offload.storage.aligned import AlignedBuffer
+from offload.units import MIB
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+N_BYTES = 512 * MIB
+
+
+@contextmanager
+def buffered() -> Iterator[None]:
+    buffer = AlignedBuffer(N_BYTES)
+    yield
+    buffer.close()
+
+
+@contextmanager
+def mapped() -> Iterator[None]:
+    address = reserve(N_BYTES)
+    try:
+        commit(address, N_BYTES)
+        yield
+    finally:
+        unmap(address, N_BYTES)
+
+
+@pytest.fixture(params=[buffered, mapped])
+def committed(request: pytest.FixtureRequest) -> Callable[[], None]:
+    def commit_once() -> None:
+        with request.param():
+            pass
+
+    return commit_once
+
+
+@pytest.fixture(params=[True, False], ids=["kernel", "old kernel"])
+def _populates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.param:
+        monkeypatch.setattr(aligned, "_MADV_POPULATE_WRITE", 9999)  # no such advice
+
+
+@pytest.mark.usefixtures("_populates")
+def test_other_threads_run_meanwhile(committed: Callable[[], None]) -> None:
+    """One look that began before may fall in between, whoever holds the interpreter lock."""
+    seen: set[int] = set()
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            seen.add(process_memory().anonymous_bytes // MIB)
+
+    before = process_memory().anonymous_bytes // MIB
+    thread = threading.Thread(target=look)
+    thread.start()
+    committed()
+    is_over.set()
+    thread.join()
+    assert len([n for n in seen if before + 16 < n < before + 496]) >= 3
+
+
+@pytest.mark.usefixtures("_populates")
+def test_ctrl_c_is_heard_before_all_is_there(committed: Callable[[], None]) -> None:
+    """Be it where signals may end work only at places that can bear it."""
+    before = process_memory().anonymous_bytes
+    given_up = threading.Event()
+
+    def handle(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    @uninterrupted
+    def commit_all() -> None:
+        try:
+            committed()
+        except KeyboardInterrupt:
+            given_up.set()
+            raise
+
+    previous = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.005)
+        with pytest.raises(KeyboardInterrupt):
+            commit_all()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert given_up.is_set(), "it was heard after everything"
+    assert process_memory().anonymous_bytes - before < 16 * MIB
