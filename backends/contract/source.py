@@ -26,7 +26,7 @@ class BackendOptions:
     """How the models of a run are to be run, whatever their format."""
 
     n_threads: int | None = None
-    """Of the computation; the library's own choice when None."""
+    """Of the computation; when None as many as the process may keep busy, or torch's own fewer."""
     cache_type_k: str | None = None
     """Number format of the keys in the KV cache, from CACHE_TYPES; the model's own when None."""
     cache_type_v: str | None = None

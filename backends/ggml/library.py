@@ -107,11 +107,6 @@ def llama_version() -> str:
     return str(llama_cpp.__version__)
 
 
-def default_threads() -> int:
-    """The processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class LlamaModel:
     """A model that llama.cpp has loaded.
 

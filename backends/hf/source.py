@@ -18,6 +18,7 @@ from backends.hf.cache import whole_blocks
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.self_test import TorchExactness, find_exactness
+from backends.hf.threads import use_threads
 from backends.hf.timing import measure_compute
 from backends.timing.passes import is_small, measure_small
 from offload.formats.fingerprint import fingerprint
@@ -36,8 +37,7 @@ class HfSource(ModelSource):
                 f"{directory} is a Hugging Face checkpoint: its KV cache has the dtype of its "
                 "weights, and cache types are for GGUF models"
             )
-        if options.n_threads is not None:
-            torch.set_num_threads(options.n_threads)
+        use_threads(options.n_threads)
         self._is_exact = options.is_exact
         self.path = directory
         self.model: HfModel = load_hf_model(directory)

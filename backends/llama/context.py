@@ -16,8 +16,9 @@ import numpy as np
 
 from backends.contract.backend import BackendError
 from backends.contract.exactness import NOT_ASKED, Exactness
-from backends.ggml.library import LOG, LlamaError, LlamaModel, default_threads, listen
+from backends.ggml.library import LOG, LlamaError, LlamaModel, listen
 from backends.llama.batch import Batch
+from offload.process.cpus import usable_cpus
 from offload.process.interruptible import uninterrupted
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
@@ -134,7 +135,7 @@ class LlamaContext:
         params.n_batch = params.n_ubatch = options.max_rows
         params.n_seq_max = options.n_sequences
         params.n_outputs_max = max(options.n_outputs, options.n_sequences, options.n_least_rows)
-        params.n_threads = params.n_threads_batch = options.n_threads or default_threads()
+        params.n_threads = params.n_threads_batch = options.n_threads or usable_cpus()
         params.type_k = CACHE_TYPES[options.cache_type_k]
         params.type_v = CACHE_TYPES[options.cache_type_v]
         if options.flash_attention is not None:

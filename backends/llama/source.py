@@ -13,7 +13,7 @@ from backends.contract.backend import Backend
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
-from backends.ggml.library import default_threads, llama_version
+from backends.ggml.library import llama_version
 from backends.ggml.timing import measure_ggml_compute
 from backends.llama.backend import LlamaBackend
 from backends.llama.context import MAX_LEAVES, ContextOptions
@@ -30,6 +30,7 @@ from offload.formats.gguf_header import GGML_TYPES
 from offload.formats.tensors import TensorRecord
 from offload.paging.memory import move_seconds_per_byte
 from offload.paging.plan import paging_overhead_bytes
+from offload.process.cpus import usable_cpus
 from offload.process.memory import memory_limit, reset_peak_rss
 from offload.storage.reading import resident_footprint
 
@@ -60,7 +61,7 @@ class GgufSource(ModelSource):
         self.max_context = self.model.max_context
         self.layers = self.model.layers
         self._options = options
-        self._n_threads = options.n_threads or default_threads()
+        self._n_threads = options.n_threads or usable_cpus()
         self._known_run = run
         if self.model.n_experts:
             self.warnings = (

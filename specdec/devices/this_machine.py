@@ -26,7 +26,7 @@ class ThisMachine:
     Args:
         model: its directory or GGUF file, as `resolve_model` gives it.
         formats: number formats to time, by the names that weight files use.
-        n_threads: of the arithmetic; the library's own choice when None.
+        n_threads: of the arithmetic; as many as a run takes by itself when None.
     """
 
     def __init__(self, model: Path, formats: Iterable[str], n_threads: int | None = None) -> None:
@@ -124,13 +124,13 @@ def model_formats(model: Path) -> tuple[str, ...]:
 
 
 def _measure_ggml(name: str, n_threads: int | None) -> tuple[ComputeCurve, float]:
-    from backends.ggml.library import default_threads
     from backends.ggml.timing import measure_ggml_compute
     from offload.formats.gguf_header import GGML_TYPES
+    from offload.process.cpus import usable_cpus
 
     for number, kind in GGML_TYPES.items():
         if kind.name == name:
-            profile = measure_ggml_compute(number, n_threads or default_threads())
+            profile = measure_ggml_compute(number, n_threads or usable_cpus())
             return profile, kind.block_bytes / kind.block_size
     raise DeviceError(f"{name} is no number format of ggml: arithmetic cannot be timed")
 
@@ -148,11 +148,9 @@ def _torch_format(name: str) -> Any:
 
 
 def _measure_torch(name: str, n_threads: int | None) -> tuple[ComputeCurve, float]:
-    import torch
-
+    from backends.hf.threads import use_threads
     from backends.hf.timing import measure_compute
 
     dtype = _torch_format(name)
-    if n_threads is not None:
-        torch.set_num_threads(n_threads)
+    use_threads(n_threads)
     return measure_compute(dtype), dtype.itemsize
