@@ -49,20 +49,20 @@ class CopySupply:
         try:
             while len(slots) < n_slots:
                 slots.append(DeviceSlot(engine.allocate_device(slot_bytes)))
+            self.ring: SlotRing[DeviceSlot, int] = SlotRing(
+                slots, lambda ticket: (ticket % n_layers,), make_fence=engine.record_compute
+            )
+            self._thread = threading.Thread(
+                target=_copy_until_closed,
+                args=(self.ring, host, engine),
+                name="specdec-copier",
+                daemon=True,
+            )
+            self._thread.start()
         except BaseException:
             for slot in slots:
                 slot.close()
             raise
-        self.ring: SlotRing[DeviceSlot, int] = SlotRing(
-            slots, lambda ticket: (ticket % n_layers,), make_fence=engine.record_compute
-        )
-        self._thread = threading.Thread(
-            target=_copy_until_closed,
-            args=(self.ring, host, engine),
-            name="specdec-copier",
-            daemon=True,
-        )
-        self._thread.start()
 
     def check_unchanged(self) -> None:
         """The host's tier does it, at its last layer, before that one is copied."""

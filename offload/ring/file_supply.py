@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from offload.ring.readers import ReaderThreads
 from offload.ring.slots import Fence, SlotRing, poison_memory
-from offload.ring.walk import LayerWalk
+from offload.ring.walk import JOIN_SECONDS, LayerWalk
 from offload.storage.aligned import AlignedBuffer, HostMemory
 from offload.storage.direct_io import OpenStorage
 from offload.storage.layout import Layout, Piece
@@ -60,6 +60,7 @@ class FileSupply:
     Raises:
         StorageError: a file cannot be opened.
         MemoryError: the memory cannot be had.
+        SpecdecError: a thread cannot be started.
     """
 
     def __init__(
@@ -85,6 +86,13 @@ class FileSupply:
             self._files.close()
             raise
         self._readers = ReaderThreads(self.ring, self._files, options.n_readers)
+        try:
+            self._readers.start()
+        except BaseException:
+            self.ring.close()
+            if self.join(JOIN_SECONDS):
+                self.free()
+            raise
 
     def check_unchanged(self) -> None:
         self._files.check_unchanged()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+from offload.errors import SpecdecError
 from offload.ring.slots import SlotRing
 from offload.storage.aligned import HostMemory
 from offload.storage.layout import Piece
@@ -13,24 +14,32 @@ from offload.trace import READ, record_since
 
 
 class ReaderThreads:
-    """`n_readers` daemon threads that fill a ring until it is closed.
+    """`n_readers` daemon threads that fill a ring from `start` on until it is closed.
 
     They hold the ring and the files but not the streamer, so that a streamer nobody refers to any
     more can be collected.
     """
 
     def __init__(self, ring: SlotRing[HostMemory, Piece], files: OpenFiles, n_readers: int) -> None:
-        self._threads = [
-            threading.Thread(
-                target=_read_until_closed,
-                args=(ring, files),
-                name=f"specdec-reader-{index}",
-                daemon=True,
+        self._n_readers = n_readers
+        self._work = (ring, files)
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Raises SpecdecError where the system starts no more threads; some may run then."""
+        for index in range(self._n_readers):
+            name = f"specdec-reader-{index}"
+            thread = threading.Thread(
+                target=_read_until_closed, args=self._work, name=name, daemon=True
             )
-            for index in range(n_readers)
-        ]
-        for thread in self._threads:
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise SpecdecError(
+                    f"cannot start thread {index + 1} of {self._n_readers} that read from storage "
+                    f"({error}): ask for fewer (--io-threads), or raise the limit of processes"
+                ) from error
+            self._threads.append(thread)
 
     def join(self, timeout_seconds: float) -> bool:
         """Wait for all threads together up to the timeout; True when all have ended."""

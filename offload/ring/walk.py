@@ -28,7 +28,7 @@ from offload.ring.slots import Check, MemoryT, Slot, SlotRing, StreamerClosed
 from offload.storage.direct_io import StorageError
 from offload.trace import WAIT, record_since
 
-_JOIN_SECONDS = 10.0  # a read that hangs longer (a dead network mount) is left behind
+JOIN_SECONDS = 10.0  # a read that hangs longer (a dead network mount) is left behind
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class LayerWalk(Generic[MemoryT]):
         if self._supply is None:
             return True
         self._supply.ring.close()
-        return self._supply.join(_JOIN_SECONDS)
+        return self._supply.join(JOIN_SECONDS)
 
     def free(self) -> None:
         """Give the memory of the ring back, once `close` has said that no reader is running."""
