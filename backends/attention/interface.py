@@ -23,10 +23,15 @@ from backends.contract.backend import BackendError
 KEYS_BY_ROW = "specdec"
 """Name of this attention among those of transformers."""
 KeyMask: TypeAlias = BlockedMask | SegmentedMask
-_ATTENTIVE_CLASS = re.compile(r"Attention|Layer$|Block$")
+_ATTENTIVE_CLASS = re.compile(r"^(?!.*Vision).*(Attention|Layer$|Block$)")
+"""Of a language model: the tower for images may stand in the same file."""
 _SINKS = "s_aux"
-_MISSING = ("position_bias", "block_indices")
-"""What families add to plain attention, or choose keys by, beside the mask."""
+_WITHOUT_EFFECT = frozenset(
+    "dropout is_causal sliding_window position_ids cache_position use_cache output_attentions "
+    "output_router_logits".split()
+)
+"""What families pass along that changes nothing here: dropout is for training, the mask says which
+keys a row sees, positions are in queries and keys by now, and the rest is for other modules."""
 _EAGER_ONLY = {"_upcast_and_reordered_attn"}
 """Code that runs where a model's attention is transformers' own eager one (GPT-2)."""
 
@@ -58,6 +63,9 @@ def attention(
     return found, None
 
 
+_KNOWN = _WITHOUT_EFFECT | set(inspect.signature(attention).parameters)
+
+
 def hands_mask_on(architecture: type[PreTrainedModel], has_softcap: bool) -> bool:
     """Whether a family's attention can be computed here; else it is given whole masks.
 
@@ -72,11 +80,10 @@ def hands_mask_on(architecture: type[PreTrainedModel], has_softcap: bool) -> boo
         return False
     if not architecture._supports_sdpa and not has_softcap and f"{_SINKS}=" not in source:
         return False
-    if any(f"{name}=" in source for name in _MISSING):
-        return False
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     attentive = [node for node in classes if _ATTENTIVE_CLASS.search(node.name)]
-    return not any(_looks_into_mask(node) for one in attentive for node in _nodes(one))
+    nodes = [node for one in attentive for node in _nodes(one)]
+    return not any(_looks_into_mask(node) or _adds_to_attention(node) for node in nodes)
 
 
 def _nodes(tree: ast.AST) -> list[ast.AST]:
@@ -100,6 +107,15 @@ def _looks_into_mask(node: ast.AST) -> bool:
     return any(isinstance(part, ast.Name) and part.id == "attention_mask" for part in inner)
 
 
+def _adds_to_attention(node: ast.AST) -> bool:
+    """Whether code calls the attention that it was given with more than this one computes with."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    if node.func.id != "attention_interface":
+        return False
+    return any(one.arg is not None and one.arg not in _KNOWN for one in node.keywords)
+
+
 def _check_arguments(
     module: torch.nn.Module, key: torch.Tensor, mask: object, kwargs: dict[str, Any]
 ) -> None:
@@ -111,9 +127,11 @@ def _check_arguments(
         raise BackendError(
             f"{name} has keys {list(key.shape)}, its mask is for 1 sequence of {mask.n_keys}"
         )
-    for option in _MISSING:
-        if kwargs.get(option) is not None:
-            raise BackendError(f"{name} has {option}, which this attention lacks")
+    for argument, value in kwargs.items():
+        if value is not None and argument not in _KNOWN:
+            raise BackendError(
+                f"{name} has {argument}, which this attention lacks: run the model as GGUF"
+            )
 
 
 AttentionInterface.register(KEYS_BY_ROW, attention)

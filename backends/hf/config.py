@@ -16,9 +16,9 @@ from backends.contract.backend import UnsupportedModel, one_line
 from offload.formats.tensors import CheckpointError
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-# Their attention masks or biases go by the row in the cache, which for the nodes of a tree is not
-# their position.
-POSITION_BY_ROW = {"gpt_neo", "mpt"}
+# Their attention masks, biases or embeddings of positions go by the row in the cache, which for the
+# nodes of a tree is not their position.
+POSITION_BY_ROW = {"gpt_neo", "mpt", "trocr"}
 # Their factors change with the longest position of a pass, so a token's logits would depend on
 # what else is verified with it; below the original length they do not.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}

@@ -1,36 +1,32 @@
 """A transformers model without its weights, matched to the tensors of its checkpoint.
 
-The modules are built with parameters on the meta device (buffers such as `inv_freq` are real),
-so any dense decoder of transformers runs here without model code of ours. What specdec cannot
-run is refused by name, before anything is allocated.
+So any dense decoder of transformers runs here without model code of ours. What specdec cannot run
+is refused by name, before anything is allocated.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from backends.attention.families import adapt
-from backends.attention.interface import KEYS_BY_ROW, hands_mask_on
-from backends.contract.backend import UnsupportedModel, one_line
+from backends.attention.interface import KEYS_BY_ROW
+from backends.contract.backend import UnsupportedModel
 from backends.hf.config import context_limit, declared, kv_values_per_token, load_config
 from backends.hf.elementwise import steady_activations
 from backends.hf.layer_count import check_layers_used, refuse_absurd_count
 from backends.hf.raw_config import refuse_nonsense
+from backends.hf.skeleton import build_skeleton, decoder_layers
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.residency.placement import LayerWeights
@@ -38,7 +34,6 @@ from offload.residency.placement import LayerWeights
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _SLIDING_MASK = "create_sliding_window_causal_mask"
 """What the code of a family with sliding windows takes from transformers."""
-_MIXTURE = re.compile(r"Experts|MoE$|Moe$|MoeBlock|Router")
 
 
 @dataclass(frozen=True)
@@ -159,66 +154,11 @@ def main_dtype(index: Mapping[str, TensorRecord], directory: Path) -> torch.dtyp
     return TORCH_DTYPES[name]
 
 
-def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """`build_model`, of a kind that can be streamed."""
-    model = build_model(config, dtype)
-    for name, module in model.named_modules():
-        if _MIXTURE.search(type(module).__name__):
-            raise UnsupportedModel(
-                f"{config.model_type} is a mixture of experts ({name}): "
-                "not supported on the torch backend yet"
-            )
-    return model
-
-
-def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with real buffers and no weights, and our attention where the family can."""
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    attention = _attention(architecture, config)
-    try:
-        with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention
-            ).eval()
-    except Exception as error:  # sizes that contradict each other fail anywhere in the model
-        raise CheckpointError(
-            f"no {config.model_type} model can be built from the config: {one_line(error)}: "
-            "mend the config.json, or download the checkpoint again"
-        ) from error
-    return model
-
-
-def _attention(architecture: type[PreTrainedModel], config: PreTrainedConfig) -> str:
-    """The fastest of transformers' attention implementations that the family has."""
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    if hands_mask_on(architecture, bool(softcap)):
-        return KEYS_BY_ROW
-    return "sdpa" if architecture._supports_sdpa and not softcap else "eager"
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Move every parameter to the meta device as it is registered; leave buffers alone."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, param)
-        if param is not None:
-            self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
-
-    nn.Module.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
-
-
 def match_checkpoint(
     model: PreTrainedModel, index: Mapping[str, TensorRecord], dtype: torch.dtype, directory: Path
 ) -> HfModel:
     """Find the checkpoint tensor of every parameter, or say which are missing or misshapen."""
-    base = model.base_model
-    layers_name, layers = decoder_layers(model, base)
+    layers_name, layers = decoder_layers(model)
     tied = tied_names(model)
     index = _renamed(index, model)
     check_layers_used(model, layers_name, len(layers), index, directory)
@@ -249,20 +189,6 @@ def match_checkpoint(
         tuple(map(tuple, per_layer)),
         tuple(outer),
         is_adapted=adapt(model),
-    )
-
-
-def decoder_layers(model: PreTrainedModel, base: Any) -> tuple[str, tuple[nn.Module, ...]]:
-    n_layers = model.config.num_hidden_layers
-    for name, module in base.named_children():
-        if isinstance(module, nn.ModuleList) and len(module) == n_layers:
-            full = name if base is model else f"{model.base_model_prefix}.{name}"
-            attentive = [any("Attention" in type(m).__name__ for m in x.modules()) for x in module]
-            if all(attentive):
-                return full, tuple(module)
-    raise UnsupportedModel(
-        f"{model.config.model_type} is not a stack of {n_layers} attention layers: "
-        "recurrent and hybrid models cannot roll back"
     )
 
 

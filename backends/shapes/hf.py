@@ -22,13 +22,12 @@ from backends.hf.config import context_limit, declared, kv_values_per_token, loa
 from backends.hf.layer_count import refuse_absurd_count
 from backends.hf.model import (
     TORCH_DTYPES,
-    build_model,
-    decoder_layers,
     layer_window,
     main_dtype,
     tied_names,
 )
 from backends.hf.raw_config import refuse_nonsense
+from backends.hf.skeleton import build_model, decoder_layers
 from backends.shapes.shape import (
     FFN,
     HEAD,
@@ -74,7 +73,7 @@ def shape_of(
     """The shape of a model on the meta device; tensors not in `index` have the model's dtype."""
     config, dtype = model.config, model.dtype
     sizes = _Sizes(index, dtype, model.base_model_prefix)
-    name, modules = decoder_layers(model, model.base_model)
+    name, modules = decoder_layers(model)
     layers = tuple(
         _layer(model, i, layer, f"{name}.{i}.", sizes) for i, layer in enumerate(modules)
     )

@@ -61,6 +61,19 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "pad_token_id": 0,
         },
     ),
+    "opt": (  # its layers stand a level deeper, positions are learned
+        "OPTConfig",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "word_embed_proj_dim": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "ffn_dim": 48,
+            "max_position_embeddings": 256,
+            "pad_token_id": 0,
+        },
+    ),
     "minicpm3": (  # dense multi-head latent attention
         "MiniCPM3Config",
         {

@@ -17,6 +17,7 @@ from backends.attention.families import adapt
 from backends.attention.interface import (
     KEYS_BY_ROW,
     KeyMask,
+    _adds_to_attention,
     _looks_into_mask,
     attention,
     hands_mask_on,
@@ -72,6 +73,9 @@ def _mask_of(n_keys: int) -> SegmentedMask:
         ({"attention_mask": masks(2, 9)[0]}, r"its mask is for 1 sequence of 9"),
         ({"position_bias": torch.zeros(4)}, "Module has position_bias"),
         ({"block_indices": torch.zeros(4)}, "Module has block_indices"),
+        ({"indices": torch.zeros(4)}, "Module has indices, which this attention lacks"),
+        ({"head_mask": torch.ones(4)}, "Module has head_mask"),
+        ({"cu_seq_lens_q": torch.ones(4)}, "Module has cu_seq_lens_q"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(change: dict[str, object], message: str) -> None:
@@ -79,6 +83,12 @@ def test_what_would_be_computed_wrongly_is_refused(change: dict[str, object], me
     arguments: dict[str, object] = {"attention_mask": _mask_of(10), **change}
     with pytest.raises(BackendError, match=message):
         attention(Module(), query, key, value, **arguments)  # type: ignore[arg-type]
+
+
+def test_what_says_nothing_is_passed_over() -> None:
+    query, key, value = states(2, 10)
+    said = {"head_mask": None, "dropout": 0.0, "sliding_window": 4, "use_cache": True}
+    attention(Module(), query, key, value, _mask_of(10), **said)
 
 
 def test_several_sequences_are_refused() -> None:
@@ -121,6 +131,20 @@ def test_a_family_that_computes_with_the_mask_gets_a_whole_one() -> None:
 )
 def test_what_counts_as_looking_into_the_mask(code: str, is_read: bool) -> None:
     assert any(_looks_into_mask(node) for node in ast.walk(ast.parse(code))) == is_read
+
+
+@pytest.mark.parametrize(
+    ("code", "is_more"),
+    [
+        ("attention_interface(self, q, k, v, mask, scaling=1.0, dropout=0.0, **kwargs)", False),
+        ("attention_interface(self, q, k, v, mask, softcap=3.0, s_aux=sinks)", False),
+        ("attention_interface(self, q, k, v, mask, indices=chosen)", True),
+        ("attention_interface(self, q, k, v, mask, head_mask=None)", True),
+        ("project(q, indices=chosen)", False),
+    ],
+)
+def test_what_counts_as_more_than_attention(code: str, is_more: bool) -> None:
+    assert any(_adds_to_attention(node) for node in ast.walk(ast.parse(code))) == is_more
 
 
 @pytest.mark.parametrize("family", sorted(ADAPTED))

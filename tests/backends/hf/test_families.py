@@ -125,6 +125,7 @@ def test_vocabulary_of_the_logits(checkpoint_factory):
         ({"model_type": "mamba", "num_hidden_layers": 2}, "mamba"),
         ({"model_type": "gpt_neo"}, "gpt_neo is not supported"),
         ({"model_type": "mpt"}, "mpt is not supported"),
+        ({"model_type": "trocr"}, "trocr is not supported: it takes a row's place"),
         ({"model_type": "vit"}, "vit has no causal language model"),
         ({"model_type": "rwkv"}, "rwkv keeps no keys and values"),
         ({"model_type": "openai-gpt"}, "openai-gpt keeps no keys and values"),

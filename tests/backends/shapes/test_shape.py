@@ -17,7 +17,7 @@ from gguf_models import FEED_FORWARD, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, 
 from torch.utils.flop_counter import FlopCounterMode
 
 from backends.contract.backend import UnsupportedModel
-from backends.hf.model import build_model
+from backends.hf.skeleton import build_model
 from backends.shapes.gguf import gguf_shape
 from backends.shapes.hf import hf_shape, shape_of
 from backends.shapes.shape import FFN, ModelShape

@@ -1,0 +1,94 @@
+"""A transformers model with its parameters on the meta device; buffers (`inv_freq`) are real."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from backends.attention.interface import KEYS_BY_ROW, hands_mask_on
+from backends.contract.backend import UnsupportedModel, one_line
+from offload.formats.tensors import CheckpointError
+
+_MIXTURE = re.compile(r"Experts|MoE$|Moe$|MoeBlock|Router")
+_building = threading.Lock()
+"""Held while a model is built: what is replaced meanwhile belongs to the process (here torch's
+`register_parameter`, by transformers torch's default dtype and initialisers), and Python 3.11 fails
+to parse in two threads at once."""
+
+
+def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """`build_model`, of a kind that can be streamed."""
+    model = build_model(config, dtype)
+    for name, module in model.named_modules():
+        if _MIXTURE.search(type(module).__name__):
+            raise UnsupportedModel(
+                f"{config.model_type} is a mixture of experts ({name}): "
+                "not supported on the torch backend yet"
+            )
+    return model
+
+
+def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with real buffers and no weights, and our attention where the family can."""
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    try:
+        with _building, _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=_attention(architecture, config)
+            ).eval()
+    except Exception as error:  # sizes that contradict each other fail anywhere in the model
+        raise CheckpointError(
+            f"no {config.model_type} model can be built from the config: {one_line(error)}: "
+            "mend the config.json, or download the checkpoint again"
+        ) from error
+    return model
+
+
+def _attention(architecture: type[PreTrainedModel], config: PreTrainedConfig) -> str:
+    """The fastest of transformers' attention implementations that the family has."""
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if hands_mask_on(architecture, bool(softcap)):
+        return KEYS_BY_ROW
+    return "sdpa" if architecture._supports_sdpa and not softcap else "eager"
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move every parameter that this thread registers to the meta device; leave buffers alone."""
+    register, builder = nn.Module.register_parameter, threading.get_ident()
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and threading.get_ident() == builder:
+            self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, tuple[nn.Module, ...]]:
+    """The name of the model's list of decoder layers, and those layers."""
+    decoder, n_layers = model.get_decoder(), model.config.num_hidden_layers
+    kind = f"{model.config.model_type} is not supported:"
+    for name, module in model.named_modules():
+        is_stack = isinstance(module, nn.ModuleList) and len(module) == n_layers
+        if is_stack and any(module is child for child in decoder.children()):
+            attentive = [any("Attention" in type(m).__name__ for m in x.modules()) for x in module]
+            if not all(attentive):
+                raise UnsupportedModel(
+                    f"{kind} layer {attentive.index(False)} has no attention, "
+                    "and what it keeps of a text cannot be rolled back"
+                )
+            return name, tuple(module)
+    raise UnsupportedModel(f"{kind} its {n_layers} layers are not one list in its decoder")
