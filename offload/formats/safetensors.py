@@ -17,7 +17,9 @@ from typing import Any, BinaryIO
 from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.units import MIB, format_bytes
 
-MAX_HEADER_BYTES = 64 * MIB  # a shard of 10,000 tensors needs about 1 MiB
+MAX_HEADER_BYTES = 16 * MIB  # a shard of 10,000 tensors needs about 1 MiB
+MAX_TENSORS = 2**16  # of one file
+MAX_JSON_VALUES = 2**20  # 16 for each tensor; Python takes about 100 bytes and 1 us for one
 MAX_RANK = 32
 
 # Bits per element; F4 and F6 are packed, so their tensors must fill whole bytes.
@@ -53,6 +55,11 @@ def read_header_and_metadata(path: Path) -> tuple[dict[str, str], dict[str, Tens
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     table = parse_json_object(header, path)
     metadata = table.pop("__metadata__", None)
+    if len(table) > MAX_TENSORS:
+        raise CheckpointError(
+            f"{path} holds {len(table)} tensors; at most {MAX_TENSORS} are accepted in one file: "
+            "split it"
+        )
     items = metadata.items() if isinstance(metadata, dict) else ()
     records = [_make_record(path, name, entry, data_start) for name, entry in table.items()]
     _check_coverage(path, records, data_start, status.st_size)
@@ -94,6 +101,18 @@ def _read_exactly(file: BinaryIO, n_bytes: int) -> bytes:
 
 
 def parse_json_object(text: bytes, path: Path) -> dict[str, Any]:
+    """The object that is all of `text`; no name in it occurs twice.
+
+    Raises CheckpointError, before it takes more memory than a few times the text's and 100 MB.
+    """
+    # Each value but the first stands behind one of these; those inside of strings count along.
+    n_values = sum(text.count(mark) for mark in (b",", b"[", b"{"))
+    if n_values > MAX_JSON_VALUES:
+        raise CheckpointError(
+            f"{path} holds JSON of {n_values} values; at most {MAX_JSON_VALUES} are accepted; "
+            "download it again"
+        )
+
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table: dict[str, Any] = {}
         for name, value in pairs:

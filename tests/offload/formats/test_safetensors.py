@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from offload.formats.safetensors import MAX_HEADER_BYTES, read_header
+from offload.formats.safetensors import MAX_HEADER_BYTES, MAX_TENSORS, read_header
 from offload.formats.tensors import CheckpointError
+from offload.units import MIB
 
 
 def _entry(**changes: object) -> dict[str, Any]:
@@ -73,12 +75,37 @@ def test_hostile_headers(tmp_path: Path, header: Any, data: bytes, match: str) -
         (b"\x02\0\0", "3 bytes, too few"),
         (struct.pack("<Q", 3) + b"{}", "only 10 bytes"),
         (struct.pack("<Q", 2**64 - 1) + b"{}", "claims a header of 18446744073709551615"),
-        (struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}", "at most 64.00 MiB"),
+        (struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}", "at most 16.00 MiB"),
     ],
 )
 def test_hostile_lengths(tmp_path: Path, content: bytes, match: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     refused(tmp_path, match)
+
+
+def empty_tensors(n_tensors: int) -> dict[str, Any]:
+    empty = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    return {f"t{number}": empty for number in range(n_tensors)}
+
+
+def test_as_many_tensors_as_are_accepted(tmp_path: Path) -> None:
+    path = write_raw(tmp_path / "model.safetensors", empty_tensors(MAX_TENSORS))
+    assert len(read_header(path)) == MAX_TENSORS
+    write_raw(path, empty_tensors(MAX_TENSORS + 1))
+    refused(tmp_path, "holds 65537 tensors; at most 65536")
+
+
+@pytest.mark.parametrize("value", [b"[]", b"0", b'{"":0}', b'"a"'])
+def test_headers_of_many_small_values_cost_little(tmp_path: Path, value: bytes) -> None:
+    values = b",".join([value] * (15 * MIB // (len(value) + 1)))
+    write_raw(tmp_path / "model.safetensors", b'{"__metadata__":{"a":[' + values + b"]}}")
+    del values
+    tracemalloc.start()
+    try:
+        refused(tmp_path, "JSON of .* values; at most 1048576")
+        assert tracemalloc.get_traced_memory()[1] < 64 * MIB
+    finally:
+        tracemalloc.stop()
 
 
 def test_every_truncation_is_refused(tmp_path: Path) -> None:
