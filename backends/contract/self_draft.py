@@ -62,7 +62,10 @@ class SharedSource(ModelSource):
         ]
         return replace(compute, head_bytes=n_bytes, head_per_byte=ComputeCurve.mixed(parts))
 
-    def load(self, loading: Loading) -> Backend:
+    def check_unchanged(self) -> None:
+        self.lender.check_unchanged()
+
+    def _load(self, loading: Loading) -> Backend:
         if self._owner is None:
             raise BackendError("the weights that were to be shared are not loaded")
         return self._owner.sibling(

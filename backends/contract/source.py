@@ -163,5 +163,19 @@ class ModelSource(ABC):
         """
 
     @abstractmethod
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError where the files are others than those whose headers were read."""
+
     def load(self, loading: Loading) -> Backend:
-        """Read the weights as planned."""
+        """Read the weights as planned. Raises CheckpointError: see `check_unchanged`."""
+        backend = self._load(loading)
+        try:
+            self.check_unchanged()  # at the end, because by then all files are open
+        except BaseException:
+            backend.close()
+            raise
+        return backend
+
+    @abstractmethod
+    def _load(self, loading: Loading) -> Backend:
+        """Read the weights, whatever files are there by now."""

@@ -56,7 +56,7 @@ class HfGpuSource(HfSource):
         curve = measure_gpu_compute(self.model.dtype, torch.device("cuda", 0))
         return ModelCompute(curve, self.head_bytes)
 
-    def load(self, loading: Loading) -> Backend:
+    def _load(self, loading: Loading) -> Backend:
         assert loading.residency.is_on_device, "a model on a GPU is placed over three tiers"
         weights = DeviceWeights(
             self.model,

@@ -51,6 +51,7 @@ class HfModel:
 
     model: PreTrainedModel
     config: PreTrainedConfig
+    index: WeightIndex
     dtype: torch.dtype
     layers: tuple[nn.Module, ...]
     layer_tensors: tuple[tuple[BoundTensor, ...], ...]
@@ -155,18 +156,18 @@ def main_dtype(index: Mapping[str, TensorRecord], directory: Path) -> torch.dtyp
 
 
 def match_checkpoint(
-    model: PreTrainedModel, index: Mapping[str, TensorRecord], dtype: torch.dtype, directory: Path
+    model: PreTrainedModel, index: WeightIndex, dtype: torch.dtype, directory: Path
 ) -> HfModel:
     """Find the checkpoint tensor of every parameter, or say which are missing or misshapen."""
     layers_name, layers = decoder_layers(model)
     tied = tied_names(model)
-    index = _renamed(index, model)
-    check_layers_used(model, layers_name, len(layers), index, directory)
+    records = _renamed(index, model)
+    check_layers_used(model, layers_name, len(layers), records, directory)
     per_layer: list[list[BoundTensor]] = [[] for _ in layers]
     outer: list[BoundTensor] = []
     missing = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        record = _find(index, tied.get(name, name), model.base_model_prefix)
+        record = _find(records, tied.get(name, name), model.base_model_prefix)
         if record is None:
             missing.append(name)
             continue
@@ -184,6 +185,7 @@ def match_checkpoint(
     return HfModel(
         model,
         model.config,
+        index,
         dtype,
         layers,
         tuple(map(tuple, per_layer)),

@@ -89,7 +89,10 @@ class HfSource(ModelSource):
     def exactness(self) -> TorchExactness:
         return find_exactness(self.model) if self._is_exact else TorchExactness(**asdict(NOT_ASKED))
 
-    def load(self, loading: Loading) -> Backend:
+    def check_unchanged(self) -> None:
+        self.model.index.check_unchanged()
+
+    def _load(self, loading: Loading) -> Backend:
         residency = loading.residency
         weights = CpuWeights(
             self.model,

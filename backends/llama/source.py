@@ -184,7 +184,10 @@ class GgufSource(ModelSource):
         )
         return curve.filled_up(self.exactness.n_least_rows)
 
-    def load(self, loading: Loading) -> Backend:
+    def check_unchanged(self) -> None:
+        self.model.index.check_unchanged()
+
+    def _load(self, loading: Loading) -> Backend:
         backend = LlamaBackend(
             self.model,
             max_context=loading.max_context,

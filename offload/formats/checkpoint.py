@@ -12,7 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from offload.formats.safetensors import MAX_HEADER_BYTES, parse_json_object, read_header
-from offload.formats.tensors import CheckpointError, TensorIndex, TensorRecord
+from offload.formats.tensors import (
+    CheckpointError,
+    FileState,
+    TensorIndex,
+    TensorRecord,
+    file_state,
+)
 from offload.units import format_bytes
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -21,8 +27,13 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 class WeightIndex(TensorIndex):
     """All tensors of one checkpoint by name."""
 
-    def __init__(self, records: Mapping[str, TensorRecord], directory: Path) -> None:
-        super().__init__(records)
+    def __init__(
+        self,
+        records: Mapping[str, TensorRecord],
+        states: Mapping[Path, FileState],
+        directory: Path,
+    ) -> None:
+        super().__init__(records, states)
         self.directory = directory
 
     @classmethod
@@ -38,8 +49,11 @@ class WeightIndex(TensorIndex):
         weight_map = _find_weight_map(root)
         records: dict[str, TensorRecord] = {}
         shard_of: dict[str, str] = {}
+        states: dict[Path, FileState] = {}
         for shard in dict.fromkeys(weight_map.values()):
-            for name, record in read_header(_resolve_shard(root, shard)).items():
+            path = _resolve_shard(root, shard)
+            states[path] = file_state(path)
+            for name, record in read_header(path).items():
                 if name in records:
                     raise CheckpointError(
                         f"{root}: tensor {name!r} lies both in {shard_of[name]} and in {shard}; "
@@ -48,7 +62,7 @@ class WeightIndex(TensorIndex):
                 records[name] = record
                 shard_of[name] = shard
         _check_weight_map(weight_map, shard_of, root)
-        return cls(records, root)
+        return cls(records, states, root)
 
 
 def _find_weight_map(root: Path) -> dict[str, str]:

@@ -26,7 +26,7 @@ from offload.formats.gguf_metadata import (
     GgufMetadata,
     read_metadata,
 )
-from offload.formats.tensors import TensorRecord
+from offload.formats.tensors import FileState, TensorRecord
 from offload.units import MIB, format_bytes
 
 __all__ = ["GGML_TYPES", "GgmlType", "GgufError", "GgufFile", "GgufMetadata", "row_bytes"]
@@ -90,6 +90,7 @@ class GgufFile:
     version: int
     metadata: GgufMetadata
     tensors: tuple[TensorRecord, ...]
+    state: FileState
     alignment: int
     data_offset: int
 
@@ -106,7 +107,7 @@ class GgufFile:
             if not stat.S_ISREG(status.st_mode):
                 raise GgufError(f"{path} is not a regular file; pass a .gguf file")
             with path.open("rb") as file:
-                return _read(Cursor(file, path, status.st_size))
+                return _read(Cursor(file, path, status.st_size), FileState.of(status))
         except OSError as error:
             raise GgufError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -118,7 +119,7 @@ class _TensorInfo(NamedTuple):
     offset: int  # in the data
 
 
-def _read(cursor: Cursor) -> GgufFile:
+def _read(cursor: Cursor, state: FileState) -> GgufFile:
     version = _read_version(cursor)
     n_tensors, n_pairs = cursor.u64(), cursor.u64()
     _check_count(cursor, "key-value pairs", n_pairs, MAX_METADATA, _MIN_PAIR_BYTES)
@@ -130,7 +131,7 @@ def _read(cursor: Cursor) -> GgufFile:
     if infos:
         data_offset = _align_up(data_offset, alignment)
     tensors = _place(cursor, infos, data_offset, alignment)
-    return GgufFile(cursor.path, version, metadata, tensors, alignment, data_offset)
+    return GgufFile(cursor.path, version, metadata, tensors, state, alignment, data_offset)
 
 
 def _read_version(cursor: Cursor) -> int:

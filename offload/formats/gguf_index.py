@@ -31,7 +31,7 @@ class GgufIndex(TensorIndex):
                     other = records[record.name].path.name
                     raise GgufError(f"{file.path} holds {record.name!r}, which {other} holds too")
                 records[record.name] = record
-        super().__init__(records)
+        super().__init__(records, {file.path: file.state for file in files})
 
     @classmethod
     def from_path(cls, path: str | os.PathLike[str]) -> GgufIndex:

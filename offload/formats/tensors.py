@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from offload.errors import SpecdecError
 
@@ -25,11 +27,51 @@ class TensorRecord:
     n_bytes: int
 
 
-class TensorIndex(Mapping[str, TensorRecord]):
-    """All tensors of one model by name."""
+class FileState(NamedTuple):
+    """Which file it is, and whether it was written to."""
 
-    def __init__(self, records: Mapping[str, TensorRecord]) -> None:
+    device: int
+    inode: int
+    n_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileState:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def file_state(path: Path) -> FileState:
+    """Raises CheckpointError where there is no such file."""
+    try:
+        return FileState.of(path.stat())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+class TensorIndex(Mapping[str, TensorRecord]):
+    """All tensors of one model by name.
+
+    Args:
+        states: of the files, from before their headers were read.
+    """
+
+    def __init__(
+        self, records: Mapping[str, TensorRecord], states: Mapping[Path, FileState]
+    ) -> None:
         self._records = dict(records)
+        self._states = dict(states)
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError where a path leads to another file than when it was indexed.
+
+        Where it does not, all that was opened meanwhile is what the index describes.
+        """
+        for path, state in self._states.items():
+            if file_state(path) != state:
+                raise CheckpointError(
+                    f"{path} was changed or replaced since its header was read; "
+                    "load the model again"
+                )
 
     @property
     def total_bytes(self) -> int:

@@ -112,7 +112,8 @@ def load_resident(
         allocate: makes the memory from its size in bytes; None: an AlignedBuffer.
 
     Raises:
-        StorageError: the first read that failed; the others are given up.
+        StorageError: the first read that failed (the others are given up), or a file was
+            overwritten meanwhile.
         MemoryError: the memory cannot be had.
     """
     layout = make_layout(records, merge_gap=0)
@@ -166,6 +167,7 @@ def bring_pieces(
 
     Raises:
         the first error of a `bring`; the others are given up.
+        StorageError: a file was overwritten meanwhile.
         whatever `progress` raises, or a signal handler in this thread (KeyboardInterrupt).
     """
     finished: SimpleQueue[Future[int]] = SimpleQueue()
@@ -184,6 +186,7 @@ def bring_pieces(
             n_done += _next_result(finished)
             if progress is not None:
                 progress(n_done, n_total)
+        files.check_unchanged()  # at the end, because by then all bytes were read
     finally:
         pool.shutdown(cancel_futures=True)  # waits for the running reads: they use the memory
         files.close()

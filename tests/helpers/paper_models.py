@@ -78,7 +78,10 @@ class PaperModel(ModelSource):
         assert self._curve is not None, "this model's arithmetic is not to be measured"
         return ModelCompute(self._curve, self.head_bytes)
 
-    def load(self, loading: Loading) -> Backend:
+    def check_unchanged(self) -> None:
+        raise NotImplementedError
+
+    def _load(self, loading: Loading) -> Backend:
         raise NotImplementedError
 
 

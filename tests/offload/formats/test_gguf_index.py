@@ -8,6 +8,7 @@ import gguf_bytes as gb
 import pytest
 
 from offload.formats.gguf_index import GgufError, GgufIndex
+from offload.formats.tensors import CheckpointError
 
 META = {"general.architecture": ("str", "llama")}
 PARTS = (
@@ -133,3 +134,15 @@ def test_a_malformed_split_is_named(tmp_path: Path) -> None:
     paths = gb.write_splits(tmp_path, META, PARTS)
     paths[2].write_bytes(b"GGUF" + bytes(50))
     refused(paths[0], "model-00003-of-00003.gguf is GGUF version 0")
+
+
+def test_any_changed_split_is_noticed(tmp_path: Path) -> None:
+    paths = gb.write_splits(tmp_path, META, PARTS[:2])
+    index = GgufIndex.from_path(paths[0])
+    index.check_unchanged()
+    paths[1].touch()
+    with pytest.raises(CheckpointError, match="00002-of-00002.gguf was changed or replaced"):
+        index.check_unchanged()
+    paths[1].unlink()
+    with pytest.raises(CheckpointError, match="cannot read .*00002-of-00002.gguf"):
+        index.check_unchanged()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from weight_files import FaultyReads, Weights, write_weights
 
 from offload.storage import reading
 from offload.storage.aligned import ALIGNMENT
+from offload.storage.direct_io import StorageError
 from offload.storage.reading import ResidentWeights, load_resident, resident_footprint
 
 pytestmark = [
@@ -63,6 +65,23 @@ def test_an_error_of_progress_ends_the_reading(weights: Weights) -> None:
 
     with pytest.raises(ValueError, match="no terminal"):
         load(weights, progress=progress)
+
+
+@pytest.mark.parametrize("when", [0, 5, -1])
+def test_a_file_that_is_overwritten_meanwhile(weights: Weights, when: int) -> None:
+    counting = FaultyReads()
+    load(weights, counting).close()
+    paths = {record.path for record in weights.layers[0].tensors}
+
+    def overwrite(call: int, length: int) -> None:
+        if call == when % counting.n_calls:
+            for path in paths:
+                with path.open("r+b") as file:
+                    file.write(b"new")
+                os.utime(path, ns=(1, 1))  # a clock tick later, whatever the clock's resolution
+
+    with pytest.raises(StorageError, match="was changed while in use"):
+        load(weights, FaultyReads(overwrite))
 
 
 def test_an_interrupt_at_every_call(weights: Weights) -> None:
