@@ -17,11 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from offload.formats.safetensors import DTYPE_BITS, read_header_and_metadata
-from offload.formats.tensors import CheckpointError, TensorRecord
+from offload.formats.tensors import CheckpointError, FileState, TensorRecord, file_state
+from offload.units import MIB
 
 _ALIGNMENT = 64
+_CHUNK_BYTES = MIB
 _DIGEST_KEY = "sha256"
 _NO_DIGEST = "0" * 64
 
@@ -50,6 +53,19 @@ class MappedFile:
     records: Mapping[str, TensorRecord]
     buffers: Mapping[str, memoryview]
     """Bytes of each tensor. Changes to them stay in this process."""
+    _file: BinaryIO
+    _state: FileState
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError where the file was overwritten or cut since it was checked.
+
+        To be asked before `buffers` are used: reading what was cut off would end the process.
+        """
+        if FileState.of(os.fstat(self._file.fileno())) != self._state:
+            raise CheckpointError(f"{self._file.name} was changed since it was read")
+
+    def __del__(self) -> None:
+        self._file.close()
 
 
 def write_mapped(
@@ -95,22 +111,44 @@ def read_mapped(path: Path) -> MappedFile:
     Raises:
         CheckpointError: it is no such file, or damaged.
     """
+    state = file_state(path)
     metadata, records = read_header_and_metadata(path)
     if _DIGEST_KEY not in metadata:
         raise CheckpointError(f"{path} was written by another program")
     try:
-        with path.open("rb") as file:
-            pages = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        file = path.open("rb", buffering=0)
+        try:
+            return _checked(file, state, metadata, records)
+        except BaseException:
+            file.close()
+            raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
-    ends = [record.offset + record.n_bytes for record in records.values()]
-    if len(pages) != max(ends, default=len(pages)):
-        raise CheckpointError(f"{path} was changed while it was read")
-    start = min((record.offset for record in records.values()), default=len(pages))
-    if hashlib.sha256(pages[start:]).hexdigest() != metadata[_DIGEST_KEY]:
-        raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
+
+
+def _checked(
+    file: BinaryIO,
+    state: FileState,
+    metadata: Mapping[str, str],
+    records: Mapping[str, TensorRecord],
+) -> MappedFile:
+    start = min((record.offset for record in records.values()), default=state.n_bytes)
+    digest = _digest(file, start)  # read, not mapped: a file that is cut meanwhile ends early
+    if digest != metadata[_DIGEST_KEY]:
+        raise CheckpointError(f"{file.name} is damaged: its content does not match its checksum")
+    pages = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     buffers = {r.name: pages[r.offset : r.offset + r.n_bytes] for r in records.values()}
-    return MappedFile(metadata, records, buffers)
+    mapped = MappedFile(metadata, records, buffers, file, state)
+    mapped.check_unchanged()
+    return mapped
+
+
+def _digest(file: BinaryIO, start: int) -> str:
+    digest = hashlib.sha256()
+    file.seek(start)
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _header(tensors: Sequence[TensorShape], metadata: Mapping[str, str], digest: str) -> bytes:

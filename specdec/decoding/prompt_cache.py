@@ -88,6 +88,10 @@ class PromptCache:
         file, self._file = self._file, None
         if file is None:
             return
+        try:
+            file.check_unchanged()  # loading took a while
+        except CheckpointError as error:
+            raise self._refusal(str(error)) from error
         backends = _by_role(target, draft)
         for role, backend in backends.items():
             if file.metadata.get(role) == self._fingerprints[role]:

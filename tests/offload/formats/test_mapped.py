@@ -8,6 +8,7 @@ import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from offload.formats import mapped
 from offload.formats.mapped import TensorShape, read_mapped, write_mapped
 from offload.formats.tensors import CheckpointError
 
@@ -125,6 +127,27 @@ def test_no_changed_byte_goes_unnoticed(
 @pytest.mark.parametrize("n_bytes", [0, 5, 8, 100, -1])
 def test_a_shorter_file_is_refused(path: Path, n_bytes: int) -> None:
     path.write_bytes(path.read_bytes()[:n_bytes])
+    with pytest.raises(CheckpointError):
+        read_mapped(path)
+
+
+@pytest.mark.parametrize("n_bytes", [0, 100, -1])
+def test_a_file_that_is_cut_after_it_was_read(path: Path, n_bytes: int) -> None:
+    """Its pages are gone: to look at them would end the process."""
+    file = read_mapped(path)
+    file.check_unchanged()
+    os.truncate(path, n_bytes % path.stat().st_size)
+    with pytest.raises(CheckpointError, match="was changed since it was read"):
+        file.check_unchanged()
+
+
+def test_a_file_that_is_cut_while_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(file: BinaryIO, start: int) -> str:
+        os.truncate(path, 0)
+        return digest(file, start)
+
+    digest = mapped._digest
+    monkeypatch.setattr(mapped, "_digest", cut)
     with pytest.raises(CheckpointError):
         read_mapped(path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -218,6 +219,15 @@ def test_forged_files_are_refused(
     rewrite(file, tmp_path / "forged", forge)
     prompt_cache = PromptCache(tmp_path / "forged", opened.target, opened.draft)
     with pytest.raises(PromptCacheError, match="forged cannot be used: .*: remove it"):
+        prompt_cache.restore(*llm.session.backends)
+    assert llm.target.n_committed == 0
+
+
+def test_a_file_that_is_cut_while_models_load(llm: LLM, opened: Opened, copy: Path) -> None:
+    llm.session.forget_prompt()
+    prompt_cache = PromptCache(copy, opened.target, opened.draft)
+    os.truncate(copy, 0)
+    with pytest.raises(PromptCacheError, match="was changed since it was read: remove it"):
         prompt_cache.restore(*llm.session.backends)
     assert llm.target.n_committed == 0
 
