@@ -24,8 +24,7 @@ DEFAULT_N_SLOTS = 3
 MIN_N_SLOTS = 2
 _MAX_ROLES = 10  # all subsets are tried; a decoder layer has about seven large tensors
 _MIN_ROLE_SHARE = 0.01  # of a layer: smaller tensors (norms, biases) are not worth a subset
-_MAX_CANDIDATES = 64  # are laid out exactly, the best estimate first, until ...
-_MAX_FITTING = 4  # ... so many fit
+_MAX_CANDIDATES = 64  # are laid out exactly, the best estimate first, until one fits
 _WORTH_A_SLOT = 0.9  # two slots instead of three must save a tenth of the reads
 
 
@@ -48,11 +47,10 @@ def plan_residency(
     everything = Placement(pin_all(bare))
     if everything.host_bytes <= available_bytes:
         return everything
-    depths = (DEFAULT_N_SLOTS, MIN_N_SLOTS) if n_slots is None else (n_slots,)
-    plans = [_fill(bare, depth, available_bytes) for depth in depths]
-    chosen = plans[0]
-    for plan in plans[1:]:
+    chosen = _fill(bare, n_slots or DEFAULT_N_SLOTS, available_bytes)
+    if n_slots is None and (chosen is None or _may_save_a_tenth(chosen)):
         # The deeper ring evens out storage and compute, which is worth some bytes but not many.
+        plan = _fill(bare, MIN_N_SLOTS, available_bytes)
         if plan and (not chosen or plan.streamed_bytes < _WORTH_A_SLOT * chosen.streamed_bytes):
             chosen = plan
     if chosen is None:
@@ -90,15 +88,17 @@ def _fill(bare: tuple[LayerWeights, ...], n_slots: int, available_bytes: int) ->
     plan = Placement(bare, n_slots)
     if plan.host_bytes > available_bytes:
         return None
-    fitting = [plan]
-    for roles, n_whole in _candidates(bare, n_slots, available_bytes):
-        plan = Placement(_pin(bare, roles, n_whole), n_slots)
-        if plan.host_bytes <= available_bytes:
-            fitting.append(plan)
-        if len(fitting) > _MAX_FITTING:
-            break
-    filled = (_pin_single_tensors(plan, available_bytes) for plan in fitting)
-    return min(filled, key=lambda plan: plan.streamed_bytes)
+    candidates = (
+        Placement(_pin(bare, roles, n_whole), n_slots)
+        for roles, n_whole in _candidates(bare, n_slots, available_bytes)
+    )
+    fitting = (found for found in candidates if found.host_bytes <= available_bytes)
+    return _pin_single_tensors(next(fitting, plan), available_bytes)
+
+
+def _may_save_a_tenth(plan: Placement) -> bool:
+    """Whether a slot less might save a tenth of the reads: a byte of it saves a few at most."""
+    return MIN_N_SLOTS * plan.slot_bytes > (1 - _WORTH_A_SLOT) * plan.streamed_bytes
 
 
 def _candidates(

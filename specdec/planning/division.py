@@ -45,10 +45,9 @@ class Shape:
 
     n_drafted: int
     """Draft tokens of the largest tree that there is room for."""
-    n_slots: int | None = None
-    """Of the target's ring; None: 3, or 2 where that saves a tenth of the reads."""
-    draft_share: float = 1.0
-    """Of the draft's layers that are in memory, where there is room for them."""
+    streams_draft: bool = False
+    """Whether the draft's layers are read for every level of a tree, and the memory is the
+    target's; otherwise they are in memory as far as there is room for them."""
     has_draft: bool = True
     draft_device: str = CPU
 
@@ -174,8 +173,8 @@ class Divider:
         _reserve(budget, None, parts)
         draft_plan = self._place_draft(budget, vram, shape)
         device_bytes = 0 if vram is None else vram.available_bytes
-        target_plan = self._target.place(budget.available_bytes, device_bytes, shape.n_slots)
-        _reserve(budget, vram, self._target.parts(target_plan, shape.n_slots))
+        target_plan = self._target.place(budget.available_bytes, device_bytes)
+        _reserve(budget, vram, self._target.parts(target_plan))
         return Division(
             budget,
             target_plan,
@@ -223,7 +222,7 @@ class Divider:
         if draft is None:
             return None
         left = budget.available_bytes - self._least_of_target(shape, vram)
-        wanted = int(shape.draft_share * draft.all_bytes)
+        wanted = 0 if shape.streams_draft else draft.all_bytes
         device_bytes = draft.least_device_bytes()
         wanted = max(draft.least_bytes(device_bytes), wanted)
         plan = draft.place(min(left, wanted), device_bytes)
@@ -262,7 +261,7 @@ class Divider:
         draft = self._draft(shape)
         device_bytes = 0 if vram is None else vram.available_bytes
         device_bytes -= draft.least_device_bytes() if draft else 0
-        return self._target.least_bytes(device_bytes, shape.n_slots)
+        return self._target.least_bytes(device_bytes)
 
     def _parts(self, ctx_size: int, shape: Shape, cache_type: str | None = None) -> Parts:
         draft, parts_of = self._draft(shape), self._parts_of

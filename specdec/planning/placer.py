@@ -23,15 +23,12 @@ _PLENTY_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class Placer(ABC):
-    """Places the layers of one model.
-
-    Wherever it is asked for `n_slots`, that is the depth of the ring in host memory where the user
-    has not fixed it; None: 3, or 2 where that saves a tenth of the reads.
-    """
+    """Places the layers of one model."""
 
     source: ModelSource
     load_mode: str
-    fixed_slots: int | None = None
+    n_slots: int | None = None
+    """Depth of the ring in host memory; None: 3, or 2 where that saves a tenth of the reads."""
 
     @property
     @abstractmethod
@@ -43,18 +40,18 @@ class Placer(ABC):
         return 0
 
     @abstractmethod
-    def least_bytes(self, device_bytes: int, n_slots: int | None = None) -> int:
+    def least_bytes(self, device_bytes: int) -> int:
         """Of host memory: enough to run, with so much of the GPU's."""
 
     @abstractmethod
-    def place(self, n_bytes: int, device_bytes: int, n_slots: int | None = None) -> Placement:
+    def place(self, n_bytes: int, device_bytes: int) -> Placement:
         """The layers' places within so much memory, which is at least the least.
 
         Raises BudgetExceeded where a ring does not fit.
         """
 
     @abstractmethod
-    def parts(self, placed: Placement, n_slots: int | None = None) -> Parts:
+    def parts(self, placed: Placement) -> Parts:
         """What is to be set aside for it."""
 
 
@@ -76,30 +73,30 @@ class CpuPlacer(Placer):
             return 0
         if self.load_mode == "ram":
             return self.all_bytes
-        streamed = least_host_bytes(self.source.layers, self.fixed_slots)
-        return min(self.all_bytes, streamed + self._overhead_bytes(None))
+        streamed = least_host_bytes(self.source.layers, self.n_slots)
+        return min(self.all_bytes, streamed + self._overhead_bytes)
 
-    def least_bytes(self, device_bytes: int, n_slots: int | None = None) -> int:
+    def least_bytes(self, device_bytes: int) -> int:
         return self._least_bytes
 
-    def place(self, n_bytes: int, device_bytes: int, n_slots: int | None = None) -> Placement:
+    def place(self, n_bytes: int, device_bytes: int) -> Placement:
         if self.load_mode in ("mmap", "ram") or self.all_bytes <= n_bytes:
             return self._everything
-        left = n_bytes - self._overhead_bytes(n_slots)
-        return plan_residency(self.source.layers, left, n_slots=self.fixed_slots or n_slots)
+        left = n_bytes - self._overhead_bytes
+        return plan_residency(self.source.layers, left, n_slots=self.n_slots)
 
-    def parts(self, placed: Placement, n_slots: int | None = None) -> Parts:
+    def parts(self, placed: Placement) -> Parts:
         if self.load_mode == "mmap":
             return Parts()
         host = {"pinned layers": placed.resident_bytes, "ring": placed.ring_bytes}
         if placed.n_slots:
-            host["paging"] = self._overhead_bytes(n_slots)
+            host["paging"] = self._overhead_bytes
         return Parts(host)
 
-    def _overhead_bytes(self, n_slots: int | None) -> int:
-        """What streaming takes beside a ring of that depth."""
-        n_slots = self.fixed_slots or n_slots or DEFAULT_N_SLOTS
-        return self.source.streaming_overhead_bytes(n_slots)
+    @cached_property
+    def _overhead_bytes(self) -> int:
+        """What streaming takes beside the ring."""
+        return self.source.streaming_overhead_bytes(self.n_slots or DEFAULT_N_SLOTS)
 
 
 class GpuPlacer(Placer):
@@ -113,19 +110,18 @@ class GpuPlacer(Placer):
     def least_device_bytes(self) -> int:
         return least_device_bytes(self.source.layers)
 
-    def least_bytes(self, device_bytes: int, n_slots: int | None = None) -> int:
+    def least_bytes(self, device_bytes: int) -> int:
         if self.load_mode == "ram":
-            least = self.place(_PLENTY_BYTES, device_bytes, n_slots).host_bytes
+            least = self.place(_PLENTY_BYTES, device_bytes).host_bytes
         else:
-            n_slots = self.fixed_slots or n_slots
-            least = least_host_bytes(self._on_device(device_bytes), n_slots, is_on_device=True)
+            least = least_host_bytes(self._on_device(device_bytes), self.n_slots, is_on_device=True)
         return max(least, LOAD_STAGING_BYTES)
 
-    def place(self, n_bytes: int, device_bytes: int, n_slots: int | None = None) -> Placement:
+    def place(self, n_bytes: int, device_bytes: int) -> Placement:
         layers = self._on_device(device_bytes)
-        return fill_host(layers, n_bytes, n_slots=self.fixed_slots or n_slots)
+        return fill_host(layers, n_bytes, n_slots=self.n_slots)
 
-    def parts(self, placed: Placement, n_slots: int | None = None) -> Parts:
+    def parts(self, placed: Placement) -> Parts:
         host = {
             "pinned layers": placed.resident_bytes,
             "ring": placed.ring_bytes,

@@ -124,7 +124,6 @@ def make_plan(
         figures,
         options.spec,
         target.max_tree_leaves,
-        fixed_slots=options.prefetch_depth is not None,
         may_leave_out_draft=options.may_leave_out_draft,
     )
     chosen = search.best(total_bytes)

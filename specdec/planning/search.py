@@ -1,14 +1,13 @@
 """Which division of the memory decodes fastest: a few are compared by their predicted tokens/s.
 
-A byte can hold a part of the target that is then not read in every pass, a part of the draft that
-is then not read for every level of every tree, one more slot of the ring (which hides drafting and
-uneven layers), or room for a larger tree. What a pass takes is simulated
-(`specdec.planning.pass_model`); what a tree brings is assumed (`specdec.policy.assumptions`).
+A byte can hold a part of the target that is then not read in every pass, a layer of the draft that
+is then not read for every level of every tree, or room for a larger tree. What a pass takes is
+simulated (`specdec.planning.pass_model`); what a tree brings is assumed
+(`specdec.policy.assumptions`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,19 +30,15 @@ from specdec.policy.draft_policy import MAX_AUTO_NODES
 
 _TREES = (8, 16, 32, 64, MAX_AUTO_NODES, 256, 512, MAX_DRAFT_TOKENS)
 """Those beyond MAX_AUTO_NODES on a GPU only."""
-_SLOTS = (2, 3, 4, 6, 8)
-_DRAFT_SHARES = (0.5, 0.0)
 _LARGE_DRAFT_BYTES = 64 << 20
-"""Of a smaller draft there is nothing to gain in leaving a part on storage."""
-_WORTH_A_CHANGE = 1.03
-"""How much faster another ring or share of the draft has to be: storage is less even than the
-simulation's, which three slots make up for."""
+"""A smaller draft takes no memory that the target would miss."""
 _WORTH_LEAVING_OUT = 1.05
 """How much faster the target has to be alone for its draft not to be loaded."""
+_ROOMS = (4, 2, 1)
+"""Times the best tree, the first of these that fits is set aside: acceptance may be better than
+assumed. But not at the cost of speed:"""
 _ROOM_COSTS_LITTLE = 0.99
-"""Room for larger trees than the best one is taken while it leaves so much of the speed ..."""
-_MOST_ROOM = 4
-"""... up to so many times the best tree: acceptance may be better than assumed."""
+"""Of the speed with the least room must be left."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +137,6 @@ class Search:
         figures: of the machine.
         spec: what the user fixed of the drafting.
         most_leaves: most draft tokens that the target's backend verifies at a time.
-        fixed_slots: whether the user fixed the ring.
         may_leave_out_draft: whether the target may decode alone where that should be faster.
     """
 
@@ -152,12 +146,10 @@ class Search:
         figures: Figures,
         spec: SpecConfig,
         most_leaves: int | None,
-        fixed_slots: bool,
         may_leave_out_draft: bool = False,
     ) -> None:
         self._divider, self._figures, self._spec = divider, figures, spec
         self._most_leaves = most_leaves
-        self._fixed_slots = fixed_slots
         self._may_leave_out_draft = may_leave_out_draft
         self.alternatives: list[Alternative] = []
 
@@ -195,53 +187,29 @@ class Search:
         return max(found, key=lambda one: one.tokens_per_second)
 
     def _best_on(self, total_bytes: int, has_draft: bool, draft_device: str) -> Alternative:
-        """One dimension after the other, each from the best of those before."""
+        """With room for the best tree and larger ones, as far as that costs little."""
         shape = Shape(self._divider.least_drafted, has_draft=has_draft, draft_device=draft_device)
-        best = self._with_room(total_bytes, self._try(total_bytes, shape))
-        if best.target.placement.n_slots and not self._fixed_slots:
-            best = self._better(total_bytes, best, ({"n_slots": n} for n in _SLOTS))
-        # On the GPU a draft is held whole.
-        n_bytes = self._divider.draft_layer_bytes(CPU) if draft_device == CPU else 0
-        if has_draft and n_bytes > _LARGE_DRAFT_BYTES:
-            best = self._better(total_bytes, best, ({"draft_share": s} for s in _DRAFT_SHARES))
+        best = self._try(total_bytes, shape)
+        if best.draft is not None and self._divider.draft_layer_bytes(CPU) > _LARGE_DRAFT_BYTES:
+            streamed = self._try(total_bytes, replace(shape, streams_draft=True))
+            best = max(best, streamed, key=lambda one: one.tokens_per_second)
+        for n_drafted in self._rooms(best):
+            with suppress(BudgetExceeded):
+                found = self._try(total_bytes, replace(best.division.shape, n_drafted=n_drafted))
+                if found.tokens_per_second >= _ROOM_COSTS_LITTLE * best.tokens_per_second:
+                    return found
         return best
 
-    def _rooms(self) -> Iterator[dict[str, Any]]:
-        least = self._divider.least_drafted
+    def _rooms(self, least: Alternative) -> list[int]:
+        """Draft tokens that there may be room for, the most first."""
         if not self._spec.spec_type or self._spec.num_draft_tokens is not None:
-            return
+            return []
         most = MAX_DRAFT_TOKENS if self._divider.is_on_gpu else MAX_AUTO_NODES
         most = most if self._most_leaves is None else min(most, self._most_leaves)
-        yield from ({"n_drafted": n} for n in _TREES if least < n <= most)
-
-    def _better(
-        self, total_bytes: int, best: Alternative, changes: Iterable[dict[str, Any]]
-    ) -> Alternative:
-        """The fastest of `best` and these changes to it, where that is faster by enough."""
-        start = best
-        for change in changes:
-            with suppress(BudgetExceeded):
-                found = self._try(total_bytes, replace(start.division.shape, **change))
-                least = max(best.tokens_per_second, _WORTH_A_CHANGE * start.tokens_per_second)
-                best = found if found.tokens_per_second > least else best
-        return best
-
-    def _with_room(self, total_bytes: int, best: Alternative) -> Alternative:
-        """Room for the best tree, and for larger ones as far as that costs little."""
-        found = [best]
-        for change in self._rooms():
-            with suppress(BudgetExceeded):
-                found.append(self._try(total_bytes, replace(best.division.shape, **change)))
-        top = max(found, key=lambda one: one.tokens_per_second)
-        return max(
-            (
-                one
-                for one in found
-                if one.tokens_per_second >= _ROOM_COSTS_LITTLE * top.tokens_per_second
-                and one.division.n_drafted <= max(_MOST_ROOM * top.n_tree, best.division.n_drafted)
-            ),
-            key=lambda one: one.division.n_drafted,
-        )
+        # A tree's arithmetic does not depend on its room: the best one is known before it has any.
+        tree = predict(least.division, self._figures, self._spec, n_room=most).n_tree
+        rooms = {min(most, times * tree) for times in _ROOMS}
+        return sorted((n for n in rooms if n > least.division.n_drafted), reverse=True)
 
     def _try(self, total_bytes: int, shape: Shape) -> Alternative:
         """Predict a division; one that comes out as an earlier one is that."""
@@ -253,14 +221,19 @@ class Search:
         return found
 
 
-def predict(division: Division, figures: Figures, spec: SpecConfig) -> Alternative:
-    """The speed of a division: with the best tree among those that there is room for."""
+def predict(
+    division: Division, figures: Figures, spec: SpecConfig, n_room: int | None = None
+) -> Alternative:
+    """The speed of a division: with the best tree among those that there is room for.
+
+    n_room: what the room is taken to be, in draft tokens.
+    """
     speeds = figures.storage_bytes_per_second, figures.copy_bytes_per_second
     target = PassModel(division.target, figures.target, *speeds)
     draft, draft_compute = None, figures.draft_on(division.shape.draft_device)
     if division.draft is not None and draft_compute is not None:
         draft = PassModel(division.draft, draft_compute, *speeds)
-    n_room = division.n_drafted
+    n_room = division.n_drafted if n_room is None else n_room
     sizes = [n for n in _TREES if n <= n_room] if spec.num_draft_tokens is None else []
     found = [_predict_tree(division, target, draft, n, spec) for n in sizes or [n_room]]
     return max(found, key=lambda one: one.tokens_per_second)

@@ -106,28 +106,23 @@ def test_rejection_sets_memory_aside_for_the_rows_its_chain_was_drawn_from() -> 
 def test_the_smallest_budget_is_that_of_a_small_tree_whatever_is_planned() -> None:
     one = divider(PaperModel("t", 12, 8 * MIB), PaperModel("d", 3, 2 * MIB))
     least = smallest(one)
-    for shape in (Shape(8), Shape(128), Shape(32, n_slots=4), Shape(8, has_draft=False)):
+    for shape in (Shape(8), Shape(128), Shape(8, has_draft=False)):
         assert one.divide(3 * GIB, shape).smallest_bytes == least
     one.divide(least, Shape(8))
 
 
-def test_shapes_say_how_deep_the_ring_is_and_what_the_draft_gets() -> None:
+def test_shapes_say_what_the_draft_gets() -> None:
     one = divider(PaperModel("t", 40, 40 * MIB), PaperModel("d", 8, 40 * MIB))
     total = smallest(one) + 16 * 80 * MIB
 
-    def divide(**shape: object) -> tuple[int, int, int]:
+    def divide(**shape: object) -> tuple[int, int]:
         division = one.divide(total, Shape(8, **shape))
         draft = 0 if division.draft is None else division.draft.host_bytes
-        return division.target.n_slots, draft, division.target.streamed_bytes
+        return draft, division.target.streamed_bytes
 
-    assert divide(n_slots=5)[0] == 5
-    whole, half, least = (divide(draft_share=share) for share in (1.0, 0.5, 0.0))
-    assert whole[1] == 8 * 80 * MIB
-    assert half[1] <= 4 * 80 * MIB
-    assert least[1] == 2 * 80 * MIB
-    none = divide(has_draft=False)
-    assert none[1] == 0
-    assert whole[2] > half[2] > least[2] > none[2]
+    whole, streamed, none = divide(), divide(streams_draft=True), divide(has_draft=False)
+    assert (whole[0], streamed[0], none[0]) == (8 * 80 * MIB, 2 * 80 * MIB, 0)
+    assert whole[1] > streamed[1] > none[1]
 
 
 @pytest.mark.parametrize("draft", [None, PaperModel("draft", 3, 2 * MIB)])
