@@ -67,9 +67,17 @@ def taken_from(kind: type[Any], name: str) -> Any:
 
 
 def check_options(configuration: Any) -> None:
-    """Raise ConfigError for the first field whose value its option refuses."""
-    for name, one in options_of(type(configuration)).items():
-        one.check(name, getattr(configuration, name))
+    """Raise ConfigError for the first field whose value its option refuses.
+
+    None is one only where it is the default: what is chosen later.
+    """
+    for field in dataclasses.fields(configuration):
+        told, value = field.metadata.get(Option), getattr(configuration, field.name)
+        if told is None:
+            continue
+        if value is None and field.default not in (None, MISSING):
+            raise ConfigError(f"{field.name} is None: leave it out for {field.default!r}")
+        told.check(field.name, value)
 
 
 def options_of(kind: type[Any]) -> dict[str, Option]:

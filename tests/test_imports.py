@@ -46,7 +46,7 @@ ROOMS = {
         "pair",
         "config",
         "option",
-        "checks",
+        "checks opening",
     ),
     "backends": ("cuda shapes", "hf llama", "attention ggml", "timing", "contract"),
     "offload": (

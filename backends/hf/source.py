@@ -34,8 +34,8 @@ class HfSource(ModelSource):
     def __init__(self, directory: Path, options: BackendOptions) -> None:
         if options.cache_type_k or options.cache_type_v:
             raise UnsupportedModel(
-                f"{directory} is a Hugging Face checkpoint: its KV cache has the dtype of its "
-                "weights, and cache types are for GGUF models"
+                "cache types are for GGUF models: the KV cache of a Hugging Face checkpoint has "
+                "the dtype of its weights"
             )
         use_threads(options.n_threads)
         self._is_exact = options.is_exact

@@ -15,6 +15,7 @@ from typing import Any
 
 from offload.errors import SpecdecError
 from offload.units import MIB, format_bytes
+from specdec.opening import open_now
 
 BUILT_IN = Path(__file__).parent / "prompts.jsonl"
 MAX_FILE_BYTES = 64 * MIB  # HumanEval has 0.2
@@ -64,7 +65,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
 
 def _read_bytes(path: Path) -> bytes:
     """All of the file. Raises PromptFileError for one that might never end."""
-    with path.open("rb") as file:
+    with open_now(path) as file:
         raw = file.read(MAX_FILE_BYTES + 1)
     if len(raw) > MAX_FILE_BYTES:
         raise PromptFileError(f"{path} has more than {format_bytes(MAX_FILE_BYTES)}: split it")

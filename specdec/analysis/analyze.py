@@ -60,7 +60,7 @@ def analyze(
     device = complete(figures, machine)
     if run.memory_budget != "auto":
         device = with_memory(device, parse_bytes(run.memory_budget))
-    return _analyze(shape, device, context, (phase,) if phase else PHASES, n_tokens)
+    return _analyze(str(model), shape, device, context, (phase,) if phase else PHASES, n_tokens)
 
 
 def read_shape(path: Path, options: BackendOptions) -> ModelShape:
@@ -71,7 +71,10 @@ def read_shape(path: Path, options: BackendOptions) -> ModelShape:
         default = CACHE_TYPES[0]
         return gguf_shape(path, options.cache_type_k or default, options.cache_type_v or default)
     if options.cache_type_k or options.cache_type_v:
-        raise UnsupportedModel(f"{path} is no GGUF model: its KV cache has its weights' dtype")
+        raise UnsupportedModel(
+            "cache types are for GGUF models: the KV cache of a Hugging Face checkpoint has the "
+            "dtype of its weights"
+        )
     from backends.shapes.hf import hf_shape
 
     return hf_shape(path)
@@ -86,6 +89,7 @@ def _check(phase: str | None, n_tokens: int | None) -> None:
 
 
 def _analyze(
+    name: str,
     shape: ModelShape,
     device: DeviceSpec,
     context: int,
@@ -106,6 +110,7 @@ def _analyze(
         for name, (n, length, n_logits) in sizes.items()
     }
     return Analysis(
+        name=name,
         model=shape,
         device=device,
         context=context,

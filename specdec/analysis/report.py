@@ -32,6 +32,8 @@ _WIDTH = 100
 class Analysis:
     """The roofline of a model."""
 
+    name: str
+    """Of the model, as it was given."""
     model: ModelShape
     device: DeviceSpec
     context: int
@@ -51,7 +53,7 @@ class Analysis:
         """Bytes, seconds, FLOPs; shares from 0 to 1."""
         model, placement = self.model, self.placement
         return {
-            "model": str(model.path),
+            "model": self.name,
             "family": model.family,
             "n_layers": len(model.layers),
             "hidden_size": model.hidden_size,
@@ -83,7 +85,7 @@ class Analysis:
     def _heading(self) -> Iterator[str]:
         model, device, placement = self.model, self.device, self.placement
         yield (
-            f"model    {model.path} ({model.family}): {len(model.layers)} layers, "
+            f"model    {self.name} ({model.family}): {len(model.layers)} layers, "
             f"{format_bytes(model.layer_bytes)}; embedding and head "
             f"{format_bytes(model.outer_bytes)}; {', '.join(model.number_formats)}"
         )

@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from offload.units import MIB, format_bytes
 from specdec.cli.options import OptionError
+from specdec.opening import open_now
 
 MAX_PROMPT_BYTES = 64 * MIB  # far above any context
 
@@ -24,7 +25,15 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt's text. One line break at the end of a file or of stdin is not part of it."""
     text = prompt if prompt not in (None, "-") else _read_text(file)
     if not text:
-        raise OptionError("the prompt is empty: give some text with -p or -f")
+        whose = f"{file} is a pipe that nobody writes to: " if file and file.is_fifo() else ""
+        raise OptionError(f"{whose}the prompt is empty: give some text with -p or -f")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # of -p: bytes that were no UTF-8
+        raise OptionError(
+            f"-p: character {error.start} of the prompt is not UTF-8: type it in a terminal whose "
+            "encoding is UTF-8, or give a file of UTF-8 text with -f"
+        ) from None
     return text
 
 
@@ -33,7 +42,7 @@ def _read_text(file: Path | None) -> str:
     if file is None:
         raw = read_bounded(sys.stdin.buffer, source)
     else:
-        with file.open("rb") as opened:
+        with open_now(file) as opened:
             raw = read_bounded(opened, source)
     try:
         text = raw.decode("utf-8")

@@ -10,6 +10,7 @@ from typing import Any
 
 from offload.units import UnitError, parse_bytes
 from specdec.devices.spec import PRESETS, DeviceError, DeviceFigures
+from specdec.opening import open_now
 
 _MAX_FILE_BYTES = 2**20
 _SPEEDS = ("storage_bytes_per_second", "dram_bytes_per_second", "pcie_bytes_per_second")
@@ -39,7 +40,7 @@ def find_device(name: str) -> DeviceFigures:
 def read_device_file(path: Path) -> DeviceFigures:
     """Read and check a profile; its name is the file's where it has none."""
     try:
-        with path.open("rb") as file:
+        with open_now(path) as file:
             text = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise DeviceError(f"cannot read {path}: {error.strerror or error}") from error

@@ -142,6 +142,7 @@ def _embedded(name: str) -> Path:
 def _in_directory(directory: Path, part: str = "") -> Path:
     """The directory itself, or its GGUF model where that is what it holds."""
     if not part and (directory / "config.json").exists():
+        _refuse_special_files(directory)
         return directory
     files = sorted(path for path in directory.glob("*.gguf") if part.lower() in path.name.lower())
     models = [path for path in files if not _is_later_split(path)]
@@ -153,6 +154,15 @@ def _in_directory(directory: Path, part: str = "") -> Path:
     if not models:
         raise ModelNotFound(f"{directory} has no config.json: not a model directory")
     return models[0]
+
+
+def _refuse_special_files(directory: Path) -> None:
+    """Raise ModelNotFound for a FIFO or a device: whoever reads it would wait, or never end."""
+    for path in directory.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ModelNotFound(
+                f"{path} is not a regular file: a model's folder holds nothing else, move it away"
+            )
 
 
 def _is_later_split(path: Path) -> bool:

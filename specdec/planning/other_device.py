@@ -19,7 +19,7 @@ from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute, ModelSource
 from backends.timing.measure import matrix_formats
 from offload.units import GIB, format_bytes, format_exactly, parse_bytes
-from specdec.checks import refuse_unknown
+from specdec.checks import check_type, refuse_unknown
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceError, DeviceSpec, Machine, complete
 from specdec.devices.this_machine import ThisMachine
@@ -99,6 +99,7 @@ def plan_on(
 
     Raises DeviceError and what `plan_run` raises.
     """
+    check_type("on", device_name, str)
     known = find_device(device_name)
     refuse_unknown(options, RunOptions, "plan_on()")
     asked = RunOptions(model, draft_model, **options)

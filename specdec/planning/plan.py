@@ -181,7 +181,7 @@ def _speed(one: Alternative) -> float:
 def _check_options(options: RunOptions, target: ModelSource) -> None:
     if options.load_mode == "mmap" and not target.can_mmap:
         raise ConfigError(
-            f"load mode mmap is for GGUF models: {target.path} can be streamed or held in ram"
+            f"load mode mmap is for GGUF models: {options.model} can be streamed or held in ram"
         )
     most, asked = target.max_tree_leaves, options.spec.num_draft_tokens
     if most is not None and options.num_beams > most:

@@ -191,6 +191,7 @@ def _validate_ranges(params: SamplingParams) -> None:
         check(name, getattr(params, name), float, 0.0, 1.0, open_high=True)
     check("repetition_penalty", params.repetition_penalty, float, 0.0, 1e4, open_low=True)
     check("seed", params.seed, int, 0, SEED_LIMIT - 1)
+    check_type("max_tokens", params.max_tokens, int)
     check("max_tokens", params.max_tokens, int, 1)
     check("max_length", params.max_length, int, 1)
     _validate_sequences(params)
@@ -200,9 +201,6 @@ def _validate_ranges(params: SamplingParams) -> None:
 
 
 def _validate_sequences(params: SamplingParams) -> None:
-    for name in ("n", "num_beams"):
-        if getattr(params, name) is None:
-            raise ConfigError(f"{name} is None, must be an integer")
     length_penalty = as_float("length_penalty", params.length_penalty)
     check("length_penalty", length_penalty, float, -MAX_PENALTY, MAX_PENALTY)
     if not any(params.early_stopping is one for one in (True, False)) and (

@@ -66,7 +66,7 @@ def _check_text(text: str) -> None:
     except UnicodeEncodeError as error:  # surrogates, of bytes that were no UTF-8
         raise PromptError(
             f"the prompt holds {text[error.start]!a} at position {error.start}, which is no "
-            "character: read its file as UTF-8"
+            "character but a byte that was not UTF-8: give UTF-8 text"
         ) from error
 
 

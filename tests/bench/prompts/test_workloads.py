@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,12 @@ def test_a_bad_line_after_the_last_wanted_one_does_no_harm(tmp_path: Path) -> No
 def test_an_empty_file(tmp_path: Path, text: str) -> None:
     with pytest.raises(PromptFileError, match="holds no prompt"):
         read_prompts(write(tmp_path, text))
+
+
+def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "prompts.jsonl")
+    with pytest.raises(PromptFileError, match="holds no prompt"):
+        read_prompts(tmp_path / "prompts.jsonl")
 
 
 def test_fewer_prompts_than_the_limit(tmp_path: Path) -> None:

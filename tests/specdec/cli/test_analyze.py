@@ -38,6 +38,12 @@ def test_all_phases_by_default(capsys: pytest.CaptureFixture[str], model: Path) 
     assert value["plain_tokens_per_second_limit"] == pytest.approx(1 / decode["seconds"])
     assert value["bandwidth_tokens_per_second_limit"] >= value["plain_tokens_per_second_limit"]
     assert 1 <= value["free_tokens"] <= 50
+    assert value["model"] == str(model)
+
+
+def test_the_embedded_model_is_called_as_it_was_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", "-m", "pair:draft", "--on", "laptop"]) == 0
+    assert capsys.readouterr().out.startswith("model    pair:draft (llama): ")
 
 
 def test_all_logits_of_a_tree_are_wanted_and_one_of_a_prompt(
@@ -117,7 +123,7 @@ def test_a_longer_context_than_the_models_is_cut(
         (["-n", "0"], "-n"),
         (["-c", "0"], "-c"),
         (["--memory-budget", "lots"], "lots"),
-        (["-ctk", "q8_0"], "no GGUF model"),
+        (["-ctk", "q8_0"], "cache types are for GGUF models"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -43,6 +44,27 @@ def test_a_broken_file_is_named(
 ) -> None:
     (model / name).write_text(text)
     expect_error(capsys, ["run", "-m", str(model), "-p", "x"], name, remedy)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "vocab.json", "new.jinja"]
+)
+@pytest.mark.parametrize("command", ["run", "plan", "check", "analyze"])
+def test_a_file_of_the_model_that_is_a_fifo_is_refused(
+    model: Path, capsys: pytest.CaptureFixture[str], command: str, name: str
+) -> None:
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    more = {"run": ["-p", "x"], "check": ["-md", "pair:draft"]}.get(command, [])
+    expect_error(capsys, [command, "-m", str(model), *more], f"{name} is not a regular file")
+
+
+def test_a_device_profile_that_nobody_writes_to_is_not_waited_for(
+    model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "device.json")
+    argv = ["plan", "-m", str(model), "--on", str(tmp_path / "device.json")]
+    expect_error(capsys, argv, "device.json is no JSON")
 
 
 def test_an_absurd_number_of_layers_is_refused_where_only_words_are_compared(

@@ -107,6 +107,42 @@ def test_stdin_without_an_end_and_pipes(
     os.close(reading)
 
 
+def test_a_pipe_that_nobody_writes_to_is_not_waited_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    argv = ["run", "-m", "pair:target", "-f", str(tmp_path / "pipe")]
+    expect_error(capsys, argv, "pipe is a pipe that nobody writes to", "give some text with -p")
+
+
+def test_a_pipe_is_read_to_its_writers_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)  # so that opening it is quick
+    writer = os.open(tmp_path / "pipe", os.O_WRONLY)
+    text = "a" * 100_000
+    thread = threading.Thread(target=_write_and_close, args=(writer, text.encode()))
+    thread.start()
+    assert read_prompt(None, tmp_path / "pipe") == text
+    thread.join()
+    os.close(reader)
+
+
+def test_a_prompt_of_the_command_line_that_is_not_utf8(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["run", "-m", "/nonexistent", "-p", os.fsdecode(b"def \xff")]
+    expect_error(capsys, argv, "-p: character 4 of the prompt is not UTF-8: type it", "with -f")
+
+
+@pytest.mark.parametrize("option", [["-ctk", "q8_0"], ["--load-mode", "mmap"]])
+@pytest.mark.parametrize("command", [["run", "-p", "a"], ["plan"]])
+def test_the_embedded_model_is_called_as_it_was_named(
+    capsys: pytest.CaptureFixture[str], command: list[str], option: list[str]
+) -> None:
+    assert main([*command, "-m", "pair:target", *option]) == 2
+    error = capsys.readouterr().err
+    assert "for GGUF models" in error
+    assert "/pair/" not in error
+
+
 def test_a_draft_with_another_vocabulary(
     capsys: pytest.CaptureFixture[str], models: Models
 ) -> None:

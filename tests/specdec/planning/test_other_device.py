@@ -156,6 +156,11 @@ def test_a_target_that_drafts_for_itself_has_its_own_arithmetic(
     assert per_pass == pytest.approx(found.pass_cost.seconds(1), rel=0.01)
 
 
+def test_a_device_has_a_name() -> None:
+    with pytest.raises(ConfigError, match="on is 5, must be str"):
+        plan_on(5, "t")  # type: ignore[arg-type]
+
+
 def test_a_device_is_looked_for_before_any_model_is_opened(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(other_device, "open_pair", None)
     with pytest.raises(DeviceError, match="no device 'abacus'"):

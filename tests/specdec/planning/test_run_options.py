@@ -98,7 +98,11 @@ def test_keywords_make_the_same_options_again() -> None:
     [
         ({"spec_type": "draft"}, "spec_type has 'draft' but no draft model was named: use -md"),
         ({"ctx_size": 0}, "ctx_size is 0, must be an integer at least 1"),
+        ({"ctx_size": "x"}, "ctx_size is 'x', must be an integer at least 1"),
         ({"ctx_size": 1.5}, "ctx_size is 1.5, must be an integer at least 1"),
+        ({"beam_span": None}, "beam_span is None: leave it out for 64"),
+        ({"exact": None}, "exact is None: leave it out for 'auto'"),
+        ({"acceptance": None}, "acceptance is None: leave it out for 'match'"),
         ({"beam_span": "four"}, "beam_span is 'four', must be an integer at least 1"),
         ({"io_threads": 65}, "io_threads is 65, must be an integer at least 1 and at most 64"),
         ({"num_beams": 0}, "num_beams is 0, must be an integer at least 1 and at most 1024"),

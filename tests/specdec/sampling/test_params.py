@@ -34,6 +34,8 @@ BAD_VALUES = [
     ("seed", 2**64),
     ("seed", 1.5),
     ("max_tokens", 0),
+    ("max_tokens", None),
+    ("temperature", None),
     ("max_tokens", -5),
     ("max_length", 0),
     ("min_tokens", -1),
