@@ -32,7 +32,7 @@ from offload.paging.address_space import MappedRange, find_mapping
 from offload.paging.pager import Pager
 from offload.process.interruptible import uninterrupted
 from offload.residency.placement import LayerWeights
-from offload.storage.reading import DEFAULT_N_READERS
+from offload.storage.reading import DEFAULT_N_READERS, OpenFiles
 from offload.units import Progress
 
 _EMBEDDING = "token_embd.weight"
@@ -78,6 +78,8 @@ class StreamedLayers:
         self._graph = GraphReader(self._library, ranges)
         self._schedules: dict[tuple[int, int], PassSchedule] = {}
         self._pager: Pager | None = None
+        self._mapped_files: OpenFiles | None = None
+        """Those of which something stays mapped, and is read in every pass."""
         self._recording: list[Node] | None = None
         self._ends: Mapping[int, int] = {}
         self._n_asked = 0
@@ -108,6 +110,7 @@ class StreamedLayers:
             n_readers=n_readers or DEFAULT_N_READERS,
             progress=progress,
         )
+        self._mapped_files = OpenFiles(record.path for record in untouched)
 
     @property
     def use(self) -> StreamUse:
@@ -120,6 +123,9 @@ class StreamedLayers:
         schedule = self._schedule(batch.n_tokens, batch.n_outputs)
         self._ends, self._n_asked, self._error = schedule.ends, 0, None
         self._walk(0, self._streamed[0])
+        if self._mapped_files is not None:
+            # Just before its rows are read: a page that was cut off would end the process.
+            self._mapped_files.check_unchanged()
         with _QUICK_HANDOVER:
             code = self._context.decode(batch)
         if self._error is not None:
@@ -141,6 +147,8 @@ class StreamedLayers:
         """Stop the readers. The model may be freed afterwards, and not before."""
         if self._pager is not None:
             self._pager.close()
+        if self._mapped_files is not None:
+            self._mapped_files.close()
 
     # --- inside a pass ---------------------------------------------------------------------
 

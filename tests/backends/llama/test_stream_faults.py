@@ -3,10 +3,12 @@
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,3 +162,36 @@ def test_passes_of_two_models_at_once_put_the_switch_interval_back() -> None:
     assert sys.getswitchinterval() < before
     second.close()
     assert sys.getswitchinterval() == before
+
+
+CUTTING = """
+import os, sys, time
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from gguf_models import save_tiny_gguf
+from gguf_streaming import PROMPT, streamed
+from backends.llama.model import load_gguf_model
+from offload.storage.direct_io import StorageError
+
+path = save_tiny_gguf("llama", Path(sys.argv[1]) / "m.gguf", n_layers=2, hidden=256)
+model = load_gguf_model(path)
+assert not model.is_tied
+with streamed(model) as backend:
+    backend.prefill(PROMPT)
+    time.sleep(0.5)  # all layers are in the ring for the next pass
+    os.truncate(path, 4096)
+    try:
+        backend.extend([50], [-1])
+    except StorageError as error:
+        print(error)
+"""
+
+
+def test_a_file_that_is_cut_below_a_mapped_embedding(tmp_path):
+    """In a process of its own: without the check it gets a SIGBUS."""
+    root = Path(__file__).parents[3]
+    paths = (tmp_path, root / "tests" / "helpers", root)
+    command = [sys.executable, "-c", CUTTING, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "was changed while in use" in done.stdout
