@@ -5,15 +5,14 @@ text and acceptance are the small model's while the cost of a pass is the large 
 is what makes honest measurements possible where no large model can be downloaded.
 
 Nothing is held in memory but one chunk of one tensor. The checkpoint is written to a hidden
-folder beside its destination and renamed at the end, so that an error, a full disk or Ctrl-C
-leaves nothing behind.
+folder beside its destination and renamed at the end (`bench.synth.unfinished`), so that an error, a
+full disk or Ctrl-C leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from bench.synth.formats import BF16, F32, WeightFormat
 from bench.synth.growth import GrowthPlanner, TensorPlan
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.source import SourceModel
+from bench.synth.unfinished import unfinished
 from bench.synth.weights import TensorMaker
 from offload.units import Progress
 from specdec.pair.gguf_file import reserve_blocks
@@ -101,20 +101,17 @@ def grow(
         GrowthPlanner(source.shape, grown).tensors(), form.block_bytes, shard_bytes
     )
     n_bytes = form.n_bytes(grown.parameters)
-    check_folder(out_dir, source.folder, n_bytes if with_data else 0, force)
-    partial = out_dir.with_name(f".{out_dir.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        maker = TensorMaker(source.read, lambda plan: form, seed)
-        write_shards(partial, shards, maker, form, n_bytes, progress, with_data)
-        card = model_card(source, grown, dtype, n_bytes, seed, source_name)
-        write_side_files(partial, source, grown_config(source, grown, dtype), card)
-        _replace_folder(partial, out_dir)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
+    with unfinished(out_dir) as partial:
+        check_folder(out_dir, source.folder, n_bytes if with_data else 0, force)
+        try:
+            partial.mkdir(parents=True)
+            maker = TensorMaker(source.read, lambda plan: form, seed)
+            write_shards(partial, shards, maker, form, n_bytes, progress, with_data)
+            card = model_card(source, grown, dtype, n_bytes, seed, source_name)
+            write_side_files(partial, source, grown_config(source, grown, dtype), card)
+            _replace_folder(partial, out_dir)
+        except OSError as error:
             raise SynthError(f"cannot write {out_dir}: {error.strerror or error}") from error
-        raise
     return GrowReport(out_dir, grown, grown.parameters, n_bytes, len(shards))
 
 
@@ -211,4 +208,5 @@ def _replace_folder(partial: Path, out_dir: Path) -> None:
         if old.exists():
             old.rename(out_dir)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    if old.exists():
+        old.rename(partial)  # to be removed like one that was not finished

@@ -6,9 +6,6 @@ in Q6_K, or in Q8_0 where its rows do not fill Q6_K's blocks; everything else as
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +18,7 @@ from bench.synth.formats import BF16, F16, F32, Q4_0, Q6_K, Q8_0, WeightFormat
 from bench.synth.growth import GrowthPlanner, TensorPlan
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.source import SourceModel
+from bench.synth.unfinished import unfinished
 from bench.synth.weights import TensorMaker
 from offload.units import Progress
 from specdec.pair.gguf_file import (
@@ -70,7 +68,6 @@ def grow_gguf(
     )
     tensors = _tensors(GrowthPlanner(source.shape, grown).tensors(), grown, maker, dtype)
     n_bytes = sum(tensor.n_bytes for tensor in tensors)
-    check_gguf_file(out_file, n_bytes if with_data else 0, force)
 
     def add_metadata(writer: GGUFWriter) -> None:
         name = f"{source_name or source.folder.name} grown to {grown.parameters / 1e9:.1f} G"
@@ -80,9 +77,14 @@ def grow_gguf(
         writer.add_description(card)
         add_tokenizer(writer, source.folder, grown.vocab_size)
 
-    _write_atomically(
-        out_file, lambda path: write_gguf(path, add_metadata, tensors, progress, with_data)
-    )
+    with unfinished(out_file) as path:
+        check_gguf_file(out_file, n_bytes if with_data else 0, force)
+        try:
+            out_file.parent.mkdir(parents=True, exist_ok=True)
+            write_gguf(path, add_metadata, tensors, progress, with_data)
+            path.replace(out_file)
+        except OSError as error:
+            raise SynthError(f"cannot write {out_file}: {error.strerror or error}") from error
     return GrowReport(out_file, grown, grown.parameters, n_bytes, 1)
 
 
@@ -116,17 +118,3 @@ def _tensors(
         n_bytes, chunks = maker.n_bytes(plan), partial(maker.chunks, plan)
         tensors.append(GgufTensor(name, plan.shape, form.name, n_bytes, chunks))
     return tensors
-
-
-def _write_atomically(out_file: Path, write: Callable[[Path], None]) -> None:
-    """Writes beside the destination and renames; an error or Ctrl-C leaves nothing behind."""
-    unfinished = out_file.with_name(f".{out_file.name}.partial-{os.getpid()}")
-    try:
-        out_file.parent.mkdir(parents=True, exist_ok=True)
-        write(unfinished)
-        unfinished.replace(out_file)
-    except OSError as error:
-        raise SynthError(f"cannot write {out_file}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()

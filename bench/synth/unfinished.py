@@ -1,0 +1,56 @@
+"""What is being written lies beside its destination under a hidden name, and never stays there."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from offload.process.signals import handling
+
+
+@contextmanager
+def unfinished(destination: Path) -> Iterator[Path]:
+    """A path beside `destination`, for the block to make a file or folder of and to rename.
+
+    What is left there is removed: after the block, also where Ctrl-C, SIGTERM or SIGHUP ends it,
+    and before it what a process that was killed has left.
+    """
+    hidden = f".{destination.name}.partial-"
+    for path in destination.parent.glob(f"{glob.escape(hidden)}*"):
+        if _is_dead(path.name.removeprefix(hidden)):
+            _remove(path)
+    partial = destination.with_name(f"{hidden}{os.getpid()}")
+    _remove(partial)  # of a process that had our id before us
+    with handling((signal.SIGTERM, signal.SIGHUP), _end):
+        try:
+            yield partial
+        finally:
+            _remove(partial)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _is_dead(process_id: str) -> bool:
+    """Whether no process has this id; False for what is none."""
+    with suppress(ValueError, OverflowError, PermissionError):  # the last: it is somebody else's
+        try:
+            os.kill(int(process_id), 0)
+        except ProcessLookupError:
+            return True
+    return False
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
