@@ -77,6 +77,7 @@ def measure_storage(
         return known
     file = DirectFile(path)
     direct = file.direct
+    file.drop_cached()  # what somebody read or wrote lately would be no storage's speed
     file.close()
     figures = _stream(path, n_bytes, seconds, read_bytes, n_readers)
     bandwidth = figures.bytes_read / max(figures.read_seconds, 1e-9)

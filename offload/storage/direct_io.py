@@ -18,10 +18,12 @@ from typing import Protocol
 
 from offload.errors import SpecdecError
 from offload.storage.aligned import ALIGNMENT, AlignedBuffer, align_down
+from offload.storage.page_cache import drop_cached, is_cached
 
 logger = logging.getLogger(__name__)
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+_NOT_SUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 _MAX_IDLE_READS = 16  # reads in a row without progress before giving up
 
 ReadAt = Callable[[int, memoryview, int], int]
@@ -50,8 +52,26 @@ def pread_into(descriptor: int, view: memoryview, offset: int) -> int:
     return os.preadv(descriptor, [view], offset)
 
 
+def _reads_directly(descriptor: int) -> bool:
+    """Whether a read leaves nothing in the page cache. Raises OSError where it is refused.
+
+    Some file systems accept O_DIRECT and ignore it (btrfs for compressed files). It is believed
+    where the page was in the cache already (tmpfs, or somebody has mapped the file).
+    """
+    # In the middle, because the first page is the header's, which others may read meanwhile.
+    offset = align_down(os.fstat(descriptor).st_size // 2)
+    drop_cached(descriptor, offset, ALIGNMENT)
+    probe = AlignedBuffer(ALIGNMENT)
+    try:
+        was_there = is_cached(descriptor, offset)
+        os.preadv(descriptor, [probe.view], offset)
+        return was_there or not is_cached(descriptor, offset)
+    finally:
+        probe.close()
+
+
 class DirectFile:
-    """A file opened for O_DIRECT reads, or for buffered reads with drop-behind where that fails.
+    """A file opened for O_DIRECT reads, or for buffered reads where that fails; with drop-behind.
 
     Threads may read at the same time. `read_at` exists for tests, which inject faults there.
     """
@@ -114,6 +134,10 @@ class DirectFile:
                 f"{status.st_size} now); load the model again"
             )
 
+    def drop_cached(self) -> None:
+        """Let the page cache forget the file, as far as nobody has mapped it."""
+        drop_cached(self._descriptor)
+
     def close(self) -> None:
         """Close the file; closing twice is allowed. No read may be running."""
         if self._descriptor >= 0:
@@ -142,21 +166,19 @@ class DirectFile:
         try:
             descriptor = os.open(self.path, flags | _O_DIRECT)
         except OSError as error:
-            if error.errno == errno.EINVAL:
+            if error.errno in _NOT_SUPPORTED:
                 return None
             raise
         # Some file systems accept the flag and refuse the reads, or ask for larger blocks.
-        probe = AlignedBuffer(ALIGNMENT)
         try:
-            os.preadv(descriptor, [probe.view], 0)
+            if _reads_directly(descriptor):
+                return descriptor
         except OSError as error:
-            os.close(descriptor)
-            if error.errno == errno.EINVAL:
-                return None
-            raise
-        finally:
-            probe.close()
-        return descriptor
+            if error.errno not in _NOT_SUPPORTED:
+                os.close(descriptor)
+                raise
+        os.close(descriptor)
+        return None
 
     def _read_once(self, view: memoryview, offset: int) -> int:
         for _ in range(_MAX_IDLE_READS - 1):
@@ -167,9 +189,9 @@ class DirectFile:
                 continue
         else:
             n_read = self._read_at(self._descriptor, view, offset)
-        if not self.direct and hasattr(os, "posix_fadvise"):
-            # Drop-behind: pages of weights that were read once would only fill the memory limit.
-            os.posix_fadvise(self._descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
+        # Drop-behind: pages of weights that were read once would only fill the memory limit. It
+        # takes 10 us, and whether a file system heeds O_DIRECT is not always to be found out.
+        drop_cached(self._descriptor, offset, len(view))
         return n_read
 
     def _is_shorter_than(self, n_bytes: int) -> bool:

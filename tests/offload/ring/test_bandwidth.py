@@ -13,7 +13,9 @@ import pytest
 from offload.ring import bandwidth as profile
 from offload.ring.bandwidth import DeviceProfile, measure_storage
 from offload.ring.streamer import StreamStats
+from offload.storage.aligned import ALIGNMENT
 from offload.storage.direct_io import StorageError
+from offload.storage.page_cache import is_cached
 from offload.units import MIB
 
 
@@ -48,6 +50,16 @@ def test_a_real_measurement(weights: Path, tmp_path: Path) -> None:
     assert (found.read_bytes, found.n_readers) == (64 * 1024, 2)
     assert found.device == weights.stat().st_dev
     assert not (tmp_path / "cache").exists()  # too short a measurement to remember
+
+
+def test_what_the_page_cache_has_is_not_measured(weights: Path, tmp_path: Path) -> None:
+    """A file system may read through it whatever is asked."""
+    with weights.open("rb") as file:
+        os.fsync(file.fileno())
+        file.read()
+        assert is_cached(file.fileno(), 0)
+        measure_storage(weights, MIB, cache_dir=tmp_path / "cache")
+        assert not any(is_cached(file.fileno(), page * ALIGNMENT) for page in range(3 * 256))
 
 
 def test_a_file_smaller_than_one_read(tmp_path: Path) -> None:

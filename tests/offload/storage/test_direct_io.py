@@ -1,10 +1,11 @@
-"""Aligned memory and checked reads."""
+"""Checked reads around the page cache."""
 
 from __future__ import annotations
 
 import errno
 import gc
 import logging
+import mmap
 import os
 import random
 import threading
@@ -17,13 +18,12 @@ from weight_files import FaultyReads
 
 from offload.storage.aligned import (
     ALIGNMENT,
-    HUGE_PAGE_BYTES,
     AlignedBuffer,
     align_down,
     align_up,
-    buffer_bytes,
 )
 from offload.storage.direct_io import DirectFile, StorageError
+from offload.storage.page_cache import drop_cached, is_cached
 
 SIZES = [1, 511, 512, 4095, 4096, 4097, 8191, 8192, 3 * 4096 + 17, 100_003]
 
@@ -40,45 +40,6 @@ def read_all(file: DirectFile, n_bytes: int) -> bytes:
     buffer.view[:] = b"\xaa" * len(buffer.view)
     n_read = file.read_into(buffer.view[: align_up(n_bytes)], 0)
     return bytes(buffer.view[:n_read])
-
-
-# --- memory ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n_bytes", [0, 1, 4096, 4097, 2**21 - 1, 2**21, 2**21 + 1, 5 * 2**20])
-def test_buffers_are_aligned_and_writable(n_bytes: int) -> None:
-    buffer = AlignedBuffer(n_bytes)
-    array = np.frombuffer(buffer.view, dtype=np.uint8)
-    assert array.ctypes.data == buffer.address
-    assert buffer.address % HUGE_PAGE_BYTES == 0
-    assert len(buffer.view) == buffer_bytes(max(n_bytes, 1)) >= n_bytes
-    assert not array.any()
-    array[-1] = 7
-    assert buffer.view[len(buffer.view) - 1] == 7
-
-
-def test_rounding() -> None:
-    assert [align_up(n) for n in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
-    assert [align_down(n) for n in (0, 4095, 4096, 8191)] == [0, 0, 4096, 4096]
-    assert buffer_bytes(0) == 0
-    assert buffer_bytes(5000) == 8192
-    assert buffer_bytes(2**21 + 1) == 2**21 + 4096
-
-
-def test_closing_leaves_the_memory_to_a_living_view() -> None:
-    buffer = AlignedBuffer(8192)
-    array = np.frombuffer(buffer.view[:100], dtype=np.uint8)
-    buffer.close()
-    buffer.close()
-    array[:] = 3
-    assert array.sum() == 300
-
-
-def test_impossible_sizes() -> None:
-    with pytest.raises(ValueError, match="-1"):
-        AlignedBuffer(-1)
-    with pytest.raises((MemoryError, OSError)):
-        AlignedBuffer(2**46)
 
 
 # --- reads -------------------------------------------------------------------------------------
@@ -222,8 +183,13 @@ def test_a_forgotten_file_is_closed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
 @pytest.mark.parametrize("where", ["open", "read"])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
 def test_fallback_is_said_once_and_drops_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+    number: int,
 ) -> None:
     path, content = make_file(tmp_path, 100_003)
     real_open, real_preadv = os.open, os.preadv
@@ -231,12 +197,12 @@ def test_fallback_is_said_once_and_drops_behind(
 
     def refuse_open(name: object, flags: int, *rest: int) -> int:
         if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "no O_DIRECT here")
+            raise OSError(number, "no O_DIRECT here")
         return real_open(name, flags, *rest)  # type: ignore[call-overload]
 
     def refuse_probe(descriptor: int, views: list[memoryview], offset: int) -> int:
         if len(views[0]) == ALIGNMENT:
-            raise OSError(errno.EINVAL, "larger blocks")
+            raise OSError(number, "larger blocks")
         return real_preadv(descriptor, views, offset)
 
     if where == "open":
@@ -244,11 +210,11 @@ def test_fallback_is_said_once_and_drops_behind(
     else:
         monkeypatch.setattr(os, "preadv", refuse_probe)
     monkeypatch.setattr(DirectFile, "_warned", False)
-    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, size, how: dropped.append(size))
     with caplog.at_level(logging.WARNING):
         files = [DirectFile(path), DirectFile(path)]
     assert not any(file.direct for file in files)
     assert sum("without O_DIRECT" in record.message for record in caplog.records) == 1
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, size, how: dropped.append(size))
     assert read_all(files[0], 100_003) == content
     assert dropped == [align_up(100_003)]
 
@@ -264,3 +230,62 @@ def test_other_errors_of_the_probe_are_errors(
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(StorageError, match="Input/output error"):
         DirectFile(path)
+
+
+@pytest.fixture
+def _ignored_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system that accepts O_DIRECT and reads through the page cache."""
+    real_open = os.open
+
+    def ignore(name: object, flags: int, *rest: int) -> int:
+        return real_open(name, flags & ~os.O_DIRECT, *rest)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "open", ignore)
+
+
+def written(folder: Path, n_bytes: int) -> tuple[Path, bytes]:
+    """A file that is on the disk and not in the page cache."""
+    path, content = make_file(folder, n_bytes)
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    drop_cached(descriptor)
+    os.close(descriptor)
+    if cached_pages(path):
+        pytest.skip("this file system keeps its files in the page cache")
+    return path, content
+
+
+def cached_pages(path: Path) -> list[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    pages = range(-(-path.stat().st_size // ALIGNMENT))
+    found = [page for page in pages if is_cached(descriptor, page * ALIGNMENT)]
+    os.close(descriptor)
+    return found
+
+
+def test_a_direct_file_is_told_from_one_that_is_not(tmp_path: Path) -> None:
+    path, _ = written(tmp_path, 100_003)
+    file = DirectFile(path)
+    assert file.direct == (not cached_pages(path))
+
+
+@pytest.mark.usefixtures("_ignored_flag")
+def test_a_flag_that_is_ignored_is_found_out(tmp_path: Path) -> None:
+    path, content = written(tmp_path, 100_003)
+    file = DirectFile(path)
+    assert not file.direct
+    assert read_all(file, 100_003) == content
+    assert cached_pages(path) == []
+
+
+@pytest.mark.usefixtures("_ignored_flag")
+def test_nothing_stays_in_the_page_cache_where_it_cannot_be_found_out(tmp_path: Path) -> None:
+    path, content = written(tmp_path, 100_003)
+    with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        middle = align_down(100_003 // 2)
+        pages.madvise(mmap.MADV_RANDOM)
+        pages[middle]  # somebody maps it and uses this page
+        file = DirectFile(path)
+        assert file.direct
+        assert read_all(file, 100_003) == content
+        assert cached_pages(path) == [middle // ALIGNMENT]

@@ -1,0 +1,38 @@
+"""What the page cache has of a file, which counts in the memory limit of whoever had it read."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+
+import numpy as np
+
+
+def drop_cached(descriptor: int, offset: int = 0, n_bytes: int = 0) -> None:
+    """Let go of a range (0: to the end); what is mapped, or not yet written to storage, stays."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, n_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def is_cached(descriptor: int, offset: int) -> bool:
+    """Whether the page at `offset` is there, or nobody can tell. Source: mincore(2).
+
+    The kernel says so of files that the user neither owns nor may write to.
+    """
+    found = ctypes.create_string_buffer(1)
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    try:
+        with mmap.mmap(descriptor, offset - start + 1, prot=mmap.PROT_READ, offset=start) as pages:
+            address = np.frombuffer(pages, np.uint8).ctypes.data + offset - start
+            return bool(_libc().mincore(address, 1, found)) or bool(found.raw[0] & 1)
+    except (OSError, ValueError):  # it cannot be mapped, or is empty
+        return True
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+    return libc
