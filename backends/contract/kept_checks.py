@@ -25,7 +25,7 @@ class KeptChecks:
     """
 
     def __init__(self, libraries: str, valid: Collection[int]) -> None:
-        machine = f"{_VERSION} {libraries} {_processor()}"
+        machine = f"{_VERSION} {libraries} {processor()}"
         digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
         self._path = cache_folder() / f"exact-{digest}.json"
         known = recall(self._path)
@@ -48,7 +48,7 @@ class KeptChecks:
             self._is_changed = False
 
 
-def _processor() -> str:
+def processor() -> str:
     """Its name and what it can do."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import cached_property
 
 import torch
+import transformers
 
 from backends.contract.backend import Backend
 from backends.contract.exactness import NOT_ASKED
 from backends.contract.source import Loading, ModelCompute
+from backends.cuda import probe
 from backends.cuda.engine import CudaEngine
 from backends.cuda.memory import cache_bytes
 from backends.cuda.weights import DeviceWeights
@@ -52,7 +54,9 @@ class HfGpuSource(HfSource):
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
         """Reads from storage leave a GPU's arithmetic alone."""
         if is_small(self):
-            return measure_small(self, 0, residency=self.all_on_device)
+            versions = f"torch {torch.__version__} transformers {transformers.__version__}"
+            libraries = f"{versions} {probe.cuda_memory().name} {self.model.dtype}"
+            return measure_small(self, libraries, residency=self.all_on_device)
         curve = measure_gpu_compute(self.model.dtype, torch.device("cuda", 0))
         return ModelCompute(curve, self.head_bytes)
 

@@ -13,7 +13,9 @@ from functools import cache
 from pathlib import Path
 
 from backends.contract.curve import ComputeCurve
+from backends.ggml.library import llama_version
 from backends.ggml.operators import F32, Ggml, load_ggml
+from backends.timing.kept import kept_curve
 from backends.timing.measure import WEIGHT_BYTES, Product, measure_curve
 from offload.units import MIB
 
@@ -26,10 +28,15 @@ _WORK_BYTES = 16 * MIB  # what one computation takes meanwhile
 
 @cache
 def measure_ggml_compute(type_id: int, n_threads: int, reading: Path | None = None) -> ComputeCurve:
-    """Seconds per byte of weights of one ggml type, measured once in a process.
+    """Seconds per byte of weights of one ggml type, measured once in a month.
 
     reading: see `measure_curve`.
     """
+    what = f"llama.cpp {llama_version()} {n_threads} threads type {type_id} {_OUT}x{_IN} {_ROWS}"
+    return kept_curve(what, lambda: _time_products(type_id, n_threads, reading), reading)
+
+
+def _time_products(type_id: int, n_threads: int, reading: Path | None) -> ComputeCurve:
     ggml = load_ggml()
     n_context_bytes = WEIGHT_BYTES + _LARGEST_BYTES + _GRAPH_BYTES
     with ggml.context(n_context_bytes) as context, ggml.context(_WORK_BYTES) as work:

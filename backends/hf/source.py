@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+import transformers
 
 from backends.contract.backend import Backend, UnsupportedModel
 from backends.contract.exactness import NOT_ASKED
@@ -80,7 +81,9 @@ class HfSource(ModelSource):
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
         if is_small(self):
-            return measure_small(self, torch.get_num_threads())
+            threads = f"{torch.get_num_threads()} threads"
+            versions = f"torch {torch.__version__} transformers {transformers.__version__}"
+            return measure_small(self, f"{versions} {threads} {self.model.dtype}")
         reading = self.weight_file if beside_reads else None
         curve = measure_compute(self.model.dtype, reading)
         return ModelCompute(curve.filled_up(self.exactness.n_least_rows), self.head_bytes)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from backends.contract.curve import ComputeCurve
+from backends.timing.kept import kept_curve
 from backends.timing.measure import WEIGHT_BYTES, Product, measure_curve
 
 _OUT, _IN = 2048, 4096
@@ -22,7 +23,7 @@ _GPU_ROWS = (*_ROWS, 512, 1024)
 
 
 def measure_compute(dtype: torch.dtype, reading: Path | None = None) -> ComputeCurve:
-    """Seconds per byte of weights of a linear layer, measured once in a process.
+    """Seconds per byte of weights of a linear layer, measured once in a month.
 
     reading: see `measure_curve`.
     """
@@ -31,6 +32,11 @@ def measure_compute(dtype: torch.dtype, reading: Path | None = None) -> ComputeC
 
 @cache
 def _measure(dtype: torch.dtype, reading: Path | None, n_threads: int) -> ComputeCurve:
+    what = f"torch {torch.__version__} {n_threads} threads {dtype} {_OUT}x{_IN} {_ROWS}"
+    return kept_curve(what, lambda: _time_products(dtype, reading), reading)
+
+
+def _time_products(dtype: torch.dtype, reading: Path | None) -> ComputeCurve:
     one = torch.ones(_OUT, _IN, dtype=dtype)
     weights = [one, *(one.clone() for _ in range(max(1, WEIGHT_BYTES // one.nbytes - 1)))]
     products = {n: _product(weights, n) for n in _ROWS}
@@ -40,10 +46,14 @@ def _measure(dtype: torch.dtype, reading: Path | None, n_threads: int) -> Comput
 
 @cache
 def measure_gpu_compute(dtype: torch.dtype, device: torch.device) -> ComputeCurve:
-    """The same of a GPU, whose arithmetic reads from storage do not touch.
+    """The same of a GPU, whose arithmetic reads from storage do not touch."""
+    name = torch.cuda.get_device_name(device)
+    what = f"torch {torch.__version__} {name} {dtype} {_GPU_OUT}x{_GPU_IN} {_GPU_ROWS}"
+    return kept_curve(what, lambda: _time_gpu_products(dtype, device))
 
-    Each product is waited for, as a pass waits for its logits.
-    """
+
+def _time_gpu_products(dtype: torch.dtype, device: torch.device) -> ComputeCurve:
+    """Each product is waited for, as a pass waits for its logits."""
     weights = [torch.ones(_GPU_OUT, _GPU_IN, dtype=dtype, device=device) for _ in range(2)]
 
     def waited_for(product: Product) -> Product:

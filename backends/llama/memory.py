@@ -41,22 +41,21 @@ class ContextMemory:
         return self.compute_bytes + self.output_bytes + self.work_bytes
 
 
-def context_memory(model: GgufModel, options: ContextOptions) -> ContextMemory:
+def context_memory(
+    model: GgufModel, weightless: LlamaModel, options: ContextOptions
+) -> ContextMemory:
     """What a `LlamaBackend` with these options takes beside its weights.
 
-    Reads the file's header and vocabulary, no weights; takes a second for a large vocabulary.
+    Args:
+        weightless: the same model, with the load mode "none".
 
     Raises:
-        LlamaError: llama.cpp is missing, refuses the model or does not say the sizes.
+        LlamaError: llama.cpp refuses the model or does not say the sizes.
     """
-    loaded = LlamaModel(model.path, "none")
-    try:
-        context = LlamaContext(loaded, options)
-        n_cells = context.n_cells
-        context.close()
-        sizes = logged_sizes(context.log)
-    finally:
-        loaded.close()
+    context = LlamaContext(weightless, options)
+    n_cells = context.n_cells
+    context.close()
+    sizes = logged_sizes(context.log)
     missing = {"cache", "compute", "output"} - set(sizes)
     if missing:
         raise LlamaError(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
 from backends.contract.backend import Backend
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
-from backends.ggml.library import llama_version
+from backends.ggml.library import LlamaModel, llama_version
 from backends.ggml.timing import measure_ggml_compute
 from backends.llama.backend import LlamaBackend
 from backends.llama.context import MAX_LEAVES, ContextOptions
@@ -22,6 +23,7 @@ from backends.llama.memory import context_memory
 from backends.llama.model import GgufModel, load_gguf_model, recurrent_model
 from backends.llama.stream import resident_outer_records
 from backends.llama.timed_sample import can_be_sampled, sample_file, spread_layers
+from backends.timing.kept import kept_curve
 from backends.timing.measure import WEIGHT_BYTES, matrix_formats
 from backends.timing.passes import is_small, measure_passes, measure_small
 from offload.errors import SpecdecError
@@ -63,6 +65,7 @@ class GgufSource(ModelSource):
         self._options = options
         self._n_threads = options.n_threads or usable_cpus()
         self._known_run = run
+        self._scratch_bytes: dict[ContextOptions, int] = {}
         if self.model.n_experts:
             self.warnings = (
                 f"a mixture of {self.model.n_experts} experts: every pass reads all of them, "
@@ -121,7 +124,14 @@ class GgufSource(ModelSource):
         other.__dict__.pop("_run", None)
         return other
 
-    @cache  # noqa: B019 (a source lives as long as its plan)
+    @cached_property
+    def _weightless(self) -> LlamaModel:
+        """What contexts would take is asked of it, until the model is loaded: it has read the
+        vocabulary, which takes up to a second."""
+        loaded = LlamaModel(self.path, "none")
+        weakref.finalize(self, loaded.close)
+        return loaded
+
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         options = ContextOptions(
             ctx_size,
@@ -132,7 +142,10 @@ class GgufSource(ModelSource):
             self._run.type_v,
             exactness=self.exactness,
         )
-        return context_memory(self.model, options).scratch_bytes
+        if options not in self._scratch_bytes:
+            asked = context_memory(self.model, self._weightless, options)
+            self._scratch_bytes[options] = asked.scratch_bytes
+        return self._scratch_bytes[options]
 
     @property
     def head_bytes(self) -> int:
@@ -140,7 +153,7 @@ class GgufSource(ModelSource):
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
         if is_small(self):
-            return measure_small(self, self._n_threads)
+            return measure_small(self, self._libraries)
         reading = self.weight_file if beside_reads else None
         per_byte = self._measure_layers(reading)
         head = self._measure_formats(resident_outer_records(self.model), reading)
@@ -161,11 +174,22 @@ class GgufSource(ModelSource):
         records = [record for layer in self.layers for record in layer.tensors]
         return self._measure_formats(records, reading)
 
-    @cache  # noqa: B019 (a source lives as long as its plan)
     def _measure_sample(self, layers: tuple[int, ...], reading: Path | None) -> ComputeCurve:
-        with sample_file(self.model, layers) as path:
-            sample = GgufSource(path, self._options, self._run)
-            return measure_passes(sample, _SAMPLE_ROWS, reading=reading, load_mode="mmap")
+        run = self._run
+
+        def measure() -> ComputeCurve:
+            with sample_file(self.model, layers) as path:
+                sample = GgufSource(path, self._options, run)
+                return measure_passes(sample, _SAMPLE_ROWS, reading=reading, load_mode="mmap")
+
+        shapes = [(r.dtype, r.shape) for i in layers for r in self.layers[i].tensors]
+        kind = f"{self.model.architecture} {shapes} {run.type_k} {run.type_v} {_SAMPLE_ROWS}"
+        rows = run.exactness.n_least_rows
+        return kept_curve(f"{self._libraries} {kind} {rows}", measure, reading)
+
+    @property
+    def _libraries(self) -> str:
+        return f"llama.cpp {llama_version()} {self._n_threads} threads"
 
     def _measure_formats(
         self, records: Sequence[TensorRecord], reading: Path | None

@@ -7,13 +7,14 @@ Of a large one a few layers may be (backends/llama/timed_sample.py).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from backends.contract.backend import PREFIX, Backend
 from backends.contract.curve import ComputeCurve
 from backends.contract.source import Loading, ModelCompute, ModelSource
+from backends.timing.kept import kept_curve
 from backends.timing.measure import Product, measure_curve
 from offload.residency.placement import Placement
 from offload.residency.plan import plan_residency
@@ -24,7 +25,6 @@ SMALL_BYTES = 64 * MIB
 _ROWS = (1, 8, 32)
 _N_PREFIX = 8
 _PLENTY_BYTES = 1 << 62
-_known: dict[Hashable, ComputeCurve] = {}
 
 
 def is_small(source: ModelSource) -> bool:
@@ -32,22 +32,22 @@ def is_small(source: ModelSource) -> bool:
     return _layer_bytes(source) + source.outer_bytes <= SMALL_BYTES
 
 
-def measure_small(source: ModelSource, n_threads: int, **where: Any) -> ModelCompute:
-    """Passes of a small model that is loaded for that, once for each shape in a process.
+def measure_small(source: ModelSource, libraries: str, **where: Any) -> ModelCompute:
+    """Passes of a small model that is loaded for that, once in a month for each shape.
 
-    where: fields of the Loading of a model that is not loaded into host memory.
+    Args:
+        libraries: versions and settings of what computes.
+        where: fields of the Loading of a model that is not loaded into host memory.
 
     Raises what loading the model raises.
     """
-    key = (
-        type(source),
-        n_threads,
-        source.head_bytes,
-        tuple((r.dtype, r.shape) for layer in source.layers for r in layer.tensors),
+    shapes = [(r.dtype, r.shape) for layer in source.layers for r in layer.tensors]
+    kind = f"{type(source).__name__} {source.exactness.n_least_rows} {source.head_bytes} {shapes}"
+    curve = kept_curve(
+        f"{libraries} {kind} {_ROWS}",
+        lambda: measure_passes(source, _ROWS, load_mode="ram", **where),
     )
-    if key not in _known:
-        _known[key] = measure_passes(source, _ROWS, load_mode="ram", **where)
-    return ModelCompute(_known[key], source.head_bytes)
+    return ModelCompute(curve, source.head_bytes)
 
 
 def measure_passes(

@@ -1,4 +1,7 @@
-"""Figures about this machine, kept from run to run: one that is lost is only found out again."""
+"""Figures about this machine, kept from run to run: one that is lost is only found out again.
+
+A measured figure is kept for a month, or until passes contradict what was predicted from it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,17 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+_MAX_AGE_SECONDS = 30 * 86400
+_in_use: set[Path] = set()
+"""Files of the figures that this process has measured or recalled."""
 
 
 def cache_folder() -> Path:
@@ -48,3 +57,29 @@ def remember(path: Path, value: Mapping[str, Any], name: str) -> None:
             path.parent,
             error.strerror or error,
         )
+
+
+def recall_figure(path: Path) -> dict[str, Any] | None:
+    """What `remember_figure` wrote there, with `measured_at`; None where that is a month ago."""
+    figure = recall(path)
+    measured_at = figure.get("measured_at") if isinstance(figure, dict) else None
+    if not isinstance(measured_at, int | float):
+        return None
+    if not 0 <= time.time() - measured_at < _MAX_AGE_SECONDS:
+        return None
+    _in_use.add(path)
+    return dict(figure)
+
+
+def remember_figure(path: Path, figure: Mapping[str, Any], name: str) -> None:
+    """Keep a figure that was measured now; `name` begins the line where that fails."""
+    remember(path, {"measured_at": time.time(), **figure}, name)
+    _in_use.add(path)
+
+
+def forget_figures() -> None:
+    """Those that this process goes by are contradicted: let the next one measure anew."""
+    for path in _in_use:
+        with suppress(OSError):
+            path.unlink()
+    _in_use.clear()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.formats.tensors import TensorRecord
-from offload.process.remembered import cache_folder, recall, remember
+from offload.process.remembered import cache_folder, recall_figure, remember_figure
 from offload.residency.placement import LayerWeights
 from offload.ring.slots import StreamerClosed
 from offload.ring.streamer import StreamStats, WeightStreamer
@@ -83,7 +83,7 @@ def measure_storage(
     bandwidth = figures.bytes_read / max(figures.read_seconds, 1e-9)
     profile = DeviceProfile(bandwidth, read_bytes, n_readers, direct, time.time(), device)
     if figures.bytes_read >= _LEAST_BYTES and not is_limited:
-        remember(cache, asdict(profile), "the measured storage speed")
+        remember_figure(cache, asdict(profile), "the measured storage speed")
     return profile
 
 
@@ -167,7 +167,7 @@ def _chunks(path: Path, n_bytes: int, read_bytes: int, n_readers: int) -> list[L
 
 def _load(cache: Path) -> DeviceProfile | None:
     try:
-        profile = DeviceProfile(**recall(cache))
+        profile = DeviceProfile(**(recall_figure(cache) or {}))
     except TypeError:  # other figures than today's, or none
         return None
     return profile if _is_sane(profile) else None

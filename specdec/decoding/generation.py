@@ -84,6 +84,7 @@ class Generation:
             yield from self._search(check)
         else:
             yield from self._sample(check)
+            self._session.check_figures(self._recorder.stats().pass_times)
 
     def _sample(self, check: Callable[[], None]) -> Generator[StreamChunk, None, None]:
         """Sequence after sequence; all but the first take up the prompt's KV and its row."""

@@ -7,8 +7,10 @@ and is refused (ModelBusy) while one computes.
 from __future__ import annotations
 
 import os
+import statistics
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -17,6 +19,7 @@ import numpy as np
 from backends.contract.backend import Backend
 from offload.errors import SpecdecError
 from offload.process.interruptible import POLL_SECONDS
+from offload.process.remembered import forget_figures
 from specdec.analysis.utilization import model_flops
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
@@ -24,6 +27,7 @@ from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.controller import Controller, NoDrafter
 from specdec.decoding.prompt_cache import PromptCache
 from specdec.decoding.recorder import StatsRecorder
+from specdec.decoding.stats import PassTime
 from specdec.drafters.base import Drafter
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.merged import MergedDrafter
@@ -36,6 +40,10 @@ from specdec.policy.draft_policy import DraftPolicy
 from specdec.policy.lessons import Experience
 from specdec.sampling.sampler import Sampler
 
+_CONTRADICTION = 1.5
+"""Times what the plan says of a pass. Other programs make passes longer now and then; what was
+measured beside them a month ago may be wrong for good."""
+_ENOUGH_PASSES = 8
 _CHAIN_STREAM = 2**64 - 1
 """Key word of the chain rules' random numbers; positions, the match rule's, never get there."""
 
@@ -154,6 +162,17 @@ class Session:
         with self._beginning:
             self._end_running()
             self._prompt_cache.save(self.target, self.draft)
+
+    def check_figures(self, passes: Sequence[PassTime]) -> None:
+        """Have the machine measured anew, by the next process, where the figures that the plan
+        goes by are contradicted."""
+        plan = self.plan.pass_cost
+        alone = [one for one in passes if not one.is_drafting_ahead]
+        ratios = [one.seconds / plan.seconds(one.n_rows) for one in alone]
+        if len(ratios) < _ENOUGH_PASSES:
+            return
+        if not 1 / _CONTRADICTION < statistics.median(ratios) < _CONTRADICTION:
+            forget_figures()
 
     # --- one generation at a time --------------------------------------------------------------
 

@@ -60,6 +60,6 @@ def force_tiers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("specdec.planning.placer.WholeGpuPlacer.place", _resident)
 
 
-def _resident(self: Any, n_bytes: int, device_bytes: int, n_slots: Any = None) -> Placement:
+def _resident(self: Any, n_bytes: int, device_bytes: int) -> Placement:
     """A draft is held whole all the same."""
     return plan_tiers(self.source.layers, n_bytes, device_bytes)

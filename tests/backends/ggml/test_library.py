@@ -247,9 +247,10 @@ def test_memory_is_what_llama_cpp_takes(family, tmp_path):
     model = load_gguf_model(save_tiny_gguf(family, tmp_path / "m.gguf"))
     exact = {"exactness": Exactness(True, n_least_rows=8), "cache_type_k": "bf16"}
     plain = {"flash_attention": False, "cache_type_k": "f32"}
+    weightless = LlamaModel(model.path, "none")
     for options in ({}, {"max_nodes": 100}, plain, exact):
         options = {"max_context": 300, "max_nodes": 8, **options}
-        expected = context_memory(model, ContextOptions(**options))
+        expected = context_memory(model, weightless, ContextOptions(**options))
         with LlamaBackend(model, load_mode="mmap", **options) as backend:
             sizes = logged_sizes(backend._context.log)
             assert expected.compute_bytes == sizes["compute"]
@@ -271,9 +272,10 @@ import sys; sys.path.insert(0, {str(ROOT)!r})
 from backends.llama.model import load_gguf_model
 from backends.llama.backend import LlamaBackend
 from backends.llama.context import ContextOptions
+from backends.ggml.library import LlamaModel
 from backends.llama.memory import context_memory
 model = load_gguf_model({str(path)!r})
-context_memory(model, ContextOptions(60, 4))
+context_memory(model, LlamaModel(model.path, "none"), ContextOptions(60, 4))
 with LlamaBackend(model, max_context=60, load_mode="mmap") as backend:
     backend.prefill([3, 4, 5])
 print([name for name in ("torch", "transformers") if name in sys.modules])

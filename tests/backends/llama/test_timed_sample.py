@@ -112,6 +112,7 @@ def test_as_many_layers_as_it_takes(share: float, n_chosen: int, tmp_path: Path)
 def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sources that are not small; products take 7 s for each byte."""
     curve = gguf_source.ComputeCurve((1,), (7.0,), (7.0,))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(gguf_source, "is_small", lambda _: False)
     monkeypatch.setattr(gguf_source, "measure_ggml_compute", lambda *_: curve)
 

@@ -17,7 +17,6 @@ from backends.contract.source import BackendOptions, Loading, ModelCompute, Mode
 from backends.cuda.source import HfGpuSource
 from backends.hf.source import HfSource
 from backends.llama import source as gguf_source
-from backends.timing import passes as small_model
 from backends.timing.passes import is_small
 from offload.residency.plan import plan_residency
 
@@ -54,10 +53,10 @@ def layer_bytes(source: ModelSource) -> int:
 
 
 def test_a_small_models_own_passes_are_timed(
-    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock that only passes move: all else takes no time."""
-    monkeypatch.setattr(small_model, "_known", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     now = 0.0
     load = type(source).load
 
@@ -88,9 +87,9 @@ def test_a_small_models_own_passes_are_timed(
 
 
 def test_models_of_one_shape_are_timed_once(
-    checkpoint_factory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    checkpoint_factory: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(small_model, "_known", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = HfSource(checkpoint_factory("llama"), BackendOptions()).measure_compute()
     monkeypatch.setattr(HfSource, "load", None)
     again = HfSource(checkpoint_factory("llama", seed=1), BackendOptions()).measure_compute()
@@ -157,15 +156,15 @@ def test_a_product_may_be_timed_any_number_of_times(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(ggml_compute, "measure_curve", measure)
     q8_0 = 8
-    curve = ggml_compute.measure_ggml_compute.__wrapped__(q8_0, 1)
+    curve = ggml_compute._time_products(q8_0, 1, None)
     assert curve.seconds(1) == pytest.approx(4096 * 4096 / 32 * 34)
 
 
 def test_a_small_model_on_a_gpu_is_timed_there(
-    checkpoint_factory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    checkpoint_factory: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What starting kernels takes is most of its passes."""
-    monkeypatch.setattr(small_model, "_known", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     install_fake_gpu(monkeypatch)
     seen: list[Loading] = []
     load = HfGpuSource.load
@@ -177,7 +176,7 @@ def test_a_small_model_on_a_gpu_is_timed_there(
     monkeypatch.setattr(HfGpuSource, "load", noted)
     gpu = HfGpuSource(HfSource(checkpoint_factory("llama"), BackendOptions()))
     first, second = gpu.measure_compute(), gpu.measure_compute()
-    (loading,) = seen  # once in a process
+    (loading,) = seen  # once
     assert first.per_byte == second.per_byte
     assert first.per_byte.seconds(1) > 0
     assert loading.residency.is_on_device
