@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -12,6 +13,9 @@ from offload.process.remembered import cache_folder, recall, remember
 
 _VERSION = 1  # of the checks: what another one found is found out again
 _UNKNOWN: Any = "unknown"
+_SETTINGS = ("ATEN_", "DNNL_", "GGML_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
+"""Beginnings of environment variables that make libraries take other kernels, or other numbers of
+threads (MKL_CBWR=COMPATIBLE, OMP_THREAD_LIMIT=1)."""
 
 
 class KeptChecks:
@@ -20,12 +24,13 @@ class KeptChecks:
     A result is a number, or None where the check failed.
 
     Args:
-        libraries: versions and settings of what computes; with the processor they are the key.
+        libraries: versions of what computes, and its threads; with the processor and the
+            environment's settings they are the key.
         valid: numbers that a check may find; a remembered one that is none of these is not used.
     """
 
     def __init__(self, libraries: str, valid: Collection[int]) -> None:
-        machine = f"{_VERSION} {libraries} {processor()}"
+        machine = f"{_VERSION} {libraries} {processor()} {_settings()}"
         digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
         self._path = cache_folder() / f"exact-{digest}.json"
         known = recall(self._path)
@@ -46,6 +51,11 @@ class KeptChecks:
         if self._is_changed:
             remember(self._path, self._known, "whether this machine's products are exact")
             self._is_changed = False
+
+
+def _settings() -> str:
+    names = sorted(name for name in os.environ if name.startswith(_SETTINGS))
+    return " ".join(f"{name}={os.environ[name]}" for name in names)
 
 
 def processor() -> str:

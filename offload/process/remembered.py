@@ -54,7 +54,7 @@ def remember(path: Path, value: Mapping[str, Any], name: str) -> None:
         logger.warning(
             "%s is not kept: %s: %s; set XDG_CACHE_HOME to a folder that can be written",
             name,
-            path.parent,
+            error.filename2 or path.parent,  # what is in the file's own place, or in its folder's
             error.strerror or error,
         )
 

@@ -1,0 +1,60 @@
+"""What checks of a machine found is kept, and used where nothing that decides it has changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backends.contract.kept_checks import KeptChecks
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def keep(found: int | None) -> None:
+    checks = KeptChecks("library 1", (1, 2))
+    assert checks.find("product", lambda: found) == found
+    checks.save()
+
+
+@pytest.mark.parametrize("found", [2, None])
+def test_what_was_found_is_not_looked_for_again(found: int | None) -> None:
+    keep(found)
+    assert KeptChecks("library 1", (1, 2)).find("product", lambda: 1) == found
+
+
+def test_another_version_of_a_library_is_tried_out() -> None:
+    keep(2)
+    assert KeptChecks("library 2", (1, 2)).find("product", lambda: 1) == 1
+
+
+@pytest.mark.parametrize("name", ["MKL_CBWR", "OMP_THREAD_LIMIT", "ONEDNN_MAX_CPU_ISA"])
+def test_settings_of_the_libraries_are_tried_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them makes a library take other kernels, or another number of threads."""
+    keep(2)
+    monkeypatch.setenv(name, "1")
+    assert KeptChecks("library 1", (1, 2)).find("product", lambda: 1) == 1
+
+
+def test_a_file_of_rubbish_is_found_out_again(tmp_path: Path) -> None:
+    keep(2)
+    (path,) = (tmp_path / "specdec").iterdir()
+    for rubbish in ("", "{", "[2]", '{"product": "2"}', '{"product": 7}', '{"product": true}'):
+        path.write_text(rubbish)
+        assert KeptChecks("library 1", (1, 2)).find("product", lambda: 1) == 1, rubbish
+
+
+def test_where_it_cannot_be_kept_the_file_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep(2)
+    (path,) = (tmp_path / "specdec").iterdir()
+    path.unlink()
+    path.mkdir()
+    keep(2)
+    assert f" is not kept: {path}: Is a directory; " in caplog.text
