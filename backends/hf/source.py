@@ -72,7 +72,8 @@ class HfSource(ModelSource):
         return whole_blocks(n_rows) * self.model.kv_bytes_per_token
 
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
-        return activation_bytes(self.model, ctx_size, max_rows)
+        n_rows = max(max_rows, self.exactness.n_least_rows)
+        return activation_bytes(self.model, ctx_size, n_rows)
 
     @property
     def head_bytes(self) -> int:

@@ -10,9 +10,12 @@ import transformers
 from checkpoints import FAMILIES
 from torch.profiler import ProfilerActivity, profile
 
+from backends.contract.source import BackendOptions
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
 from backends.hf.model import load_hf_model
+from backends.hf.self_test import TorchExactness
+from backends.hf.source import HfSource
 
 N_TOKENS = 1030  # several chunks, the last one short
 MOST_OVER = 1.4
@@ -59,3 +62,11 @@ def test_planned_bytes_cover_what_a_prompt_takes(
     print(family, dtype, "RATIO", planned / needed, planned, needed)
     assert needed <= planned
     assert planned <= MOST_OVER * needed
+
+
+def test_rows_of_logits_that_fill_a_pass_up_are_planned_for(checkpoint_factory) -> None:
+    source = HfSource(checkpoint_factory("llama", vocab_size=50_000), BackendOptions(is_exact=True))
+    source.exactness = TorchExactness(True, n_least_rows=32)
+    with TorchBackend.held_in_memory(source.model, exactness=source.exactness) as backend:
+        needed = peak_bytes(backend, [5, 6, 7])
+    assert needed <= source.scratch_bytes(3, 1, 1)
