@@ -200,6 +200,12 @@ class RunOptions:
         check_options(self)
         if "draft" in self.spec.spec_type and self.draft_model is None:
             raise ConfigError("spec_type has 'draft' but no draft model was named: use -md")
+        if self.exact == ON and not self.spec.is_plain_decoding:
+            name = "acceptance" if self.spec.is_lossless else "accept_threshold"
+            raise ConfigError(
+                f"exact is 'on', but with {name} {getattr(self, name)} the tokens are not plain "
+                "decoding's: leave that out, or use exact 'auto'"
+            )
         for name, example in (("memory_budget", "2GiB"), ("vram_budget", "8GiB")):
             value = getattr(self, name)
             try:

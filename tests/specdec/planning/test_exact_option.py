@@ -92,5 +92,16 @@ def test_a_run_that_cannot_be_exact_is_told(
         assert json.loads(out)["stats"]["is_exact"] is False
 
 
+@pytest.mark.parametrize(
+    "rule", [("--accept-threshold", "0.4"), ("--temperature", "1", "--acceptance", "block")]
+)
+def test_demanded_with_a_rule_that_chooses_other_tokens_it_is_refused(
+    rule: tuple[str, ...], models: Models, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = models.run_argv("-p", "ab", "-n", "4", "--exact", "on", *rule)
+    expect_error(capsys, argv, "exact is 'on', but", rule[-1], "exact 'auto'")
+    assert main([*argv, "--num-draft-tokens", "0"]) == 0  # the rule decides about drafts alone
+
+
 def test_other_values_are_refused(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
     expect_error(capsys, plan_argv(models, "--exact", "maybe"), "maybe")
