@@ -106,8 +106,17 @@ class HfModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        width = sum(kv_values_per_token(self.config, layer) for layer in self.layers)
-        return width * self.dtype.itemsize
+        return sum(self._layer_kv_bytes)
+
+    @property
+    def layer_kv_bytes(self) -> int:
+        """Of a token in the layer that takes most."""
+        return max(self._layer_kv_bytes)
+
+    @property
+    def _layer_kv_bytes(self) -> list[int]:
+        itemsize = self.dtype.itemsize
+        return [kv_values_per_token(self.config, layer) * itemsize for layer in self.layers]
 
 
 def layer_window(model: PreTrainedModel, layer: int) -> int | None:
