@@ -92,7 +92,7 @@ def run_demo(
         folder = Path(tempfile.mkdtemp(prefix="demo-", dir=parent))
         target = folder / form.target_name
         _say(f"growing {source} to {n_bytes / 1e9:.2f} GB ({format_bytes(n_bytes)}) in {target}")
-        argv = ["synth", "--from", source, "--size", str(n_bytes), "-o", str(target)]
+        argv = ["synth", "--from", source, "--size", f"{n_bytes}B", "-o", str(target)]
         argv += ["--vocab-size", str(stand_in.vocab_size)]
         argv += ["--format", format, "--dtype", form.dtype]
         check_child(run_child("bench", argv, None), "synth")
@@ -144,7 +144,7 @@ def _run(target: Path, draft: str, budget_bytes: int, enforce: bool) -> dict[str
     load = {
         "model": str(target),
         "draft_model": draft,
-        "memory_budget": str(budget_bytes),
+        "memory_budget": budget_bytes,
     }
     sampling = {"max_tokens": n_tokens, "seed": 0}
     spec = MeasureSpec(load, read_prompts(BUILT_IN, N_PROMPTS), sampling)

@@ -1,7 +1,8 @@
 """Byte counts: in and out of text, and as progress.
 
 `GB` (10^9) and `GiB` (2^30) are different units and both are accepted. A bare `K`, `M`, `G` or `T`
-is binary, as it is in cgroup files, `dd` and `systemd`. Case does not matter.
+is binary, as it is in cgroup files, `dd` and `systemd`. Case does not matter. A text must have a
+unit: who writes 3.5 does not mean 4 bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ GIB = 2**30
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in total)"""
 
-_UNITS: dict[str, int] = {"": 1, "b": 1}
+_UNITS: dict[str, int] = {"b": 1}
 for _power, _prefix in enumerate("kmgtp", start=1):
     _UNITS[_prefix] = 1024**_power
     _UNITS[f"{_prefix}ib"] = 1024**_power
@@ -36,7 +37,9 @@ class UnitError(SpecdecError, ValueError):
 
 
 def parse_bytes(text: str | int) -> int:
-    """Parse "3.5GiB", "6GB", "512 MiB", "4G" or a plain number into bytes (rounded to nearest).
+    """Parse "3.5GiB", "6GB", "512 MiB", "4G" or "4096B" into bytes (rounded to nearest).
+
+    An int is bytes.
 
     Raises:
         UnitError: the text is no number with a known unit, is negative, or exceeds 2^63 - 1.
@@ -46,6 +49,8 @@ def parse_bytes(text: str | int) -> int:
     if isinstance(text, int):
         return _check_range(text, text)
     match = _PATTERN.fullmatch(text)
+    if match is not None and not match.group(2):
+        raise UnitError(f"{text!r} has no unit; write for example 3.5GiB, 6GB or 4096B")
     scale = _UNITS.get(match.group(2).lower()) if match else None
     if match is None or scale is None:
         raise UnitError(f"{text!r} is not a byte count; write for example 3.5GiB, 6GB or 512M")
@@ -69,8 +74,8 @@ def format_bytes(n_bytes: int) -> str:
 
 
 def format_exactly(n_bytes: int) -> str:
-    """Bytes that can be typed in, and how much they are: "25276518400 bytes (23.54 GiB)"."""
-    return f"{n_bytes} bytes ({format_bytes(n_bytes)})"
+    """Bytes that can be typed in, and how much they are: "25276518400B (23.54 GiB)"."""
+    return f"{n_bytes}B ({format_bytes(n_bytes)})"
 
 
 def _check_range(n_bytes: int, text: str | int) -> int:

@@ -21,11 +21,11 @@ from offload.units import UnitError, format_bytes, format_exactly, parse_bytes
         ("512MiB", 2**29),
         ("512 MiB ", 2**29),
         ("4G", 2**32),
-        ("4096", 4096),
+        ("4096B", 4096),
         (4096, 4096),
-        ("0", 0),
+        ("0B", 0),
         (".5k", 512),
-        ("1.", 1),
+        ("1.b", 1),
         ("7B", 7),
         ("2TiB", 2**41),
         ("1PB", 10**15),
@@ -47,6 +47,12 @@ def test_refuses(text: object) -> None:
         parse_bytes(text)  # type: ignore[arg-type]
     assert isinstance(caught.value, SpecdecError)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["3.5", "4096", "0", " 6 ", ".5"])
+def test_asks_for_a_unit(text: str) -> None:
+    with pytest.raises(UnitError, match="has no unit; write for example 3.5GiB, 6GB or 4096B"):
+        parse_bytes(text)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +78,7 @@ def test_formatted_text_parses_back_to_within_its_digits(n_bytes: int) -> None:
 
 def test_an_exact_count_can_be_typed_in() -> None:
     text = format_exactly(25276518400)
-    assert text == "25276518400 bytes (23.54 GiB)"
+    assert text == "25276518400B (23.54 GiB)"
     assert parse_bytes(text.split()[0]) == 25276518400
 
 

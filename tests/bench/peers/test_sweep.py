@@ -298,7 +298,7 @@ def test_automatic_budgets_are_those_that_the_file_was_begun_with(
         ("--storage sata --no-enforce", "--no-enforce leaves out"),
         ("--trees many", "many"),
         ("--budgets lots", "lots"),
-        ("--budgets 1GiB,0", "a budget of 0 bytes"),
+        ("--budgets 1GiB,0GB", "a budget of 0 bytes"),
         ("--accept-threshold 0.5", "--accept-threshold is lossy"),
         ("--reference /nonexistent.json", "No such file"),
     ],

@@ -80,7 +80,7 @@ def test_one_phase_of_a_size(capsys: pytest.CaptureFixture[str], model: Path) ->
 
 def test_a_smaller_budget_streams(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert analyzed(capsys, model)["streamed_bytes_per_pass"] == 0
-    value = analyzed(capsys, model, "--memory-budget", "1", "-c", "8")
+    value = analyzed(capsys, model, "--memory-budget", "1B", "-c", "8")
     assert value["streamed_bytes_per_pass"] == value["layer_bytes"] > 0
     assert value["device"]["memory_bytes"] == 1
     assert any("cannot run" in note for note in value["notes"])

@@ -70,7 +70,8 @@ def test_a_file_that_cannot_be_written_is_told_before_the_run(option: str, tmp_p
         (["--threads", "5000"], "threads is 5000, must be an integer at least 1 and at most"),
         (["--io-threads", "100000"], "io_threads is 100000, must be an integer at least 1"),
         (["--prefetch-depth", "100000"], "prefetch_depth is 100000, must be an integer at least 1"),
-        (["--memory-budget", "0"], "memory_budget is 0, must be positive"),
+        (["--memory-budget", "0GB"], "memory_budget is 0GB, must be positive"),
+        (["--memory-budget", "3.5"], "memory_budget: '3.5' has no unit; write for example 3.5GiB"),
         (["--temperature", "-1"], "temperature is -1.0, must be 0 (greedy) or from 0.0001 to"),
     ],
 )

@@ -46,7 +46,7 @@ def test_ctrl_c_in_the_middle_of_a_streamed_pass(
     # Room for a few layers beside the ring at most: the others stream.
     budget = json.loads(capsys.readouterr().out)["smallest_budget_bytes"] + 16 * MIB
     before = {path: path.stat().st_mtime_ns for path in target.iterdir()}
-    process = start(["run", *argv, "--memory-budget", str(budget), *LONG])
+    process = start(["run", *argv, "--memory-budget", f"{budget}B", *LONG])
     wait_for_text(process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

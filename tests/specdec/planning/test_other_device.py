@@ -137,7 +137,7 @@ def test_what_a_gpu_profile_cannot_tell_is_refused():
             plan("phone", **options)
     with pytest.raises(DeviceError, match="phone has no VRAM: leave it out"):
         plan("phone", device="cuda")
-    with pytest.raises(DeviceError, match=r"17179869184 bytes .* above the VRAM of gpu-8gb, 85899"):
+    with pytest.raises(DeviceError, match=r"17179869184B .* above the VRAM of gpu-8gb, 85899"):
         plan("gpu-8gb", vram_budget="16GiB")
     with pytest.raises(DeviceError, match="no device 'abacus'"):
         plan("abacus")
@@ -170,11 +170,11 @@ def test_a_device_is_looked_for_before_any_model_is_opened(monkeypatch: pytest.M
 def test_a_budget_above_the_devices_memory_is_refused():
     with pytest.raises(
         ConfigError,
-        match=r"memory budget of 17179869184 bytes \(16.00 GiB\) is above the memory of "
-        r"raspberry-pi-5, 8589934592 bytes \(8.00 GiB\): give at most that",
+        match=r"memory budget of 17179869184B \(16.00 GiB\) is above the memory of "
+        r"raspberry-pi-5, 8589934592B \(8.00 GiB\): give at most that",
     ):
         plan("raspberry-pi-5", memory_budget="16GiB")
-    with pytest.raises(ConfigError, match=rf"above the memory of sd-card, {2 * GIB} bytes"):
+    with pytest.raises(ConfigError, match=rf"above the memory of sd-card, {2 * GIB}B"):
         plan("sd-card", memory_budget="3GiB")  # of which this machine's is taken
     assert plan("raspberry-pi-5", memory_budget="8GiB").plan.budget_bytes == 8 * GIB
 

@@ -110,12 +110,16 @@ def test_keywords_make_the_same_options_again() -> None:
         ({"device": "tpu"}, "device is 'tpu', must be one of cpu, cuda, auto"),
         ({"cache_type_v": "f8"}, "cache_type_v is 'f8', must be one of f16, bf16, q8_0, q4_0"),
         ({"memory_budget": 0}, "memory_budget is 0, must be positive: try 2GiB, or auto"),
-        ({"vram_budget": "0"}, "vram_budget is 0, must be positive: try 8GiB, or auto"),
+        ({"vram_budget": "0GB"}, "vram_budget is 0GB, must be positive: try 8GiB, or auto"),
         ({"spec_type": 5}, "spec_type is 5, must be Sequence"),
         ({"spec_type": [1]}, "a name in spec_type is 1, must be str"),
         ({"draft_model": 5}, "the draft model is 5, must be str or Path or None"),
         ({"prompt_cache_file": 5}, "prompt_cache_file is 5, must be str or Path or None"),
         ({"prompt_cache_file": ""}, "prompt_cache_file is empty: name a file, or leave it out"),
+        (
+            {"memory_budget": "3.5"},
+            "memory_budget: '3.5' has no unit; write for example 3.5GiB, 6GB or 4096B",
+        ),
         (
             {"vram_budget": "lots"},
             "vram_budget: 'lots' is not a byte count; write for example 3.5GiB, 6GB or 512M",
