@@ -93,7 +93,7 @@ def test_closing_gives_all_memory_back_and_leaves_no_trap(tmp_path: Path, is_in:
 def test_a_read_that_never_returns_does_not_block_closing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("offload.ring.walk._JOIN_SECONDS", 0.01)
+    monkeypatch.setattr("offload.ring.walk.JOIN_SECONDS", 0.01)
     gate = Gate(0)
     with mapped(page_weights(tmp_path)) as files:
         pager = Pager(files.layers, [], files.mappings, 2, storage=gate.storage)

@@ -158,7 +158,7 @@ def test_a_view_that_outlives_the_streamer_is_safe(tmp_path: Path) -> None:
 def test_a_read_that_never_returns_does_not_block_closing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.ring.walk._JOIN_SECONDS", 0.01)
+    monkeypatch.setattr("offload.ring.walk.JOIN_SECONDS", 0.01)
     weights = small_weights(tmp_path)
     gate = Gate(0)
     streamer = WeightStreamer(weights.layers, 2, storage=gate.storage)
