@@ -15,6 +15,7 @@ import threading
 
 from offload.device.engine import CopyEngine, DeviceBuffer, Event
 from offload.device.host import HostTier
+from offload.ring.order import TicketOrder
 from offload.ring.slots import SlotRing, Work
 
 
@@ -49,8 +50,9 @@ class CopySupply:
         try:
             while len(slots) < n_slots:
                 slots.append(DeviceSlot(engine.allocate_device(slot_bytes)))
+            self.order = order = TicketOrder(n_layers, n_slots)
             self.ring: SlotRing[DeviceSlot, int] = SlotRing(
-                slots, lambda ticket: (ticket % n_layers,), make_fence=engine.record_compute
+                slots, lambda ticket: (order.position(ticket),), make_fence=engine.record_compute
             )
             self._thread = threading.Thread(
                 target=_copy_until_closed,

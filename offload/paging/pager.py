@@ -72,6 +72,8 @@ class Pager(LayerLender[HostMemory, None]):
         reads = options.plan([layer.reads for layer in plan.layers])
         self._loans: dict[int, Loan] = {}
         """By the ticket of what came through the ring."""
+        self._kept: dict[int, Loan] = {}
+        """By the layer that is held."""
         try:
             load_resident(
                 plan, progress, read_bytes=read_bytes, n_readers=n_readers, storage=storage
@@ -82,7 +84,7 @@ class Pager(LayerLender[HostMemory, None]):
                     reads,
                     options,
                     plan.slot_bytes,
-                    allocate=lambda _: PageMemory(plan.body_bytes, plan.edge_bytes),
+                    allocate=lambda _: self._new_slot(),
                 )
             )
         except BaseException:
@@ -115,8 +117,19 @@ class Pager(LayerLender[HostMemory, None]):
                 loan.take_back()
                 del self._loans[taken.ticket]
 
+    def _new_slot(self) -> PageMemory:
+        return PageMemory(self._plan.body_bytes, self._plan.edge_bytes)
+
+    def _keep(self, index: int, taken: Taken[HostMemory]) -> None:
+        """Its pages stay where they are."""
+        self._kept[index] = self._loans.pop(taken.ticket)
+
+    def _let_go(self, index: int) -> None:
+        self._kept.pop(index).take_back()
+
     def _free(self) -> None:
         """What is lent and what is resident. The addresses stay reserved, without access: what the
         file's owner unmaps is still there."""
         self._loans.clear()
+        self._kept.clear()
         reserve_all(self._plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from offload.ring.order import TicketOrder
 from offload.ring.readers import ReaderThreads
 from offload.ring.slots import Fence, SlotRing, poison_memory
 from offload.ring.walk import JOIN_SECONDS, LayerWalk
@@ -75,10 +76,12 @@ class FileSupply:
         paths = (piece.path for layer in reads for piece in layer)
         self._files = OpenFiles(paths, options.storage)
         try:
-            make = allocate or _slot
+            make = allocate or ring_slot
+            slots = [make(slot_bytes) for _ in range(min(options.n_slots, len(reads)))]
+            self.order = order = TicketOrder(len(reads), len(slots))
             self.ring: SlotRing[HostMemory, Piece] = SlotRing(
-                [make(slot_bytes) for _ in range(min(options.n_slots, len(reads)))],
-                lambda ticket: reads[ticket % len(reads)],
+                slots,
+                lambda ticket: reads[order.position(ticket)],
                 make_fence=make_fence,
                 poison=poison_memory if options.poison and make_fence is None else None,
             )
@@ -105,7 +108,8 @@ class FileSupply:
         self._files.close()
 
 
-def _slot(n_bytes: int) -> AlignedBuffer:
+def ring_slot(n_bytes: int) -> HostMemory:
+    """Memory that a forked process does not get."""
     return AlignedBuffer(n_bytes, in_children=False)
 
 

@@ -192,6 +192,17 @@ class SlotRing(Generic[MemoryT, PieceT]):
                 self._free(slot)
                 self._may_read.notify_all()
 
+    def exchange(self, slot: Slot[MemoryT], ticket: int, buffer: MemoryT) -> MemoryT | None:
+        """The memory of a slot that is lent, with its content; the slot gets another one and is
+        given back. None, and nothing happens, where a restart already took it."""
+        with self._lock:
+            if self._closed or slot.ticket != ticket or slot.state is not SlotState.IN_USE:
+                return None
+            taken, slot.buffer = slot.buffer, buffer
+            self._free(slot)
+            self._may_read.notify_all()
+            return taken
+
     @property
     def is_lending(self) -> bool:
         """Whether a slot is in use."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload.residency.placement import LayerWeights
-from offload.ring.file_supply import RingOptions, walk_files
+from offload.ring.file_supply import RingOptions, ring_slot, walk_files
 from offload.ring.lending import LayerLender
 from offload.ring.slots import StreamerClosed
 from offload.ring.walk import StreamStats, Taken
@@ -92,11 +92,15 @@ class WeightStreamer(LayerLender[HostMemory, dict[str, memoryview]]):
 
     def _lend(self, index: int, taken: Taken[HostMemory] | None) -> dict[str, memoryview]:
         layer = self._layers[index]
-        views = layer.layout.views(taken.slot.buffer.view if taken else memoryview(b""))
+        memory = taken.slot.buffer if taken else self._walk.held.get(index)
+        views = layer.layout.views(memory.view if memory else memoryview(b""))
         return {
             record.name: views[record.name] if record.name in views else self._resident[record.name]
             for record in layer.tensors
         }
+
+    def _new_slot(self) -> HostMemory:
+        return ring_slot(self._slot_bytes)
 
     def _free(self) -> None:
         self._resident.close()

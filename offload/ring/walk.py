@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Protocol
 
+from offload.ring.order import TicketOrder
 from offload.ring.slots import Check, MemoryT, Slot, SlotRing, StreamerClosed
 from offload.storage.direct_io import StorageError
 from offload.trace import WAIT, record_since
@@ -61,7 +62,11 @@ class Supply(Protocol[MemoryT]):
 
     @property
     def ring(self) -> SlotRing[MemoryT, Any]:
-        """Its ticket t is for layer t % n of the n layers that stream."""
+        """Its tickets are for the layers that `order` says."""
+
+    @property
+    def order(self) -> TicketOrder:
+        """Of the layers that stream."""
 
     def check_unchanged(self) -> None:
         """Raise StorageError when what was brought so far is of a file that has changed since."""
@@ -94,6 +99,8 @@ class LayerWalk(Generic[MemoryT]):
         self._is_closed = False
         self._supply = supply
         self._ring = None if supply is None else supply.ring
+        self.held: dict[int, MemoryT] = {}
+        """Memory of layers that would stream, and stay after their use."""
         if self._ring is not None:
             # Ends the threads of a walk that nobody refers to any more.
             weakref.finalize(self, _close_in, os.getpid(), self._ring)
@@ -136,7 +143,7 @@ class LayerWalk(Generic[MemoryT]):
 
     def _failed_anew(self, index: int) -> bool:
         """Whether storage has failed since `resume_at`, and nobody waited for it so far."""
-        if self._ring is None or not self._is_anew or index not in self._streamed:
+        if self._ring is None or not self._is_anew or not self._is_read(index):
             return False
         return isinstance(self._ring.failure, StorageError)  # others do not pass
 
@@ -145,7 +152,7 @@ class LayerWalk(Generic[MemoryT]):
 
         check: see SlotRing.wait_ready.
         """
-        if self._ring is None or index not in self._streamed:
+        if self._ring is None or not self._is_read(index):
             return None
         self._is_anew = False
         started = time.perf_counter()
@@ -185,15 +192,52 @@ class LayerWalk(Generic[MemoryT]):
         """Let the readers begin at the first streamed layer from `index` on; nothing is lent."""
         self.break_off()
         if self._ring is not None:
-            n_streamed = len(self._streamed)
-            position = sum(1 for i in self._streamed if i < index)
+            assert self._supply is not None
             # A ticket is never used twice, so that a late release cannot touch a later layer's
-            # slot. The readers are at most n_slots (<= n_streamed) tickets ahead: two passes on is
-            # unused.
-            self._ticket = (self._ticket // n_streamed + 3) * n_streamed + position
+            # slot. The readers are at most n_slots tickets ahead.
+            self._ticket += self.n_slots + 1
+            self._supply.order.begin_at(self._ticket, self._position(index))
             self._ring.restart(self._ticket)
             self._is_anew = True
         self._expected = index
+
+    def hold(self, index: int, taken: Taken[MemoryT], other: MemoryT) -> bool:
+        """Keep the memory of layer `index`, which is lent, and let the ring go on with `other`.
+
+        False, and nothing happens, where a restart already took it back. Raises ValueError where
+        too few layers would stream.
+        """
+        assert self._ring is not None
+        assert self._supply is not None
+        order = self._supply.order
+        order.hold(self._position(index))
+        memory = self._ring.exchange(taken.slot, taken.ticket, other)
+        if memory is None:
+            order.let_go(self._position(index))
+            return False
+        self.held[index] = memory
+        return True
+
+    def let_go(self, index: int) -> MemoryT:
+        """Layer `index`, which was held, streams again; its memory. `resume_at` comes next."""
+        assert self._supply is not None
+        self._supply.order.let_go(self._position(index))
+        self.break_off()
+        return self.held.pop(index)
+
+    def chosen(self, n_layers: int) -> frozenset[int]:
+        """So many of the layers that stream, in even distances, or as many as may be held."""
+        if self._supply is None:
+            return frozenset()
+        return frozenset(self._streamed[at] for at in self._supply.order.chosen(n_layers))
+
+    def _is_read(self, index: int) -> bool:
+        """Whether layer `index` comes through the ring."""
+        return index in self._streamed and index not in self.held
+
+    def _position(self, index: int) -> int:
+        """Of the first layer that streams from `index` on, among all that do."""
+        return sum(1 for i in self._streamed if i < index)
 
     def close(self) -> bool:
         """Stop the readers; a caller that waits gets StreamerClosed. False: a read still hangs."""
@@ -205,6 +249,8 @@ class LayerWalk(Generic[MemoryT]):
 
     def free(self) -> None:
         """Give the memory of the ring back, once `close` has said that no reader is running."""
+        while self.held:
+            self.held.popitem()[1].close()
         if self._supply is not None:
             self._supply.free()
 

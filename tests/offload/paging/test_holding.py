@@ -1,0 +1,80 @@
+"""Layers that stay at their addresses after their use: the right bytes, and no page too many."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mapped_weights import mapped
+from mapped_weights import memory_in as bytes_in
+from paging import PAGE, slot_ranges
+from streaming import uneven_sizes
+from weight_files import Weights, write_weights
+
+from offload.paging.pager import Pager
+
+N_LAYERS = 6
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    sizes = uneven_sizes(N_LAYERS, 7, most=60_000)
+    return write_weights(
+        tmp_path_factory.mktemp("weights"), sizes, resident=lambda i, j: i == 3 and j == 0
+    )
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("walk"), st.integers(0, N_LAYERS)),  # leave before this layer
+        st.tuples(st.just("hold"), st.integers(0, N_LAYERS)),
+        st.tuples(st.just("restart"), st.just(0)),
+    ),
+    max_size=15,
+)
+
+
+@given(operations=OPERATIONS, n_slots=st.integers(1, 3))
+@settings(
+    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+def test_whatever_is_held_every_layer_has_its_bytes(weights, operations, n_slots) -> None:
+    with (
+        mapped(weights) as files,
+        Pager(files.layers, [], files.mappings, n_slots, read_bytes=PAGE, poison=True) as pager,
+    ):
+        n_to_hold = 0
+        for what, number in operations:
+            if what == "walk":
+                files.walk(pager, 1, stop_before=number)
+            elif what == "hold":
+                n_to_hold = pager.hold(number)
+            else:
+                pager.restart()
+            assert pager.n_held <= n_to_hold
+            for index in range(N_LAYERS):
+                if index not in pager._walk.held and not pager._leases:
+                    files.check_absent(index)
+        files.walk(pager, 2)
+        assert pager.n_held == n_to_hold
+        for index in pager._walk.held:
+            files.check(index)
+
+
+def test_held_layers_take_a_slot_each(weights: Weights) -> None:
+    """At their addresses or in the ring, there are so many pages and no more."""
+    with mapped(weights) as files, Pager(files.layers, [], files.mappings, 2) as pager:
+        files.walk(pager, 2)
+        pager.hold(2)
+        files.walk(pager, 2)
+        held = [(m.address, len(m.view)) for m in pager._walk.held.values()]
+
+        def n_bytes() -> int:
+            return bytes_in([*slot_ranges(pager), *held, *files.ranges.values()])
+
+        slot_bytes = pager.ring_bytes // 2
+        assert n_bytes() <= pager.resident_bytes + 4 * slot_bytes
+        pager.hold(0)
+        files.walk(pager, 2)
+        assert n_bytes() <= pager.resident_bytes + 2 * slot_bytes

@@ -1,0 +1,154 @@
+"""Layers that stay in memory after their use: the right bytes, fewer reads, and back again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from streaming import uneven_sizes
+from weight_files import Weights, write_weights
+
+from offload.ring.order import TicketOrder
+from offload.ring.streamer import WeightStreamer
+from offload.storage.aligned import ALIGNMENT
+
+PAGE = ALIGNMENT
+N_LAYERS = 7
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    """Seven layers, one of which is resident as a whole and one in part."""
+    folder = tmp_path_factory.mktemp("weights")
+    sizes = [[*layer, 9000] for layer in uneven_sizes(N_LAYERS, 5, most=60_000)]
+    last = max(map(len, sizes)) - 1
+    return write_weights(folder, sizes, resident=lambda i, j: i == 2 or (i == 4 and j == last))
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("walk"), st.integers(0, N_LAYERS)),  # leave before this layer
+        st.tuples(st.just("hold"), st.integers(0, N_LAYERS + 2)),
+        st.tuples(st.just("restart"), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+@given(operations=OPERATIONS, n_slots=st.integers(1, 5))
+@settings(
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+def test_whatever_is_held_every_layer_has_its_bytes(weights, operations, n_slots) -> None:
+    n_streamed = sum(1 for layer in weights.layers if layer.streamed)
+    with WeightStreamer(weights.layers, n_slots, read_bytes=PAGE, poison=True) as streamer:
+        n_to_hold = 0
+        for what, number in operations:
+            if what == "walk":
+                weights.walk(streamer, 1, stop_before=number)
+            elif what == "hold":
+                n_to_hold = streamer.hold(number)
+                assert n_to_hold == min(number, max(0, n_streamed - n_slots))
+            else:
+                streamer.restart()
+            assert streamer.n_held <= n_to_hold
+        weights.walk(streamer, 2)
+        assert streamer.n_held == n_to_hold
+
+
+@pytest.mark.parametrize("n_held", [0, 1, 3])
+def test_what_is_held_is_not_read_again(weights, n_held) -> None:
+    with WeightStreamer(weights.layers, 2, read_bytes=PAGE) as streamer:
+        weights.walk(streamer)
+        assert streamer.hold(n_held) == n_held
+        weights.walk(streamer)
+        assert streamer.n_held == n_held
+        held = list(streamer._walk.held)
+        streamer.restart()
+        n_passes, before = 5, streamer.stats.bytes_read
+        weights.walk(streamer, n_passes)
+        streamer.close()
+        n_read = streamer.stats.bytes_read - before
+        layers = [one.slot_bytes for i, one in enumerate(weights.layers) if i not in held]
+        # A little more: readers go ahead of the next pass.
+        assert n_passes * sum(layers) <= n_read + 2 * max(layers)
+        assert n_read <= n_passes * sum(layers) + 2 * max(layers)
+
+
+def test_layers_are_held_in_even_distances() -> None:
+    order = TicketOrder(12, 2)
+    assert order.chosen(3) == {2, 6, 10}
+    assert len(order.chosen(99)) == order.most_held == 10
+
+
+def test_the_slots_have_something_to_do(weights) -> None:
+    """As many layers stream as there are slots: none is under way twice."""
+    with WeightStreamer(weights.layers, 5, read_bytes=PAGE) as streamer:
+        assert streamer.hold(99) == 1
+        weights.walk(streamer, 3)
+    with WeightStreamer(weights.layers, 9) as streamer:
+        assert streamer.hold(99) == 0
+        weights.walk(streamer, 2)
+
+
+def test_where_memory_is_short_fewer_are_held(weights, monkeypatch) -> None:
+    with WeightStreamer(weights.layers, 2, read_bytes=PAGE, poison=True) as streamer:
+        n_left = 1
+
+        def scarce() -> object:
+            nonlocal n_left
+            n_left -= 1
+            if n_left < 0:
+                raise MemoryError
+            return make()
+
+        make = streamer._new_slot
+        monkeypatch.setattr(streamer, "_new_slot", scarce)
+        streamer.hold(3)
+        weights.walk(streamer, 3)
+        assert streamer.n_held == 1
+
+
+def test_the_memory_is_given_back(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    with WeightStreamer(weights.layers, 2, read_bytes=PAGE) as streamer:
+        make = streamer._new_slot
+        monkeypatch.setattr(streamer, "_new_slot", lambda: made.append(make()) or made[-1])
+        streamer.hold(3)
+        weights.walk(streamer, 2)
+        held = list(streamer._walk.held.values())
+        streamer.hold(1)
+        assert [is_closed(memory) for memory in held] == [False, True, True]
+        weights.walk(streamer, 2)
+    assert all(map(is_closed, [*held, *made]))
+
+
+def is_closed(memory: object) -> bool:
+    return memory._map is None or memory._map.closed  # type: ignore[attr-defined]
+
+
+def test_an_error_in_a_layer_keeps_it(weights: Weights) -> None:
+    """What arrived is right, whatever became of the computation."""
+    with WeightStreamer(weights.layers, 2, read_bytes=PAGE, poison=True) as streamer:
+        streamer.hold(3)
+        for index in range(N_LAYERS):
+            with pytest.raises(ZeroDivisionError), streamer.layer(index):
+                raise ZeroDivisionError
+        weights.walk(streamer, 2)
+        assert streamer.n_held == 3
+
+
+def test_a_file_that_was_replaced_is_noticed_all_the_same(tmp_path: Path) -> None:
+    from offload.storage.direct_io import StorageError
+
+    weights = write_weights(tmp_path, [[9000]] * 5)
+    with WeightStreamer(weights.layers, 2) as streamer:
+        streamer.hold(3)
+        weights.walk(streamer, 2)
+        path = weights.layers[0].tensors[0].path
+        path.write_bytes(path.read_bytes()[::-1])
+        with pytest.raises(StorageError, match="changed"):
+            weights.walk(streamer, 1)
