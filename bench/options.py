@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,7 +76,7 @@ def check_writable(option: str, path: Path | None) -> None:
         raise UsageMistake(f"{option} {path}: there is no such folder; make it, or name another")
     is_new = not path.exists()
     try:
-        path.open("a").close()
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666))
     except OSError as error:
         raise UsageMistake(
             f"{option} {path}: {error.strerror or error}; name a file that can be written"

@@ -106,6 +106,8 @@ def peers_command(
     if storage_mbps is not None and not enforce:
         raise UsageMistake("--storage-mbps needs the cgroup that --no-enforce leaves out")
     interpreters = parse_interpreters(peer_python or [], names)
+    cpu_memory_bytes = parse_bytes(peer_cpu_memory) if peer_cpu_memory else None
+    given = read_prompts(prompts)
     weights = all_weights(*options.model_names(load), other_model, other_draft)
     settings = settings_for(
         load.keywords(LOAD),
@@ -115,10 +117,10 @@ def peers_command(
         enforce=enforce,
         storage_mbps=storage_mbps,
         ignore_eos=ignore_eos,
-        cpu_memory_bytes=parse_bytes(peer_cpu_memory) if peer_cpu_memory else None,
+        cpu_memory_bytes=cpu_memory_bytes,
         interpreters=interpreters,
     )
-    fit, n_too_long = fitting(read_prompts(prompts), weights[0].model, load.ctx_size, max_tokens)
+    fit, n_too_long = fitting(given, weights[0].model, load.ctx_size, max_tokens)
     chosen = spread(fit, n_prompts)
 
     def save(so_far: dict[str, Any]) -> None:
@@ -168,10 +170,10 @@ def all_weights(
     model: str, draft: str | None, other_model: str | None, other_draft: str | None
 ) -> list[Weights]:
     """The model in one format or in both, each with its draft."""
+    if other_model is None and other_draft is not None:
+        raise UsageMistake("--other-draft goes with --other-model, which was not given")
     first = Weights.named(model, draft)
     if other_model is None:
-        if other_draft is not None:
-            raise UsageMistake("--other-draft goes with --other-model, which was not given")
         return [first]
     if other_draft is None and isinstance(first.draft, str):
         other_draft = first.draft

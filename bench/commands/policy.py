@@ -44,6 +44,7 @@ def policy_command(
     from bench.process.provenance import collect
     from bench.process.results import POLICY
 
+    trees = parse_sizes(sizes)
     check_enforced(load, enforce)
     options.check_writable("--output-file", output_file)
     options.check_writable("--log", log)
@@ -53,7 +54,7 @@ def policy_command(
         keywords,
         chosen,
         options.sampling_keywords(max_tokens, ignore_eos, sampling),
-        parse_sizes(sizes),
+        trees,
         with_plain=with_plain,
         log=str(log.resolve()) if log else None,
         enforce=enforce,

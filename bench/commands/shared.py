@@ -30,7 +30,8 @@ def model_and_prompts(
     from bench.prompts.workloads import read_prompts
     from specdec.models.names import resolve_model
 
-    path, chosen = resolve_model(load["model"]), read_prompts(prompts, n_prompts)
+    chosen = read_prompts(prompts, n_prompts)
+    path = resolve_model(load["model"])
     refuse_long(chosen, path, load.get("ctx_size"))
     return {**load, "model": str(path)}, chosen
 

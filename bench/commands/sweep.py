@@ -94,7 +94,7 @@ def sweep_command(
     from bench.peers.sweep import (
         Sweep,
         all_settings,
-        drop_torn_line,
+        prepare_file,
         recorded_budgets,
         reference_texts,
         run_sweep,
@@ -111,9 +111,12 @@ def sweep_command(
     amounts = parse_budgets(budgets)
     if not enforce and any(speed is not None for speed in speeds):
         raise UsageMistake("--storage below full needs the cgroup that --no-enforce leaves out")
-    weights = Weights.named(*options.model_names(load))
-    if weights.draft is None and any(size != 0 for size in sizes):
+    if load.draft_model is None and any(size != 0 for size in sizes):
         raise UsageMistake("--trees above 0 need a draft model: give -md, or --trees 0")
+    prepare_file(output_file)
+    texts = None if reference is None else reference_texts(reference)
+    given = read_prompts(prompts)
+    weights = Weights.named(*options.model_names(load))
     keywords = {k: v for k, v in load.keywords(LOAD).items() if k != "num_draft_tokens"}
     base = settings_for(
         keywords,
@@ -125,13 +128,11 @@ def sweep_command(
         sampling={"seed": 0, **sampling} if sampling else {},
         predict=prediction,
     )
-    texts = None if reference is None else reference_texts(reference)
-    fit, n_too_long = fitting(read_prompts(prompts), weights.model, load.ctx_size, max_tokens)
+    fit, n_too_long = fitting(given, weights.model, load.ctx_size, max_tokens)
     if n_too_long:
         typer.echo(describe_left_out(n_too_long, max_tokens), err=True)
     sweep = Sweep(weights, tuple(spread(fit, n_prompts)), base, reference=texts)
     if not amounts:
-        drop_torn_line(output_file)
         amounts = recorded_budgets(output_file, sweep) or find_budgets(load)
         sweep = replace(sweep, auto_budgets=tuple(amounts))
     settings = all_settings(amounts, speeds, sizes)

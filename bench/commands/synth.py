@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bench.synth.files import refuse_folder, refuse_gguf_file
 from bench.synth.shapes import SHAPES, SynthError, choose_shape, named_shape
 from offload.units import format_bytes, parse_bytes
 from specdec.cli.output import loading_progress
@@ -72,6 +73,7 @@ def synth_command(
         size = DEFAULT_SIZE
     base = named_shape(like) if like else None
     n_bytes = parse_bytes(size) if size else None
+    (refuse_gguf_file if format == "gguf" else refuse_folder)(out.expanduser(), force)
 
     # Takes its time: a mistyped option should not have to wait for it.
     from bench.synth.checkpoint import FORMATS, grow

@@ -134,6 +134,12 @@ def _finished_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def prepare_file(path: Path) -> None:
+    """Make a file ready for further lines; raise ResultsError where it holds something else."""
+    drop_torn_line(path)
+    _finished_lines(path)
+
+
 def drop_torn_line(path: Path) -> None:
     """Cut off a last line that was not finished, so that the next one starts on its own.
 

@@ -102,6 +102,12 @@ def check_folder(out_dir: Path, source_dir: Path, n_bytes: int, force: bool) -> 
     destination, source = out_dir.resolve(), source_dir.resolve()
     if destination == source or destination in source.parents:
         raise SynthError(f"{out_dir} holds the source model; choose another folder")
+    refuse_folder(out_dir, force)
+    check_room(out_dir, n_bytes)
+
+
+def refuse_folder(out_dir: Path, force: bool) -> None:
+    """Raises a SynthError if the folder `out_dir` may not be written, whatever is grown."""
     if out_dir.exists() and not out_dir.is_dir():
         raise SynthError(f"{out_dir} is a file; choose a folder")
     if out_dir.is_dir() and any(out_dir.iterdir()):
@@ -109,22 +115,28 @@ def check_folder(out_dir: Path, source_dir: Path, n_bytes: int, force: bool) -> 
             raise SynthError(f"{out_dir} is not empty; choose another folder, or pass --force")
         if not (out_dir / "config.json").is_file():
             raise SynthError(f"{out_dir} is no checkpoint (no config.json): --force spares it")
-    check_room(out_dir, n_bytes)
 
 
 def check_gguf_file(path: Path, n_bytes: int, force: bool) -> None:
     """Raises a SynthError if the file `path` may not be written or its disk lacks room."""
+    refuse_gguf_file(path, force)
+    check_room(path, n_bytes)
+
+
+def refuse_gguf_file(path: Path, force: bool) -> None:
+    """Raises a SynthError if the file `path` may not be written, whatever is grown."""
     if path.suffix != ".gguf":
         raise SynthError(f"{path} must end in .gguf: with --format gguf, -o names a file")
     if path.is_dir():
         raise SynthError(f"{path} is a folder; choose a file name")
+    if path.exists() and not path.is_file():
+        raise SynthError(f"{path} is not a regular file; choose another name")
     if path.exists():
         if not force:
             raise SynthError(f"{path} exists; choose another name, or pass --force")
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise SynthError(f"{path} is no GGUF file: --force spares it")
-    check_room(path, n_bytes)
 
 
 def check_room(destination: Path, n_bytes: int) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from backends.contract.backend import Backend, BackendError, SavedTensors
 from offload.errors import SpecdecError
 from offload.formats.mapped import MappedFile, TensorShape, read_mapped, write_mapped
+from offload.formats.safetensors import read_header_and_metadata
 from offload.formats.tensors import CheckpointError
 from offload.process.memory import reset_peak_rss
 from specdec.models.opened import OpenedModel
@@ -40,6 +41,25 @@ def fingerprint(model: OpenedModel) -> str:
     return digest.hexdigest()
 
 
+def check_file(path: str | Path) -> None:
+    """What needs no model: raise PromptCacheError where no prompt cache can be, or none is.
+
+    A file that is not there is to be written.
+    """
+    path = Path(path).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        problem = "is a folder" if path.is_dir() else "lies in a folder that is not there"
+        raise PromptCacheError(f"the prompt cache file {path} {problem}: name another file")
+    if not os.path.lexists(path):
+        return
+    try:
+        metadata, _ = read_header_and_metadata(path)
+    except CheckpointError as error:
+        raise _damaged(path, error) from error
+    if metadata.get("format") != _FORMAT:
+        raise _refusal(path, "it was not written by this version of specdec")
+
+
 class PromptCache:
     """One file, and the models whose KV it may hold.
 
@@ -52,9 +72,7 @@ class PromptCache:
 
     def __init__(self, path: str | Path, target: OpenedModel, draft: OpenedModel | None) -> None:
         self.path = Path(path).expanduser()
-        if self.path.is_dir() or not self.path.parent.is_dir():
-            problem = "is a folder" if self.path.is_dir() else "lies in a folder that is not there"
-            raise PromptCacheError(f"the prompt cache file {path} {problem}: name another file")
+        check_file(self.path)
         opened = {_TARGET: target} if draft is None else {_TARGET: target, _DRAFT: draft}
         self._fingerprints = {role: fingerprint(model) for role, model in opened.items()}
         self._in_file: dict[str, list[int]] = {}  # tokens of each model whose KV the file has
@@ -66,9 +84,7 @@ class PromptCache:
         try:
             file = read_mapped(self.path)
         except CheckpointError as error:
-            raise self._refusal(str(error).removesuffix("; download it again")) from error
-        if file.metadata.get("format") != _FORMAT:
-            raise self._refusal("it was not written by this version of specdec")
+            raise _damaged(self.path, error) from error
         if file.metadata.get(_TARGET) != self._fingerprints[_TARGET]:
             raise self._refusal(
                 "it belongs to another target model, to other cache types or to another --exact"
@@ -163,9 +179,17 @@ class PromptCache:
         return ids.tolist(), tensors
 
     def _refusal(self, reason: str) -> PromptCacheError:
-        return PromptCacheError(
-            f"the prompt cache {self.path} cannot be used: {reason}: remove it, or name another one"
-        )
+        return _refusal(self.path, reason)
+
+
+def _damaged(path: Path, error: CheckpointError) -> PromptCacheError:
+    return _refusal(path, str(error).removesuffix("; download it again"))
+
+
+def _refusal(path: Path, reason: str) -> PromptCacheError:
+    return PromptCacheError(
+        f"the prompt cache {path} cannot be used: {reason}: remove it, or name another one"
+    )
 
 
 def _by_role(target: Backend, draft: Backend | None) -> dict[str, Backend]:

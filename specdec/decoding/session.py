@@ -25,7 +25,7 @@ from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.controller import Controller, NoDrafter
-from specdec.decoding.prompt_cache import PromptCache
+from specdec.decoding.prompt_cache import PromptCache, check_file
 from specdec.decoding.recorder import StatsRecorder
 from specdec.decoding.stats import PassTime
 from specdec.drafters.base import Drafter
@@ -104,6 +104,8 @@ class Session:
         self._freeing = threading.RLock()
         self._is_closed = False
         self._process_id = os.getpid()
+        if options.prompt_cache_file is not None:
+            check_file(options.prompt_cache_file)
         with ExitStack() as stack:  # whatever was opened is closed when a later part fails
             planned = plan_models(options)
             self.plan, self.options = planned.plan, planned.options

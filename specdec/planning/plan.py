@@ -22,8 +22,8 @@ from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedModel, OpenedPair, open_model
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.division import Divider, Division, Gpu
-from specdec.planning.gpu import find_gpu, measure_with_gpu, placed
-from specdec.planning.run_options import ON, LoadKeywords, RunOptions
+from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placed
+from specdec.planning.run_options import CPU, ON, LoadKeywords, RunOptions
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Alternative, Figures, Search
 from specdec.text.vocabulary import compare_vocabularies
@@ -57,9 +57,11 @@ def plan_run(
 def plan_models(options: RunOptions) -> PlannedModels:
     """Read the models' headers, measure the machine, and divide the budget."""
     free_large_blocks_at_once()
+    if options.device == CPU:
+        check_no_gpu_options(options)
+    total_bytes, source = _budget(options.memory_budget)
     pair = open_pair(options)
     gpu = find_gpu(options, pair)
-    total_bytes, source = _budget(options.memory_budget)
     if gpu is None:
         figures = measure_figures(pair, total_bytes)
     else:

@@ -313,6 +313,20 @@ def test_mistakes_are_one_line(
     assert part in err
 
 
+@pytest.mark.parametrize(
+    "text", ['{"a":1}\n', "x\n", '{"plain": 1, "speculative": 1, "records": []}']
+)
+def test_a_file_of_something_else_is_refused_before_any_model_is_looked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    argv = f"sweep -m /nonexistent --trees 0 --budgets 1GiB -o {path}"
+    assert main(argv.split()) == 2
+    assert capsys.readouterr().err.startswith(f"specdec-bench: error: {path} ")
+    assert path.read_text() == text
+
+
 def test_a_file_of_something_else_is_not_emptied(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     for text in ('{"a":1}', 'x\n{"a":1}'):
