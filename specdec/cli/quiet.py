@@ -8,7 +8,7 @@ import warnings
 
 from specdec.cli.output import say
 
-_OURS = logging.getLogger("offload")
+_OURS = [logging.getLogger(name) for name in ("offload", "backends", "specdec")]
 
 
 class _Notes(logging.Handler):
@@ -27,6 +27,7 @@ def quiet_libraries() -> None:
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"
         logging.getLogger("transformers").setLevel(logging.ERROR)  # where it is imported already
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if not any(isinstance(one, _Notes) for one in _OURS.handlers):
-        _OURS.addHandler(_Notes(logging.WARNING))
+    for logger in _OURS:
+        if not any(isinstance(one, _Notes) for one in logger.handlers):
+            logger.addHandler(_Notes(logging.WARNING))
     warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub)\b")

@@ -6,6 +6,7 @@ imported: a GGUF pair runs without torch and transformers.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from specdec.models.names import resolve_model
 from specdec.pair import GGUF_SUFFIX
 from specdec.text.tokenizer import ChatTokenizer, Tokenizer
 from specdec.text.vocabulary import Compatibility, Vocabulary, compare_vocabularies
+
+logger = logging.getLogger(__name__)
+_LEAST_SHARE = 0.9
+"""Of a model's ids, that have a token: embeddings are padded by 3 % at most, as far as known."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,18 @@ def open_model(name: str | Path, options: BackendOptions) -> OpenedModel:
         SpecdecError: the model cannot be found, read or run; one line.
     """
     path = resolve_model(name)
-    return _open_gguf(path, options) if is_gguf(path) else _open_checkpoint(path, options)
+    opened = _open_gguf(path, options) if is_gguf(path) else _open_checkpoint(path, options)
+    _warn_of_few_tokens(name, opened.vocabulary)
+    return opened
+
+
+def _warn_of_few_tokens(name: str | Path, vocabulary: Vocabulary) -> None:
+    n_tokens, n_rows = len(vocabulary.tokens), vocabulary.n_rows
+    if n_tokens < _LEAST_SHARE * n_rows:
+        logger.warning(
+            f"the tokenizer of {name} has {n_tokens} tokens, the model {n_rows}: the others are "
+            "never chosen; where they are no padding, take the original model's tokenizer"
+        )
 
 
 def read_vocabulary(name: str | Path) -> Vocabulary:

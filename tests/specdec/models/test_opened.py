@@ -1,0 +1,35 @@
+"""What is noticed about a model when its headers and its tokenizer are read."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from tiny_pair import VOCAB, save_model
+
+from backends.contract.source import BackendOptions
+from specdec.cli.app import main
+from specdec.models.opened import open_model
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "is_said"), [(VOCAB, False), (VOCAB + 25, False), (VOCAB + 30, True), (4096, True)]
+)
+def test_a_tokenizer_with_far_fewer_tokens_than_the_model_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, n_rows: int, is_said: bool
+) -> None:
+    """Of another model, perhaps; a few rows of padding are usual."""
+    model = save_model(tmp_path / "model", seed=1, vocab_size=n_rows)
+    with caplog.at_level(logging.WARNING, "specdec"):
+        open_model(model, BackendOptions())
+    is_told = f"the tokenizer of {model} has {VOCAB} tokens, the model {n_rows}: " in caplog.text
+    assert is_told == is_said
+
+
+def test_the_command_line_shows_it_as_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(tmp_path / "model", seed=1, vocab_size=4096)
+    assert main(["run", "-m", str(model), "-p", "a", "-n", "1", "--threads", "1"]) == 0
+    assert f"note: the tokenizer of {model} has {VOCAB} tokens" in capsys.readouterr().err
