@@ -210,6 +210,20 @@ class Backend(ABC):
     def n_kv_allocated(self) -> int:
         """Token positions that `kv_bytes` has room for."""
 
+    @property
+    def kv_growth_bytes(self) -> int:
+        """What the KV cache may take beside `kv_bytes` once a pass needs more rows."""
+        return 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of layers that would stream and are held for now."""
+        return 0
+
+    def hold(self, n_bytes: int) -> None:  # noqa: B027 (optional)
+        """Let layers that stream stay in memory after their next use, as many as so many bytes
+        hold; what is held beyond that is given back at once. Between passes only."""
+
     def request_cancel(self) -> None:  # noqa: B027 (optional)
         """End a running pass soon with an error; any thread may call it."""
 

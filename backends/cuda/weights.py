@@ -92,6 +92,11 @@ class DeviceWeights:
             stats.bytes_read, stats.stall_seconds, stats.bytes_copied, stats.copy_stall_seconds
         )
 
+    held_bytes = 0
+
+    def hold(self, n_bytes: int) -> None:
+        """The host's memory is pinned for as long as the model is loaded."""
+
     def stop(self) -> bool:
         return self._streamer.stop()
 

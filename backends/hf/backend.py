@@ -24,7 +24,7 @@ from backends.attention.layout import CausalLayout, PassLayout
 from backends.attention.masks import alibi_bias
 from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.contract.mending import MendingBackend
-from backends.hf.cache import TreeCache
+from backends.hf.cache import BLOCK_ROWS, TreeCache
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.forward import mask_maker, prepare_buffers, run_model
 from backends.hf.layer_runner import LayerRunner, PassState, bind, unbind
@@ -138,8 +138,19 @@ class TorchBackend(MendingBackend):
         return self._cache.n_bytes
 
     @property
+    def kv_growth_bytes(self) -> int:
+        return 0 if self._has_whole_cache else self._model.kv_bytes_per_token * BLOCK_ROWS
+
+    @property
     def n_kv_allocated(self) -> int:
         return self._cache.capacity
+
+    @property
+    def held_bytes(self) -> int:
+        return self._weights.held_bytes
+
+    def hold(self, n_bytes: int) -> None:
+        self._weights.hold(n_bytes)
 
     def prefix_tensors(self) -> tuple[TensorShape, ...]:
         self._mending(self._cache.abort)

@@ -73,6 +73,13 @@ class CpuWeights:
         stats = self._streamer.stats
         return StreamUse(stats.bytes_read, stats.stall_seconds)
 
+    @property
+    def held_bytes(self) -> int:
+        return self._streamer.held_bytes
+
+    def hold(self, n_bytes: int) -> None:
+        self._streamer.hold_bytes(n_bytes)
+
     def stop(self) -> bool:
         return self._streamer.stop()
 

@@ -57,6 +57,13 @@ class TorchWeights(Protocol):
     def use(self) -> StreamUse:
         """Traffic since the load."""
 
+    @property
+    def held_bytes(self) -> int:
+        """See Backend."""
+
+    def hold(self, n_bytes: int) -> None:
+        """See Backend."""
+
     def stop(self) -> bool:
         """End all threads, and with StreamerClosed a pass that waits; nothing is freed yet."""
 

@@ -182,6 +182,14 @@ class LlamaBackend(MendingBackend):
         return self._stream.use if self._stream else StreamUse()
 
     @property
+    def held_bytes(self) -> int:
+        return self._stream.held_bytes if self._stream else 0
+
+    def hold(self, n_bytes: int) -> None:
+        if self._stream:
+            self._stream.hold(n_bytes)
+
+    @property
     def kv_bytes(self) -> int:
         return self._kv_bytes_per_token * self.n_kv_allocated
 

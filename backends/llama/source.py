@@ -212,6 +212,8 @@ class GgufSource(ModelSource):
         self.model.index.check_unchanged()
 
     def _load(self, loading: Loading) -> Backend:
+        if "_weightless" in self.__dict__:
+            self.__dict__.pop("_weightless").close()
         backend = LlamaBackend(
             self.model,
             max_context=loading.max_context,

@@ -118,6 +118,14 @@ class StreamedLayers:
             return StreamUse()
         return StreamUse(self._pager.stats.bytes_read, self._pager.stats.stall_seconds)
 
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._pager is None else self._pager.held_bytes
+
+    def hold(self, n_bytes: int) -> None:
+        if self._pager is not None:
+            self._pager.hold_bytes(n_bytes)
+
     def decode(self, batch: Batch) -> int:
         """One pass; 0, or 2 where it was stopped. What went wrong in it is raised here."""
         schedule = self._schedule(batch.n_tokens, batch.n_outputs)

@@ -24,7 +24,7 @@ from offload.paging.memory import Loan, PageMemory, load_resident, reserve_all, 
 from offload.paging.plan import Mappings, plan_paging
 from offload.residency.placement import LayerWeights
 from offload.ring.file_supply import RingOptions, walk_files
-from offload.ring.lending import LayerLender
+from offload.ring.holding import HoldingLender
 from offload.ring.walk import Taken
 from offload.storage.aligned import HostMemory, buffer_bytes
 from offload.storage.direct_io import DirectFile, OpenStorage
@@ -32,7 +32,7 @@ from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
 from offload.units import Progress
 
 
-class Pager(LayerLender[HostMemory, None]):
+class Pager(HoldingLender[HostMemory, None]):
     """The weights of all layers of a mapped file.
 
     `close` must come before the mapping's owner unmaps the file: it is the pager's to fill until

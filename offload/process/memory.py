@@ -12,6 +12,8 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _UNLIMITED_BYTES = 2**60  # version 1 says "no limit" with a number close to 2^63
+_peak_before_bytes = 0
+"""The highest that the peak was when `recent_peak_rss` let it start anew."""
 _LIMIT_FILES = {
     1: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
     2: ("memory.max", "memory.high"),  # above `high` the kernel throttles until nothing moves
@@ -98,9 +100,8 @@ def process_memory(proc: Path = _PROC) -> ProcessMemory:
         return int(match.group(1)) * 1024 if match else 0
 
     if "VmRSS" in status:
-        return ProcessMemory(
-            n_bytes("VmRSS"), n_bytes("RssAnon"), n_bytes("VmSwap"), n_bytes("VmHWM")
-        )
+        peak_bytes = max(n_bytes("VmHWM"), _peak_before_bytes if proc == _PROC else 0)
+        return ProcessMemory(n_bytes("VmRSS"), n_bytes("RssAnon"), n_bytes("VmSwap"), peak_bytes)
     import psutil
 
     info = psutil.Process().memory_info()
@@ -114,6 +115,28 @@ def reset_peak_rss() -> bool:
     For what was mapped for a while without being anyone's memory: pages of a file that the page
     cache holds count in a peak as long as they are mapped. Source: proc_pid_clear_refs(5).
     """
+    global _peak_before_bytes
+    _peak_before_bytes = 0
+    return _let_peak_start_anew()
+
+
+def recent_peak_rss() -> int:
+    """The peak since the last call, or since the start; `process_memory` still knows of all."""
+    global _peak_before_bytes
+    peak_bytes = _peak_rss()
+    _peak_before_bytes = max(_peak_before_bytes, peak_bytes)
+    _let_peak_start_anew()
+    return peak_bytes
+
+
+def _peak_rss() -> int:
+    for line in _lines(_PROC / "self" / "status"):
+        if match := re.match(r"VmHWM:\s*(\d+) kB", line):
+            return int(match.group(1)) * 1024
+    return process_memory().rss_bytes
+
+
+def _let_peak_start_anew() -> bool:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -51,8 +51,6 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
         self._leases: list[Lease[MemoryT]] = []
         """Of slots that are lent."""
         self._is_freed = False
-        self._to_hold: frozenset[int] = frozenset()
-        self._n_to_hold = 0
         self._lock = threading.RLock()  # memory changes hands, or is given back for good
 
     @abstractmethod
@@ -62,15 +60,9 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
     def _take_back(self, taken: Taken[MemoryT]) -> None:
         """Before the slot of a layer is filled again."""
 
-    def _new_slot(self) -> MemoryT:
-        """Memory for the ring in the place of a slot that is held. Raises MemoryError."""
-        raise NotImplementedError("layers are not held here")
-
-    def _keep(self, index: int, taken: Taken[MemoryT]) -> None:
-        """Layer `index` is held from now on, as it was lent."""
-
-    def _let_go(self, index: int) -> None:
-        """Layer `index` is not to be held any longer; its memory is closed after that."""
+    def _is_kept(self, lease: Lease[MemoryT]) -> bool:
+        """Whether a layer that has been used stays in memory; then it is not taken back."""
+        return False
 
     @abstractmethod
     def _free(self) -> None:
@@ -116,35 +108,6 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
             self._walk.break_off()
             self._end(self._leases)
             self._walk.resume_at(0)
-
-    @uninterrupted
-    def hold(self, n_layers: int) -> int:
-        """Let up to so many layers that stream stay in memory after their next use, each with the
-        memory of a slot beside those of the ring; returns how many may. Those that are more are
-        given back at once, and what is lent is taken back, as by `restart`.
-
-        The first of them stay in the next pass. Where there is no memory for another one, those
-        that are held have to do.
-        """
-        with self._lock:
-            if self._is_freed:
-                return 0
-            self._to_hold = self._walk.chosen(n_layers)
-            self._n_to_hold = len(self._to_hold)
-            surplus = list(self._walk.held)[self._n_to_hold :]
-            if surplus:
-                self._walk.break_off()
-                self._end(self._leases)
-                for index in surplus:
-                    self._let_go(index)
-                    self._walk.let_go(index).close()
-                self._walk.resume_at(0)
-            return self._n_to_hold
-
-    @property
-    def n_held(self) -> int:
-        """Layers that would stream, and are in memory."""
-        return len(self._walk.held)
 
     @property
     def stats(self) -> StreamStats:
@@ -209,21 +172,3 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
                     self._walk.give_back(lease.taken)
                 self._leases.remove(lease)
             record_since(lease.entered, LAYER, f"layer {lease.index}")
-
-    def _is_kept(self, lease: Lease[MemoryT]) -> bool:
-        """Hold a layer that has been used, if it is one of those that are to stay."""
-        index, taken = lease.index, lease.taken
-        with self._lock:
-            is_wanted = index in self._to_hold and self.n_held < self._n_to_hold
-            if taken is None or not lease.has_arrived or self._is_freed or not is_wanted:
-                return False
-            try:
-                other = self._new_slot()
-            except MemoryError:
-                self._n_to_hold = self.n_held
-                return False
-            if self._walk.hold(index, taken, other):
-                self._keep(index, taken)
-                return True
-            other.close()
-            return False

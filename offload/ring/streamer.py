@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from offload.residency.placement import LayerWeights
 from offload.ring.file_supply import RingOptions, ring_slot, walk_files
-from offload.ring.lending import LayerLender
+from offload.ring.holding import HoldingLender
 from offload.ring.slots import StreamerClosed
 from offload.ring.walk import StreamStats, Taken
 from offload.storage.aligned import HostMemory, buffer_bytes
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-class WeightStreamer(LayerLender[HostMemory, dict[str, memoryview]]):
+class WeightStreamer(HoldingLender[HostMemory, dict[str, memoryview]]):
     """The weights of all layers, the resident part in memory, the rest through a ring of slots.
 
     Args:

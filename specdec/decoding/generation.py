@@ -100,12 +100,16 @@ class Generation:
                 sequence.sampler, self._request.spec, self._recorder, self._request.drafter
             )
             sequence.logprobs, sequence.top_logprobs = controller.logprobs, controller.top_logprobs
+            spare = self._session.spare
+            spare.give_back()
             first = controller.start(self._request.prompt_ids, prompt_row)
+            spare.begin()
             prompt_row = controller.prompt_row
             yield StreamChunk(*sequence.take((first,)), index)
             while sequence.is_open:
                 check()
                 tree, acceptance, tokens = controller.step(sequence.n_left)
+                spare.lend(len(tree))
                 text, taken = sequence.take(tokens)
                 self._recorder.record_round(tree, acceptance, n_emitted=len(taken))
                 yield StreamChunk(text, taken, index)
@@ -120,6 +124,7 @@ class Generation:
         if request.params.stop:
             tokenizer = self._session.tokenizer
             stops = TextStream(tokenizer, prompt_ids=prompt_ids, stop=request.params.stop)
+        self._session.spare.give_back()
         decoder = BeamDecoder(self._session.target, sampler, prompt_ids, self._limit, stops)
         try:
             decoder.start()

@@ -27,6 +27,7 @@ from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.controller import Controller, NoDrafter
 from specdec.decoding.prompt_cache import PromptCache, check_file
 from specdec.decoding.recorder import StatsRecorder
+from specdec.decoding.spare_memory import SpareMemory
 from specdec.decoding.stats import PassTime
 from specdec.drafters.base import Drafter
 from specdec.drafters.candidates import CandidateRanker
@@ -128,6 +129,12 @@ class Session:
             self.experience = Experience(
                 self.plan.pass_cost, self.plan.draft_cost, self.plan.n_draft_tokens
             )
+            self.spare = SpareMemory(
+                self.target,
+                self.plan.budget_bytes,
+                dict(self.plan.parts).get("target activations", 0),
+                self.options.target_rows(self.plan.n_draft_tokens),
+            )
             self._ahead = AheadThread()
             if self._prompt_cache is not None:
                 self._prompt_cache.restore(self.target, self.draft)
@@ -163,6 +170,7 @@ class Session:
         self.check_open()
         with self._beginning:
             self._end_running()
+            self.spare.give_back()
             self._prompt_cache.save(self.target, self.draft)
 
     def check_figures(self, passes: Sequence[PassTime]) -> None:

@@ -1,0 +1,58 @@
+"""Memory that a plan sets aside and nobody uses holds layers of the target meanwhile.
+
+A plan promises the longest context, the widest pass and what libraries may allocate. A text of a
+few hundred tokens takes a part of that. So what the process really takes is measured round by
+round, and layers that would stream stay in what is left, until something else asks for it.
+"""
+
+from __future__ import annotations
+
+from backends.contract.backend import Backend
+from offload.process.memory import recent_peak_rss
+from offload.units import MIB
+
+RESERVE_BYTES = 64 * MIB
+"""Never lent. The kernel's limit counts pages of code and libraries and its own tables, too, and
+memory may grow between two measurements."""
+_CHUNK_ROWS = 256
+"""A plan's activations are at least those of so many rows of a prompt."""
+
+
+class SpareMemory:
+    """Decides how much the target may hold; nothing where it does not stream.
+
+    Args:
+        target: whose layers are held.
+        budget_bytes: of the process.
+        activation_bytes: planned for the target's widest pass.
+        most_rows: of a pass that decodes.
+    """
+
+    def __init__(
+        self, target: Backend, budget_bytes: int, activation_bytes: int, most_rows: int
+    ) -> None:
+        self._target = target
+        self._budget_bytes = budget_bytes
+        self._most_rows = most_rows
+        self._row_bytes = activation_bytes / max(most_rows, _CHUNK_ROWS)
+
+    def give_back(self) -> None:
+        """Before a prompt, or anything else that may take what was planned for it."""
+        self._target.hold(0)
+
+    def begin(self) -> None:
+        """Rounds of decoding begin: what was taken before them tells nothing of them."""
+        recent_peak_rss()
+
+    def lend(self, n_rows: int) -> None:
+        """A round of decoding is over, whose pass had so many rows.
+
+        The next one may have more of them, and the KV cache may have to grow. More is lent as soon
+        as there is more; it is asked back once half of the reserve is gone.
+        """
+        more_rows = max(0, self._most_rows - n_rows)
+        to_come = int(more_rows * self._row_bytes) + self._target.kv_growth_bytes
+        left = self._budget_bytes - recent_peak_rss() - to_come - RESERVE_BYTES
+        held = self._target.held_bytes
+        if left > 0 or (held and left < -RESERVE_BYTES // 2):
+            self._target.hold(max(0, held + left))

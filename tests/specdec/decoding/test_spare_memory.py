@@ -1,0 +1,113 @@
+"""Memory that nobody uses holds layers, and is given back before something asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forced_streaming import force_streaming
+from gguf_models import save_tiny_gguf
+from tiny_pair import save_model
+
+import specdec
+from specdec.api import LLM
+from specdec.decoding import spare_memory
+from specdec.decoding.spare_memory import RESERVE_BYTES, SpareMemory
+
+PROMPT = [5, 6, 7]
+MANY = 1 << 40
+
+
+class Target:
+    """Holds whatever it is told to."""
+
+    kv_growth_bytes = 1000
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        self.asked: list[int] = []
+
+    def hold(self, n_bytes: int) -> None:
+        self.held_bytes = n_bytes
+        self.asked.append(n_bytes)
+
+
+@pytest.fixture
+def peak(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """peak[0]: what the process takes, held layers not counted."""
+    taken = [0]
+    monkeypatch.setattr(spare_memory, "recent_peak_rss", lambda: taken[0])
+    return taken
+
+
+def test_what_is_left_is_lent_but_for_what_may_come(peak: list[int]) -> None:
+    target: Any = Target()
+    spare = SpareMemory(target, 10 * RESERVE_BYTES, activation_bytes=256 * 100, most_rows=33)
+    peak[0] = 4 * RESERVE_BYTES
+    spare.lend(n_rows=33)
+    assert target.held_bytes == 5 * RESERVE_BYTES - 1000
+    target.hold(0)
+    spare.lend(n_rows=3)  # 30 rows more may come
+    assert target.held_bytes == 5 * RESERVE_BYTES - 1000 - 30 * 100
+
+
+def test_what_is_held_follows_what_is_taken(peak: list[int]) -> None:
+    target: Any = Target()
+    spare = SpareMemory(target, 10 * RESERVE_BYTES, 0, 1)
+    own = 4 * RESERVE_BYTES
+    for _ in range(3):  # once lent, it is part of what is taken, and no more is lent
+        peak[0] = own + target.held_bytes
+        spare.lend(1)
+        assert target.held_bytes == 5 * RESERVE_BYTES - 1000
+    n_asked = len(target.asked)
+    peak[0] += RESERVE_BYTES // 4  # a part of the reserve is there for that
+    spare.lend(1)
+    assert len(target.asked) == n_asked
+    peak[0] += RESERVE_BYTES
+    spare.lend(1)
+    assert target.held_bytes == 5 * RESERVE_BYTES - 1000 - RESERVE_BYTES * 5 // 4
+    peak[0] += MANY
+    spare.lend(1)
+    assert target.held_bytes == 0
+
+
+def save(kind: str, folder: Path) -> Path:
+    if kind == "checkpoint":
+        return save_model(folder / "model", seed=0, num_hidden_layers=8)
+    pytest.importorskip("llama_cpp")
+    return save_tiny_gguf("llama", folder / "m.gguf", n_layers=8, hidden=256, feed_forward=256)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", pytest.param("gguf", marks=pytest.mark.gguf)])
+def test_texts_are_the_same_with_fewer_reads(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_streaming(monkeypatch)
+    with specdec.load(save(kind, tmp_path), ctx_size=128) as llm:
+        monkeypatch.setattr(spare_memory, "recent_peak_rss", lambda: MANY)
+        expected = llm.generate(PROMPT, max_tokens=12, speculative=False)
+        assert llm.target.held_bytes == 0
+        monkeypatch.setattr(spare_memory, "recent_peak_rss", lambda: -MANY)
+        found = llm.generate(PROMPT, max_tokens=12, speculative=False)
+        assert found.token_ids == expected.token_ids
+        assert llm.target.held_bytes > 0
+        assert found.stats.bytes_streamed < 0.8 * expected.stats.bytes_streamed
+        beams = llm.generate(PROMPT, max_tokens=4, num_beams=1, n=2, temperature=0.5, seed=1)
+        assert len(beams.outputs) == 2
+        check_given_back(llm, monkeypatch)
+
+
+def check_given_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, before the prompt's pass."""
+    seen: list[int] = []
+    prefill = llm.target.prefill_from
+
+    def noted(ids: Any) -> Any:
+        seen.append(llm.target.held_bytes)
+        return prefill(ids)
+
+    assert llm.target.held_bytes > 0
+    monkeypatch.setattr(llm.target, "prefill_from", noted)
+    llm.generate(PROMPT, max_tokens=2)
+    assert seen == [0]
