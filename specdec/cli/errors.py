@@ -1,8 +1,9 @@
 """How a command ends: exit codes and one-line errors, for `specdec` and `specdec-bench` alike.
 
 0 done; 2 a mistake that the user can mend, told in one line; 130 Ctrl-C; 141 the reader of our
-output went away. Anything else is a bug and keeps its traceback. `--debug` or SPECDEC_DEBUG=1
-shows the traceback of the first kind too.
+output went away; a signal that ends us gives 128 + its number, in the shell's words (SIGTERM: 143).
+Anything else is a bug, and keeps its traceback and Python's exit code 1. `--debug` or
+SPECDEC_DEBUG=1 shows the traceback of a mistake too.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
     """Call `work`; turn the ways in which it may end into exit codes and at most one line."""
     debug = debug or os.environ.get("SPECDEC_DEBUG", "") not in ("", "0")
     is_stdout_closed = _open_standard_streams()
-    _make_output_robust()
+    _make_streams_robust()
     try:
         if is_stdout_closed:
             raise OutputError("stdout is closed: send it to a file, or to /dev/null")
@@ -166,12 +167,16 @@ def _open_standard_streams() -> bool:
     return is_stdout_closed
 
 
-def _make_output_robust() -> None:
-    """Text that the terminal's encoding lacks is shown as a question mark, not an exception."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
+def _make_streams_robust() -> None:
+    """Text that the terminal's encoding lacks is shown as a question mark, not an exception.
+
+    Bytes of stdin that are no text are kept, and refused where the text is used.
+    """
+    names = {"stdin": "surrogateescape", "stdout": "replace", "stderr": "replace"}
+    for name, errors in names.items():
+        reconfigure = getattr(getattr(sys, name), "reconfigure", None)
         if reconfigure is not None:
-            reconfigure(errors="replace")
+            reconfigure(errors=errors)
 
 
 def _forget_stdout() -> int:

@@ -84,6 +84,16 @@ def test_enforced_run(models: Models) -> None:
     assert err == b""
 
 
+def test_sigterm_leaves_no_child_behind(models: Models) -> None:
+    require_cgroup()
+    process = start(models.run_argv(*LONG, "--memory-budget", "1GiB", "--enforce"))
+    wait_for_text(process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)  # the child's end closes the pipes
+    assert process.returncode == 143
+    assert err == b""
+
+
 def test_ctrl_c_in_an_enforced_run(models: Models) -> None:
     require_cgroup()
     process = start(models.run_argv(*LONG, "--memory-budget", "1GiB", "--enforce"))
