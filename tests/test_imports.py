@@ -22,7 +22,7 @@ ROOMS = {
         "commands",
         "report gpu demo",
         "decode",
-        "peers timeline rank",
+        "peers timeline rank worlds",
         "prompts synth",
         "equal_texts",
         "process figures options table",

@@ -6,8 +6,8 @@ import math
 
 import pytest
 from exact_rules import Case, chain_error, table_rows
-from policy_world import Clock
 
+from bench.worlds.world import Clock
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE

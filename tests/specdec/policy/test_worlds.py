@@ -1,4 +1,4 @@
-"""The policy in worlds of known costs and known truth (tests/helpers/policy_world.py).
+"""The policy in worlds of known costs and known truth (bench/worlds/world.py).
 
 In each, it must come close to the best fixed size of tree, which it does not know, and never fall
 behind plain decoding, from its first token on.
@@ -12,8 +12,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from policy_world import MAX_NODES, Draft, Outcome, World, simulate
 
+from bench.worlds.world import MAX_NODES, Draft, Outcome, World, simulate
 from specdec.config import SpecConfig
 from specdec.policy.costs import PassCost
 from specdec.policy.lessons import Experience

@@ -30,6 +30,7 @@ OTHER = WIDTH  # the text's token is none of the candidates
 MAX_BEAMS = 12
 MAX_NODES = 96
 NEVER = 10**9
+STUMBLE = 5.0  # times as long as usual, where something else on the machine held it up
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class World:
     passage: tuple[int, int] = (20, 50)  # tokens of one, at least and below
     planned_error: float = 0.7  # of arithmetic: planned / true
     pass_noise: float = 0.05
+    stumbles: float = 0.0  # share of passes and drafts that another program holds up, fivefold
     change_at: int = NEVER
     slower: float = 1.0  # reads take so many times as long after the change
     draft_after: Draft | None = None
@@ -257,9 +259,10 @@ def simulate(
         limits = policy.limits(len(context), NEVER, NEVER)
         tree = policy.trim(drafter.propose(context, limits))
         is_ahead = policy.should_draft_ahead()
-        clock.now += _pass_seconds(world, len(tree), n, is_ahead) * (
-            1.0 + world.pass_noise * abs(noise.normal())
-        )
+        disturbed = 1.0 + world.pass_noise * abs(noise.normal())
+        if world.stumbles and noise.random() < world.stumbles:
+            disturbed = STUMBLE
+        clock.now += _pass_seconds(world, len(tree), n, is_ahead) * disturbed
         start = len(context)
         acceptance = match_walk(tree, _chooser(text, tree, start))
         policy.observe(acceptance, tree)

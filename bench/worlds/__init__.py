@@ -1,0 +1,1 @@
+"""Texts, drafts and machines without models, in virtual time, for the policy to decode in."""
