@@ -11,8 +11,8 @@ from offload.units import GIB, format_bytes
 from specdec.planning.search import Alternative
 
 _WHY_NOT_THE_FASTEST = (
-    "the row with * may be slower than the first one: another ring, or less of the draft in "
-    "memory, has to be 3 % faster; room for larger trees may cost 1 %; a fixed draft is kept"
+    "the row with * may be slower than the first one: room for larger trees may cost 1 %, and a "
+    "fixed draft is kept"
 )
 _HEADINGS = ("weighed", "GB/pass", "s, 1 row", "s, tree", "tokens/s")
 
