@@ -24,15 +24,12 @@ class KeptChecks:
     A result is a number, or None where the check failed.
 
     Args:
-        libraries: versions of what computes, and its threads; with the processor and the
-            environment's settings they are the key.
+        libraries: see `machine`, which is the key.
         valid: numbers that a check may find; a remembered one that is none of these is not used.
     """
 
     def __init__(self, libraries: str, valid: Collection[int]) -> None:
-        machine = f"{_VERSION} {libraries} {processor()} {_settings()}"
-        digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
-        self._path = cache_folder() / f"exact-{digest}.json"
+        self._path = cache_folder() / f"exact-{machine(libraries)}.json"
         known = recall(self._path)
         self._known: dict[str, Any] = known if isinstance(known, dict) else {}
         self._valid = valid
@@ -51,6 +48,15 @@ class KeptChecks:
         if self._is_changed:
             remember(self._path, self._known, "whether this machine's products are exact")
             self._is_changed = False
+
+
+def machine(libraries: str) -> str:
+    """A short name of all that decides over a sum's bits.
+
+    libraries: versions of what computes, and its threads.
+    """
+    described = f"{_VERSION} {libraries} {processor()} {_settings()}"
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
 def _settings() -> str:

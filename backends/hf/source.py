@@ -12,6 +12,7 @@ import transformers
 
 from backends.contract.backend import Backend, UnsupportedModel
 from backends.contract.exactness import NOT_ASKED
+from backends.contract.kept_checks import machine
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
@@ -59,7 +60,9 @@ class HfSource(ModelSource):
         for of_the_copy in ("transformers_version", "_name_or_path"):
             config.pop(of_the_copy, None)
         description = json.dumps(config, sort_keys=True, default=str)
-        description += f" {self.model.dtype} {torch.__version__} {self.exactness.is_exact}"
+        description += f" {self.model.dtype} {torch.__version__}"
+        if self.exactness.is_exact:
+            description += f" exact {machine(self._libraries)}"
         layers = [record for layer in self.layers for record in layer.tensors]
         return fingerprint((*self.model.outer_records, *layers), description)
 
@@ -84,12 +87,15 @@ class HfSource(ModelSource):
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
         if is_small(self):
-            threads = f"{torch.get_num_threads()} threads"
-            versions = f"torch {torch.__version__} transformers {transformers.__version__}"
-            return measure_small(self, f"{versions} {threads} {self.model.dtype}")
+            return measure_small(self, f"{self._libraries} {self.model.dtype}")
         reading = self.weight_file if beside_reads else None
         curve = measure_compute(self.model.dtype, reading)
         return ModelCompute(curve.filled_up(self.exactness.n_least_rows), self.head_bytes)
+
+    @property
+    def _libraries(self) -> str:
+        versions = f"torch {torch.__version__} transformers {transformers.__version__}"
+        return f"{versions} {torch.get_num_threads()} threads"
 
     @cached_property
     def exactness(self) -> TorchExactness:

@@ -31,6 +31,10 @@ MAX_LEAVES = _MAX_SEQUENCES - 1  # one sequence is for looking at a graph
 _CELL_STEP = 256
 
 
+class WithoutFlashAttention(LlamaError):
+    """llama.cpp runs a model that was to be exact with another attention."""
+
+
 @dataclass(frozen=True)
 class ContextOptions:
     """What a context is made for; rows are tokens of one pass."""
@@ -148,12 +152,12 @@ class LlamaContext:
         return params
 
     def _check_attention(self) -> None:
-        """Raise LlamaError where llama.cpp has decided against the attention that was checked."""
+        """Raise WithoutFlashAttention where llama.cpp has decided against what was checked."""
         if not any(re.search(r"flash_attn += enabled", line) for line in self.log):
             self.close()
-            raise LlamaError(
-                "llama.cpp runs this model without flash attention, which is not exact: "
-                "use --exact off"
+            raise WithoutFlashAttention(
+                "llama.cpp runs this model without flash attention, which sums in an order that "
+                "depends on the pass"
             )
 
     def decode(self, batch: Batch) -> int:

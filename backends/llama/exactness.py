@@ -48,7 +48,6 @@ _TYPE_IDS = {kind.name: number for number, kind in GGML_TYPES.items()}
 _KEPT_BLOCKS = 64
 _SLOW_TO_MAKE = ("IQ1", "IQ2", "IQ3")
 """Formats whose tables take ggml seconds to build: their blocks come from the file."""
-_WITHOUT_FLASH_ATTENTION = ("grok",)
 _CHOICES = ("f16", "bf16")
 """Types of the cache to try, where the user names none."""
 
@@ -117,8 +116,6 @@ def _refusal(model: GgufModel) -> str:
     shapes = model.kv_shape.layers
     if any(layer.index_length for layer in shapes):
         return f"{model.architecture} chooses the tokens that it attends to by an index"
-    if model.architecture in _WITHOUT_FLASH_ATTENTION:
-        return f"llama.cpp runs {model.architecture} without flash attention"
     if any(layer.value_length == 0 for layer in shapes):
         return "attention to compressed keys (MLA) has not been compared to the bit"
     if any(layer.value_length != layer.key_length for layer in shapes):

@@ -13,11 +13,17 @@ from pathlib import Path
 from backends.contract.backend import Backend
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import NOT_ASKED, Exactness
+from backends.contract.kept_checks import machine
 from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from backends.ggml.library import LlamaModel, llama_version
 from backends.ggml.timing import measure_ggml_compute
 from backends.llama.backend import LlamaBackend
-from backends.llama.context import MAX_LEAVES, ContextOptions
+from backends.llama.context import (
+    MAX_LEAVES,
+    ContextOptions,
+    LlamaContext,
+    WithoutFlashAttention,
+)
 from backends.llama.exactness import ExactRun, find_exact_run
 from backends.llama.memory import context_memory
 from backends.llama.model import GgufModel, load_gguf_model, recurrent_model
@@ -78,9 +84,21 @@ class GgufSource(ModelSource):
             return self._known_run
         types = (self._options.cache_type_k, self._options.cache_type_v)
         if self._options.is_exact:
-            return find_exact_run(self.model, self._n_threads, *types)
+            found = find_exact_run(self.model, self._n_threads, *types)
+            return self._checked(found) if found.exactness.is_exact else found
         type_k, type_v = (name or DEFAULT_CACHE_TYPE for name in types)
         return ExactRun(NOT_ASKED, type_k, type_v)
+
+    def _checked(self, run: ExactRun) -> ExactRun:
+        """The same, if llama.cpp really runs this model with the attention that was tried."""
+        options = ContextOptions(
+            1, 1, 1, self._n_threads, run.type_k, run.type_v, exactness=run.exactness
+        )
+        try:
+            LlamaContext(self._weightless, options).close()
+        except WithoutFlashAttention as error:
+            return replace(run, exactness=Exactness(False, str(error)))
+        return run
 
     @property
     def exactness(self) -> Exactness:
@@ -94,7 +112,7 @@ class GgufSource(ModelSource):
         metadata = self.model.index.metadata
         single = [key for key in sorted(metadata) if metadata.array_length(key) is None]
         description = {key: metadata[key] for key in single}  # arrays: the tokenizer's
-        exact = f"exact {self.exactness.n_least_rows} " if self.exactness.is_exact else ""
+        exact = f"exact {machine(self._libraries)} " if self.exactness.is_exact else ""
         formats = (self._run.type_k, self._run.type_v, f"{exact}{llama_version()}")
         return fingerprint(self.model.index.values(), f"{description} {formats}")
 

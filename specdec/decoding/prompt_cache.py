@@ -87,7 +87,8 @@ class PromptCache:
             raise _damaged(self.path, error) from error
         if file.metadata.get(_TARGET) != self._fingerprints[_TARGET]:
             raise self._refusal(
-                "it belongs to another target model, to other cache types or to another --exact"
+                "it belongs to another target model, to other cache types or another --exact or, "
+                "where that is exact, to another machine, library or number of threads"
             )
         return file
 

@@ -130,7 +130,6 @@ def test_products_that_depend_on_other_rows_are_named(models, monkeypatch):
 def test_attention_of_other_kinds(layer, reason, models):
     model = replace(models("llama"), kv_shape=KvShape((layer,)))
     assert reason in run_of(model).exactness.reason
-    assert "grok" in run_of(replace(models("llama"), architecture="grok")).exactness.reason
 
 
 def test_formats_that_are_slow_to_make_come_from_the_file(models, monkeypatch):
@@ -206,5 +205,19 @@ def test_attention_that_was_not_checked_is_refused(models, monkeypatch):
     from backends.llama.backend import LlamaBackend
 
     monkeypatch.setattr(type(LOG), "lines", lambda self, level=0: ["flash_attn = disabled"])
-    with pytest.raises(LlamaError, match="without flash attention, which is not exact"):
+    with pytest.raises(LlamaError, match="without flash attention"):
         LlamaBackend(models("llama"), max_context=64, load_mode="mmap", exactness=EIGHT)
+    source = GgufSource(models("llama").path, BackendOptions(n_threads=1, is_exact=True))
+    assert not source.exactness.is_exact
+    assert "without flash attention" in source.exactness.reason
+
+
+def test_what_is_kept_of_a_text_is_of_a_number_of_threads_where_that_is_exact(models):
+    def fingerprints(is_exact):
+        return {
+            GgufSource(models("llama").path, BackendOptions(n, is_exact=is_exact)).fingerprint()
+            for n in (1, 2)
+        }
+
+    assert len(fingerprints(is_exact=True)) == 2
+    assert len(fingerprints(is_exact=False)) == 1

@@ -115,7 +115,7 @@ def test_a_text_goes_on_from_its_file_and_after_a_cancel(
             found = llm.generate(PROMPT, **asked)
             assert found.token_ids == expected.token_ids
             assert found.stats.reused_prompt_tokens > 0
-    with pytest.raises(specdec.SpecdecError, match="or to another --exact"):
+    with pytest.raises(specdec.SpecdecError, match="or another --exact"):
         specdec.load(*models, **saving)
 
 
