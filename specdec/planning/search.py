@@ -235,6 +235,8 @@ def predict(
         draft = PassModel(division.draft, draft_compute, *speeds)
     n_room = division.n_drafted if n_room is None else n_room
     sizes = [n for n in _TREES if n <= n_room] if spec.num_draft_tokens is None else []
+    if sizes and draft is None:
+        sizes = [0, *sizes]  # n-grams draft where the text repeats itself, and not at any price
     found = [_predict_tree(division, target, draft, n, spec) for n in sizes or [n_room]]
     return max(found, key=lambda one: one.tokens_per_second)
 

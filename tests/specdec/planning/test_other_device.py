@@ -106,7 +106,7 @@ def test_a_device_with_a_gpu_computes_there():
     # What does not fit in 2 GiB of VRAM is pinned: its copies are what a pass waits for.
     copied = one.residency.moved_bytes
     assert copied > GIB
-    assert one.residency.streamed_bytes == 0
+    assert one.residency.streamed_bytes / 3e9 < copied / 12.5e9
     assert one.pass_seconds(1) == pytest.approx(copied / 12.5e9, rel=0.02)
     lines = found.lines()
     assert "copies to its GPU 12.50 GB/s" in lines[0]

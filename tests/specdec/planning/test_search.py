@@ -73,7 +73,7 @@ def test_where_rows_are_free_there_is_room_for_the_largest_tree():
 def test_where_rows_cost_a_pass_the_tree_is_small():
     slow = ComputeCurve.linear(1e-10, 2e-10)
     chosen, _ = weigh(BIG, SMALL_DRAFT, 2 * GIB, compute=slow)
-    assert chosen.n_tree == 8
+    assert chosen.n_tree <= 8
     assert chosen.division.n_drafted <= 4 * 8
 
 
