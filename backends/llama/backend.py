@@ -182,6 +182,12 @@ class LlamaBackend(MendingBackend):
         return self._stream.use if self._stream else StreamUse()
 
     @property
+    def kv_growth_bytes(self) -> int:
+        """A streamed model's cells take memory once they are written."""
+        n_rows = max(self.max_nodes, self._options.n_least_rows)
+        return n_rows * self._kv_bytes_per_token if self._stream else 0
+
+    @property
     def held_bytes(self) -> int:
         return self._stream.held_bytes if self._stream else 0
 

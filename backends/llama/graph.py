@@ -37,6 +37,8 @@ class Tensor(ctypes.Structure):
 
 
 _OP, _SRC, _DATA = Tensor.op.offset, Tensor.src.offset, Tensor.data.offset
+_CACHE_NAME = b"cache_k_l"
+"""Of the tensors with the keys: so llama.cpp calls them. All of a cache is in one buffer."""
 _Sources = ctypes.c_void_p * 10
 
 
@@ -80,7 +82,9 @@ class GraphReader:
         self._lib = library._lib
         for name in ("ggml_get_name", "ggml_op_name"):
             getattr(self._lib, name).restype = ctypes.c_char_p
-        self._lib.ggml_get_data.restype = ctypes.c_void_p
+        for name in ("ggml_get_data", "ggml_backend_buffer_get_base"):
+            getattr(self._lib, name).restype = ctypes.c_void_p
+        self._lib.ggml_backend_buffer_get_size.restype = ctypes.c_size_t
         self._op_names: dict[int, bytes] = {}
         self._is_checked = False
 
@@ -94,6 +98,20 @@ class GraphReader:
         data = (ctypes.c_void_p.from_address(at + _DATA).value for at in sources if at)
         found = (self._layer_at(at) for at in data if at)
         return frozenset(layer for layer in found if layer is not None)
+
+    def cache_memory(self, address: int) -> tuple[int, int] | None:
+        """(address, bytes) of the KV cache that a node reads from or writes to, if it does.
+
+        `address` is that of the node's ggml_tensor, of which `layers_read` was asked before.
+        """
+        for at in _Sources.from_address(address + _SRC):
+            source = None if at is None else Tensor.from_address(at)
+            if source is None or not source.name.startswith(_CACHE_NAME) or not source.buffer:
+                continue
+            buffer = ctypes.c_void_p(source.buffer)
+            base = self._lib.ggml_backend_buffer_get_base(buffer)
+            return base, self._lib.ggml_backend_buffer_get_size(buffer)
+        return None
 
     def _layer_at(self, address: int) -> int | None:
         i = bisect.bisect_right(self._starts, address) - 1

@@ -28,7 +28,7 @@ from backends.llama.graph import GraphReader, Node, PassSchedule, make_schedule
 from backends.llama.model import GgufModel
 from backends.llama.passes import PassCancelled
 from offload.formats.tensors import TensorRecord
-from offload.paging.address_space import MappedRange, find_mapping
+from offload.paging.address_space import MappedRange, find_mapping, give_back_zeros
 from offload.paging.pager import Pager
 from offload.process.interruptible import uninterrupted
 from offload.residency.placement import LayerWeights
@@ -80,6 +80,8 @@ class StreamedLayers:
         self._pager: Pager | None = None
         self._mapped_files: OpenFiles | None = None
         """Those of which something stays mapped, and is read in every pass."""
+        self._caches: set[tuple[int, int]] = set()
+        """(address, bytes) of the KV caches: of some architectures there are two."""
         self._recording: list[Node] | None = None
         self._ends: Mapping[int, int] = {}
         self._n_asked = 0
@@ -98,6 +100,8 @@ class StreamedLayers:
         self._context = context
         self._scratch = self._library.llama_n_seq_max(context.handle) - 1
         self._schedule(1, 1)
+        for address, n_bytes in self._caches:
+            give_back_zeros(address, n_bytes)  # llama.cpp has written them: memory follows use
         outer = resident_outer_records(self._model)
         kept = {record.name for record in outer}
         untouched = [r for r in self._model.outer_records if r.name not in kept]
@@ -227,6 +231,9 @@ class StreamedLayers:
     def _record(self, tensor: int) -> None:
         if self._recording is not None and self._error is None:
             self._recording.append(self._graph.layers_read(tensor))
+            cache = self._graph.cache_memory(tensor)
+            if cache is not None:
+                self._caches.add(cache)
 
 
 class _QuickHandover:

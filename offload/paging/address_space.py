@@ -38,6 +38,7 @@ _MAP_PRIVATE_ANONYMOUS = 0x22
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MREMAP_MOVE = 1 | 2 | 4  # MAYMOVE, FIXED, DONTUNMAP
+_MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
 _MADV_NOHUGEPAGE = 15
 _MADV_WIPEONFORK = 18  # Linux 4.14
@@ -161,6 +162,20 @@ def commit(address: int, n_bytes: int, *, huge: bool = True) -> None:
     # Huge pages stay. What ends here is khugepaged's interest: it would fill ranges that are partly
     # moved out with pages that nobody counted.
     libc.madvise(address, n_bytes, _MADV_NOHUGEPAGE)
+
+
+def give_back_zeros(address: int, n_bytes: int) -> None:
+    """Take the whole pages of private memory that holds zeros alone, until something is written
+    there. On small pages from then on: few written bytes take few of them.
+
+    Raises AddressSpaceError.
+    """
+    start = -(-address // PAGE_BYTES) * PAGE_BYTES
+    end = (address + n_bytes) // PAGE_BYTES * PAGE_BYTES
+    if start < end:
+        _libc().madvise(start, end - start, _MADV_NOHUGEPAGE)
+        if _libc().madvise(start, end - start, _MADV_DONTNEED) == _FAILED:
+            raise _error("madvise", end - start)
 
 
 def keep_from_children(address: int, n_bytes: int) -> None:

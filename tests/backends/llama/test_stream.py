@@ -1,5 +1,7 @@
 """A streamed GGUF model computes exactly what the same model in memory does."""
 
+import ctypes
+
 import numpy as np
 import pytest
 from gguf_models import FAMILIES
@@ -58,6 +60,38 @@ def test_bit_equal_with_resident_tensors(n_splits, plan, n_slots, models, paging
     model = models("llama", n_layers=5, n_splits=n_splits, dtype="Q8_0")
     with in_memory(model) as expected, streamed(model, plan(model), n_slots) as found:
         assert same(exercise(found), exercise(expected))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # the latter has two caches
+def test_the_cache_takes_memory_as_it_is_used(family, models, paging):
+    model = models(family, n_ctx=16384)
+    options = {"max_context": 16384, "max_nodes": 8}
+    tokens = np.random.default_rng(0).integers(3, 90, 700).tolist()
+    with in_memory(model, **options) as expected, streamed(model, **options) as backend:
+        whole = sum(n_bytes for _, n_bytes in backend._stream._caches)
+        assert whole >= backend.kv_bytes / 2
+
+        def taken():
+            return resident_bytes(backend._stream._caches)
+
+        assert taken() < whole / 20
+        found = backend.prefill(tokens)
+        assert whole / 50 < taken() < whole / 4
+        assert np.array_equal(found, expected.prefill(tokens))
+        assert same(exercise(backend), exercise(expected))
+
+
+def resident_bytes(ranges):
+    """Of their whole pages, as mincore(2) says."""
+    libc = ctypes.CDLL(None)
+    total = 0
+    for address, n_bytes in ranges:
+        start = -(-address // 4096) * 4096
+        n_pages = (address + n_bytes - start) // 4096
+        pages = (ctypes.c_ubyte * n_pages)()
+        assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(n_pages * 4096), pages) == 0
+        total += 4096 * sum(page & 1 for page in pages)
+    return total
 
 
 def test_layers_larger_than_huge_pages(models, paging):

@@ -23,6 +23,7 @@ from offload.paging.address_space import (
     check_supported,
     commit,
     find_mapping,
+    give_back_zeros,
     move_pages,
     protect,
     reserve,
@@ -41,6 +42,17 @@ def room() -> object:
     base = reserve(64 * MIB + HUGE)
     yield -(-base // HUGE) * HUGE
     unmap(base, 64 * MIB + HUGE)
+
+
+def test_zeros_take_no_memory_until_something_is_written(room: int) -> None:
+    commit(room, 8 * HUGE)
+    give_back_zeros(room + 100, 4 * HUGE)  # the pages wholly inside of it
+    inside = [(room, 8 * HUGE)]
+    assert memory_in(inside) <= 4 * HUGE + 2 * PAGE_BYTES
+    bytes_there = view(room, 8 * HUGE)
+    bytes_there[HUGE] = 7
+    assert memory_in(inside) <= 4 * HUGE + 3 * PAGE_BYTES
+    assert bytes(bytes_there[HUGE : HUGE + 3]) == b"\x07\0\0"
 
 
 # --- mappings ------------------------------------------------------------------------------
