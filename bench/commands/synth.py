@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from bench.synth.files import refuse_folder, refuse_gguf_file
-from bench.synth.shapes import SHAPES, SynthError, choose_shape, named_shape
+from bench.synth.recipes import RECIPES
+from bench.synth.shapes import SHAPES, Storage, SynthError, choose_shape, named_shape
 from offload.units import format_bytes, parse_bytes
 from specdec.cli.output import loading_progress
 
 DEFAULT_SIZE = "6GB"
 # The first is the default.
-_DTYPES = {"hf": ("bf16", "fp32"), "gguf": ("q4_0", "q8_0", "f16", "bf16", "fp32")}
+_DTYPES = {"hf": ("bf16", "fp32"), "gguf": tuple(RECIPES)}
 _ALIASES = {"f32": "fp32", "fp16": "f16"}
 
 
@@ -77,14 +78,14 @@ def synth_command(
 
     # Takes its time: a mistyped option should not have to wait for it.
     from bench.synth.checkpoint import FORMATS, grow
-    from bench.synth.gguf import GGUF_FORMATS, grow_gguf
+    from bench.synth.gguf import grow_gguf
     from bench.synth.source import SourceModel
     from specdec.models.names import resolve_model
 
     folder = resolve_model(source)
-    form = (GGUF_FORMATS if format == "gguf" else FORMATS)[dtype]
+    storage: Storage = RECIPES[dtype] if format == "gguf" else FORMATS[dtype]
     small = SourceModel(folder).shape
-    shape = choose_shape(small, base, n_bytes, vocab_size, form.bytes_per_weight)
+    shape = choose_shape(small, base, n_bytes, vocab_size, storage)
     with loading_progress(out.name) as progress:
         report = (grow_gguf if format == "gguf" else grow)(
             folder,

@@ -1,7 +1,7 @@
 """Grows a small Llama to a large one's size as one GGUF file, as `checkpoint` does for folders.
 
-Types follow llama-quantize: norms in F32; with Q4_0 the output head (a tied embedding is one too)
-in Q6_K, or in Q8_0 where its rows do not fill Q6_K's blocks; everything else as asked.
+Types are llama-quantize's (`bench.synth.recipes`), and so are the bytes of what comes from the
+source: ggml quantises them. No float copy of the model is made, in memory or on disk.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from bench.synth.checkpoint import GrowReport, fit_shape
 from bench.synth.files import check_gguf_file, grown_config, model_card
-from bench.synth.formats import BF16, F16, F32, Q4_0, Q6_K, Q8_0, WeightFormat
 from bench.synth.growth import GrowthPlanner, TensorPlan
+from bench.synth.recipes import RECIPES, Recipe
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.source import SourceModel
 from bench.synth.unfinished import unfinished
@@ -32,7 +32,7 @@ from specdec.pair.gguf_metadata import add_model, add_tokenizer
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-GGUF_FORMATS = {"q4_0": Q4_0, "q8_0": Q8_0, "f16": F16, "bf16": BF16, "fp32": F32}
+_ROTARY = ("q_proj.weight", "k_proj.weight")
 
 
 def grow_gguf(
@@ -51,28 +51,28 @@ def grow_gguf(
     """Writes one GGUF file of `shape` that computes the same function as the source.
 
     The arguments are those of `bench.synth.checkpoint.grow`, but for `out_file`, whose name must
-    end in .gguf, and `dtype`, one of `GGUF_FORMATS`. The quantised weights of the source round its
+    end in .gguf, and `dtype`, one of `RECIPES`. The quantised weights of the source round its
     function; growing does not change it further.
 
     Raises:
-        SynthError: as `grow` does; also if rows do not fill whole blocks.
+        SynthError: as `grow` does; also if zeros beside the source's weights would not be exact.
         GgufExportError: a tokenizer or rotary embedding that is not written here.
+        LlamaError: llama.cpp, whose ggml quantises, is not installed.
     """
-    if dtype not in GGUF_FORMATS:
-        raise SynthError(f"unknown dtype {dtype!r} for GGUF; known: {', '.join(GGUF_FORMATS)}")
+    if dtype not in RECIPES:
+        raise SynthError(f"unknown dtype {dtype!r} for GGUF; known: {', '.join(RECIPES)}")
+    recipe = RECIPES[dtype]
     out_file = Path(out_file).expanduser().absolute()
     source = SourceModel(Path(source_dir))
     grown = fit_shape(source, shape, vocab_size)
-    maker = TensorMaker(
-        partial(_read_interleaved, source), partial(_format_of, GGUF_FORMATS[dtype], grown), seed
-    )
-    tensors = _tensors(GrowthPlanner(source.shape, grown).tensors(), grown, maker, dtype)
+    maker = TensorMaker(partial(_read_interleaved, source), partial(recipe.format_of, grown), seed)
+    tensors = _tensors(GrowthPlanner(source.shape, grown).tensors(), grown, maker, recipe)
     n_bytes = sum(tensor.n_bytes for tensor in tensors)
 
     def add_metadata(writer: GGUFWriter) -> None:
         name = f"{source_name or source.folder.name} grown to {grown.parameters / 1e9:.1f} G"
-        file_type = "ALL_F32" if dtype == "fp32" else f"MOSTLY_{dtype.upper()}"
-        add_model(writer, grown_config(source, grown, dtype), name=name, file_type=file_type)
+        config = grown_config(source, grown, dtype)
+        add_model(writer, config, name=name, file_type=recipe.file_type)
         card = model_card(source, grown, dtype, n_bytes, seed, source_name)
         writer.add_description(card)
         add_tokenizer(writer, source.folder, grown.vocab_size)
@@ -88,33 +88,25 @@ def grow_gguf(
     return GrowReport(out_file, grown, grown.parameters, n_bytes, 1)
 
 
-def head_format(form: WeightFormat, n_columns: int) -> WeightFormat:
-    """What llama-quantize stores an output head in."""
-    if form is not Q4_0:
-        return form
-    return Q8_0 if n_columns % Q6_K.block_size else Q6_K
-
-
-def _format_of(form: WeightFormat, grown: LlamaShape, plan: TensorPlan) -> WeightFormat:
-    if len(plan.shape) == 1:
-        return F32
-    head = "model.embed_tokens.weight" if grown.tied else "lm_head.weight"
-    return head_format(form, grown.hidden_size) if plan.name == head else form
-
-
-def _read_interleaved(source: SourceModel, name: str) -> np.ndarray:
-    shape = source.shape
-    return interleave_rotary(name, source.read(name), shape.n_heads, shape.n_kv_heads)
+def _read_interleaved(source: SourceModel, name: str, rows: range) -> np.ndarray:
+    """Rows in llama.cpp's order, for which Q and K are read by whole heads."""
+    if not name.endswith(_ROTARY):
+        return source.read(name, rows)
+    size = source.shape.head_dim
+    first, n_heads = rows.start // size, -(-rows.stop // size) - rows.start // size
+    heads = source.read(name, range(first * size, (first + n_heads) * size))
+    skipped = rows.start - first * size
+    return interleave_rotary(name, heads, n_heads, n_heads)[skipped : skipped + len(rows)]
 
 
 def _tensors(
-    plans: list[TensorPlan], grown: LlamaShape, maker: TensorMaker, dtype: str
+    plans: list[TensorPlan], grown: LlamaShape, maker: TensorMaker, recipe: Recipe
 ) -> list[GgufTensor]:
     tensors = []
     for plan in plans:
         name = gguf_name(plan.name)
         assert name is not None
-        form = _format_of(GGUF_FORMATS[dtype], grown, plan)
+        form = recipe.format_of(grown, plan)
         n_bytes, chunks = maker.n_bytes(plan), partial(maker.chunks, plan)
         tensors.append(GgufTensor(name, plan.shape, form.name, n_bytes, chunks))
     return tensors

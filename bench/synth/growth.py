@@ -51,6 +51,10 @@ class Patch:
     source_column: int = 0
     scale: float = 1.0
 
+    @property
+    def end_column(self) -> int:
+        return self.column + self.n_columns
+
 
 @dataclass(frozen=True)
 class TensorPlan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from offload.errors import SpecdecError
 from offload.units import format_bytes
@@ -71,6 +72,17 @@ class LlamaShape:
         )
 
 
+class Storage(Protocol):
+    """How a model's weights are stored."""
+
+    @property
+    def block_size(self) -> int:
+        """Weights that are stored together, in most of its matrices."""
+
+    def model_bytes(self, shape: LlamaShape) -> int:
+        """Of all weights of a model of this shape."""
+
+
 #                            D      F     N   H   K    E       V  tied
 SHAPES: dict[str, LlamaShape] = {
     "llama-3.2-1b": LlamaShape(2048, 8192, 16, 32, 8, 64, 128_256, True),
@@ -83,6 +95,7 @@ SHAPES: dict[str, LlamaShape] = {
 }
 MAX_LAYERS = 1024  # of a GGUF file that is read, far above any real model
 _FFN_STEP = 64  # keeps rows aligned for every matmul kernel
+_ROUNDS_OF_SIZING = 3  # formats differ from layer to layer, so a weight's mean bytes do with size
 
 
 def named_shape(name: str) -> LlamaShape:
@@ -104,6 +117,7 @@ def shape_of_size(
     vocab_size: int | None = None,
     min_layers: int = 1,
     min_intermediate_size: int = 1,
+    width_step: int = _FFN_STEP,
 ) -> LlamaShape:
     """Adjusts a shape's layers, then its MLP width, so that all weights take about `n_bytes`.
 
@@ -114,6 +128,7 @@ def shape_of_size(
         vocab_size: replaces the vocabulary before anything is counted.
         min_layers: what the source model needs at least.
         min_intermediate_size: what the source model needs at least.
+        width_step: the MLP's width changes by multiples of it.
     """
     known = candidates or list(SHAPES.values())
     if vocab_size is not None:
@@ -133,7 +148,7 @@ def shape_of_size(
     # What is left over or missing is spread over the MLPs of all layers.
     per_column = 3 * nearest.hidden_size * n_layers
     rest = room - n_layers * nearest.layer_parameters
-    step = max(1, min(_FFN_STEP, nearest.intermediate_size // 4))
+    step = max(1, min(width_step, nearest.intermediate_size // 4))
     width = nearest.intermediate_size + round(rest / per_column / step) * step
     shape = replace(nearest, n_layers=n_layers, intermediate_size=width)
     if width < max(step, min_intermediate_size) or not 0.9 < shape.parameters / n_weights < 1.1:
@@ -153,19 +168,32 @@ def choose_shape(
     base: LlamaShape | None,
     n_bytes: int | None,
     vocab_size: int | None,
-    bytes_per_weight: float,
+    storage: Storage,
 ) -> LlamaShape:
-    """The shape named, or adjusted to a size; tied only if the source is, so sizes are right."""
+    """The shape named, or adjusted to a size; tied only if the source is, so sizes are right.
+
+    Adjusted widths fill whole blocks, as those of the models that people have do.
+    """
     if n_bytes is None:
         assert base is not None
         return base
     known = [base] if base else list(SHAPES.values())
-    candidates = [replace(shape, tied=shape.tied and source.tied) for shape in known]
-    return shape_of_size(
-        n_bytes,
-        bytes_per_weight,
-        candidates,
-        vocab_size=vocab_size,
-        min_layers=source.n_layers,
-        min_intermediate_size=source.intermediate_size,
-    )
+    candidates = [
+        replace(
+            shape,
+            tied=shape.tied and source.tied,
+            vocab_size=shape.vocab_size if vocab_size is None else vocab_size,
+        )
+        for shape in known
+    ]
+    shape = candidates[0]
+    for _ in range(_ROUNDS_OF_SIZING):
+        shape = shape_of_size(
+            n_bytes,
+            storage.model_bytes(shape) / shape.parameters,
+            candidates,
+            min_layers=source.n_layers,
+            min_intermediate_size=source.intermediate_size,
+            width_step=max(_FFN_STEP, storage.block_size),
+        )
+    return shape

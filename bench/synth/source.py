@@ -1,4 +1,4 @@
-"""Reading the small checkpoint that is grown: its sizes, and its tensors one at a time."""
+"""Reading the small checkpoint that is grown: its sizes, and its tensors a few rows at a time."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ class SourceModel:
         if not self.shape.tied and "lm_head.weight" not in self._records:
             raise SynthError(f"{self.folder} has no lm_head.weight although its head is untied")
 
-    def read(self, name: str) -> np.ndarray:
-        """Returns one tensor as float32."""
+    def read(self, name: str, rows: range) -> np.ndarray:
+        """Consecutive rows of one tensor, float32 [rows, columns]; a vector is one row."""
         try:
-            return read_float32(self._records[name])
+            record = self._records[name]
         except KeyError:
             raise SynthError(f"{self.folder} has no tensor {name!r}") from None
+        if len(record.shape) == 1:
+            return read_float32(record).reshape(1, -1)
+        return read_float32(record, rows)
 
 
 def source_shape(config: dict[str, Any]) -> LlamaShape:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.process.child import measure_for_parent, result_of_child
-from bench.synth.shapes import SynthError, choose_shape
+from bench.synth.shapes import Storage, SynthError, choose_shape
 from offload.errors import SpecdecError
 
 
@@ -59,15 +59,16 @@ def _plan(stand_in: StandIn) -> int:
 
 def _grow(stand_in: StandIn, folder: Path) -> Path:
     from bench.synth.checkpoint import FORMATS, grow
-    from bench.synth.gguf import GGUF_FORMATS, grow_gguf
+    from bench.synth.gguf import grow_gguf
+    from bench.synth.recipes import RECIPES
     from bench.synth.source import SourceModel
     from specdec.models.names import resolve_model
 
     is_gguf = stand_in.format == "gguf"
     source, dtype, vocab_size = resolve_model(stand_in.source), stand_in.dtype, stand_in.vocab_size
-    form = (GGUF_FORMATS if is_gguf else FORMATS)[dtype]
+    storage: Storage = RECIPES[dtype] if is_gguf else FORMATS[dtype]
     small = SourceModel(source).shape
-    shape = choose_shape(small, None, stand_in.n_bytes, vocab_size, form.bytes_per_weight)
+    shape = choose_shape(small, None, stand_in.n_bytes, vocab_size, storage)
     target = folder / ("target.gguf" if is_gguf else "target")
     write = grow_gguf if is_gguf else grow
     return write(source, target, shape, vocab_size=vocab_size, dtype=dtype, with_data=False).path

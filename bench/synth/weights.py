@@ -14,6 +14,7 @@ from bench.synth.shapes import SynthError
 from offload.units import MIB
 
 _CHUNK_BYTES = 32 * MIB
+_FLOATS_AT_ONCE = MIB  # that are encoded together: bounds the float32 temporaries
 _POOL_WEIGHTS = 8 * MIB
 _STD = 0.02  # of trained matrices, about
 
@@ -25,14 +26,14 @@ class TensorMaker:
     blocks are copied from random places of it.
 
     Args:
-        read_source: float32 tensor of the source by name.
+        read_source: float32 [rows, columns] of the source: name, and which rows.
         format_of: in which format a tensor is written.
         seed: of everything random.
     """
 
     def __init__(
         self,
-        read_source: Callable[[str], np.ndarray],
+        read_source: Callable[[str, range], np.ndarray],
         format_of: Callable[[TensorPlan], WeightFormat],
         seed: int,
     ) -> None:
@@ -41,25 +42,22 @@ class TensorMaker:
         self._seed = seed
         self._offsets = random.Random(seed)
         self._normal = np.random.default_rng(seed)
-        self._loaded: tuple[str, np.ndarray] | None = None
+        self._loaded: tuple[tuple[str, range], np.ndarray] | None = None
 
     def n_bytes(self, plan: TensorPlan) -> int:
         """Bytes of a tensor.
 
         Raises:
-            SynthError: its rows, or a patch in them, do not fill whole blocks.
+            SynthError: zeros in it could not be exact.
         """
-        form = self._format_of(plan)
-        size, columns = form.block_size, plan.rows_and_columns[1]
-        if columns % size:
+        form, n_columns = self._format_of(plan), plan.rows_and_columns[1]
+        group = form.zero_group
+        edges = {edge for patch in plan.patches for edge in (patch.column, patch.end_column)}
+        if plan.fill is Fill.ZERO and any(edge % group for edge in edges - {n_columns}):
             raise SynthError(
-                f"rows of {columns} weights in {plan.name} do not fill blocks of {size} "
-                f"({form.name}); choose another shape or dtype"
-            )
-        if any(patch.column % size for patch in plan.patches):
-            raise SynthError(
-                f"the source's heads do not fill blocks of {size} ({form.name}) in {plan.name}; "
-                "choose a float dtype"
+                f"the source's weights in {plan.name} do not fill groups of {group}, so that the "
+                f"zeros beside them would not be exact in {form.name}; choose q4_0, q8_0, q6_k or "
+                "a float dtype"
             )
         return form.n_bytes(plan.n_weights)
 
@@ -69,12 +67,13 @@ class TensorMaker:
         n_rows, n_columns = plan.rows_and_columns
         n_blocks = n_columns // form.block_size
         step = max(1, _CHUNK_BYTES // (n_blocks * form.block_bytes))
+        bands = _bands(plan.patches, form)
         for first in range(0, n_rows, step):
             shape = (min(step, n_rows - first), n_blocks, form.block_bytes)
             rows = np.empty(shape, dtype=np.uint8)
             self._fill(rows, plan, form)
-            for patch in plan.patches:
-                self._apply(rows, first, patch, form)
+            for band in bands:
+                self._apply(rows, first, band, form)
             yield rows.data.cast("B")
 
     def _fill(self, rows: np.ndarray, plan: TensorPlan, form: WeightFormat) -> None:
@@ -97,37 +96,57 @@ class TensorMaker:
             offset = self._offsets.randrange(len(pool) - len(part) + 1)
             part[:] = pool[offset : offset + len(part)]
 
-    def _apply(self, rows: np.ndarray, first: int, patch: Patch, form: WeightFormat) -> None:
-        """Writes the part of a patch that lies in rows [first, first + len(rows)).
+    def _apply(self, rows: np.ndarray, first: int, band: list[Patch], form: WeightFormat) -> None:
+        """Writes the part of a band that lies in rows [first, first + len(rows)).
 
-        Where the last block of a row is only partly the patch's, zeros fill it up: they are in
-        new columns, where any value is right.
+        Where a block is only partly the patches', zeros fill it up: between and beside the columns
+        of `o_proj` and `down_proj` they must stand, elsewhere any value is right.
         """
-        begin = max(first, patch.row)
-        end = min(first + len(rows), patch.row + patch.n_rows)
-        if begin >= end:
-            return
-        left = patch.column // form.block_size
-        n_blocks = -(-patch.n_columns // form.block_size)
-        values = np.zeros((end - begin, n_blocks * form.block_size), np.float32)
-        if patch.source is None:
-            drawn = self._normal.standard_normal((end - begin, patch.n_columns), np.float32)
-            values[:, : patch.n_columns] = drawn * np.float32(_STD)
-        else:
-            skipped = patch.source_row + begin - patch.row
-            part = self._source(patch.source)[
-                skipped : skipped + end - begin,
-                patch.source_column : patch.source_column + patch.n_columns,
-            ]
-            values[:, : patch.n_columns] = part * np.float32(patch.scale)
-        rows[begin - first : end - first, left : left + n_blocks] = _encode(values, form)
+        begin = max(first, band[0].row)
+        end = min(first + len(rows), band[0].row + band[0].n_rows)
+        left = band[0].column // form.block_size
+        right = -(-band[-1].end_column // form.block_size)
+        n_columns = (right - left) * form.block_size
+        step = max(1, _FLOATS_AT_ONCE // n_columns)
+        for top in range(begin, end, step):
+            some = range(top, min(top + step, end))
+            values = np.zeros((len(some), n_columns), np.float32)
+            for patch in band:
+                column = patch.column - left * form.block_size
+                values[:, column : column + patch.n_columns] = self._values(patch, some)
+            rows[some.start - first : some.stop - first, left:right] = _encode(values, form)
 
-    def _source(self, name: str) -> np.ndarray:
-        """A tensor of the source with two dimensions; the last one read is kept."""
-        if self._loaded is None or self._loaded[0] != name:
-            tensor = self._read(name)
-            self._loaded = (name, tensor if tensor.ndim == 2 else tensor.reshape(1, -1))
+    def _values(self, patch: Patch, rows: range) -> np.ndarray:
+        """What a patch writes into these rows of the grown tensor, float32."""
+        if patch.source is None:
+            drawn = self._normal.standard_normal((len(rows), patch.n_columns), np.float32)
+            return drawn * np.float32(_STD)
+        skipped = patch.source_row - patch.row
+        part = self._source(patch.source, range(rows.start + skipped, rows.stop + skipped))
+        columns = slice(patch.source_column, patch.source_column + patch.n_columns)
+        return part[:, columns] * np.float32(patch.scale)
+
+    def _source(self, name: str, rows: range) -> np.ndarray:
+        """Rows of a tensor of the source; those read last are kept, for the next head."""
+        if self._loaded is None or self._loaded[0] != (name, rows):
+            self._loaded = ((name, rows), self._read(name, rows))
         return self._loaded[1]
+
+
+def _bands(patches: tuple[Patch, ...], form: WeightFormat) -> list[list[Patch]]:
+    """The patches from left to right, together where they share blocks of the same rows."""
+    bands: list[list[Patch]] = []
+    for patch in sorted(patches, key=lambda patch: (patch.row, patch.column)):
+        before = bands[-1][-1] if bands else None
+        if (
+            before is not None
+            and (before.row, before.n_rows) == (patch.row, patch.n_rows)
+            and before.end_column > patch.column // form.block_size * form.block_size
+        ):
+            bands[-1].append(patch)
+        else:
+            bands.append([patch])
+    return bands
 
 
 def _encode(values: np.ndarray, form: WeightFormat) -> np.ndarray:
@@ -136,12 +155,12 @@ def _encode(values: np.ndarray, form: WeightFormat) -> np.ndarray:
     return blocks.reshape(len(values), -1, form.block_bytes)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)  # formats of one file's matrices
 def _draw_pool(form: WeightFormat, seed: int) -> np.ndarray:
     """Encoded normal numbers, uint8 [blocks, block_bytes]."""
     generator = np.random.default_rng(seed)
     pool = np.empty((_POOL_WEIGHTS // form.block_size, form.block_bytes), np.uint8)
-    step = MIB // form.block_size  # bounds the float32 temporaries
+    step = _FLOATS_AT_ONCE // form.block_size
     for start in range(0, len(pool), step):
         drawn = generator.standard_normal((step, form.block_size), np.float32)
         pool[start : start + step] = form.encode(drawn * np.float32(_STD))

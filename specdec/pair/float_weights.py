@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from offload.formats.tensors import CheckpointError, TensorRecord
 
 
-def read_float32(record: TensorRecord) -> np.ndarray:
+def read_float32(record: TensorRecord, rows: range | None = None) -> np.ndarray:
     """One tensor, float32 in its own shape; BF16 and F16 are widened exactly.
+
+    Args:
+        record: which tensor.
+        rows: consecutive ones of it (its first dimension); all without.
 
     Raises:
         CheckpointError: another type, or the file has become shorter.
@@ -18,10 +24,14 @@ def read_float32(record: TensorRecord) -> np.ndarray:
         raise CheckpointError(
             f"{record.path} stores {record.name} as {record.dtype}; BF16, F16 and F32 are read"
         )
-    n_weights = record.n_bytes // np.dtype(kind).itemsize
-    raw = np.fromfile(record.path, dtype=kind, count=n_weights, offset=record.offset)
+    shape, offset = record.shape, record.offset
+    if rows is not None:
+        offset += rows.start * (record.n_bytes // shape[0])
+        shape = (len(rows), *shape[1:])
+    n_weights = math.prod(shape)
+    raw = np.fromfile(record.path, dtype=kind, count=n_weights, offset=offset)
     if raw.size != n_weights:
         raise CheckpointError(f"{record.path} ends within {record.name}; download it again")
     if record.dtype == "BF16":  # the upper half of a float32
-        return (raw.astype(np.uint32) << 16).view(np.float32).reshape(record.shape)
-    return raw.astype(np.float32, copy=False).reshape(record.shape)
+        return (raw.astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    return raw.astype(np.float32, copy=False).reshape(shape)

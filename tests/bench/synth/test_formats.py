@@ -7,13 +7,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.synth.formats import BF16, F16, F32, Q4_0, Q6_K, Q8_0, WeightFormat
+from bench.synth.formats import (
+    BF16,
+    F16,
+    F32,
+    IQ4_NL,
+    IQ4_XS,
+    Q4_0,
+    Q4_K,
+    Q5_0,
+    Q5_1,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+    WeightFormat,
+)
 
 gguf = pytest.importorskip("gguf")
+pytest.importorskip("llama_cpp")
+pytestmark = pytest.mark.gguf
 
 # Largest error relative to the largest weight of a block: half a step, or a whole one where the
 # largest weight of the other sign is cut off, and the rounding of the scale.
-ERRORS = {F32: 0.0, F16: 2**-11, BF16: 2**-8, Q8_0: 1 / 220, Q6_K: 1 / 25, Q4_0: 1 / 7}
+ERRORS = {F32: 0.0, F16: 2**-11, BF16: 2**-8, Q8_0: 1 / 220, Q6_K: 1 / 25}
+ERRORS |= {Q5_0: 1 / 14, Q5_1: 1 / 25, Q5_K: 1 / 14}
+ERRORS |= {Q4_0: 1 / 7, Q4_K: 1 / 8, IQ4_NL: 1 / 7, IQ4_XS: 1 / 7}
 TINY = 2**-25  # half of F16's smallest step
 ALL = pytest.mark.parametrize("form", ERRORS, ids=lambda form: form.name)
 
@@ -26,7 +44,7 @@ def decode(form: WeightFormat, blocks: np.ndarray) -> np.ndarray:
 def test_sizes_are_ggmls(form: WeightFormat) -> None:
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[form.name]]
     assert (form.block_size, form.block_bytes) == size
-    assert form.n_bytes(512) == 512 * form.bytes_per_weight
+    assert form.n_bytes(512) == 512 // form.block_size * form.block_bytes
 
 
 @ALL
@@ -44,7 +62,7 @@ def test_errors_are_at_most_a_step(form: WeightFormat, seed: int, scale: float) 
 @ALL
 def test_zeros_stay_zeros(form: WeightFormat) -> None:
     values = np.random.default_rng(0).standard_normal((5, form.block_size), np.float32)
-    values[:, form.block_size // 3 :] = 0
+    values[:, form.block_size // 3 // form.zero_group * form.zero_group :] = 0
     values[2] = 0
     assert not decode(form, form.encode(values))[values == 0].any()
 

@@ -132,7 +132,10 @@ def test_force_spares_the_source_and_what_is_no_checkpoint(source: Path, tmp_pat
     [
         (["--format", "onnx"], "unknown format 'onnx'; known: hf, gguf"),
         (["--dtype", "q4_0"], "unknown dtype 'q4_0' for hf; known: bf16, fp32"),
-        (["--format", "gguf", "--dtype", "q5_0"], "known: q4_0, q8_0, f16, bf16, fp32"),
+        (
+            ["--format", "gguf", "--dtype", "q5_0"],
+            "unknown dtype 'q5_0' for gguf; known: q4_0, q4_k_s",
+        ),
         (["--like", "gpt-5"], "unknown shape 'gpt-5'"),
         (["--size", "many"], "many"),
         (["--from", "no/such/folder"], "no/such/folder"),

@@ -1,0 +1,20 @@
+"""llama.cpp's own quantisation of a whole GGUF file, without an importance matrix."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from backends.ggml.library import load_library
+
+
+def llama_quantize(floats: Path, out: Path, dtype: str) -> Path:
+    """Write `floats` in a file type of llama-quantize, for example q4_k_m."""
+    library = load_library()
+    params = library.llama_model_quantize_default_params()
+    name = {"mxfp4": "MXFP4_MOE"}.get(dtype, dtype.upper())
+    params.ftype = getattr(library, f"LLAMA_FTYPE_MOSTLY_{name}")
+    params.nthread = 1
+    paths = str(floats).encode(), str(out).encode()
+    assert library.llama_model_quantize(*paths, ctypes.byref(params)) == 0, (floats, dtype)
+    return out
