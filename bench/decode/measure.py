@@ -28,7 +28,7 @@ from bench.prompts.workloads import WARM_UP_TOKENS, Prompt
 from offload.units import parse_bytes
 from specdec.decoding.stats import ratio
 from specdec.models.weight_files import largest_weight_file
-from specdec.policy.lessons import Experience
+from specdec.policy.experience import Experience
 
 if TYPE_CHECKING:
     from specdec.api import LLM

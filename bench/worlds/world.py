@@ -21,7 +21,7 @@ from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.merged import MergedDrafter
 from specdec.policy.costs import PassCost
 from specdec.policy.draft_policy import DraftPolicy
-from specdec.policy.lessons import Experience
+from specdec.policy.experience import Experience
 from specdec.verification.acceptance import match_walk
 from specdec.verification.tree import ROOT, DraftTree
 

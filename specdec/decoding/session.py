@@ -38,7 +38,7 @@ from specdec.planning.load import load_draft, load_target
 from specdec.planning.plan import plan_models
 from specdec.planning.run_options import RunOptions
 from specdec.policy.draft_policy import DraftPolicy
-from specdec.policy.lessons import Experience
+from specdec.policy.experience import Experience
 from specdec.sampling.sampler import Sampler
 
 _CONTRADICTION = 1.5

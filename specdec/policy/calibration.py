@@ -2,7 +2,7 @@
 
 A draft's log q says how sure the draft is, not how often it is right: a greedy target takes its
 likeliest token, so a good guess is accepted more often than q says; a draft that was trained on
-other texts is sure and wrong. So (draft / n-gram, depth, q) is mapped to the share of such nodes
+other texts is sure and wrong. So (draft / n-gram, q) is mapped to the share of such nodes
 that the target chose, given that it had come to their parent.
 
 Every node whose parent was reached is an observation, also one that was cut from the tree before
@@ -18,34 +18,37 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.policy.costs import RECENT
 from specdec.verification.tree import DraftTree
 
-N_BUCKETS = 14
-_LOWEST_LOGIT = -7.0  # buckets are one unit of logit(q) wide: from q = 0.001 to 0.999
-_N_DEPTHS = 4  # depth 1, 2-3, 4-7, 8 and more
-_MEMORY = 200.0  # observations of one cell after which older ones have lost 63 % of their weight
-_SOURCE_STRENGTH = 1.0  # of the belief that q is right: precision of the shift of a whole source
-_LARGEST_STEP = 1.0  # of Newton's method, in logits
-_N_STEPS = 5
-_POOLED_STRENGTH = 4.0  # pseudo-observations of "this bucket is like the others"
-_DEPTH_STRENGTH = 12.0  # of "this depth is like the others"
-_LARGEST_LOGIT = 8.0  # nothing is surer than 0.9997
+_LARGEST_LOGIT = 7.0  # q = 0.999: nothing is surer; buckets are one unit of logit(q) wide
+N_BUCKETS = int(2 * _LARGEST_LOGIT)
+_MEMORY = 200.0
+"""Observations of one bucket after which older ones have lost 63 % of their weight: they give a
+share to 3.5 %."""
+_STRENGTH = 8.0  # observations that "this bucket is like the others of its source" counts as
+_LEAST_SLOPE = 0.5  # of gain over draft probability, in logarithms
+_LEAST_GAIN = 0.01  # tokens: what is below is as good as nothing
+_AS_THE_DRAFT_SAYS = 0.1 * np.array([2.0, -2.0, -2.0, 4.0, 4.0])
+"""Sums of 1, x, y, x*x, x*y over a tenth of two observations on y = x: (0, 0) and (-2, -2). They
+count always: where trees of two levels give points in one place only, their scatter alone would
+decide the slope, and could keep trees that small."""
 
 
 class Calibration:
     """Probability that a node is accepted, given that its parent is.
 
-    A cell holds (tries, hits, sum of q) of one kind of source, depth and bucket of logit(q), all
-    exponentially forgotten. Its shift is logit(smoothed hits / tries) - logit(mean q); a node's
+    A bucket of logit(q) holds (tries, hits, sum of q) of one kind of source, exponentially
+    forgotten. Its shift is logit(smoothed hits / tries) - logit(mean q); a node's
     probability is sigmoid(logit(q) + shift), so that the order within a bucket is kept. Smoothing
     goes from few observations to many: one shift for all nodes of a source tells a useless draft
-    within a few rounds, then each bucket departs from it, then each depth from its bucket.
+    within a few rounds, then each bucket departs from it.
     """
 
     def __init__(self) -> None:
         # Of each combination of sources: a token that two drafters offer is one of its own kind.
-        self._cells: dict[tuple[str, ...], NDArray[np.float64]] = {}  # [depth, bucket, 3]
-        self._shifts: dict[tuple[str, ...], NDArray[np.float64]] = {}  # [depth, bucket]
+        self._buckets: dict[tuple[str, ...], NDArray[np.float64]] = {}  # [bucket, 3]
+        self._shifts: dict[tuple[str, ...], NDArray[np.float64]] = {}  # [bucket]
 
     def path_probabilities(self, tree: DraftTree) -> NDArray[np.float64]:
         """Probability of each node to be accepted, float64 [len(tree)]; the root has 1.
@@ -54,9 +57,8 @@ class Calibration:
         """
         found = [1.0] * len(tree)
         for i in range(1, len(tree)):
-            parent = tree.parents[i]
-            own = self._probability(tree.sources[i], tree.depths[i], tree.log_probs[i])
-            found[i] = found[parent] * own
+            own = self._probability(tree.sources[i], tree.log_probs[i])
+            found[i] = found[tree.parents[i]] * own
         return np.array(found)
 
     def observe(self, tree: DraftTree, emitted: Sequence[int]) -> None:
@@ -64,89 +66,95 @@ class Calibration:
         touched = set()
         for node, token in zip(tree.follow(emitted), emitted, strict=False):
             for candidate, child in tree.children(node).items():
-                place = (tree.depths[child], tree.log_probs[child])
-                self._count(tree.sources[child], *place, candidate == token)
+                self._count(tree.sources[child], tree.log_probs[child], candidate == token)
                 touched.add(tree.sources[child])
         for source in touched:
-            self._shifts[source] = _shifts(self._cells[source])
+            self._shifts[source] = _shifts(self._buckets[source])
 
-    def _probability(self, source: tuple[str, ...], depth: int, log_q: float) -> float:
+    def _probability(self, source: tuple[str, ...], log_q: float) -> float:
         logit = _logit(math.exp(log_q))
-        shifts = self._shifts.get(source)
-        if shifts is not None:
-            logit += float(shifts[_depth_class(depth), _bucket(logit)])
+        if source in self._shifts:
+            logit += float(self._shifts[source][_bucket(logit)])
         return 1.0 / (1.0 + math.exp(-logit))
 
-    def _count(self, source: tuple[str, ...], depth: int, log_q: float, is_hit: bool) -> None:
-        if source not in self._cells:
-            self._cells[source] = np.zeros((_N_DEPTHS, N_BUCKETS, 3))
+    def _count(self, source: tuple[str, ...], log_q: float, is_hit: bool) -> None:
         q = math.exp(log_q)
-        cell = self._cells[source][_depth_class(depth), _bucket(_logit(q))]
-        cell *= 1.0 - 1.0 / _MEMORY
-        cell += (1.0, float(is_hit), q)
+        buckets = self._buckets.setdefault(source, np.zeros((N_BUCKETS, 3)))
+        bucket = buckets[_bucket(_logit(q))]
+        bucket *= 1.0 - 1.0 / _MEMORY
+        bucket += (1.0, float(is_hit), q)
+
+
+class LevelYield:
+    """What one more level of the draft's brings, by the draft probability of the level above it.
+
+    The drafter must decide while it knows nothing but its own probabilities. An overconfident one
+    is the more wrong the deeper it goes, so the relation is a power: a line through
+    (log draft probability of a level, log of the tokens that the next one gained), fitted to
+    recent trees, with a lasting pull towards "as the draft says".
+    """
+
+    def __init__(self) -> None:
+        self._sums = np.zeros_like(_AS_THE_DRAFT_SAYS)
+
+    def observe(self, draft: NDArray[np.float64], gains: NDArray[np.float64]) -> None:
+        """Total draft probability of levels, and tokens gained by the level below each."""
+        x, y = (np.log(np.maximum(values, _LEAST_GAIN)) for values in (draft, gains))
+        # Trees of one level teach nothing, and what made them so fades.
+        new = np.array([len(x), x.sum(), y.sum(), (x * x).sum(), (x * y).sum()])
+        self._sums = RECENT * self._sums + new
+
+    def draft_probability(self, gain: float) -> float:
+        """Of the level below which the next one gains so many tokens."""
+        sums = self._sums + _AS_THE_DRAFT_SAYS
+        _, x, y, xx, xy = sums / sums[0]
+        slope = max((xy - x * y) / (xx - x * x), _LEAST_SLOPE)
+        log_probability = x + (math.log(max(gain, _LEAST_GAIN)) - y) / slope
+        return math.exp(min(log_probability, 0.0))
 
 
 class ChainSurvival:
     """Probability that a sampled chain is accepted up to each depth, whatever its tokens are.
 
     For rules that verify tokens drawn from q: their chains must be sized before they are drawn
-    (see DraftPolicy), so all that may be used is how far earlier chains came.
+    (see DraftPolicy), so all that may be used is how far earlier chains came: one share of
+    accepted tokens for every depth (Leviathan et al. 2023).
     """
 
-    def __init__(self, prior: float, max_depth: int) -> None:
-        self._prior = prior
-        self._counts = np.zeros((max_depth, 2))  # (tries, hits) by depth
+    def __init__(self, prior: float) -> None:
+        self._tries, self._hits = _STRENGTH, _STRENGTH * prior
 
     def observe(self, n_drafted: int, n_accepted: int) -> None:
         """Of a chain of so many tokens, so many were accepted."""
-        n_tried = min(n_drafted, n_accepted + 1, len(self._counts))
-        self._counts[:n_tried] *= 1.0 - 1.0 / _MEMORY
-        self._counts[:n_tried, 0] += 1.0
-        self._counts[: min(n_accepted, n_tried), 1] += 1.0
+        for i in range(min(n_drafted, n_accepted + 1)):
+            self._tries = (1.0 - 1.0 / _MEMORY) * self._tries + 1.0
+            self._hits = (1.0 - 1.0 / _MEMORY) * self._hits + (i < n_accepted)
 
-    def probabilities(self) -> NDArray[np.float64]:
-        """Probability that depth 1, 2, ... is reached, float64 [max_depth]; never increasing."""
-        tries, hits = self._counts.T
-        pooled = (hits.sum() + _POOLED_STRENGTH * self._prior) / (tries.sum() + _POOLED_STRENGTH)
-        shares = (hits + _DEPTH_STRENGTH * pooled) / (tries + _DEPTH_STRENGTH)
-        return np.cumprod(shares)
+    def probabilities(self, length: int) -> NDArray[np.float64]:
+        """Probability that depth 1, 2, ... length is reached; never increasing."""
+        return np.cumprod(np.full(length, self._hits / self._tries))
 
 
-def _shifts(cells: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Shift of the logit for each cell [depth, bucket]."""
-    tries, hits, sums = np.moveaxis(cells, 2, 0)
-    all_tries, all_hits, all_sums = tries.sum(0), hits.sum(0), sums.sum(0)
-    mean = all_sums / np.maximum(all_tries, 1e-9)
-    whole = _source_shift(all_tries, all_hits, _logits(mean))
-    pooled = _smoothed_shift(all_tries, all_hits, mean, whole, _POOLED_STRENGTH)
-    own_mean = np.where(tries > 0, sums / np.maximum(tries, 1e-9), mean)
-    return _smoothed_shift(tries, hits, own_mean, pooled, _DEPTH_STRENGTH)
+def _shifts(buckets: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Shift of the logit for each bucket [bucket]."""
+    tries, hits, sums = buckets.T
+    logits = _logits(sums / np.maximum(tries, 1e-9))
+    common = _common_shift(tries, hits, logits)
+    shares = (hits + _STRENGTH * _sigmoids(logits + common)) / (tries + _STRENGTH)
+    return np.where(tries > 0, _logits(shares) - logits, common)
 
 
-def _source_shift(
+def _common_shift(
     tries: NDArray[np.float64], hits: NDArray[np.float64], logits: NDArray[np.float64]
 ) -> float:
     """The likeliest shift of all buckets alike, with a normal prior around none (Newton)."""
     shift = 0.0
-    for _ in range(_N_STEPS):
+    for _ in range(5):  # it converges in three to four
         p = _sigmoids(logits + shift)
-        slope = float((hits - tries * p).sum()) - _SOURCE_STRENGTH * shift
-        curvature = float((tries * p * (1.0 - p)).sum()) + _SOURCE_STRENGTH
-        shift += min(max(slope / curvature, -_LARGEST_STEP), _LARGEST_STEP)
+        slope = float((hits - tries * p).sum()) - shift
+        curvature = float((tries * p * (1.0 - p)).sum()) + 1.0
+        shift += min(max(slope / curvature, -1.0), 1.0)
     return shift
-
-
-def _smoothed_shift(
-    tries: NDArray[np.float64],
-    hits: NDArray[np.float64],
-    mean_q: NDArray[np.float64],
-    prior_shift: NDArray[np.float64] | float,
-    strength: float,
-) -> NDArray[np.float64]:
-    """Shift that takes the mean q to the share of hits, smoothed towards the prior shift."""
-    logits = _logits(mean_q)
-    share = (hits + strength * _sigmoids(logits + prior_shift)) / (tries + strength)
-    return np.where(tries > 0, _logits(share) - logits, prior_shift)
 
 
 def _sigmoids(x: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -156,23 +164,15 @@ def _sigmoids(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _logits(p: NDArray[np.float64]) -> NDArray[np.float64]:
     clipped = np.clip(p, 1e-9, 1.0 - 1e-9)
-    limited: NDArray[np.float64] = np.clip(
-        np.log(clipped / (1.0 - clipped)), -_LARGEST_LOGIT, _LARGEST_LOGIT
-    )
-    return limited
+    found: NDArray[np.float64] = np.log(clipped / (1.0 - clipped))
+    return np.clip(found, -_LARGEST_LOGIT, _LARGEST_LOGIT)
 
 
 def _logit(q: float) -> float:
-    if q <= 0.0:
-        return -_LARGEST_LOGIT
-    if q >= 1.0:
-        return _LARGEST_LOGIT
+    if not 0.0 < q < 1.0:
+        return math.copysign(_LARGEST_LOGIT, q - 0.5)
     return min(max(math.log(q / (1.0 - q)), -_LARGEST_LOGIT), _LARGEST_LOGIT)
 
 
 def _bucket(logit: float) -> int:
-    return min(max(int(math.floor(logit - _LOWEST_LOGIT)), 0), N_BUCKETS - 1)
-
-
-def _depth_class(depth: int) -> int:
-    return min(depth.bit_length(), _N_DEPTHS) - 1
+    return min(max(math.floor(logit + _LARGEST_LOGIT), 0), N_BUCKETS - 1)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.policy.assumptions import best_depth, tokens_of_levels
-from specdec.policy.costs import PassCost, level_seconds
-from specdec.policy.draft_choice import DraftChoice
-from specdec.policy.lessons import Experience
+from specdec.policy.costs import STUMBLE, PassCost, level_seconds
+from specdec.policy.experience import Experience
+from specdec.policy.modes import DraftChoice
 from specdec.policy.tree_shape import TreeShape
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
@@ -26,10 +26,6 @@ MAX_AUTO_NODES = 128
 for a GPU, where a node costs next to nothing, may have room for more."""
 _TYPICAL_DEPTH = 4
 """A round with room for fewer levels tells nothing of the draft: it is the end of a text."""
-_GROWTH = 4
-"""How many times larger than the largest pass so far a tree may be."""
-_STUMBLE = 2.0
-"""A pass that took so many times as long as usual was disturbed; it counts as one that was not."""
 
 
 @dataclass
@@ -46,18 +42,18 @@ class _Round:
     drafted_at: float = 0.0
     draft_seconds: float = 0.0  # not hidden by the pass before, without catching up
     catch_up_seconds: float = 0.0
-    pass_seconds: float = 0.0
     candidates: DraftTree | None = None  # before it was cut
-    expected_tokens: float = 1.0
+    n_rows: int = 1  # of its pass
 
 
 class DraftPolicy:
     """Chooses the size of every tree, from measured times and learnt probabilities of acceptance.
 
     A round emits 1 + sum of P tokens, P being the probability that a node of its tree is accepted,
-    and takes T(rows) + drafting seconds. With λ tokens per second, the speed so far, a node is
-    worth P tokens and costs λ·(seconds it adds): the tree with the largest difference is the one
-    with the largest tokens per second in the long run (Dinkelbach 1967, on ratios).
+    and takes T(rows) + drafting seconds. With λ tokens per second, the speed so far, everything is
+    worth its tokens and costs λ times its seconds: a node, a level of drafting, a round with the
+    draft or without it, drafting ahead. What has the largest difference also has
+    the most tokens per second in the long run (Dinkelbach 1967, on ratios).
 
     Called in this order every round: `limits`, `trim`, `should_draft_ahead`, `observe`. The time
     from `limits` to `trim` is drafting that nothing hid, the time from `trim` to `observe` is the
@@ -91,18 +87,25 @@ class DraftPolicy:
         self._clock = clock
         self._is_chain = config.acceptance != "match"
         if config.num_draft_tokens is not None:
-            self._n_nodes = self._n_likely = config.num_draft_tokens
+            self._n_nodes = n_likely = config.num_draft_tokens
         else:
             n_free = cost.free_rows() - 1
             self._n_nodes = min(n_free, MAX_AUTO_NODES) if max_nodes is None else max_nodes
             # What a tree is likely to have, before anything is measured: memory for more may be
             # there where a pass is not free of charge.
-            self._n_likely = min(n_free, self._n_nodes)
-        per_level = 0.0 if draft_cost is None else level_seconds(draft_cost, self._n_likely)
-        self._depth = best_depth(config, config.depth, cost.seconds(1 + self._n_likely), per_level)
+            n_likely = min(n_free, self._n_nodes)
+        per_level = 0.0 if draft_cost is None else level_seconds(draft_cost, n_likely)
+        self._depth = best_depth(config, config.depth, cost.seconds(1 + n_likely), per_level)
         self._has_model = draft_cost is not None and "draft" in config.drafters
         self._proposes_alone = not self._has_model or "ngram" in config.drafters
         self._experience = experience or Experience(cost, draft_cost, self._n_nodes)
+
+        def first_choice() -> DraftChoice:
+            """By what the plan expects of a round with the draft model and without."""
+            tokens = tokens_of_levels(min(self._depth, n_likely))
+            seconds = cost.seconds(1 + n_likely) + self._depth * per_level
+            return DraftChoice((tokens, seconds) if self._has_model else None, cost.seconds(1))
+
         self._lessons = self._experience.lessons(
             (
                 config.drafters,
@@ -110,7 +113,7 @@ class DraftPolicy:
                 config.accept_threshold,
                 _temperature_class(temperature),
             ),
-            lambda: self._first_choice(cost, draft_cost),
+            first_choice,
         )
         self._shape = TreeShape(config, self._experience, self._lessons, self._has_model)
         self._round = _Round(0.0, False)
@@ -134,20 +137,19 @@ class DraftPolicy:
 
         The last token wanted is never drafted: the target emits it itself.
         """
+        config = self._config
         room = min(self._max_context - context_length, max_tokens - 1)
         most = max(0, min(self._n_nodes, node_room - 1))
-        if self._config.num_draft_tokens is not None:
-            self._round = _Round(self._clock(), self._has_model, follows_ahead=self._round.is_ahead)
-            depth, ahead = (max(0, min(d, room)) for d in (self._depth, 2 * self._depth + 1))
-            return TreeLimits(most, depth, self._config.width, max_ahead_depth=ahead)
-        # The plan's curve is a guess beyond what was measured: trees grow step by step.
-        known = max(self._n_likely, _GROWTH * self._experience.passes.most_rows)
-        most = min(most, known)
-        depth = max(0, min(self._config.depth, room))
-        self._round = self._begin(is_typical=room >= _TYPICAL_DEPTH)
-        if not self._round.uses_draft and not self._proposes_alone:
-            return TreeLimits(0, depth, self._config.width)
-        limits = self._shape.limits(most, depth, self._round.uses_draft)
+        is_fixed = config.num_draft_tokens is not None
+        self._round = self._begin(is_fixed, is_typical=room >= _TYPICAL_DEPTH)
+        depth = max(0, min(self._depth if is_fixed else config.depth, room))
+        if is_fixed:
+            ahead_depth = max(0, min(2 * self._depth + 1, room))
+            return TreeLimits(most, depth, config.width, max_ahead_depth=ahead_depth)
+        uses_draft = self._round.uses_draft
+        if not uses_draft and not self._proposes_alone:
+            return TreeLimits(0, depth, config.width)
+        limits = self._shape.limits(most, depth, uses_draft)
         # The next tree begins at the latest one level below this one's last.
         return replace(limits, max_ahead_depth=max(0, min(2 * limits.max_depth + 1, room)))
 
@@ -161,46 +163,46 @@ class DraftPolicy:
         now, this = self._clock(), self._round
         this.drafted_at, this.candidates = now, tree
         self._note_drafting(tree, now - this.began)
+        this.n_rows = len(tree)
         if self._config.num_draft_tokens is not None:
             return tree
         if self._is_chain:
-            this.expected_tokens = self._shape.chain_tokens(tree.n_drafted)
+            self._lessons.note_kept(tree.n_drafted)
             return tree
-        kept, this.expected_tokens = self._shape.best_part(tree, this.uses_draft)
+        kept = self._shape.best_part(tree, this.uses_draft, this.draft_seconds)
+        this.n_rows = len(kept)
         return kept
 
     def should_draft_ahead(self) -> bool:
         """Whether to draft the next tree while this one is verified."""
+        this = self._round
         if self._config.draft_ahead != "auto":
-            is_ahead = self._config.draft_ahead == "on"
-        else:
-            is_ahead = self._round.uses_draft and self._experience.ahead.next_is_ahead()
-        self._round.is_ahead = is_ahead
-        return is_ahead
+            this.is_ahead = self._config.draft_ahead == "on"
+        elif this.uses_draft:
+            this.is_ahead = self._experience.ahead.next_is_ahead(
+                self._lessons.choice.rate, self._experience.passes.of(this.n_rows)
+            )
+        return this.is_ahead
 
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
         """The round is over: `tree`, as verified, and its outcome."""
-        now, this = self._clock(), self._round
+        now, this, lessons = self._clock(), self._round, self._lessons
         emitted = acceptance.emitted(tree)
         if self._is_chain:
-            self._lessons.chain.observe(tree.n_drafted, len(tree.follow(emitted)) - 1)
+            lessons.chain.observe(tree.n_drafted, len(tree.follow(emitted)) - 1)
         elif this.candidates is not None:
-            self._lessons.calibration.observe(this.candidates, emitted)
-        self._note_pass(len(tree), now - this.drafted_at)
+            lessons.calibration.observe(this.candidates, emitted)
+        seconds = this.draft_seconds + self._note_pass(len(tree), now - this.drafted_at)
         if this.is_typical and self._config.num_draft_tokens is None:
-            seconds = this.draft_seconds + this.pass_seconds
-            expected = this.expected_tokens
             self._note_plain()
-            self._lessons.choice.record(
-                this.uses_draft, expected, len(emitted), seconds, this.catch_up_seconds
-            )
+            lessons.choice.record(this.uses_draft, len(emitted), seconds, this.catch_up_seconds)
 
     # --- a round's parts -----------------------------------------------------------------------
 
-    def _begin(self, is_typical: bool) -> _Round:
+    def _begin(self, is_fixed: bool, is_typical: bool) -> _Round:
         choice, before = self._lessons.choice, self._round
-        uses_draft = choice.uses_draft
-        if is_typical:
+        uses_draft = self._has_model if is_fixed else choice.is_draft_better
+        if is_typical and not is_fixed:
             uses_draft = choice.next_uses_draft(self._shape.least_draft_seconds())
         self._n_rounds += 1
         return _Round(
@@ -214,37 +216,29 @@ class DraftPolicy:
 
     def _note_plain(self) -> None:
         passes = self._experience.passes
-        is_known = not self._proposes_alone and passes.evidence()[0] >= 1.0
+        is_known = not self._proposes_alone and passes.is_known(1)
         self._lessons.choice.note_plain(passes.of(1), is_known)
 
     def _note_drafting(self, tree: DraftTree, seconds: float) -> None:
         this, drafts = self._round, self._experience.drafts
         this.draft_seconds = seconds
         if this.is_catching_up:  # that much is not what drafting usually takes
-            this.draft_seconds = min(seconds, drafts.seconds(tree.n_runs, tree.n_run_nodes))
+            this.draft_seconds = min(seconds, tree.n_runs * drafts.run_seconds)
             if not this.is_first:  # the prompt is not the draft's fault
                 this.catch_up_seconds = seconds - this.draft_seconds
         elif this.uses_draft:
             self._experience.ahead.record_drafting(this.follows_ahead, seconds)
-            drafts.observe(tree.n_runs, tree.n_run_nodes, seconds)
+            drafts.observe(tree.n_runs, seconds)
 
-    def _note_pass(self, n_rows: int, seconds: float) -> None:
+    def _note_pass(self, n_rows: int, seconds: float) -> float:
+        """The pass's seconds, less what held it up."""
         this, passes, ahead = self._round, self._experience.passes, self._experience.ahead
         usual = passes.of(n_rows)
-        ahead.record_pass(this.is_ahead, min(seconds, _STUMBLE * usual), usual)
+        ahead.record_pass(this.is_ahead, min(seconds, STUMBLE * usual), usual)
         slowdown = ahead.slowdown if this.is_ahead else 1.0
         if not (this.is_ahead and ahead.is_on_trial):  # whose slowdown is not known yet
             passes.observe(n_rows, seconds / slowdown)
-        this.pass_seconds = min(seconds, _STUMBLE * slowdown * passes.of(n_rows))
-
-    def _first_choice(self, cost: PassCost, draft_cost: PassCost | None) -> DraftChoice:
-        """By what the plan expects of a round with the draft model and without."""
-        plain = cost.seconds(1)
-        if draft_cost is None or not self._has_model:
-            return DraftChoice(None, plain)
-        drafting = self._depth * level_seconds(draft_cost, self._n_likely)
-        tokens = tokens_of_levels(min(self._depth, self._n_likely))
-        return DraftChoice((tokens, cost.seconds(1 + self._n_likely) + drafting), plain)
+        return min(seconds, STUMBLE * slowdown * passes.of(n_rows))
 
 
 def _temperature_class(temperature: float) -> float:

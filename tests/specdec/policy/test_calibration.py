@@ -90,21 +90,13 @@ def test_sources_are_learnt_apart_and_old_lessons_fade() -> None:
     assert calibration.path_probabilities(chain(0.8))[1] > 0.7
 
 
-def test_one_depth_speaks_for_the_others_until_they_are_seen() -> None:
-    calibration = Calibration()
-    for _ in range(100):
-        calibration.observe(chain(0.8), [7])
-    first, second = calibration.path_probabilities(chain(0.8, 0.8))[1:]
-    assert second / first < 0.2
-
-
 def test_survival_of_chains_is_their_share() -> None:
-    survival = ChainSurvival(prior=0.85, max_depth=5)
-    assert survival.probabilities() == pytest.approx([0.85**d for d in range(1, 6)])
+    survival = ChainSurvival(prior=0.85)
+    assert survival.probabilities(5) == pytest.approx([0.85**d for d in range(1, 6)])
     rng = np.random.default_rng(0)
     for _ in range(2000):
         n = next((i for i in range(4) if rng.random() > 0.6), 4)
         survival.observe(4, n)
-    found = survival.probabilities()
+    found = survival.probabilities(5)
     assert found[:4] == pytest.approx([0.6**d for d in range(1, 5)], abs=0.06)
     assert all(np.diff(found) < 0.0)

@@ -13,7 +13,7 @@ from specdec.drafters.base import TreeLimits
 from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
 from specdec.policy.costs import PassCost
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
-from specdec.policy.lessons import Experience
+from specdec.policy.experience import Experience
 from specdec.verification.acceptance import Acceptance, rejection_walk
 from specdec.verification.block import block_walk
 from specdec.verification.tree import DraftTree
@@ -52,7 +52,7 @@ def test_depth_stays_within_context_and_tokens_wanted(context, wanted, depth):
 
 def test_a_tree_has_no_more_nodes_than_the_target_has_room_for():
     policy = DraftPolicy(SpecConfig(), FREE, 1000)
-    assert policy.limits(10, 64, node_room=33).max_nodes == 32
+    assert policy.limits(10, 64, node_room=9).max_nodes == 8
     assert policy.limits(10, 64, node_room=1).max_nodes == 0
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from specdec.config import SpecConfig
 from specdec.policy.costs import PassCost
-from specdec.policy.draft_choice import DraftChoice
-from specdec.policy.lessons import Experience, Lessons
+from specdec.policy.experience import Experience, Lessons
+from specdec.policy.modes import DraftChoice
 from specdec.policy.tree_shape import TreeShape
 from specdec.verification.tree import DraftTree
 
@@ -41,9 +41,10 @@ def test_no_other_subtree_is_worth_more(tree: DraftTree, per_row: float) -> None
     """Against every prefix-closed set of nodes: tokens - λ * seconds."""
     cost = PassCost(0.0, 1.0, per_row)
     lessons = Lessons(DraftChoice(None, cost.seconds(1)))
-    shape = TreeShape(SpecConfig(), Experience(cost, None, 8), lessons, has_model=False)
-    seconds, rate = shape.pass_seconds(len(tree)), lessons.choice.rate
-    kept, _ = shape.best_part(tree, uses_draft=False)
+    experience = Experience(cost, None, 8)
+    shape = TreeShape(SpecConfig(), experience, lessons, has_model=False)
+    seconds, rate = experience.passes.seconds(len(tree)), lessons.choice.rate
+    kept = shape.best_part(tree, uses_draft=False, draft_seconds=0.0)
     probs = np.exp(tree.path_log_probs)
 
     def value(nodes: tuple[int, ...]) -> float:
