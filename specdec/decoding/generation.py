@@ -184,6 +184,7 @@ class Generation:
             peak_memory_bytes=process_memory().peak_rss_bytes,
             memory_budget_bytes=plan.budget_bytes,
             kv_bytes=kv_bytes,
+            held_bytes=sum(backend.held_bytes for backend in session.backends),
             kv_used_fraction=used / kv_bytes if kv_bytes else 0.0,
             model_flops=0 if flops is None else self._decoded_flops(flops, recorded),
             peak_flops_per_second=0.0 if flops is None else flops.peak_flops_per_second,

@@ -60,6 +60,7 @@ class GenerationStats:
     memory_budget_bytes: int = 0
     kv_bytes: int = 0  # allocated for KV caches
     kv_used_fraction: float = 0.0  # of kv_bytes, at the end
+    held_bytes: int = 0  # layers that were to stream and were in unused memory, at the end
     model_flops: int = 0  # of the target for the tokens of decode_seconds; see utilization
     peak_flops_per_second: float = 0.0  # of this machine, measured; 0: not known
     is_lossless: bool = True  # False: likely draft tokens were accepted, too (accept_threshold)
@@ -144,6 +145,7 @@ LARGEST = (
     "vram_peak_bytes",
     "vram_budget_bytes",
     "kv_bytes",
+    "held_bytes",
     "peak_flops_per_second",
 )
 AVERAGED = ("time_to_first_token", "kv_used_fraction")
