@@ -31,13 +31,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans count what a fresh process takes, not what the suite has taken before this test."""
+    """Plans count what a fresh process takes, not what the suite has taken before this test; and
+    nothing was learnt of any models."""
     from offload.process.memory import ProcessMemory
 
     fresh = ProcessMemory(
         rss_bytes=400 << 20, anonymous_bytes=300 << 20, swap_bytes=0, peak_rss_bytes=400 << 20
     )
     monkeypatch.setattr("specdec.planning.division.process_memory", lambda: fresh)
+    monkeypatch.setattr("specdec.decoding.kept_experience.recall", lambda path: None)
 
 
 @pytest.fixture(scope="session")

@@ -239,9 +239,18 @@ class Outcome:
 
 
 def simulate(
-    world: World, spec: SpecConfig, n_tokens: int, experience: Experience | None = None
+    world: World,
+    spec: SpecConfig,
+    n_tokens: int,
+    experience: Experience | None = None,
+    *,
+    start: int = 0,
+    n_rounds: int = NEVER,
 ) -> Outcome:
-    """Decode a text with the policy that `spec` asks for; without experience unless given."""
+    """Decode a text with the policy that `spec` asks for; without experience unless given.
+
+    start: the place in the text where decoding begins; n_rounds: after which it ends.
+    """
     text, clock = text_of(world, n_tokens), Clock()
     noise = np.random.default_rng((world.seed, 1))
     if world.draft is None:
@@ -253,9 +262,9 @@ def simulate(
     policy = DraftPolicy(
         spec, planned, NEVER, planned_draft, most, experience=experience, clock=clock
     )
-    context, n = [0], 0
-    result = Outcome([0.0], [0], [])
-    while n < n_tokens:
+    context, n = [0, *map(int, text.tokens[1 : 1 + start])], start
+    result = Outcome([0.0], [start], [])
+    while n < n_tokens and len(result.sizes) < n_rounds:
         limits = policy.limits(len(context), NEVER, NEVER)
         tree = policy.trim(drafter.propose(context, limits))
         is_ahead = policy.should_draft_ahead()
@@ -263,8 +272,7 @@ def simulate(
         if world.stumbles and noise.random() < world.stumbles:
             disturbed = STUMBLE
         clock.now += _pass_seconds(world, len(tree), n, is_ahead) * disturbed
-        start = len(context)
-        acceptance = match_walk(tree, _chooser(text, tree, start))
+        acceptance = match_walk(tree, _chooser(text, tree, len(context)))
         policy.observe(acceptance, tree)
         tokens = acceptance.emitted(tree)
         context.extend(tokens)

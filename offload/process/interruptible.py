@@ -14,6 +14,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import functools
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -106,6 +107,16 @@ def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
             block.end()
 
     return whole
+
+
+def is_in_signal_handler() -> bool:
+    """Whether the calling thread is inside of a signal's handler."""
+    handlers = map(_signal.getsignal, signal.valid_signals())
+    codes = {getattr(handler, "__code__", None) for handler in handlers} - {None}
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_interrupted() -> bool:

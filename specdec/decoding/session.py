@@ -25,6 +25,7 @@ from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.controller import Controller, NoDrafter
+from specdec.decoding.kept_experience import KeptExperience
 from specdec.decoding.prompt_cache import PromptCache, check_file
 from specdec.decoding.recorder import StatsRecorder
 from specdec.decoding.spare_memory import SpareMemory
@@ -38,7 +39,6 @@ from specdec.planning.load import load_draft, load_target
 from specdec.planning.plan import plan_models
 from specdec.planning.run_options import RunOptions
 from specdec.policy.draft_policy import DraftPolicy
-from specdec.policy.experience import Experience
 from specdec.sampling.sampler import Sampler
 
 _CONTRADICTION = 1.5
@@ -126,9 +126,8 @@ class Session:
             )
             # What the n-grams learn of their own hit rate, and the policy of these models.
             self._ngram = NgramDrafter()
-            self.experience = Experience(
-                self.plan.pass_cost, self.plan.draft_cost, self.plan.n_draft_tokens
-            )
+            self._kept_experience = KeptExperience(planned)
+            self.experience = self._kept_experience.experience
             self.spare = SpareMemory(
                 self.target,
                 self.plan.budget_bytes,
@@ -313,6 +312,7 @@ class Session:
             self._cancel_passes()
             return  # the frames below use what would be freed: `finish` does it
         with self._freeing, ExitStack() as stack:  # one caller frees, the others wait for it
+            stack.callback(self._kept_experience.save)  # last, when the memory is free again
             for backend in self.backends:
                 stack.callback(backend.close)
             stack.callback(self._ahead.close)  # first, since it uses the draft

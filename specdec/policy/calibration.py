@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.policy.costs import RECENT
+from specdec.policy.costs import RECENT, kept_numbers, one_measurement
 from specdec.verification.tree import DraftTree
 
 _LARGEST_LOGIT = 7.0  # q = 0.999: nothing is surer; buckets are one unit of logit(q) wide
@@ -33,6 +33,7 @@ _AS_THE_DRAFT_SAYS = 0.1 * np.array([2.0, -2.0, -2.0, 4.0, 4.0])
 """Sums of 1, x, y, x*x, x*y over a tenth of two observations on y = x: (0, 0) and (-2, -2). They
 count always: where trees of two levels give points in one place only, their scatter alone would
 decide the slope, and could keep trees that small."""
+_MOST_SOURCES = 16  # combinations of drafters in a file
 
 
 class Calibration:
@@ -71,6 +72,20 @@ class Calibration:
         for source in touched:
             self._shifts[source] = _shifts(self._buckets[source])
 
+    def kept(self) -> dict[str, list[list[float]]]:
+        return {" ".join(source): buckets.tolist() for source, buckets in self._buckets.items()}
+
+    def restore(self, kept: object) -> None:
+        """Raises ValueError."""
+        if not isinstance(kept, dict) or len(kept) > _MOST_SOURCES:
+            raise ValueError("no buckets by source")
+        for source, value in kept.items():
+            buckets = kept_numbers(value, (N_BUCKETS, 3))
+            if (buckets < 0.0).any() or (buckets[:, 1:] > buckets[:, :1] + 1e-6).any():
+                raise ValueError("more hits than tries")
+            key = tuple(source.split(" "))
+            self._buckets[key], self._shifts[key] = buckets, _shifts(buckets)
+
     def _probability(self, source: tuple[str, ...], log_q: float) -> float:
         logit = _logit(math.exp(log_q))
         if source in self._shifts:
@@ -104,6 +119,13 @@ class LevelYield:
         new = np.array([len(x), x.sum(), y.sum(), (x * x).sum(), (x * y).sum()])
         self._sums = RECENT * self._sums + new
 
+    def kept(self) -> NDArray[np.float64]:
+        return self._sums
+
+    def restore(self, kept: object) -> None:
+        """What another process saw counts as one level. Raises ValueError."""
+        self._sums = one_measurement(kept_numbers(kept, self._sums.shape))
+
     def draft_probability(self, gain: float) -> float:
         """Of the level below which the next one gains so many tokens."""
         sums = self._sums + _AS_THE_DRAFT_SAYS
@@ -122,17 +144,26 @@ class ChainSurvival:
     """
 
     def __init__(self, prior: float) -> None:
-        self._tries, self._hits = _STRENGTH, _STRENGTH * prior
+        self._sums = _STRENGTH * np.array([1.0, prior])  # tries, hits
 
     def observe(self, n_drafted: int, n_accepted: int) -> None:
         """Of a chain of so many tokens, so many were accepted."""
         for i in range(min(n_drafted, n_accepted + 1)):
-            self._tries = (1.0 - 1.0 / _MEMORY) * self._tries + 1.0
-            self._hits = (1.0 - 1.0 / _MEMORY) * self._hits + (i < n_accepted)
+            self._sums = (1.0 - 1.0 / _MEMORY) * self._sums + (1.0, i < n_accepted)
+
+    def kept(self) -> NDArray[np.float64]:
+        return self._sums
+
+    def restore(self, kept: object) -> None:
+        """Raises ValueError."""
+        tries, hits = kept_numbers(kept, (2,))
+        if not 0.0 <= hits <= tries or tries == 0.0:
+            raise ValueError("more hits than tries")
+        self._sums = np.array([tries, hits])
 
     def probabilities(self, length: int) -> NDArray[np.float64]:
         """Probability that depth 1, 2, ... length is reached; never increasing."""
-        return np.cumprod(np.full(length, self._hits / self._tries))
+        return np.cumprod(np.full(length, self._sums[1] / self._sums[0]))
 
 
 def _shifts(buckets: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -28,6 +28,7 @@ newer is known."""
 _CLOSENESS = 0.25
 """Octaves of rows at which a pass of another size counts half: kernels have steps."""
 _LEAST_EVIDENCE = 0.5  # fading passes of about a size, for its time to count as known
+_LARGEST_KEPT = 1e9  # of a number in a file: no second, token or count comes near it
 STUMBLE = 2.0
 """A measurement that took so many times as long as usual was disturbed, and counts as that much
 (in docs/benchmarks.md the slowest tenth of passes takes up to 1.3 times the median)."""
@@ -57,6 +58,29 @@ class PassCost:
 def level_seconds(draft_cost: PassCost, n_nodes: int) -> float:
     """What one level of a tree of that size costs the draft model, at most."""
     return draft_cost.seconds(min(n_nodes, level_width(n_nodes)))
+
+
+def kept_numbers(value: object, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """What a file holds, as numbers of this shape. Raises ValueError where it is anything else."""
+    try:
+        numbers = np.array(value, dtype=np.float64)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    if numbers.shape != shape or not (np.abs(numbers) < _LARGEST_KEPT).all():
+        raise ValueError(f"not {shape} numbers")
+    return numbers
+
+
+def one_measurement(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Fading sums, of which the first in every row is the weight, as if of one measurement.
+
+    Raises ValueError where a weight is below zero.
+    """
+    weights = sums[..., :1]
+    if (weights < 0.0).any():
+        raise ValueError("weights below zero")
+    found: NDArray[np.float64] = sums / np.maximum(weights, 1.0)
+    return found
 
 
 class PassTimes:
@@ -99,6 +123,22 @@ class PassTimes:
         """Whether passes of about that size were measured of late."""
         return bool(self._evidence[n_rows - 1] >= _LEAST_EVIDENCE)
 
+    def kept(self) -> NDArray[np.float64]:
+        """[knot, (weight, weighted sum of log seconds)]: for `restore`, under another plan too."""
+        return self._sums + np.outer(self._sums[:, 0], (0.0, 1.0)) * self._log_prior
+
+    def restore(self, kept: object) -> None:
+        """What another process measured counts as one pass of each size. Raises ValueError."""
+        sums = one_measurement(kept_numbers(kept, self._sums.shape))
+        self._sums = sums - np.outer(sums[:, 0], (0.0, 1.0)) * self._log_prior
+        self._fit()
+
+    @property
+    def _log_prior(self) -> NDArray[np.float64]:
+        """Of the plan's seconds at the knots, [knot, 1]."""
+        rows = np.minimum(np.exp2(_KNOTS).round().astype(int), len(self._prior))
+        return np.log(self._prior[rows - 1])[:, None]
+
     def of(self, n_rows: int) -> float:
         return float(self._seconds[min(n_rows, len(self._seconds)) - 1])
 
@@ -119,15 +159,24 @@ class DraftTimes:
     """
 
     def __init__(self, prior_run_seconds: float) -> None:
-        self._n_runs, self._seconds = 1.0, prior_run_seconds
+        self._sums = np.array([1.0, prior_run_seconds])  # runs, and their seconds
 
     @property
     def run_seconds(self) -> float:
-        return self._seconds / self._n_runs
+        return float(self._sums[1] / self._sums[0])
 
     def observe(self, n_runs: int, seconds: float) -> None:
         if n_runs < 1:
             return
         seconds = min(seconds, STUMBLE * n_runs * self.run_seconds)
-        self._n_runs = RECENT * self._n_runs + n_runs
-        self._seconds = RECENT * self._seconds + seconds
+        self._sums = RECENT * self._sums + (n_runs, seconds)
+
+    def kept(self) -> NDArray[np.float64]:
+        return self._sums
+
+    def restore(self, kept: object) -> None:
+        """What another process measured counts as one run. Raises ValueError."""
+        n_runs, seconds = kept_numbers(kept, (2,))
+        if n_runs <= 0.0 or seconds < 0.0:
+            raise ValueError("no run of a draft")
+        self._sums = np.array([1.0, seconds / n_runs])

@@ -7,12 +7,23 @@ for each way of choosing tokens: a greedy target takes its likeliest token, a sa
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
 from specdec.policy.calibration import Calibration, ChainSurvival, LevelYield
-from specdec.policy.costs import RECENT, DraftTimes, PassCost, PassTimes, level_seconds
+from specdec.policy.costs import (
+    RECENT,
+    DraftTimes,
+    PassCost,
+    PassTimes,
+    kept_numbers,
+    level_seconds,
+)
 from specdec.policy.modes import AheadChoice, DraftChoice
 
+_VERSION = 1  # of what is kept: another one's is not used
+_MOST_LESSONS = 16  # ways of choosing tokens that are kept
+_BROKEN = (KeyError, TypeError, ValueError, OverflowError)  # what a file that we did not write does
 _FIRST_NODES, _GROWTH = 16, 2
 """Slow start: the plan's curve and the draft's word are guesses, so that no tree is much larger
 than those that were worth verifying lately. Nodes of the first tree, and how many times theirs."""
@@ -37,6 +48,23 @@ class Lessons:
         """A tree of so many nodes was worth verifying."""
         self._most_kept = max(float(n_nodes), RECENT * self._most_kept)
 
+    def kept(self) -> dict[str, Any]:
+        return {
+            "choice": self.choice.kept(),
+            "calibration": self.calibration.kept(),
+            "chain": self.chain.kept().tolist(),
+            "levels": self.levels.kept().tolist(),
+            "most_kept": self._most_kept,
+        }
+
+    def restore(self, kept: Any) -> None:
+        """Raises ValueError, TypeError, KeyError."""
+        self.choice.restore(kept["choice"])
+        self.calibration.restore(kept["calibration"])
+        self.chain.restore(kept["chain"])
+        self.levels.restore(kept["levels"])
+        self._most_kept = float(kept_numbers(kept["most_kept"], ()))
+
 
 class Experience:
     """Costs, and lessons for each way of choosing tokens: at first what the plan expects.
@@ -53,9 +81,43 @@ class Experience:
         self.drafts = DraftTimes(run_seconds)
         self.ahead = AheadChoice()
         self._lessons: dict[tuple[object, ...], Lessons] = {}
+        self._kept: dict[str, Any] = {}  # of other processes: lessons that nobody asked for yet
 
     def lessons(self, key: tuple[object, ...], make: Callable[[], DraftChoice]) -> Lessons:
         """Those of one way of choosing tokens; new ones begin with `make`'s choice."""
         if key not in self._lessons:
             self._lessons[key] = Lessons(make())
+            if (kept := self._kept.pop(str(key), None)) is not None:
+                try:
+                    self._lessons[key].restore(kept)
+                except _BROKEN:
+                    self._lessons[key] = Lessons(make())
         return self._lessons[key]
+
+    def kept(self) -> dict[str, Any]:
+        """All of it as JSON can hold it, for `restored` in another process."""
+        lessons = {str(key): lessons.kept() for key, lessons in self._lessons.items()}
+        return {
+            "version": _VERSION,
+            "passes": self.passes.kept().tolist(),
+            "drafts": self.drafts.kept().tolist(),
+            "ahead": self.ahead.kept(),
+            "lessons": dict([*lessons.items(), *self._kept.items()][:_MOST_LESSONS]),
+        }
+
+
+def experience_of(
+    cost: PassCost, draft_cost: PassCost | None, n_nodes: int, kept: Any = None
+) -> Experience:
+    """One that begins with what another process has `kept`, as far as that can be made sense of."""
+    experience = Experience(cost, draft_cost, n_nodes)
+    try:
+        if kept["version"] == _VERSION:
+            experience.passes.restore(kept["passes"])
+            experience.drafts.restore(kept["drafts"])
+            experience.ahead.restore(kept["ahead"])
+            lessons = list(dict(kept["lessons"]).items())
+            experience._kept = dict(lessons[:_MOST_LESSONS])
+    except _BROKEN:
+        return Experience(cost, draft_cost, n_nodes)
+    return experience

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from specdec.policy.costs import LASTING, RECENT
+from specdec.policy.costs import LASTING, RECENT, kept_numbers, one_measurement
 
 _CREDIT_SHARE = 0.015
 """Of the text, that trials of the way not in use may lose: texts and machines change."""
@@ -42,6 +42,17 @@ class Way:
     def add(self, n_tokens: int, seconds: float) -> None:
         """A round of this way brought so many tokens in so many seconds."""
         self._sums = LASTING * self._sums + (1.0, n_tokens, seconds)
+
+    def kept(self) -> list[float]:
+        return [*self._sums.tolist(), self.credit]
+
+    def restore(self, kept: object) -> None:
+        """What another process saw counts as much as the plan's word. Raises ValueError."""
+        *sums, credit = kept_numbers(kept, (4,))
+        if min(sums) <= 0.0:
+            raise ValueError("no rounds")
+        self._sums = _PLAN_WEIGHT * np.array(sums) / sums[0]
+        self.credit = float(np.clip(credit, -_FIRST_CREDIT, _PLAN_WEIGHT * _FIRST_CREDIT))
 
     def loss(self, rate: float) -> float:
         """Tokens that a round of it brings less than another way, of that rate, in its time."""
@@ -89,6 +100,18 @@ class DraftChoice:
         """What a round with the draft may take beyond a plain pass."""
         credit = 0.0 if self._draft is None else self._draft.credit
         return _STAKE * max(0.0, credit) * self._plain_seconds
+
+    def kept(self) -> list[list[float]]:
+        return [way.kept() for way in (self._alone, self._draft) if way is not None]
+
+    def restore(self, kept: object) -> None:
+        """Raises ValueError."""
+        ways = [way for way in (self._alone, self._draft) if way is not None]
+        if not isinstance(kept, list) or len(kept) != len(ways):
+            raise ValueError("no ways of decoding")
+        for way, value in zip(ways, kept, strict=True):
+            way.restore(value)
+        self._was_alone = True
 
     def note_plain(self, seconds: float, is_known: bool = False) -> None:
         """What a pass of one token takes, by what is known of passes.
@@ -160,6 +183,17 @@ class AheadChoice:
     def slowdown(self) -> float:
         """How many times as long a pass takes with drafting beside it."""
         return max(1.0, _mean(self._slowdown))
+
+    def kept(self) -> list[tuple[float, float]]:
+        return [self._unhidden[False], self._unhidden[True], self._slowdown]
+
+    def restore(self, kept: object) -> None:
+        """What another process measured counts as one round. Raises ValueError."""
+        sums = one_measurement(kept_numbers(kept, (3, 2)))
+        if (sums < 0.0).any():
+            raise ValueError("seconds below zero")
+        off, on, slowdown = ((float(n), float(total)) for n, total in sums)
+        self._unhidden, self._slowdown = {False: off, True: on}, slowdown
 
     def record_drafting(self, is_ahead: bool, seconds: float) -> None:
         """Drafting that nothing hid, after a pass with (or without) drafting beside it."""
