@@ -57,7 +57,7 @@ PARTS: Mapping[str, Sequence[Patch]] = {
     "calibration by buckets (one shift for all)": [(calibration, "_shifts", _common_shift_alone)],
     "the common shift of all buckets": [(calibration, "_common_shift", lambda *_: 0.0)],
     "measured times of drafting (the plan's instead)": [(DraftTimes, "observe", lambda *_: None)],
-    "measured times of passes (the plan's instead)": [(PassTimes, "_fit", lambda _: None)],
+    "measured times of passes (the plan's instead)": [(PassTimes, "observe", lambda *_: None)],
     "times by size of the pass (one factor instead)": [(costs, "_CLOSENESS", math.inf)],
     "the bound on what a disturbed pass counts": [
         (costs, "STUMBLE", math.inf),

@@ -26,8 +26,10 @@ N_BUCKETS = int(2 * _LARGEST_LOGIT)
 _MEMORY = 200.0
 """Observations of one bucket after which older ones have lost 63 % of their weight: they give a
 share to 3.5 %."""
-_STRENGTH = 8.0  # observations that "this bucket is like the others of its source" counts as
-_LEAST_SLOPE = 0.5  # of gain over draft probability, in logarithms
+_STRENGTH = 8.0
+"""Observations that "this bucket is like the others of its source" counts as (bench/worlds: half as
+many, 0.985 of the speed in memory with a sure draft)."""
+_LEAST_SLOPE = 0.5  # of gain over draft probability, in logarithms; anything from 0.1 does
 _LEAST_GAIN = 0.01  # tokens: what is below is as good as nothing
 _AS_THE_DRAFT_SAYS = 0.1 * np.array([2.0, -2.0, -2.0, 4.0, 4.0])
 """Sums of 1, x, y, x*x, x*y over a tenth of two observations on y = x: (0, 0) and (-2, -2). They

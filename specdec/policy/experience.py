@@ -26,7 +26,8 @@ _MOST_LESSONS = 16  # ways of choosing tokens that are kept
 _BROKEN = (KeyError, TypeError, ValueError, OverflowError)  # what a file that we did not write does
 _FIRST_NODES, _GROWTH = 16, 2
 """Slow start: the plan's curve and the draft's word are guesses, so that no tree is much larger
-than those that were worth verifying lately. Nodes of the first tree, and how many times theirs."""
+than those that were worth verifying lately. Nodes of the first tree, and how many times theirs
+(docs/policy.md)."""
 
 
 class Lessons:
@@ -95,7 +96,7 @@ class Experience:
         return self._lessons[key]
 
     def kept(self) -> dict[str, Any]:
-        """All of it as JSON can hold it, for `restored` in another process."""
+        """All of it as JSON can hold it, for `experience_of` in another process."""
         lessons = {str(key): lessons.kept() for key, lessons in self._lessons.items()}
         return {
             "version": _VERSION,

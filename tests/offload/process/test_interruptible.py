@@ -16,6 +16,7 @@ from offload.process.interruptible import (
     Worker,
     WorkerClosed,
     check_interrupt,
+    is_in_signal_handler,
     is_interrupted,
     uninterrupted,
     wait_for,
@@ -324,3 +325,12 @@ def test_a_worker_that_nobody_refers_to_ends() -> None:
     del worker
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_handler_is_known_from_inside(handler) -> None:
+    found = []
+    handler(lambda *_: found.append(is_in_signal_handler()))
+    press()
+    uninterrupted(press)()
+    assert found == [True, True]
+    assert not is_in_signal_handler()
