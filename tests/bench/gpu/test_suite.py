@@ -42,7 +42,7 @@ def test_every_section_runs_on_a_cpu(report: dict[str, Any]) -> None:
     assert not report["is_measurement"]
     for name in ("decode", "three tiers"):
         assert sections[name]["plain"]["passes"] > 0
-        assert sections[name]["speculative"]["accepted_tokens"] > 0
+        assert sections[name]["speculative"]["passes"] > 0  # whether a draft pays is the policy's
         assert sections[name]["pass"]["copied_bytes"] == 0
     assert sections["three tiers"]["pass"]["read_seconds"] > 0
     assert sections["peer"]["tokens_per_second"] > 0
