@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import statistics
 import time
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from offload.paging.address_space import (
     PROT_NONE,
     PROT_READ,
     PROT_READ_WRITE,
+    AddressSpaceError,
     Move,
     commit,
     keep_from_children,
@@ -59,12 +61,20 @@ class PageMemory:
     """The memory of one slot: `body_bytes` on huge pages, then `edge_bytes` on small ones.
 
     Its content stays in this process: what a forked one shared would be there twice once a reader
-    writes to it.
+    writes to it. Raises MemoryError.
     """
 
     def __init__(self, body_bytes: int, edge_bytes: int) -> None:
         self._n_reserved = 0
         self._n_bytes = body_bytes + edge_bytes
+        try:
+            self._commit(body_bytes, edge_bytes)
+        except AddressSpaceError as error:
+            if error.errno == errno.ENOMEM:  # a limit of address space, or of mappings
+                raise MemoryError(str(error)) from error
+            raise
+
+    def _commit(self, body_bytes: int, edge_bytes: int) -> None:
         n_reserved = self._n_bytes + HUGE_PAGE_BYTES
         self._reserved = reserve(n_reserved)
         self._n_reserved = n_reserved

@@ -125,7 +125,8 @@ class Pager(HoldingLender[HostMemory, None]):
         self._kept[index] = self._loans.pop(taken.ticket)
 
     def _let_go(self, index: int) -> None:
-        self._kept.pop(index).take_back()
+        self._kept[index].take_back()  # where it fails, it can be asked for again
+        del self._kept[index]
 
     def _free(self) -> None:
         """What is lent and what is resident. The addresses stay reserved, without access: what the

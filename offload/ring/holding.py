@@ -78,18 +78,25 @@ class HoldingLender(LayerLender[MemoryT, LoanT]):
 
     def _is_kept(self, lease: Lease[MemoryT]) -> bool:
         """Hold a layer that has been used, if it is one of those that are to stay."""
-        index, taken = lease.index, lease.taken
-        with self._lock:
-            is_wanted = index in self._to_hold and self.n_held < self._n_to_hold
-            if taken is None or not lease.has_arrived or self._is_freed or not is_wanted:
-                return False
-            try:
-                other = self._new_slot()
-            except MemoryError:
-                self._n_to_hold = self.n_held
-                return False
-            if self._walk.hold(index, taken, other):
-                self._keep(index, taken)
-                return True
-            other.close()
+        # Never waited for: a forgotten lease may be collected in any thread, with the ring's lock.
+        if not self._lock.acquire(blocking=False):
             return False
+        try:
+            return lease.has_arrived and not self._is_freed and self._is_held_now(lease)
+        finally:
+            self._lock.release()
+
+    def _is_held_now(self, lease: Lease[MemoryT]) -> bool:
+        index, taken = lease.index, lease.taken
+        if taken is None or index not in self._to_hold or self.n_held >= self._n_to_hold:
+            return False
+        try:
+            other = self._new_slot()
+        except MemoryError:
+            self._n_to_hold = self.n_held
+            return False
+        if self._walk.hold(index, taken, other):
+            self._keep(index, taken)
+            return True
+        other.close()
+        return False

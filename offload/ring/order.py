@@ -5,15 +5,14 @@ A held layer stays in memory after its use and is passed over from then on.
 
 from __future__ import annotations
 
-import threading
-
 from offload.residency.plan import spread
 
 
 class TicketOrder:
     """Layers that stream are numbered by `position`, 0 to n_layers - 1, in the order of use.
 
-    The ring asks for one ticket after the other, `begin_at` says where a walk begins.
+    The ring asks for one ticket after the other, `begin_at` says where a walk begins. Whoever calls
+    holds the ring's lock: what a reader is to bring next changes with what the ring has.
 
     Args:
         n_layers: that stream, one at least.
@@ -24,30 +23,21 @@ class TicketOrder:
     def __init__(self, n_layers: int, n_slots: int) -> None:
         self._n_layers, self._n_slots = n_layers, n_slots
         self._held: set[int] = set()
-        self._positions: dict[int, int] = {0: 0}
-        """Of the latest tickets."""
-        self._n_kept = 3 * n_slots + 2
-        self._lock = threading.Lock()
+        self._latest = (0, 0)
+        """The last ticket that was asked for, and its layer's position."""
 
     def position(self, ticket: int) -> int:
         """Of the layer that this ticket is for; the ticket before it was asked for."""
-        with self._lock:
-            if ticket not in self._positions:
-                before = self._positions.get(ticket - 1, -1)
-                self._positions[ticket] = self._next(before + 1)
-                self._positions.pop(ticket - self._n_kept, None)
-            return self._positions[ticket]
+        latest, position = self._latest
+        if ticket != latest:
+            assert ticket == latest + 1, (ticket, latest)
+            position = self._next(position + 1)
+            self._latest = (ticket, position)
+        return position
 
     def begin_at(self, ticket: int, position: int) -> None:
-        """The next ticket is `ticket`, for the first layer from `position` on.
-
-        What earlier tickets are for stays: a reader may be about to begin with one of them.
-        """
-        with self._lock:
-            self._positions = {
-                t: at for t, at in self._positions.items() if t >= ticket - self._n_kept
-            }
-            self._positions[ticket] = self._next(position)
+        """The next ticket is `ticket`, for the first layer from `position` on."""
+        self._latest = (ticket, self._next(position))
 
     def chosen(self, n_layers: int) -> frozenset[int]:
         """So many layers to hold, or as many as may be: in even distances, so that reads go on
@@ -60,15 +50,13 @@ class TicketOrder:
 
     def hold(self, position: int) -> None:
         """Pass over this layer from now on."""
-        with self._lock:
-            if len(self._held) >= self.most_held:
-                raise ValueError(f"{self._n_slots} of {self._n_layers} layers have to stream")
-            self._held.add(position)
+        if len(self._held) >= self.most_held:
+            raise ValueError(f"{self._n_slots} of {self._n_layers} layers have to stream")
+        self._held.add(position)
 
     def let_go(self, position: int) -> None:
         """The layer streams again; the walk has to begin anew."""
-        with self._lock:
-            self._held.discard(position)
+        self._held.discard(position)
 
     def _next(self, position: int) -> int:
         while position % self._n_layers in self._held:

@@ -14,7 +14,8 @@ that no way of giving a slot back can forget it.
 
 `restart(ticket)` drops all that was read ahead. Reads that are still running then belong to an old
 *generation*: their result is ignored, and their slot is not filled again before they have ended.
-One lock guards everything; it is held for microseconds and never during a read.
+One lock guards everything, and the order of tickets; it is held for microseconds and never during a
+read.
 """
 
 from __future__ import annotations
@@ -113,9 +114,9 @@ class SlotRing(Generic[MemoryT, PieceT]):
         self._make_fence = make_fence
         self._poison = poison
         # Reentrant: a forgotten lease may be collected, and released, while the lock is held.
-        self._lock = threading.RLock()
-        self._may_read = threading.Condition(self._lock)  # a slot is free, or a restart, or the end
-        self._may_use = threading.Condition(self._lock)  # a layer is in, or an error, or the end
+        self.lock = threading.RLock()
+        self._may_read = threading.Condition(self.lock)  # a slot is free, or a restart, or the end
+        self._may_use = threading.Condition(self.lock)  # a layer is in, or an error, or the end
         self._generation = 0
         self._ticket = 0  # the ticket that is being read
         self._n_taken = 0  # how many of its pieces were handed out
@@ -133,7 +134,7 @@ class SlotRing(Generic[MemoryT, PieceT]):
 
         With `wait` false also None where there is nothing to read at the moment.
         """
-        with self._lock:
+        with self.lock:
             while wait and not self._closed and not self._has_work():
                 self._may_read.wait()
             return self._next_work() if self._has_work() else None
@@ -142,7 +143,7 @@ class SlotRing(Generic[MemoryT, PieceT]):
         self, work: Work[MemoryT, PieceT], n_bytes: int = 0, error: BaseException | None = None
     ) -> None:
         """Report that a piece arrived (`n_bytes` read), or that reading it raised `error`."""
-        with self._lock:
+        with self.lock:
             slot = work.slot
             slot.n_in_flight -= 1
             self._bytes_read += n_bytes
@@ -171,7 +172,7 @@ class SlotRing(Generic[MemoryT, PieceT]):
             whatever reading it raised; the ring then stands still until `restart`.
             StreamerClosed: the ring was closed meanwhile.
         """
-        with self._lock:
+        with self.lock:
             while (slot := self._take_ready(ticket)) is None:
                 check_interrupt()
                 if check is not None:
@@ -182,12 +183,12 @@ class SlotRing(Generic[MemoryT, PieceT]):
     @property
     def failure(self) -> BaseException | None:
         """What reading raised, where the ring stands still for it."""
-        with self._lock:
+        with self.lock:
             return None if self._error is None else self._error[1]
 
     def release(self, slot: Slot[MemoryT], ticket: int) -> None:
         """Give the slot of `ticket` back; nothing happens where a restart already took it."""
-        with self._lock:
+        with self.lock:
             if not self._closed and slot.ticket == ticket and slot.state is SlotState.IN_USE:
                 self._free(slot)
                 self._may_read.notify_all()
@@ -195,7 +196,7 @@ class SlotRing(Generic[MemoryT, PieceT]):
     def exchange(self, slot: Slot[MemoryT], ticket: int, buffer: MemoryT) -> MemoryT | None:
         """The memory of a slot that is lent, with its content; the slot gets another one and is
         given back. None, and nothing happens, where a restart already took it."""
-        with self._lock:
+        with self.lock:
             if self._closed or slot.ticket != ticket or slot.state is not SlotState.IN_USE:
                 return None
             taken, slot.buffer = slot.buffer, buffer
@@ -211,7 +212,7 @@ class SlotRing(Generic[MemoryT, PieceT]):
     def restart(self, ticket: int) -> None:
         """Forget everything that was read or lent, and an error; read on from `ticket`, which was
         not used before."""
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return
             self._generation += 1
@@ -224,7 +225,7 @@ class SlotRing(Generic[MemoryT, PieceT]):
     @uninterrupted
     def close(self) -> None:
         """Wake everybody up to leave; `free_buffers` comes after the readers have ended."""
-        with self._lock:
+        with self.lock:
             self._closed = True
             self._generation += 1
             self._may_read.notify_all()
@@ -237,7 +238,7 @@ class SlotRing(Generic[MemoryT, PieceT]):
 
     def reading_figures(self) -> tuple[int, float]:
         """(bytes read, seconds in which at least one read was running), since the start."""
-        with self._lock:
+        with self.lock:
             running = time.perf_counter() - self._busy_since if self._n_busy else 0.0
             return self._bytes_read, self._busy_seconds + running
 

@@ -196,8 +196,9 @@ class LayerWalk(Generic[MemoryT]):
             # A ticket is never used twice, so that a late release cannot touch a later layer's
             # slot. The readers are at most n_slots tickets ahead.
             self._ticket += self.n_slots + 1
-            self._supply.order.begin_at(self._ticket, self._position(index))
-            self._ring.restart(self._ticket)
+            with self._ring.lock:
+                self._supply.order.begin_at(self._ticket, self._position(index))
+                self._ring.restart(self._ticket)
             self._is_anew = True
         self._expected = index
 
@@ -210,18 +211,20 @@ class LayerWalk(Generic[MemoryT]):
         assert self._ring is not None
         assert self._supply is not None
         order = self._supply.order
-        order.hold(self._position(index))
-        memory = self._ring.exchange(taken.slot, taken.ticket, other)
-        if memory is None:
-            order.let_go(self._position(index))
-            return False
+        with self._ring.lock:
+            order.hold(self._position(index))
+            memory = self._ring.exchange(taken.slot, taken.ticket, other)
+            if memory is None:
+                order.let_go(self._position(index))
+                return False
         self.held[index] = memory
         return True
 
     def let_go(self, index: int) -> MemoryT:
         """Layer `index`, which was held, streams again; its memory. `resume_at` comes next."""
         assert self._supply is not None
-        self._supply.order.let_go(self._position(index))
+        with self._supply.ring.lock:
+            self._supply.order.let_go(self._position(index))
         self.break_off()
         return self.held.pop(index)
 

@@ -91,7 +91,7 @@ def _libc() -> ctypes.CDLL:
 class AlignedBuffer:
     """Anonymous memory aligned to 2 MiB, on huge pages as far as they fit, committed at once.
 
-    Committing at construction means that memory runs out here, at start, or never.
+    Committing at construction means that memory runs out here, at start, or never: MemoryError.
 
     Args:
         in_children: whether a process that is forked has its content, or zeros. What is written to
@@ -105,9 +105,12 @@ class AlignedBuffer:
         size = buffer_bytes(max(n_bytes, 1))
         # The slack for the alignment is address space only: it is never touched. MAP_PRIVATE,
         # because Python's default is shared memory, which has its own rules for huge pages.
-        self._map = mmap.mmap(
-            -1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
+        try:
+            self._map = mmap.mmap(
+                -1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
+        except OSError as error:  # a limit of address space (ulimit -v), or no overcommitment
+            raise MemoryError(f"cannot map {size} bytes of memory") from error
         address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
         start = -address % HUGE_PAGE_BYTES
         self.address = address + start

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from address_limit import no_more_address_space
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mapped_weights import mapped
@@ -11,6 +14,8 @@ from paging import PAGE, slot_ranges
 from streaming import uneven_sizes
 from weight_files import Weights, write_weights
 
+from offload.paging import memory
+from offload.paging.address_space import AddressSpaceError
 from offload.paging.pager import Pager
 
 N_LAYERS = 6
@@ -78,3 +83,32 @@ def test_held_layers_take_a_slot_each(weights: Weights) -> None:
         pager.hold(0)
         files.walk(pager, 2)
         assert n_bytes() <= pager.resident_bytes + 2 * slot_bytes
+
+
+def test_without_address_space_none_is_held(tmp_path: Path) -> None:
+    weights = write_weights(tmp_path, [[3_000_000]] * 5)
+    with mapped(weights) as files, Pager(files.layers, [], files.mappings, 2) as pager:
+        files.walk(pager)
+        pager.hold(3)
+        with no_more_address_space():
+            for index in range(5):
+                pager.enter(index)
+                pager.leave(index)
+        assert pager.n_held == 0
+        files.walk(pager)
+
+
+def test_what_could_not_be_given_back_can_be_asked_for_again(weights, monkeypatch) -> None:
+    def refused(*arguments: object) -> None:
+        raise AddressSpaceError("no")
+
+    with mapped(weights) as files, Pager(files.layers, [], files.mappings, 2) as pager:
+        pager.hold(2)
+        files.walk(pager, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "move_pages", refused)
+            with pytest.raises(AddressSpaceError):
+                pager.hold(0)
+        pager.hold(0)
+        assert pager.n_held == 0
+        files.walk(pager, 2)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from address_limit import no_more_address_space
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streaming import uneven_sizes
@@ -110,6 +113,48 @@ def test_where_memory_is_short_fewer_are_held(weights, monkeypatch) -> None:
         streamer.hold(3)
         weights.walk(streamer, 3)
         assert streamer.n_held == 1
+
+
+def test_without_address_space_none_is_held(tmp_path: Path) -> None:
+    weights = write_weights(tmp_path, [[3_000_000]] * 5)
+    with WeightStreamer(weights.layers, 2) as streamer:
+        weights.walk(streamer)
+        streamer.hold(3)
+        with no_more_address_space():
+            for index in range(5):
+                streamer.enter(index)
+                streamer.leave(index)
+        assert streamer.n_held == 0
+        weights.walk(streamer)
+
+
+def test_a_forgotten_layer_may_be_collected_by_a_reader(tmp_path: Path, monkeypatch) -> None:
+    """In the midst of asking for the next layer: what is held takes no lock that it has."""
+    weights = write_weights(tmp_path, [[9000]] * 5)
+    with WeightStreamer(weights.layers, 2, read_bytes=PAGE) as streamer:
+        streamer.hold(3)
+        assert 2 in streamer._to_hold
+        weights.walk(streamer, stop_before=1)
+        forgotten: list[Any] = []
+        is_collected = threading.Event()
+        next_position = TicketOrder._next
+
+        def collecting(order: TicketOrder, position: int) -> int:
+            if forgotten:
+                forgotten.clear()
+                is_collected.set()
+            return next_position(order, position)
+
+        monkeypatch.setattr(TicketOrder, "_next", collecting)
+        used, left_open = streamer.layer(1), streamer.layer(2)
+        used.__enter__()
+        left_open.__enter__()
+        forgotten.append(left_open)
+        del left_open
+        used.__exit__(None, None, None)  # a reader asks for the next layer
+        assert is_collected.wait(10)
+        streamer.restart()
+        weights.walk(streamer, 2)
 
 
 def test_the_memory_is_given_back(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:

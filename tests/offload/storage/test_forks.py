@@ -95,7 +95,7 @@ from streaming import small_weights
 from offload.ring.streamer import WeightStreamer
 
 streamer = WeightStreamer(small_weights(Path(sys.argv[1])).layers, 2)
-lock = streamer._walk._ring._lock
+lock = streamer._walk._ring.lock
 is_held, may_go = threading.Event(), threading.Event()
 def hold():
     with lock:
