@@ -210,9 +210,9 @@ class Backend(ABC):
     def n_kv_allocated(self) -> int:
         """Token positions that `kv_bytes` has room for."""
 
-    @property
-    def kv_growth_bytes(self) -> int:
-        """What the KV cache may take beside `kv_bytes` once a pass needs more rows."""
+    def kv_growth_bytes(self, n_tokens: int) -> int:
+        """What the KV cache may take beside what it takes now, by the end of a pass over nodes
+        that follow a text of so many tokens, should it lack some of them."""
         return 0
 
     @property

@@ -24,7 +24,7 @@ from backends.attention.layout import CausalLayout, PassLayout
 from backends.attention.masks import alibi_bias
 from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.contract.mending import MendingBackend
-from backends.hf.cache import BLOCK_ROWS, TreeCache
+from backends.hf.cache import BLOCK_ROWS, TreeCache, whole_blocks
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.forward import mask_maker, prepare_buffers, run_model
 from backends.hf.layer_runner import LayerRunner, PassState, bind, unbind
@@ -137,9 +137,14 @@ class TorchBackend(MendingBackend):
     def kv_bytes(self) -> int:
         return self._cache.n_bytes
 
-    @property
-    def kv_growth_bytes(self) -> int:
-        return 0 if self._has_whole_cache else self._model.kv_bytes_per_token * BLOCK_ROWS
+    def kv_growth_bytes(self, n_tokens: int) -> int:
+        """One block at least; while a layer moves to a longer buffer, the one before is there."""
+        if self._has_whole_cache:
+            return 0
+        n_had = self._cache.capacity
+        n_rows = whole_blocks(min(n_tokens, self.max_context) + (self.max_nodes or 0))
+        n_new = max(n_rows - n_had, BLOCK_ROWS)
+        return n_new * self._model.kv_bytes_per_token + n_had * self._model.layer_kv_bytes
 
     @property
     def n_kv_allocated(self) -> int:

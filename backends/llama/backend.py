@@ -25,11 +25,13 @@ from backends.llama.passes import PassThread
 from backends.llama.prefix import LlamaPrefix, SequenceState
 from backends.llama.stream import StreamedLayers, mapped_ranges
 from offload.formats.mapped import TensorShape
+from offload.paging.address_space import PAGE_BYTES
 from offload.process.interruptible import uninterrupted
 from offload.residency.placement import Placement
 from offload.units import Progress
 
 LOAD_MODES = ("stream", "mmap", "ram")
+_VALUE_BYTES = 2  # of the KV cache's values without flash attention: f16, never quantized
 _QUICK_BYTES = 4e9  # weights times rows that take less than about a second: no thread for those
 
 
@@ -181,11 +183,16 @@ class LlamaBackend(MendingBackend):
     def stream_use(self) -> StreamUse:
         return self._stream.use if self._stream else StreamUse()
 
-    @property
-    def kv_growth_bytes(self) -> int:
-        """A streamed model's cells take memory once they are written."""
-        n_rows = max(self.max_nodes, self._options.n_least_rows)
-        return n_rows * self._kv_bytes_per_token if self._stream else 0
+    def kv_growth_bytes(self, n_tokens: int) -> int:
+        """A streamed model's cells take memory once they are written; page by page, without flash
+        attention, each of which has the values of so many cells."""
+        if self._stream is None:
+            return 0
+        n_rows = max(0, n_tokens - self.n_committed)
+        n_rows += max(self.max_nodes, self._options.n_least_rows)
+        if not self._context.has_flash_attention:
+            n_rows = max(n_rows, PAGE_BYTES // _VALUE_BYTES)
+        return n_rows * self._kv_bytes_per_token
 
     @property
     def held_bytes(self) -> int:

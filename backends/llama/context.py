@@ -151,9 +151,13 @@ class LlamaContext:
         params.offload_kqv = params.op_offload = False
         return params
 
+    @property
+    def has_flash_attention(self) -> bool:
+        return any(re.search(r"flash_attn += enabled", line) for line in self.log)
+
     def _check_attention(self) -> None:
         """Raise WithoutFlashAttention where llama.cpp has decided against what was checked."""
-        if not any(re.search(r"flash_attn += enabled", line) for line in self.log):
+        if not self.has_flash_attention:
             self.close()
             raise WithoutFlashAttention(
                 "llama.cpp runs this model without flash attention, which sums in an order that "

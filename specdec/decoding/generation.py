@@ -109,7 +109,7 @@ class Generation:
             while sequence.is_open:
                 check()
                 tree, acceptance, tokens = controller.step(sequence.n_left)
-                spare.lend(len(tree))
+                spare.lend(len(tree), len(controller.context))
                 text, taken = sequence.take(tokens)
                 self._recorder.record_round(tree, acceptance, n_emitted=len(taken))
                 yield StreamChunk(text, taken, index)

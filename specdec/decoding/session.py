@@ -36,6 +36,7 @@ from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
 from specdec.planning.load import load_draft, load_target
+from specdec.planning.parts import DRAFTING_PARTS
 from specdec.planning.plan import plan_models
 from specdec.planning.run_options import RunOptions
 from specdec.policy.draft_policy import DraftPolicy
@@ -128,11 +129,14 @@ class Session:
             self._ngram = NgramDrafter()
             self._kept_experience = KeptExperience(planned)
             self.experience = self._kept_experience.experience
+            parts = dict(self.plan.parts)
             self.spare = SpareMemory(
                 self.target,
+                self.draft,
                 self.plan.budget_bytes,
-                dict(self.plan.parts).get("target activations", 0),
-                self.options.target_rows(self.plan.n_draft_tokens),
+                activation_bytes=parts.get("target activations", 0),
+                most_rows=self.max_beams,
+                draft_bytes=sum(parts.get(name, 0) for name in DRAFTING_PARTS),
             )
             self._ahead = AheadThread()
             if self._prompt_cache is not None:

@@ -23,16 +23,26 @@ class SpareMemory:
 
     Args:
         target: whose layers are held.
+        draft: may have rested so far, and have to compute the whole text in the next round.
         budget_bytes: of the process.
         activation_bytes: planned for the target's widest pass.
         most_rows: of a pass that decodes.
+        draft_bytes: planned for what drafting computes; never lent.
     """
 
     def __init__(
-        self, target: Backend, budget_bytes: int, activation_bytes: int, most_rows: int
+        self,
+        target: Backend,
+        draft: Backend | None,
+        budget_bytes: int,
+        *,
+        activation_bytes: int,
+        most_rows: int,
+        draft_bytes: int = 0,
     ) -> None:
         self._target = target
-        self._budget_bytes = budget_bytes
+        self._backends = (target,) if draft is None else (target, draft)
+        self._budget_bytes = budget_bytes - draft_bytes
         self._most_rows = most_rows
         self._row_bytes = activation_bytes / max(most_rows, _CHUNK_ROWS)
 
@@ -44,14 +54,14 @@ class SpareMemory:
         """Rounds of decoding begin: what was taken before them tells nothing of them."""
         recent_peak_rss()
 
-    def lend(self, n_rows: int) -> None:
-        """A round of decoding is over, whose pass had so many rows.
+    def lend(self, n_rows: int, n_tokens: int) -> None:
+        """A round of decoding is over, whose pass had so many rows; the text has so many tokens.
 
-        The next one may have more of them, and the KV cache may have to grow. More is lent as soon
+        The next one may have more of them, and the KV caches may have to grow. More is lent as soon
         as there is more; it is asked back once half of the reserve is gone.
         """
-        more_rows = max(0, self._most_rows - n_rows)
-        to_come = int(more_rows * self._row_bytes) + self._target.kv_growth_bytes
+        to_come = int(max(0, self._most_rows - n_rows) * self._row_bytes)
+        to_come += sum(backend.kv_growth_bytes(n_tokens) for backend in self._backends)
         left = self._budget_bytes - recent_peak_rss() - to_come - RESERVE_BYTES
         held = self._target.held_bytes
         if left > 0 or (held and left < -RESERVE_BYTES // 2):

@@ -10,6 +10,7 @@ from tiny_pair import save_model
 from torch_memory import peak_bytes
 
 from backends.contract.source import BackendOptions
+from backends.hf.backend import TorchBackend
 from backends.hf.cache import BLOCK_ROWS, TreeCache
 from backends.hf.source import HfSource
 
@@ -32,3 +33,23 @@ def test_growing(tmp_path: Path, n_rows_each: int, n_blocks: int) -> None:
     counted = source.kv_bytes(n_rows - source.exactness.n_least_rows, 0)
     assert peak_bytes(fill) <= counted
     assert counted <= (1 + 1 / len(source.layers)) * n_rows * source.model.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("n_blocks", [1, 6])
+def test_the_growth_to_come(tmp_path: Path, n_blocks: int) -> None:
+    """Of a whole text, by a draft that rested, and then of one row more."""
+    with TorchBackend.resident(save_model(tmp_path, seed=0)) as backend:
+        cache, config = backend._cache, backend._model.config
+        n_tokens = n_blocks * BLOCK_ROWS
+        shape = (1, config.num_key_value_heads, n_tokens, config.head_dim)
+        states = torch.zeros(shape, dtype=backend._model.dtype)
+        counted: list[int] = []
+
+        def fill(n_rows: int) -> None:
+            counted.append(cache.n_bytes + backend.kv_growth_bytes(n_tokens))
+            for layer in cache.layers:
+                layer.update(states[:, :, :n_rows], states[:, :, :n_rows])
+
+        assert peak_bytes(lambda: fill(n_tokens)) <= counted[0]
+        backend._cache.free()
+        assert peak_bytes(lambda: (fill(n_tokens), fill(1))) <= counted[-1]

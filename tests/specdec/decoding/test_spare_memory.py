@@ -22,11 +22,13 @@ MANY = 1 << 40
 class Target:
     """Holds whatever it is told to."""
 
-    kv_growth_bytes = 1000
-
-    def __init__(self) -> None:
+    def __init__(self, kv_growth_bytes: int = 1000) -> None:
         self.held_bytes = 0
+        self._kv_growth_bytes = kv_growth_bytes
         self.asked: list[int] = []
+
+    def kv_growth_bytes(self, n_tokens: int) -> int:
+        return self._kv_growth_bytes + n_tokens
 
     def hold(self, n_bytes: int) -> None:
         self.held_bytes = n_bytes
@@ -43,32 +45,42 @@ def peak(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_what_is_left_is_lent_but_for_what_may_come(peak: list[int]) -> None:
     target: Any = Target()
-    spare = SpareMemory(target, 10 * RESERVE_BYTES, activation_bytes=256 * 100, most_rows=33)
+    spare = SpareMemory(target, None, 10 * RESERVE_BYTES, activation_bytes=256 * 100, most_rows=33)
     peak[0] = 4 * RESERVE_BYTES
-    spare.lend(n_rows=33)
+    spare.lend(n_rows=33, n_tokens=0)
     assert target.held_bytes == 5 * RESERVE_BYTES - 1000
     target.hold(0)
-    spare.lend(n_rows=3)  # 30 rows more may come
+    spare.lend(n_rows=3, n_tokens=0)  # 30 rows more may come
     assert target.held_bytes == 5 * RESERVE_BYTES - 1000 - 30 * 100
+
+
+def test_what_a_draft_may_take_that_rested_so_far_is_not_lent(peak: list[int]) -> None:
+    target: Any = Target(0)
+    draft: Any = Target(5000)
+    spare = SpareMemory(
+        target, draft, 10 * RESERVE_BYTES, activation_bytes=0, most_rows=1, draft_bytes=7000
+    )
+    spare.lend(n_rows=1, n_tokens=300)
+    assert target.held_bytes == 9 * RESERVE_BYTES - 300 - 5300 - 7000
 
 
 def test_what_is_held_follows_what_is_taken(peak: list[int]) -> None:
     target: Any = Target()
-    spare = SpareMemory(target, 10 * RESERVE_BYTES, 0, 1)
+    spare = SpareMemory(target, None, 10 * RESERVE_BYTES, activation_bytes=0, most_rows=1)
     own = 4 * RESERVE_BYTES
     for _ in range(3):  # once lent, it is part of what is taken, and no more is lent
         peak[0] = own + target.held_bytes
-        spare.lend(1)
+        spare.lend(1, 0)
         assert target.held_bytes == 5 * RESERVE_BYTES - 1000
     n_asked = len(target.asked)
     peak[0] += RESERVE_BYTES // 4  # a part of the reserve is there for that
-    spare.lend(1)
+    spare.lend(1, 0)
     assert len(target.asked) == n_asked
     peak[0] += RESERVE_BYTES
-    spare.lend(1)
+    spare.lend(1, 0)
     assert target.held_bytes == 5 * RESERVE_BYTES - 1000 - RESERVE_BYTES * 5 // 4
     peak[0] += MANY
-    spare.lend(1)
+    spare.lend(1, 0)
     assert target.held_bytes == 0
 
 
