@@ -153,7 +153,9 @@ class LlamaContext:
 
     @property
     def has_flash_attention(self) -> bool:
-        return any(re.search(r"flash_attn += enabled", line) for line in self.log)
+        """As it was asked for, or as llama.cpp decided where it was left to it."""
+        said = r"flash_attn += enabled|Flash Attention enabled"
+        return any(re.search(said, line) for line in self.log)
 
     def _check_attention(self) -> None:
         """Raise WithoutFlashAttention where llama.cpp has decided against what was checked."""

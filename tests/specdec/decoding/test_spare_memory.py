@@ -123,3 +123,16 @@ def check_given_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.target, "prefill_from", noted)
     llm.generate(PROMPT, max_tokens=2)
     assert seen == [0]
+
+
+@pytest.mark.gguf
+def test_a_pass_takes_a_few_cells_with_flash_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which llama.cpp takes by itself."""
+    force_streaming(monkeypatch)
+    with specdec.load(save("gguf", tmp_path), ctx_size=128) as llm:
+        target: Any = llm.target
+        assert target._context.has_flash_attention
+        n_rows = max(target.max_nodes, target._options.n_least_rows)
+        assert target.kv_growth_bytes(0) == n_rows * target._kv_bytes_per_token
