@@ -166,16 +166,13 @@ def commit(address: int, n_bytes: int, *, huge: bool = True) -> None:
 
 def give_back_zeros(address: int, n_bytes: int) -> None:
     """Take the whole pages of private memory that holds zeros alone, until something is written
-    there. On small pages from then on: few written bytes take few of them.
-
-    Raises AddressSpaceError.
+    there. On small pages from then on: few written bytes take few of them. Locked memory stays.
     """
     start = -(-address // PAGE_BYTES) * PAGE_BYTES
     end = (address + n_bytes) // PAGE_BYTES * PAGE_BYTES
     if start < end:
         _libc().madvise(start, end - start, _MADV_NOHUGEPAGE)
-        if _libc().madvise(start, end - start, _MADV_DONTNEED) == _FAILED:
-            raise _error("madvise", end - start)
+        _libc().madvise(start, end - start, _MADV_DONTNEED)
 
 
 def keep_from_children(address: int, n_bytes: int) -> None:
