@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bench.decode import identity, soak
+from bench.decode import equality, identity, soak
 from offload.units import MIB
 
 RUN = CliRunner()
@@ -50,3 +50,27 @@ def test_one_bit_makes_the_difference(monkeypatch, change, code) -> None:
 def test_a_model_that_fits_is_not_compared_with_itself() -> None:
     with pytest.raises(identity.NotStreamed):
         identity.record({"model": "pair:target", "ctx_size": 128}, streamed=True)
+
+
+@pytest.mark.parametrize(("change", "code"), [(0, 0), (1, 1)])
+def test_one_token_makes_the_difference(monkeypatch, change, code) -> None:
+    def decode(load, tasks, n):
+        for prompt, way in tasks:
+            yield prompt, way, [1, 2, 3 + change * (way.name == "beams")]
+
+    texts = equality.read_prompts(equality.BUILT_IN, 16)
+    wanted = {(one.name, way.kind): [1, 2, 3] for one in texts for way in equality.WAYS}
+    monkeypatch.setattr(equality, "reference", lambda load, tasks, n: wanted)
+    monkeypatch.setattr(equality, "decode", decode)
+    argv = ["target", "draft", "--memory-budgets", "1GiB,2GiB"]
+    result = RUN.invoke(equality.app, argv)
+    assert result.exit_code == code
+    assert ("66.6 %" in result.output) == bool(code)
+
+
+def test_prompts_budgets_and_ways_take_turns() -> None:
+    prompts = equality.read_prompts(equality.BUILT_IN, 16)
+    tasks = equality.tasks_of(prompts, 3, 2)
+    assert sum(map(len, tasks)) == 32
+    assert {way.name for some in tasks for _, way in some} == {way.name for way in equality.WAYS}
+    assert all(len({one.name for one, _ in some}) > 8 for some in tasks)
