@@ -101,7 +101,8 @@ class Generation:
             )
             sequence.logprobs, sequence.top_logprobs = controller.logprobs, controller.top_logprobs
             spare = self._session.spare
-            spare.give_back()
+            if prompt_row is None:
+                spare.give_back()
             first = controller.start(self._request.prompt_ids, prompt_row)
             spare.begin()
             prompt_row = controller.prompt_row

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import strategies as st
 from weight_files import FaultyReads, Weights, write_weights
 
 from offload.ring.lending import LayerLender
@@ -59,3 +60,13 @@ def uneven_sizes(n_layers: int, seed: int, most: int = 9000) -> list[list[int]]:
 
 def small_weights(folder: Path) -> Weights:
     return write_weights(folder, [[9000, 100], [5000], [12_000], [300], [8000]], n_files=2)
+
+
+def holding_operations(n_layers: int, most: int) -> st.SearchStrategy[list[tuple[str, int]]]:
+    """Passes that end before a layer, numbers of layers to hold, and restarts."""
+    one = st.one_of(
+        st.tuples(st.just("walk"), st.integers(0, n_layers)),
+        st.tuples(st.just("hold"), st.integers(0, n_layers + 2)),
+        st.tuples(st.just("restart"), st.just(0)),
+    )
+    return st.lists(one, max_size=most)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mapped_weights import mapped
 from mapped_weights import memory_in as bytes_in
 from paging import PAGE, slot_ranges
-from streaming import uneven_sizes
+from streaming import holding_operations, uneven_sizes
 from weight_files import Weights, write_weights
 
 from offload.paging import memory
@@ -30,17 +30,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     )
 
 
-OPERATIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("walk"), st.integers(0, N_LAYERS)),  # leave before this layer
-        st.tuples(st.just("hold"), st.integers(0, N_LAYERS)),
-        st.tuples(st.just("restart"), st.just(0)),
-    ),
-    max_size=15,
-)
-
-
-@given(operations=OPERATIONS, n_slots=st.integers(1, 3))
+@given(operations=holding_operations(N_LAYERS, 15), n_slots=st.integers(1, 3))
 @settings(
     max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )

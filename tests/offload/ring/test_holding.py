@@ -10,7 +10,7 @@ import pytest
 from address_limit import no_more_address_space
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from streaming import uneven_sizes
+from streaming import holding_operations, uneven_sizes
 from weight_files import Weights, write_weights
 
 from offload.ring.order import TicketOrder
@@ -31,17 +31,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return write_weights(folder, sizes, resident=lambda i, j: i == 2 or (i == 4 and j == last))
 
 
-OPERATIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("walk"), st.integers(0, N_LAYERS)),  # leave before this layer
-        st.tuples(st.just("hold"), st.integers(0, N_LAYERS + 2)),
-        st.tuples(st.just("restart"), st.just(0)),
-    ),
-    max_size=25,
-)
-
-
-@given(operations=OPERATIONS, n_slots=st.integers(1, 5))
+@given(operations=holding_operations(N_LAYERS, 25), n_slots=st.integers(1, 5))
 @settings(
     max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
