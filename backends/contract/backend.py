@@ -216,6 +216,12 @@ class Backend(ABC):
         return 0
 
     @property
+    def unread_bytes(self) -> int:
+        """Of weights that are to stay in memory, what has not been read yet; the first pass waits
+        for them."""
+        return 0
+
+    @property
     def held_bytes(self) -> int:
         """Memory of layers that would stream and are held for now."""
         return 0

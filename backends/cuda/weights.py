@@ -92,6 +92,7 @@ class DeviceWeights:
             stats.bytes_read, stats.stall_seconds, stats.bytes_copied, stats.copy_stall_seconds
         )
 
+    unread_bytes = 0
     held_bytes = 0
 
     def hold(self, n_bytes: int) -> None:

@@ -151,6 +151,10 @@ class TorchBackend(MendingBackend):
         return self._cache.capacity
 
     @property
+    def unread_bytes(self) -> int:
+        return self._weights.unread_bytes
+
+    @property
     def held_bytes(self) -> int:
         return self._weights.held_bytes
 

@@ -74,6 +74,10 @@ class CpuWeights:
         return StreamUse(stats.bytes_read, stats.stall_seconds)
 
     @property
+    def unread_bytes(self) -> int:
+        return self._streamer.unread_bytes
+
+    @property
     def held_bytes(self) -> int:
         return self._streamer.held_bytes
 

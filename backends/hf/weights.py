@@ -58,6 +58,10 @@ class TorchWeights(Protocol):
         """Traffic since the load."""
 
     @property
+    def unread_bytes(self) -> int:
+        """See Backend."""
+
+    @property
     def held_bytes(self) -> int:
         """See Backend."""
 

@@ -195,6 +195,10 @@ class LlamaBackend(MendingBackend):
         return n_rows * self._kv_bytes_per_token
 
     @property
+    def unread_bytes(self) -> int:
+        return self._stream.unread_bytes if self._stream else 0
+
+    @property
     def held_bytes(self) -> int:
         return self._stream.held_bytes if self._stream else 0
 

@@ -123,6 +123,10 @@ class StreamedLayers:
         return StreamUse(self._pager.stats.bytes_read, self._pager.stats.stall_seconds)
 
     @property
+    def unread_bytes(self) -> int:
+        return 0 if self._pager is None else self._pager.unread_bytes
+
+    @property
     def held_bytes(self) -> int:
         return 0 if self._pager is None else self._pager.held_bytes
 

@@ -151,6 +151,13 @@ def commit(address: int, n_bytes: int, *, huge: bool = True) -> None:
         MemoryError: the memory cannot be had.
         what a signal handler raised meanwhile: see `populate`.
     """
+    prepare(address, n_bytes, huge=huge)
+    populate(address, n_bytes)
+    settle(address, n_bytes)
+
+
+def prepare(address: int, n_bytes: int, *, huge: bool = True) -> None:
+    """Let a reserved range be populated, on huge pages as far as they fit; `settle` comes then."""
     libc = _libc()
     protect(address, n_bytes, PROT_READ_WRITE)
     libc.madvise(address, n_bytes, _MADV_NOHUGEPAGE)  # not over the range's ends; may fail
@@ -158,10 +165,12 @@ def commit(address: int, n_bytes: int, *, huge: bool = True) -> None:
     end = (address + n_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if huge and start < end:
         libc.madvise(start, end - start, _MADV_HUGEPAGE)
-    populate(address, n_bytes)
-    # Huge pages stay. What ends here is khugepaged's interest: it would fill ranges that are partly
-    # moved out with pages that nobody counted.
-    libc.madvise(address, n_bytes, _MADV_NOHUGEPAGE)
+
+
+def settle(address: int, n_bytes: int) -> None:
+    """Huge pages stay. What ends here is khugepaged's interest: it would fill ranges that are
+    partly moved out with pages that nobody counted."""
+    _libc().madvise(address, n_bytes, _MADV_NOHUGEPAGE)
 
 
 def give_back_zeros(address: int, n_bytes: int) -> None:

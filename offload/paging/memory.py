@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
+from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import (
     PROT_NONE,
     PROT_READ,
@@ -18,16 +19,20 @@ from offload.paging.address_space import (
     commit,
     keep_from_children,
     move_pages,
+    prepare,
     protect,
     reserve,
+    settle,
     unmap,
     view,
 )
 from offload.paging.plan import PagingPlan, Part
-from offload.storage.aligned import HUGE_PAGE_BYTES
+from offload.residency.placement import LayerWeights
+from offload.ring.background import BackgroundReads, by_need
+from offload.storage.aligned import HUGE_PAGE_BYTES, populate
 from offload.storage.direct_io import OpenStorage
 from offload.storage.layout import Layout, Piece
-from offload.storage.reading import read_pieces
+from offload.storage.reading import OpenFiles
 from offload.units import Progress
 
 _PROBE_BYTES = 16 * HUGE_PAGE_BYTES
@@ -130,34 +135,48 @@ class Loan:
             protect(move.source, move.n_bytes, PROT_READ_WRITE)
 
 
-def load_resident(
+def read_resident(
     plan: PagingPlan,
+    layers: Sequence[LayerWeights],
+    others: Iterable[TensorRecord],
     progress: Progress | None,
     *,
     read_bytes: int,
     n_readers: int,
     storage: OpenStorage,
-) -> None:
-    """Put memory with the file's bytes in the place of the mapping. Errors: see Pager."""
-    if not plan.resident:
-        return
-    base = min(r.address for r in plan.resident)
-    end = max(r.address + r.n_bytes for r in plan.resident)
+) -> BackgroundReads:
+    """Put memory in the place of the mapping, and begin to read the file's bytes into it.
+
+    others: tensors outside of the layers, whether they stay or lie beside what does.
+    Errors: see Pager.
+    """
+    base = min((r.address for r in plan.resident), default=0)
+    end = max((r.address + r.n_bytes for r in plan.resident), default=0)
     extents = tuple(
         Piece(r.path, r.file_offset, r.address - base, r.n_bytes, r.n_needed) for r in plan.resident
     )
     for part in plan.resident:
         reserve(part.n_bytes, part.address)
-        commit(part.address, part.n_bytes)
-    read_pieces(
-        Layout(extents, {}, end - base).pieces(read_bytes),
-        view(base, end - base),
-        progress,
+        prepare(part.address, part.n_bytes)
+
+    def bring(files: OpenFiles, piece: Piece) -> None:
+        populate(base + piece.buffer_offset, piece.n_bytes)
+        files.read(piece, view(base, end - base))
+
+    def finish() -> None:
+        for part in plan.resident:
+            settle(part.address, part.n_bytes)
+            protect(part.address, part.n_bytes, PROT_READ)
+
+    return BackgroundReads(
+        by_need(Layout(extents, {}, end - base).pieces(read_bytes), layers, others),
+        len(layers),
+        bring,
+        finish=finish,
+        progress=progress,
         n_readers=n_readers,
         storage=storage,
     )
-    for part in plan.resident:
-        protect(part.address, part.n_bytes, PROT_READ)
 
 
 def reserve_streamed(plan: PagingPlan) -> None:

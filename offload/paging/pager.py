@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import check_supported
-from offload.paging.memory import Loan, PageMemory, load_resident, reserve_all, reserve_streamed
+from offload.paging.memory import Loan, PageMemory, read_resident, reserve_all, reserve_streamed
 from offload.paging.plan import Mappings, plan_paging
 from offload.residency.placement import LayerWeights
 from offload.ring.file_supply import RingOptions, walk_files
@@ -49,7 +49,8 @@ class Pager(HoldingLender[HostMemory, None]):
 
     Raises (after the first one, the mapping is unusable):
         AddressSpaceError: the system cannot move pages, or a tensor is not mapped exactly once.
-        StorageError, MemoryError: resident tensors cannot be read, or the memory not be had.
+        StorageError: a file cannot be opened.
+        MemoryError: memory for the slots cannot be had.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class Pager(HoldingLender[HostMemory, None]):
         poison: bool = False,
     ) -> None:
         check_supported()
+        resident, untouched = tuple(resident), tuple(untouched)
         self._plan = plan = plan_paging(layers, resident, mappings, untouched)
+        others = (*resident, *untouched)
         options = RingOptions(n_slots, read_bytes, n_readers, storage, poison)
         reads = options.plan([layer.reads for layer in plan.layers])
         self._loans: dict[int, Loan] = {}
@@ -75,16 +78,23 @@ class Pager(HoldingLender[HostMemory, None]):
         self._kept: dict[int, Loan] = {}
         """By the layer that is held."""
         try:
-            load_resident(
-                plan, progress, read_bytes=read_bytes, n_readers=n_readers, storage=storage
-            )
             reserve_streamed(plan)
+            background = read_resident(
+                plan,
+                layers,
+                others,
+                progress,
+                read_bytes=read_bytes,
+                n_readers=n_readers,
+                storage=storage,
+            )
             super().__init__(
                 walk_files(
                     reads,
                     options,
                     plan.slot_bytes,
                     allocate=lambda _: self._new_slot(),
+                    background=background,
                 )
             )
         except BaseException:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from offload.ring.background import BackgroundReads
 from offload.ring.order import TicketOrder
-from offload.ring.readers import ReaderThreads
-from offload.ring.slots import Fence, SlotRing, poison_memory
-from offload.ring.walk import JOIN_SECONDS, LayerWalk
+from offload.ring.readers import ReaderThreads, fill_ring
+from offload.ring.slots import JOIN_SECONDS, Fence, SlotRing, poison_memory
+from offload.ring.walk import LayerWalk
 from offload.storage.aligned import AlignedBuffer, HostMemory
 from offload.storage.direct_io import OpenStorage
 from offload.storage.layout import Layout, Piece
@@ -88,9 +90,9 @@ class FileSupply:
         except BaseException:
             self._files.close()
             raise
-        self._readers = ReaderThreads(self.ring, self._files, options.n_readers)
+        self._readers = ReaderThreads("specdec-reader", options.n_readers)
         try:
-            self._readers.start()
+            self._readers.start(partial(fill_ring, self.ring, self._files))
         except BaseException:
             self.ring.close()
             if self.join(JOIN_SECONDS):
@@ -120,10 +122,22 @@ def walk_files(
     *,
     allocate: Callable[[int], HostMemory] | None = None,
     make_fence: Callable[[], Fence] | None = None,
+    background: BackgroundReads | None = None,
 ) -> LayerWalk[HostMemory]:
-    """A walk over layers that are read from files; see FileSupply. `reads` has all layers."""
+    """A walk over layers that are read from files; see FileSupply. `reads` has all layers.
+
+    background: ended where this raises.
+    """
     streamed = [pieces for pieces in reads if pieces]
     supply = None
-    if streamed:
-        supply = FileSupply(streamed, options, slot_bytes, allocate=allocate, make_fence=make_fence)
-    return LayerWalk([bool(pieces) for pieces in reads], supply)
+    try:
+        if streamed:
+            supply = FileSupply(
+                streamed, options, slot_bytes, allocate=allocate, make_fence=make_fence
+            )
+    except BaseException:
+        if background is not None:
+            background.close()
+            background.join(JOIN_SECONDS)
+        raise
+    return LayerWalk([bool(pieces) for pieces in reads], supply, background)

@@ -117,6 +117,11 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
     def n_slots(self) -> int:
         return self._walk.n_slots
 
+    @property
+    def unread_bytes(self) -> int:
+        """Of what stays in memory, what has not been read yet."""
+        return self._walk.unread_bytes
+
     def stop(self) -> bool:
         """End all threads, and with StreamerClosed a wait for them; nothing is freed yet.
 

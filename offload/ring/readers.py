@@ -1,9 +1,10 @@
-"""The threads that read files into the slots of a ring."""
+"""The threads that read files."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from offload.errors import SpecdecError
 from offload.ring.slots import SlotRing
@@ -14,24 +15,20 @@ from offload.trace import READ, record_since
 
 
 class ReaderThreads:
-    """`n_readers` daemon threads that fill a ring from `start` on until it is closed.
+    """`n_readers` daemon threads that read until there is nothing left to read.
 
-    They hold the ring and the files but not the streamer, so that a streamer nobody refers to any
-    more can be collected.
+    They hold what they read for but not its owner, so that a streamer nobody refers to any more can
+    be collected.
     """
 
-    def __init__(self, ring: SlotRing[HostMemory, Piece], files: OpenFiles, n_readers: int) -> None:
-        self._n_readers = n_readers
-        self._work = (ring, files)
+    def __init__(self, name: str, n_readers: int) -> None:
+        self._name, self._n_readers = name, n_readers
         self._threads: list[threading.Thread] = []
 
-    def start(self) -> None:
+    def start(self, read: Callable[[], None]) -> None:
         """Raises SpecdecError where the system starts no more threads; some may run then."""
         for index in range(self._n_readers):
-            name = f"specdec-reader-{index}"
-            thread = threading.Thread(
-                target=_read_until_closed, args=self._work, name=name, daemon=True
-            )
+            thread = threading.Thread(target=read, name=f"{self._name}-{index}", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
@@ -41,15 +38,21 @@ class ReaderThreads:
                 ) from error
             self._threads.append(thread)
 
+    @property
+    def are_running(self) -> bool:
+        """Whether one of them has not ended."""
+        return any(thread.is_alive() for thread in self._threads)
+
     def join(self, timeout_seconds: float) -> bool:
         """Wait for all threads together up to the timeout; True when all have ended."""
         deadline = time.monotonic() + timeout_seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return not self.are_running
 
 
-def _read_until_closed(ring: SlotRing[HostMemory, Piece], files: OpenFiles) -> None:
+def fill_ring(ring: SlotRing[HostMemory, Piece], files: OpenFiles) -> None:
+    """What a thread does that fills the slots of a ring until it is closed."""
     while (work := ring.acquire_for_read()) is not None:
         started = time.perf_counter()
         try:

@@ -33,7 +33,8 @@ from offload.errors import SpecdecError
 from offload.process.interruptible import check_interrupt, uninterrupted
 from offload.storage.aligned import HostMemory
 
-_WAKE_SECONDS = 0.1  # between two looks of a wait at whether it is to end
+WAKE_SECONDS = 0.1  # between two looks of a wait at whether it is to end
+JOIN_SECONDS = 10.0  # a read that hangs longer (a dead network mount) is left behind
 
 Check = Callable[[], None]
 """Raises where somebody wants what is going on to end; called every tenth of a second at least."""
@@ -177,7 +178,7 @@ class SlotRing(Generic[MemoryT, PieceT]):
                 check_interrupt()
                 if check is not None:
                     check()
-                self._may_use.wait(_WAKE_SECONDS)
+                self._may_use.wait(WAKE_SECONDS)
             return slot
 
     @property

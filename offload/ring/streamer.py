@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload.residency.placement import LayerWeights
+from offload.ring.background import BackgroundReads, by_need
 from offload.ring.file_supply import RingOptions, ring_slot, walk_files
 from offload.ring.holding import HoldingLender
 from offload.ring.slots import StreamerClosed
 from offload.ring.walk import StreamStats, Taken
-from offload.storage.aligned import HostMemory, buffer_bytes
+from offload.storage.aligned import AlignedBuffer, HostMemory, buffer_bytes
 from offload.storage.direct_io import DirectFile, OpenStorage
+from offload.storage.layout import make_layout
 from offload.storage.reading import (
     DEFAULT_N_READERS,
     DEFAULT_READ_BYTES,
@@ -48,11 +50,12 @@ class WeightStreamer(HoldingLender[HostMemory, dict[str, memoryview]]):
         read_bytes: size of one read at most, a multiple of 4096; small layers get smaller ones.
         n_readers: threads that read.
         storage: opens a file for reading; tests pass one that injects faults.
-        progress: (bytes done, bytes in total) while the resident tensors are read.
+        progress: (bytes done, bytes in total) while the resident tensors are read, which the first
+            pass need not wait for; called by the threads that read.
         poison: overwrite released slots, for tests.
 
     Raises:
-        StorageError: a file cannot be opened or a resident tensor cannot be read.
+        StorageError: a file cannot be opened.
     """
 
     def __init__(
@@ -71,13 +74,20 @@ class WeightStreamer(HoldingLender[HostMemory, dict[str, memoryview]]):
         reads = options.plan([layer.layout for layer in self._layers])
         self._slot_bytes = max((layer.slot_bytes for layer in self._layers), default=0)
         records = {r.name: r for layer in self._layers for r in layer.resident_records}
-        self._resident = load_resident(
-            records.values(), progress, read_bytes=read_bytes, n_readers=n_readers, storage=storage
-        )
+        layout = make_layout(records.values(), merge_gap=0)
+        self._resident = resident = ResidentWeights(layout, _uncommitted)
         try:
-            super().__init__(walk_files(reads, options, self._slot_bytes))
+            background = BackgroundReads(
+                by_need(layout.pieces(read_bytes), self._layers),
+                len(self._layers),
+                resident.bring,
+                progress=progress,
+                n_readers=n_readers,
+                storage=storage,
+            )
+            super().__init__(walk_files(reads, options, self._slot_bytes, background=background))
         except BaseException:
-            self._resident.close()
+            resident.close()
             raise
 
     @property
@@ -104,3 +114,7 @@ class WeightStreamer(HoldingLender[HostMemory, dict[str, memoryview]]):
 
     def _free(self) -> None:
         self._resident.close()
+
+
+def _uncommitted(n_bytes: int) -> HostMemory:
+    return AlignedBuffer(n_bytes, is_committed=False)

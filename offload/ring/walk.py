@@ -20,16 +20,16 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Protocol
 
+from offload.ring.background import BackgroundReads
 from offload.ring.order import TicketOrder
-from offload.ring.slots import Check, MemoryT, Slot, SlotRing, StreamerClosed
+from offload.ring.slots import JOIN_SECONDS, Check, MemoryT, Slot, SlotRing, StreamerClosed
 from offload.storage.direct_io import StorageError
 from offload.trace import WAIT, record_since
-
-JOIN_SECONDS = 10.0  # a read that hangs longer (a dead network mount) is left behind
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,15 @@ class LayerWalk(Generic[MemoryT]):
     Args:
         streams: whether something of each layer comes through the ring, in the order of use.
         supply: of the ring; None where nothing streams.
+        background: reads what stays in memory; a layer is waited for there, too.
     """
 
-    def __init__(self, streams: Sequence[bool], supply: Supply[MemoryT] | None) -> None:
+    def __init__(
+        self,
+        streams: Sequence[bool],
+        supply: Supply[MemoryT] | None,
+        background: BackgroundReads | None = None,
+    ) -> None:
         self._n_layers = len(streams)
         self._streamed = [index for index, is_streamed in enumerate(streams) if is_streamed]
         # The layer that continues the walk; None after an error, and all the while that one may
@@ -99,16 +105,24 @@ class LayerWalk(Generic[MemoryT]):
         self._is_closed = False
         self._supply = supply
         self._ring = None if supply is None else supply.ring
+        self._background = background
         self.held: dict[int, MemoryT] = {}
         """Memory of layers that would stream, and stay after their use."""
         if self._ring is not None:
             # Ends the threads of a walk that nobody refers to any more.
             weakref.finalize(self, _close_in, os.getpid(), self._ring)
+        if background is not None:
+            weakref.finalize(self, _close_in, os.getpid(), background)
 
     @property
     def stats(self) -> StreamStats:
         bytes_read, read_seconds = self._ring.reading_figures() if self._ring else (0, 0.0)
         return StreamStats(bytes_read, self._stall_seconds, read_seconds, self._passes)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Of what stays in memory, what has not been read yet."""
+        return 0 if self._background is None else self._background.unread_bytes
 
     @property
     def n_slots(self) -> int:
@@ -148,21 +162,29 @@ class LayerWalk(Generic[MemoryT]):
         return isinstance(self._ring.failure, StorageError)  # others do not pass
 
     def take(self, index: int, check: Check | None = None) -> Taken[MemoryT] | None:
-        """Wait for the slot of layer `index`; None where nothing of it streams.
+        """Wait until layer `index` is there, and take its slot; None where nothing of it streams.
 
         check: see SlotRing.wait_ready.
         """
+        if self._background is not None and not self._background.is_over:
+            with self._stalled(index):
+                self._background.wait(index, check)
         if self._ring is None or not self._is_read(index):
             return None
         self._is_anew = False
-        started = time.perf_counter()
-        try:
+        with self._stalled(index):
             slot = self._ring.wait_ready(self._ticket, check)
-        finally:
-            self._stall_seconds += record_since(started, WAIT, f"wait for layer {index}")
         taken = Taken(slot, self._ticket)
         self._ticket += 1
         return taken
+
+    @contextmanager
+    def _stalled(self, index: int) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stall_seconds += record_since(started, WAIT, f"wait for layer {index}")
 
     def arrive(self, index: int) -> None:
         """Layer `index` is in place. At the last one raises StorageError for a changed file."""
@@ -245,10 +267,13 @@ class LayerWalk(Generic[MemoryT]):
     def close(self) -> bool:
         """Stop the readers; a caller that waits gets StreamerClosed. False: a read still hangs."""
         self._is_closed = True
-        if self._supply is None:
-            return True
-        self._supply.ring.close()
-        return self._supply.join(JOIN_SECONDS)
+        readers = [one for one in (self._background, self._supply) if one is not None]
+        if self._ring is not None:
+            self._ring.close()
+        if self._background is not None:
+            self._background.close()
+        have_ended = [one.join(JOIN_SECONDS) for one in readers]
+        return all(have_ended)
 
     def free(self) -> None:
         """Give the memory of the ring back, once `close` has said that no reader is running."""
@@ -258,7 +283,7 @@ class LayerWalk(Generic[MemoryT]):
             self._supply.free()
 
 
-def _close_in(process_id: int, ring: SlotRing[Any, Any]) -> None:
-    """In a fork there are no threads to end, and one of them may hold the ring's lock for ever."""
+def _close_in(process_id: int, readers: SlotRing[Any, Any] | BackgroundReads) -> None:
+    """In a fork there are no threads to end, and one of them may hold the lock for ever."""
     if os.getpid() == process_id:
-        ring.close()
+        readers.close()

@@ -1,4 +1,4 @@
-"""Memory that files are read into past the page cache: aligned, huge pages, committed at once."""
+"""Memory that files are read into past the page cache: aligned, on huge pages."""
 
 from __future__ import annotations
 
@@ -89,16 +89,18 @@ def _libc() -> ctypes.CDLL:
 
 
 class AlignedBuffer:
-    """Anonymous memory aligned to 2 MiB, on huge pages as far as they fit, committed at once.
-
-    Committing at construction means that memory runs out here, at start, or never: MemoryError.
+    """Anonymous memory aligned to 2 MiB, on huge pages as far as they fit.
 
     Args:
+        is_committed: memory runs out here or never (MemoryError); else it is for the caller to
+            `populate` what is going to be used.
         in_children: whether a process that is forked has its content, or zeros. What is written to
             meanwhile would take its memory twice then.
     """
 
-    def __init__(self, n_bytes: int, *, in_children: bool = True) -> None:
+    def __init__(
+        self, n_bytes: int, *, is_committed: bool = True, in_children: bool = True
+    ) -> None:
         if n_bytes < 0:
             raise ValueError(f"a buffer cannot have {n_bytes} bytes")
         self.n_bytes = n_bytes
@@ -120,7 +122,8 @@ class AlignedBuffer:
         if size > n_huge:  # a huge page here would take memory that nobody reserved
             self._advise(getattr(mmap, "MADV_NOHUGEPAGE", None), start + n_huge, size - n_huge)
         self._view = memoryview(self._map)[start : start + size]
-        populate(self.address, size)
+        if is_committed:
+            populate(self.address, size)
         if not in_children:
             # Not MADV_DONTFORK: the child would put other things in the hole, and unmap them when
             # it collects this.

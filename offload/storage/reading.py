@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 
 from offload.formats.tensors import TensorRecord
 from offload.process.interruptible import POLL_SECONDS, check_interrupt, uninterrupted
-from offload.storage.aligned import AlignedBuffer, HostMemory, align_up, buffer_bytes
+from offload.storage.aligned import AlignedBuffer, HostMemory, align_up, buffer_bytes, populate
 from offload.storage.direct_io import DirectFile, OpenStorage, StorageError
 from offload.storage.layout import Layout, Piece, make_layout
 from offload.units import MIB, Progress
@@ -66,7 +66,11 @@ class OpenFiles:
 
 
 class ResidentWeights(Mapping[str, memoryview]):
-    """Tensors that stay in memory: name -> raw bytes, valid until `close`."""
+    """Tensors that stay in memory: name -> raw bytes, valid until `close`.
+
+    Args:
+        allocate: makes the memory from its size in bytes; None: an AlignedBuffer.
+    """
 
     def __init__(self, layout: Layout, allocate: Callable[[int], HostMemory] | None = None) -> None:
         make = allocate or AlignedBuffer
@@ -74,6 +78,13 @@ class ResidentWeights(Mapping[str, memoryview]):
         self.n_bytes = buffer_bytes(layout.n_bytes)  # memory taken, rounding included
         self.memory = self._buffer.view if self._buffer else memoryview(bytearray())
         self._tensors = layout.views(self.memory)
+
+    def bring(self, files: OpenFiles, piece: Piece) -> None:
+        """Read one piece of the layout into memory that is committed here. Raises StorageError,
+        MemoryError."""
+        assert self._buffer is not None
+        populate(self._buffer.address + piece.buffer_offset, piece.n_bytes)
+        files.read(piece, self.memory)
 
     def __getitem__(self, name: str) -> memoryview:
         return self._tensors[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -42,8 +43,9 @@ def say(line: str, stream: TextIO | None = None) -> None:
 def loading_progress(title: str) -> Iterator[Progress]:
     """A bar of bytes and their speed on stderr, from the first call of what it yields.
 
-    Shown on a terminal only, so that logs hold only what matters, and it gives way to the text. An
-    error raised before the first call is not printed below an empty bar.
+    Shown on a terminal only, so that logs hold only what matters, and it gives way to the text: what
+    is read beside the first pass is not shown any more. An error raised before the first call is
+    not printed below an empty bar.
     """
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
@@ -56,15 +58,22 @@ def loading_progress(title: str) -> Iterator[Progress]:
     bar = Bar(*columns, TransferSpeedColumn(), console=Console(stderr=True), transient=True)
     task = bar.add_task(title, total=None)
 
+    lock = threading.Lock()
+    is_over = False
+
     def update(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
-        bar.start()
+        with lock:
+            if not is_over:
+                bar.update(task, completed=done, total=total)
+                bar.start()
 
     try:
         yield update
     finally:
-        if bar.live.is_started:
-            bar.stop()
+        with lock:
+            is_over = True
+            if bar.live.is_started:
+                bar.stop()
 
 
 def perf_line(stats: Mapping[str, Any]) -> str:

@@ -61,7 +61,8 @@ class SpareMemory:
         as there is more; it is asked back once half of the reserve is gone.
         """
         to_come = int(max(0, self._most_rows - n_rows) * self._row_bytes)
-        to_come += sum(backend.kv_growth_bytes(n_tokens) for backend in self._backends)
+        for backend in self._backends:
+            to_come += backend.unread_bytes + backend.kv_growth_bytes(n_tokens)
         left = self._budget_bytes - recent_peak_rss() - to_come - RESERVE_BYTES
         held = self._target.held_bytes
         if left > 0 or (held and left < -RESERVE_BYTES // 2):

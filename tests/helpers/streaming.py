@@ -17,8 +17,8 @@ from offload.ring.lending import LayerLender
 
 
 def reader_threads() -> list[threading.Thread]:
-    """Those that fill rings, on the host or on a device."""
-    names = ("specdec-reader", "specdec-copier")
+    """Those that fill rings, on the host or on a device, and memory in the background."""
+    names = ("specdec-reader", "specdec-copier", "specdec-load")
     return [t for t in threading.enumerate() if t.name.startswith(names)]
 
 

@@ -216,8 +216,12 @@ def test_resident_tensors_that_cannot_be_read(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[50_000]] * 4, resident=lambda i, j: i > 0)
     reads = FaultyReads(lambda call, length: _raise_if(call == 2))
     with mapped(weights) as files:
-        with pytest.raises(StorageError, match="Input/output error"):
-            Pager(files.layers, [], files.mappings, 2, read_bytes=PAGE, storage=reads.storage)
+        with Pager(
+            files.layers, [], files.mappings, 2, read_bytes=PAGE, storage=reads.storage
+        ) as pager:
+            with pytest.raises(StorageError, match="Input/output error"):
+                files.walk(pager)
+            files.walk(pager)  # what was missing is read now
         assert bytes_in(files.ranges.values()) == 0
         for layer in files.layers:
             assert not is_readable(files.address(layer.tensors[0]))

@@ -174,8 +174,8 @@ def test_a_file_cut_before_opening(tmp_path: Path) -> None:
             weights.walk(streamer)
     pinned = [LayerWeights(layer.tensors, frozenset(r.name for r in layer.tensors))
               for layer in weights.layers]  # fmt: skip
-    with pytest.raises(StorageError, match="ended early"):
-        WeightStreamer(pinned, 0)
+    with WeightStreamer(pinned, 0) as streamer, pytest.raises(StorageError, match="ended early"):
+        weights.walk(streamer)
 
 
 def test_overwriting_is_noticed_by_the_end_of_the_pass(tmp_path: Path) -> None:

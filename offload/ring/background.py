@@ -1,0 +1,192 @@
+"""Weights that stay in memory, read while the first pass is going on already.
+
+Loading a model and its first pass together read it once: layers that stay are read in the order in
+which the pass needs them, beside those that stream. A walk waits for what a layer needs.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from offload.formats.tensors import TensorRecord
+from offload.process.interruptible import check_interrupt, uninterrupted
+from offload.residency.placement import LayerWeights
+from offload.ring.readers import ReaderThreads
+from offload.ring.slots import JOIN_SECONDS, WAKE_SECONDS, Check, StreamerClosed
+from offload.storage.direct_io import DirectFile, OpenStorage
+from offload.storage.layout import Piece
+from offload.storage.reading import DEFAULT_N_READERS, Bring, OpenFiles
+from offload.units import Progress
+
+
+class BackgroundReads:
+    """Threads that bring pieces to where they stay, the ones that are needed first before others.
+
+    Args:
+        pieces: with the number of the layer that needs each first, as `by_need` finds it.
+        n_layers: of the model.
+        bring: reads one piece and takes it to its place; called in the threads.
+        finish: called once, when everything is there.
+        progress: called by the threads after each piece; what it raises counts as a failed read.
+
+    Raises StorageError where a file cannot be opened, SpecdecError where a thread does not start.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[tuple[int, Piece]],
+        n_layers: int,
+        bring: Bring,
+        *,
+        finish: Callable[[], None] = lambda: None,
+        progress: Progress | None = None,
+        n_readers: int = DEFAULT_N_READERS,
+        storage: OpenStorage = DirectFile,
+    ) -> None:
+        self._bring, self._finish, self._progress = bring, finish, progress
+        self._waiting = deque(sorted(pieces, key=lambda one: one[0]))
+        self._n_missing = [0] * n_layers
+        for layer, _ in self._waiting:
+            self._n_missing[layer] += 1
+        self._n_done, self._n_total = 0, sum(piece.n_needed for _, piece in pieces)
+        self._arrived = threading.Condition()
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._is_over = not pieces
+        self._threads = ReaderThreads("specdec-load", n_readers)
+        self._files = OpenFiles((piece.path for _, piece in pieces), storage)
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            self.join(JOIN_SECONDS)
+            raise
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything is there, from files that have not changed."""
+        return self._is_over
+
+    @property
+    def unread_bytes(self) -> int:
+        """Of all pieces, those that are not there yet."""
+        return self._n_total - self._n_done
+
+    @uninterrupted
+    def wait(self, layer: int, check: Check | None = None) -> None:
+        """Wait until everything is there that the layers up to this one need.
+
+        check: called now and then; what it raises ends the wait.
+
+        Raises:
+            what reading raised, or StorageError where a file was overwritten. What is missing is
+                read anew by the next call.
+            StreamerClosed: `close` was called.
+        """
+        if self._is_over:
+            return
+        with self._arrived:
+            while any(self._n_missing[: layer + 1]):
+                self._raise_error()
+                self._start()
+                check_interrupt()
+                if check is not None:
+                    check()
+                self._arrived.wait(WAKE_SECONDS)
+            if not any(self._n_missing):
+                self._files.check_unchanged()  # at the end, because by then all bytes were read
+                self._finish()
+                self._files.close()
+                self._is_over = True
+
+    def close(self) -> None:
+        """Let the threads end after what they are reading; `join` comes next."""
+        with self._arrived:
+            self._is_closed = True
+            self._waiting.clear()
+            self._arrived.notify_all()
+
+    def join(self, timeout_seconds: float) -> bool:
+        """After `close`: wait for the threads; False when one still hangs in a read."""
+        if not self._threads.join(timeout_seconds):
+            return False
+        self._files.close()
+        return True
+
+    def _start(self) -> None:
+        if self._waiting and not self._threads.are_running:
+            self._threads.start(partial(_read_all, self))
+
+    def _raise_error(self) -> None:
+        if self._is_closed:
+            raise StreamerClosed("the weight streamer is closed; load the model again")
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    # --- in the threads --------------------------------------------------------------------
+
+    def next_piece(self) -> tuple[int, Piece] | None:
+        """What to read now; None where nothing is left, or a read failed."""
+        with self._arrived:
+            if self._error is not None or not self._waiting:
+                return None
+            return self._waiting.popleft()
+
+    def bring(self, layer: int, piece: Piece) -> None:
+        """Read a piece that is needed by `layer`; what is raised is for `wait` to raise."""
+        try:
+            self._bring(self._files, piece)
+            with self._arrived:
+                self._n_done += piece.n_needed
+                if self._progress is not None:
+                    self._progress(self._n_done, self._n_total)
+                self._n_missing[layer] -= 1
+                self._arrived.notify_all()
+        except BaseException as error:  # whatever it is, the caller must learn of it
+            with self._arrived:
+                self._error = self._error or error
+                if not self._is_closed:
+                    self._waiting.appendleft((layer, piece))
+                self._arrived.notify_all()
+
+
+def _read_all(reads: BackgroundReads) -> None:
+    while (work := reads.next_piece()) is not None:
+        reads.bring(*work)
+
+
+def by_need(
+    pieces: Iterable[Piece],
+    layers: Sequence[LayerWeights],
+    others: Iterable[TensorRecord] = (),
+) -> list[tuple[int, Piece]]:
+    """Each piece with the number of the first layer that has a tensor in it.
+
+    others: tensors of the files that belong to no layer; they are needed at once.
+    """
+    owned = [(record, 0) for record in others]
+    owned += [(record, i) for i, layer in enumerate(layers) for record in layer.tensors]
+    tensors: dict[Path, list[tuple[int, int, int]]] = {}
+    for record, layer_number in owned:
+        end = record.offset + record.n_bytes
+        tensors.setdefault(record.path, []).append((end, record.offset, layer_number))
+    for found in tensors.values():
+        found.sort()
+    return [(_first_layer(piece, tensors.get(piece.path, [])), piece) for piece in pieces]
+
+
+def _first_layer(piece: Piece, tensors: Sequence[tuple[int, int, int]]) -> int:
+    """tensors: (end, start, layer) of those in the piece's file, which do not overlap."""
+    start, end = piece.file_offset, piece.file_offset + piece.n_bytes
+    layers = []
+    for _, tensor_start, layer in tensors[bisect_left(tensors, (start + 1,)) :]:
+        if tensor_start >= end:
+            break
+        layers.append(layer)
+    return min(layers, default=0)
