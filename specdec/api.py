@@ -55,8 +55,8 @@ def load(
     Args:
         model: directory, GGUF file, hub id or `pair:target`; layers stream where they do not fit.
         draft_model: a small model with the same vocabulary, of either format.
-        progress: called with (bytes done, bytes in total) by threads that read weights, some of which
-            go on while the first prompt is computed.
+        progress: called with (bytes done, bytes in total) by threads that read weights, some of
+            which go on while the first prompt is computed.
         options: memory, device, how to draft; docs/api.md says what each one means, and so do the
             fields of `specdec.planning.run_options.RunOptions`.
 

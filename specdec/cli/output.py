@@ -43,9 +43,9 @@ def say(line: str, stream: TextIO | None = None) -> None:
 def loading_progress(title: str) -> Iterator[Progress]:
     """A bar of bytes and their speed on stderr, from the first call of what it yields.
 
-    Shown on a terminal only, so that logs hold only what matters, and it gives way to the text: what
-    is read beside the first pass is not shown any more. An error raised before the first call is
-    not printed below an empty bar.
+    Shown on a terminal only, so that logs hold only what matters, and it gives way to the text:
+    what is read beside the first pass is not shown any more. An error raised before the first call
+    is not printed below an empty bar.
     """
     if not sys.stderr.isatty():
         yield lambda _done, _total: None

@@ -97,8 +97,8 @@ class Session:
 
     Args:
         options: what to load, and into how much memory.
-        progress: called with (bytes done, bytes in total) by threads that read weights, some of which
-            go on while the first prompt is computed.
+        progress: called with (bytes done, bytes in total) by threads that read weights, some of
+            which go on while the first prompt is computed.
     """
 
     def __init__(self, options: RunOptions, progress: Any = None) -> None:

@@ -22,8 +22,8 @@ def load_target(planned: PlannedModels, options: RunOptions, progress: Any = Non
     """The target's weights where the plan wants them.
 
     Args:
-        progress: called with (bytes done, bytes in total) by threads that read weights, some of which
-            go on while the first prompt is computed.
+        progress: called with (bytes done, bytes in total) by threads that read weights, some of
+            which go on while the first prompt is computed.
     """
     plan = planned.plan
     return planned.target.source.load(
