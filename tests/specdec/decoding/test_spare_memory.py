@@ -23,7 +23,7 @@ class Target:
     """Holds whatever it is told to."""
 
     def __init__(self, kv_growth_bytes: int = 1000) -> None:
-        self.held_bytes = 0
+        self.held_bytes = self.unread_bytes = 0
         self._kv_growth_bytes = kv_growth_bytes
         self.asked: list[int] = []
 
@@ -62,6 +62,15 @@ def test_what_a_draft_may_take_that_rested_so_far_is_not_lent(peak: list[int]) -
     )
     spare.lend(n_rows=1, n_tokens=300)
     assert target.held_bytes == 9 * RESERVE_BYTES - 300 - 5300 - 7000
+
+
+def test_what_is_not_read_yet_is_not_lent(peak: list[int]) -> None:
+    target: Any = Target(0)
+    draft: Any = Target(0)
+    target.unread_bytes, draft.unread_bytes = 300, 70_000
+    spare = SpareMemory(target, draft, 10 * RESERVE_BYTES, activation_bytes=0, most_rows=1)
+    spare.lend(n_rows=1, n_tokens=0)
+    assert target.held_bytes == 9 * RESERVE_BYTES - 70_300
 
 
 def test_what_is_held_follows_what_is_taken(peak: list[int]) -> None:
