@@ -17,12 +17,27 @@ _WHY_NOT_THE_FASTEST = (
 _HEADINGS = ("weighed", "GB/pass", "s, 1 row", "s, tree", "tokens/s")
 
 
+_OF_MODELS = ("embeddings and head", "KV cache", "pinned layers", "ring")
+"""How the parts end that hold weights or keys and values."""
+
+
+def overhead_bytes(budget: MemoryBudget) -> int:
+    """What holds neither weights nor KV cache: libraries, activations, and what is set aside.
+
+    While a text is decoded, what of it is not in use holds layers (specdec/decoding/spare_memory).
+    """
+    return sum(n_bytes for name, n_bytes in budget.table() if not name.endswith(_OF_MODELS))
+
+
 def memory_table(budget: MemoryBudget, title: str, source: str) -> list[str]:
     """The parts that take something. source: where the budget's figure comes from."""
     parts = budget.table()
     width = max(len(name) for name, _ in parts)
     lines = [f"{title} {format_bytes(budget.total_bytes)} ({source})"]
-    return lines + [f"  {name:<{width}}  {format_bytes(n):>11}" for name, n in parts if n]
+    lines += [f"  {name:<{width}}  {format_bytes(n):>11}" for name, n in parts if n]
+    overhead = overhead_bytes(budget)
+    share = overhead / budget.total_bytes
+    return [*lines, f"neither weights nor KV cache: {format_bytes(overhead)}, {share:.0%} of it"]
 
 
 def exactness_line(exactness: Exactness) -> str:

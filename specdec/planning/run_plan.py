@@ -14,6 +14,7 @@ from specdec.planning.plan_report import (
     enough,
     exactness_line,
     memory_table,
+    overhead_bytes,
     placement_line,
     speed_lines,
 )
@@ -142,6 +143,7 @@ class RunPlan:
             "memory_budget_source": self.budget_source,
             "smallest_budget_bytes": self.smallest_budget_bytes,
             "memory": dict(self.parts),
+            "overhead_bytes": overhead_bytes(self.chosen.division.budget),
             "device": self.device,
             "draft_device": self.draft_device if self.chosen.draft is not None else None,
             **self._vram_dict(),

@@ -84,6 +84,22 @@ def test_the_json_holds_what_was_weighed() -> None:
     assert plan.lines()[-1] == "warning: beware"
 
 
+def test_what_holds_no_model_is_a_figure_of_its_own() -> None:
+    plan = make_plan(6 * MIB)
+    budget = plan.chosen.division.budget
+    held = [
+        budget.reserve(name, 100 * MIB)
+        for name in ("draft pinned layers", "ring", "target KV cache", "draft embeddings and head")
+    ]
+    activations = budget.reserve("target activations", 300 * MIB)
+    assert plan.to_dict()["overhead_bytes"] == 2 * GIB - 400 * MIB
+    assert "neither weights nor KV cache: 1.61 GiB, 80% of it" in plan.lines()
+    activations.release()
+    assert plan.to_dict()["overhead_bytes"] == 2 * GIB - 400 * MIB
+    held[0].release()
+    assert plan.to_dict()["overhead_bytes"] == 2 * GIB - 300 * MIB
+
+
 def test_the_smallest_budget_is_exact_and_readable() -> None:
     assert make_plan(GIB).lines()[-1] == "smallest budget that works 700 MiB"
     large = make_plan(GIB, smallest_bytes=2 * GIB + MIB // 2).lines()[-1]
