@@ -18,9 +18,9 @@ from offload.units import MIB
 
 WEIGHT_BYTES = 64 * MIB
 """Of the weights that products take in turn: more than the processor's caches hold."""
-_LEAST_SECONDS = 0.01
-_SWEEPS = 2
-_LEAST_REPEATS = 2
+_LEAST_SECONDS = 0.02
+"""Of products of one size: a longer one counts by itself, and what starting it takes is little of
+it."""
 _MINOR_SHARE = 0.01
 """Formats with less than this share of the matrices' bytes are not worth measuring."""
 
@@ -53,9 +53,7 @@ def measure_curve(
     rows = tuple(sorted(products))
 
     def sweep() -> tuple[float, ...]:
-        """All sizes several times over: another program may disturb one of the sweeps."""
-        sweeps = [[_typical_seconds(products[n]) for n in rows] for _ in range(_SWEEPS)]
-        return tuple(min(figures) / n_bytes for figures in zip(*sweeps, strict=True))
+        return tuple(_typical_seconds(products[n]) / n_bytes for n in rows)
 
     alone = sweep()
     if reading is None or not is_measurable(reading):
@@ -65,11 +63,10 @@ def measure_curve(
 
 
 def _typical_seconds(product: Product) -> float:
-    """Median of a hundredth of a second of products, two at least, after a first one."""
-    product()
+    """Median over some time; of several products the first one warms up and does not count."""
     taken: list[float] = []
-    while sum(taken) < _LEAST_SECONDS or len(taken) < _LEAST_REPEATS:
+    while sum(taken) < _LEAST_SECONDS:
         started = time.perf_counter()
         product()
         taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
+    return statistics.median(taken[1:] or taken)
