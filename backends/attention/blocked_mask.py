@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from backends.attention.batch import BatchLayout, PartRows, rows_in_pool, runs_of
 from backends.attention.blocks import (
     BLOCK_KEYS,
     USUAL_LIMITS,
@@ -15,22 +16,36 @@ from backends.attention.blocks import (
     RowGroup,
     Scratch,
 )
-from backends.attention.layout import PassLayout
 
 
 def blocked_mask(
-    layout: PassLayout,
+    layout: BatchLayout,
     start: int,
     end: int,
     window: int | None,
     limits: ProductLimits = USUAL_LIMITS,
     scratch: Scratch | None = None,
+    *,
+    is_of_cache: bool = False,
 ) -> BlockedMask:
     """The keys that the new rows start..end of a pass may look at.
 
     scratch: what the masks of a model share.
+    is_of_cache: keys will be all rows of the cache, and not those of the pass in order.
     """
-    n_keys = layout.prefix + layout.first_new + end
+    groups = [
+        group
+        for rows in layout.rows(start, end)
+        for group in _groups_of_sequence(rows, window, limits.most_keys, is_of_cache)
+    ]
+    n_keys = layout.n_keys(end)
+    return BlockedMask(tuple(groups), n_keys, is_of_cache, limits, scratch or Scratch())
+
+
+def _groups_of_sequence(
+    rows: PartRows, window: int | None, most_keys: int, is_of_cache: bool
+) -> Iterator[RowGroup]:
+    layout, start, end = rows.part.layout, rows.start, rows.end
     whole = layout.n_in_order(start) // BLOCK_KEYS * BLOCK_KEYS
     positions = layout.new_positions[start:end]
     oldest = np.zeros_like(positions) if window is None else positions - window + 1
@@ -39,37 +54,29 @@ def blocked_mask(
     edge_hidden = edge[None, :] < oldest[:, None]
     allowed = layout.allowed(start, end, window, whole)
     blocks = layout.key_positions(end)[whole:] // BLOCK_KEYS
-    shared = slice(first, whole)
-    groups = [
-        _group(a, b, shared, allowed[a:b], blocks, edge_hidden[a:b])
-        for a, b in _row_spans(allowed, blocks, limits.most_keys)
-    ]
-    return BlockedMask(tuple(groups), n_keys, limits, scratch or Scratch())
+    for a, b in _row_spans(allowed, blocks, most_keys):
+        own, widths, hidden = _own_columns(allowed[a:b], blocks)
+        shared = np.arange(first, whole)
+        # As they lie, where they follow each other; else along each path.
+        is_run = np.array_equal(own[: len(blocks)], np.arange(len(blocks)))
+        in_order = np.arange(first, whole + len(blocks)) if is_run else shared
+        places, picked = _in_cache(rows, in_order), _in_cache(rows, whole + own)
+        if not is_of_cache:
+            places, picked = rows.first_key + in_order, rows.first_key + whole + own
+        yield RowGroup(
+            rows.first_row + a,
+            rows.first_row + b,
+            tuple(runs_of(places)),
+            None if is_run else torch.from_numpy(picked),
+            (*[BLOCK_KEYS] * (len(shared) // BLOCK_KEYS), *widths),
+            torch.from_numpy(rows.first_key + np.concatenate([shared, whole + own])),
+            torch.from_numpy(hidden),
+            torch.from_numpy(edge_hidden[a:b]) if edge_hidden[a:b].size else None,
+        )
 
 
-def _group(
-    start: int,
-    end: int,
-    shared: slice,
-    allowed: np.ndarray,
-    blocks: np.ndarray,
-    edge_hidden: np.ndarray,
-) -> RowGroup:
-    """Rows start..end, which see `shared` and, as `allowed` [rows, keys] says, the keys behind it.
-
-    blocks [keys]: the block of each key behind `shared`.
-    """
-    own, widths, hidden = _own_columns(allowed, blocks)
-    is_run = np.array_equal(own[: len(blocks)], np.arange(len(blocks)))
-    return RowGroup(
-        start,
-        end,
-        slice(shared.start, shared.stop + len(blocks)) if is_run else shared,
-        None if is_run else torch.from_numpy(shared.stop + own),
-        (*[BLOCK_KEYS] * ((shared.stop - shared.start) // BLOCK_KEYS), *widths),
-        torch.from_numpy(hidden),
-        torch.from_numpy(edge_hidden) if edge_hidden.size else None,
-    )
+def _in_cache(rows: PartRows, of_sequence: np.ndarray) -> np.ndarray:
+    return rows_in_pool(rows.part.table, of_sequence)
 
 
 def _row_spans(

@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from backends.attention.batch import BLOCK_ROWS
 from offload.units import MIB
 
-BLOCK_KEYS = 64
+BLOCK_KEYS = BLOCK_ROWS
 LEAST_PRODUCTS = 2
 """Products of a batch: the rows of one alone are divided among threads, a few for each."""
 VALUE_COLUMNS = 16
@@ -60,19 +61,23 @@ USUAL_LIMITS = ProductLimits()
 class RowGroup:
     """Rows start..end of a pass, and the keys that any of them looks at, as columns of scores.
 
-    run: rows of the cache that are the first columns, as they lie.
-    picked int64 [keys]: those of the columns after them; along every path in the order of
-        positions.
+    The keys are of one sequence. Those that all rows see come first, as they lie in the cache; then
+    single ones, along every path in the order of positions.
+
+    runs: (first column, first row of the cache, how many) of the first columns.
+    picked int64 [columns]: rows of the cache for the columns after them.
     widths: columns of each block, multiples of BLOCK_KEYS; what is more than its keys is hidden.
+    keys int64 [columns]: which key of the pass each column is; of hidden ones any.
     hidden bool [rows, columns]: what a row does not look at, of the last columns.
     edge_hidden bool [rows, edge]: the same of the first ones, where a window ends there.
     """
 
     start: int
     end: int
-    run: slice
+    runs: tuple[tuple[int, int, int], ...]
     picked: torch.Tensor | None
     widths: tuple[int, ...]
+    keys: torch.Tensor
     hidden: torch.Tensor
     edge_hidden: torch.Tensor | None
 
@@ -82,20 +87,22 @@ class RowGroup:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.picked, self.hidden, self.edge_hidden)
+        tensors = (self.picked, self.keys, self.hidden, self.edge_hidden)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def fill(self, columns: torch.Tensor, states: torch.Tensor) -> None:
-        """Copy states [heads, keys of the cache, dim] to the columns [heads, columns, dim].
+        """Copy states [heads, rows of the cache, dim] to the columns [heads, columns, dim].
 
         Hidden columns without a key become zeros.
         """
-        end = self.run.stop - self.run.start
-        columns[:, :end] = states[:, self.run]
-        if self.picked is not None:
-            start, end = end, end + len(self.picked)
-            columns[:, start:end] = states.index_select(1, self.picked)
-        columns[:, end:] = 0.0
+        end = 0
+        for first, row, n_rows in self.runs:
+            end = first + n_rows
+            columns[:, first:end] = states[:, row : row + n_rows]
+        if self.picked is None:
+            columns[:, end:] = 0.0
+        else:
+            columns[:, end:] = states.index_select(1, self.picked)
 
 
 class Scratch:
@@ -125,12 +132,19 @@ class BlockedMask:
 
     groups: tuple[RowGroup, ...]
     n_keys: int
+    is_of_cache: bool = False
+    """Whether keys and values are all rows of the cache, or those of the pass in order."""
     limits: ProductLimits = USUAL_LIMITS
     scratch: Scratch = field(default_factory=Scratch)
 
     @property
     def nbytes(self) -> int:
         return sum(group.nbytes for group in self.groups)
+
+    def fits(self, key: torch.Tensor) -> bool:
+        """Whether it is made for keys of this shape."""
+        has_all = key.shape[2] >= self.n_keys if self.is_of_cache else key.shape[2] == self.n_keys
+        return key.shape[0] == 1 and has_all
 
     def attend(
         self,
@@ -162,8 +176,7 @@ class BlockedMask:
                 if sinks is not None:
                     part.sinks = sinks.float().view(n_kv_heads, -1, 1)[heads]
                 if bias is not None:
-                    columns = bias.new_zeros(n_heads, group.n_columns, 1, dtype=torch.float32)
-                    group.fill(columns, bias.unsqueeze(2))
+                    columns = bias.float().index_select(1, group.keys)
                     part.bias = columns.view(n_kv_heads, -1, 1, group.n_columns)[heads]
                 rows = slice(group.start, group.end)
                 part.attend(queries[heads, :, rows], output[rows, heads])
@@ -190,7 +203,7 @@ class Scores:
         self._scale, self._softcap = scale, softcap
 
     def bring(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keys and values [heads, keys of the cache, dim] as columns, with ones after a value."""
+        """Keys and values [heads, rows of the cache, dim] as columns, with ones after a value."""
         group, (n_heads, _, dim) = self._group, keys.shape
         self._value_dim = values.shape[-1]
         width = value_width(self._value_dim)

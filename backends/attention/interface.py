@@ -123,10 +123,8 @@ def _check_arguments(
     name = type(module).__name__
     if not isinstance(mask, KeyMask):
         raise BackendError(f"{name} was given no mask of keys, but {type(mask).__name__}")
-    if key.shape[0] != 1 or key.shape[2] != mask.n_keys:
-        raise BackendError(
-            f"{name} has keys {list(key.shape)}, its mask is for 1 sequence of {mask.n_keys}"
-        )
+    if not mask.fits(key):
+        raise BackendError(f"{name} has keys {list(key.shape)}, its mask is for others")
     for argument, value in kwargs.items():
         if value is not None and argument not in _KNOWN:
             raise BackendError(

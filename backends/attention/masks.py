@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from backends.attention.layout import PassLayout
+from backends.attention.batch import BatchLayout, PartRows
 
 _MASK_ALIGNMENT = 16
 """Elements to which rows of a mask are padded: the memory-efficient kernel of CUDA wants it."""
@@ -32,23 +32,37 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class SegmentedMask:
-    """Takes the mask's place on the way through a decoder layer: disjoint segments of the keys.
+class SegmentedRows:
+    """Rows start..end of a pass, and disjoint segments of its keys that they look at.
 
     Keys in none of them are hidden from every row.
     """
 
+    start: int
+    end: int
     segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class SegmentedMask:
+    """Takes the mask's place on the way through a decoder layer; its parts are all the rows, those
+    of each sequence by themselves."""
+
+    parts: tuple[SegmentedRows, ...]
     n_keys: int
+
+    def fits(self, key: torch.Tensor) -> bool:
+        """Whether it is made for keys of this shape."""
+        return key.shape[0] == 1 and key.shape[2] == self.n_keys
 
     @property
     def nbytes(self) -> int:
-        masks = (segment.mask for segment in self.segments)
+        masks = (segment.mask for part in self.parts for segment in part.segments)
         return sum(mask.untyped_storage().nbytes() for mask in masks if mask is not None)
 
 
 def segmented_mask(
-    layout: PassLayout,
+    layout: BatchLayout,
     start: int,
     end: int,
     window: int | None,
@@ -56,16 +70,23 @@ def segmented_mask(
     device: torch.device | None = None,
 ) -> SegmentedMask:
     """The segments of the keys that the new rows start..end may look at."""
-    segments = tuple(
-        Segment(
-            span.start,
-            span.end,
-            None if span.allowed is None else _segment_mask(span.allowed, dtype, device),
-            span.is_causal,
+
+    def segments(rows: PartRows) -> tuple[Segment, ...]:
+        return tuple(
+            Segment(
+                rows.first_key + span.start,
+                rows.first_key + span.end,
+                None if span.allowed is None else _segment_mask(span.allowed, dtype, device),
+                span.is_causal,
+            )
+            for span in rows.part.layout.spans(rows.start, rows.end, window)
         )
-        for span in layout.spans(start, end, window)
+
+    parts = tuple(
+        SegmentedRows(rows.first_row, rows.first_row + rows.end - rows.start, segments(rows))
+        for rows in layout.rows(start, end)
     )
-    return SegmentedMask(segments, layout.prefix + layout.first_new + end)
+    return SegmentedMask(parts, layout.n_keys(end))
 
 
 def _segment_mask(
@@ -82,7 +103,7 @@ def _segment_mask(
 
 
 def additive_mask(
-    layout: PassLayout,
+    layout: BatchLayout,
     start: int,
     end: int,
     window: int | None,
@@ -96,7 +117,7 @@ def additive_mask(
 
 
 def alibi_bias(
-    slopes: torch.Tensor, layout: PassLayout, end: int, dtype: torch.dtype
+    slopes: torch.Tensor, layout: BatchLayout, end: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """ALiBi bias [heads, 1, keys]: slope x position of the key (Press et al. 2022).
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import pad
 
-from backends.attention.masks import Segment, SegmentedMask
+from backends.attention.masks import Segment, SegmentedMask, SegmentedRows
 
 MAX_SCORE_BYTES = 32 << 20
 """Of the float32 scores that the plain kernel holds at a time, where no fused one will do."""
@@ -46,13 +46,30 @@ def attend_segments(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Output [1, rows, heads, value dim]; see `BlockedMask.attend`."""
+    outputs = [
+        _attend_rows(query[:, :, part.start : part.end], key, value, part, scale, softcap, sinks)
+        for part in mask.parts
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _attend_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    part: SegmentedRows,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Output [1, rows, heads, value dim] of one sequence's rows."""
     _, n_heads, n_rows, dim = query.shape
     n_kv_heads = key.shape[1]
     queries = query.reshape(n_kv_heads, n_heads // n_kv_heads, n_rows, dim)
     keys, values = key.transpose(0, 1), value.transpose(0, 1)
     kernel = choose_kernel(query, softcap, max(dim, value.shape[-1]))
     merged: Partial | None = None
-    for segment in mask.segments:
+    for segment in part.segments:
         span = slice(segment.start, segment.end)
         partial = kernel(queries, keys[:, :, span], values[:, :, span], segment, scale)
         merged = partial if merged is None else merge(merged, partial)

@@ -126,19 +126,23 @@ class MendingBackend(Backend):
     def _repair(self, n_intact: int) -> None:
         """Cut the cache to `n_intact` tokens, drop live nodes, let a ring begin at layer 0."""
 
-    @uninterrupted
     def _mending(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
         """Call `operation`; after any failure, leave what the contract says.
 
         Args:
             n_intact: committed tokens that the operation leaves alone; None: all.
         """
+        length = self.n_committed if n_intact is None else n_intact
+        return self._repaired(operation, lambda: self._repair(length))
+
+    @uninterrupted
+    def _repaired(self, operation: Callable[[], _T], repair: Callable[[], None]) -> _T:
+        """Call `operation`, and `repair` after any failure."""
         if self._is_closed:
             raise BackendError("the backend is closed; load the model again")
-        n_intact = self.n_committed if n_intact is None else n_intact
         try:
             return operation()
         except BaseException:
             if not self._is_closed:  # by a signal handler: what would be mended is freed
-                self._repair(n_intact)
+                repair()
             raise

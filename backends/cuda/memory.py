@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from backends.hf.cache import whole_blocks
+from backends.attention.batch import BLOCK_ROWS
 from backends.hf.config import kv_values_per_token
+from backends.hf.kv_pool import blocks_of
 from backends.hf.model import HfModel
 from offload.units import MIB
 
@@ -31,7 +32,7 @@ def allocated_bytes(n_bytes: int, n_tensors: int = 1) -> int:
 def cache_bytes(model: HfModel, n_rows: int) -> int:
     """A KV cache of so many rows, which has its full size from the start: keys and values of every
     layer."""
-    row = model.dtype.itemsize * whole_blocks(n_rows)
+    row = model.dtype.itemsize * blocks_of(n_rows) * BLOCK_ROWS
     sizes = Counter(row * kv_values_per_token(model.config, layer) // 2 for layer in model.layers)
     return sum(allocated_bytes(size, 2 * n_layers) for size, n_layers in sizes.items())
 

@@ -40,7 +40,7 @@ class HfGpuSource(HfSource):
         return device_footprint(super().outer_bytes)
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
-        return cache_bytes(self.model, ctx_size + max_nodes)
+        return cache_bytes(self.model, ctx_size + max_nodes + self.exactness.n_least_rows)
 
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         return activation_bytes(self.model, ctx_size, max_rows, on_gpu=True)
@@ -74,5 +74,4 @@ class HfGpuSource(HfSource):
             weights,
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
-            cache_rows=loading.max_context + loading.max_nodes,
         )

@@ -34,6 +34,10 @@ _BLOCKS_OF_SPLIT_KEYS = 1320
 (FlashDecoding)."""
 
 
+_GATHERED_COPIES = 2
+"""Of a layer's keys and values: in order, and on the way there."""
+
+
 @dataclass(frozen=True)
 class _Attention:
     """What attention with whole masks allocates: per (head, query, key), and per key."""
@@ -61,6 +65,8 @@ def activation_bytes(model: HfModel, ctx_size: int, max_rows: int, *, on_gpu: bo
         attention = kind.score_bytes * config.num_attention_heads * CHUNK_ROWS * ctx_size
         attention += kind.key_bytes * ctx_size
         masks = _mask_bytes(config, ctx_size, itemsize)
+    if on_gpu or not model.takes_whole_cache:
+        attention += _GATHERED_COPIES * model.layer_kv_bytes * (ctx_size + max_rows)
     return rotary + masks + logits + 3 * hidden + max(chunk + attention, hidden)
 
 

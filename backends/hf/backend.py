@@ -13,24 +13,29 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 
+from backends.attention.batch import BLOCK_ROWS, BatchLayout
 from backends.attention.layout import CausalLayout, PassLayout
 from backends.attention.masks import alibi_bias
 from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.contract.mending import MendingBackend
-from backends.hf.cache import BLOCK_ROWS, TreeCache, whole_blocks
+from backends.contract.sequence import SequenceRows, SequenceScores
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.forward import mask_maker, prepare_buffers, run_model
+from backends.hf.kv_pool import KvPool, blocks_of
+from backends.hf.kv_sequence import SequenceKv
 from backends.hf.layer_runner import LayerRunner, PassState, bind, unbind
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
 from backends.hf.self_test import TorchExactness
+from backends.hf.sequence import TorchSequence
 from backends.hf.weights import TorchWeights
 from offload.formats.mapped import TensorShape
 from offload.process.interruptible import check_interrupt
@@ -42,10 +47,20 @@ _ANY = TorchExactness(False)
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True)
+class _NewRows:
+    """What one sequence adds in a pass, and of which of these rows logits are wanted."""
+
+    text: SequenceKv
+    token_ids: Sequence[int]
+    layout: PassLayout
+    rows: list[int]
+
+
 class TorchBackend(MendingBackend):
     """A Hugging Face checkpoint, computed where `weights` has it; `weights` is closed with it.
 
-    cache_rows: rows of the KV cache that are allocated with its first one; more follow use.
+    kv_rows: tokens and nodes that all sequences together may have; None: enough for one of them.
     exactness: what it takes for a pass to be exact (see `Exactness`).
     """
 
@@ -56,17 +71,17 @@ class TorchBackend(MendingBackend):
         *,
         max_context: int | None = None,
         max_nodes: int | None = None,
-        cache_rows: int = 0,
+        kv_rows: int | None = None,
         exactness: TorchExactness = _ANY,
     ) -> None:
         self._model, self._weights = model, weights
         self._exactness = exactness
         self._make_mask = mask_maker(model, weights.device, exactness.limits)
-        self._has_whole_cache = cache_rows > 0
         self.max_nodes = max_nodes
         self.vocab_size = model.vocab_size
         self.max_context = min(max_context or model.max_context, model.max_context)
-        self._cache = TreeCache(len(model.layers), cache_rows)
+        self._gathers = weights.device.type != "cpu" or not model.takes_whole_cache
+        self._make_cache(kv_rows)
         self._is_cancelled = False
         self._owner: TorchBackend | None = None
         self._turn = threading.Lock()  # siblings walk the same modules, one at a time
@@ -103,7 +118,12 @@ class TorchBackend(MendingBackend):
 
     @classmethod
     def held_in_memory(
-        cls, model: HfModel, *, max_context: int | None = None, exactness: TorchExactness = _ANY
+        cls,
+        model: HfModel,
+        *,
+        max_context: int | None = None,
+        kv_rows: int | None = None,
+        exactness: TorchExactness = _ANY,
     ) -> TorchBackend:
         """A backend on the CPU that streams nothing."""
         layers = [
@@ -111,7 +131,7 @@ class TorchBackend(MendingBackend):
             for layer in model.layer_weights
         ]
         weights = CpuWeights(model, layers, 0)
-        return cls(model, weights, max_context=max_context, exactness=exactness)
+        return cls(model, weights, max_context=max_context, kv_rows=kv_rows, exactness=exactness)
 
     def sibling(self, *, max_context: int, max_nodes: int, max_rows: int) -> TorchBackend:
         """See Backend.sibling; the passes of the two take turns."""
@@ -121,13 +141,20 @@ class TorchBackend(MendingBackend):
         other._owner = self
         other.max_context = min(max_context, self._model.max_context)
         other.max_nodes = max_nodes
-        cache_rows = other.max_context + max_nodes if self._has_whole_cache else 0
-        other._cache = TreeCache(len(self._model.layers), cache_rows)
+        other._make_cache()
         return other
 
+    def _make_cache(self, kv_rows: int | None = None) -> None:
+        """Where `max_nodes` is not known, as many nodes as the longest text has tokens."""
+        most = self.max_context if self.max_nodes is None else self.max_nodes
+        kv_rows = self.max_context + most if kv_rows is None else kv_rows
+        n_blocks = blocks_of(kv_rows + self._exactness.n_least_rows)
+        self._pool = KvPool(len(self._model.layers), n_blocks)
+        self._text = SequenceKv(self._pool)
+
     @property
-    def _kv(self) -> TreeCache:
-        return self._cache
+    def _kv(self) -> SequenceKv:
+        return self._text
 
     @property
     def stream_use(self) -> StreamUse:
@@ -135,20 +162,20 @@ class TorchBackend(MendingBackend):
 
     @property
     def kv_bytes(self) -> int:
-        return self._cache.n_bytes
+        return self._pool.n_bytes
 
     def kv_growth_bytes(self, n_tokens: int) -> int:
-        """One block at least; while a layer moves to a longer buffer, the one before is there."""
-        if self._has_whole_cache:
+        """Blocks that were never in use."""
+        if self._weights.device.type != "cpu":
             return 0
-        n_had = self._cache.capacity
-        n_rows = whole_blocks(min(n_tokens, self.max_context) + (self.max_nodes or 0))
-        n_new = max(n_rows - n_had, BLOCK_ROWS)
-        return n_new * self._model.kv_bytes_per_token + n_had * self._model.layer_kv_bytes
+        n_rows = min(n_tokens, self.max_context) + (self.max_nodes or 0)
+        n_rows += self._exactness.n_least_rows
+        n_new = max(0, blocks_of(n_rows) - self._pool.n_touched)
+        return n_new * BLOCK_ROWS * self._model.kv_bytes_per_token
 
     @property
     def n_kv_allocated(self) -> int:
-        return self._cache.capacity
+        return self._pool.n_touched * BLOCK_ROWS
 
     @property
     def unread_bytes(self) -> int:
@@ -162,11 +189,11 @@ class TorchBackend(MendingBackend):
         self._weights.hold(n_bytes)
 
     def prefix_tensors(self) -> tuple[TensorShape, ...]:
-        self._mending(self._cache.abort)
-        return prefix_tensors(self._cache)
+        self._mending(self._text.abort)
+        return prefix_tensors(self._pool, self._text)
 
     def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
-        self._mending(lambda: save_prefix(self._cache, buffers))
+        self._mending(lambda: save_prefix(self._pool, self._text, buffers))
 
     def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
         self._mending(lambda: self._load_prefix(token_ids, tensors), n_intact=0)
@@ -179,49 +206,124 @@ class TorchBackend(MendingBackend):
     def close(self) -> None:
         self._is_closed = True
         if self._owner is not None:
-            self._cache.free()
+            self._free_cache()
             return
         self._weights.stop()
         for runner in self._runners:
             runner.detach()
         unbind(self._model.outer_tensors)
-        self._cache.free()
+        self._free_cache()
         self._weights.close()
 
-    def _mending(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
+    def _free_cache(self) -> None:
+        self._text.close()
+        self._pool.free()
+
+    def _repaired(self, operation: Callable[[], _T], repair: Callable[[], None]) -> _T:
         """The same with tensors of the weights' device."""
 
         def on_device() -> _T:
             with self._weights.computing(), torch.inference_mode():
                 return operation()
 
-        return super()._mending(on_device, n_intact)
+        return super()._repaired(on_device, repair)
+
+    def sequence(self) -> TorchSequence:
+        """A text of its own beside others, empty as yet."""
+        return TorchSequence(self, SequenceKv(self._pool))
+
+    def run(self, batch: Sequence[SequenceRows]) -> list[SequenceScores]:
+        """One pass over what each sequence adds; see SequenceRows."""
+        sequences = [cast(TorchSequence, one.sequence) for one in batch]
+        if len(set(map(id, sequences))) < len(sequences):
+            raise ValueError("a sequence is in the batch twice")
+
+        def grow() -> list[SequenceScores]:
+            ids, new = zip(*map(self._rows_of, batch), strict=True)
+            found = self._forward(new)
+            for one, rows in zip(sequences, batch, strict=True):
+                if rows.parents is None:
+                    one.kv.append(rows.token_ids)
+            return [SequenceScores(*pair) for pair in zip(ids, found, strict=True)]
+
+        return self.mend(sequences, grow)
+
+    def mend(
+        self,
+        sequences: Sequence[TorchSequence],
+        operation: Callable[[], _T],
+        n_intact: int | None = None,
+    ) -> _T:
+        """Call `operation` on these; after any failure their live nodes are dropped, their
+        committed prefixes are what they were, and a ring begins at layer 0.
+
+        n_intact: of one sequence, committed tokens that the operation leaves alone; None: all.
+        """
+        lengths = [one.n_committed if n_intact is None else n_intact for one in sequences]
+
+        def repair() -> None:
+            for one, length in zip(sequences, lengths, strict=True):
+                one.kv.abort(length)
+            with self._turn:
+                self._weights.restart()
+
+        return self._repaired(operation, repair)
+
+    def _rows_of(self, rows: SequenceRows) -> tuple[list[int], _NewRows]:
+        sequence = cast(TorchSequence, rows.sequence)
+        if sequence.is_closed:
+            raise BackendError("the sequence is closed: begin another one")
+        if not rows.token_ids:
+            raise ValueError("a sequence adds at least one token")
+        if rows.parents is None:
+            sequence.kv.abort()
+            self._check_length(sequence.kv, len(rows.token_ids), len(rows.token_ids))
+            return [], self._prompt(sequence.kv, rows.token_ids, rows.wanted)
+        return self._nodes(sequence.kv, rows.token_ids, rows.parents, rows.wanted)
 
     def _run_prompt(self, token_ids: Sequence[int]) -> np.ndarray:
-        layout = CausalLayout(self.n_committed, len(token_ids))
-        self._cache.expect(self.n_committed + len(token_ids))
-        row: np.ndarray = self._forward(token_ids, layout, [len(token_ids) - 1])[0]
+        last = [len(token_ids) - 1]
+        row: np.ndarray = self._forward([self._prompt(self._text, token_ids, last)])[0][0]
         return row
 
     def _run_nodes(
         self, token_ids: Sequence[int], parents: Sequence[int], rows: list[int]
     ) -> tuple[list[int], np.ndarray]:
-        table = self._cache.table
+        node_ids, new = self._nodes(self._text, token_ids, parents, rows)
+        return node_ids, self._forward([new])[0]
+
+    def _prompt(self, text: SequenceKv, token_ids: Sequence[int], rows: list[int]) -> _NewRows:
+        return _NewRows(text, token_ids, CausalLayout(text.table.n_committed, len(token_ids)), rows)
+
+    def _nodes(
+        self, text: SequenceKv, token_ids: Sequence[int], parents: Sequence[int], rows: list[int]
+    ) -> tuple[list[int], _NewRows]:
+        table = text.table
         n_live = len(table)
         node_ids = table.add(parents, token_ids)
-        self._check_context(table.max_depth, len(token_ids))
-        layout = PassLayout(self.n_committed, table.positions(), table.visible(n_live))
-        return node_ids, self._forward(token_ids, layout, rows)
+        self._check_length(text, table.max_depth, len(token_ids))
+        layout = PassLayout(table.n_committed, table.positions(), table.visible(n_live))
+        return node_ids, _NewRows(text, token_ids, layout, rows)
+
+    def _check_length(self, text: SequenceKv, depth: int, n_tokens: int) -> None:
+        """Raise ContextFull where `n_tokens` new ones lead to that many after the prefix."""
+        n_committed = text.table.n_committed
+        if n_committed + depth > self.max_context:
+            raise ContextFull(n_tokens, n_committed, self.max_context)
 
     def _load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
-        self._cache.free()
+        self._text.abort(0)
+        if self._pool.is_unused:
+            self._pool.free()
         if len(token_ids) > self.max_context:
             raise ContextFull(len(token_ids), 0, self.max_context)
         try:
             device = self._weights.device
-            load_prefix(self._cache, self._model, list(token_ids), tensors, device)
+            load_prefix(self._pool, self._text, self._model, list(token_ids), tensors, device)
         except BackendError:
-            self._cache.free()  # with the shapes that it took from the file
+            self._text.abort(0)
+            if self._pool.is_unused:
+                self._pool.free()  # with the shapes that it took from the file
             raise
 
     def _check_cancel(self) -> None:
@@ -229,30 +331,49 @@ class TorchBackend(MendingBackend):
         if self._is_cancelled:
             raise BackendError("the pass was cancelled")
 
-    def _forward(self, token_ids: Sequence[int], layout: PassLayout, rows: list[int]) -> np.ndarray:
-        """Run the model over new rows; float32 logits [len(rows), vocab]."""
+    def _forward(self, new: Sequence[_NewRows]) -> list[np.ndarray]:
+        """One pass over the new rows of one or more sequences; float32 logits [wanted, vocab] of
+        each."""
         self._is_cancelled = False
         device = self._weights.device
-        n_keys = layout.prefix + len(layout.node_positions)
+        token_ids = [token for one in new for token in one.token_ids]
         n_more = max(0, self._exactness.n_least_rows - len(token_ids))
-        if n_more:
-            layout = layout.padded(n_more)
-        wanted = rows + rows[-1:] * (self._exactness.n_least_rows - len(rows))
-        state = self._pass_state(layout)
+        batch = self._take_rows(new, n_more)
+        token_ids += token_ids[-1:] * n_more
+        wanted = _rows_of_pass(new)
+        n_wanted = len(wanted)
+        wanted += (wanted[-1:] or [0]) * max(self._exactness.n_least_rows - n_wanted, not n_wanted)
+        state = self._pass_state(batch)
         with self._turn:
             for runner in self._runners:
                 runner.state = state
             logits = run_model(
                 self._model,
-                self._cache,
-                torch.tensor([[*token_ids, *[token_ids[-1]] * n_more]], device=device),
-                torch.from_numpy(layout.new_positions)[None].to(device),
+                self._pool,
+                torch.tensor([token_ids], device=device),
+                torch.from_numpy(batch.new_positions)[None].to(device),
                 torch.tensor(wanted, device=device),
             )
-            self._cache.truncate(n_keys)
-            return self._weights.on_host(logits[: len(rows)])
+            self._pool.check_written(len(token_ids))
+            found = self._weights.on_host(logits[:n_wanted])
+        ends = np.cumsum([len(one.rows) for one in new])
+        return np.split(found, ends[:-1])
 
-    def _pass_state(self, layout: PassLayout) -> PassState:
+    def _take_rows(self, new: Sequence[_NewRows], n_more: int) -> BatchLayout:
+        """Blocks for the new rows, and `n_more` behind the last ones, which fill the pass up."""
+        rows, parts = [], []
+        for one in new:
+            n_rows = len(one.token_ids) + (n_more if one is new[-1] else 0)
+            first = one.layout.prefix + one.layout.first_new
+            rows.append(one.text.make_room(first, n_rows))
+            parts.append(one.text.part(one.layout))
+        batch = BatchLayout(tuple(parts))
+        if n_more:
+            batch = batch.padded(n_more)
+        self._pool.begin(np.concatenate(rows), batch if self._gathers else None)
+        return batch
+
+    def _pass_state(self, layout: BatchLayout) -> PassState:
         alibi = partial(alibi_bias, self._slopes, layout, dtype=self._model.dtype)
         return PassState(
             layout,
@@ -264,6 +385,16 @@ class TorchBackend(MendingBackend):
         )
 
     def _repair(self, n_intact: int) -> None:
-        self._cache.abort(n_intact)
+        self._text.abort(n_intact)
         with self._turn:
             self._weights.restart()
+
+
+def _rows_of_pass(new: Sequence[_NewRows]) -> list[int]:
+    """The rows whose logits are wanted, counted over all sequences."""
+    found: list[int] = []
+    first = 0
+    for one in new:
+        found += [first + row for row in one.rows]
+        first += len(one.token_ids)
+    return found

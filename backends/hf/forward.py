@@ -10,7 +10,7 @@ from backends.attention.blocked_mask import blocked_mask
 from backends.attention.blocks import ProductLimits, Scratch
 from backends.attention.interface import KEYS_BY_ROW
 from backends.attention.masks import additive_mask, segmented_mask
-from backends.hf.cache import TreeCache
+from backends.hf.kv_pool import KvPool
 from backends.hf.layer_runner import MakeMask
 from backends.hf.model import HfModel
 
@@ -30,14 +30,15 @@ def prepare_buffers(model: HfModel, device: torch.device) -> torch.Tensor | None
 def mask_maker(model: HfModel, device: torch.device, limits: ProductLimits) -> MakeMask:
     """What a model's attention computes with, on a device."""
     if model.takes_blocks and device.type == "cpu":
-        return partial(blocked_mask, limits=limits, scratch=Scratch())
+        is_of_cache = model.takes_whole_cache
+        return partial(blocked_mask, limits=limits, scratch=Scratch(), is_of_cache=is_of_cache)
     make = segmented_mask if model.attention == KEYS_BY_ROW else additive_mask
     return partial(make, dtype=model.dtype, device=device)
 
 
 def run_model(
     model: HfModel,
-    cache: TreeCache,
+    cache: KvPool,
     token_ids: torch.Tensor,
     positions: torch.Tensor,
     wanted: torch.Tensor,

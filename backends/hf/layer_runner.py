@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from backends.attention.batch import BatchLayout
 from backends.attention.interface import KeyMask
-from backends.attention.layout import PassLayout
 from backends.hf.model import TORCH_DTYPES, BoundTensor
 from backends.hf.weights import RawTensors
 from offload.formats.tensors import TensorRecord
@@ -26,7 +26,7 @@ from offload.units import MIB
 MAX_MASK_BYTES = 16 * MIB
 Mask: TypeAlias = torch.Tensor | KeyMask
 """Additive [1, 1, rows, keys], or what the attention of backends/attention computes with."""
-MakeMask = Callable[[PassLayout, int, int, int | None], Mask]
+MakeMask = Callable[[BatchLayout, int, int, int | None], Mask]
 OpenLayer = Callable[[int, Check], AbstractContextManager[RawTensors]]
 """See TorchWeights.layer."""
 
@@ -42,7 +42,7 @@ class PassState:
 
     def __init__(
         self,
-        layout: PassLayout,
+        layout: BatchLayout,
         make_mask: MakeMask,
         chunk_rows: int,
         least_rows: int,

@@ -92,6 +92,12 @@ class HfModel:
         return self.is_adapted or self.attention == KEYS_BY_ROW
 
     @property
+    def takes_whole_cache(self) -> bool:
+        """Whether attention on a CPU is given all rows of the cache as they lie. Families that make
+        keys of what is cached (latent attention) are given those of the pass in order."""
+        return self.takes_blocks and not declared(self.config, "kv_lora_rank")
+
+    @property
     def converted_bytes(self) -> int:
         """Memory of tensors that cannot be used where they lie: of another dtype or misaligned.
 

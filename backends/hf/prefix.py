@@ -5,40 +5,52 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
 
+from backends.attention.batch import rows_in_pool, runs_of
 from backends.contract.backend import BackendError, SavedTensors
-from backends.hf.cache import TreeCache
 from backends.hf.config import kv_values_per_token
+from backends.hf.kv_pool import KvPool
+from backends.hf.kv_sequence import SequenceKv
 from backends.hf.model import TORCH_DTYPES, HfModel
 from offload.formats.mapped import TensorShape
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-def prefix_tensors(cache: TreeCache) -> tuple[TensorShape, ...]:
+def prefix_tensors(pool: KvPool, text: SequenceKv) -> tuple[TensorShape, ...]:
+    n_tokens = text.table.n_committed
     return tuple(
-        TensorShape(name, _NAMES[rows.dtype], tuple(rows.shape)) for name, rows in _rows(cache)
+        TensorShape(name, _NAMES[rows.dtype], (rows.shape[1], n_tokens, rows.shape[3]))
+        for name, rows in _pools(pool, n_tokens)
     )
 
 
-def save_prefix(cache: TreeCache, buffers: Mapping[str, memoryview]) -> None:
-    for name, rows in _rows(cache):
-        torch.frombuffer(buffers[name], dtype=rows.dtype).view(rows.shape).copy_(rows)
+def save_prefix(pool: KvPool, text: SequenceKv, buffers: Mapping[str, memoryview]) -> None:
+    n_tokens = text.table.n_committed
+    runs = runs_of(rows_in_pool(text.blocks, np.arange(n_tokens)))
+    for name, rows in _pools(pool, n_tokens):
+        shape = (rows.shape[1], n_tokens, rows.shape[3])
+        saved = torch.frombuffer(buffers[name], dtype=rows.dtype).view(shape)
+        for first, row, n_rows in runs:
+            saved[:, first : first + n_rows] = rows[0, :, row : row + n_rows]
 
 
 def load_prefix(
-    cache: TreeCache,
+    pool: KvPool,
+    text: SequenceKv,
     model: HfModel,
     token_ids: list[int],
     tensors: SavedTensors,
     device: torch.device,
 ) -> None:
     """Fill an empty cache. Raises BackendError for tensors that are not such a prefix's."""
-    names = {f"layers.{i}.{kind}" for i in range(len(cache.layers)) for kind in ("keys", "values")}
+    names = {f"layers.{i}.{kind}" for i in range(len(pool.layers)) for kind in ("keys", "values")}
     if set(tensors) != names:
-        raise BackendError(f"the saved KV has not the tensors of {len(cache.layers)} layers")
-    for i, (layer, module) in enumerate(zip(cache.layers, model.layers, strict=True)):
+        raise BackendError(f"the saved KV has not the tensors of {len(pool.layers)} layers")
+    pool.begin(text.make_room(0, len(token_ids)))
+    for i, (layer, module) in enumerate(zip(pool.layers, model.layers, strict=True)):
         keys, values = (
             _as_rows(*tensors[f"layers.{i}.{kind}"], len(token_ids), model.dtype)
             for kind in ("keys", "values")
@@ -46,18 +58,17 @@ def load_prefix(
         width = sum(rows.shape[1] * rows.shape[3] for rows in (keys, values))
         if width != kv_values_per_token(model.config, module):
             raise BackendError(f"the saved KV of layer {i} has {width} numbers for a token")
-        layer.restore(keys.to(device), values.to(device))
-    cache.append(token_ids)
+        layer.update(keys.to(device), values.to(device))
+    text.append(token_ids)
 
 
-def _rows(cache: TreeCache) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views [heads, tokens, dim] of the committed rows."""
-    n_tokens = cache.table.n_committed
-    for i, layer in enumerate(cache.layers if n_tokens else ()):
+def _pools(pool: KvPool, n_tokens: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The rows of all layers, once there is something in them."""
+    for i, layer in enumerate(pool.layers if n_tokens else ()):
         assert layer.keys is not None
         assert layer.values is not None
-        yield f"layers.{i}.keys", layer.keys[0, :, :n_tokens]
-        yield f"layers.{i}.values", layer.values[0, :, :n_tokens]
+        yield f"layers.{i}.keys", layer.keys
+        yield f"layers.{i}.values", layer.values
 
 
 def _as_rows(

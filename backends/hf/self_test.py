@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from backends.attention.batch import BatchLayout
 from backends.attention.blocked_mask import blocked_mask
 from backends.attention.blocks import BLOCK_KEYS, USUAL_LIMITS, ProductLimits
 from backends.attention.layout import CausalLayout, PassLayout
@@ -177,7 +178,7 @@ def least_rows_of_attention(shape: HeadShape, most_keys: int) -> int | None:
 
     def run(layout: PassLayout, nodes: slice, keys: torch.Tensor, n_least: int) -> torch.Tensor:
         limits = ProductLimits(n_least, most_keys)
-        mask = blocked_mask(layout, 0, layout.n_new, None, limits)
+        mask = blocked_mask(BatchLayout.of(layout), 0, layout.n_new, None, limits)
         own_key, own_value = key.index_select(2, keys), value.index_select(2, keys)
         return mask.attend(query[:, :, nodes], own_key, own_value, scale=0.1)[0]
 

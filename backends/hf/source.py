@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 import transformers
 
+from backends.attention.batch import BLOCK_ROWS
 from backends.contract.backend import Backend, UnsupportedModel
 from backends.contract.exactness import NOT_ASKED
 from backends.contract.kept_checks import machine
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
-from backends.hf.cache import BLOCK_ROWS, whole_blocks
 from backends.hf.cpu_weights import CpuWeights
+from backends.hf.kv_pool import blocks_of
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.self_test import TorchExactness, find_exactness
 from backends.hf.threads import use_threads
@@ -71,10 +72,8 @@ class HfSource(ModelSource):
         return resident_footprint(self.model.outer_records) + self.model.converted_bytes
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
-        n_rows = whole_blocks(ctx_size + max_nodes + self.exactness.n_least_rows)
-        # While a layer's keys, or values, move to a longer buffer, the one before is there as well.
-        n_moved = n_rows - BLOCK_ROWS
-        return n_rows * self.model.kv_bytes_per_token + n_moved * self.model.layer_kv_bytes
+        n_rows = ctx_size + max_nodes + self.exactness.n_least_rows
+        return blocks_of(n_rows) * BLOCK_ROWS * self.model.kv_bytes_per_token
 
     def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
         n_rows = max(max_rows, self.exactness.n_least_rows)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from backends.attention.batch import BatchLayout
 from backends.attention.layout import PassLayout
 from backends.attention.masks import additive_mask, segmented_mask
 from backends.attention.segments import attend_segments
@@ -54,8 +55,8 @@ def compare(
     query = states(heads, n_nodes)
     key, value = states(kv_heads, n_context + n_nodes), states(kv_heads, n_context + n_nodes)
     layout = _random_tree(n_context, n_nodes)
-    mask = additive_mask(layout, 0, n_nodes, None, dtype, device)
-    segments = segmented_mask(layout, 0, n_nodes, None, dtype, device)
+    mask = additive_mask(BatchLayout.of(layout), 0, n_nodes, None, dtype, device)
+    segments = segmented_mask(BatchLayout.of(layout), 0, n_nodes, None, dtype, device)
 
     def whole() -> torch.Tensor:
         k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))

@@ -92,14 +92,20 @@ class AlignedBuffer:
     """Anonymous memory aligned to 2 MiB, on huge pages as far as they fit.
 
     Args:
-        is_committed: memory runs out here or never (MemoryError); else it is for the caller to
-            `populate` what is going to be used.
+        is_committed: memory runs out here or never (MemoryError); else pages are taken as they are
+            written to, or by `populate`.
+        is_huge: False where a part of it is used only, in no order.
         in_children: whether a process that is forked has its content, or zeros. What is written to
             meanwhile would take its memory twice then.
     """
 
     def __init__(
-        self, n_bytes: int, *, is_committed: bool = True, in_children: bool = True
+        self,
+        n_bytes: int,
+        *,
+        is_committed: bool = True,
+        is_huge: bool = True,
+        in_children: bool = True,
     ) -> None:
         if n_bytes < 0:
             raise ValueError(f"a buffer cannot have {n_bytes} bytes")
@@ -116,7 +122,7 @@ class AlignedBuffer:
         address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
         start = -address % HUGE_PAGE_BYTES
         self.address = address + start
-        n_huge = size - size % HUGE_PAGE_BYTES
+        n_huge = size - size % HUGE_PAGE_BYTES if is_huge else 0
         if n_huge:
             self._advise(getattr(mmap, "MADV_HUGEPAGE", None), start, n_huge)
         if size > n_huge:  # a huge page here would take memory that nobody reserved

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from backends.attention.batch import BatchLayout
 from backends.attention.blocked_mask import blocked_mask
 from backends.attention.blocks import ProductLimits
 from backends.attention.layout import CausalLayout, PassLayout
@@ -152,7 +153,7 @@ class Case:
         own: tuple[torch.Tensor, ...],
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        mask = blocked_mask(layout, start, end, self.window, self.limits)
+        mask = blocked_mask(BatchLayout.of(layout), start, end, self.window, self.limits)
         options: dict[str, Any] = {"softcap": self.softcap, "sinks": self.sinks, "bias": bias}
         query, key, value = own
         return mask.attend(query, key, value, self.scale, **options)[0]

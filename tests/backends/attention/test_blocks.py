@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.attention import blocks
+from backends.attention.batch import BatchLayout
 from backends.attention.blocked_mask import blocked_mask
 from backends.attention.blocks import Scratch
 from backends.attention.layout import CausalLayout, PassLayout
@@ -99,7 +100,7 @@ def test_rows_of_a_large_tree_have_the_bits_that_they_have_alone(
 ) -> None:
     layout = large_tree(prefix, 290)
     case = Case(layout, None, window, dims=(16, 16))
-    groups = blocked_mask(layout, 0, 290, window, case.limits).groups
+    groups = blocked_mask(BatchLayout.of(layout), 0, 290, window, case.limits).groups
     assert len(groups) > 1
     assert [(a.end, b.start) for a, b in zip(groups, groups[1:], strict=False)] == [
         (group.end, group.end) for group in groups[:-1]
@@ -137,7 +138,7 @@ def test_little_scratch_changes_no_bit(
     options = {"heads": heads, "has_sinks": True, "has_bias": True}
     case = Case(random_tree(130, 2, 30, np.random.default_rng(3)), None, 140, **options)
     expected = case.together()
-    n_columns = blocked_mask(case.layout, 0, 30, 140).groups[0].n_columns
+    n_columns = blocked_mask(BatchLayout.of(case.layout), 0, 30, 140).groups[0].n_columns
     per_head = 4 * n_columns * (8 + 16)
     monkeypatch.setattr(blocks, "MAX_SCRATCH_BYTES", n_heads_at_once * per_head)
     assert torch.equal(case.together(), expected)
@@ -165,7 +166,7 @@ def test_threads_that_share_a_product_do_not_change_its_order(
 def test_numbers_that_a_pass_before_left_behind_do_not_come_back() -> None:
     """Columns without a key keep what they held; the layers of a pass take turns with them."""
     layout = large_tree(63, 290)
-    mask = blocked_mask(layout, 0, 290, None)
+    mask = blocked_mask(BatchLayout.of(layout), 0, 290, None)
     query, key, value = Case(layout).states
     expected = mask.attend(query, key, value, 0.4)
     mask.attend(query, 50 * key, -1e30 * value, 0.4)
@@ -179,7 +180,7 @@ def test_masks_that_take_turns_with_their_scratch_change_no_bit(least_rows: int 
     windows = [None, 20, 64, 130, 65]
     limits = Case(layout).limits
     limits = replace(limits, least_rows=least_rows or limits.least_rows)
-    masks = [blocked_mask(layout, 0, 40, w, limits, scratch) for w in windows]
+    masks = [blocked_mask(BatchLayout.of(layout), 0, 40, w, limits, scratch) for w in windows]
     for dims in ((8, 8), (16, 40), (8, 8)):
         for window, mask in zip(windows, masks, strict=True):
             case = Case(layout, None, window, dims=dims)

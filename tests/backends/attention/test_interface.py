@@ -12,6 +12,7 @@ from attention_cases import random_tree, reference, states
 from checkpoints import FAMILIES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from backends.attention.batch import BatchLayout
 from backends.attention.blocked_mask import blocked_mask
 from backends.attention.families import adapt
 from backends.attention.interface import (
@@ -23,7 +24,7 @@ from backends.attention.interface import (
     hands_mask_on,
 )
 from backends.attention.layout import CausalLayout
-from backends.attention.masks import Segment, SegmentedMask, segmented_mask
+from backends.attention.masks import Segment, SegmentedMask, SegmentedRows, segmented_mask
 from backends.contract.backend import BackendError
 
 ADAPTED = {"bloom", "xglm"}  # ALiBi added to the scores; attention of its own
@@ -40,8 +41,8 @@ def architecture_of(config: transformers.PreTrainedConfig) -> type:
 def masks(n_rows: int, n_keys: int) -> list[KeyMask]:
     layout = CausalLayout(n_keys - n_rows, n_rows)
     return [
-        blocked_mask(layout, 0, n_rows, None),
-        segmented_mask(layout, 0, n_rows, None, torch.float32),
+        blocked_mask(BatchLayout.of(layout), 0, n_rows, None),
+        segmented_mask(BatchLayout.of(layout), 0, n_rows, None, torch.float32),
     ]
 
 
@@ -61,7 +62,7 @@ def test_either_mask_says_how_it_is_computed(n_keys: int) -> None:
 
 
 def _mask_of(n_keys: int) -> SegmentedMask:
-    return SegmentedMask((Segment(0, n_keys),), n_keys)
+    return SegmentedMask((SegmentedRows(0, 2, (Segment(0, n_keys),)),), n_keys)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +70,8 @@ def _mask_of(n_keys: int) -> SegmentedMask:
     [
         ({"attention_mask": None}, "Module was given no mask of keys, but NoneType"),
         ({"attention_mask": torch.zeros(1, 1, 2, 10)}, "given no mask of keys, but Tensor"),
-        ({"attention_mask": _mask_of(9)}, r"its mask is for 1 sequence of 9"),
-        ({"attention_mask": masks(2, 9)[0]}, r"its mask is for 1 sequence of 9"),
+        ({"attention_mask": _mask_of(9)}, r"Module has keys .*, its mask is for others"),
+        ({"attention_mask": masks(2, 9)[0]}, r"Module has keys .*, its mask is for others"),
         ({"position_bias": torch.zeros(4)}, "Module has position_bias"),
         ({"block_indices": torch.zeros(4)}, "Module has block_indices"),
         ({"indices": torch.zeros(4)}, "Module has indices, which this attention lacks"),
@@ -93,7 +94,7 @@ def test_what_says_nothing_is_passed_over() -> None:
 
 def test_several_sequences_are_refused() -> None:
     query, key, value = (x.expand(2, -1, -1, -1) for x in states(2, 10))
-    with pytest.raises(BackendError, match="its mask is for 1 sequence of 10"):
+    with pytest.raises(BackendError, match="its mask is for others"):
         attention(Module(), query, key, value, _mask_of(10))
 
 
@@ -169,7 +170,9 @@ def test_adapted_families_compute_what_their_own_code_does(family: str) -> None:
         return module(hidden, past_key_values=cache, attention_mask=mask)[0]
 
     with torch.inference_mode():
-        assert (run(blocked_mask(layout, 0, 9, None)) - run(whole)).abs().max() <= 1e-5
+        assert (
+            run(blocked_mask(BatchLayout.of(layout), 0, 9, None)) - run(whole)
+        ).abs().max() <= 1e-5
 
 
 def test_the_name_is_known_to_transformers() -> None:

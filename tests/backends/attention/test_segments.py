@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch_memory import peak_bytes
 
 from backends.attention import segments
+from backends.attention.batch import BatchLayout
 from backends.attention.layout import CausalLayout, PassLayout
-from backends.attention.masks import Segment, SegmentedMask, segmented_mask
+from backends.attention.masks import Segment, SegmentedMask, SegmentedRows, segmented_mask
 from backends.attention.segments import (
     attend_segments,
     blockwise_kernel,
@@ -39,7 +40,7 @@ def attend(
     """(in segments, reference) for the new rows start..end of a layout."""
     scale, n_keys = 0.4, layout.prefix + layout.first_new + end
     query, key, value = states(end - start, n_keys, **shapes)
-    mask = segmented_mask(layout, start, end, window, query.dtype, query.device)
+    mask = segmented_mask(BatchLayout.of(layout), start, end, window, query.dtype, query.device)
     found = attend_segments(query, key, value, mask, scale, softcap, sinks)
     allowed = layout.allowed(start, end, window)
     moved = [x.cpu() for x in (query, key, value)]
@@ -142,7 +143,7 @@ def test_memory_does_not_grow_with_nodes_times_context_times_heads(
 def _peak_bytes(prefix: int, softcap: float | None) -> int:
     layout = random_tree(prefix, 0, 64, np.random.default_rng(1))
     query, key, value = states(64, prefix + 64, heads=(8, 2), dims=(32, 32))
-    mask = segmented_mask(layout, 0, 64, None, torch.float32, CPU)
+    mask = segmented_mask(BatchLayout.of(layout), 0, 64, None, torch.float32, CPU)
     return peak_bytes(lambda: attend_segments(query, key, value, mask, 0.2, softcap))
 
 
@@ -187,9 +188,11 @@ def test_outputs_are_put_together_as_a_gpu_lays_them_out(
     monkeypatch.setattr(segments, "choose_kernel", lambda *_: kernel)
     rng, meta = np.random.default_rng(0), torch.device("meta")
     layouts = random_tree(30, 5, 7, rng), random_tree(0, 0, 7, rng), CausalLayout(0, 7)
-    masks = [segmented_mask(one, 0, 7, window, torch.bfloat16, meta) for one in layouts]
+    masks = [
+        segmented_mask(BatchLayout.of(one), 0, 7, window, torch.bfloat16, meta) for one in layouts
+    ]
     whole = torch.empty(1, 1, 7, 48, dtype=torch.bfloat16, device=meta)
-    for mask in [*masks, SegmentedMask((Segment(0, 48, whole),), 48)]:
+    for mask in [*masks, SegmentedMask((SegmentedRows(0, 7, (Segment(0, 48, whole),)),), 48)]:
         shape = {"heads": heads, "dims": (64, 64), "dtype": torch.bfloat16, "device": meta}
         query, key, value = states(7, mask.n_keys, **shape)
         output = attend_segments(query, key, value, mask, 0.125)

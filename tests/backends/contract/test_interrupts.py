@@ -29,9 +29,8 @@ SECONDS = (None, 1, 2, 3, 5, 8, 13)
 
 
 @pytest.fixture(params=["streamed", "half", "device"])
-def backend(request, checkpoint_factory, monkeypatch) -> Iterator[TorchBackend]:
+def backend(request, checkpoint_factory) -> Iterator[TorchBackend]:
     """All layers through a ring of two slots; or every second one resident; or three tiers."""
-    monkeypatch.setattr("backends.hf.cache.BLOCK_ROWS", 4)  # so that the cache grows, too
     model = load_hf_model(checkpoint_factory("llama"))
     layers = list(model.layer_weights)
     if request.param == "half":
@@ -92,14 +91,15 @@ def test_a_prefill_and_an_extend(backend: TorchBackend) -> None:
     expected = rows(backend)
 
     def act() -> None:
-        backend._cache.free()  # it has to grow anew
+        backend.rollback(0)
+        backend._pool.free()  # it has to be made anew
         rows(backend)
 
     def check() -> None:
         assert np.array_equal(rows(backend), expected)
 
     places = interrupt_everywhere(act, check)
-    assert {"backend.py", "cache.py", "layer_runner.py"} <= files_of(places)
+    assert {"backend.py", "kv_pool.py", "kv_sequence.py", "layer_runner.py"} <= files_of(places)
 
 
 def test_the_committed_prefix_stays(backend: TorchBackend) -> None:

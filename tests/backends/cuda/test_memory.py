@@ -85,10 +85,9 @@ def test_a_gpu_takes_no_more_than_planned(family: str, dtype: torch.dtype, tmp_p
     transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(tmp_path)
     gc.collect()
     torch.cuda.empty_cache()
-    rows = 4096 + MAX_NODES
     with on_device(
         tmp_path, CudaEngine(4 * GIB), all_there,
-        max_context=4096, max_nodes=MAX_NODES, cache_rows=rows,
+        max_context=4096, max_nodes=MAX_NODES,
     ) as backend:  # fmt: skip
         backend.prefill([5])  # the KV cache, and what libraries set up
         model, held = backend._model, torch.cuda.memory_allocated()

@@ -19,7 +19,7 @@ from backends.contract.backend import PREFIX, ContextFull
 from backends.hf.backend import TorchBackend
 
 TOLERANCE = 2e-5
-CONTEXT = 60
+CONTEXT = 160
 
 
 class KvMachine(RuleBasedStateMachine):
@@ -28,7 +28,7 @@ class KvMachine(RuleBasedStateMachine):
     directory: Path
     fresh: TorchBackend  # computes every expected row from scratch
 
-    @initialize(prompt=st.lists(st.integers(3, 95), min_size=1, max_size=8))
+    @initialize(prompt=st.lists(st.integers(3, 95), min_size=1, max_size=130))
     def begin(self, prompt):
         self.backend = TorchBackend.resident(self.directory, max_context=CONTEXT)
         self.text = list(prompt)
@@ -110,13 +110,13 @@ class KvMachine(RuleBasedStateMachine):
         self.check(logits, wanted)
 
     def ids_on_path(self, node):
-        return self.backend._cache.table.path(node)
+        return self.backend._text.table.path(node)
 
     @invariant()
     def lengths_are_exact(self):
         if hasattr(self, "backend"):
             assert list(self.backend.committed_ids) == self.text
-            self.backend._cache.check_integrity()
+            self.backend._text.check_integrity()
 
     def teardown(self):
         if hasattr(self, "backend"):
@@ -124,8 +124,7 @@ class KvMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "minicpm3", "mistral"])
-def test_any_history_equals_a_fresh_prefill(family, checkpoint_factory, monkeypatch):
-    monkeypatch.setattr("backends.hf.cache.BLOCK_ROWS", 4)  # so that the cache grows in between
+def test_any_history_equals_a_fresh_prefill(family, checkpoint_factory):
     directory = checkpoint_factory(family)
     with TorchBackend.resident(directory) as fresh:
         machine = type("Machine", (KvMachine,), {"directory": directory, "fresh": fresh})

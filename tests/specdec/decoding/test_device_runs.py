@@ -62,7 +62,7 @@ def test_the_text_is_the_hosts(drafting, request_name, engine, checkpoint_factor
         TorchBackend.resident(path) as plain,
         TorchBackend.resident(path) as plain_draft,
         on_device(path, engine()) as target,
-        on_device(path, one := engine(), all_there, cache_rows=512) as draft,
+        on_device(path, one := engine(), all_there) as draft,
     ):
         if is_lossy and not isinstance(one, CpuEngine):
             pytest.skip("a lossy text depends on the tree, and so on the last bits of its chances")

@@ -1,0 +1,248 @@
+"""Keys and values of all sequences of a model, in blocks that sequences share.
+
+A block holds BLOCK_ROWS rows of every layer. Sequences count the references to it, so that n texts
+of one prompt hold the prompt once; whoever is to write to a block that others have, too, copies it
+first (vLLM's paged attention: Kwon et al. 2023).
+
+On a CPU the pool is address space: memory follows use, and nothing is ever moved to grow. On a GPU,
+where a part of the memory was set aside for it in any case, all of it is allocated with the first
+row. Sliding-window layers keep their full length as well: the mask applies the window, so a
+rollback never needs what was thrown away.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from backends.attention.batch import BLOCK_ROWS, BatchLayout, rows_in_pool, runs_of
+from backends.contract.backend import BackendError
+from offload.storage.aligned import AlignedBuffer
+
+Run = tuple[int, int, int]
+"""(first new row of a pass, first row of the pool, how many)"""
+
+
+class PoolLayer(CacheLayerMixin):
+    """Keys and values of one decoder layer, [1, heads, rows of the pool, dim] each."""
+
+    is_sliding = False
+
+    def __init__(self, n_rows: int) -> None:
+        super().__init__()
+        self._n_rows = n_rows
+        self._runs: Sequence[Run] = ()
+        self._gathered: BatchLayout | None = None
+        self.n_written = 0
+        """New rows of this pass so far."""
+
+    def begin(self, runs: Sequence[Run], gathered: BatchLayout | None) -> None:
+        """A pass follows whose new rows belong to these rows of the pool.
+
+        gathered: of that pass, where attention is to be given its keys in order.
+        """
+        self._runs, self._gathered, self.n_written = runs, gathered, 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take the head counts, widths and dtype from the first states."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = _rows(key_states, self._n_rows)
+        self.values = _rows(value_states, self._n_rows)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write states [1, heads, n, dim] to the next n new rows.
+
+        Returns all rows of the pool, or [1, heads, keys, dim] of the pass where asked for.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        start, end = self.n_written, self.n_written + key_states.shape[-2]
+        for pool, states in ((self.keys, key_states), (self.values, value_states)):
+            _check_shape(pool, states)
+            for first, row, n_rows in self._runs:
+                a, b = max(first, start), min(first + n_rows, end)
+                if a < b:
+                    at = row + a - first
+                    pool[:, :, at : at + b - a] = states[:, :, a - start : b - start]
+        self.n_written = end
+        if self._gathered is None:
+            return self.keys, self.values
+        rows = _rows_in_order(self._gathered, end)
+        return _take(self.keys, rows), _take(self.values, rows)
+
+    def copy_rows(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy rows; all are read before the first one is written."""
+        for pool in (self.keys, self.values):
+            if pool is not None:
+                pool[:, :, targets] = pool.index_select(2, sources)
+
+    def copy_block(self, source: int, target: int) -> None:
+        for pool in (self.keys, self.values):
+            if pool is not None:
+                blocks = pool.unflatten(2, (-1, BLOCK_ROWS))
+                blocks[:, :, target] = blocks[:, :, source]
+
+    @property
+    def row_bytes(self) -> int:
+        pools = (pool for pool in (self.keys, self.values) if pool is not None)
+        return sum(pool.shape[1] * pool.shape[3] * pool.itemsize for pool in pools)
+
+    def free(self) -> None:
+        self.keys = self.values = None
+        self.is_initialized = False
+
+    def get_seq_length(self) -> int:
+        return 0  # positions are given with every pass
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class KvPool(Cache):
+    """The blocks of all layers, and who refers to each.
+
+    Args:
+        n_blocks: most of them.
+    """
+
+    def __init__(self, n_layers: int, n_blocks: int) -> None:
+        super().__init__(layers=[PoolLayer(n_blocks * BLOCK_ROWS) for _ in range(n_layers)])
+        self.n_blocks = n_blocks
+        self._n_users = [0] * n_blocks
+        self._given_back: list[int] = []  # a heap: low ones first, so that runs are long
+        self.n_touched = 0
+        """Blocks that were ever in use: those behind them take no memory yet."""
+
+    @property
+    def n_free(self) -> int:
+        return len(self._given_back) + self.n_blocks - self.n_touched
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that blocks take that are, or were, in use."""
+        return self.n_touched * self.block_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return BLOCK_ROWS * sum(layer.row_bytes for layer in self.layers)
+
+    def is_shared(self, block: int) -> bool:
+        return self._n_users[block] > 1
+
+    def take(self) -> int:
+        """A block for one user. Raises BackendError where all are in use."""
+        if self._given_back:
+            block = heapq.heappop(self._given_back)
+        elif self.n_touched < self.n_blocks:
+            block = self.n_touched
+            self.n_touched += 1
+        else:
+            n_rows = self.n_blocks * BLOCK_ROWS
+            raise BackendError(
+                f"the KV cache is full: all of its {n_rows} tokens are in use: end a text, or load "
+                "the model with a larger context"
+            )
+        self._n_users[block] = 1
+        return block
+
+    @property
+    def is_unused(self) -> bool:
+        return not any(self._n_users)
+
+    def share(self, block: int) -> None:
+        self._n_users[block] += 1
+
+    def give_back(self, block: int) -> None:
+        self._n_users[block] -= 1
+        if not self._n_users[block]:
+            heapq.heappush(self._given_back, block)
+
+    def own_copy(self, block: int) -> int:
+        """Another block with the same rows, in the place of a shared one."""
+        other = self.take()
+        for layer in self.layers:
+            layer.copy_block(block, other)
+        self.give_back(block)
+        return other
+
+    def begin(self, rows: np.ndarray, gathered: BatchLayout | None = None) -> None:
+        """See PoolLayer.begin."""
+        runs = runs_of(rows)
+        for layer in self.layers:
+            layer.begin(runs, gathered)
+
+    def copy_rows(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        initialized = [layer for layer in self.layers if layer.is_initialized]
+        if initialized:  # all on one device, to which the rows go once
+            device = initialized[0].device
+            old, new = (torch.from_numpy(rows).to(device) for rows in (sources, targets))
+            for layer in initialized:
+                layer.copy_rows(old, new)
+
+    def check_written(self, n_rows: int) -> None:
+        """Raise RuntimeError where a layer did not write this pass's rows."""
+        for i, layer in enumerate(self.layers):
+            if layer.n_written != n_rows:
+                raise RuntimeError(
+                    f"KV cache layer {i} was given {layer.n_written} rows, expected {n_rows}"
+                )
+
+    def free(self) -> None:
+        """Give the memory back; no sequence may be used any more."""
+        for layer in self.layers:
+            layer.free()
+        self._n_users = [0] * self.n_blocks
+        self._given_back.clear()
+        self.n_touched = 0
+
+
+def blocks_of(n_rows: int) -> int:
+    """Blocks that hold so many rows of one sequence."""
+    return -(-n_rows // BLOCK_ROWS)
+
+
+def _rows(states: torch.Tensor, n_rows: int) -> torch.Tensor:
+    """Room for rows like `states` [1, heads, n, dim]."""
+    shape = (1, states.shape[1], n_rows, states.shape[3])
+    if states.device.type != "cpu":
+        return torch.empty(shape, dtype=states.dtype, device=states.device)
+    n_numbers = math.prod(shape)
+    n_bytes = n_numbers * states.dtype.itemsize
+    memory = AlignedBuffer(n_bytes, is_committed=False, is_huge=False)
+    return torch.frombuffer(memory.view, dtype=states.dtype, count=n_numbers).view(shape)
+
+
+def _rows_in_order(layout: BatchLayout, end: int) -> np.ndarray:
+    """Where the rows of all sequences lie, one sequence after the other."""
+    of_sequences = [(part.table, part.n_keys(n_new)) for part, n_new in layout.cached(end)]
+    return np.concatenate([rows_in_pool(table, np.arange(n)) for table, n in of_sequences])
+
+
+def _take(pool: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+    """These rows, [1, heads, rows, dim]: as they lie where they follow each other."""
+    runs = runs_of(rows)
+    if len(runs) == 1:
+        return pool[:, :, runs[0][1] : runs[0][1] + len(rows)]
+    return pool.index_select(2, torch.from_numpy(rows).to(pool.device))
+
+
+def _check_shape(pool: torch.Tensor, states: torch.Tensor) -> None:
+    """Restored rows may be of another shape than the model's: their file was made by hand."""
+    if (pool.shape[1], pool.shape[3]) != (states.shape[1], states.shape[3]):
+        raise BackendError(
+            f"the KV cache holds {pool.shape[1]} heads of {pool.shape[3]} numbers, the model has "
+            f"{states.shape[1]} of {states.shape[3]}: remove the prompt cache file"
+        )

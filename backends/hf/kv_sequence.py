@@ -1,0 +1,114 @@
+"""The KV of one sequence: its rows are a committed prefix followed by live tree nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from backends.attention.batch import BLOCK_ROWS, SequencePart, rows_in_pool
+from backends.attention.layout import PassLayout
+from backends.contract.backend import BackendError
+from backends.contract.nodes import NodeTable
+from backends.hf.kv_pool import KvPool, blocks_of
+
+
+class SequenceKv:
+    """Blocks of a pool, kept in step with a `NodeTable`.
+
+    Row i of the sequence is row i % BLOCK_ROWS of its block i // BLOCK_ROWS.
+    """
+
+    def __init__(self, pool: KvPool) -> None:
+        self._pool = pool
+        self.table = NodeTable()
+        self._blocks: list[int] = []
+
+    @property
+    def blocks(self) -> np.ndarray:
+        """Where in the pool they lie, in order, int64."""
+        return np.array(self._blocks, dtype=np.int64)
+
+    def make_room(self, first: int, n_rows: int) -> np.ndarray:
+        """Let rows from `first` on be written, so many of them; where in the pool these are.
+
+        Raises BackendError where the pool has no more blocks; nothing is lost then.
+        """
+        for at in range(first // BLOCK_ROWS, len(self._blocks)):
+            if self._pool.is_shared(self._blocks[at]):
+                self._blocks[at] = self._pool.own_copy(self._blocks[at])
+        while len(self._blocks) < blocks_of(first + n_rows):
+            self._blocks.append(self._pool.take())
+        return rows_in_pool(self.blocks, np.arange(first, first + n_rows))
+
+    def part(self, layout: PassLayout) -> SequencePart:
+        return SequencePart(layout, self.blocks)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Count the rows that a forward of these tokens wrote after the prefix as committed."""
+        self.table.append(token_ids)
+        self.trim()
+
+    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
+        """Raises BackendError, and changes nothing, when `path` is no chain from the prefix."""
+        prefix = self.table.n_committed
+        self._select(prefix, self.table.commit(path, keep))
+
+    def prune(self, nodes: Collection[int]) -> None:
+        self._select(self.table.n_committed, self.table.prune(nodes))
+
+    def rollback(self, length: int) -> None:
+        self.table.rollback(length)
+        self.trim()
+
+    def abort(self, n_intact: int | None = None) -> None:
+        """Drop every live node, and rows that a broken forward left behind.
+
+        n_intact: rows that an interrupted operation did not touch; no more stay committed.
+        """
+        if n_intact is not None:
+            self.table.cut(n_intact)
+        self.table.drop_live()
+        self.trim()
+
+    def fork(self, length: int | None = None) -> SequenceKv:
+        """Another sequence with the first `length` tokens of the prefix, which both hold once."""
+        committed = self.table.committed
+        length = len(committed) if length is None else length
+        if not 0 <= length <= len(committed):
+            raise BackendError(f"cannot fork at {length}: {len(committed)} are committed")
+        other = SequenceKv(self._pool)
+        other.table.append(committed[:length])
+        other._blocks = self._blocks[: blocks_of(length)]
+        for block in other._blocks:
+            self._pool.share(block)
+        return other
+
+    def trim(self) -> None:
+        """Give back blocks without a row."""
+        n_blocks = blocks_of(self.table.n_rows)
+        while len(self._blocks) > n_blocks:
+            self._pool.give_back(self._blocks.pop())
+
+    def check_integrity(self) -> None:
+        """There is room for exactly the rows that the table knows."""
+        if len(self._blocks) < blocks_of(self.table.n_rows):
+            raise RuntimeError(
+                f"{len(self._blocks)} blocks do not hold the sequence's {self.table.n_rows} rows"
+            )
+
+    def close(self) -> None:
+        self.table.rollback(0)  # the ids of nodes are never used twice
+        self.trim()
+
+    def _select(self, prefix: int, order: list[int]) -> None:
+        """Keep the prefix and these live rows, in this order."""
+        new = np.arange(len(order))
+        moved = np.flatnonzero(np.array(order, dtype=np.int64) != new)
+        if len(moved):
+            first = prefix + int(moved[0])
+            old_rows = prefix + np.array(order, dtype=np.int64)[moved[0] :]
+            sources = rows_in_pool(self.blocks, old_rows)
+            targets = rows_in_pool(self.blocks, np.arange(first, prefix + len(order)))
+            self._pool.copy_rows(sources, targets)
+        self.trim()
