@@ -48,7 +48,7 @@ ROOMS = {
         "option",
         "checks opening",
     ),
-    "backends": ("cuda shapes", "hf llama", "attention ggml", "timing", "contract"),
+    "backends": ("cuda shapes", "hf llama", "kv", "attention ggml", "timing", "contract"),
     "offload": (
         "paging device",
         "ring",

@@ -6,8 +6,8 @@ from collections import Counter
 
 from backends.attention.batch import BLOCK_ROWS
 from backends.hf.config import kv_values_per_token
-from backends.hf.kv_pool import blocks_of
 from backends.hf.model import HfModel
+from backends.kv.pool import blocks_of
 from offload.units import MIB
 
 _BLOCK_BYTES = 512

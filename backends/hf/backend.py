@@ -29,20 +29,22 @@ from backends.contract.mending import MendingBackend
 from backends.contract.sequence import SequenceRows, SequenceScores
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.forward import mask_maker, prepare_buffers, run_model
-from backends.hf.kv_pool import KvPool, blocks_of
-from backends.hf.kv_sequence import SequenceKv
 from backends.hf.layer_runner import LayerRunner, PassState, bind, unbind
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
 from backends.hf.self_test import TorchExactness
 from backends.hf.sequence import TorchSequence
 from backends.hf.weights import TorchWeights
+from backends.kv.pool import KvPool, blocks_of
+from backends.kv.sequence import SequenceKv
 from offload.formats.mapped import TensorShape
 from offload.process.interruptible import check_interrupt
 
 CHUNK_ROWS = 256
 """Rows that go through a layer at once: bounds the activations of a long prompt."""
 
+_PLENTY_NODES = 8192
+"""Live nodes that there is room for where nobody says how many."""
 _ANY = TorchExactness(False)
 _T = TypeVar("_T")
 
@@ -145,8 +147,7 @@ class TorchBackend(MendingBackend):
         return other
 
     def _make_cache(self, kv_rows: int | None = None) -> None:
-        """Where `max_nodes` is not known, as many nodes as the longest text has tokens."""
-        most = self.max_context if self.max_nodes is None else self.max_nodes
+        most = _PLENTY_NODES if self.max_nodes is None else self.max_nodes
         kv_rows = self.max_context + most if kv_rows is None else kv_rows
         n_blocks = blocks_of(kv_rows + self._exactness.n_least_rows)
         self._pool = KvPool(len(self._model.layers), n_blocks)

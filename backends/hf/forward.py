@@ -10,9 +10,9 @@ from backends.attention.blocked_mask import blocked_mask
 from backends.attention.blocks import ProductLimits, Scratch
 from backends.attention.interface import KEYS_BY_ROW
 from backends.attention.masks import additive_mask, segmented_mask
-from backends.hf.kv_pool import KvPool
 from backends.hf.layer_runner import MakeMask
 from backends.hf.model import HfModel
+from backends.kv.pool import KvPool
 
 
 def prepare_buffers(model: HfModel, device: torch.device) -> torch.Tensor | None:

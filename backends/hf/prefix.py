@@ -11,9 +11,9 @@ import torch
 from backends.attention.batch import rows_in_pool, runs_of
 from backends.contract.backend import BackendError, SavedTensors
 from backends.hf.config import kv_values_per_token
-from backends.hf.kv_pool import KvPool
-from backends.hf.kv_sequence import SequenceKv
 from backends.hf.model import TORCH_DTYPES, HfModel
+from backends.kv.pool import KvPool
+from backends.kv.sequence import SequenceKv
 from offload.formats.mapped import TensorShape
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 from backends.contract.backend import BackendError
 from backends.contract.sequence import SequenceRows, SequenceScores, TokenSequence
-from backends.hf.kv_sequence import SequenceKv
+from backends.kv.sequence import SequenceKv
 
-if TYPE_CHECKING:
-    from backends.hf.backend import TorchBackend
+
+class Runner(Protocol):
+    """The backend, as far as its sequences use it (see TorchBackend)."""
+
+    def run(self, batch: Sequence[SequenceRows]) -> list[SequenceScores]: ...
+
+    def mend(
+        self,
+        sequences: Sequence[TorchSequence],
+        operation: Callable[[], None],
+        n_intact: int | None = None,
+    ) -> None: ...
 
 
 class TorchSequence(TokenSequence):
     """One text of a TorchBackend."""
 
-    def __init__(self, backend: TorchBackend, kv: SequenceKv) -> None:
+    def __init__(self, backend: Runner, kv: SequenceKv) -> None:
         self.backend, self.kv = backend, kv
         self.is_closed = False
 

@@ -18,11 +18,11 @@ from backends.contract.source import BackendOptions, Loading, ModelCompute, Mode
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.kv_pool import blocks_of
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.self_test import TorchExactness, find_exactness
 from backends.hf.threads import use_threads
 from backends.hf.timing import measure_compute
+from backends.kv.pool import blocks_of
 from backends.timing.passes import is_small, measure_small
 from offload.formats.fingerprint import fingerprint
 from offload.residency.placement import LayerWeights

@@ -10,7 +10,7 @@ from backends.attention.batch import BLOCK_ROWS, SequencePart, rows_in_pool
 from backends.attention.layout import PassLayout
 from backends.contract.backend import BackendError
 from backends.contract.nodes import NodeTable
-from backends.hf.kv_pool import KvPool, blocks_of
+from backends.kv.pool import KvPool, blocks_of
 
 
 class SequenceKv:
