@@ -99,7 +99,7 @@ def test_a_prefill_and_an_extend(backend: TorchBackend) -> None:
         assert np.array_equal(rows(backend), expected)
 
     places = interrupt_everywhere(act, check)
-    assert {"backend.py", "kv_pool.py", "kv_sequence.py", "layer_runner.py"} <= files_of(places)
+    assert {"backend.py", "pool.py", "sequence.py", "layer_runner.py"} <= files_of(places)
 
 
 def test_the_committed_prefix_stays(backend: TorchBackend) -> None:
