@@ -74,24 +74,16 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 4] + " ..."
 
 
-class Backend(ABC):
-    """One model and its KV cache.
+class Text(ABC):
+    """The KV of one text: a committed prefix of `n_committed` tokens plus any number of live
+    tentative nodes, which form a forest below the prefix.
 
-    The cache is a committed prefix of `n_committed` tokens plus any number of live tentative
-    nodes, which form a forest below the prefix. Node ids are consecutive integers that are
-    never used twice; the next call of `extend` gives `next_node_id` to its first node, so that
-    a batch can name parents inside itself.
+    Node ids are consecutive integers that are never used twice; the next call of `extend` gives
+    `next_node_id` to its first node, so that a batch can name parents inside itself.
 
     An error or a cancel in any method leaves the committed prefix as it was before the call
     and drops every live node.
     """
-
-    vocab_size: int
-    """Columns of the logits; may exceed the tokenizer's length by padding rows."""
-    max_context: int
-    """Most tokens (committed and live depth) that a sequence may have."""
-    max_nodes: int | None = None
-    """Most live nodes at a time; None where memory alone is the limit."""
 
     @property
     @abstractmethod
@@ -107,11 +99,6 @@ class Backend(ABC):
     @abstractmethod
     def next_node_id(self) -> int:
         """The id that the first node of the next `extend` will get."""
-
-    @property
-    def node_room(self) -> int:
-        """Most live nodes that a tree on the present prefix may have."""
-        return self.max_context if self.max_nodes is None else self.max_nodes
 
     @abstractmethod
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -159,6 +146,22 @@ class Backend(ABC):
         if n_kept < self.n_committed:
             self.rollback(n_kept)
         return n_kept, self.prefill(wanted[n_kept:])
+
+
+class Backend(Text):
+    """One model and the KV cache of a text."""
+
+    vocab_size: int
+    """Columns of the logits; may exceed the tokenizer's length by padding rows."""
+    max_context: int
+    """Most tokens (committed and live depth) that a sequence may have."""
+    max_nodes: int | None = None
+    """Most live nodes at a time; None where memory alone is the limit."""
+
+    @property
+    def node_room(self) -> int:
+        """Most live nodes that a tree on the present prefix may have."""
+        return self.max_context if self.max_nodes is None else self.max_nodes
 
     @property
     def can_save_prefix(self) -> bool:
@@ -226,11 +229,11 @@ class Backend(ABC):
         """Memory of layers that would stream and are held for now."""
         return 0
 
-    def hold(self, n_bytes: int) -> None:  # noqa: B027 (optional)
+    def hold(self, n_bytes: int) -> None:
         """Let layers that stream stay in memory after their next use, as many as so many bytes
         hold; what is held beyond that is given back at once. Between passes only."""
 
-    def request_cancel(self) -> None:  # noqa: B027 (optional)
+    def request_cancel(self) -> None:
         """End a running pass soon with an error; any thread may call it."""
 
     @abstractmethod

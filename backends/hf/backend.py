@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
@@ -22,7 +21,6 @@ import numpy as np
 import torch
 
 from backends.attention.batch import BLOCK_ROWS, BatchLayout
-from backends.attention.layout import CausalLayout, PassLayout
 from backends.attention.masks import alibi_bias
 from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
 from backends.contract.mending import MendingBackend
@@ -33,10 +31,11 @@ from backends.hf.layer_runner import LayerRunner, PassState, bind, unbind
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
 from backends.hf.self_test import TorchExactness
-from backends.hf.sequence import TorchSequence
 from backends.hf.weights import TorchWeights
 from backends.kv.pool import KvPool, blocks_of
+from backends.kv.rows import NewRows, node_rows, prompt_rows, rows_of_pass, take_rows
 from backends.kv.sequence import SequenceKv
+from backends.kv.text import TorchSequence
 from offload.formats.mapped import TensorShape
 from offload.process.interruptible import check_interrupt
 
@@ -47,16 +46,6 @@ _PLENTY_NODES = 8192
 """Live nodes that there is room for where nobody says how many."""
 _ANY = TorchExactness(False)
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class _NewRows:
-    """What one sequence adds in a pass, and of which of these rows logits are wanted."""
-
-    text: SequenceKv
-    token_ids: Sequence[int]
-    layout: PassLayout
-    rows: list[int]
 
 
 class TorchBackend(MendingBackend):
@@ -270,7 +259,7 @@ class TorchBackend(MendingBackend):
 
         return self._repaired(operation, repair)
 
-    def _rows_of(self, rows: SequenceRows) -> tuple[list[int], _NewRows]:
+    def _rows_of(self, rows: SequenceRows) -> tuple[list[int], NewRows]:
         sequence = cast(TorchSequence, rows.sequence)
         if sequence.is_closed:
             raise BackendError("the sequence is closed: begin another one")
@@ -279,12 +268,12 @@ class TorchBackend(MendingBackend):
         if rows.parents is None:
             sequence.kv.abort()
             self._check_length(sequence.kv, len(rows.token_ids), len(rows.token_ids))
-            return [], self._prompt(sequence.kv, rows.token_ids, rows.wanted)
+            return [], prompt_rows(sequence.kv, rows.token_ids, rows.wanted)
         return self._nodes(sequence.kv, rows.token_ids, rows.parents, rows.wanted)
 
     def _run_prompt(self, token_ids: Sequence[int]) -> np.ndarray:
         last = [len(token_ids) - 1]
-        row: np.ndarray = self._forward([self._prompt(self._text, token_ids, last)])[0][0]
+        row: np.ndarray = self._forward([prompt_rows(self._text, token_ids, last)])[0][0]
         return row
 
     def _run_nodes(
@@ -293,18 +282,12 @@ class TorchBackend(MendingBackend):
         node_ids, new = self._nodes(self._text, token_ids, parents, rows)
         return node_ids, self._forward([new])[0]
 
-    def _prompt(self, text: SequenceKv, token_ids: Sequence[int], rows: list[int]) -> _NewRows:
-        return _NewRows(text, token_ids, CausalLayout(text.table.n_committed, len(token_ids)), rows)
-
     def _nodes(
         self, text: SequenceKv, token_ids: Sequence[int], parents: Sequence[int], rows: list[int]
-    ) -> tuple[list[int], _NewRows]:
-        table = text.table
-        n_live = len(table)
-        node_ids = table.add(parents, token_ids)
-        self._check_length(text, table.max_depth, len(token_ids))
-        layout = PassLayout(table.n_committed, table.positions(), table.visible(n_live))
-        return node_ids, _NewRows(text, token_ids, layout, rows)
+    ) -> tuple[list[int], NewRows]:
+        node_ids, new = node_rows(text, token_ids, parents, rows)
+        self._check_length(text, text.table.max_depth, len(token_ids))
+        return node_ids, new
 
     def _check_length(self, text: SequenceKv, depth: int, n_tokens: int) -> None:
         """Raise ContextFull where `n_tokens` new ones lead to that many after the prefix."""
@@ -332,16 +315,17 @@ class TorchBackend(MendingBackend):
         if self._is_cancelled:
             raise BackendError("the pass was cancelled")
 
-    def _forward(self, new: Sequence[_NewRows]) -> list[np.ndarray]:
+    def _forward(self, new: Sequence[NewRows]) -> list[np.ndarray]:
         """One pass over the new rows of one or more sequences; float32 logits [wanted, vocab] of
         each."""
         self._is_cancelled = False
         device = self._weights.device
         token_ids = [token for one in new for token in one.token_ids]
         n_more = max(0, self._exactness.n_least_rows - len(token_ids))
-        batch = self._take_rows(new, n_more)
+        places, batch = take_rows(new, n_more)
+        self._pool.begin(places, batch if self._gathers else None)
         token_ids += token_ids[-1:] * n_more
-        wanted = _rows_of_pass(new)
+        wanted = rows_of_pass(new)
         n_wanted = len(wanted)
         wanted += (wanted[-1:] or [0]) * max(self._exactness.n_least_rows - n_wanted, not n_wanted)
         state = self._pass_state(batch)
@@ -360,20 +344,6 @@ class TorchBackend(MendingBackend):
         ends = np.cumsum([len(one.rows) for one in new])
         return np.split(found, ends[:-1])
 
-    def _take_rows(self, new: Sequence[_NewRows], n_more: int) -> BatchLayout:
-        """Blocks for the new rows, and `n_more` behind the last ones, which fill the pass up."""
-        rows, parts = [], []
-        for one in new:
-            n_rows = len(one.token_ids) + (n_more if one is new[-1] else 0)
-            first = one.layout.prefix + one.layout.first_new
-            rows.append(one.text.make_room(first, n_rows))
-            parts.append(one.text.part(one.layout))
-        batch = BatchLayout(tuple(parts))
-        if n_more:
-            batch = batch.padded(n_more)
-        self._pool.begin(np.concatenate(rows), batch if self._gathers else None)
-        return batch
-
     def _pass_state(self, layout: BatchLayout) -> PassState:
         alibi = partial(alibi_bias, self._slopes, layout, dtype=self._model.dtype)
         return PassState(
@@ -389,13 +359,3 @@ class TorchBackend(MendingBackend):
         self._text.abort(n_intact)
         with self._turn:
             self._weights.restart()
-
-
-def _rows_of_pass(new: Sequence[_NewRows]) -> list[int]:
-    """The rows whose logits are wanted, counted over all sequences."""
-    found: list[int] = []
-    first = 0
-    for one in new:
-        found += [first + row for row in one.rows]
-        first += len(one.token_ids)
-    return found

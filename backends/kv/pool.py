@@ -127,10 +127,6 @@ class KvPool(Cache):
         """Blocks that were ever in use: those behind them take no memory yet."""
 
     @property
-    def n_free(self) -> int:
-        return len(self._given_back) + self.n_blocks - self.n_touched
-
-    @property
     def n_bytes(self) -> int:
         """Memory that blocks take that are, or were, in use."""
         return self.n_touched * self.block_bytes

@@ -25,8 +25,8 @@ from backends.contract.backend import PREFIX, BackendError
 from backends.contract.sequence import SequenceRows
 from backends.contract.source import BackendOptions
 from backends.hf.backend import TorchBackend
-from backends.hf.sequence import TorchSequence
 from backends.hf.source import HfSource
+from backends.kv.text import TorchSequence
 
 CONTEXT = 160
 MOST_TEXTS = 5
