@@ -22,7 +22,10 @@ MAX_SEQUENCES = 1024
 MAX_BEAMS = 1024
 MAX_PENALTY = 16.0  # of the length, as an exponent: beyond it scores leave float32
 MAX_LOGPROBS = 1024
+MAX_TOKEN_PENALTY = 2.0  # OpenAI's range of frequency_penalty and presence_penalty
+MAX_LOGIT_BIAS = 100.0  # OpenAI's: it bans a token, or lets nothing else be chosen
 
+TokenBias = tuple[tuple[int, float], ...]
 SequenceBias = tuple[tuple[tuple[int, ...], float], ...]
 
 
@@ -31,7 +34,8 @@ class SamplingParams:
     """How the next token is chosen from the target's logits, and when generation ends.
 
     The names are vLLM's where vLLM has the option and transformers' otherwise; the meaning is that
-    of transformers' LogitsProcessors in the order in which `generate` applies them. Temperature 0
+    of transformers' LogitsProcessors in the order in which `generate` applies them. OpenAI's biases
+    and penalties, which it lacks, have vLLM's and llama.cpp's places there. Temperature 0
     is greedy decoding: penalties, bans and forced tokens still apply, the options marked (warper)
     have no effect, exactly as with `do_sample=False`.
     """
@@ -49,6 +53,13 @@ class SamplingParams:
     repetition_penalty: float = option(
         1.0, "Above 1: tokens already seen become less likely.", SAMPLING
     )
+    frequency_penalty: float = option(  # OpenAI's, as is the next one
+        0.0, "Taken from a token's logit for each time that the new text has it.", SAMPLING
+    )
+    presence_penalty: float = option(
+        0.0, "Taken from the logits of all tokens that the new text has.", SAMPLING
+    )
+    logit_bias: TokenBias = ()  # ((token id, what is added to its logit), ...)
     no_repeat_ngram_size: int = 0
     min_tokens: int = 0  # new tokens before an end-of-sequence token is possible
     min_length: int = 0  # the same, counted with the prompt
@@ -168,6 +179,9 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
         bias = params.sequence_bias or ()
         pairs = bias.items() if isinstance(bias, Mapping) else bias
         new["sequence_bias"] = tuple((tuple(ids), float(value)) for ids, value in pairs)
+        token_bias = params.logit_bias or ()
+        items = token_bias.items() if isinstance(token_bias, Mapping) else token_bias
+        new["logit_bias"] = tuple((token, float(value)) for token, value in items)
         if params.exponential_decay_length_penalty is not None:
             start, factor = params.exponential_decay_length_penalty
             new["exponential_decay_length_penalty"] = (int(start), float(factor))
@@ -190,6 +204,10 @@ def _validate_ranges(params: SamplingParams) -> None:
     for name in ("epsilon_cutoff", "eta_cutoff"):
         check(name, getattr(params, name), float, 0.0, 1.0, open_high=True)
     check("repetition_penalty", params.repetition_penalty, float, 0.0, 1e4, open_low=True)
+    for name in ("frequency_penalty", "presence_penalty"):
+        check(name, getattr(params, name), float, -MAX_TOKEN_PENALTY, MAX_TOKEN_PENALTY)
+    for _, bias in params.logit_bias:
+        check("a bias of logit_bias", bias, float, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     check("seed", params.seed, int, 0, SEED_LIMIT - 1)
     check_type("max_tokens", params.max_tokens, int)
     check("max_tokens", params.max_tokens, int, 1)
@@ -222,6 +240,7 @@ def _validate_token_ids(params: SamplingParams) -> None:
         "forced_eos_token_id": params.forced_eos_token_id or (),
         "bad_words_ids": [token for word in params.bad_words_ids for token in word],
         "sequence_bias": [token for ids, _ in params.sequence_bias for token in ids],
+        "logit_bias": [token for token, _ in params.logit_bias],
     }
     for name, token_ids in lists.items():
         for token_id in token_ids:

@@ -137,7 +137,15 @@ _BEFORE_WARPERS: Makers = {
         "SequenceBiasLogitsProcessor",
         sequence_bias=[[list(ids), bias] for ids, bias in c.params.sequence_bias],
     ),
+    # OpenAI's three stand where vLLM and llama.cpp have them; transformers has none of them.
+    "logit_bias": lambda c: processors.logit_bias(c.params.logit_bias),
     "repetition_penalty": lambda c: processors.repetition_penalty(c.params.repetition_penalty),
+    "frequency_penalty": lambda c: processors.frequency_penalty(
+        c.params.frequency_penalty, c.prompt_length
+    ),
+    "presence_penalty": lambda c: processors.presence_penalty(
+        c.params.presence_penalty, c.prompt_length
+    ),
     "no_repeat_ngram_size": lambda c: processors.no_repeat_ngram(c.params.no_repeat_ngram_size),
     "bad_words_ids": lambda c: _of_transformers(
         "NoBadWordsLogitsProcessor",

@@ -1,4 +1,4 @@
-"""Logits processors in numpy, equal to transformers' classes.
+"""Logits processors in numpy, equal to transformers' classes; and OpenAI's, which it lacks.
 
 A processor is a function (prefix ids int64 [n], scores float32 [vocab]) -> scores float32 [vocab];
 prefix ids are the prompt and everything emitted or drafted on the way to the position. None of them
@@ -158,6 +158,45 @@ def repetition_penalty(penalty: float) -> Processor:
         old = scores[seen]
         new = scores.copy()
         new[seen] = np.where(old < 0, old * np.float32(penalty), old / np.float32(penalty))
+        return new
+
+    return process
+
+
+def frequency_penalty(penalty: float, prompt_length: int) -> Processor:
+    """OpenAI's: subtract penalty · (occurrences in the text after the prompt)."""
+
+    def process(prefix: Ids, scores: Scores) -> Scores:
+        seen, counts = np.unique(prefix[prompt_length:], return_counts=True)
+        inside = seen < len(scores)
+        new = scores.copy()
+        new[seen[inside]] -= np.float32(penalty) * counts[inside].astype(np.float32)
+        return new
+
+    return process
+
+
+def presence_penalty(penalty: float, prompt_length: int) -> Processor:
+    """OpenAI's: subtract the penalty from every token that the text after the prompt has."""
+
+    def process(prefix: Ids, scores: Scores) -> Scores:
+        seen = np.unique(prefix[prompt_length:])
+        new = scores.copy()
+        new[seen[seen < len(scores)]] -= np.float32(penalty)
+        return new
+
+    return process
+
+
+def logit_bias(biases: Sequence[tuple[int, float]]) -> Processor:
+    """Add to single tokens."""
+    ids = np.array([token for token, _ in biases], dtype=np.int64)
+    values = np.array([value for _, value in biases], dtype=np.float32)
+
+    def process(prefix: Ids, scores: Scores) -> Scores:
+        new = scores.copy()
+        inside = ids < len(scores)
+        np.add.at(new, ids[inside], values[inside])
         return new
 
     return process

@@ -144,6 +144,7 @@ def _check_biased_ids(params: SamplingParams, n_tokens: int) -> None:
     biased = {
         "bad_words_ids": params.bad_words_ids,
         "sequence_bias": tuple(ids for ids, _ in params.sequence_bias),
+        "logit_bias": tuple((token,) for token, _ in params.logit_bias),
     }
     for name, sequences in biased.items():
         highest = max((max(ids) for ids in sequences), default=0)
