@@ -68,7 +68,10 @@ def _parameters_on_meta() -> Iterator[None]:
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
         if param is not None and threading.get_ident() == builder:
-            self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+            on_meta = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+            # For transformers' initialisers: a call each that leaves no values takes its time.
+            on_meta._is_hf_initialized = True
+            self._parameters[name] = on_meta
 
     nn.Module.register_parameter = register_on_meta
     try:

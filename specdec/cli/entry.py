@@ -5,6 +5,7 @@ This module and `specdec/__init__.py` import next to nothing, so that it is so f
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -48,7 +49,10 @@ def run_command(name: str, load: Callable[[], Run], argv: Sequence[str] | None) 
     try:
         if is_default:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        return run(argv)
+        code = run(argv)
+        # What ends with the process needs no search for garbage: that took a second after torch.
+        gc.freeze()
+        return code
     except KeyboardInterrupt:  # before or after the command itself, which tells its own
         _tell(line)
         return _INTERRUPTED

@@ -12,6 +12,7 @@ from offload.units import format_bytes
 from specdec.cli import options
 from specdec.cli.enforce import run_benchmark
 from specdec.cli.groups import Load, Model, with_options
+from specdec.cli.libraries import import_for_good
 from specdec.cli.notes import check_models, note_plan
 from specdec.cli.output import write_json, write_text
 from specdec.planning.run_options import CPU, CUDA
@@ -42,8 +43,13 @@ def plan(
     from specdec.planning.plan import plan_run
 
     keywords = load.keywords()
-    elsewhere = None if on is None else plan_on(on, **keywords)
-    here = plan_run(**keywords) if elsewhere is None else elsewhere.plan
+    if on is None:
+        elsewhere = None
+        import_for_good(load)
+        here = plan_run(**keywords)
+    else:  # the weights need not be there
+        elsewhere = plan_on(on, **keywords)
+        here = elsewhere.plan
     note_plan(load, here)
     found = elsewhere or here
     if json:

@@ -13,6 +13,7 @@ import typer
 from specdec.cli import options
 from specdec.cli.enforce import enforced_bytes, run_enforced
 from specdec.cli.groups import BeamSpan, CachedLoad, Sampling, SamplingOrBeams, with_options
+from specdec.cli.libraries import import_for_good
 from specdec.cli.notes import (
     check_chat_template,
     check_models,
@@ -128,6 +129,7 @@ def open_model(asked: RunOptions, loaded: RunOptions) -> Iterator[LLM]:
     check_models(asked)
     from specdec.api import load
 
+    import_for_good(loaded)
     with loading_progress(f"loading {asked.model}") as progress:
         llm = load(**loaded.keywords(), progress=progress)
     with llm:

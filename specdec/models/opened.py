@@ -51,6 +51,14 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == GGUF_SUFFIX
 
 
+def import_libraries(name: str | Path) -> None:
+    """Import what `open_model` will. Raises what `resolve_model` raises."""
+    if is_gguf(resolve_model(name)):
+        import backends.llama.source
+    else:
+        import backends.hf.source  # noqa: F401
+
+
 def open_model(name: str | Path, options: BackendOptions) -> OpenedModel:
     """Read the headers and the tokenizer of a model; see `resolve_model` for names.
 

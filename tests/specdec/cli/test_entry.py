@@ -50,3 +50,26 @@ def test_next_to_nothing_is_imported_before_ctrl_c_is_caught(entry: str) -> None
     imported = set(run.stdout.split())
     assert {"specdec", "specdec.cli.entry", entry} <= imported
     assert not {"typing", "pathlib", "contextlib", "re", "importlib.util"} & imported
+
+
+@pytest.mark.parametrize("entry", ["specdec.cli.entry", "bench.__main__"])
+def test_the_end_of_the_process_searches_no_garbage(entry: str) -> None:
+    code = (
+        "import atexit, gc, sys; atexit.register(lambda: print(gc.get_freeze_count() > 10000))\n"
+        f"from {entry} import main; sys.exit(main(['--version']))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1:] == ["True"]
+
+
+def test_what_runs_a_model_is_imported_for_good() -> None:
+    """Searching torch's and transformers' objects for garbage takes a third of a second."""
+    code = (
+        "import gc\n"
+        "from specdec.cli.libraries import import_for_good\n"
+        "from specdec.planning.run_options import RunOptions\n"
+        "import_for_good(RunOptions('pair:target', 'pair:draft'))\n"
+        "print(gc.get_freeze_count() > 200000, gc.isenabled())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout == "True True\n"
