@@ -1,4 +1,5 @@
-"""The contract of a backend: one loaded model with its KV cache, draft and target alike.
+"""The contract of a backend: one loaded model with the KV cache of its texts, draft and target
+alike.
 
 A backend knows tokens, logits and its KV cache. It knows nothing of speculation: it scores
 tentative *nodes*, and is told afterwards which of them became part of the text.
@@ -8,7 +9,7 @@ Logits are numpy arrays, so that a backend without torch fits the same contract.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
@@ -16,14 +17,19 @@ from typing import NamedTuple
 import numpy as np
 from typing_extensions import Self
 
+from backends.contract.sequence import (
+    SavedTensors,
+    SequenceRows,
+    SequenceScores,
+    Text,
+    TokenSequence,
+)
 from offload.errors import SpecdecError
 from offload.formats.mapped import TensorShape
 
-SavedTensors = Mapping[str, tuple[TensorShape, memoryview]]
-"""Tensors by name, each with its bytes, which may be written to."""
-
 PREFIX = -1
 """Parent of a node that follows the last committed token directly."""
+
 _MOST_CHARACTERS = 400
 
 
@@ -58,15 +64,6 @@ class StreamUse(NamedTuple):
     """The GPU had nothing to compute, because a layer was not there yet: storage and copies."""
 
 
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common prefix of two sequences of tokens."""
-    n_tokens = min(len(first), len(second))
-    if first[:n_tokens] == second[:n_tokens]:  # usual, and quick
-        return n_tokens
-    pairs = zip(first, second, strict=False)
-    return next(i for i, (one, other) in enumerate(pairs) if one != other)
-
-
 def one_line(error: BaseException) -> str:
     """What a library raised, as part of one line of ours: all lines of the message joined, cut
     where they become a lecture."""
@@ -74,94 +71,80 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 4] + " ..."
 
 
-class Text(ABC):
-    """The KV of one text: a committed prefix of `n_committed` tokens plus any number of live
-    tentative nodes, which form a forest below the prefix.
-
-    Node ids are consecutive integers that are never used twice; the next call of `extend` gives
-    `next_node_id` to its first node, so that a batch can name parents inside itself.
-
-    An error or a cancel in any method leaves the committed prefix as it was before the call
-    and drops every live node.
-    """
-
-    @property
-    @abstractmethod
-    def committed_ids(self) -> Sequence[int]:
-        """The tokens whose KV is the committed prefix; exact at all times, not to be changed."""
-
-    @property
-    def n_committed(self) -> int:
-        """Length of the committed prefix."""
-        return len(self.committed_ids)
-
-    @property
-    @abstractmethod
-    def next_node_id(self) -> int:
-        """The id that the first node of the next `extend` will get."""
-
-    @abstractmethod
-    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Append `token_ids` to the committed prefix; return the last one's logits [vocab].
-
-        Costs one read of the model however long the prompt is. Live nodes are dropped.
-        Raises ContextFull when the tokens do not fit.
-        """
-
-    @abstractmethod
-    def extend(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[list[int], np.ndarray]:
-        """Score n tentative nodes in one pass.
-
-        parents [n]: PREFIX, a live node's id, or the id of an earlier node of this call.
-        rows: positions within this call whose logits are wanted (all when None).
-        Returns, when the pass is over, the n new ids and float32 logits [len(rows) or n, vocab].
-        """
-
-    @abstractmethod
-    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
-        """Make the KV of `path` (a chain of live nodes from the prefix down) part of the prefix.
-
-        The subtrees rooted at the nodes in `keep`, children of the path's end, stay live; every
-        other node is dropped. Nothing is recomputed.
-        """
-
-    @abstractmethod
-    def prune(self, nodes: Collection[int]) -> None:
-        """Drop these live nodes and all nodes below them."""
-
-    @abstractmethod
-    def rollback(self, length: int) -> None:
-        """Cut the committed prefix to `length` tokens (absolute) and drop all live nodes."""
-
-    def prefill_from(self, token_ids: Sequence[int]) -> tuple[int, np.ndarray]:
-        """Make `token_ids` the committed prefix, keeping the KV of the beginning they share.
-
-        The last token is computed in any case, for its logits.
-        Returns the number of tokens whose KV was kept, and the last one's logits [vocab].
-        """
-        wanted = list(token_ids)
-        n_kept = common_length(list(self.committed_ids), wanted[:-1])
-        if n_kept < self.n_committed:
-            self.rollback(n_kept)
-        return n_kept, self.prefill(wanted[n_kept:])
-
-
 class Backend(Text):
-    """One model and the KV cache of a text."""
+    """One model and the KV cache of its sequences.
+
+    Used as a `Text` itself it has a sequence of its own, which it makes for the first such call.
+    """
 
     vocab_size: int
     """Columns of the logits; may exceed the tokenizer's length by padding rows."""
     max_context: int
     """Most tokens (committed and live depth) that a sequence may have."""
     max_nodes: int | None = None
-    """Most live nodes at a time; None where memory alone is the limit."""
+    """Most live nodes at a time, of all sequences; None where memory alone is the limit."""
+    _own_text: TokenSequence | None = None
+
+    @abstractmethod
+    def sequence(self) -> TokenSequence:
+        """A text of its own beside others, empty as yet.
+
+        Raises BackendError where there is no room for one more.
+        """
+
+    @abstractmethod
+    def run(self, batch: Sequence[SequenceRows]) -> list[SequenceScores]:
+        """One pass over what each sequence adds, each of which is in the batch once.
+
+        What fails drops the live nodes of all of them and leaves their committed prefixes.
+        Raises ContextFull where a text gets longer than `max_context`, and BackendError where the
+        texts together take more than the backend has room for.
+        """
+
+    @property
+    def text(self) -> TokenSequence:
+        """The sequence of its own."""
+        if self._own_text is None:
+            self._own_text = self.sequence()
+        return self._own_text
+
+    @property
+    def committed_ids(self) -> Sequence[int]:
+        return self.text.committed_ids
+
+    @property
+    def next_node_id(self) -> int:
+        return self.text.next_node_id
 
     @property
     def node_room(self) -> int:
-        """Most live nodes that a tree on the present prefix may have."""
-        return self.max_context if self.max_nodes is None else self.max_nodes
+        return self.text.node_room
+
+    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
+        return self.text.prefill(token_ids)
+
+    def extend(
+        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
+    ) -> tuple[list[int], np.ndarray]:
+        return self.text.extend(token_ids, parents, rows)
+
+    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
+        self.text.commit(path, keep)
+
+    def prune(self, nodes: Collection[int]) -> None:
+        self.text.prune(nodes)
+
+    def rollback(self, length: int) -> None:
+        self.text.rollback(length)
+
+    def prefix_tensors(self) -> tuple[TensorShape, ...]:
+        return self.text.prefix_tensors()
+
+    def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
+        self.text.save_prefix(buffers)
+
+    def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
+        self.text.load_prefix(token_ids, tensors)
 
     @property
     def can_save_prefix(self) -> bool:
@@ -170,25 +153,6 @@ class Backend(Text):
         llama.cpp saves only the last window of layers with a sliding window.
         """
         return True
-
-    @abstractmethod
-    def prefix_tensors(self) -> tuple[TensorShape, ...]:
-        """The tensors that hold the KV of the committed prefix. Live nodes are dropped."""
-
-    @abstractmethod
-    def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
-        """Write the tensors of `prefix_tensors` into the buffers of their names.
-
-        Takes no memory beside the buffers.
-        """
-
-    @abstractmethod
-    def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
-        """Make `token_ids` the committed prefix, with the KV that `save_prefix` wrote for it.
-
-        Raises BackendError where the tensors are not those of such a prefix of this model; the
-        cache is empty then.
-        """
 
     def sibling(self, *, max_context: int, max_nodes: int, max_rows: int) -> Backend:
         """A backend with a KV cache of its own over this one's weights, which must be in memory.

@@ -1,46 +1,96 @@
-"""What both backends share: the frame of their operations, and what follows one that broke off."""
+"""What both backends share: their sequences, the frame of their operations, and what follows one
+that broke off."""
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Generic, TypeVar, cast
 
 import numpy as np
+from typing_extensions import Self
 
 from backends.contract.backend import Backend, BackendError, ContextFull
-from backends.contract.nodes import NodeTable
+from backends.contract.sequence import SavedTensors, SequenceRows, SequenceScores, TokenSequence
+from backends.contract.text_kv import Kv, NewRows
+from offload.formats.mapped import TensorShape
 from offload.process.interruptible import uninterrupted
 
 _T = TypeVar("_T")
 
 
-class NodeCache(Protocol):
-    """A KV cache in step with its table; operations are the contract's (see Backend)."""
+class KvSequence(TokenSequence, Generic[Kv]):
+    """One text of a MendingBackend."""
 
-    table: NodeTable
-    """The committed prefix and the live nodes."""
+    def __init__(self, backend: MendingBackend[Kv], kv: Kv) -> None:
+        self.backend, self.kv = backend, kv
+        self.is_closed = False
 
-    def append(self, token_ids: Sequence[int]) -> None:
-        """A pass has computed the KV of these tokens: they are the end of the prefix."""
+    @property
+    def committed_ids(self) -> Sequence[int]:
+        return self.kv.table.committed
 
-    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None: ...
+    @property
+    def next_node_id(self) -> int:
+        return self.kv.table.next_id
 
-    def prune(self, nodes: Collection[int]) -> None: ...
+    @property
+    def node_room(self) -> int:
+        return self.backend.node_room_of(self.kv)
 
-    def rollback(self, length: int) -> None: ...
+    def run(self, rows: SequenceRows) -> SequenceScores:
+        return self.backend.run([rows])[0]
 
-    def abort(self, n_intact: int | None = None) -> None:
-        """Drop every live node, and what a broken pass left behind the prefix.
+    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
+        self._mend(lambda: self.kv.commit(path, keep))
 
-        n_intact: committed tokens that an operation left alone that broke off; None: all.
-        """
+    def prune(self, nodes: Collection[int]) -> None:
+        self._mend(lambda: self.kv.prune(nodes))
 
-    def check_integrity(self) -> None:
-        """Raise RuntimeError where the cache does not hold what the table says."""
+    def rollback(self, length: int) -> None:
+        n_intact = length if 0 <= length <= self.n_committed else None
+        self._mend(lambda: self.kv.rollback(length), n_intact)
+
+    def prefix_tensors(self) -> tuple[TensorShape, ...]:
+        def shapes() -> tuple[TensorShape, ...]:
+            self.kv.abort()
+            return self.backend._prefix_tensors(self.kv)
+
+        return self._mend(shapes)
+
+    def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
+        self._mend(lambda: self.backend._save_prefix(self.kv, buffers))
+
+    def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
+        def load() -> None:
+            self.kv.rollback(0)
+            self.backend._check_length(self.kv, len(token_ids), len(token_ids))
+            self.backend._load_prefix(self.kv, list(token_ids), tensors)
+
+        self._mend(load, n_intact=0)
+
+    def fork(self, length: int | None = None) -> KvSequence[Kv]:
+        n_tokens = self.n_committed if length is None else length
+        if not 0 <= n_tokens <= self.n_committed:
+            raise BackendError(f"cannot fork at {n_tokens}: {self.n_committed} are committed")
+        return self._mend(lambda: self.backend._begin(self.backend._fork(self.kv, n_tokens)))
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.backend._end(self)
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise BackendError("the sequence is closed: begin another one")
+
+    def _mend(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
+        self.check_open()
+        return self.backend.mend([self], operation, n_intact)
 
 
-class MendingBackend(Backend):
+class MendingBackend(Backend, Generic[Kv]):
     """A backend whose operations are repaired where an error cuts them short.
 
     Ctrl-C does not: it waits for a place where the operation can be given up, or for its end.
@@ -48,67 +98,110 @@ class MendingBackend(Backend):
 
     _is_closed = False
 
-    @property
-    @abstractmethod
-    def _kv(self) -> NodeCache: ...
+    def __init__(self) -> None:
+        self._sequences: list[KvSequence[Kv]] = []
 
-    @property
-    def committed_ids(self) -> Sequence[int]:
-        return self._kv.table.committed
-
-    @property
-    def next_node_id(self) -> int:
-        return self._kv.table.next_id
-
-    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
-        if not token_ids:
-            raise ValueError("prefill needs at least one token")
-
-        def append() -> np.ndarray:
-            self._kv.abort()
-            self._check_context(len(token_ids), len(token_ids))
-            row = self._run_prompt(token_ids)
-            self._kv.append(token_ids)
-            return row
-
-        return self._mending(append)
-
-    def extend(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[list[int], np.ndarray]:
-        if len(token_ids) != len(parents):
-            raise ValueError(f"{len(token_ids)} tokens have {len(parents)} parents")
-        if not token_ids:
-            return [], np.zeros((0, self.vocab_size), dtype=np.float32)
-        wanted = list(range(len(token_ids)) if rows is None else rows)
-
-        def grow() -> tuple[list[int], np.ndarray]:
-            self._check_nodes(len(self._kv.table) + len(token_ids))
-            found = self._run_nodes(token_ids, parents, wanted)
-            self._kv.check_integrity()
-            return found
-
-        return self._mending(grow)
-
-    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
-        self._mending(lambda: self._kv.commit(path, keep))
-
-    def prune(self, nodes: Collection[int]) -> None:
-        self._mending(lambda: self._kv.prune(nodes))
-
-    def rollback(self, length: int) -> None:
-        n_intact = length if 0 <= length <= self.n_committed else None
-        self._mending(lambda: self._kv.rollback(length), n_intact)
+    # --- what a backend has of its own ------------------------------------------------------
 
     @abstractmethod
-    def _run_prompt(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Add the KV of these tokens, which fit; the last one's logits [vocab]."""
+    def _new_kv(self) -> Kv:
+        """Of an empty text."""
 
     @abstractmethod
-    def _run_nodes(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: list[int]
-    ) -> tuple[list[int], np.ndarray]:
-        """Add these nodes and their KV; their ids, and logits [len(rows), vocab]."""
+    def _fork(self, kv: Kv, length: int) -> Kv:
+        """Another one with the first `length` tokens of the prefix, which both hold once."""
+
+    @abstractmethod
+    def _compute(self, new: Sequence[NewRows[Kv]]) -> list[np.ndarray]:
+        """One pass over rows that fit; float32 logits [wanted, vocab] of each."""
+
+    @abstractmethod
+    def _free_rows(self, kv: Kv) -> int:
+        """Tokens or nodes that this text may get now, as far as memory goes."""
+
+    @abstractmethod
+    def _restart(self) -> None:
+        """Let a ring begin at layer 0."""
+
+    @abstractmethod
+    def _prefix_tensors(self, kv: Kv) -> tuple[TensorShape, ...]: ...
+
+    @abstractmethod
+    def _save_prefix(self, kv: Kv, buffers: Mapping[str, memoryview]) -> None: ...
+
+    @abstractmethod
+    def _load_prefix(self, kv: Kv, token_ids: list[int], tensors: SavedTensors) -> None:
+        """Fill an empty one. Raises BackendError for tensors that are not such a prefix's."""
+
+    # --- sequences --------------------------------------------------------------------------
+
+    def sequence(self) -> KvSequence[Kv]:
+        return self._repaired(lambda: self._begin(self._new_kv()), lambda: None)
+
+    def _begin(self, kv: Kv) -> KvSequence[Kv]:
+        self._sequences.append(KvSequence(self, kv))
+        return self._sequences[-1]
+
+    @uninterrupted
+    def _end(self, sequence: KvSequence[Kv]) -> None:
+        self._sequences.remove(sequence)
+        if not self._is_closed:
+            sequence.kv.close()
+
+    def _without_texts(self) -> Self:
+        """A copy that has none of its own yet."""
+        other = copy.copy(self)
+        other._sequences, other._own_text = [], None
+        return other
+
+    def node_room_of(self, kv: Kv) -> int:
+        """See Text.node_room."""
+        n_free = self._free_rows(kv)
+        if self.max_nodes is not None:
+            n_free = min(n_free, self.max_nodes - self._n_live)
+        return max(0, n_free)
+
+    @property
+    def _n_live(self) -> int:
+        return sum(len(one.kv.table) for one in self._sequences)
+
+    # --- passes -----------------------------------------------------------------------------
+
+    def run(self, batch: Sequence[SequenceRows]) -> list[SequenceScores]:
+        sequences = [cast(KvSequence[Kv], one.sequence) for one in batch]
+        if len(set(map(id, sequences))) < len(sequences):
+            raise ValueError("a sequence is in the batch twice")
+        for one in sequences:
+            one.check_open()
+
+        def grow() -> list[SequenceScores]:
+            ids, new = zip(*map(self._new_rows, sequences, batch), strict=True)
+            computed = [one for one in new if one.token_ids]
+            logits = iter(self._compute(computed) if computed else ())
+            for one in computed:
+                if not one.are_nodes:
+                    one.kv.append(one.token_ids)
+                one.kv.check_integrity()
+            nothing = np.zeros((0, self.vocab_size), dtype=np.float32)
+            found = [next(logits) if one.token_ids else nothing for one in new]
+            return [SequenceScores(*pair) for pair in zip(ids, found, strict=True)]
+
+        return self.mend(sequences, grow) if batch else []
+
+    def _new_rows(
+        self, sequence: KvSequence[Kv], added: SequenceRows
+    ) -> tuple[list[int], NewRows[Kv]]:
+        """Ids of new nodes, and what is to be computed; nodes are in the table from here on."""
+        kv, n_tokens = sequence.kv, len(added.token_ids)
+        new = NewRows(kv, added.token_ids, added.wanted, added.parents is not None)
+        if added.parents is None:
+            kv.abort()
+            self._check_length(kv, n_tokens, n_tokens)
+            return [], new
+        self._check_nodes(self._n_live + n_tokens)
+        node_ids = kv.add(added.parents, added.token_ids)
+        self._check_length(kv, kv.table.max_depth, n_tokens)
+        return node_ids, new
 
     def _check_nodes(self, n_nodes: int) -> None:
         if self.max_nodes is not None and n_nodes > self.max_nodes:
@@ -117,23 +210,36 @@ class MendingBackend(Backend):
                 "backend was made for: draft fewer tokens or raise max_nodes"
             )
 
-    def _check_context(self, depth: int, n_tokens: int) -> None:
+    def _check_length(self, kv: Kv, depth: int, n_tokens: int) -> None:
         """Raise ContextFull where `n_tokens` new ones lead to that many after the prefix."""
-        if self.n_committed + depth > self.max_context:
-            raise ContextFull(n_tokens, self.n_committed, self.max_context)
+        n_committed = kv.table.n_committed
+        if n_committed + depth > self.max_context:
+            raise ContextFull(n_tokens, n_committed, self.max_context)
 
-    @abstractmethod
-    def _repair(self, n_intact: int) -> None:
-        """Cut the cache to `n_intact` tokens, drop live nodes, let a ring begin at layer 0."""
+    # --- repairs ----------------------------------------------------------------------------
 
-    def _mending(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
-        """Call `operation`; after any failure, leave what the contract says.
+    def mend(
+        self,
+        sequences: Sequence[KvSequence[Kv]],
+        operation: Callable[[], _T],
+        n_intact: int | None = None,
+    ) -> _T:
+        """Call `operation` on these; after any failure their live nodes are dropped and their
+        committed prefixes are what they were.
 
-        Args:
-            n_intact: committed tokens that the operation leaves alone; None: all.
+        n_intact: of one sequence, committed tokens that the operation leaves alone; None: all.
         """
-        length = self.n_committed if n_intact is None else n_intact
-        return self._repaired(operation, lambda: self._repair(length))
+        lengths = [one.n_committed if n_intact is None else n_intact for one in sequences]
+
+        def repair() -> None:
+            self._repair([one.kv for one in sequences], lengths)
+
+        return self._repaired(operation, repair)
+
+    def _repair(self, broken: Sequence[Kv], lengths: Sequence[int]) -> None:
+        for kv, length in zip(broken, lengths, strict=True):
+            kv.abort(length)
+        self._restart()
 
     @uninterrupted
     def _repaired(self, operation: Callable[[], _T], repair: Callable[[], None]) -> _T:

@@ -10,21 +10,21 @@ Where the weights come from, and on which device all this happens, is the busine
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from backends.attention.batch import BLOCK_ROWS, BatchLayout
 from backends.attention.masks import alibi_bias
-from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
+from backends.contract.backend import BackendError, StreamUse
 from backends.contract.mending import MendingBackend
-from backends.contract.sequence import SequenceRows, SequenceScores
+from backends.contract.sequence import SavedTensors
+from backends.contract.text_kv import NewRows
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.forward import mask_maker, prepare_buffers, run_model
 from backends.hf.layer_runner import LayerRunner, PassState, bind, unbind
@@ -33,9 +33,8 @@ from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
 from backends.hf.self_test import TorchExactness
 from backends.hf.weights import TorchWeights
 from backends.kv.pool import KvPool, blocks_of
-from backends.kv.rows import NewRows, node_rows, prompt_rows, rows_of_pass, take_rows
+from backends.kv.rows import rows_of_pass, take_rows
 from backends.kv.sequence import SequenceKv
-from backends.kv.text import TorchSequence
 from offload.formats.mapped import TensorShape
 from offload.process.interruptible import check_interrupt
 
@@ -48,7 +47,7 @@ _ANY = TorchExactness(False)
 _T = TypeVar("_T")
 
 
-class TorchBackend(MendingBackend):
+class TorchBackend(MendingBackend[SequenceKv]):
     """A Hugging Face checkpoint, computed where `weights` has it; `weights` is closed with it.
 
     kv_rows: tokens and nodes that all sequences together may have; None: enough for one of them.
@@ -65,6 +64,7 @@ class TorchBackend(MendingBackend):
         kv_rows: int | None = None,
         exactness: TorchExactness = _ANY,
     ) -> None:
+        super().__init__()
         self._model, self._weights = model, weights
         self._exactness = exactness
         self._make_mask = mask_maker(model, weights.device, exactness.limits)
@@ -128,7 +128,7 @@ class TorchBackend(MendingBackend):
         """See Backend.sibling; the passes of the two take turns."""
         if not all(self._weights.stays(i) for i in range(len(self._runners))):
             raise BackendError("a streamed model cannot share its weights")
-        other = copy.copy(self)
+        other = self._without_texts()
         other._owner = self
         other.max_context = min(max_context, self._model.max_context)
         other.max_nodes = max_nodes
@@ -140,11 +140,6 @@ class TorchBackend(MendingBackend):
         kv_rows = self.max_context + most if kv_rows is None else kv_rows
         n_blocks = blocks_of(kv_rows + self._exactness.n_least_rows)
         self._pool = KvPool(len(self._model.layers), n_blocks)
-        self._text = SequenceKv(self._pool)
-
-    @property
-    def _kv(self) -> SequenceKv:
-        return self._text
 
     @property
     def stream_use(self) -> StreamUse:
@@ -178,16 +173,6 @@ class TorchBackend(MendingBackend):
     def hold(self, n_bytes: int) -> None:
         self._weights.hold(n_bytes)
 
-    def prefix_tensors(self) -> tuple[TensorShape, ...]:
-        self._mending(self._text.abort)
-        return prefix_tensors(self._pool, self._text)
-
-    def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
-        self._mending(lambda: save_prefix(self._pool, self._text, buffers))
-
-    def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
-        self._mending(lambda: self._load_prefix(token_ids, tensors), n_intact=0)
-
     def request_cancel(self) -> None:
         """End a running pass at its next layer or chunk, or while it waits for storage, with a
         BackendError; any thread may call this."""
@@ -206,7 +191,8 @@ class TorchBackend(MendingBackend):
         self._weights.close()
 
     def _free_cache(self) -> None:
-        self._text.close()
+        for one in self._sequences:
+            one.kv.close()
         self._pool.free()
 
     def _repaired(self, operation: Callable[[], _T], repair: Callable[[], None]) -> _T:
@@ -218,106 +204,47 @@ class TorchBackend(MendingBackend):
 
         return super()._repaired(on_device, repair)
 
-    def sequence(self) -> TorchSequence:
-        """A text of its own beside others, empty as yet."""
-        return TorchSequence(self, SequenceKv(self._pool))
+    # --- sequences --------------------------------------------------------------------------
 
-    def run(self, batch: Sequence[SequenceRows]) -> list[SequenceScores]:
-        """One pass over what each sequence adds; see SequenceRows."""
-        sequences = [cast(TorchSequence, one.sequence) for one in batch]
-        if len(set(map(id, sequences))) < len(sequences):
-            raise ValueError("a sequence is in the batch twice")
+    def _new_kv(self) -> SequenceKv:
+        return SequenceKv(self._pool)
 
-        def grow() -> list[SequenceScores]:
-            ids, new = zip(*map(self._rows_of, batch), strict=True)
-            found = self._forward(new)
-            for one, rows in zip(sequences, batch, strict=True):
-                if rows.parents is None:
-                    one.kv.append(rows.token_ids)
-            return [SequenceScores(*pair) for pair in zip(ids, found, strict=True)]
+    def _fork(self, kv: SequenceKv, length: int) -> SequenceKv:
+        return kv.fork(length)
 
-        return self.mend(sequences, grow)
+    def _free_rows(self, kv: SequenceKv) -> int:
+        return min(kv.n_free_rows - self._exactness.n_least_rows, self.max_context)
 
-    def mend(
-        self,
-        sequences: Sequence[TorchSequence],
-        operation: Callable[[], _T],
-        n_intact: int | None = None,
-    ) -> _T:
-        """Call `operation` on these; after any failure their live nodes are dropped, their
-        committed prefixes are what they were, and a ring begins at layer 0.
+    def _restart(self) -> None:
+        with self._turn:
+            self._weights.restart()
 
-        n_intact: of one sequence, committed tokens that the operation leaves alone; None: all.
-        """
-        lengths = [one.n_committed if n_intact is None else n_intact for one in sequences]
+    def _prefix_tensors(self, kv: SequenceKv) -> tuple[TensorShape, ...]:
+        return prefix_tensors(self._pool, kv)
 
-        def repair() -> None:
-            for one, length in zip(sequences, lengths, strict=True):
-                one.kv.abort(length)
-            with self._turn:
-                self._weights.restart()
+    def _save_prefix(self, kv: SequenceKv, buffers: Mapping[str, memoryview]) -> None:
+        save_prefix(self._pool, kv, buffers)
 
-        return self._repaired(operation, repair)
-
-    def _rows_of(self, rows: SequenceRows) -> tuple[list[int], NewRows]:
-        sequence = cast(TorchSequence, rows.sequence)
-        if sequence.is_closed:
-            raise BackendError("the sequence is closed: begin another one")
-        if not rows.token_ids:
-            raise ValueError("a sequence adds at least one token")
-        if rows.parents is None:
-            sequence.kv.abort()
-            self._check_length(sequence.kv, len(rows.token_ids), len(rows.token_ids))
-            return [], prompt_rows(sequence.kv, rows.token_ids, rows.wanted)
-        return self._nodes(sequence.kv, rows.token_ids, rows.parents, rows.wanted)
-
-    def _run_prompt(self, token_ids: Sequence[int]) -> np.ndarray:
-        last = [len(token_ids) - 1]
-        row: np.ndarray = self._forward([prompt_rows(self._text, token_ids, last)])[0][0]
-        return row
-
-    def _run_nodes(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: list[int]
-    ) -> tuple[list[int], np.ndarray]:
-        node_ids, new = self._nodes(self._text, token_ids, parents, rows)
-        return node_ids, self._forward([new])[0]
-
-    def _nodes(
-        self, text: SequenceKv, token_ids: Sequence[int], parents: Sequence[int], rows: list[int]
-    ) -> tuple[list[int], NewRows]:
-        node_ids, new = node_rows(text, token_ids, parents, rows)
-        self._check_length(text, text.table.max_depth, len(token_ids))
-        return node_ids, new
-
-    def _check_length(self, text: SequenceKv, depth: int, n_tokens: int) -> None:
-        """Raise ContextFull where `n_tokens` new ones lead to that many after the prefix."""
-        n_committed = text.table.n_committed
-        if n_committed + depth > self.max_context:
-            raise ContextFull(n_tokens, n_committed, self.max_context)
-
-    def _load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
-        self._text.abort(0)
-        if self._pool.is_unused:
-            self._pool.free()
-        if len(token_ids) > self.max_context:
-            raise ContextFull(len(token_ids), 0, self.max_context)
+    def _load_prefix(self, kv: SequenceKv, token_ids: list[int], tensors: SavedTensors) -> None:
+        self._free_if_unused()
         try:
             device = self._weights.device
-            load_prefix(self._pool, self._text, self._model, list(token_ids), tensors, device)
+            load_prefix(self._pool, kv, self._model, token_ids, tensors, device)
         except BackendError:
-            self._text.abort(0)
-            if self._pool.is_unused:
-                self._pool.free()  # with the shapes that it took from the file
+            kv.abort(0)
+            self._free_if_unused()  # with the shapes that it took from the file
             raise
+
+    def _free_if_unused(self) -> None:
+        if self._pool.is_unused:
+            self._pool.free()
 
     def _check_cancel(self) -> None:
         check_interrupt()
         if self._is_cancelled:
             raise BackendError("the pass was cancelled")
 
-    def _forward(self, new: Sequence[NewRows]) -> list[np.ndarray]:
-        """One pass over the new rows of one or more sequences; float32 logits [wanted, vocab] of
-        each."""
+    def _compute(self, new: Sequence[NewRows[SequenceKv]]) -> list[np.ndarray]:
         self._is_cancelled = False
         device = self._weights.device
         token_ids = [token for one in new for token in one.token_ids]
@@ -354,8 +281,3 @@ class TorchBackend(MendingBackend):
             None if self._slopes is None else alibi,
             self._check_cancel,
         )
-
-    def _repair(self, n_intact: int) -> None:
-        self._text.abort(n_intact)
-        with self._turn:
-            self._weights.restart()

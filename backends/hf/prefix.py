@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from backends.attention.batch import rows_in_pool, runs_of
-from backends.contract.backend import BackendError, SavedTensors
+from backends.contract.backend import BackendError
+from backends.contract.sequence import SavedTensors
 from backends.hf.config import kv_values_per_token
 from backends.hf.model import TORCH_DTYPES, HfModel
 from backends.kv.pool import KvPool

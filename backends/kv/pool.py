@@ -155,6 +155,11 @@ class KvPool(Cache):
         return block
 
     @property
+    def n_free(self) -> int:
+        """Blocks that nobody uses."""
+        return self.n_blocks - self.n_touched + len(self._given_back)
+
+    @property
     def is_unused(self) -> bool:
         return not any(self._n_users)
 

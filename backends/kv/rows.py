@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from backends.attention.batch import BatchLayout
 from backends.attention.layout import CausalLayout, PassLayout
+from backends.contract.text_kv import NewRows
 from backends.kv.sequence import SequenceKv
 
 
-@dataclass(frozen=True)
-class NewRows:
-    """What one sequence adds in a pass, and of which of these rows logits are wanted."""
-
-    text: SequenceKv
-    token_ids: Sequence[int]
-    layout: PassLayout
-    rows: list[int]
+def layout_of(new: NewRows[SequenceKv]) -> PassLayout:
+    """Who sees whom among one sequence's new rows and those that it has."""
+    table, n_live = new.kv.table, new.n_live_before
+    if not new.are_nodes:
+        return CausalLayout(table.n_committed, len(new.token_ids))
+    return PassLayout(table.n_committed, table.positions(), table.visible(n_live))
 
 
-def prompt_rows(text: SequenceKv, token_ids: Sequence[int], rows: list[int]) -> NewRows:
-    """Tokens that follow the prefix."""
-    return NewRows(text, token_ids, CausalLayout(text.table.n_committed, len(token_ids)), rows)
-
-
-def node_rows(
-    text: SequenceKv, token_ids: Sequence[int], parents: Sequence[int], rows: list[int]
-) -> tuple[list[int], NewRows]:
-    """Nodes that are live from here on, with their ids. Raises BackendError for a parent that is
-    none."""
-    table = text.table
-    n_live = len(table)
-    node_ids = table.add(parents, token_ids)
-    layout = PassLayout(table.n_committed, table.positions(), table.visible(n_live))
-    return node_ids, NewRows(text, token_ids, layout, rows)
-
-
-def take_rows(new: Sequence[NewRows], n_more: int) -> tuple[np.ndarray, BatchLayout]:
+def take_rows(new: Sequence[NewRows[SequenceKv]], n_more: int) -> tuple[np.ndarray, BatchLayout]:
     """Blocks for the new rows, and `n_more` behind the last ones, which fill the pass up.
 
     Returns where in the pool they lie, int64 [rows], and who sees whom.
@@ -47,14 +28,14 @@ def take_rows(new: Sequence[NewRows], n_more: int) -> tuple[np.ndarray, BatchLay
     places, parts = [], []
     for one in new:
         n_rows = len(one.token_ids) + (n_more if one is new[-1] else 0)
-        first = one.layout.prefix + one.layout.first_new
-        places.append(one.text.make_room(first, n_rows))
-        parts.append(one.text.part(one.layout))
+        layout = layout_of(one)
+        places.append(one.kv.make_room(layout.prefix + layout.first_new, n_rows))
+        parts.append(one.kv.part(layout))
     batch = BatchLayout(tuple(parts))
     return np.concatenate(places), batch.padded(n_more) if n_more else batch
 
 
-def rows_of_pass(new: Sequence[NewRows]) -> list[int]:
+def rows_of_pass(new: Sequence[NewRows[SequenceKv]]) -> list[int]:
     """The rows whose logits are wanted, counted over all sequences."""
     found: list[int] = []
     first = 0

@@ -8,7 +8,6 @@ import numpy as np
 
 from backends.attention.batch import BLOCK_ROWS, SequencePart, rows_in_pool
 from backends.attention.layout import PassLayout
-from backends.contract.backend import BackendError
 from backends.contract.nodes import NodeTable
 from backends.kv.pool import KvPool, blocks_of
 
@@ -44,6 +43,18 @@ class SequenceKv:
     def part(self, layout: PassLayout) -> SequencePart:
         return SequencePart(layout, self.blocks)
 
+    @property
+    def n_free_rows(self) -> int:
+        """Rows that could be written behind those of the table now."""
+        n_rows, n_free = self.table.n_rows, self._pool.n_free
+        n_begun = n_rows % BLOCK_ROWS
+        if n_begun and self._pool.is_shared(self._blocks[blocks_of(n_rows) - 1]):
+            n_free -= 1  # for a copy of it
+        return max(0, n_free * BLOCK_ROWS + (-n_rows % BLOCK_ROWS if n_free >= 0 else 0))
+
+    def add(self, parents: Sequence[int], token_ids: Sequence[int]) -> list[int]:
+        return self.table.add(parents, token_ids)
+
     def append(self, token_ids: Sequence[int]) -> None:
         """Count the rows that a forward of these tokens wrote after the prefix as committed."""
         self.table.append(token_ids)
@@ -71,14 +82,10 @@ class SequenceKv:
         self.table.drop_live()
         self.trim()
 
-    def fork(self, length: int | None = None) -> SequenceKv:
+    def fork(self, length: int) -> SequenceKv:
         """Another sequence with the first `length` tokens of the prefix, which both hold once."""
-        committed = self.table.committed
-        length = len(committed) if length is None else length
-        if not 0 <= length <= len(committed):
-            raise BackendError(f"cannot fork at {length}: {len(committed)} are committed")
         other = SequenceKv(self._pool)
-        other.table.append(committed[:length])
+        other.table.append(self.table.committed[:length])
         other._blocks = self._blocks[: blocks_of(length)]
         for block in other._blocks:
             self._pool.share(block)

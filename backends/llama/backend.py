@@ -7,15 +7,16 @@ Python meanwhile and ends it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from backends.contract.backend import BackendError, ContextFull, SavedTensors, StreamUse
+from backends.contract.backend import BackendError, ContextFull, StreamUse
 from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.mending import MendingBackend
+from backends.contract.sequence import SavedTensors
+from backends.contract.text_kv import NewRows
 from backends.ggml.library import LlamaModel
 from backends.llama.batch import Batch
 from backends.llama.cache import TreeSequences
@@ -35,7 +36,7 @@ _VALUE_BYTES = 2  # of the KV cache's values without flash attention: f16, never
 _QUICK_BYTES = 4e9  # weights times rows that take less than about a second: no thread for those
 
 
-class LlamaBackend(MendingBackend):
+class LlamaBackend(MendingBackend[TreeSequences]):
     """A GGUF model on llama.cpp.
 
     Args:
@@ -76,6 +77,7 @@ class LlamaBackend(MendingBackend):
         progress: Progress | None = None,
         exactness: Exactness = NOT_ASKED,
     ) -> None:
+        super().__init__()
         _check_options(model, max_nodes, residency, load_mode)
         options = ContextOptions(
             min(max_context or model.max_context, model.max_context),
@@ -151,7 +153,7 @@ class LlamaBackend(MendingBackend):
         """See Backend.sibling."""
         if self._stream is not None:
             raise BackendError("a streamed model cannot share its weights")
-        other = copy.copy(self)
+        other = self._without_texts()
         other._closing = []
         try:
             other._open_context(
@@ -170,14 +172,16 @@ class LlamaBackend(MendingBackend):
 
     # --- the contract ----------------------------------------------------------------------
 
-    @property
-    def _kv(self) -> TreeSequences:
+    def _new_kv(self) -> TreeSequences:
+        if self._sequences:
+            raise BackendError("the llama.cpp backend holds one text")
         return self._tree
 
-    @property
-    def node_room(self) -> int:
-        n_free = self._context.n_cells - self._options.n_fillers - self.n_committed
-        return min(self.max_nodes, n_free)
+    def _fork(self, kv: TreeSequences, length: int) -> TreeSequences:
+        return self._new_kv()
+
+    def _free_rows(self, kv: TreeSequences) -> int:
+        return self._context.n_cells - self._options.n_fillers - kv.table.n_rows
 
     @property
     def stream_use(self) -> StreamUse:
@@ -188,7 +192,7 @@ class LlamaBackend(MendingBackend):
         attention, each of which has the values of so many cells."""
         if self._stream is None:
             return 0
-        n_rows = max(0, n_tokens - self.n_committed)
+        n_rows = max(0, n_tokens - self._tree.table.n_committed)
         n_rows += max(self.max_nodes, self._options.n_least_rows)
         if not self._context.has_flash_attention:
             n_rows = max(n_rows, PAGE_BYTES // _VALUE_BYTES)
@@ -218,15 +222,15 @@ class LlamaBackend(MendingBackend):
     def can_save_prefix(self) -> bool:
         return self._model.sliding_window == 0
 
-    def prefix_tensors(self) -> tuple[TensorShape, ...]:
-        self._mending(self._tree.abort)  # live nodes lie in the sequence that is saved
+    def _prefix_tensors(self, kv: TreeSequences) -> tuple[TensorShape, ...]:
         return self._prefix.tensors()
 
-    def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
-        self._mending(lambda: self._prefix.save(buffers))
+    def _save_prefix(self, kv: TreeSequences, buffers: Mapping[str, memoryview]) -> None:
+        self._prefix.save(buffers)
 
-    def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
-        self._mending(lambda: self._load_prefix(token_ids, tensors), n_intact=0)
+    def _load_prefix(self, kv: TreeSequences, token_ids: list[int], tensors: SavedTensors) -> None:
+        self._prefix.load(token_ids, tensors)
+        kv.adopt(token_ids)
 
     def request_cancel(self) -> None:
         """End a running pass soon with PassCancelled; any thread may call this."""
@@ -261,40 +265,36 @@ class LlamaBackend(MendingBackend):
         assert self._stream is not None
         return self._stream.decode(batch)
 
-    def _run_prompt(self, token_ids: Sequence[int]) -> np.ndarray:
+    def _compute(self, new: Sequence[NewRows[TreeSequences]]) -> list[np.ndarray]:
+        (one,) = new
+        if one.are_nodes:
+            return [self._run_nodes(one.token_ids, one.rows)]
+        return [self._run_prompt(one.token_ids, one.rows)]
+
+    def _run_prompt(self, token_ids: Sequence[int], rows: list[int]) -> np.ndarray:
         """A streamed model is read once for every PREFILL_ROWS tokens."""
         n_tokens, sequences = len(token_ids), self._tree.in_use
+        found = []
         for start in range(0, n_tokens, self.max_rows):
             chunk = token_ids[start : start + self.max_rows]
-            positions = self.n_committed + start + np.arange(len(chunk))
-            rows = [len(chunk) - 1] if start + len(chunk) == n_tokens else []
-            logits = self._run(chunk, positions, [sequences] * len(chunk), rows)
-        row: np.ndarray = logits[0]
-        return row
+            positions = self._tree.table.n_committed + start + np.arange(len(chunk))
+            wanted = [row - start for row in rows if 0 <= row - start < len(chunk)]
+            found.append(self._run(chunk, positions, [sequences] * len(chunk), wanted))
+        return np.concatenate(found)
 
-    def _run_nodes(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: list[int]
-    ) -> tuple[list[int], np.ndarray]:
-        table, n_tokens = self._tree.table, len(token_ids)
-        n_live = len(table)
-        self._check_room(n_live + n_tokens, n_tokens, len(rows))
-        node_ids, sequences = self._tree.extend(parents, token_ids)
-        self._check_context(table.max_depth, n_tokens)
-        logits = self._run(token_ids, table.positions(n_live), sequences, rows)
+    def _run_nodes(self, token_ids: Sequence[int], rows: list[int]) -> np.ndarray:
+        table = self._tree.table
+        n_live = len(table) - len(token_ids)
+        self._check_room(len(table), len(token_ids), len(rows))
+        logits = self._run(token_ids, table.positions(n_live), self._tree.new, rows)
         # llama.cpp gives each row once, in the batch's order.
         order = {row: i for i, row in enumerate(sorted(set(rows)))}
-        return node_ids, logits if rows == list(order) else logits[[order[row] for row in rows]]
-
-    def _load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
-        self._tree.rollback(0)
-        if len(token_ids) > self.max_context:
-            raise ContextFull(len(token_ids), 0, self.max_context)
-        self._prefix.load(token_ids, tensors)
-        self._tree.adopt(token_ids)
+        return logits if rows == list(order) else logits[[order[row] for row in rows]]
 
     def _check_room(self, n_nodes: int, n_new: int, n_outputs: int) -> None:
-        if n_nodes > self.node_room:
-            raise ContextFull(n_new, self.n_committed, self.max_context)
+        n_committed = self._tree.table.n_committed
+        if n_nodes > self._context.n_cells - self._options.n_fillers - n_committed:
+            raise ContextFull(n_new, n_committed, self.max_context)
         most = self._options.n_outputs
         if n_outputs > most:
             raise BackendError(
@@ -302,8 +302,7 @@ class LlamaBackend(MendingBackend):
                 "backend was made for: ask for fewer rows or raise max_outputs"
             )
 
-    def _repair(self, n_intact: int) -> None:
-        self._tree.abort(n_intact)
+    def _restart(self) -> None:
         if self._stream is not None:
             self._stream.restart()
 

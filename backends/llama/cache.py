@@ -65,6 +65,8 @@ class TreeSequences:
         self._state = state
         self._library, self._memory = model.library, context.memory
         self._window = model.sliding_window
+        self.new: list[list[int]] = []
+        """Sequences of each node that was added last."""
         self._idle = list(range(_MIN_IN_USE))
         self._ends: dict[int, int] = {}  # busy sequence -> the leaf that it ends at
         self._through: dict[int, int] = {}  # live node -> a sequence that holds it
@@ -76,10 +78,8 @@ class TreeSequences:
 
     # --- growing ---------------------------------------------------------------------------
 
-    def extend(
-        self, parents: Sequence[int], token_ids: Sequence[int]
-    ) -> tuple[list[int], list[list[int]]]:
-        """Register nodes; return their ids and the sequences that each is to be decoded with.
+    def add(self, parents: Sequence[int], token_ids: Sequence[int]) -> list[int]:
+        """Register nodes; return their ids. `new` is what each is to be decoded with.
 
         Raises BackendError where a parent is not live, or there are more leaves than sequences.
         """
@@ -97,7 +97,8 @@ class TreeSequences:
                 sequences[new[node]].append(sequence)
         for node, row in new.items():
             self._through[node] = sequences[row][0]
-        return ids, sequences
+        self.new = sequences
+        return ids
 
     def _sequence_below(self, node: int) -> int:
         """A sequence for a new leaf below a live node: the one that ends there, or a fresh one."""
@@ -200,6 +201,9 @@ class TreeSequences:
             self.table.cut(n_intact)
         self.table.drop_live()
         self._drop_from(self.table.n_committed)
+
+    def close(self) -> None:
+        self.rollback(0)
 
     def _drop_from(self, length: int) -> None:
         self._remove(-1, length)

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from backends.contract.backend import BackendError, SavedTensors
+from backends.contract.backend import BackendError
+from backends.contract.sequence import SavedTensors
 from backends.ggml.library import LlamaModel
 from backends.llama.context import LlamaContext
 from offload.formats.mapped import TensorShape

@@ -111,7 +111,8 @@ class BeamDecoder:
         """
         pending = [(beam.above, beam.token_ids[-1]) for beam in self.search.running]
         unique = list(dict.fromkeys(pending))
-        n_wanted, n_room = len(self._parents) + len(unique), self._target.node_room
+        n_live = len(self._parents)
+        n_wanted, n_room = n_live + len(unique), n_live + self._target.node_room
         if n_wanted > n_room:
             raise BeamMemoryFull(len(pending), n_wanted, n_room)
         parents, tokens = [parent for parent, _ in unique], [token for _, token in unique]

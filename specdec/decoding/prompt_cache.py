@@ -16,7 +16,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from backends.contract.backend import Backend, BackendError, SavedTensors
+from backends.contract.backend import Backend, BackendError
+from backends.contract.sequence import SavedTensors
 from offload.errors import SpecdecError
 from offload.formats.mapped import MappedFile, TensorShape, read_mapped, write_mapped
 from offload.formats.safetensors import read_header_and_metadata

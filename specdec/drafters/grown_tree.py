@@ -118,14 +118,11 @@ class GrownTree:
         self.root = GrownNode(token_id, position, 0.0, 0.0)
         self.root.node_id = PREFIX
         self.root.offer(candidates)
-        self.n_live = 0
-        """Nodes whose KV the backend holds beside the prefix."""
 
     def run(self, node: GrownNode, node_id: int, candidates: Candidates) -> None:
         """The backend has run the node: its id there, and what may follow it."""
         node.node_id = node_id
         node.offer(candidates)
-        self.n_live += 1
 
     def best_first(
         self, max_depth: int, width: int | None = None
@@ -182,7 +179,6 @@ class GrownTree:
         """The text goes on at `root`, which is committed now; everything beside it is gone."""
         self.root = root
         root.node_id = PREFIX
-        self.n_live = _n_run(root) - 1
 
     def best_tree(self, n: int, max_depth: int, width: int) -> DraftTree:
         """The root and its `n` most probable nodes as a proposal."""
@@ -191,13 +187,3 @@ class GrownTree:
         for parent, node in islice(self.best_first(max_depth, width), n):
             indices[id(node)] = tree.add(indices[id(parent)], node.token_id, node.log_prob)
         return tree
-
-
-def _n_run(root: GrownNode) -> int:
-    """Nodes of a subtree that were run, its root included."""
-    nodes, n_found = [root], 0
-    while nodes:
-        node = nodes.pop()
-        n_found += 1
-        nodes += [child for child in node.children.values() if child.is_run]
-    return n_found

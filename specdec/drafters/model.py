@@ -181,7 +181,7 @@ class ModelDrafter(Drafter):
         That is the best ones that were not run, where a child could still be among the best.
         """
         limits = self._limits
-        n_free = max(0, self._backend.node_room - tree.n_live)
+        n_free = self._backend.node_room
         level = frontier.take(min(level_width(limits.max_nodes), n_free))
         probability = sum(np.exp(tree.log_prob(node)) for _, node in level)
         return level if probability >= limits.min_level_probability else []
@@ -190,7 +190,7 @@ class ModelDrafter(Drafter):
         """The likeliest nodes that were not run, as far as there is room for them."""
         n_nodes = self._limits.max_nodes
         # What the next proposal still has to run keeps its room.
-        n_free = max(0, self._backend.node_room - tree.n_live - n_nodes)
+        n_free = max(0, self._backend.node_room - n_nodes)
         return frontier.take(min(level_width(n_nodes), n_free), _LEAST_SHARE)
 
     def _run(self, tree: GrownTree, level: Level, frontier: Frontier) -> None:

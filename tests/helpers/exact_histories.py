@@ -77,7 +77,7 @@ class ExactMachine(RuleBasedStateMachine):
         self.live.update(paths)
 
     def path(self, node):
-        return self.backend._kv.table.path(node)
+        return self.backend.text.kv.table.path(node)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), is_empty=st.booleans())

@@ -7,20 +7,19 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from exact_rules import Rows
 
-from backends.contract.backend import Backend, SavedTensors
+from backends.contract.backend import Backend
 from backends.contract.nodes import NodeTable
+from backends.contract.sequence import SavedTensors, SequenceRows, SequenceScores, TokenSequence
 from offload.formats.mapped import TensorShape
 
 
-class TableBackend(Backend):
-    """Logits log rows(prefix), where the prefix is what was committed and the node's path."""
+class TableSequence(TokenSequence):
+    """One text of a TableBackend."""
 
-    def __init__(self, rows: Rows, vocab: int, max_context: int = 256) -> None:
-        self.vocab_size = vocab
-        self.max_context = max_context
-        self._rows = rows
+    def __init__(self, backend: TableBackend) -> None:
+        self._backend = backend
         self.table = NodeTable()
-        self._tokens: dict[int, int] = {}
+        self.tokens: dict[int, int] = {}
 
     @property
     def committed_ids(self) -> Sequence[int]:
@@ -30,24 +29,13 @@ class TableBackend(Backend):
     def next_node_id(self) -> int:
         return self.table.next_id
 
-    def logits(self, prefix: Sequence[int]) -> np.ndarray:
-        return np.log(self._rows(tuple(prefix))).astype(np.float32)
+    @property
+    def node_room(self) -> int:
+        most = self._backend.max_nodes
+        return self._backend.max_context if most is None else most - len(self.table)
 
-    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
-        if not token_ids:
-            raise ValueError("prefill needs at least one token")
-        self.table.drop_live()
-        self.table.append(token_ids)
-        return self.logits(self.committed_ids)
-
-    def extend(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[list[int], np.ndarray]:
-        assert rows is None
-        ids = self.table.add(parents, token_ids)
-        self._tokens.update(zip(ids, token_ids, strict=True))
-        paths = ([self._tokens[n] for n in self.table.path(node)] for node in ids)
-        return ids, np.stack([self.logits([*self.committed_ids, *path]) for path in paths])
+    def run(self, rows: SequenceRows) -> SequenceScores:
+        return self._backend.run([rows])[0]
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
         self.table.commit(path, keep)
@@ -58,6 +46,11 @@ class TableBackend(Backend):
     def rollback(self, length: int) -> None:
         self.table.rollback(length)
 
+    def fork(self, length: int | None = None) -> TableSequence:
+        other = self._backend.sequence()
+        other.table.append(self.committed_ids[:length])
+        return other
+
     def prefix_tensors(self) -> tuple[TensorShape, ...]:
         return ()
 
@@ -67,6 +60,51 @@ class TableBackend(Backend):
     def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
         self.rollback(0)
         self.table.append(token_ids)
+
+    def close(self) -> None:
+        self.rollback(0)
+
+
+class TableBackend(Backend):
+    """Logits log rows(prefix), where the prefix is what was committed and the node's path."""
+
+    def __init__(self, rows: Rows, vocab: int, max_context: int = 256) -> None:
+        self.vocab_size = vocab
+        self.max_context = max_context
+        self._rows = rows
+
+    def logits(self, prefix: Sequence[int]) -> np.ndarray:
+        return np.log(self._rows(tuple(prefix))).astype(np.float32)
+
+    def sequence(self) -> TableSequence:
+        return TableSequence(self)
+
+    @property
+    def table(self) -> NodeTable:
+        """Of the text of its own."""
+        assert isinstance(self.text, TableSequence)
+        return self.text.table
+
+    def run(self, batch: Sequence[SequenceRows]) -> list[SequenceScores]:
+        return [self._scores(one) for one in batch]
+
+    def _scores(self, added: SequenceRows) -> SequenceScores:
+        text = added.sequence
+        assert isinstance(text, TableSequence)
+        if added.parents is None:
+            text.table.drop_live()
+            text.table.append(added.token_ids)
+            ends = range(len(text.committed_ids) - len(added.token_ids), len(text.committed_ids))
+            prefixes = [text.committed_ids[: ends[row] + 1] for row in added.wanted]
+            return SequenceScores([], self._stack(prefixes))
+        ids = text.table.add(added.parents, added.token_ids)
+        text.tokens.update(zip(ids, added.token_ids, strict=True))
+        paths = [[text.tokens[n] for n in text.table.path(ids[row])] for row in added.wanted]
+        return SequenceScores(ids, self._stack([[*text.committed_ids, *path] for path in paths]))
+
+    def _stack(self, prefixes: Sequence[Sequence[int]]) -> np.ndarray:
+        rows = [self.logits(prefix) for prefix in prefixes]
+        return np.stack(rows) if rows else np.zeros((0, self.vocab_size), np.float32)
 
     @property
     def kv_bytes(self) -> int:

@@ -65,9 +65,9 @@ def test_what_is_closed_meanwhile_is_not_mended(
         backend.close()
         raise BackendError("the pass was cancelled")
 
-    repairs: list[int] = []
-    monkeypatch.setattr(backend, "_run_prompt", close)
-    monkeypatch.setattr(backend, "_repair", repairs.append)
+    repairs: list[object] = []
+    monkeypatch.setattr(backend, "_compute", close)
+    monkeypatch.setattr(backend, "_repair", lambda *broken: repairs.append(broken))
     with pytest.raises(BackendError, match="the pass was cancelled"):
         backend.prefill(PROMPT)
     assert repairs == []

@@ -110,13 +110,13 @@ class KvMachine(RuleBasedStateMachine):
         self.check(logits, wanted)
 
     def ids_on_path(self, node):
-        return self.backend._text.table.path(node)
+        return self.backend.text.kv.table.path(node)
 
     @invariant()
     def lengths_are_exact(self):
         if hasattr(self, "backend"):
             assert list(self.backend.committed_ids) == self.text
-            self.backend._text.check_integrity()
+            self.backend.text.kv.check_integrity()
 
     def teardown(self):
         if hasattr(self, "backend"):

@@ -22,11 +22,11 @@ from hypothesis.stateful import (
 
 from backends.attention.batch import BLOCK_ROWS
 from backends.contract.backend import PREFIX, BackendError
+from backends.contract.mending import KvSequence
 from backends.contract.sequence import SequenceRows
 from backends.contract.source import BackendOptions
 from backends.hf.backend import TorchBackend
 from backends.hf.source import HfSource
-from backends.kv.text import TorchSequence
 
 CONTEXT = 160
 MOST_TEXTS = 5
@@ -37,7 +37,7 @@ tokens = st.integers(3, 95)
 class Text:
     """A sequence beside the plain lists of tokens that it should stand for."""
 
-    sequence: TorchSequence
+    sequence: KvSequence
     committed: list[int]
     live: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Node id -> tokens from the prefix down."""
@@ -196,6 +196,32 @@ def test_a_part_of_a_prompt_needs_no_logits(backend: TorchBackend) -> None:
     found = text.run(SequenceRows(text, [5, 6], rows=()))
     assert (found.node_ids, found.logits.shape) == ([], (0, backend.vocab_size))
     assert np.array_equal(text.prefill([7, 8]), expected)
+
+
+def test_the_room_for_nodes_is_what_other_texts_leave(backend: TorchBackend) -> None:
+    first = backend.sequence()
+    first.prefill([5] * (BLOCK_ROWS + 3))
+    fork = first.fork()
+    room = first.node_room
+    assert fork.node_room == room > BLOCK_ROWS
+    first.extend([7] * 10, [PREFIX] * 10)  # in a copy of the block that is not full
+    assert first.node_room == room - 10
+    assert fork.node_room == room  # that block is its own now
+    first.extend([7] * (room - 10), [PREFIX] * (room - 10))
+    assert first.node_room == 0
+    with pytest.raises(BackendError, match="KV cache is full"):
+        first.extend([7] * BLOCK_ROWS, [PREFIX] * BLOCK_ROWS)
+    assert first.node_room == room
+
+
+def test_the_own_text_of_a_backend_is_one_of_its_sequences(backend: TorchBackend) -> None:
+    row = backend.prefill([5, 6, 7])
+    fork = backend.text.fork(2)
+    assert np.array_equal(fork.prefill([7]), row)
+    rows = [SequenceRows(text, [8], [PREFIX]) for text in (backend.text, fork)]
+    first, second = backend.run(rows)
+    assert np.array_equal(first.logits, second.logits)
+    assert backend.next_node_id == 1
 
 
 def test_what_fails_leaves_every_text_as_it_was(backend: TorchBackend) -> None:

@@ -152,17 +152,17 @@ class KvMachine(RuleBasedStateMachine):
         self.live = {}
 
     def ids_on_path(self, node):
-        return self.backend._tree.table.path(node)
+        return self.backend.text.kv.table.path(node)
 
     @invariant()
     def lengths_are_exact(self):
         if hasattr(self, "text"):
             assert list(self.backend.committed_ids) == self.text
-            assert set(self.backend._tree.table.ids) == set(self.live)
+            assert set(self.backend.text.kv.table.ids) == set(self.live)
             inner = {node for n in self.live for node in self.ids_on_path(n)[:-1]}
-            ends = self.backend._tree._ends.values()
+            ends = self.backend.text.kv._ends.values()
             assert sorted(ends) == sorted(set(self.live) - inner)  # a sequence per leaf, no more
-            self.backend._tree.check_integrity()
+            self.backend.text.kv.check_integrity()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3moe"])

@@ -53,8 +53,10 @@ def next_row(backend):
 
 def count_moves(backend, monkeypatch):
     moves = []
-    move = backend._tree._move
-    monkeypatch.setattr(backend._tree, "_move", lambda *cells: moves.append(cells) or move(*cells))
+    move = backend.text.kv._move
+    monkeypatch.setattr(
+        backend.text.kv, "_move", lambda *cells: moves.append(cells) or move(*cells)
+    )
     return moves
 
 
@@ -79,7 +81,7 @@ def test_only_what_lies_behind_the_first_gap_is_moved(make, monkeypatch):
     moves = count_moves(backend, monkeypatch)
     backend.commit(ids[:2], keep=[ids[3]])
     assert [(start, n) for _, start, n in moves] == [(7, 1), (8, 1), (8, 1)]
-    assert backend._tree.table.ids == tuple(ids[3:])
+    assert backend.text.kv.table.ids == tuple(ids[3:])
     del moves[:]
     backend.prune([ids[5]])
     assert moves == []
@@ -108,11 +110,11 @@ def test_a_move_that_fails_leaves_the_prefix(broken, make, monkeypatch):
         raise BackendError("it does not work")
 
     with monkeypatch.context() as patch:
-        patch.setattr(backend._tree._state, broken, fail)
+        patch.setattr(backend.text.kv._state, broken, fail)
         with pytest.raises(BackendError, match="does not work"):
             backend.commit(path)
     assert list(backend.committed_ids) == PROMPT
-    backend._tree.check_integrity()
+    backend.text.kv.check_integrity()
     found = next_row(backend)
     backend.rollback(0)
     backend.prefill(PROMPT)
@@ -135,5 +137,5 @@ def test_a_pass_that_breaks_off_leaves_no_rows_that_filled_it_up(make, is_stream
         patch.setattr(backend._context, "decode", cancel)
         with pytest.raises(PassCancelled):
             next_row(backend)
-    check_lengths(backend._model.library, backend._context.memory, {backend._tree.spare: 0})
+    check_lengths(backend._model.library, backend._context.memory, {backend.text.kv.spare: 0})
     assert np.array_equal(next_row(backend), expected)

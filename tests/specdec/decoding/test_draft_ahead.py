@@ -58,7 +58,7 @@ class RoomyTable(TableBackend):
         self.max_nodes = max_nodes
 
     def extend(self, token_ids: Any, parents: Any, rows: Any = None) -> Any:
-        assert len(self.table) + len(token_ids) <= self.node_room
+        assert len(token_ids) <= self.node_room
         return super().extend(token_ids, parents, rows)
 
 

@@ -65,7 +65,6 @@ def test_levels_are_those_of_a_search_from_scratch(seed, depth, n_best, width, n
             n_run += 1
             tree.run(node, n_run, candidates_of(node, seed))
             frontier.add(node)
-        assert tree.n_live == n_run
     else:
         return  # a tree without a bound of its nodes grows on
     assert promising(tree, depth, n_best) == []
@@ -141,14 +140,3 @@ def test_candidates_that_were_not_looked_at_yet_are_not_lost() -> None:
     node.offer([(1, -0.1), (2, -0.2)])
     with pytest.raises(AssertionError, match="said once"):
         node.offer([(3, -0.1)])
-
-
-def test_what_lives_is_counted_anew_where_the_text_goes_on() -> None:
-    tree = GrownTree(0, 0, [(1, -0.1), (2, -0.2)])
-    first, second = tree.root.likeliest()
-    tree.run(first, 5, [(3, -0.1)])
-    tree.run(second, 6, [(4, -0.1)])
-    tree.run(next(first.likeliest()), 7, [])
-    assert tree.n_live == 3
-    tree.move_to(first)
-    assert tree.n_live == 1
