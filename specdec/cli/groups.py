@@ -132,9 +132,11 @@ def _names(kind: type[Any], *panels: str, leave_out: tuple[str, ...] = ()) -> tu
     return tuple(name for name, panel in found if panel in panels and name not in leave_out)
 
 
-_CACHED = _names(RunOptions, MODELS, MEMORY, SPECULATION)
-TARGET = _names(RunOptions, MODELS, MEMORY, leave_out=("draft_model", "prompt_cache_file"))
-LOAD = _names(RunOptions, MODELS, MEMORY, SPECULATION, leave_out=("prompt_cache_file",))
+_CHAT = _names(RunOptions, MODELS, MEMORY, SPECULATION)
+_CACHED = tuple(name for name in _CHAT if name != "chat_template")
+_OF_GENERATIONS = ("prompt_cache_file", "chat_template")
+TARGET = _names(RunOptions, MODELS, MEMORY, leave_out=("draft_model", *_OF_GENERATIONS))
+LOAD = _names(RunOptions, MODELS, MEMORY, SPECULATION, leave_out=_OF_GENERATIONS)
 _ROOFLINE = ("model", "ctx_size", "memory_budget", "threads", "cache_type_k", "cache_type_v")
 
 Target = Annotated[RunOptions, Group(RunOptions, TARGET, _one_run)]
@@ -143,6 +145,8 @@ Load = Annotated[RunOptions, Group(RunOptions, LOAD, _one_run)]
 """A target and how it drafts."""
 CachedLoad = Annotated[RunOptions, Group(RunOptions, _CACHED, _one_run)]
 """The same, with a file for the prompt's KV."""
+ChatLoad = Annotated[RunOptions, Group(RunOptions, _CHAT, _one_run)]
+"""The same, with how a conversation becomes a prompt."""
 LoadEachDraft = Annotated[list[RunOptions], Group(RunOptions, LOAD, _run_for_each_draft)]
 """One for each draft model that is named, or one without."""
 Roofline = Annotated[RunOptions, Group(RunOptions, _ROOFLINE, _one_run)]

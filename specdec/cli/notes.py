@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from offload.units import format_bytes
-from specdec.cli.options import OptionError
 from specdec.cli.output import say
 from specdec.models.names import check_local_draft, check_local_name, resolve_headers
 from specdec.models.weight_files import weight_files
@@ -64,9 +63,13 @@ def _note_mapped(load: RunOptions, budget_bytes: int) -> None:
         )
 
 
-def check_chat_template(llm: LLM, name: str) -> None:
-    if not llm.tokenizer.has_chat_template:
-        raise OptionError(f"{name} has no chat template: use `specdec run`, or an instruct model")
+def note_plain_transcript(llm: LLM) -> None:
+    """Say that the model is not told where a turn begins as it was taught."""
+    if not llm.tokenizer.has_chat_template and llm.session.options.chat_template is None:
+        say(
+            "note: the model has no chat template: it is given a plain transcript; "
+            "--chat-template names another form, an instruct model has its own"
+        )
 
 
 def _without_effect(load: RunOptions) -> Iterator[tuple[str, str]]:

@@ -12,12 +12,19 @@ import typer
 
 from specdec.cli import options
 from specdec.cli.enforce import enforced_bytes, run_enforced
-from specdec.cli.groups import BeamSpan, CachedLoad, Sampling, SamplingOrBeams, with_options
+from specdec.cli.groups import (
+    BeamSpan,
+    CachedLoad,
+    ChatLoad,
+    Sampling,
+    SamplingOrBeams,
+    with_options,
+)
 from specdec.cli.libraries import import_for_good
 from specdec.cli.notes import (
-    check_chat_template,
     check_models,
     note_left_out,
+    note_plain_transcript,
     note_plan,
 )
 from specdec.cli.output import loading_progress, perf_line, say, write_json, write_text
@@ -66,7 +73,7 @@ def run(
 @with_options
 def chat(
     context: typer.Context,
-    load: CachedLoad,
+    load: ChatLoad,
     sampling: Sampling,
     max_tokens: options.MaxTokens = 512,
     enforce: options.Enforce = False,
@@ -79,7 +86,8 @@ def chat(
     keywords = {"max_tokens": max_tokens, **sampling}
     messages: list[dict[str, str]] = []
     with open_model(load, load) as llm:
-        check_chat_template(llm, str(load.model))
+        note_plain_transcript(llm)
+        keywords["stop"] = (*keywords.get("stop", ()), *llm.tokenizer.chat_format.stop)
         while (line := read_line()) is not None:
             messages.append({"role": "user", "content": line})
             try:

@@ -26,6 +26,7 @@ from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gp
 from specdec.planning.run_options import CPU, ON, LoadKeywords, RunOptions
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Alternative, Figures, Search
+from specdec.text.chat_format import chat_format
 from specdec.text.vocabulary import compare_vocabularies
 
 _WORTH_SAYING = 1.05
@@ -76,6 +77,8 @@ def plan_models(options: RunOptions) -> PlannedModels:
 def open_pair(options: RunOptions) -> OpenedPair:
     """Read what the models are. Raises what `plan_run` raises, BudgetExceeded excepted."""
     target = open_model(options.model, options.backend)
+    if options.chat_template is not None:
+        target.tokenizer.chat_format = chat_format(options.chat_template)
     draft = None
     if options.draft == SELF_DRAFT:
         draft = replace(target, source=SharedSource(target.source))

@@ -44,6 +44,7 @@ _SHOWN_CACHE_TYPE = "f16, or bf16 where exactness needs it"
 class LoadKeywords(TypedDict, total=False):
     """The keywords of `specdec.load`: the fields of RunOptions without the models (a test)."""
 
+    chat_template: Path | str | None
     exact: str
     memory_budget: str | int
     device: str
@@ -88,6 +89,13 @@ class RunOptions:
         MODELS,
         short="-md",
         shown_default=False,
+    )
+    chat_template: str | Path | None = option(
+        None,
+        "How a conversation becomes a prompt: a jinja file, plain, or chatml.",
+        MODELS,
+        metavar="FILE|NAME",
+        shown_default="the model's own; without one: plain",
     )
     exact: str = option(
         AUTO,
@@ -219,6 +227,7 @@ class RunOptions:
         """Of names, which have no limits that would tell."""
         check_type("the model", self.model, str, Path)
         check_type("the draft model", self.draft_model, str, Path, type(None))
+        check_type("chat_template", self.chat_template, str, Path, type(None))
         check_type("prompt_cache_file", self.prompt_cache_file, str, Path, type(None))
         if self.prompt_cache_file == "":
             raise ConfigError("prompt_cache_file is empty: name a file, or leave it out")

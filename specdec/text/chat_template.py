@@ -12,15 +12,14 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from offload.errors import SpecdecError
-
-
-class ChatTemplateError(SpecdecError):
-    """A chat template is malformed, or refused the conversation."""
+from specdec.text.chat_format import ChatTemplateError
 
 
 def render_chat(
-    template: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, str]
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    special_tokens: Mapping[str, str],
+    tools: Sequence[Any] = (),
 ) -> str:
     """The text of a conversation, up to where the assistant's answer begins.
 
@@ -28,6 +27,7 @@ def render_chat(
         template: jinja2 source.
         messages: with `role` and `content`.
         special_tokens: `bos_token`, `eos_token`, ...
+        tools: in OpenAI's form, for templates that tell the model of them.
 
     Raises:
         ChatTemplateError: whatever goes wrong in the template.
@@ -41,7 +41,7 @@ def render_chat(
     try:
         return _compile(template).render(
             messages=[dict(message) for message in messages],
-            tools=None,
+            tools=list(tools) or None,
             documents=None,
             add_generation_prompt=True,
             **special_tokens,

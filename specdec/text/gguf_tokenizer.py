@@ -16,8 +16,9 @@ from typing import Any
 
 from backends.ggml.library import LOG, load_library
 from offload.process.interruptible import uninterrupted
-from specdec.text.chat_template import ChatTemplateError, render_chat
-from specdec.text.tokenizer import TokenizerError
+from specdec.text.chat_format import PLAIN, ChatFormat
+from specdec.text.chat_template import render_chat
+from specdec.text.tokenizer import TokenizerError, encode_conversation
 from specdec.text.vocabulary import Vocabulary
 
 
@@ -48,7 +49,9 @@ class GgufTokenizer:
         while self._n_tokens and self._is(self._n_tokens - 1, library.LLAMA_TOKEN_ATTR_UNUSED):
             self._n_tokens -= 1
         self._drops_first_space = self._find_first_space_rule()
-        self._chat_template = self._read_chat_template()
+        template = self._read_chat_template()
+        self.has_chat_template = template is not None
+        self.chat_format = PLAIN if template is None else ChatFormat(template)
         self._pieces: dict[int, bytes] = {}
 
     @uninterrupted  # it calls back, for its log
@@ -70,10 +73,6 @@ class GgufTokenizer:
         """All tokens that end a generation: of a text, of a turn, of a message."""
         is_end = self._library.llama_vocab_is_eog
         return tuple(i for i in range(self._n_tokens) if is_end(self._vocab, i))
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written out in it are recognised, as in HF's."""
@@ -99,18 +98,18 @@ class GgufTokenizer:
             pieces[0] = pieces[0].removeprefix(b" ")
         return b"".join(pieces).decode("utf-8", errors="replace")
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
+    ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer."""
-        if self._chat_template is None:
-            raise TokenizerError("the model has no chat template: give the prompt as one string")
+        return encode_conversation(self, messages, tools, self._render)
+
+    def _render(
+        self, template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ) -> str:
         ids = self._special_ids().items()
         special = {f"{role}_token": self._text(i) for role, i in ids if i is not None}
-        try:
-            text = render_chat(self._chat_template, messages, special)
-        except ChatTemplateError as error:
-            raise TokenizerError(f"the model's chat template failed: {error}") from error
-        # the template writes the special tokens itself
-        return self.encode(text, add_special_tokens=False)
+        return render_chat(template, messages, special, tools)
 
     def vocabulary(self) -> Vocabulary:
         """What the ids mean, comparable with a transformers tokenizer's."""

@@ -6,12 +6,13 @@ Nothing here imports transformers until a tokenizer is loaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from backends.contract.backend import one_line
 from offload.errors import SpecdecError
+from specdec.text.chat_format import PLAIN, ChatFormat, plain_transcript
 
 # transformers makes a tokenizer from any of these.
 _TOKENIZER_FILES = (
@@ -46,9 +47,50 @@ class ChatTokenizer(TokenDecoder, Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
     @property
-    def has_chat_template(self) -> bool: ...
+    def has_chat_template(self) -> bool:
+        """Whether the model brings one along; without one `chat_format` is a plain transcript."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
+    @property
+    def chat_format(self) -> ChatFormat: ...
+
+    @chat_format.setter
+    def chat_format(self, value: ChatFormat) -> None: ...
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
+    ) -> list[int]: ...
+
+
+def encode_conversation(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any],
+    render: Callable[[str, Sequence[Mapping[str, Any]], Sequence[Any]], str],
+) -> list[int]:
+    """Token ids of a conversation in the tokenizer's chat format.
+
+    render: (template, messages, tools) -> text; it may raise anything, as templates are programs
+        of the checkpoint.
+
+    Raises TokenizerError.
+    """
+    form: ChatFormat = tokenizer.chat_format
+    if tools and not form.knows_tools:
+        raise TokenizerError(
+            "the model has no chat template that tells a model of tools: leave them out, "
+            "take a model made for tools, or name a template with --chat-template"
+        )
+    try:
+        template = form.template_for(bool(tools))
+        if template is None:
+            text = plain_transcript(messages)
+        else:
+            text = render(template, messages, tools)
+        text.encode()
+    except Exception as error:
+        raise TokenizerError(f"the model's chat template failed: {one_line(error)}") from error
+    # A template writes the special tokens itself.
+    return list(tokenizer.encode(text, add_special_tokens=template is None))
 
 
 class Tokenizer:
@@ -58,6 +100,9 @@ class Tokenizer:
         self.hf_tokenizer = hf_tokenizer
         ids = hf_tokenizer.get_vocab().values()
         self._n_tokens = max(len(hf_tokenizer), max(ids, default=-1) + 1)
+        own = getattr(hf_tokenizer, "chat_template", None)
+        self.has_chat_template = bool(own)
+        self.chat_format = _own_format(own) if own else PLAIN
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
@@ -75,10 +120,6 @@ class Tokenizer:
         eos = self.hf_tokenizer.eos_token_id
         return () if eos is None else (int(eos),)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(getattr(self.hf_tokenizer, "chat_template", None))
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids = self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return [int(i) for i in ids]
@@ -91,17 +132,32 @@ class Tokenizer:
             )
         )
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
+    ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer."""
-        if not self.has_chat_template:
-            raise TokenizerError("the model has no chat template: give the prompt as one string")
-        try:
-            text = self.hf_tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+        return encode_conversation(self, messages, tools, self._render)
+
+    def _render(
+        self, template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ) -> str:
+        return str(
+            self.hf_tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(tools) or None,
+                chat_template=template,
+                add_generation_prompt=True,
+                tokenize=False,
             )
-        except Exception as error:  # templates are programs of the checkpoint
-            raise TokenizerError(f"the model's chat template failed: {error}") from error
-        return self.encode(str(text), add_special_tokens=False)  # the template writes them
+        )
+
+
+def _own_format(template: str | Mapping[str, str]) -> ChatFormat:
+    """Of several templates transformers takes these two."""
+    if isinstance(template, str):
+        return ChatFormat(template)
+    default = template.get("default") or next(iter(template.values()))
+    return ChatFormat(default, tool_template=template.get("tool_use"))
 
 
 def _load_hf_tokenizer(directory: Path) -> Any:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Models, expect_error, save_models
+from command_line import Models, save_models
 
+from specdec.api import LLM
 from specdec.cli.app import main
 from specdec.cli.errors import expand_aliases
 from specdec.cli.output import loading_progress
@@ -162,16 +163,27 @@ def test_profile(capsys: pytest.CaptureFixture[str], models: Models) -> None:
     assert json.loads(capsys.readouterr().out)["storage_bytes_per_second"] > 0
 
 
-def test_chat_without_a_template_is_refused(
+def test_chat_without_a_template_ends_before_the_next_question(
     capsys: pytest.CaptureFixture[str],
     models: Models,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A model that was given a plain transcript may go on with what the user says next."""
+    stops: list[object] = []
+    stream = LLM.stream
+
+    def noted(self: LLM, prompt: object, **options: object) -> object:
+        stops.append(options["stop"])
+        return stream(self, prompt, **options)
+
+    monkeypatch.setattr(LLM, "stream", noted)
     (tmp_path / "lines").write_text("\nhello\n")
     with (tmp_path / "lines").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        expect_error(capsys, ["chat", "-m", str(models.target)], "chat template")
+        assert main(["chat", "-m", str(models.target), "-n", "3", "--stop", "x"]) == 0
+    assert stops == [("x", "\nUser:")]
+    assert capsys.readouterr().err.count("tok/s") == 1
 
 
 def test_chat_answers_until_the_end_of_input(

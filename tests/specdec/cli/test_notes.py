@@ -142,11 +142,22 @@ def test_notes_on_files_that_are_mapped(capsys: pytest.CaptureFixture[str], tmp_
     assert err.count("\n") == 1
 
 
-def test_chat_without_a_template_is_told_before_the_user_types(
+def test_chat_without_a_template_says_so_before_the_user_types(
     capsys: pytest.CaptureFixture[str], models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.cli.run.read_line", lambda: pytest.fail("it waits for a line"))
-    expect_error(capsys, ["chat", "-m", str(models.target)], "no chat template: use `specdec run`")
+    heard: list[str] = []
+    monkeypatch.setattr("specdec.cli.run.read_line", lambda: heard.append(capsys.readouterr().err))
+    assert main(["chat", "-m", str(models.target)]) == 0
+    assert "note: the model has no chat template: it is given a plain transcript" in heard[0]
+    assert main(["chat", "-m", str(models.target), "--chat-template", "chatml"]) == 0
+    assert heard[1] == ""
+
+
+def test_a_chat_template_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], models: Models
+) -> None:
+    argv = ["chat", "-m", str(models.target), "--chat-template", "chatlm"]
+    expect_error(capsys, argv, "name a file, or one of plain, chatml")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

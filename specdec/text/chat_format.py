@@ -1,0 +1,86 @@
+"""How a conversation becomes a prompt: by the model's template, another one, or as a transcript."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.errors import SpecdecError
+from specdec.opening import open_now
+
+MAX_TEMPLATE_BYTES = 1 << 20
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class ChatTemplateError(SpecdecError):
+    """A chat template is malformed, cannot be read, or refused the conversation."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """template: jinja2 source; None is the plain transcript.
+    stop: texts that end an answer, where the model's end-of-sequence tokens may not.
+    tool_template: takes the template's place where there are tools.
+    """
+
+    template: str | None
+    stop: tuple[str, ...] = ()
+    tool_template: str | None = None
+
+    def template_for(self, has_tools: bool) -> str | None:
+        return self.tool_template if has_tools and self.tool_template else self.template
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the model is told of tools; a template that names them nowhere drops them."""
+        return "tools" in (self.template_for(has_tools=True) or "")
+
+
+PLAIN = ChatFormat(None, ("\nUser:",))
+"""For models without a template, which may go on with the user's next question by themselves."""
+NAMED = {"plain": PLAIN, "chatml": ChatFormat(_CHATML, ("<|im_end|>",))}
+
+
+def chat_format(name: str | os.PathLike[str]) -> ChatFormat:
+    """The format of a name in NAMED, else a file's template. Raises ChatTemplateError."""
+    if name in NAMED:
+        return NAMED[str(name)]
+    try:
+        with open_now(Path(name)) as file:
+            raw = file.read(MAX_TEMPLATE_BYTES + 1)
+    except OSError as error:
+        raise ChatTemplateError(
+            f"no chat template {str(name)!r}: {error.strerror or error}: name a file, "
+            f"or one of {', '.join(NAMED)}"
+        ) from error
+    if len(raw) > MAX_TEMPLATE_BYTES:
+        raise ChatTemplateError(
+            f"the chat template {name} has more than {MAX_TEMPLATE_BYTES} bytes"
+        )
+    try:
+        return ChatFormat(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ChatTemplateError(
+            f"the chat template {name} is not UTF-8 at byte {error.start}: name a text file"
+        ) from error
+
+
+def plain_transcript(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The conversation as `Role: text` lines, up to where the assistant's answer begins.
+
+    What the system says stands at the top without a name: a base model has read many texts like
+    that. Raises ChatTemplateError.
+    """
+    lines = []
+    for message in messages:
+        role, content = message.get("role"), message.get("content") or ""
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ChatTemplateError("a message needs a role and a content, both of them texts")
+        lines.append(content if role == "system" else f"{role.capitalize()}: {content}")
+    return "\n".join([*lines, "Assistant:"])
