@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from specdec.api import GenerationResult as GenerationResult
     from specdec.api import StreamChunk as StreamChunk
     from specdec.api import load as load
+    from specdec.async_llm import AsyncLLM as AsyncLLM
     from specdec.config import SpecConfig as SpecConfig
     from specdec.decoding.stats import GenerationStats as GenerationStats
     from specdec.planning.plan import plan_run as plan_run
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _PUBLIC = {
+    "AsyncLLM": "specdec.async_llm",
     "CompletionOutput": "specdec.api",
     "GenerationResult": "specdec.api",
     "GenerationStats": "specdec.decoding.stats",

@@ -31,7 +31,9 @@ ROOMS = {
     "specdec": (
         "__main__",
         "cli",
+        "serve",
         "__init__",  # names the public API, and imports each name on its first use
+        "async_llm",
         "api",
         "decoding",
         "analysis",

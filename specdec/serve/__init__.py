@@ -1,0 +1,1 @@
+"""`specdec serve`: an LLM behind the HTTP interface that OpenAI's clients speak."""

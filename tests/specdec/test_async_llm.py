@@ -1,0 +1,183 @@
+"""Generations of an event loop: each in a thread of its own, as far ahead as its reader lets it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import pytest
+from tiny_pair import save_model
+
+import specdec
+from specdec import LLM, AsyncLLM
+from specdec.async_llm import MAX_CHUNKS_AHEAD
+from specdec.checks import ConfigError
+
+PROMPT = [5, 6, 7]
+LONG = {"max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    target = save_model(tmp_path_factory.mktemp("target"), seed=0)
+    with specdec.load(target, ctx_size=512, threads=1) as loaded:
+        yield loaded
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+def stream_threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "specdec-stream"]
+
+
+def join_threads() -> None:
+    """They end by themselves, and soon."""
+    for thread in stream_threads():
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_generate_gives_what_the_llm_gives(llm: LLM) -> None:
+    options = {"max_tokens": 12, "temperature": 0.8, "seed": 3, "n": 2}
+    found = run(AsyncLLM(llm).generate(PROMPT, **options))
+    assert found.outputs == llm.generate(PROMPT, **options).outputs
+
+
+def test_chunks_add_up_to_the_result(llm: LLM) -> None:
+    async def work() -> None:
+        stream = AsyncLLM(llm).stream(PROMPT, max_tokens=20)
+        chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.text for chunk in chunks) == stream.result.text
+        assert sum((chunk.token_ids for chunk in chunks), ()) == stream.result.token_ids
+        assert stream.result.finish_reason == "length"
+        assert all(chunk.logprobs is None for chunk in chunks)
+
+    run(work())
+
+
+def test_chunks_carry_the_log_probabilities_of_their_tokens(llm: LLM) -> None:
+    async def work() -> None:
+        options = {"max_tokens": 9, "logprobs": 2, "temperature": 1.0, "seed": 5, "n": 2}
+        stream = AsyncLLM(llm).stream(PROMPT, **options)
+        chunks = [chunk async for chunk in stream if chunk.token_ids]
+        for index, output in enumerate(stream.result.outputs):
+            own = [chunk for chunk in chunks if chunk.index == index]
+            assert sum((chunk.logprobs for chunk in own), ()) == output.logprobs
+            assert sum((chunk.top_logprobs for chunk in own), ()) == output.top_logprobs
+
+    run(work())
+
+
+def test_many_tasks_at_once(llm: LLM) -> None:
+    async def work() -> list[Any]:
+        server = AsyncLLM(llm)
+        jobs = [server.generate([i + 3, 7], max_tokens=6 + i) for i in range(8)]
+        return await asyncio.gather(*jobs)
+
+    for i, result in enumerate(run(work())):
+        assert result.outputs == llm.generate([i + 3, 7], max_tokens=6 + i).outputs
+
+
+def test_what_is_wrong_with_the_arguments_is_raised_before_the_first_chunk(llm: LLM) -> None:
+    async def work() -> None:
+        stream = AsyncLLM(llm).stream(PROMPT, max_tokens=0)
+        with pytest.raises(ConfigError, match="max_tokens"):
+            await stream.started()
+        with pytest.raises(ConfigError, match="max_tokens"):
+            await stream.__anext__()
+
+    run(work())
+
+
+def test_an_error_of_the_generation_reaches_its_reader(llm: LLM) -> None:
+    def fail(ids: Any, scores: Any) -> Any:
+        raise ZeroDivisionError("of the processor")
+
+    with pytest.raises(ZeroDivisionError, match="of the processor"):
+        run(AsyncLLM(llm).generate(PROMPT, logits_processors=[fail]))
+    assert run(AsyncLLM(llm).generate(PROMPT, max_tokens=2)).finish_reason == "length"
+
+
+def test_cancelling_ends_it_and_the_next_one_goes_on(llm: LLM) -> None:
+    async def work() -> None:
+        server = AsyncLLM(llm)
+        stream = server.stream(PROMPT, **LONG)
+        first = await stream.__anext__()
+        stream.cancel()
+        stream.cancel()
+        await stream.ended()
+        assert [chunk async for chunk in stream] == []
+        assert stream.result.finish_reason == "cancelled"
+        assert stream.result.token_ids[:1] == first.token_ids
+        assert len(stream.result.token_ids) < 200
+        assert (await server.generate(PROMPT, max_tokens=3)).finish_reason == "length"
+
+    run(work())
+    join_threads()
+
+
+def test_one_that_waits_for_its_turn_can_be_cancelled(llm: LLM) -> None:
+    async def work() -> None:
+        server = AsyncLLM(llm)
+        running, waiting = server.stream(PROMPT, **LONG), server.stream(PROMPT, **LONG)
+        await running.__anext__()
+        await waiting.started()
+        waiting.cancel()
+        await waiting.ended()
+        running.cancel()
+        await running.ended()
+
+    run(work())
+    join_threads()
+
+
+def test_one_that_never_began_is_cancelled_too(llm: LLM) -> None:
+    async def work() -> None:
+        stream = AsyncLLM(llm).stream(PROMPT)
+        stream.cancel()
+        await stream.ended()
+        assert [chunk async for chunk in stream] == []
+
+    run(work())
+
+
+def test_a_task_that_is_cancelled_ends_its_generation(llm: LLM) -> None:
+    async def work() -> None:
+        server = AsyncLLM(llm)
+        task = asyncio.create_task(server.generate(PROMPT, max_tokens=480, ignore_eos=True))
+        while not stream_threads():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while stream_threads():
+            await asyncio.sleep(0.01)
+
+    run(work())
+
+
+def test_a_reader_that_is_slow_holds_up_its_text(llm: LLM) -> None:
+    """It is ahead by so many chunks, and no more."""
+
+    async def work() -> None:
+        stream = AsyncLLM(llm).stream(PROMPT, speculative=False, **LONG)
+        await stream.__anext__()
+        seen = -1
+        while seen != (seen := len(stream.result.token_ids)):
+            await asyncio.sleep(0.3)
+        assert MAX_CHUNKS_AHEAD <= seen <= MAX_CHUNKS_AHEAD + 2
+        assert len([chunk async for chunk in stream]) >= 199 - 1
+
+    run(work())
+
+
+def test_a_loop_that_ends_leaves_no_thread(llm: LLM) -> None:
+    async def work() -> None:
+        await AsyncLLM(llm).stream(PROMPT, **LONG).__anext__()
+
+    run(work())
+    join_threads()
