@@ -44,6 +44,7 @@ ROOMS = {
         "sampling",
         "models",
         "verification",
+        "grammar",
         "text",
         "pair",
         "config",

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from specdec.cli.options import Debug, OptionError
+from specdec.cli.prompt_input import read_text
 from specdec.config import MAX_DRAFT_TOKENS, parse_spec_type
 from specdec.option import BEAMS, MEMORY, MODELS, SAMPLING, SPECULATION, options_of
 from specdec.planning.run_options import RunOptions
@@ -54,6 +56,8 @@ _WRITTEN: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "spec_type": (str, parse_spec_type),
     "num_draft_tokens": (str, parse_num_draft_tokens),
     "stop": (list[str], tuple),
+    "json_schema": (Path, read_text),
+    "grammar": (Path, read_text),
     "early_stopping": (str, _parse_early_stopping),
 }
 

@@ -23,7 +23,7 @@ def check_prompt_options(prompt: str | None, file: Path | None) -> None:
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt's text. One line break at the end of a file or of stdin is not part of it."""
-    text = prompt if prompt not in (None, "-") else _read_text(file)
+    text = prompt if prompt not in (None, "-") else read_text(file)
     if not text:
         whose = f"{file} is a pipe that nobody writes to: " if file and file.is_fifo() else ""
         raise OptionError(f"{whose}the prompt is empty: give some text with -p or -f")
@@ -37,7 +37,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
-def _read_text(file: Path | None) -> str:
+def read_text(file: Path | None) -> str:
+    """A file's text, or that of stdin; one line break at its end is left out."""
     source = "stdin" if file is None else str(file)
     if file is None:
         raw = read_bounded(sys.stdin.buffer, source)
@@ -48,7 +49,7 @@ def _read_text(file: Path | None) -> str:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise OptionError(
-            f"{source}: byte {error.start} is not UTF-8; the prompt must be UTF-8 text"
+            f"{source}: byte {error.start} is not UTF-8: give a file of UTF-8 text"
         ) from None
     return text.removesuffix("\n").removesuffix("\r")
 
@@ -60,7 +61,7 @@ def read_bounded(stream: BinaryIO, source: str) -> bytes:
     """
     mode = os.fstat(stream.fileno()).st_mode
     if stat.S_ISBLK(mode) or (stat.S_ISCHR(mode) and not _is_known(stream.fileno())):
-        raise OptionError(f"{source} is a device: the prompt must be a file or a pipe")
+        raise OptionError(f"{source} is a device: give a file or a pipe")
     os.set_blocking(stream.fileno(), True)  # a parent may have left a pipe otherwise: no cut text
     try:
         raw = stream.read(MAX_PROMPT_BYTES + 1)

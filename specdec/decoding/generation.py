@@ -157,6 +157,7 @@ class Generation:
             eos_token_ids=self._session.eos_token_ids,
             prompt_length=len(self._request.prompt_ids),
             logits_processors=self._request.processors,
+            grammar=self._session.begin_grammar(params, len(self._request.prompt_ids)),
         )
         return self._sequence_of(sampler)
 

@@ -35,11 +35,14 @@ from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.state import GrammarState
 from specdec.planning.load import load_draft, load_target
 from specdec.planning.parts import DRAFTING_PARTS
 from specdec.planning.plan import plan_models
 from specdec.planning.run_options import RunOptions
 from specdec.policy.draft_policy import DraftPolicy
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
 _CONTRADICTION = 1.5
@@ -114,6 +117,7 @@ class Session:
             self.plan, self.options = planned.plan, planned.options
             self.tokenizer = planned.target.tokenizer
             self.eos_token_ids = planned.target.eos_token_ids
+            self._grammars = GrammarCompiler(self.tokenizer.grammar_tokenizer)
             self.model_context = planned.target.source.max_context
             self._prompt_cache: PromptCache | None = None
             if self.options.prompt_cache_file is not None:
@@ -158,6 +162,13 @@ class Session:
     def max_beams(self) -> int:
         """Most beams that memory was set aside for."""
         return self.options.target_rows(self.plan.n_draft_tokens)
+
+    def begin_grammar(self, params: SamplingParams, prompt_length: int) -> GrammarState | None:
+        """What a text of these parameters keeps to, if anything; before its first token."""
+        if params.constraint is None:
+            return None
+        end_ids = params.resolve_eos(self.eos_token_ids)
+        return self._grammars.begin(params.constraint, prompt_length, end_ids)
 
     def forget_prompt(self) -> None:
         """Empty the KV caches: the next prompt is computed from its first token on."""

@@ -221,11 +221,13 @@ class ModelDrafter(Drafter):
         tree, prefix, index = DraftTree(context_ids[-1]), list(context_ids), ROOT
         self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, [])
         node = self._tree.root
-        tree.n_runs = tree.n_run_nodes = length
         for n_drawn in range(1, length + 1):
+            tree.n_runs = tree.n_run_nodes = n_drawn
             q = sampler.probs(prefix, row[: self._n_tokens])
             token = sample_index(q, rng.random())
             index = tree.add(index, token, float(np.log(q[token])), draft_probs=q)
+            if token in sampler.stop_tokens:
+                break  # the text ends here: nothing can be accepted behind it
             prefix.append(token)
             if n_drawn < length:
                 parent, node = node, node.child(token, tree.log_probs[index])

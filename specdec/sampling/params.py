@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specdec.checks import ConfigError, as_float, check, check_type, refuse_unknown
+from specdec.grammar.constraint import KINDS, Constraint, schema_text
 from specdec.option import BEAMS, SAMPLING, check_options, option
 
 if TYPE_CHECKING:
@@ -78,6 +79,22 @@ class SamplingParams:
     stop: tuple[str, ...] = option(  # the text ends before the first one that appears
         (), "Stop before this text; may be given several times.", SAMPLING, shown_default=False
     )
+    json_schema: str | Mapping[str, Any] | None = option(  # kept as its text
+        None,
+        "The text is JSON of this schema.",
+        SAMPLING,
+        metavar="FILE",
+    )
+    json_object: bool = False  # the text is any JSON object
+    regex: str | None = option(
+        None, "The text matches this regular expression, all of it.", SAMPLING
+    )
+    grammar: str | None = option(
+        None,
+        "The text keeps to this grammar: Lark, or llama.cpp's GBNF.",
+        SAMPLING,
+        metavar="FILE",
+    )
     stop_token_ids: tuple[int, ...] = ()  # end generation, besides the end-of-sequence tokens
     eos_token_ids: tuple[int, ...] | None = None  # None = the model's own
     max_tokens: int = 64  # new tokens
@@ -122,10 +139,16 @@ class SamplingParams:
         _validate_ranges(self)
         _validate_token_ids(self)
         _validate_combinations(self)
+        _validate_constraint(self)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the text has to keep to."""
+        return Constraint.among({kind: getattr(self, kind) for kind in KINDS})
 
     @property
     def n_top_logprobs(self) -> int:
@@ -168,6 +191,7 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
     stop = () if params.stop is None else params.stop
     check_type("stop", stop, str, list, tuple)
     new["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    new["json_schema"] = schema_text(params.json_schema)
     try:
         for name in ("suppress_tokens", "begin_suppress_tokens", "stop_token_ids"):
             new[name] = tuple(getattr(params, name) or ())
@@ -268,6 +292,28 @@ def _validate_combinations(params: SamplingParams) -> None:
     for forced in (forced_bos, params.forced_eos_token_id or ()):
         if forced and set(forced) <= set(params.suppress_tokens):
             raise ConfigError(f"tokens {sorted(forced)} are both forced and in suppress_tokens")
+
+
+def _validate_constraint(params: SamplingParams) -> None:
+    check_type("json_object", params.json_object, bool)
+    for name in ("regex", "grammar"):
+        check_type(name, getattr(params, name), str, type(None))
+    constraint = params.constraint
+    if constraint is None:
+        return
+    contradictions = {
+        "num_beams": params.num_beams > 1,  # beams part, and a matcher holds one place
+        "ignore_eos": params.ignore_eos,  # nothing else may follow a finished text
+        "forced_bos_token_id": params.forced_bos_token_id is not None,
+        "forced_eos_token_id": params.forced_eos_token_id is not None,
+    }
+    for name, is_set in contradictions.items():
+        if is_set:
+            raise ConfigError(
+                f"{name} is {getattr(params, name)}, which does not go with {constraint.kind}: "
+                "leave one of them out"
+            )
+    constraint.grammar  # noqa: B018 (it is checked by being made)
 
 
 def _refuse_without_beams(params: SamplingParams) -> None:

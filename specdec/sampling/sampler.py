@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from offload.errors import SpecdecError
 from specdec.checks import ConfigError
+from specdec.grammar.state import GrammarState
 from specdec.sampling.gumbel import gumbel_at
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import LogitsPipeline
@@ -31,6 +32,7 @@ class Sampler:
         eos_token_ids: the model's end-of-sequence ids, unless `params` has its own.
         prompt_length: tokens of the prompt, where some processors begin to count.
         logits_processors: further transformers LogitsProcessors (see LogitsPipeline).
+        grammar: at the beginning of the text, where `params` have a constraint.
     """
 
     def __init__(
@@ -41,11 +43,13 @@ class Sampler:
         eos_token_ids: Iterable[int] = (),
         prompt_length: int = 0,
         logits_processors: Sequence[Any] = (),
+        grammar: GrammarState | None = None,
     ) -> None:
         eos = tuple(eos_token_ids)
         _check_biased_ids(params, n_tokens)
         self.params = params
         self.n_tokens = n_tokens
+        self.grammar = grammar
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.stop_tokens = params.resolve_stop_tokens(eos)
         self._pipeline = LogitsPipeline(
@@ -62,11 +66,27 @@ class Sampler:
         Raises SamplingError if nothing can be chosen: NaN or +inf, or every token ruled out.
         """
         row = self._real(logits)
-        scores = self._pipeline(prefix_ids, row)
+        if self.grammar is None:
+            scores = self._pipeline(prefix_ids, row)
+        else:
+            scores = self._constrained(self.grammar, prefix_ids, row)
         best = scores.max() if len(scores) else np.float32(-np.inf)
         if not np.isfinite(best):  # max() propagates NaN
             raise SamplingError(_describe_bad_row(row, len(prefix_ids)))
         return scores
+
+    def _constrained(self, grammar: GrammarState, prefix_ids: Sequence[int], row: Scores) -> Scores:
+        """The processed scores of what the grammar allows.
+
+        The mask goes first: top-k, top-p and the like choose among what may follow. It goes last as
+        well, so that no processor brings back what may not. Where the grammar is at its end, so is
+        the text, and no processor has a say.
+        """
+        allowed = grammar.allowed(prefix_ids, len(row))
+        masked = np.where(allowed, row, NEG_INF)
+        if grammar.ends_only(allowed):
+            return masked
+        return np.where(allowed, self._pipeline(prefix_ids, masked), NEG_INF)
 
     def beam_log_probs(
         self, prefix_ids: Sequence[int], logits: NDArray[np.float32]
@@ -163,6 +183,6 @@ def _describe_bad_row(row: Scores, position: int) -> str:
             "check the checkpoint, or set remove_invalid_values to go on regardless"
         )
     return (
-        f"every token is ruled out at position {position}: the bans and forced tokens of the "
-        "sampling parameters contradict each other"
+        f"every token is ruled out at position {position}: the bans, forced tokens and constraints "
+        "of the sampling parameters contradict each other"
     )

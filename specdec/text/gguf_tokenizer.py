@@ -111,6 +111,27 @@ class GgufTokenizer:
         special = {f"{role}_token": self._text(i) for role, i in ids if i is not None}
         return render_chat(template, messages, special, tools)
 
+    def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
+        """llguidance's LLTokenizer of this vocabulary; it may not outlive this object.
+
+        What has no text here has none there: such a token can be named in a grammar only.
+        """
+        from llguidance import LLTokenizer
+
+        special = b"\xff"  # so llguidance marks a token that is not the bytes of its name
+        pieces = [
+            special + self._text(i).encode() if self._is_special(i) else self._piece(i)
+            for i in range(self._n_rows)
+        ]
+        tokenize = ctypes.cast(self._library._lib.llama_tokenize, ctypes.c_void_p).value
+        return LLTokenizer.from_llamacpp(  # type: ignore[attr-defined]  # not in its stubs
+            tokens=pieces,
+            vocab_ptr=self._vocab,
+            tokenize_fptr=tokenize,
+            eos_token=list(end_ids),
+            slices=None,
+        )
+
     def vocabulary(self) -> Vocabulary:
         """What the ids mean, comparable with a transformers tokenizer's."""
         library = self._library

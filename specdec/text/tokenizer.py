@@ -92,6 +92,9 @@ def encode_conversation(
     # A template writes the special tokens itself.
     return list(tokenizer.encode(text, add_special_tokens=template is None))
 
+    def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
+        """llguidance's LLTokenizer: the bytes of each token; `end_ids` end a text."""
+
 
 class Tokenizer:
     """A transformers tokenizer with the few operations that generation needs."""
@@ -158,6 +161,12 @@ def _own_format(template: str | Mapping[str, str]) -> ChatFormat:
         return ChatFormat(template)
     default = template.get("default") or next(iter(template.values()))
     return ChatFormat(default, tool_template=template.get("tool_use"))
+
+    def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
+        """llguidance's LLTokenizer of this vocabulary. Raises ValueError where it has none."""
+        from llguidance.hf import from_tokenizer
+
+        return from_tokenizer(self.hf_tokenizer, eos_token=list(end_ids))
 
 
 def _load_hf_tokenizer(directory: Path) -> Any:

@@ -87,7 +87,7 @@ def test_prompt_that_is_not_utf8(
 
 def test_a_prompt_without_an_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     argv = ["run", "-m", "pair:target", "-f"]
-    expect_error(capsys, [*argv, "/dev/zero"], "/dev/zero is a device: the prompt must be a file")
+    expect_error(capsys, [*argv, "/dev/zero"], "/dev/zero is a device: give a file")
     expect_error(capsys, [*argv, "/dev/null"], "the prompt is empty")
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(2**36)

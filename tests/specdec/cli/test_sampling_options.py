@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from command_line import Models, expect_error, save_models
@@ -81,3 +82,34 @@ def test_contradictions_without_beams(
     capsys: pytest.CaptureFixture[str], models: Models, more: list[str], part: str
 ) -> None:
     expect_error(capsys, alone(models, "-p", "ab", *more), part)
+
+
+def test_constraints_come_from_files(
+    capsys: pytest.CaptureFixture[str], models: Models, tmp_path: Path
+) -> None:
+    pytest.importorskip("llguidance")
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": [["one", 2]]}\n')
+    grammar.write_text('start: "yes" | "no"\n')
+    for more, texts in (
+        (["--json-schema", str(schema)], ['["one", 2]']),
+        (["--grammar", str(grammar)], ["yes", "no"]),
+        (["--regex", "(ab){3}"], ["ababab"]),
+    ):
+        assert main(models.run_argv("-p", "x", "-n", "20", "--json", *more)) == 0
+        value = json.loads(capsys.readouterr().out)
+        assert value["text"] in texts
+        assert value["finish_reason"] == "stop"
+
+
+def test_a_constraint_is_refused_before_a_model_is_opened(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("llguidance")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "objectx"}')
+    run = ["run", "-m", "no/such/model", "-p", "x"]
+    expect_error(capsys, [*run, "--json-schema", str(schema)], "Invalid type: objectx")
+    expect_error(capsys, [*run, "--json-schema", str(tmp_path / "none")], "none")
+    expect_error(capsys, [*run, "--regex", "[a"], "regex cannot be kept to")
+    expect_error(capsys, [*run, "--regex", "a", "--grammar", str(schema)], "leave the others out")

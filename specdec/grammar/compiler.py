@@ -1,0 +1,58 @@
+"""GrammarCompiler: the grammars of one loaded model, each made ready once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from specdec.checks import ConfigError
+from specdec.grammar.constraint import Constraint, llguidance
+from specdec.grammar.state import GrammarState
+
+MakeTokenizer = Callable[[tuple[int, ...]], Any]
+"""End-of-sequence ids -> llguidance's LLTokenizer of the model's vocabulary."""
+_MOST_KEPT = 16  # grammars; a server's clients often send the same one
+
+
+class GrammarCompiler:
+    """Gives every text a state of its own at the beginning of its grammar.
+
+    Args:
+        make_tokenizer: what a vocabulary means, byte by byte; asked once for each set of
+            end-of-sequence tokens, because sorting a large vocabulary takes a second.
+    """
+
+    def __init__(self, make_tokenizer: MakeTokenizer) -> None:
+        self._tokenizer = lru_cache(maxsize=2)(make_tokenizer)
+        self._matcher = lru_cache(maxsize=_MOST_KEPT)(self._make_matcher)
+
+    def begin(
+        self, constraint: Constraint, prompt_length: int, end_ids: tuple[int, ...]
+    ) -> GrammarState:
+        """The state before the first token after a prompt of that many tokens.
+
+        Raises ConfigError: llguidance cannot follow the constraint, or with this tokenizer.
+        """
+        if not end_ids:
+            raise constraint.refuse(
+                "the model has no end-of-sequence token to end a text with; set eos_token_ids"
+            )
+        matcher = self._matcher(constraint, end_ids).deep_copy()
+        return GrammarState(matcher, constraint, prompt_length, end_ids)
+
+    def _make_matcher(self, constraint: Constraint, end_ids: tuple[int, ...]) -> Any:
+        library, grammar = llguidance(), constraint.grammar
+        try:
+            tokenizer = self._tokenizer(end_ids)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever an odd vocabulary makes the library raise
+            raise constraint.refuse(
+                f"llguidance cannot use the model's tokenizer: {error}"
+            ) from error
+        limits = library.LLParserLimits(verbose_errors=False)  # errors without the user's text
+        matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise constraint.refuse(matcher.get_error())
+        return matcher

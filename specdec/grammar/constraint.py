@@ -1,0 +1,131 @@
+"""What a text has to keep to, as a caller says it, and the grammar that llguidance reads."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from specdec.checks import ConfigError, check_type
+
+logger = logging.getLogger(__name__)
+KINDS = ("json_schema", "json_object", "regex", "grammar")
+"""The options of SamplingParams that are one; `json_object` is the schema of any object."""
+_ANY_OBJECT = '{"type": "object"}'
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as `json.dumps` writes it. Where any white space may stand between two tokens, nothing is
+forced, and a model that has lost its way writes blanks to the end; a schema that wants it says so:
+"x-guidance": {"whitespace_flexible": true}."""
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """One of the KINDS, and its text: the same text always allows the same tokens."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def among(cls, options: Mapping[str, Any]) -> Constraint | None:
+        """The one of these options of SamplingParams that is set. Raises ConfigError for two."""
+        given = [kind for kind in KINDS if options[kind] not in (None, False)]
+        if len(given) > 1:
+            raise ConfigError(
+                f"{' and '.join(given)} are given, but a text keeps to one of them: "
+                "leave the others out"
+            )
+        for kind in given:
+            return cls(kind, _ANY_OBJECT if kind == "json_object" else options[kind])
+        return None
+
+    @property
+    def grammar(self) -> str:
+        """What an LLMatcher is made of. Raises ConfigError where llguidance cannot follow it.
+
+        Special tokens that a grammar names are looked up once there is a tokenizer.
+        """
+        return _grammar(self)
+
+    def refuse(self, reason: object) -> ConfigError:
+        """The error that says in one line why this cannot be kept to."""
+        return ConfigError(f"{self.kind} cannot be kept to: {_in_one_line(str(reason))}")
+
+
+def schema_text(value: Any) -> str | None:
+    """A JSON schema, an object or its text, as a text; None stays None. Raises ConfigError."""
+    check_type("json_schema", value, Mapping, str, type(None))
+    if value is None:
+        return None
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"json_schema is no JSON: {_in_one_line(str(error))}") from error
+    if not isinstance(schema, Mapping):
+        raise ConfigError(f"json_schema is {text[:40]}, must be an object")
+    return text
+
+
+def llguidance() -> Any:
+    """The library. Raises ConfigError where it is not installed."""
+    try:
+        import llguidance as library
+    except ImportError as error:
+        raise ConfigError(
+            "json_schema, json_object, regex and grammar need llguidance: "
+            "pip install 'specdec[grammar]'"
+        ) from error
+    return library
+
+
+@lru_cache(maxsize=32)
+def _grammar(constraint: Constraint) -> str:
+    matcher = llguidance().LLMatcher
+    try:
+        grammar = str(_MAKERS[constraint.kind](constraint.text))
+        is_wrong, messages = matcher.validate_grammar_with_warnings(grammar)
+    except ValueError as error:
+        raise constraint.refuse(error) from error
+    if is_wrong:
+        raise constraint.refuse(messages[0])
+    for message in messages:
+        logger.warning(f"{constraint.kind}: {_in_one_line(message)}")
+    return grammar
+
+
+def _from_schema(text: str) -> str:
+    return str(llguidance().LLMatcher.grammar_from_json_schema(text, defaults=_ONE_LINE))
+
+
+def _from_regex(text: str) -> str:
+    return str(llguidance().LLMatcher.grammar_from_regex(text))
+
+
+def _from_grammar(text: str) -> str:
+    """Lark as llguidance has it; llama.cpp's GBNF is told by its looks, and translated."""
+    matcher = llguidance().LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(matcher.grammar_from_lark(any_to_lark(text) if "::=" in text else text))
+    except Exception as error:  # its parser raises bare Exceptions
+        raise ValueError(str(error)) from error
+
+
+_MAKERS: dict[str, Callable[[str], str]] = {
+    "json_schema": _from_schema,
+    "json_object": _from_schema,
+    "regex": _from_regex,
+    "grammar": _from_grammar,
+}
+
+
+def _in_one_line(message: str) -> str:
+    """The reason out of a message that may show the place below it."""
+    cause = re.findall(r"^error: (.+)$", message, re.MULTILINE)
+    lines = cause or [line for line in message.splitlines() if line.strip()] or ["no reason given"]
+    return " ".join(lines[0].split())[:300]

@@ -1,0 +1,136 @@
+"""Where a text stands in its grammar, as a function of its tokens alone.
+
+A matcher of llguidance holds one place. The walk down a tree of drafts, and the drafter before it,
+ask about many that have most of their tokens in common, so the matcher is taken back to where two
+texts part, and on from there: a token costs one mask, not a replay of the text.
+
+    text so far   {  "name"  :            asked next      {  "name"  ,
+    matcher       {  "name"  :   ------>  back by one, on by one:  {  "name"  ,
+
+An end-of-sequence token is never given to the matcher: it may come wherever the text may end, and
+nothing comes after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.errors import SpecdecError
+from specdec.grammar.constraint import Constraint
+
+Mask = NDArray[np.bool_]
+
+
+class GrammarError(SpecdecError):
+    """llguidance gave a text up: what it would have to keep in mind is beyond its limits."""
+
+
+class GrammarState:
+    """Which tokens may follow a text; for one thread at a time.
+
+    Args:
+        matcher: llguidance's, at the beginning; the state's own from now on.
+        constraint: what it was made of, for messages.
+        prompt_length: tokens before the text that the grammar is about.
+        end_ids: end-of-sequence tokens.
+    """
+
+    def __init__(
+        self,
+        matcher: Any,
+        constraint: Constraint,
+        prompt_length: int,
+        end_ids: Collection[int],
+    ) -> None:
+        self._matcher = matcher
+        self._constraint = constraint
+        self._prompt_length = prompt_length
+        self._end_ids = sorted(end_ids)
+        self._tokens: list[int] = []  # which the matcher has consumed
+
+    def fork(self) -> GrammarState:
+        """A state of its own, for another thread or another reader of the same text."""
+        other = GrammarState(
+            self._matcher.deep_copy(), self._constraint, self._prompt_length, self._end_ids
+        )
+        other._tokens = list(self._tokens)
+        return other
+
+    def allowed(self, prefix_ids: Sequence[int], n_tokens: int) -> Mask:
+        """Which of the tokens 0 .. n_tokens - 1 may follow prompt and text; none after its end.
+
+        Raises GrammarError.
+        """
+        mask = np.zeros(n_tokens, dtype=np.bool_)
+        if not self._move_to(prefix_ids):
+            return mask
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check()
+        known = np.unpackbits(bits, count=min(n_tokens, 8 * len(bits)), bitorder="little")
+        mask[: len(known)] = known
+        mask[self._ends(n_tokens)] = bool(self._matcher.is_accepting())
+        return mask
+
+    def allows(self, prefix_ids: Sequence[int], token: int) -> bool:
+        """Whether a token may follow; faster than a whole mask."""
+        if not self._move_to(prefix_ids):
+            return False
+        if token in self._end_ids:
+            return bool(self._matcher.is_accepting())
+        return self._move_to([*prefix_ids, token])
+
+    def forced(self, prefix_ids: Sequence[int]) -> list[int]:
+        """The tokens that must follow, one after the other: the mask of each allows no other one.
+
+        The end of the text is among them where only one token ends it.
+        """
+        if not self._move_to(prefix_ids):
+            return []
+        tokens = [int(token) for token in self._matcher.compute_ff_tokens()]
+        self._check()
+        is_whole = self._move_to([*prefix_ids, *tokens]) and self._matcher.is_stopped()
+        if is_whole and len(self._end_ids) == 1:
+            tokens += self._end_ids
+        return tokens
+
+    def ends_only(self, mask: Mask) -> bool:
+        """Whether a mask that `allowed` gave leaves nothing but the end of the text."""
+        ends = self._ends(len(mask))
+        return bool(mask[ends].any()) and np.count_nonzero(mask) == np.count_nonzero(mask[ends])
+
+    def _ends(self, n_tokens: int) -> list[int]:
+        return [token for token in self._end_ids if token < n_tokens]
+
+    def _move_to(self, prefix_ids: Sequence[int]) -> bool:
+        """Whether prompt and text keep to the grammar; then the matcher stands at their end."""
+        wanted = list(prefix_ids[self._prompt_length :])
+        n_common = _common_length(self._tokens, wanted)
+        n_back = len(self._tokens) - n_common
+        if n_back:
+            self._matcher.rollback(n_back)
+            del self._tokens[n_common:]
+        new = wanted[n_common:]
+        if any(token in self._end_ids for token in new):
+            return False
+        n_consumed = int(self._matcher.try_consume_tokens(new)) if new else 0
+        self._check()
+        self._tokens += new[:n_consumed]
+        return n_consumed == len(new)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(
+                f"{self._constraint.refuse(self._matcher.get_error())}: make it simpler"
+            )
+
+
+def _common_length(one: list[int], other: list[int]) -> int:
+    """Tokens with which both begin."""
+    n = min(len(one), len(other))
+    if one[:n] == other[:n]:
+        return n
+    return next(i for i in range(n) if one[i] != other[i])

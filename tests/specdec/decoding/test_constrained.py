@@ -1,0 +1,201 @@
+"""Constrained output: always what was asked for, and equal to plain constrained decoding."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from generating import RandomDrafter
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemas import PERSON, conforms, schemas
+from tiny_pair import VOCAB, save_model
+
+import specdec
+from specdec.api import LLM
+from specdec.checks import ConfigError
+from specdec.config import SpecConfig
+from specdec.sampling.params import SamplingParams
+
+pytest.importorskip("llguidance")
+
+GREEDY: dict[str, Any] = {}
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.1}
+PROMPT = 'A person: {"occupation": "astronaut", "age": 39, "likes": [true, false]}\nAnother:'
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    target = save_model(tmp_path_factory.mktemp("target"), seed=0)
+    draft = save_model(tmp_path_factory.mktemp("draft"), seed=1, num_hidden_layers=1)
+    with specdec.load(target, draft, ctx_size=512, num_draft_tokens=12) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def mute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """Loaded without anything that drafts."""
+    target = save_model(tmp_path_factory.mktemp("target"), seed=0)
+    with specdec.load(target, ctx_size=256, spec_type="none") as loaded:
+        yield loaded
+
+
+SPECS = {
+    "tree": SpecConfig(num_draft_tokens=12),
+    "chain": SpecConfig(num_draft_tokens=6, tree_width=1),
+    "n-grams": SpecConfig(spec_type=("ngram",), num_draft_tokens=12),
+    "as many as pay": SpecConfig(),
+    "ahead": SpecConfig(num_draft_tokens=12, draft_ahead="on"),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("sampling", [GREEDY, *({**SAMPLED, "seed": i} for i in range(4))])
+def test_every_way_to_draft_gives_plain_constrained_decoding(
+    llm: LLM, spec: SpecConfig, sampling: dict[str, Any]
+) -> None:
+    options = {**sampling, "json_schema": PERSON, "max_tokens": 200}
+    plain = llm.generate(PROMPT, speculative=False, **options)
+    found = llm.generate(PROMPT, spec=spec, **options)
+    assert found.token_ids == plain.token_ids
+    assert found.finish_reason == "stop"
+    assert conforms(json.loads(found.text), PERSON)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schema=schemas(), seed=st.integers(0, 1000), is_greedy=st.booleans())
+def test_a_whole_answer_always_conforms(
+    llm: LLM, schema: dict[str, Any], seed: int, is_greedy: bool
+) -> None:
+    sampling = GREEDY if is_greedy else {**SAMPLED, "seed": seed}
+    options = {**sampling, "json_schema": schema, "max_tokens": 256}
+    found = llm.generate("x", **options)
+    assert found.token_ids == llm.generate("x", speculative=False, **options).token_ids
+    if found.finish_reason == "stop":
+        assert conforms(json.loads(found.text), schema)
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+@pytest.mark.parametrize("drafts", [("draft",), ("ngram",)])
+def test_the_rules_of_chains_keep_to_it(llm: LLM, acceptance: str, drafts: tuple[str, ...]) -> None:
+    spec = SpecConfig(spec_type=drafts, acceptance=acceptance, num_draft_tokens=6)
+    for seed in range(4):
+        found = llm.generate(
+            PROMPT, spec=spec, json_schema=PERSON, max_tokens=200, temperature=1.0, seed=seed
+        )
+        assert conforms(json.loads(found.text), PERSON)
+
+
+def test_a_drafter_of_ones_own_changes_nothing(llm: LLM) -> None:
+    """Its tokens break the grammar nearly always."""
+    options: dict[str, Any] = {"json_schema": PERSON, "max_tokens": 200, "temperature": 1.0}
+    plain = llm.generate(PROMPT, speculative=False, seed=5, **options)
+    found = llm.generate(PROMPT, drafter=RandomDrafter(VOCAB), seed=5, **options)
+    assert found.token_ids == plain.token_ids
+
+
+def test_the_targets_distribution_is_masked_before_it_is_cut() -> None:
+    """Top-k keeps the two likeliest *digits*, however unlikely they are."""
+    from specdec.grammar.compiler import GrammarCompiler
+    from specdec.pair import pair_path
+    from specdec.sampling.sampler import Sampler
+    from specdec.text.tokenizer import Tokenizer
+
+    words = Tokenizer.from_pretrained(pair_path("pair:target"))
+    params = SamplingParams(regex="[0-9]", temperature=1.0, top_k=2)
+    assert params.constraint is not None
+    grammar = GrammarCompiler(words.grammar_tokenizer).begin(
+        params.constraint, 1, words.eos_token_ids
+    )
+    sampler = Sampler(params, n_tokens=4096, prompt_length=1, grammar=grammar)
+    logits = np.linspace(9.0, 0.0, 4096, dtype=np.float32)
+    p = sampler.probs([7], logits)
+    digits = sorted(words.encode(digit)[0] for digit in "0123456789")
+    assert np.flatnonzero(p).tolist() == digits[:2]
+    gap = float(logits[digits[0]] - logits[digits[1]])
+    assert p[digits[0]] / p[digits[1]] == pytest.approx(np.exp(gap))
+
+
+def test_every_kind_of_constraint(llm: LLM) -> None:
+    assert re.fullmatch("[a-c]{2,5}", llm.generate("x", regex="[a-c]{2,5}").text)
+    sums = llm.generate("x", grammar='start: N ("+" N)?\nN: /[1-9]/').text
+    assert re.fullmatch(r"[1-9](\+[1-9])?", sums)
+    either = llm.generate("x", grammar='root ::= "yes" | "no"').text
+    assert either in ("yes", "no")
+    assert llm.generate("x", regex="").text == ""
+
+
+def test_any_object(llm: LLM) -> None:
+    for seed in range(5):
+        options: dict[str, Any] = {"json_object": True, "temperature": 1.0, "seed": seed}
+        found = llm.generate("x", **options)
+        assert found.token_ids == llm.generate("x", speculative=False, **options).token_ids
+        if found.finish_reason == "stop":
+            assert isinstance(json.loads(found.text), dict)
+
+
+@pytest.mark.parametrize("n", [1, 5, 17])
+def test_a_limit_cuts_the_text(llm: LLM, n: int) -> None:
+    whole = llm.generate(PROMPT, json_schema=PERSON, max_tokens=200)
+    cut = llm.generate(PROMPT, json_schema=PERSON, max_tokens=n)
+    assert cut.token_ids == whole.token_ids[:n]
+    assert cut.finish_reason == "length"
+
+
+def test_a_stop_string_ends_the_text(llm: LLM) -> None:
+    found = llm.generate(PROMPT, json_schema=PERSON, max_tokens=200, stop=", ")
+    assert found.finish_reason == "stop"
+    assert found.text in ('{"occupation": "astronaut"', '{"occupation": "astronomer"')
+
+
+def test_several_sequences_each_keep_to_it(llm: LLM) -> None:
+    options: dict[str, Any] = {"json_schema": PERSON, "max_tokens": 200, "temperature": 1.0}
+    outputs = llm.generate(PROMPT, n=3, seed=11, **options).outputs
+    for i, output in enumerate(outputs):
+        assert conforms(json.loads(output.text), PERSON)
+        alone = llm.generate(PROMPT, seed=11 + i, speculative=False, **options)
+        assert alone.token_ids == output.token_ids
+
+
+def test_a_finished_text_ends_whatever_processors_say(llm: LLM) -> None:
+    """`min_tokens` bans the end of a text, which is all that may follow here."""
+    found = llm.generate("x", regex="abc", min_tokens=9, max_tokens=20)
+    assert found.text == "abc"
+    assert found.token_ids[-1] == EOS
+
+
+def test_no_processor_brings_back_what_may_not_follow(llm: LLM) -> None:
+    """remove_invalid_values makes a number of the mask's -inf."""
+    options: dict[str, Any] = {"temperature": 2.0, "seed": 1, "remove_invalid_values": True}
+    assert llm.generate("x", regex="[ab]{20}", max_tokens=30, **options).finish_reason == "stop"
+
+
+def test_an_impossible_text_is_an_error_and_no_other_text(llm: LLM) -> None:
+    from specdec.sampling.sampler import SamplingError
+
+    (letter,) = llm.tokenizer.encode("b")
+    with pytest.raises(SamplingError, match="constraints"):
+        llm.generate("x", regex="abc", suppress_tokens=[letter])
+
+
+def test_mistakes_are_found_before_anything_is_computed(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="unknown special token"):
+        llm.stream("x", grammar='start: <|call|> "a"')
+    with pytest.raises(ConfigError, match="no end-of-sequence token"):
+        llm.stream("x", regex="abc", eos_token_ids=())
+
+
+def test_other_tokens_may_end_the_text(llm: LLM) -> None:
+    found = llm.generate("x", regex="abc", eos_token_ids=(0,))
+    assert (found.text, found.token_ids[-1], found.finish_reason) == ("abc", 0, "stop")
+
+
+def test_without_drafts_a_pass_brings_one_token(mute: LLM) -> None:
+    found = mute.generate(PROMPT, json_schema=PERSON, max_tokens=200)
+    assert conforms(json.loads(found.text), PERSON)
+    assert found.stats.passes == len(found.token_ids) - 1

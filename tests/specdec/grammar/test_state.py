@@ -1,0 +1,127 @@
+"""The tokens that may follow are a function of those before, whatever was asked in between."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schemas import PERSON
+from tiny_pair import save_tokenizer
+
+from specdec.checks import ConfigError
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.constraint import Constraint
+from specdec.grammar.state import GrammarState
+from specdec.pair import pair_path
+from specdec.text.tokenizer import Tokenizer
+
+pytest.importorskip("llguidance")
+
+PROMPT = [5, 9, 7]
+CONSTRAINTS = [
+    Constraint("json_schema", json.dumps(PERSON)),
+    Constraint("json_object", '{"type": "object"}'),
+    Constraint("regex", "(def|define )+[a-f]{1,3}(return)?"),
+    Constraint("grammar", 'start: item ("," item)*\nitem: /[0-9]{1,2}/ | "(" start ")"'),
+]
+
+
+@cache
+def words() -> Tokenizer:
+    """4096 byte-pair tokens: most texts can be written in many ways."""
+    return Tokenizer.from_pretrained(pair_path("pair:target"))
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(words().grammar_tokenizer)
+
+
+def begin(constraint: Constraint, ends: tuple[int, ...] | None = None) -> GrammarState:
+    return compiler().begin(constraint, len(PROMPT), ends or words().eos_token_ids)
+
+
+def allowed(state: GrammarState, text: list[int]) -> list[int]:
+    return np.flatnonzero(state.allowed([*PROMPT, *text], words().n_tokens)).tolist()
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=[one.kind for one in CONSTRAINTS])
+@given(data=st.data())
+@settings(max_examples=25)
+def test_the_mask_does_not_depend_on_the_way(constraint: Constraint, data: st.DataObject) -> None:
+    """Back and forth between random texts that keep to the grammar and some that do not."""
+    moved, texts = begin(constraint), [[]]
+    for _ in range(12):
+        text = data.draw(st.sampled_from(texts))
+        mask = allowed(moved, text)
+        assert mask == allowed(begin(constraint), text)
+        if not mask or data.draw(st.booleans()):
+            moved.forced([*PROMPT, *text])
+            moved.allows([*PROMPT, *text], data.draw(st.integers(0, 4095)))
+            continue
+        texts.append([*text, data.draw(st.sampled_from(mask))])
+        texts.append([*text, data.draw(st.integers(0, 4095))])
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=[one.kind for one in CONSTRAINTS])
+@given(data=st.data())
+@settings(max_examples=25)
+def test_forced_tokens_are_those_that_alone_may_follow(
+    constraint: Constraint, data: st.DataObject
+) -> None:
+    state, text = begin(constraint), []
+    for _ in range(15):
+        for i, token in enumerate(forced := state.forced([*PROMPT, *text])):
+            assert allowed(begin(constraint), [*text, *forced[:i]]) == [token]
+        if not (mask := allowed(state, text)):
+            return
+        text.append(data.draw(st.sampled_from(mask)))
+
+
+def test_the_end_is_forced_where_one_token_ends_a_text() -> None:
+    (eos,) = words().eos_token_ids
+    text = words().encode('{"occupation": "astronomer", "age": 7, "likes": [')
+    state = begin(CONSTRAINTS[0])
+    whole = [*text, *words().encode("]}")]
+    assert state.forced([*PROMPT, *whole]) == [eos]
+    assert allowed(state, whole) == [eos]
+    assert state.ends_only(state.allowed([*PROMPT, *whole], 4096))
+    assert not state.ends_only(state.allowed([*PROMPT, *text], 4096))
+    assert allowed(state, [*whole, eos]) == []
+    two = begin(CONSTRAINTS[0], (eos, eos + 1))
+    assert two.forced([*PROMPT, *whole]) == []
+    assert allowed(two, whole) == [eos, eos + 1]
+
+
+def test_a_fork_goes_its_own_way() -> None:
+    state = begin(CONSTRAINTS[2])
+    start = words().encode("def")
+    expected = allowed(state, start)
+    other = state.fork()
+    assert allowed(other, words().encode("define ")) != expected
+    assert allowed(state, start) == expected
+
+
+def test_a_row_may_have_fewer_or_more_tokens_than_the_tokenizer() -> None:
+    state = begin(CONSTRAINTS[0])
+    assert len(state.allowed(PROMPT, 100)) == 100
+    assert not state.allowed(PROMPT, 5000)[4096:].any()
+
+
+def test_a_model_that_cannot_end_a_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no end-of-sequence token"):
+        compiler().begin(CONSTRAINTS[0], 0, ())
+
+
+def test_a_token_that_the_vocabulary_does_not_have_is_refused(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    small = GrammarCompiler(Tokenizer.from_pretrained(tmp_path).grammar_tokenizer)
+    with pytest.raises(ConfigError, match="unknown special token") as caught:
+        small.begin(Constraint("grammar", 'start: <|call|> "a"'), 0, (2,))
+    assert "\n" not in str(caught.value)
+    small.begin(Constraint("grammar", 'start: <s> "a"'), 0, (2,))
