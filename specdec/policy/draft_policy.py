@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from specdec.config import SpecConfig
@@ -17,6 +17,7 @@ from specdec.policy.assumptions import best_depth, tokens_of_levels
 from specdec.policy.costs import STUMBLE, PassCost, level_seconds
 from specdec.policy.experience import Experience
 from specdec.policy.modes import DraftChoice
+from specdec.policy.shared_pass import choose_nodes
 from specdec.policy.tree_shape import TreeShape
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
@@ -43,7 +44,8 @@ class _Round:
     draft_seconds: float = 0.0  # not hidden by the pass before, without catching up
     catch_up_seconds: float = 0.0
     candidates: DraftTree | None = None  # before it was cut
-    n_rows: int = 1  # of its pass
+    n_texts: int = 1  # that share its drafting and its pass
+    n_rows: int = 1  # of its pass, of all texts
 
 
 class DraftPolicy:
@@ -100,11 +102,13 @@ class DraftPolicy:
         self._proposes_alone = not self._has_model or "ngram" in config.drafters
         self._experience = experience or Experience(cost, draft_cost, self._n_nodes)
 
-        def first_choice() -> DraftChoice:
-            """By what the plan expects of a round with the draft model and without."""
+        def first_choice(n_texts: int) -> DraftChoice:
+            """By what the plan expects of a text's share of a round with the draft model and
+            without."""
             tokens = tokens_of_levels(min(self._depth, n_likely))
-            seconds = cost.seconds(1 + n_likely) + self._depth * per_level
-            return DraftChoice((tokens, seconds) if self._has_model else None, cost.seconds(1))
+            seconds = cost.seconds(n_texts * (1 + n_likely)) + self._depth * per_level
+            planned = (tokens, seconds / n_texts) if self._has_model else None
+            return DraftChoice(planned, cost.seconds(n_texts) / n_texts)
 
         self._lessons = self._experience.lessons(
             (
@@ -130,10 +134,13 @@ class DraftPolicy:
         """Levels of a tree that the plan's costs make best."""
         return self._depth
 
-    def limits(self, context_length: int, max_tokens: int, node_room: int) -> TreeLimits:
+    def limits(
+        self, context_length: int, max_tokens: int, node_room: int, n_texts: int = 1
+    ) -> TreeLimits:
         """For a context of that many tokens, pending one included, and the tokens still wanted.
 
         node_room: nodes that the target can take now, the pending token's among them.
+        n_texts: that share the round, this one among them.
 
         The last token wanted is never drafted: the target emits it itself.
         """
@@ -141,7 +148,7 @@ class DraftPolicy:
         room = min(self._max_context - context_length, max_tokens - 1)
         most = max(0, min(self._n_nodes, node_room - 1))
         is_fixed = config.num_draft_tokens is not None
-        self._round = self._begin(is_fixed, is_typical=room >= _TYPICAL_DEPTH)
+        self._round = self._begin(is_fixed, room >= _TYPICAL_DEPTH, n_texts)
         depth = max(0, min(self._depth if is_fixed else config.depth, room))
         if is_fixed:
             ahead_depth = max(0, min(2 * self._depth + 1, room))
@@ -149,61 +156,58 @@ class DraftPolicy:
         uses_draft = self._round.uses_draft
         if not uses_draft and not self._proposes_alone:
             return TreeLimits(0, depth, config.width)
-        limits = self._shape.limits(most, depth, uses_draft)
+        limits = self._shape.limits(most, depth, uses_draft, n_texts)
         # The next tree begins at the latest one level below this one's last.
         return replace(limits, max_ahead_depth=max(0, min(2 * limits.max_depth + 1, room)))
 
     def trim(self, tree: DraftTree) -> DraftTree:
-        """The part of the proposed tree that is worth verifying.
-
-        Where the user fixed the number of nodes, or a rule verifies a chain drawn from q, all of
-        it: a drawn token that is dropped because it looks unlikely was not drawn from q any more,
-        and the emitted tokens would not have the target's distribution.
-        """
-        now, this = self._clock(), self._round
-        this.drafted_at, this.candidates = now, tree
-        self._note_drafting(tree, now - this.began)
-        this.n_rows = len(tree)
-        if self._config.num_draft_tokens is not None:
-            return tree
-        if self._is_chain:
-            self._lessons.note_kept(tree.n_drafted)
-            return tree
-        kept = self._shape.best_part(tree, this.uses_draft, this.draft_seconds)
-        this.n_rows = len(kept)
+        """The part of the proposed tree that is worth verifying, of a round of one text."""
+        (kept,) = trim_together([self], [tree])
         return kept
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether a proposal is verified as it is.
+
+        Where the user fixed the number of nodes, or a rule verifies a chain drawn from q: a drawn
+        token that is dropped because it looks unlikely was not drawn from q any more, and the
+        emitted tokens would not have the target's distribution.
+        """
+        return self._is_chain or self._config.num_draft_tokens is not None
 
     def should_draft_ahead(self) -> bool:
         """Whether to draft the next tree while this one is verified."""
-        this = self._round
-        if self._config.draft_ahead != "auto":
-            this.is_ahead = self._config.draft_ahead == "on"
-        elif this.uses_draft:
-            this.is_ahead = self._experience.ahead.next_is_ahead(
-                self._lessons.choice.rate, self._experience.passes.of(this.n_rows)
-            )
-        return this.is_ahead
+        return should_draft_ahead([self])
 
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
-        """The round is over: `tree`, as verified, and its outcome."""
-        now, this, lessons = self._clock(), self._round, self._lessons
+        """The round of one text is over: `tree`, as verified, and its outcome."""
+        observe_together([self], [acceptance], [tree])
+
+    def learn(self, acceptance: Acceptance, tree: DraftTree, seconds: float) -> None:
+        """The outcome of one text's part of a round, whose share of the pass took `seconds`."""
+        this, lessons = self._round, self._lessons
         emitted = acceptance.emitted(tree)
         if self._is_chain:
             lessons.chain.observe(tree.n_drafted, len(tree.follow(emitted)) - 1)
         elif this.candidates is not None:
             lessons.calibration.observe(this.candidates, emitted)
-        seconds = this.draft_seconds + self._note_pass(len(tree), now - this.drafted_at)
         if this.is_typical and self._config.num_draft_tokens is None:
             self._note_plain()
-            lessons.choice.record(this.uses_draft, len(emitted), seconds, this.catch_up_seconds)
+            self._choice.record(
+                this.uses_draft, len(emitted), this.draft_seconds + seconds, this.catch_up_seconds
+            )
 
     # --- a round's parts -----------------------------------------------------------------------
 
-    def _begin(self, is_fixed: bool, is_typical: bool) -> _Round:
-        choice, before = self._lessons.choice, self._round
+    @property
+    def _choice(self) -> DraftChoice:
+        return self._lessons.choice(self._round.n_texts)
+
+    def _begin(self, is_fixed: bool, is_typical: bool, n_texts: int) -> _Round:
+        choice, before = self._lessons.choice(n_texts), self._round
         uses_draft = self._has_model if is_fixed else choice.is_draft_better
         if is_typical and not is_fixed:
-            uses_draft = choice.next_uses_draft(self._shape.least_draft_seconds())
+            uses_draft = choice.next_uses_draft(self._shape.least_draft_seconds(n_texts))
         self._n_rounds += 1
         return _Round(
             self._clock(),
@@ -212,33 +216,111 @@ class DraftPolicy:
             is_catching_up=uses_draft and not before.uses_draft,
             is_typical=is_typical,
             follows_ahead=before.is_ahead,
+            n_texts=n_texts,
         )
 
     def _note_plain(self) -> None:
-        passes = self._experience.passes
-        is_known = not self._proposes_alone and passes.is_known(1)
-        self._lessons.choice.note_plain(passes.of(1), is_known)
+        passes, n_texts = self._experience.passes, self._round.n_texts
+        is_known = not self._proposes_alone and passes.is_known(n_texts)
+        self._choice.note_plain(passes.of(n_texts) / n_texts, is_known)
 
-    def _note_drafting(self, tree: DraftTree, seconds: float) -> None:
-        this, drafts = self._round, self._experience.drafts
-        this.draft_seconds = seconds
-        if this.is_catching_up:  # that much is not what drafting usually takes
-            this.draft_seconds = min(seconds, tree.n_runs * drafts.run_seconds)
-            if not this.is_first:  # the prompt is not the draft's fault
-                this.catch_up_seconds = seconds - this.draft_seconds
-        elif this.uses_draft:
-            self._experience.ahead.record_drafting(this.follows_ahead, seconds)
-            drafts.observe(tree.n_runs, seconds)
 
-    def _note_pass(self, n_rows: int, seconds: float) -> float:
-        """The pass's seconds, less what held it up."""
-        this, passes, ahead = self._round, self._experience.passes, self._experience.ahead
-        usual = passes.of(n_rows)
-        ahead.record_pass(this.is_ahead, min(seconds, STUMBLE * usual), usual)
-        slowdown = ahead.slowdown if this.is_ahead else 1.0
-        if not (this.is_ahead and ahead.is_on_trial):  # whose slowdown is not known yet
-            passes.observe(n_rows, seconds / slowdown)
-        return min(seconds, STUMBLE * slowdown * passes.of(n_rows))
+def trim_together(
+    policies: Sequence[DraftPolicy], trees: Sequence[DraftTree], n_other_rows: int = 0
+) -> list[DraftTree]:
+    """The parts of the texts' proposals that are worth verifying in one pass, as many trees.
+
+    n_other_rows: of a prompt that enters beside them.
+    """
+    _note_drafting(policies, trees)
+    kept = list(trees)
+    weighed = [i for i, policy in enumerate(policies) if not policy._is_whole]
+    n_whole = sum(len(tree) for i, tree in enumerate(trees) if i not in weighed)
+    if weighed:
+        rounds = [policies[i]._round for i in weighed]
+        shapes = [policies[i]._shape for i in weighed]
+        offers = [
+            shape.offer(trees[i], this.uses_draft, this.draft_seconds)
+            for i, shape, this in zip(weighed, shapes, rounds, strict=True)
+        ]
+        chosen = choose_nodes(offers, policies[0]._experience.passes, n_other_rows + n_whole)
+        for i, shape, this, offer, indices in zip(
+            weighed, shapes, rounds, offers, chosen.kept, strict=True
+        ):
+            kept[i] = shape.cut(offer, indices, chosen.price, this.uses_draft)
+    for policy, tree in zip(policies, kept, strict=True):
+        if policy._is_chain and policy._config.num_draft_tokens is None:
+            policy._lessons.note_kept(tree.n_drafted)
+        policy._round.n_rows = n_other_rows + sum(map(len, kept))
+    return kept
+
+
+def _note_drafting(policies: Sequence[DraftPolicy], trees: Sequence[DraftTree]) -> None:
+    """How long the round's drafting took, and each text's share of it: the same for all that used
+    the draft, but that those pay alone for which it had to catch up."""
+    now, experience = policies[0]._clock(), policies[0]._experience
+    for policy, tree in zip(policies, trees, strict=True):
+        policy._round.drafted_at, policy._round.candidates = now, tree
+    used = [policy._round for policy in policies if policy._round.uses_draft]
+    if not used:
+        policies[0]._round.draft_seconds = now - policies[0]._round.began
+        return
+    n_runs = max(tree.n_runs for tree in trees)
+    seconds = usual = now - min(this.began for this in used)
+    behind = [this for this in used if this.is_catching_up]
+    if behind:  # that much is not what drafting usually takes
+        usual = min(seconds, n_runs * experience.drafts.run_seconds)
+    else:
+        experience.ahead.record_drafting(used[0].follows_ahead, seconds)
+        experience.drafts.observe(n_runs, seconds)
+    for this in used:
+        this.draft_seconds = usual / len(used)
+    for this in behind:
+        if not this.is_first:  # the prompt is not the draft's fault
+            this.catch_up_seconds = (seconds - usual) / len(behind)
+
+
+def should_draft_ahead(policies: Sequence[DraftPolicy]) -> bool:
+    """Whether to draft the texts' next trees while these are verified."""
+    wants = [policy._config.draft_ahead for policy in policies]
+    using = [policy for policy in policies if policy._round.uses_draft]
+    is_ahead = "on" in wants
+    if using and "auto" in wants and not is_ahead:
+        experience = policies[0]._experience
+        rate = sum(policy._choice.rate for policy in policies) / len(policies)
+        seconds = experience.passes.of(using[0]._round.n_rows)
+        is_ahead = experience.ahead.next_is_ahead(rate, seconds)
+    for policy, wanted in zip(policies, wants, strict=True):
+        policy._round.is_ahead = is_ahead and wanted != "off"
+    return is_ahead
+
+
+def observe_together(
+    policies: Sequence[DraftPolicy], acceptances: Sequence[Acceptance], trees: Sequence[DraftTree]
+) -> None:
+    """The round is over: the trees as verified, and their outcomes.
+
+    Of the pass each text pays for one row like all others, and for the rows that it has beyond
+    that.
+    """
+    this, passes = policies[0]._round, policies[0]._experience.passes
+    seconds = _note_pass(policies[0], policies[0]._clock() - this.drafted_at)
+    n_texts, n_more = len(policies), sum(tree.n_drafted for tree in trees)
+    least = min(seconds, passes.of(n_texts)) if n_more else seconds
+    for policy, acceptance, tree in zip(policies, acceptances, trees, strict=True):
+        extra = (seconds - least) * tree.n_drafted / n_more if n_more else 0.0
+        policy.learn(acceptance, tree, least / n_texts + extra)
+
+
+def _note_pass(policy: DraftPolicy, seconds: float) -> float:
+    """The pass's seconds, less what held it up."""
+    this, passes, ahead = policy._round, policy._experience.passes, policy._experience.ahead
+    usual = passes.of(this.n_rows)
+    ahead.record_pass(this.is_ahead, min(seconds, STUMBLE * usual), usual)
+    slowdown = ahead.slowdown if this.is_ahead else 1.0
+    if not (this.is_ahead and ahead.is_on_trial):  # whose slowdown is not known yet
+        passes.observe(this.n_rows, seconds / slowdown)
+    return min(seconds, STUMBLE * slowdown * passes.of(this.n_rows))
 
 
 def _temperature_class(temperature: float) -> float:

@@ -21,8 +21,9 @@ from specdec.policy.costs import (
 )
 from specdec.policy.modes import AheadChoice, DraftChoice
 
-_VERSION = 1  # of what is kept: another one's is not used
+_VERSION = 2  # of what is kept: another one's is not used
 _MOST_LESSONS = 16  # ways of choosing tokens that are kept
+_LARGEST_SIZE = 16  # bits of the number of texts in a pass
 _BROKEN = (KeyError, TypeError, ValueError, OverflowError)  # what a file that we did not write does
 _FIRST_NODES, _GROWTH = 16, 2
 """Slow start: the plan's curve and the draft's word are guesses, so that no tree is much larger
@@ -31,14 +32,26 @@ than those that were worth verifying lately. Nodes of the first tree, and how ma
 
 
 class Lessons:
-    """What was learnt of the draft where tokens are chosen in one way."""
+    """What was learnt of the draft where tokens are chosen in one way.
 
-    def __init__(self, choice: DraftChoice) -> None:
-        self.choice = choice
+    make: the choice that the plan's word makes for so many texts in one pass.
+    """
+
+    def __init__(self, make: Callable[[int], DraftChoice]) -> None:
+        self._make = make
+        self._choices: dict[int, DraftChoice] = {}
         self.calibration = Calibration()
         self.chain = ChainSurvival(ASSUMED_LEVEL_ACCEPTANCE)
         self.levels = LevelYield()
         self._most_kept = _FIRST_NODES / _GROWTH
+
+    def choice(self, n_texts: int = 1) -> DraftChoice:
+        """With the draft or without it, where so many texts share a pass; about as many count as
+        equal: passes of twice as many texts bring another number of tokens per second."""
+        size = n_texts.bit_length()
+        if size not in self._choices:
+            self._choices[size] = self._make(n_texts)
+        return self._choices[size]
 
     @property
     def n_candidates(self) -> int:
@@ -51,7 +64,7 @@ class Lessons:
 
     def kept(self) -> dict[str, Any]:
         return {
-            "choice": self.choice.kept(),
+            "choices": {str(size): choice.kept() for size, choice in self._choices.items()},
             "calibration": self.calibration.kept(),
             "chain": self.chain.kept().tolist(),
             "levels": self.levels.kept().tolist(),
@@ -60,7 +73,11 @@ class Lessons:
 
     def restore(self, kept: Any) -> None:
         """Raises ValueError, TypeError, KeyError."""
-        self.choice.restore(kept["choice"])
+        for name, choice in dict(kept["choices"]).items():
+            size = int(name)
+            if not 1 <= size <= _LARGEST_SIZE:
+                raise ValueError("no number of texts")
+            self.choice(2 ** (size - 1)).restore(choice)
         self.calibration.restore(kept["calibration"])
         self.chain.restore(kept["chain"])
         self.levels.restore(kept["levels"])
@@ -74,25 +91,28 @@ class Experience:
         cost: of a pass of the target, as planned.
         draft_cost: of running one level of a tree through the draft model, if there is one.
         n_nodes: most draft tokens of a tree.
+        max_rows: most rows of a pass of several texts.
     """
 
-    def __init__(self, cost: PassCost, draft_cost: PassCost | None, n_nodes: int) -> None:
+    def __init__(
+        self, cost: PassCost, draft_cost: PassCost | None, n_nodes: int, max_rows: int = 0
+    ) -> None:
         run_seconds = 0.0 if draft_cost is None else level_seconds(draft_cost, n_nodes)
-        self.passes = PassTimes(cost.seconds, 1 + n_nodes)
+        self.passes = PassTimes(cost.seconds, max(1 + n_nodes, max_rows))
         self.drafts = DraftTimes(run_seconds)
         self.ahead = AheadChoice()
         self._lessons: dict[tuple[object, ...], Lessons] = {}
         self._kept: dict[str, Any] = {}  # of other processes: lessons that nobody asked for yet
 
-    def lessons(self, key: tuple[object, ...], make: Callable[[], DraftChoice]) -> Lessons:
-        """Those of one way of choosing tokens; new ones begin with `make`'s choice."""
+    def lessons(self, key: tuple[object, ...], make: Callable[[int], DraftChoice]) -> Lessons:
+        """Those of one way of choosing tokens; new ones begin with `make`'s choices."""
         if key not in self._lessons:
-            self._lessons[key] = Lessons(make())
+            self._lessons[key] = Lessons(make)
             if (kept := self._kept.pop(str(key), None)) is not None:
                 try:
                     self._lessons[key].restore(kept)
                 except _BROKEN:
-                    self._lessons[key] = Lessons(make())
+                    self._lessons[key] = Lessons(make)
         return self._lessons[key]
 
     def kept(self) -> dict[str, Any]:
@@ -108,10 +128,15 @@ class Experience:
 
 
 def experience_of(
-    cost: PassCost, draft_cost: PassCost | None, n_nodes: int, kept: Any = None
+    cost: PassCost,
+    draft_cost: PassCost | None,
+    n_nodes: int,
+    kept: Any = None,
+    *,
+    max_rows: int = 0,
 ) -> Experience:
     """One that begins with what another process has `kept`, as far as that can be made sense of."""
-    experience = Experience(cost, draft_cost, n_nodes)
+    experience = Experience(cost, draft_cost, n_nodes, max_rows)
     try:
         if kept["version"] == _VERSION:
             experience.passes.restore(kept["passes"])
@@ -120,5 +145,5 @@ def experience_of(
             lessons = list(dict(kept["lessons"]).items())
             experience._kept = dict(lessons[:_MOST_LESSONS])
     except _BROKEN:
-        return Experience(cost, draft_cost, n_nodes)
+        return Experience(cost, draft_cost, n_nodes, max_rows)
     return experience

@@ -1,7 +1,8 @@
-"""The shape of one tree: how far to grow it, and which part of it to verify.
+"""The shape of one text's tree: how far to grow it, and what a part of it is worth.
 
 With λ tokens per second a node is worth its probability P of being accepted, and costs λ times the
-seconds that it adds. Everything here follows from that difference.
+seconds that it adds. Everything here follows from that difference. Which nodes share a pass is
+decided for all texts together (specdec.policy.shared_pass).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from numpy.typing import NDArray
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.policy.experience import Experience, Lessons
-from specdec.verification.tree import DRAFT_SOURCE, ROOT, DraftTree
+from specdec.policy.modes import DraftChoice
+from specdec.policy.shared_pass import Offer
+from specdec.verification.tree import DRAFT_SOURCE, DraftTree
 
 
 class TreeShape:
@@ -34,45 +37,54 @@ class TreeShape:
         self._passes, self._drafts = experience.passes, experience.drafts
         self._lessons = lessons
         self._has_model = has_model
+        self._n_texts = 1
 
-    def limits(self, most: int, depth: int, uses_draft: bool) -> TreeLimits:
-        """Of a proposal that may have at most so many nodes and levels."""
+    def limits(self, most: int, depth: int, uses_draft: bool, n_texts: int = 1) -> TreeLimits:
+        """Of a proposal that may have at most so many nodes and levels.
+
+        n_texts: that share the round's drafting and its pass.
+        """
+        self._n_texts = n_texts
         most = min(most, self._lessons.n_candidates)
         if uses_draft and self._config.draft_depth is None:
             # Levels, each with a row of its own, that the draft's credit pays for; at least one.
-            level = max(self.least_draft_seconds(), 1e-9)
-            depth = min(depth, max(1, int(self._lessons.choice.stake_seconds / level)))
+            level = max(self.least_draft_seconds(n_texts), 1e-9)
+            depth = min(depth, max(1, int(self._choice.stake_seconds / level)))
         if self._config.acceptance != "match":
             return TreeLimits(self._chain_length(min(most, depth), uses_draft), depth, 1)
         least = self._min_level_probability(uses_draft)
         return TreeLimits(most, depth, self._config.width, least)
 
-    def best_part(self, tree: DraftTree, uses_draft: bool, draft_seconds: float) -> DraftTree:
-        """The nodes with the largest 1 + ΣP - λ·T(rows), of a tree that took so long to draft."""
+    def offer(self, tree: DraftTree, uses_draft: bool, draft_seconds: float) -> Offer:
+        """A tree that took so long to draft, as it is weighed against those of other texts."""
+        choice = self._choice
+        # The draft's credit pays for its levels first.
+        stake = choice.stake_seconds - draft_seconds if uses_draft else math.inf
         probs = self._lessons.calibration.path_probabilities(tree)
-        order = np.argsort(-probs[1:], kind="stable") + 1  # parents stay before their children
-        tokens = 1.0 + np.concatenate(([0.0], np.cumsum(probs[order])))
-        seconds = self._passes.seconds(len(tree))
-        costs = self._lessons.choice.rate * seconds
-        n_most = tree.n_drafted
-        if uses_draft:
-            # Nodes whose rows the draft's credit pays for after its levels; at least one.
-            left = self._lessons.choice.stake_seconds - draft_seconds
-            n_most = max(1, int(np.count_nonzero(seconds - seconds[0] <= left)) - 1)
-        n_kept = int((tokens - costs)[: 1 + n_most].argmax())
+        return Offer(tree, probs, choice.rate, stake)
+
+    def cut(self, offer: Offer, kept: list[int], price: float, uses_draft: bool) -> DraftTree:
+        """The part of an offer that is verified, where one more node would cost `price`."""
+        tree, n_kept = offer.tree, len(kept) - 1
         self._lessons.note_kept(n_kept)
         if uses_draft and tree.n_drafted:
-            # A node that is kept takes the place of the best one that is not.
-            price = probs[order[n_kept]] if n_kept < tree.n_drafted else costs[-1] - costs[-2]
-            self._note_levels(tree, np.maximum(probs - price, 0.0))
-        if n_kept == tree.n_drafted:
-            return tree
-        return tree.subset([ROOT, *sorted(order[:n_kept].tolist())])
+            self._note_levels(tree, np.maximum(offer.probabilities - price, 0.0))
+        return tree if n_kept == tree.n_drafted else tree.subset(kept)
 
-    def least_draft_seconds(self) -> float:
-        """What a round with one level and one node takes beyond one without the draft."""
-        seconds = self._passes.seconds(2)
-        return self._drafts.run_seconds + max(0.0, float(seconds[-1] - seconds[0]))
+    def least_draft_seconds(self, n_texts: int) -> float:
+        """What one level and one node of a text add to a round without the draft: its share of the
+        drafting, and the time that its row takes."""
+        seconds = self._passes.seconds(n_texts + 1)[n_texts - 1 :]
+        return self._drafts.run_seconds / n_texts + max(0.0, float(seconds[-1] - seconds[0]))
+
+    @property
+    def _level_seconds(self) -> float:
+        """A text's share of a run of the draft."""
+        return self._drafts.run_seconds / self._n_texts
+
+    @property
+    def _choice(self) -> DraftChoice:
+        return self._lessons.choice(self._n_texts)
 
     def _min_level_probability(self, uses_draft: bool) -> float:
         """Draft probability of a level from which on one more run of the draft is worth its time.
@@ -87,7 +99,7 @@ class TreeShape:
             return math.inf  # not even the root's level, whose probability is 1
         if self._config.draft_depth is not None:
             return 0.0
-        worth = self._lessons.choice.rate * self._drafts.run_seconds
+        worth = self._choice.rate * self._level_seconds
         return self._lessons.levels.draft_probability(worth)
 
     def _chain_length(self, most: int, uses_draft: bool) -> int:
@@ -99,10 +111,11 @@ class TreeShape:
         if most < 1:
             return 0
         tokens = np.cumsum(np.concatenate(([1.0], self._lessons.chain.probabilities(most))))
-        seconds = self._passes.seconds(most + 1)
+        seconds = self._passes.seconds(self._n_texts + most)[self._n_texts - 1 :]
+        tokens = tokens[: len(seconds)]
         if uses_draft:
-            seconds = seconds + self._drafts.run_seconds * np.arange(most + 1)
-        values = tokens - self._lessons.choice.rate * seconds
+            seconds = seconds + self._level_seconds * np.arange(len(seconds))
+        values = tokens - self._choice.rate * seconds
         # A round that was to use the draft tells nothing of it without a token.
         least = 1 if uses_draft else 0
         return least + int(values[least:].argmax())

@@ -1,0 +1,75 @@
+"""Which nodes of several texts' trees are worth their rows in the pass that they share.
+
+One λ for all of them: a node is worth its probability of being accepted, whichever text it belongs
+to, and costs λ times the seconds by which its row makes the pass longer. So a text whose draft is
+sure gets more rows, and a hopeless one the single row of its pending token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.policy.costs import PassTimes
+from specdec.verification.tree import ROOT, DraftTree
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one text's drafters propose.
+
+    probabilities: that each node is accepted, float64 [nodes], the root's first.
+    stake_seconds: by which its rows may make the pass longer; infinite where nothing bounds it.
+    """
+
+    tree: DraftTree
+    probabilities: NDArray[np.float64]
+    rate: float
+    stake_seconds: float = math.inf
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """kept: of each offer the indices of nodes to verify, the root's first, ascending.
+
+    price: what one more node costs at this size, as a probability.
+    """
+
+    kept: list[list[int]]
+    price: float
+
+
+def choose_nodes(offers: Sequence[Offer], passes: PassTimes, n_other_rows: int = 0) -> Chosen:
+    """The nodes with the largest ΣP - λ·T(rows), of all offers together.
+
+    n_other_rows: of the pass, which are there in any case, beside the roots of these trees.
+    """
+    probs = np.concatenate([offer.probabilities[1:] for offer in offers])
+    owners = np.concatenate([np.full(offer.tree.n_drafted, i) for i, offer in enumerate(offers)])
+    nodes = np.concatenate([np.arange(1, len(offer.tree)) for offer in offers])
+    order = np.argsort(-probs, kind="stable")  # parents stay before their children
+    n_least = n_other_rows + len(offers)
+    seconds = passes.seconds(n_least + len(probs))[n_least - 1 :]
+    # With λ tokens of all texts per second; the rates are those of their shares of the time.
+    costs = float(np.mean([offer.rate for offer in offers])) * seconds
+    tokens = np.concatenate(([0.0], np.cumsum(probs[order])))[: len(costs)]
+    n_most = len(costs) - 1
+    stake = sum(offer.stake_seconds for offer in offers)
+    if stake < math.inf:
+        # Rows that the drafts' credit pays for; at least one for each text.
+        n_paid = int(np.count_nonzero(seconds - seconds[0] <= stake)) - 1
+        n_most = min(n_most, max(len(offers), n_paid))
+    n_kept = int((tokens - costs)[: 1 + n_most].argmax())
+    price = 0.0
+    if n_kept < len(probs):
+        price = float(probs[order[n_kept]])  # a node more takes the place of the best one left out
+    elif len(costs) > 1:
+        price = float(costs[-1] - costs[-2])
+    kept: list[list[int]] = [[ROOT] for _ in offers]
+    for i in order[:n_kept].tolist():
+        kept[owners[i]].append(int(nodes[i]))
+    return Chosen([sorted(indices) for indices in kept], price)

@@ -1,0 +1,101 @@
+"""Which nodes of several texts' trees share a pass: against every other choice."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.policy.costs import PassCost, PassTimes
+from specdec.policy.shared_pass import Offer, choose_nodes
+from specdec.verification.tree import DraftTree
+
+MAX_ROWS = 24
+
+
+@st.composite
+def proposals(draw: st.DrawFn, n_nodes: int = 4) -> DraftTree:
+    tree = DraftTree(0)
+    for _ in range(draw(st.integers(0, n_nodes))):
+        parent = draw(st.integers(0, len(tree) - 1))
+        tree.add(parent, draw(st.integers(0, 4)), math.log(draw(st.floats(0.01, 0.99))))
+    return tree
+
+
+def offers_of(trees: list[DraftTree], rate: float) -> list[Offer]:
+    return [Offer(tree, np.exp(np.array(tree.path_log_probs)), rate) for tree in trees]
+
+
+@given(
+    st.lists(proposals(), min_size=1, max_size=3),
+    st.floats(0.001, 0.3),
+    st.integers(0, 3),
+)
+def test_no_other_nodes_are_worth_more(trees: list[DraftTree], per_row: float, n_other: int):
+    """Tokens - λ * seconds, over all prefix-closed sets of nodes of every text."""
+    passes = PassTimes(PassCost(0.0, 1.0, per_row).seconds, MAX_ROWS)
+    rate = 0.7
+    kept = choose_nodes(offers_of(trees, rate), passes, n_other).kept
+    seconds = passes.seconds(MAX_ROWS)
+
+    def value(sets: tuple[tuple[int, ...], ...]) -> float:
+        probs = sum(
+            math.exp(tree.path_log_probs[i])
+            for tree, nodes in zip(trees, sets, strict=True)
+            for i in nodes
+        )
+        n_rows = n_other + len(trees) + sum(map(len, sets))
+        return probs - rate * float(seconds[n_rows - 1])
+
+    found = tuple(tuple(indices[1:]) for indices in kept)
+    best = max(value(sets) for sets in itertools.product(*map(closed_sets, trees)))
+    assert value(found) == pytest.approx(best, abs=1e-9)
+    assert all(nodes in closed_sets(tree) for tree, nodes in zip(trees, found, strict=True))
+
+
+def closed_sets(tree: DraftTree) -> list[tuple[int, ...]]:
+    """All sets of nodes that hold the parents of each of their nodes."""
+    return [
+        nodes
+        for n in range(len(tree))
+        for nodes in itertools.combinations(range(1, len(tree)), n)
+        if all(tree.parents[i] in (0, *nodes) for i in nodes)
+    ]
+
+
+def test_a_sure_text_gets_the_rows_that_a_hopeless_one_does_not() -> None:
+    sure, hopeless = DraftTree(0), DraftTree(0)
+    node = 0
+    for token in range(6):
+        node = sure.add(node, token, math.log(0.95))
+        hopeless.add(0, token, math.log(0.01))
+    passes = PassTimes(PassCost(0.0, 1.0, 0.1).seconds, MAX_ROWS)
+    kept = choose_nodes(offers_of([hopeless, sure], 2.0), passes).kept
+    assert kept == [[0], [0, 1, 2, 3, 4, 5, 6]]
+
+
+def test_credit_bounds_the_rows_of_all_but_one_for_each_text() -> None:
+    trees = []
+    for _ in range(3):
+        tree, node = DraftTree(0), 0
+        for token in range(4):
+            node = tree.add(node, token, math.log(0.99))
+        trees.append(tree)
+    passes = PassTimes(PassCost(0.0, 1.0, 0.1).seconds, MAX_ROWS)
+    probs = np.exp(np.array(trees[0].path_log_probs))
+    poor = [Offer(tree, probs, 0.1, stake_seconds=0.0) for tree in trees]
+    assert sum(map(len, choose_nodes(poor, passes).kept)) == 3 + 3
+    rich = [Offer(tree, probs, 0.1, stake_seconds=0.17) for tree in trees]
+    assert sum(map(len, choose_nodes(rich, passes).kept)) == 3 + 5
+
+
+def test_no_pass_has_more_rows_than_times_are_known_of() -> None:
+    tree = DraftTree(0)
+    for token in range(40):
+        tree.add(0, token, math.log(0.02))
+    passes = PassTimes(lambda n_rows: 1.0, 16)
+    assert len(choose_nodes(offers_of([tree], 0.5), passes).kept[0]) == 16
