@@ -101,6 +101,11 @@ class Backend(Text):
         texts together take more than the backend has room for.
         """
 
+    def n_fitting(self, batch: Sequence[SequenceRows]) -> int:
+        """How many of these, from the first on, there is room for in one pass, as far as memory and
+        live nodes go."""
+        return len(batch)
+
     @property
     def text(self) -> TokenSequence:
         """The sequence of its own."""

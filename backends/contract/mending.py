@@ -23,6 +23,8 @@ _T = TypeVar("_T")
 class KvSequence(TokenSequence, Generic[Kv]):
     """One text of a MendingBackend."""
 
+    backend: MendingBackend[Kv]
+
     def __init__(self, backend: MendingBackend[Kv], kv: Kv) -> None:
         self.backend, self.kv = backend, kv
         self.is_closed = False
@@ -120,6 +122,14 @@ class MendingBackend(Backend, Generic[Kv]):
         """Tokens or nodes that this text may get now, as far as memory goes."""
 
     @abstractmethod
+    def _room_of(self, kv: Kv, n_tokens: int) -> int:
+        """Units of memory, blocks or cells, that so many new tokens of a text take."""
+
+    @abstractmethod
+    def _n_free_units(self) -> int:
+        """Units that all texts together may still take."""
+
+    @abstractmethod
     def _restart(self) -> None:
         """Let a ring begin at layer 0."""
 
@@ -160,6 +170,18 @@ class MendingBackend(Backend, Generic[Kv]):
         if self.max_nodes is not None:
             n_free = min(n_free, self.max_nodes - self._n_live)
         return max(0, n_free)
+
+    def n_fitting(self, batch: Sequence[SequenceRows]) -> int:
+        n_nodes, n_units = self._n_live, 0
+        for n_before, one in enumerate(batch):
+            kv, n_tokens = cast(KvSequence[Kv], one.sequence).kv, len(one.token_ids)
+            n_units += self._room_of(kv, n_tokens)
+            n_nodes += n_tokens if one.parents is not None else -len(kv.table)
+            if n_units > self._n_free_units():
+                return n_before
+            if self.max_nodes is not None and n_nodes > self.max_nodes:
+                return n_before
+        return len(batch)
 
     @property
     def _n_live(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -128,11 +129,32 @@ class Text(ABC):
         """
 
 
+class Passes(Protocol):
+    """What runs sequences together: their backend."""
+
+    def run(self, batch: Sequence[SequenceRows]) -> list[SequenceScores]:
+        """See Backend.run."""
+
+    def n_fitting(self, batch: Sequence[SequenceRows]) -> int:
+        """See Backend.n_fitting."""
+
+
 class TokenSequence(Text):
     """One text of a backend that may hold several.
 
     What fails in a pass drops every live node of each of its sequences.
     """
+
+    backend: Passes
+
+    def rows_to(self, token_ids: Sequence[int]) -> SequenceRows:
+        """What makes `token_ids` the committed prefix, which is cut to the beginning that they
+        share; the last one is computed in any case, for its logits."""
+        wanted = list(token_ids)
+        n_kept = common_length(list(self.committed_ids), wanted[:-1])
+        if n_kept < self.n_committed:
+            self.rollback(n_kept)
+        return SequenceRows(self, wanted[n_kept:])
 
     @abstractmethod
     def run(self, rows: SequenceRows) -> SequenceScores:

@@ -153,9 +153,10 @@ class TorchBackend(MendingBackend[SequenceKv]):
         """Blocks that were never in use."""
         if self._weights.device.type != "cpu":
             return 0
-        n_rows = min(n_tokens, self.max_context) + (self.max_nodes or 0)
+        n_rows = n_tokens + (self.max_nodes or 0)
         n_rows += self._exactness.n_least_rows
-        n_new = max(0, blocks_of(n_rows) - self._pool.n_touched)
+        n_blocks = min(blocks_of(n_rows), self._pool.n_blocks)
+        n_new = max(0, n_blocks - self._pool.n_touched)
         return n_new * BLOCK_ROWS * self._model.kv_bytes_per_token
 
     @property
@@ -214,6 +215,12 @@ class TorchBackend(MendingBackend[SequenceKv]):
 
     def _free_rows(self, kv: SequenceKv) -> int:
         return min(kv.n_free_rows - self._exactness.n_least_rows, self.max_context)
+
+    def _room_of(self, kv: SequenceKv, n_tokens: int) -> int:
+        return kv.n_blocks_for(n_tokens)
+
+    def _n_free_units(self) -> int:
+        return self._pool.n_free - blocks_of(self._exactness.n_least_rows)
 
     def _restart(self) -> None:
         with self._turn:

@@ -52,6 +52,12 @@ class SequenceKv:
             n_free -= 1  # for a copy of it
         return max(0, n_free * BLOCK_ROWS + (-n_rows % BLOCK_ROWS if n_free >= 0 else 0))
 
+    def n_blocks_for(self, n_rows: int) -> int:
+        """Blocks that so many rows behind those of the table take from the pool."""
+        first = self.table.n_rows
+        n_copied = sum(map(self._pool.is_shared, self._blocks[first // BLOCK_ROWS :]))
+        return n_copied + max(0, blocks_of(first + n_rows) - len(self._blocks))
+
     def add(self, parents: Sequence[int], token_ids: Sequence[int]) -> list[int]:
         return self.table.add(parents, token_ids)
 

@@ -302,6 +302,12 @@ class LlamaBackend(MendingBackend[TreeSequences]):
                 "backend was made for: ask for fewer rows or raise max_outputs"
             )
 
+    def _room_of(self, kv: TreeSequences, n_tokens: int) -> int:
+        return n_tokens
+
+    def _n_free_units(self) -> int:
+        return self._free_rows(self._tree)
+
     def _restart(self) -> None:
         if self._stream is not None:
             self._stream.restart()

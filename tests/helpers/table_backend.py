@@ -17,7 +17,7 @@ class TableSequence(TokenSequence):
     """One text of a TableBackend."""
 
     def __init__(self, backend: TableBackend) -> None:
-        self._backend = backend
+        self.backend = backend
         self.table = NodeTable()
         self.tokens: dict[int, int] = {}
 
@@ -31,11 +31,11 @@ class TableSequence(TokenSequence):
 
     @property
     def node_room(self) -> int:
-        most = self._backend.max_nodes
-        return self._backend.max_context if most is None else most - len(self.table)
+        most = self.backend.max_nodes
+        return self.backend.max_context if most is None else most - len(self.table)
 
     def run(self, rows: SequenceRows) -> SequenceScores:
-        return self._backend.run([rows])[0]
+        return self.backend.run([rows])[0]
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
         self.table.commit(path, keep)
@@ -47,7 +47,7 @@ class TableSequence(TokenSequence):
         self.table.rollback(length)
 
     def fork(self, length: int | None = None) -> TableSequence:
-        other = self._backend.sequence()
+        other = self.backend.sequence()
         other.table.append(self.committed_ids[:length])
         return other
 

@@ -1,0 +1,102 @@
+"""The KV of texts that are over, kept for those that begin alike.
+
+A text whose prompt begins as another one's takes up that one's KV: of the same prompt once more, of
+the next turn of a chat, of several answers to one question. Blocks are shared, nothing is copied
+(see `TokenSequence.fork`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from backends.contract.backend import Backend
+from backends.contract.sequence import TokenSequence, common_length
+
+
+class Texts(Protocol):
+    """Where the KV of texts comes from, and where it goes."""
+
+    def begin(self, token_ids: Sequence[int]) -> TokenSequence:
+        """A sequence with as much of these tokens' KV as there is, and nothing else."""
+
+    def end(self, text: TokenSequence) -> None:
+        """The text is over."""
+
+
+class OwnText:
+    """A backend's own text, one at a time, of which nothing stays."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def begin(self, token_ids: Sequence[int]) -> TokenSequence:
+        return self._backend.text
+
+    def end(self, text: TokenSequence) -> None:
+        text.rollback(0)
+
+
+class KeptTexts:
+    """Sequences of a backend: those in use, and the last ones that are over.
+
+    Args:
+        most: that are kept after their end; the oldest goes first.
+    """
+
+    def __init__(self, backend: Backend, most: int = 1) -> None:
+        self._backend = backend
+        self._most = most
+        self._in_use: list[TokenSequence] = []
+        self._kept: list[TokenSequence] = []  # the oldest first
+
+    def begin(self, token_ids: Sequence[int], *, is_fresh: bool = False) -> TokenSequence:
+        """See Texts.begin; the last token's KV is left out, since its logits are wanted.
+
+        is_fresh: nothing of other texts is used.
+        """
+        text = None if is_fresh else self._forked(list(token_ids[:-1]))
+        text = text or self._backend.sequence()
+        self._in_use.append(text)
+        return text
+
+    def _forked(self, token_ids: list[int]) -> TokenSequence | None:
+        best, length = None, 0
+        for text in (*self._in_use, *self._kept):
+            n_common = common_length(list(text.committed_ids), token_ids)
+            if n_common > length:
+                best, length = text, n_common
+        return None if best is None else best.fork(length)
+
+    def end(self, text: TokenSequence) -> None:
+        self._in_use.remove(text)
+        text.rollback(text.n_committed)  # live nodes are of no use to others
+        self._kept.append(text)
+        while len(self._kept) > self._most:
+            self.drop_oldest()
+
+    def drop(self, text: TokenSequence) -> None:
+        """The text is over, or set aside; nothing of it is kept."""
+        self._in_use.remove(text)
+        text.close()
+
+    def drop_oldest(self) -> bool:
+        """Give back the KV of the text that ended first; False where none is kept."""
+        if not self._kept:
+            return False
+        self._kept.pop(0).close()
+        return True
+
+    @property
+    def newest(self) -> TokenSequence | None:
+        """The text that began or ended last."""
+        return (*self._kept, *self._in_use)[-1] if self._kept or self._in_use else None
+
+    def adopt(self, text: TokenSequence) -> None:
+        """Keep a sequence that was filled elsewhere."""
+        self._kept.append(text)
+
+    @property
+    def n_committed(self) -> int:
+        """Tokens of all texts; what they share counts for each of them."""
+        return sum(text.n_committed for text in (*self._in_use, *self._kept))
