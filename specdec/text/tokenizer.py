@@ -60,6 +60,9 @@ class ChatTokenizer(TokenDecoder, Protocol):
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
     ) -> list[int]: ...
 
+    def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
+        """llguidance's LLTokenizer: the bytes of each token; `end_ids` end a text."""
+
 
 def encode_conversation(
     tokenizer: Any,
@@ -91,9 +94,6 @@ def encode_conversation(
         raise TokenizerError(f"the model's chat template failed: {one_line(error)}") from error
     # A template writes the special tokens itself.
     return list(tokenizer.encode(text, add_special_tokens=template is None))
-
-    def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
-        """llguidance's LLTokenizer: the bytes of each token; `end_ids` end a text."""
 
 
 class Tokenizer:
@@ -154,6 +154,12 @@ class Tokenizer:
             )
         )
 
+    def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
+        """llguidance's LLTokenizer of this vocabulary. Raises ValueError where it has none."""
+        from llguidance.hf import from_tokenizer
+
+        return from_tokenizer(self.hf_tokenizer, eos_token=list(end_ids))
+
 
 def _own_format(template: str | Mapping[str, str]) -> ChatFormat:
     """Of several templates transformers takes these two."""
@@ -161,12 +167,6 @@ def _own_format(template: str | Mapping[str, str]) -> ChatFormat:
         return ChatFormat(template)
     default = template.get("default") or next(iter(template.values()))
     return ChatFormat(default, tool_template=template.get("tool_use"))
-
-    def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
-        """llguidance's LLTokenizer of this vocabulary. Raises ValueError where it has none."""
-        from llguidance.hf import from_tokenizer
-
-        return from_tokenizer(self.hf_tokenizer, eos_token=list(end_ids))
 
 
 def _load_hf_tokenizer(directory: Path) -> Any:
