@@ -10,7 +10,8 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +39,7 @@ class LlamaLog:
         self._lines: deque[tuple[int, str]] = deque(maxlen=400)
         self._partial: tuple[int, str] = (_INFO, "")
         self._lock = threading.Lock()
+        self._listeners: dict[int, Callable[[str], object]] = {}
 
     def write(self, level: int, text: bytes | None) -> None:
         with self._lock:
@@ -47,6 +49,20 @@ class LlamaLog:
             *whole, rest = (start + (text or b"").decode("utf-8", "replace")).split("\n")
             self._partial = (level, rest)
             self._lines.extend((level, line.strip()) for line in whole if level >= _INFO)
+        listener = self._listeners.get(threading.get_ident())
+        if listener is not None:
+            for line in whole:
+                listener(line)
+
+    @contextmanager
+    def heard_by(self, listener: Callable[[str], object]) -> Iterator[None]:
+        """Call `listener` with each line that llama.cpp logs in this thread."""
+        thread = threading.get_ident()
+        self._listeners[thread] = listener
+        try:
+            yield
+        finally:
+            del self._listeners[thread]
 
     def clear(self) -> None:
         with self._lock:
@@ -115,6 +131,7 @@ class LlamaModel:
             in the layouts that are fastest for this processor; "none" allocates nothing, to ask
             what a context would need.
         is_repacked: False keeps the file's layout in memory, too.
+        stand_ins: files that llama.cpp is to open instead, one for each of the model's.
     """
 
     def __init__(
@@ -124,6 +141,7 @@ class LlamaModel:
         progress: Progress | None = None,
         *,
         is_repacked: bool = True,
+        stand_ins: Sequence[Path] = (),
     ) -> None:
         self.library = library = load_library()
         params = library.llama_model_default_params()
@@ -142,7 +160,7 @@ class LlamaModel:
         LOG.clear()
         self._handle = None
         try:
-            loading.run(lambda: self._load(path, params))
+            loading.run(lambda: self._load(path, stand_ins, params))
         except BaseException:
             self.close()
             raise
@@ -155,8 +173,12 @@ class LlamaModel:
             self._handle
         ) or library.llama_model_is_hybrid(self._handle)
 
-    def _load(self, path: Path, params: Any) -> None:
-        self._handle = self.library.llama_model_load_from_file(os.fsencode(path), params)
+    def _load(self, path: Path, stand_ins: Sequence[Path], params: Any) -> None:
+        if not stand_ins:
+            self._handle = self.library.llama_model_load_from_file(os.fsencode(path), params)
+            return
+        names = (ctypes.c_char_p * len(stand_ins))(*map(os.fsencode, stand_ins))
+        self._handle = self.library.llama_model_load_from_splits(names, len(names), params)
 
     def _vocab(self) -> Any:
         return self.library.llama_model_get_vocab(self._handle)

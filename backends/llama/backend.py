@@ -25,6 +25,7 @@ from backends.llama.model import GgufModel, recurrent_model
 from backends.llama.passes import PassThread
 from backends.llama.prefix import LlamaPrefix, SequenceState
 from backends.llama.stream import StreamedLayers, mapped_ranges
+from backends.llama.unread import map_unread
 from offload.formats.mapped import TensorShape
 from offload.paging.address_space import PAGE_BYTES
 from offload.process.interruptible import uninterrupted
@@ -111,13 +112,16 @@ class LlamaBackend(MendingBackend[TreeSequences]):
     ) -> None:
         """What needs closing is registered as soon as it exists; the last one is closed first."""
         is_streamed = load_mode == "stream" and residency is not None and residency.n_slots > 0
-        own_mode = load_mode if load_mode != "stream" else "mmap" if is_streamed else "ram"
         before = mapped_ranges(model) if is_streamed else ()
-        self._model = LlamaModel(
-            model.path,
-            own_mode,
-            None if is_streamed else progress,
-            is_repacked=not options.exactness.is_exact,
+        self._model = (
+            map_unread(model)
+            if is_streamed
+            else LlamaModel(
+                model.path,
+                "ram" if load_mode == "stream" else load_mode,
+                progress,
+                is_repacked=not options.exactness.is_exact,
+            )
         )
         self._closing.append(self._model.close)
         self.vocab_size = self._model.vocab_size

@@ -247,5 +247,5 @@ class GgufSource(ModelSource):
             exactness=self.exactness,
         )
         if loading.load_mode == "stream":
-            reset_peak_rss()  # llama.cpp mapped the whole file for a moment
+            reset_peak_rss()  # llama.cpp may have read the whole file: see unread.py
         return backend

@@ -34,6 +34,7 @@ PROT_NONE = 0
 PROT_READ = 1
 PROT_READ_WRITE = 3
 
+_MAP_SHARED = 0x01
 _MAP_PRIVATE_ANONYMOUS = 0x22
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
@@ -121,6 +122,22 @@ def find_mapping(path: Path) -> list[MappedRange]:
         if vma.file == key and not vma.start <= address < vma.end:
             _append_joined(found, MappedRange(vma.start, vma.end - vma.start, vma.file_offset))
     return found
+
+
+def map_over(path: Path, mapped: MappedRange) -> None:
+    """Map this part of `path` in the place of what is mapped there; nothing is read before it is
+    looked at. Raises AddressSpaceError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise AddressSpaceError(f"cannot map {path}: {error.strerror or error}") from error
+    try:
+        flags, offset = _MAP_SHARED | _MAP_FIXED, mapped.file_offset
+        result = _libc().mmap(mapped.address, mapped.n_bytes, PROT_READ, flags, descriptor, offset)
+    finally:
+        os.close(descriptor)
+    if result == _FAILED:
+        raise _error("mmap", mapped.n_bytes)
 
 
 def reserve(n_bytes: int, address: int | None = None) -> int:
