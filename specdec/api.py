@@ -7,7 +7,7 @@ with specdec.load("TARGET", "DRAFT", memory_budget="3.5GiB") as llm:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,7 @@ from typing import Any
 
 from typing_extensions import Self, Unpack
 
+from offload.errors import SpecdecError
 from specdec.checks import ConfigError, check_type, refuse_unknown
 from specdec.config import SpecConfig
 from specdec.decoding.generation import Request
@@ -22,10 +23,14 @@ from specdec.decoding.sequences import CompletionOutput, GenerationResult, Strea
 from specdec.decoding.session import ModelBusy, ModelClosed, ModelElsewhere, Session
 from specdec.decoding.stream import GenerationStream
 from specdec.drafters.base import Drafter
+from specdec.grammar.state import GrammarError
 from specdec.planning.load import check_spec
 from specdec.planning.run_options import LoadKeywords, RunOptions
 from specdec.sampling.params import SamplingParams
+from specdec.sampling.sampler import SamplingError
+from specdec.text.chat_format import ChatTemplateError
 from specdec.text.prompts import Prompt, PromptError, check_room, encode_prompt
+from specdec.text.tokenizer import TokenizerError
 
 __all__ = [
     "LLM",
@@ -41,6 +46,15 @@ __all__ = [
 ]
 
 _PLAIN = SpecConfig(spec_type=())
+_OF_ONE_REQUEST = (
+    ChatTemplateError,
+    ConfigError,
+    GrammarError,
+    PromptError,
+    SamplingError,
+    TokenizerError,
+)
+"""Errors that another prompt with other options would not have met."""
 
 
 def load(
@@ -94,6 +108,24 @@ class LLM:
         for _ in stream:
             pass
         return stream.result
+
+    def generate_each(
+        self, requests: Iterable[tuple[Prompt, SamplingParams]]
+    ) -> Iterator[tuple[int, GenerationResult | SpecdecError]]:
+        """Generate for many prompts: (index of the request, its result) as each is finished.
+
+        Requests are drawn in the calling thread and only as there is room for them, so that they
+        may be without end. What is wrong with one request (its prompt is too long, say) comes in
+        place of its result; what concerns all of them (storage that fails, a model that was closed)
+        is raised.
+        """
+        for index, (prompt, sampling) in enumerate(requests):
+            outcome: GenerationResult | SpecdecError
+            try:
+                outcome = self.generate(prompt, sampling)
+            except _OF_ONE_REQUEST as error:
+                outcome = error
+            yield index, outcome
 
     def stream(
         self,

@@ -31,7 +31,7 @@ ROOMS = {
     "specdec": (
         "__main__",
         "cli",
-        "serve",
+        "serve batch",
         "__init__",  # names the public API, and imports each name on its first use
         "async_llm",
         "api",

@@ -10,6 +10,7 @@ import typer
 
 from specdec import __version__
 from specdec.cli import analyze as cli_analyze
+from specdec.cli import batch as cli_batch
 from specdec.cli import check as cli_check
 from specdec.cli import info as cli_info
 from specdec.cli import run as cli_run
@@ -27,6 +28,7 @@ app = typer.Typer(
 
 app.command("run")(cli_run.run)
 app.command("chat")(cli_run.chat)
+app.command("batch")(cli_batch.batch)
 app.command("plan")(cli_info.plan)
 app.command("analyze")(cli_analyze.analyze)
 app.command("check")(cli_check.check)

@@ -1,0 +1,92 @@
+"""The lines of an input file, whatever they hold: numbered as editors do it, bounded, hashed."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from offload.errors import SpecdecError
+from offload.units import MIB
+from specdec.opening import open_now
+
+MAX_LINE_BYTES = 16 * MIB
+"""No context is as long as what does not fit in here."""
+_BLANK = b" \t\r\n"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class BatchError(SpecdecError):
+    """A batch cannot begin, or go on."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line that is not blank."""
+
+    number: int
+    """From 1; blank lines are counted."""
+    digest: int
+    """64 bits of its bytes and of the options that it is answered with; never 0."""
+    data: bytes
+    """Without the line's end; empty where it is longer than MAX_LINE_BYTES."""
+    n_bytes: int
+
+    @property
+    def key(self) -> LineKey:
+        return LineKey(self.number, self.digest)
+
+
+@dataclass(frozen=True)
+class LineKey:
+    """What a record answers: which line, and what it said."""
+
+    number: int
+    digest: int
+
+    def __str__(self) -> str:
+        return f"{self.number}_{self.digest:016x}"
+
+
+def digest_key(options: Mapping[str, Any]) -> bytes:
+    """Key of the digests of lines that are answered with these options."""
+    return blake2b(json.dumps(options, sort_keys=True).encode(), digest_size=32).digest()
+
+
+def open_input(path: Path) -> BinaryIO:
+    """Raises BatchError for what is no regular file, OSError."""
+    file = open_now(path)
+    if not stat.S_ISREG(path.stat().st_mode):
+        file.close()
+        raise BatchError(
+            f"{path} is no regular file: a batch reads its input once more when it is resumed; "
+            "save it to a file first"
+        )
+    return file
+
+
+def read_lines(path: Path, key: bytes) -> Iterator[Line]:
+    """All lines that are not blank, at most one of them in memory. key: see `digest_key`."""
+    with open_input(path) as file:
+        if file.read(len(_BYTE_ORDER_MARK)) != _BYTE_ORDER_MARK:
+            file.seek(0)
+        number = 0
+        while data := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            content = data.rstrip(_BLANK)
+            hashed = blake2b(content, digest_size=8, key=key)
+            n_bytes = len(content)
+            if len(data) > MAX_LINE_BYTES and not data.endswith(b"\n"):
+                n_bytes, content = len(data), b""
+                while rest := file.readline(MIB):
+                    hashed.update(rest)
+                    n_bytes += len(rest)
+                    if rest.endswith(b"\n"):
+                        break
+            if n_bytes:
+                digest = int.from_bytes(hashed.digest(), "big") or 1
+                yield Line(number, digest, content, n_bytes)

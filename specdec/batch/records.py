@@ -1,0 +1,182 @@
+"""What is written for a line: OpenAI's batch output, or the line's own fields and the answer.
+
+Nothing in a record depends on when it was made, so that the same batch gives the same file byte by
+byte: `created` of OpenAI's bodies is 0. Every record says which line it answers, and the digest of
+what that line said: a batch that is resumed goes by these.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from specdec.batch.lines import LineKey
+from specdec.decoding.sequences import CompletionOutput, GenerationResult
+from specdec.sampling.logprobs import TopLogprobs
+from specdec.text.tokenizer import TokenDecoder
+
+INVALID = "invalid_request"
+_OPENAI_ID = re.compile(r"batch_req_([0-9]{1,18})_([0-9a-f]{16})")
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+
+
+class Form(Protocol):
+    """How a line wants its record."""
+
+    def answered(
+        self, key: LineKey, result: GenerationResult, tokenizer: TokenDecoder, model: str
+    ) -> dict[str, Any]: ...
+
+    def failed(self, key: LineKey, message: str) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class PlainForm:
+    """kept: the line's own fields."""
+
+    kept: Mapping[str, Any]
+
+    def answered(
+        self, key: LineKey, result: GenerationResult, tokenizer: TokenDecoder, model: str
+    ) -> dict[str, Any]:
+        outputs = [_plain_output(output) for output in result.outputs]
+        record = {**_plain_key(key), **self.kept, **outputs[0], "usage": _usage(result)}
+        return record if len(outputs) == 1 else {**record, "outputs": outputs}
+
+    def failed(self, key: LineKey, message: str) -> dict[str, Any]:
+        return {**_plain_key(key), **self.kept, "error": _error(message)}
+
+
+@dataclass(frozen=True)
+class OpenAiForm:
+    """Also that of lines of which nothing can be told, with no custom_id."""
+
+    custom_id: str | None
+    is_chat: bool
+
+    def answered(
+        self, key: LineKey, result: GenerationResult, tokenizer: TokenDecoder, model: str
+    ) -> dict[str, Any]:
+        choice = _chat_choice if self.is_chat else _completion_choice
+        body = {
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{key}",
+            "object": "chat.completion" if self.is_chat else "text_completion",
+            "created": 0,
+            "model": model,
+            "choices": [
+                {"index": index, **choice(output, tokenizer), "finish_reason": output.finish_reason}
+                for index, output in enumerate(result.outputs)
+            ],
+            "usage": _usage(result),
+        }
+        return self._record(key, 200, body, None)
+
+    def failed(self, key: LineKey, message: str) -> dict[str, Any]:
+        told = {"message": message, "type": "invalid_request_error", "param": None, "code": INVALID}
+        return self._record(key, 400, {"error": told}, _error(message))
+
+    def _record(
+        self, key: LineKey, status: int, body: Mapping[str, Any], error: Mapping[str, str] | None
+    ) -> dict[str, Any]:
+        return {
+            "id": f"batch_req_{key}",
+            "custom_id": self.custom_id,
+            "response": {"status_code": status, "request_id": f"req_{key}", "body": body},
+            "error": error,
+        }
+
+
+def to_line(record: Mapping[str, Any]) -> bytes:
+    """Non-ASCII is escaped: so a text that is no UTF-8 can be repeated, too."""
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def key_of(line: bytes) -> LineKey | None:
+    """Which line a record answers; None for what is no whole record of ours."""
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict):
+        return None
+    number, digest = record.get("line"), record.get("digest")
+    if number is None:
+        found = _OPENAI_ID.fullmatch(str(record.get("id")))
+        number, digest = (int(found[1]), found[2]) if found else (0, "")
+    if type(number) is not int or number < 1 or not _DIGEST.fullmatch(str(digest)):
+        return None
+    return LineKey(number, int(str(digest), 16))
+
+
+def _plain_key(key: LineKey) -> dict[str, Any]:
+    return {"line": key.number, "digest": f"{key.digest:016x}"}
+
+
+def _error(message: str) -> dict[str, str]:
+    return {"code": INVALID, "message": message}
+
+
+def _usage(result: GenerationResult) -> dict[str, int]:
+    n_prompt = result.stats.prompt_tokens
+    n_generated = sum(len(output.token_ids) for output in result.outputs)
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_generated,
+        "total_tokens": n_prompt + n_generated,
+    }
+
+
+def _plain_output(output: CompletionOutput) -> dict[str, Any]:
+    record: dict[str, Any] = {"text": output.text, "finish_reason": output.finish_reason}
+    if output.seed is not None:
+        record["seed"] = output.seed
+    if output.logprobs is not None:
+        record |= {"token_ids": output.token_ids, "logprobs": output.logprobs}
+    if output.top_logprobs is not None:
+        record["top_logprobs"] = output.top_logprobs
+    return record
+
+
+def _chat_choice(output: CompletionOutput, tokenizer: TokenDecoder) -> dict[str, Any]:
+    logprobs = None
+    if output.logprobs is not None:
+        tops = output.top_logprobs or ({},) * len(output.logprobs)
+        positions = zip(output.token_ids, output.logprobs, tops, strict=True)
+        logprobs = {
+            "content": [
+                {
+                    **_token(token, logprob, tokenizer),
+                    "top_logprobs": [_token(*one, tokenizer) for one in top.items()],
+                }
+                for token, logprob, top in positions
+            ]
+        }
+    message = {"role": "assistant", "content": output.text}
+    return {"message": message, "logprobs": logprobs}
+
+
+def _token(token_id: int, logprob: float, tokenizer: TokenDecoder) -> dict[str, Any]:
+    text = tokenizer.decode([token_id])
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
+
+
+def _completion_choice(output: CompletionOutput, tokenizer: TokenDecoder) -> dict[str, Any]:
+    logprobs = None
+    if output.logprobs is not None:
+        tokens = [tokenizer.decode([token]) for token in output.token_ids]
+        tops: list[dict[str, float]] | None = None
+        if output.top_logprobs is not None:
+            tops = [_by_text(top, tokenizer) for top in output.top_logprobs]
+        logprobs = {"tokens": tokens, "token_logprobs": output.logprobs, "top_logprobs": tops}
+    return {"text": output.text, "logprobs": logprobs}
+
+
+def _by_text(top: TopLogprobs, tokenizer: TokenDecoder) -> dict[str, float]:
+    """Of tokens with the same text the likeliest one, which comes first."""
+    found: dict[str, float] = {}
+    for token, logprob in top.items():
+        found.setdefault(tokenizer.decode([token]), logprob)
+    return found

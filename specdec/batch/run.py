@@ -1,0 +1,123 @@
+"""A batch from its files to its end: what is left, who answers it, what is told meanwhile."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from specdec.batch.answering import Answer, Answered
+from specdec.batch.journal import Journal
+from specdec.batch.lines import BatchError, Line, digest_key, open_input, read_lines
+
+
+@dataclass
+class BatchFigures:
+    """How far a batch is; it counts on while it runs."""
+
+    n_lines: int = 0
+    """Of the input, without blank ones."""
+    n_answered: int = 0
+    n_before: int = 0
+    """Of the answered ones: by an earlier run that was broken off."""
+    n_errors: int = 0
+    """Lines of this run whose record is an error."""
+    n_prompt_tokens: int = 0
+    n_generated_tokens: int = 0
+    seconds: float = 0.0
+    """Since the models were there."""
+    models: set[str] = field(default_factory=set)
+    """That lines asked for by name."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.n_generated_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the rate of this run; None before its first answer."""
+        n_here = self.n_answered - self.n_before
+        return self.seconds / n_here * (self.n_lines - self.n_answered) if n_here else None
+
+    def count(self, answer: Answer, seconds: float) -> None:
+        self.n_answered += 1
+        self.n_errors += answer.is_error
+        self.n_prompt_tokens += answer.n_prompt_tokens
+        self.n_generated_tokens += answer.n_generated_tokens
+        self.seconds = seconds
+        if answer.model is not None:
+            self.models.add(answer.model)
+
+
+class Answerer(Protocol):
+    """Whoever answers lines: this process, or workers elsewhere."""
+
+    def __call__(self, lines: Iterator[Line], answered: Answered) -> None: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One input, one output.
+
+    options: that decide on the texts; a batch is resumed with the same ones only.
+    """
+
+    source: Path
+    out: Path
+    order: str
+    options: Mapping[str, Any]
+
+    def run(
+        self,
+        open_answerer: Callable[[], AbstractContextManager[Answerer]],
+        figures: BatchFigures,
+        told: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Answer what is not answered yet, and put the output in its place.
+
+        Args:
+            open_answerer: loads the models; not called where nothing is left to do.
+            figures: counted on, for the caller to show.
+            told: called whenever they changed.
+
+        Raises:
+            BatchError: the files are another batch's, or cannot be written; what the answerer
+            raises. What was answered is kept in every case.
+        """
+        self._check_apart()
+        with open_input(self.source) as file:
+            n_bytes = os.fstat(file.fileno()).st_size
+        key = digest_key(self.options)
+        with Journal(self.out, self.options, n_bytes) as journal:
+            n_found = 0
+            for line in read_lines(self.source, key):
+                figures.n_lines += 1
+                n_found += journal.is_answered(line.key)
+            if n_found < journal.n_answered:
+                raise BatchError(
+                    f"{journal.out.name} answers {journal.n_answered} lines, of which the input "
+                    f"has {n_found}: {journal.begin_anew}"
+                )
+            figures.n_answered = figures.n_before = n_found
+            told()
+            if n_found < figures.n_lines:
+                with open_answerer() as answer:
+                    began = time.monotonic()
+
+                    def answered(one: Answer) -> None:
+                        journal.append(one.key, one.record)
+                        figures.count(one, time.monotonic() - began)
+                        told()
+
+                    lines = read_lines(self.source, key)
+                    answer((one for one in lines if not journal.is_answered(one.key)), answered)
+            journal.finish(self.order)
+
+    def _check_apart(self) -> None:
+        for path in (self.out, Path(f"{os.path.realpath(self.out)}.partial")):
+            if path.exists() and path.samefile(self.source):
+                raise BatchError(f"{path} is the input: name another output file")

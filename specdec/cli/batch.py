@@ -1,0 +1,168 @@
+"""`specdec batch`: a file of prompts, and a file of answers that a kill cannot break."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offload.errors import SpecdecError
+from specdec.cli import options
+from specdec.cli.groups import Load, Sampling, with_options
+from specdec.cli.notes import check_models
+from specdec.cli.output import say, write_json
+from specdec.cli.run import open_model, run_again_enforced
+from specdec.planning.run_options import RunOptions
+
+if TYPE_CHECKING:
+    from specdec.batch.request import Rules
+    from specdec.batch.run import Answerer, BatchFigures
+
+_TEXT_OPTIONS = (
+    "model exact device ctx_size cache_type_k cache_type_v acceptance accept_threshold".split()
+)
+"""Of loading, those that may decide on the text: a batch is not resumed with others."""
+
+Source = Annotated[
+    Path, typer.Argument(metavar="IN.jsonl", help="A request a line.", show_default=False)
+]
+Output = Annotated[
+    Path,
+    typer.Option(
+        "-o", "--output-file", metavar="OUT.jsonl", help="A record a line.", show_default=False
+    ),
+]
+Order = Annotated[
+    str,
+    typer.Option(
+        "--order",
+        metavar="input|finished",
+        help="Of the records: the input's, or as they were finished.",
+    ),
+]
+Quiet = Annotated[
+    bool, typer.Option("-q", "--quiet", help="No progress and no line of figures on stderr.")
+]
+
+
+@with_options
+def batch(
+    context: typer.Context,
+    source: Source,
+    load: Load,
+    sampling: Sampling,
+    output_file: Output,
+    order: Order = "input",
+    max_tokens: options.MaxTokens = 512,
+    enforce: options.Enforce = False,
+    quiet: Quiet = False,
+    json: options.Json = False,
+) -> None:
+    """Answer a file of prompts. The same command again goes on where it was broken off."""
+    from specdec.batch.journal import ORDERS
+    from specdec.batch.request import Rules
+    from specdec.batch.run import Batch, BatchFigures
+
+    if order not in ORDERS:
+        raise options.OptionError(f"--order is {order!r}, must be one of {', '.join(ORDERS)}")
+    check_models(load)
+    if enforce:
+        run_again_enforced(context, load.memory_budget)
+    seed = sampling.pop("seed", 0)
+    rules = Rules(str(load.model), {"max_tokens": max_tokens, **sampling}, seed)
+    decisive = {name: getattr(load, name) for name in _TEXT_OPTIONS}
+    decided = {**decisive, "model": rules.model, **rules.sampling, "seed": seed}
+    work, figures = Batch(source, output_file, order, decided), BatchFigures()
+    try:
+        with _progress(figures, is_shown=not quiet) as told:
+            work.run(lambda: _local(load, rules), figures, told)
+    except (KeyboardInterrupt, SpecdecError):
+        if figures.n_answered:
+            say(
+                f"note: {figures.n_answered} of {figures.n_lines} lines are answered; the same "
+                "command goes on with the others"
+            )
+        raise
+    _note(figures, rules.model, output_file)
+    if json:
+        write_json(_summary(figures))
+    elif not quiet:
+        say(_figures_line(figures))
+
+
+@contextmanager
+def _local(load: RunOptions, rules: Rules) -> Iterator[Answerer]:
+    from specdec.batch.answering import answer_lines
+
+    with open_model(load, load) as llm:
+        yield lambda lines, answered: answer_lines(llm, lines, rules, answered)
+
+
+@contextmanager
+def _progress(figures: BatchFigures, *, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """A bar of lines, tokens per second and the time left, on a terminal, from the first answer."""
+    if not is_shown or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (
+        TextColumn("lines"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[told]}"),
+    )
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task("", total=None, told="")
+
+    def told() -> None:
+        left = figures.seconds_left
+        if left is None:
+            return  # the bar of loading has the terminal
+        text = f"{figures.tokens_per_second:.2f} tok/s, {_duration(left)} left"
+        bar.update(task, completed=figures.n_answered, total=figures.n_lines, told=text)
+        bar.start()
+
+    try:
+        yield told
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def _note(figures: BatchFigures, model: str, out: Path) -> None:
+    others = sorted(figures.models - {model})
+    if others:
+        names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        say(f"note: lines ask for the model {names}: {model} answered them")
+    if figures.n_errors:
+        say(f"note: {figures.n_errors} lines could not be answered: see `error` in {out}")
+
+
+def _summary(figures: BatchFigures) -> dict[str, Any]:
+    found = asdict(figures)
+    del found["models"]
+    return {**found, "tokens_per_second": figures.tokens_per_second}
+
+
+def _figures_line(figures: BatchFigures) -> str:
+    before = f" ({figures.n_before} of them before)" if figures.n_before else ""
+    parts = [
+        f"{figures.n_answered} lines{before}",
+        f"{figures.n_errors} errors",
+        f"{figures.n_generated_tokens} tokens",
+        f"{figures.tokens_per_second:.2f} tok/s",
+        _duration(figures.seconds),
+    ]
+    return " | ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

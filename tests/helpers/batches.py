@@ -1,0 +1,66 @@
+"""Batches without models: what a line is answered with is made of the line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from specdec.batch.answering import Answer, Answered
+from specdec.batch.lines import Line
+from specdec.batch.records import to_line
+from specdec.batch.run import Answerer, Batch, BatchFigures
+
+Arrange = Callable[[Iterable[Line]], Iterable[Line]]
+
+
+class Killed(Exception):
+    """In place of the end of the process."""
+
+
+def answer_of(line: Line) -> Answer:
+    """A record that only this line has; now and then one with an error."""
+    is_error = line.number % 5 == 4
+    text = line.data.decode(errors="replace")[::-1]
+    told = {"error": {"message": text}} if is_error else {"text": text}
+    record = {"line": line.number, "digest": f"{line.digest:016x}", **told}
+    return Answer(line.key, to_line(record), is_error, 2, 3)
+
+
+class Machine:
+    """Answers lines, and counts how often each was.
+
+    arrange: the order in which they are finished; n_before_kill: answers before it is killed.
+    """
+
+    def __init__(self, arrange: Arrange = iter, n_before_kill: int | None = None) -> None:
+        self.numbers: list[int] = []
+        self._arrange, self._n_before_kill = arrange, n_before_kill
+
+    def answer(self, lines: Iterable[Line], answered: Answered) -> None:
+        for line in self._arrange(lines):
+            if len(self.numbers) == self._n_before_kill:
+                raise Killed
+            self.numbers.append(line.number)
+            answered(answer_of(line))
+
+    @contextmanager
+    def open(self) -> Iterator[Answerer]:
+        yield self.answer
+
+
+def run(
+    source: Path, out: Path, machine: Machine | None = None, order: str = "input", **options: Any
+) -> BatchFigures:
+    figures = BatchFigures()
+    Batch(source, out, order, options).run((machine or Machine()).open, figures)
+    return figures
+
+
+def write_prompts(path: Path, n_lines: int, start: int = 0) -> Path:
+    with open(path, "a") as file:
+        for index in range(start, start + n_lines):
+            file.write(json.dumps({"prompt": f"prompt {index}"}) + "\n")
+    return path

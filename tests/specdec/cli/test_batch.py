@@ -1,0 +1,101 @@
+"""`specdec batch` on the command line: what it shows, how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from command_line import Models, expect_error, save_models, start
+
+from specdec.cli.app import main
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    body = {"model": "gpt-4o", "prompt": "x"}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    path.write_text('{"prompt": "abc"}\n{"prompt": "de", "max_tokens": 2}\n{\n' + json.dumps(line))
+    return path
+
+
+def argv(models: Models, source: Path, *more: str) -> list[str]:
+    out = str(source.with_name("out.jsonl"))
+    return ["batch", str(source), "-m", str(models.target), "--threads", "1", "-o", out, *more]
+
+
+def test_a_batch(models: Models, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv(models, source, "-md", str(models.draft), "-n", "5")) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    notes = err.splitlines()
+    assert notes[0].startswith("specdec: note: lines ask for the model gpt-4o: ")
+    assert notes[1].startswith("specdec: note: 1 lines could not be answered: see `error` in ")
+    assert notes[2].startswith("specdec: 4 lines | 1 errors | 12 tokens | ")
+    assert len(notes) == 3
+    records = [json.loads(line) for line in source.with_name("out.jsonl").read_text().splitlines()]
+    assert [one.get("usage", {}).get("completion_tokens") for one in records] == [5, 2, None, None]
+    assert records[3]["response"]["body"]["usage"]["completion_tokens"] == 5
+
+
+def test_again_there_is_nothing_to_do(
+    models: Models, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv(models, source, "-n", "2", "--quiet")) == 0
+    assert "could not be answered" in capsys.readouterr().err
+    assert main(argv(models, source, "-n", "2", "--json")) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    summary = json.loads(out)
+    assert summary["n_lines"] == summary["n_answered"] == summary["n_before"] == 4
+    assert summary["n_generated_tokens"] == 0
+
+
+def test_other_options_are_refused_by_name(
+    models: Models, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv(models, source, "-n", "2", "--temperature", "1")) == 0
+    capsys.readouterr()
+    changed = argv(models, source, "-n", "2", "--temperature", "0.5")
+    expect_error(capsys, changed, "with other options", "remove")
+    # What does not decide on the text may change.
+    assert main(argv(models, source, "-n", "2", "--temperature", "1", "--spec-type", "none")) == 0
+
+
+def test_mistakes_are_told_before_a_model_is_loaded(
+    models: Models, source: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    expect_error(capsys, argv(models, source, "--order", "x"), "--order is 'x'", "input, finished")
+    expect_error(capsys, argv(models, tmp_path), "Is a directory")
+    expect_error(capsys, argv(models, tmp_path / "none.jsonl"), "none.jsonl: No such file")
+    expect_error(capsys, argv(models, source)[:-2], "output-file")
+    out = tmp_path / "out.jsonl"
+    out.write_text("mine")
+    expect_error(capsys, argv(models, source), "specdec batch did not write it")
+    assert out.read_text() == "mine"
+
+
+def test_ctrl_c_keeps_what_was_answered(models: Models, tmp_path: Path) -> None:
+    source, partial = tmp_path / "in.jsonl", tmp_path / "out.jsonl.partial"
+    source.write_text('{"prompt": "a", "max_tokens": 5}\n' * 3000)
+    process = start(argv(models, source))
+    while not partial.exists() or partial.stat().st_size < 2000:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == b""
+    told = err.decode().splitlines()
+    assert told[-1] == "specdec: interrupted"
+    n_answered = int(told[0].removeprefix("specdec: note: ").split()[0])
+    assert told[0].endswith("of 3000 lines are answered; the same command goes on with the others")
+    assert len(partial.read_bytes().splitlines()) == 1 + n_answered
