@@ -32,6 +32,7 @@ from specdec.decoding.spare_memory import SpareMemory
 from specdec.decoding.stats import PassTime
 from specdec.drafters.base import Drafter
 from specdec.drafters.candidates import CandidateRanker
+from specdec.drafters.grammar import GrammarDrafter, within_grammar
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
@@ -286,9 +287,11 @@ class Session:
             )
         if "ngram" in spec.drafters:
             self._ngram.reset()  # a model's drafter finds by itself what its cache has of the text
-            drafters.append(self._ngram)
+            drafters.append(within_grammar(self._ngram, sampler.grammar))
         if not drafters:
             return NoDrafter()
+        if sampler.grammar is not None and not spec.draws_chains:
+            drafters.append(GrammarDrafter(sampler.grammar.fork(), self.target.max_context))
         return drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)
 
     # --- the end -------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.grammar.state import GrammarState
 from specdec.sampling.gumbel import gumbel_noise
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
@@ -65,6 +66,7 @@ class CandidateRanker:
         sharpness: s of the formula above; 1 without noise leaves the draft's own probabilities.
         noise: the target's, where it samples.
         params: the request, whose top-k, top-p and min-p rule candidates out.
+        grammar: that the text has to keep to, in a state of the ranker's own.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class CandidateRanker:
         sharpness: float = 1.0,
         noise: TargetNoise | None = None,
         params: SamplingParams | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         self.n_tokens = n_tokens
+        self.grammar = grammar
         self._sharpness = sharpness
         self._noise = noise
         self._params = params if params is not None and _has_filters(params) else None
@@ -83,20 +87,39 @@ class CandidateRanker:
     @classmethod
     def for_target(cls, sampler: Sampler, n_tokens: int) -> CandidateRanker:
         """The ranker of a draft whose target chooses with `sampler`."""
+        grammar = None if sampler.grammar is None else sampler.grammar.fork()
         if sampler.is_greedy:
-            return cls(n_tokens, sharpness=SHARPNESS)
+            return cls(n_tokens, sharpness=SHARPNESS, grammar=grammar)
         params = sampler.params
         noise = TargetNoise(sampler.seed, params.temperature, n_tokens)
-        return cls(n_tokens, sharpness=SHARPNESS, noise=noise, params=params)
+        return cls(n_tokens, sharpness=SHARPNESS, noise=noise, params=params, grammar=grammar)
 
     def rank(
-        self, logits: NDArray[np.float32], positions: Sequence[int], width: int
+        self,
+        logits: NDArray[np.float32],
+        positions: Sequence[int],
+        width: int,
+        prefixes: Sequence[Sequence[int]] = (),
     ) -> list[Candidates]:
         """At most `width` candidates for each row of logits [n, vocab].
 
         positions [n]: where in the text the candidates would stand.
+        prefixes [n]: all tokens before them, where there is a grammar.
         """
         scores = logits[:, : self.n_tokens].astype(np.float32)  # a copy: it is changed in place
+        with np.errstate(divide="ignore", invalid="ignore"):  # of rows that nothing may follow
+            self._mask(scores, prefixes)
+            return self._ranked(scores, positions, width)
+
+    def _mask(self, scores: NDArray[np.float32], prefixes: Sequence[Sequence[int]]) -> None:
+        """-inf for what the grammar rules out."""
+        if self.grammar is not None:
+            for row, prefix in zip(scores, prefixes, strict=True):
+                row[~self.grammar.allowed(prefix, len(row))] = -np.inf
+
+    def _ranked(
+        self, scores: NDArray[np.float32], positions: Sequence[int], width: int
+    ) -> list[Candidates]:
         if self._noise is not None:
             self._perturb(scores, positions)
         scores /= np.float32(self._sharpness)

@@ -39,7 +39,7 @@ class Frontier:
         width: int | None = None,
         n_best: int | None = None,
     ) -> None:
-        self._deepest = tree.deepest(max_depth)
+        self.deepest = tree.deepest(max_depth)
         self._width = width
         self._n_best = n_best
         self._best: list[float] = []  # heap of the best nodes' path_log_prob, the worst first
@@ -78,7 +78,7 @@ class Frontier:
 
     def add(self, node: GrownNode) -> None:
         """The node was run: its children are known now."""
-        if node.position >= self._deepest:
+        if node.position >= self.deepest:
             return
         self._look_at(node, node.likeliest(self._width))
 
@@ -108,7 +108,7 @@ class Frontier:
             heapreplace(self._best, node.path_log_prob)
 
     def _await(self, parent: GrownNode, node: GrownNode, siblings: Iterator[GrownNode]) -> None:
-        if node.position < self._deepest:
+        if node.position < self.deepest:
             self._n_seen += 1
             entry = (-node.path_log_prob, self._n_seen, parent, node, siblings)
             heappush(self._waiting, entry)

@@ -34,6 +34,7 @@ class GrownNode:
         path_log_prob: sum of them on the way to the node, counted from where the tree began.
         node_id: the backend's, PREFIX once committed; None until the draft has run the node.
         is_run_ahead: the draft ran it beside a pass of the target.
+        above: its parent, known once it was run; None of a root.
         children: {token: node} of those that were asked for.
     """
 
@@ -41,6 +42,7 @@ class GrownNode:
         "_log_probs",
         "_others",
         "_tokens",
+        "above",
         "children",
         "is_run_ahead",
         "log_prob",
@@ -57,6 +59,7 @@ class GrownNode:
         self.path_log_prob = above + self.log_prob
         self.node_id: int | None = None
         self.is_run_ahead = False
+        self.above: GrownNode | None = None
         self.children: dict[int, GrownNode] = {}
         self._tokens = self._log_probs = _NOTHING
         self._others: tuple[GrownNode, ...] = ()  # children that are not among the candidates
@@ -64,6 +67,14 @@ class GrownNode:
     @property
     def is_run(self) -> bool:
         return self.node_id is not None
+
+    def tokens_below_root(self) -> list[int]:
+        """Of a node that was run: the tokens on the way to it."""
+        tokens, node = [], self
+        while node.above is not None:
+            tokens.append(node.token_id)
+            node = node.above
+        return tokens[::-1]
 
     def offer(self, candidates: Candidates) -> None:
         """What may follow, likeliest first, said once; children that are there stay as they are."""
@@ -178,7 +189,7 @@ class GrownTree:
     def move_to(self, root: GrownNode) -> None:
         """The text goes on at `root`, which is committed now; everything beside it is gone."""
         self.root = root
-        root.node_id = PREFIX
+        root.node_id, root.above = PREFIX, None  # which lets go of what is gone
 
     def best_tree(self, n: int, max_depth: int, width: int) -> DraftTree:
         """The root and its `n` most probable nodes as a proposal."""

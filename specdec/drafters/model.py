@@ -20,6 +20,7 @@ from backends.contract.backend import Backend
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.frontier import Frontier, Level
+from specdec.drafters.grammar import with_forced
 from specdec.drafters.grown_tree import GrownNode, GrownTree
 from specdec.drafters.window import DraftWindow
 from specdec.sampling.sampler import Sampler
@@ -76,13 +77,14 @@ class ModelDrafter(Drafter):
         self._chain = chain
         self._ranker = ranker or CandidateRanker(self._n_tokens)
         self._limits = TreeLimits(0, 0, 1)
+        self._context: Sequence[int] = ()  # up to the tree's root
         self._tree: GrownTree | None = None
         self._n_hidden = 0  # tokens of the context that the window leaves out
         self._n_fresh_runs = 1  # of the last tree that began with nothing
         self._is_hit = False
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
-        self._limits = limits
+        self._limits, self._context = limits, context_ids
         view = self._window.view(context_ids)
         n_hidden = len(context_ids) - len(view)
         if n_hidden != self._n_hidden:
@@ -99,8 +101,7 @@ class ModelDrafter(Drafter):
         tree = self._tree or self._start_tree(context_ids, self._advance(view))
         frontier = Frontier(tree, depth, limits.width, limits.max_nodes)
         while level := self._best_level(tree, frontier):
-            self._run(tree, level, frontier)
-            widths.append(len(level))
+            widths.append(len(self._run(tree, level, frontier)))
         if not is_grown:
             self._n_fresh_runs = len(widths)
         proposal = tree.best_tree(limits.max_nodes, depth, limits.width)
@@ -130,8 +131,7 @@ class ModelDrafter(Drafter):
         for _ in range(_MOST_AHEAD * self._n_fresh_runs):
             if should_stop() or not (level := self._level_ahead(grown, frontier)):
                 return
-            self._run(grown, level, frontier)
-            for _, node in level:
+            for _, node in self._run(grown, level, frontier):
                 node.is_run_ahead = True
 
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
@@ -166,7 +166,9 @@ class ModelDrafter(Drafter):
     # --- trees ---------------------------------------------------------------------------------
 
     def _start_tree(self, context_ids: Sequence[int], row: NDArray[np.float32]) -> GrownTree:
-        (candidates,) = self._ranker.rank(row[None], [len(context_ids)], self._limits.width)
+        (candidates,) = self._ranker.rank(
+            row[None], [len(context_ids)], self._limits.width, [context_ids]
+        )
         self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, candidates)
         return self._tree
 
@@ -193,15 +195,26 @@ class ModelDrafter(Drafter):
         n_free = max(0, self._backend.node_room - n_nodes)
         return frontier.take(min(level_width(n_nodes), n_free), _LEAST_SHARE)
 
-    def _run(self, tree: GrownTree, level: Level, frontier: Frontier) -> None:
-        """Run nodes, whose parents the draft has run before; their candidates are known then."""
-        parents = [_live_id(parent) for parent, _ in level]
-        ids, rows = self._backend.extend([node.token_id for _, node in level], parents)
+    def _run(self, tree: GrownTree, level: Level, frontier: Frontier) -> Level:
+        """Run nodes, whose parents the draft has run before, and what must follow them; their
+        candidates are known then. What was run, parents first."""
+        grammar, prefixes, n_chosen = self._ranker.grammar, [], len(level)
+        if grammar is not None:
+            n_most = min(level_width(self._limits.max_nodes), self._backend.node_room)
+            level = with_forced(level, grammar, self._context, n_most, frontier.deepest)
+            prefixes = [[*self._context, *node.tokens_below_root()] for _, node in level]
+        ids = {id(node): self._backend.next_node_id + i for i, (_, node) in enumerate(level)}
+        parents = [
+            ids[id(parent)] if parent.node_id is None else parent.node_id for parent, _ in level
+        ]
+        _, rows = self._backend.extend([node.token_id for _, node in level], parents)
         places = [node.position + 1 for _, node in level]
-        ranked = self._ranker.rank(rows, places, self._limits.width)
-        for (_, node), node_id, candidates in zip(level, ids, ranked, strict=True):
-            tree.run(node, node_id, candidates)
+        ranked = self._ranker.rank(rows, places, self._limits.width, prefixes)
+        for (_, node), candidates in zip(level, ranked, strict=True):
+            tree.run(node, ids[id(node)], candidates)
+        for _, node in level[:n_chosen]:
             frontier.add(node)
+        return level
 
     def _within_context(self, depth: int, n_committed: int) -> int:
         """Levels of a tree, of whose last one no node is run."""

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.contract.sequence import common_length
 from offload.errors import SpecdecError
 from specdec.grammar.constraint import Constraint
 
@@ -108,7 +109,7 @@ class GrammarState:
     def _move_to(self, prefix_ids: Sequence[int]) -> bool:
         """Whether prompt and text keep to the grammar; then the matcher stands at their end."""
         wanted = list(prefix_ids[self._prompt_length :])
-        n_common = _common_length(self._tokens, wanted)
+        n_common = common_length(self._tokens, wanted)
         n_back = len(self._tokens) - n_common
         if n_back:
             self._matcher.rollback(n_back)
@@ -126,11 +127,3 @@ class GrammarState:
             raise GrammarError(
                 f"{self._constraint.refuse(self._matcher.get_error())}: make it simpler"
             )
-
-
-def _common_length(one: list[int], other: list[int]) -> int:
-    """Tokens with which both begin."""
-    n = min(len(one), len(other))
-    if one[:n] == other[:n]:
-        return n
-    return next(i for i in range(n) if one[i] != other[i])

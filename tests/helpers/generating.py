@@ -14,6 +14,7 @@ from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.controller import Controller, NoDrafter
 from specdec.decoding.recorder import StatsRecorder
 from specdec.drafters.base import Drafter, TreeLimits
+from specdec.grammar.state import GrammarState
 from specdec.policy.costs import PassCost
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.params import SamplingParams
@@ -80,6 +81,7 @@ def make_controller(
     prompt_length: int = 0,
     eos: Sequence[int] = (),
     recorder: StatsRecorder | None = None,
+    grammar: GrammarState | None = None,
     **options: object,
 ) -> Controller:
     spec = spec or SpecConfig(num_draft_tokens=12, draft_depth=6)
@@ -88,6 +90,7 @@ def make_controller(
         n_tokens=target.vocab_size,
         eos_token_ids=eos,
         prompt_length=prompt_length,
+        grammar=grammar,
     )
     return Controller(
         target,

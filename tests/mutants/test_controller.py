@@ -113,8 +113,8 @@ IN_DRAFTER = {
         "if not path:",
     ),
     "ahead: nodes below the wrong parent": (
-        "[_live_id(parent) for parent, _ in level]",
-        "[-1 for parent, _ in level]",
+        "is None else parent.node_id for parent, _ in level",
+        "is None else -1 for parent, _ in level",
     ),
     "ahead: candidates of the neighbour": (
         "ranked = self._ranker.rank(rows, places,",

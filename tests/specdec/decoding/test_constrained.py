@@ -199,3 +199,20 @@ def test_without_drafts_a_pass_brings_one_token(mute: LLM) -> None:
     found = mute.generate(PROMPT, json_schema=PERSON, max_tokens=200)
     assert conforms(json.loads(found.text), PERSON)
     assert found.stats.passes == len(found.token_ids) - 1
+
+
+@pytest.mark.parametrize("spec", ["tree", "n-grams"])
+def test_forced_stretches_come_many_tokens_a_pass(llm: LLM, spec: str) -> None:
+    """The grammar leaves one choice: between two words, in the middle."""
+    schema = {"enum": ["a sentence that is forced: yes, as is all the rest of it", "no"]}
+    found = llm.generate("x", spec=SPECS[spec], json_schema=schema, seed=1, temperature=2.0)
+    n_rounds = -(-len(found.token_ids) // 13)
+    assert found.stats.passes <= n_rounds + 1
+
+
+def test_no_draft_is_run_for_what_is_forced(llm: LLM) -> None:
+    """One run of a level for each round, and that of the prompt."""
+    found = llm.generate("x", regex="a text of which every letter is forced", max_tokens=80)
+    assert found.text == "a text of which every letter is forced"
+    assert found.stats.passes <= 4
+    assert found.stats.draft_runs <= 2 * found.stats.passes

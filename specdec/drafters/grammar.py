@@ -1,0 +1,112 @@
+"""Drafting where the text has to keep to a grammar.
+
+What the grammar forces is known without a model: GrammarDrafter proposes it as it is, and a draft
+model reads it in one run. What other drafters propose is cut down to what may follow. All of them
+look at the grammar alone, never at the target's logits, so any tree stays lossless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from specdec.drafters.base import Drafter, TreeLimits
+from specdec.drafters.frontier import Level
+from specdec.grammar.state import GrammarState
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import ROOT, DraftTree
+
+SOURCE = "grammar"
+
+
+class GrammarDrafter(Drafter):
+    """The tokens that must follow, as a chain of probability 1; nothing where there is a choice.
+
+    The chain may be deeper than the limits say: those of depth are about runs of a draft model, and
+    this one needs none.
+
+    Args:
+        grammar: that the text has to keep to; the drafter's own.
+        max_context: most tokens of prompt and text together.
+    """
+
+    def __init__(self, grammar: GrammarState, max_context: int) -> None:
+        self._grammar, self._max_context = grammar, max_context
+
+    def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+        tree, node = DraftTree(context_ids[-1]), ROOT
+        if limits.max_nodes and limits.max_depth:
+            length = min(limits.max_nodes, self._max_context - len(context_ids))
+            for token in self._grammar.forced(context_ids)[:length]:
+                node = tree.add(node, token, 0.0, SOURCE)
+        return tree
+
+
+def with_forced(
+    level: Level, grammar: GrammarState, context_ids: Sequence[int], n_most: int, deepest: int
+) -> Level:
+    """A level that a draft model is to run, and below each of its nodes what must follow it.
+
+    The model reads a forced stretch together with the node before it, in one run, and goes on
+    behind it.
+
+    Args:
+        level: nodes whose parents were run.
+        context_ids: all tokens up to the tree's root.
+        n_most: nodes that may be run together.
+        deepest: position that no node may come to.
+    """
+    for parent, node in level:
+        node.above = parent
+    found = list(level)
+    for _, node in level:
+        forced = grammar.forced([*context_ids, *node.tokens_below_root()])
+        room = max(0, min(n_most - len(found), deepest - 1 - node.position))
+        for token in forced[:room]:
+            child = node.child(token, 0.0)
+            child.above = node
+            found.append((node, child))
+            node = child
+    return found
+
+
+class WithinGrammar(Drafter):
+    """Another drafter's proposals, less what may not follow and all that hangs below it."""
+
+    def __init__(self, drafter: Drafter, grammar: GrammarState) -> None:
+        self._drafter, self._grammar = drafter, grammar
+
+    def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+        tree = self._drafter.propose(context_ids, limits)
+        kept = {ROOT}
+        for node in range(1, len(tree)):
+            above = tree.parents[node]
+            if above in kept:
+                prefix = [*context_ids, *tree.tokens_on_path(above)]
+                if self._grammar.allows(prefix, tree.token_ids[node]):
+                    kept.add(node)
+        return tree if len(kept) == len(tree) else tree.subset(sorted(kept))
+
+    @property
+    def can_draft_ahead(self) -> bool:
+        return self._drafter.can_draft_ahead
+
+    def draft_ahead(self, tree: DraftTree, should_stop: Callable[[], bool]) -> None:
+        self._drafter.draft_ahead(tree, should_stop)
+
+    def request_cancel(self) -> None:
+        self._drafter.request_cancel()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._drafter.is_ready
+
+    def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
+        self._drafter.observe(acceptance, tree)
+
+    def reset(self) -> None:
+        self._drafter.reset()
+
+
+def within_grammar(drafter: Drafter, grammar: GrammarState | None) -> Drafter:
+    """A drafter that keeps to the grammar, if there is one."""
+    return drafter if grammar is None else WithinGrammar(drafter, grammar.fork())
