@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 from specdec.checks import ConfigError
-from specdec.grammar.constraint import Constraint, llguidance
+from specdec.grammar.constraint import Constraint, in_one_line, llguidance
 from specdec.grammar.state import GrammarState
 
+logger = logging.getLogger(__name__)
 MakeTokenizer = Callable[[tuple[int, ...]], Any]
 """End-of-sequence ids -> llguidance's LLTokenizer of the model's vocabulary."""
 _MOST_KEPT = 16  # grammars; a server's clients often send the same one
@@ -55,4 +57,6 @@ class GrammarCompiler:
         matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise constraint.refuse(matcher.get_error())
+        for warning in matcher.get_grammar_warnings():
+            logger.warning(f"{constraint.kind}: {in_one_line(warning)}")
         return matcher

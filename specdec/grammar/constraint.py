@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,14 +11,13 @@ from typing import Any
 
 from specdec.checks import ConfigError, check_type
 
-logger = logging.getLogger(__name__)
 KINDS = ("json_schema", "json_object", "regex", "grammar")
 """The options of SamplingParams that are one; `json_object` is the schema of any object."""
 _ANY_OBJECT = '{"type": "object"}'
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it. Where any white space may stand between two tokens, nothing is
-forced, and a model that has lost its way writes blanks to the end; a schema that wants it says so:
-"x-guidance": {"whitespace_flexible": true}."""
+forced, and a model that has lost its way writes blanks to the end."""
+_OWN_FORM = "x-guidance"  # a schema's own words on it, instead of ours; {} allows any white space
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Constraint:
 
     def refuse(self, reason: object) -> ConfigError:
         """The error that says in one line why this cannot be kept to."""
-        return ConfigError(f"{self.kind} cannot be kept to: {_in_one_line(str(reason))}")
+        return ConfigError(f"{self.kind} cannot be kept to: {in_one_line(str(reason))}")
 
 
 def schema_text(value: Any) -> str | None:
@@ -64,7 +62,7 @@ def schema_text(value: Any) -> str | None:
         schema = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(schema)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"json_schema is no JSON: {_in_one_line(str(error))}") from error
+        raise ConfigError(f"json_schema is no JSON: {in_one_line(str(error))}") from error
     if not isinstance(schema, Mapping):
         raise ConfigError(f"json_schema is {text[:40]}, must be an object")
     return text
@@ -92,13 +90,12 @@ def _grammar(constraint: Constraint) -> str:
         raise constraint.refuse(error) from error
     if is_wrong:
         raise constraint.refuse(messages[0])
-    for message in messages:
-        logger.warning(f"{constraint.kind}: {_in_one_line(message)}")
     return grammar
 
 
 def _from_schema(text: str) -> str:
-    return str(llguidance().LLMatcher.grammar_from_json_schema(text, defaults=_ONE_LINE))
+    form = {} if _OWN_FORM in json.loads(text) else _ONE_LINE
+    return str(llguidance().LLMatcher.grammar_from_json_schema(text, defaults=form))
 
 
 def _from_regex(text: str) -> str:
@@ -124,7 +121,7 @@ _MAKERS: dict[str, Callable[[str], str]] = {
 }
 
 
-def _in_one_line(message: str) -> str:
+def in_one_line(message: str) -> str:
     """The reason out of a message that may show the place below it."""
     cause = re.findall(r"^error: (.+)$", message, re.MULTILINE)
     lines = cause or [line for line in message.splitlines() if line.strip()] or ["no reason given"]

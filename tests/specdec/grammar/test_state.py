@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,6 +97,23 @@ def test_the_end_is_forced_where_one_token_ends_a_text() -> None:
     two = begin(CONSTRAINTS[0], (eos, eos + 1))
     assert two.forced([*PROMPT, *whole]) == []
     assert allowed(two, whole) == [eos, eos + 1]
+
+
+def keeps(schema: dict[str, Any], text: str) -> bool:
+    state = begin(Constraint("json_schema", json.dumps(schema)))
+    return bool(set(allowed(state, words().encode(text))) & set(words().eos_token_ids))
+
+
+def test_json_is_written_as_json_dumps_does_unless_the_schema_says_otherwise() -> None:
+    schema = {"type": "object", "additionalProperties": {"type": "array"}}
+    value = {"a": [1, 2], "b": []}
+    loose = '{ "a":[1,\n 2]\n, "b" : [] }'
+    assert json.loads(loose) == value
+    assert keeps(schema, json.dumps(value))
+    assert not keeps(schema, loose)
+    own = {**schema, "x-guidance": {}}
+    assert keeps(own, json.dumps(value))
+    assert keeps(own, loose)
 
 
 def test_a_fork_goes_its_own_way() -> None:
