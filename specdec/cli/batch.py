@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +47,25 @@ Order = Annotated[
         help="Of the records: the input's, or as they were finished.",
     ),
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="auto|ADDRESS",
+        help="Answer on the machines of a Ray cluster; auto: the one that runs here, or one of "
+        "this machine alone.",
+        show_default=False,
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        min=1,
+        help="With --ray: processes with the models.",
+        show_default="one a machine",
+    ),
+]
 Quiet = Annotated[
     bool, typer.Option("-q", "--quiet", help="No progress and no line of figures on stderr.")
 ]
@@ -61,6 +81,8 @@ def batch(
     order: Order = "input",
     max_tokens: options.MaxTokens = 512,
     enforce: options.Enforce = False,
+    ray: Ray = None,
+    workers: Workers = None,
     quiet: Quiet = False,
     json: options.Json = False,
 ) -> None:
@@ -71,6 +93,12 @@ def batch(
 
     if order not in ORDERS:
         raise options.OptionError(f"--order is {order!r}, must be one of {', '.join(ORDERS)}")
+    if workers is not None and ray is None:
+        raise options.OptionError("--workers is given without --ray: it is about its workers")
+    if enforce and ray is not None:
+        raise options.OptionError(
+            "--enforce limits one process, --ray starts others: leave one out"
+        )
     check_models(load)
     if enforce:
         run_again_enforced(context, load.memory_budget)
@@ -81,7 +109,7 @@ def batch(
     work, figures = Batch(source, output_file, order, decided), BatchFigures()
     try:
         with _progress(figures, is_shown=not quiet) as told:
-            work.run(lambda: _local(load, rules), figures, told)
+            work.run(lambda: _answerer(load, rules, ray, workers), figures, told)
     except (KeyboardInterrupt, SpecdecError):
         if figures.n_answered:
             say(
@@ -94,6 +122,28 @@ def batch(
         write_json(_summary(figures))
     elif not quiet:
         say(_figures_line(figures))
+
+
+def _answerer(
+    load: RunOptions, rules: Rules, ray: str | None, workers: int | None
+) -> AbstractContextManager[Answerer]:
+    """Who answers: this process, or a cluster's."""
+    return _local(load, rules) if ray is None else _on_ray(load, rules, ray, workers)
+
+
+@contextmanager
+def _on_ray(
+    load: RunOptions, rules: Rules, address: str, n_workers: int | None
+) -> Iterator[Answerer]:
+    """Ray prints what became of workers to stdout, which is for results: our notes tell it."""
+    from specdec.batch.ray_cluster import open_cluster
+
+    with (
+        open(os.devnull, "w") as nowhere,
+        redirect_stdout(nowhere),
+        open_cluster(address, n_workers, load, rules) as answer,
+    ):
+        yield answer
 
 
 @contextmanager

@@ -31,14 +31,27 @@ DemoArguments = Annotated[
 ]
 
 
+Machines = Annotated[
+    int | None,
+    typer.Option(
+        "--machines",
+        min=1,
+        help="Say what a batch may expect of so many machines like the planned one.",
+        show_default="one",
+    ),
+]
+
+
 @with_options
 def plan(
     load: Load,
     on: options.OnDevice = None,
+    machines: Machines = None,
     json: options.Json = False,
 ) -> None:
     """Show what goes where in memory, what else was weighed, and the predicted speed."""
     check_models(load)
+    from specdec.planning.machines import Machines as SeveralMachines
     from specdec.planning.other_device import plan_on
     from specdec.planning.plan import plan_run
 
@@ -52,10 +65,11 @@ def plan(
         here = elsewhere.plan
     note_plan(load, here)
     found = elsewhere or here
+    several = None if machines is None else SeveralMachines(machines, here)
     if json:
-        write_json(found.to_dict())
+        write_json({**found.to_dict(), **({"machines": several.to_dict()} if several else {})})
     else:
-        write_text("\n".join(found.lines()) + "\n")
+        write_text("\n".join(found.lines() + (several.lines() if several else [])) + "\n")
 
 
 @with_options

@@ -99,3 +99,15 @@ def test_ctrl_c_keeps_what_was_answered(models: Models, tmp_path: Path) -> None:
     n_answered = int(told[0].removeprefix("specdec: note: ").split()[0])
     assert told[0].endswith("of 3000 lines are answered; the same command goes on with the others")
     assert len(partial.read_bytes().splitlines()) == 1 + n_answered
+
+
+def test_plan_tells_what_several_machines_do(
+    models: Models, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", "-m", str(models.target), "-c", "128", "--machines", "3"]
+    assert main(argv) == 0
+    assert "3 machines like this one, 3 times its lines: " in capsys.readouterr().out
+    assert main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    one = found["predicted_tokens_per_second"]
+    assert found["machines"]["tokens_per_second"] == pytest.approx(3 * one)

@@ -18,6 +18,7 @@ from offload.residency.plan import plan_residency
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
 from specdec.planning.division import Division, Shape
+from specdec.planning.machines import Machines
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Figures, predict
 
@@ -114,3 +115,16 @@ def test_the_smallest_budget_is_accepted_later_in_the_same_process(
     smallest = specdec.plan_run(model, ctx_size=256).smallest_budget_bytes
     with specdec.load(model, ctx_size=256, memory_budget=smallest) as llm:
         assert llm.plan.budget_bytes == smallest
+
+
+def test_several_machines_are_several_times_one() -> None:
+    plan = make_plan(6 * MIB)
+    found = Machines(4, plan)
+    assert found.tokens_per_second == 4 * plan.predicted_tokens_per_second
+    rate = plan.residency.streamed_bytes / plan.pass_seconds(1)
+    assert found.storage_bytes_per_second == 4 * rate
+    first, second = found.lines()
+    assert f"{found.tokens_per_second:.2f} tokens/s together" in first
+    assert "a single text is no faster" in first
+    assert f"a network disk that all of them read would have to give {4 * rate / 1e9:.2f}" in second
+    assert len(Machines(4, make_plan(GIB)).lines()) == 1  # nothing is read

@@ -1,0 +1,229 @@
+"""A batch on several machines, by Ray: who has which line in hand, and what becomes of the dead.
+
+Actors that are handed single lines, and not Ray Data's `map_batches`: that returns a batch at a
+time, so that passes have fewer and fewer rows towards the end of each batch, and a worker that is
+killed takes finished answers along. Here an answer is kept as soon as it is there, by the same
+journal as on one machine; the lines that a dead worker had in hand go to the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from offload.units import MIB
+from specdec import __version__
+from specdec.batch.answering import Answer, Answered
+from specdec.batch.lines import BatchError, Line
+from specdec.batch.ray_worker import Ended, Failed, Wanted, Worker
+from specdec.batch.request import Rules
+from specdec.batch.run import Answerer
+from specdec.planning.run_options import RunOptions
+
+AUTO = "auto"
+MOST_DEATHS = 3
+"""Of one worker, without an answer between them: then it is not started again."""
+_OBJECT_STORE_BYTES = 80 * MIB
+"""About Ray's least. Lines and records are small; by default it takes a third of the memory."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Place:
+    """Where one worker is, and what it has in hand."""
+
+    node_id: str
+    machine: str
+    n_cpus: int
+    actor: Any = None
+    in_hand: dict[int, Line] = field(default_factory=dict)
+    n_deaths: int = 0
+    """Since its last answer."""
+
+
+@contextmanager
+def open_cluster(
+    address: str, n_workers: int | None, load: RunOptions, rules: Rules
+) -> Iterator[Answerer]:
+    """Workers on the machines of a Ray cluster.
+
+    Args:
+        address: of the cluster; AUTO: the one that runs on this machine, else one of this machine
+            alone, for the time being.
+        n_workers: one on each machine if None; more of them share the machines.
+
+    Raises BatchError where there is no Ray, or no cluster.
+    """
+    ray = _import_ray()
+    draft = None if load.draft_model is None else _absolute(load.draft_model)
+    load = replace(load, model=_absolute(load.model), draft_model=draft)
+    _connect(ray, address)
+    cluster = Cluster(ray, load, rules)
+    try:
+        cluster.places = _places(ray, n_workers)
+        yield cluster.answer
+    finally:
+        cluster.close()
+        ray.shutdown()
+
+
+class Cluster:
+    """Hands lines to workers as they ask for them, and takes their answers."""
+
+    def __init__(self, ray: Any, load: RunOptions, rules: Rules) -> None:
+        self._ray, self._worker = ray, ray.remote(Worker)
+        self._arguments = (load, rules, __version__)
+        self.places: list[Place] = []
+        self._asked: dict[Any, Place] = {}
+        """Calls that have not returned yet."""
+        self._idle: list[Place] = []
+        self._given_back: deque[Line] = deque()
+
+    def answer(self, lines: Iterator[Line], answered: Answered) -> None:
+        """See `Answerer`."""
+        for place in self.places:
+            self._start(place)
+        is_at_end = False
+        while not is_at_end or self._given_back or any(place.in_hand for place in self.places):
+            place, said = self._next_said()
+            if isinstance(said, Answer):
+                place.n_deaths = 0
+                del place.in_hand[said.key.number]
+                answered(said)
+                self._ask(place, place.actor.go_on)
+            elif isinstance(said, Wanted):
+                line = self._given_back.popleft() if self._given_back else next(lines, None)
+                is_at_end = is_at_end or line is None
+                if line is not None:
+                    place.in_hand[line.number] = line
+                self._ask(place, place.actor.give, line)
+            elif isinstance(said, Ended):
+                self._idle.append(place)
+                self._wake()
+            elif isinstance(said, Failed):
+                raise BatchError(f"on {place.machine}: {said.message}")
+
+    def _next_said(self) -> tuple[Place, object]:
+        """By the first worker that says something; None by one that is dead."""
+        (ready, *_), _ = self._ray.wait(list(self._asked), num_returns=1)
+        place = self._asked.pop(ready)
+        try:
+            return place, self._ray.get(ready)
+        except self._ray.exceptions.RayActorError as error:
+            self._bury(place, str(error))
+            return place, None
+
+    def _bury(self, place: Place, reason: str) -> None:
+        """Its lines go to whoever asks next; another worker takes its place."""
+        lost = list(place.in_hand.values())
+        self._given_back.extendleft(reversed(lost))
+        place.in_hand = {}
+        place.n_deaths += 1
+        told = f"a worker on {place.machine} ended ({_first_line(reason)})"
+        if place.n_deaths < MOST_DEATHS:
+            logger.warning("%s: its %d lines are given out again", told, len(lost))
+            self._start(place)
+        else:
+            self._kill(place)
+            self.places.remove(place)
+            if not self.places:
+                numbers = ", ".join(str(line.number) for line in lost[:5])
+                raise BatchError(
+                    f"{told}, {MOST_DEATHS} times without an answer between them, and no other is "
+                    f"left: give it more memory, or look at lines {numbers or 'yet to be read'}"
+                )
+            logger.warning("%s %d times: it is not started again", told, MOST_DEATHS)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Workers that found the input at its end take what came back since."""
+        if self._given_back:
+            for place in self._idle:
+                self._ask(place, place.actor.start)
+            self._idle = []
+
+    def _start(self, place: Place) -> None:
+        """A process that opens the models; elsewhere (soft) where its machine is gone."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self._kill(place)
+        where = NodeAffinitySchedulingStrategy(place.node_id, soft=True)
+        options = {"num_cpus": place.n_cpus, "scheduling_strategy": where, "max_restarts": 0}
+        place.actor = self._worker.options(**options).remote(*self._arguments)
+        self._ask(place, place.actor.start)
+
+    def _ask(self, place: Place, method: Any, *arguments: object) -> None:
+        self._asked[method.remote(*arguments)] = place
+
+    def _kill(self, place: Place) -> None:
+        if place.actor is not None:
+            with suppress(Exception):  # Ray's many ways to say that it is gone already
+                self._ray.kill(place.actor)
+            place.actor = None
+
+    def close(self) -> None:
+        for place in self.places:
+            self._kill(place)
+
+
+def _import_ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise BatchError("--ray needs Ray: pip install 'specdec[ray]'") from error
+    return ray
+
+
+def _connect(ray: Any, address: str) -> None:
+    quiet = {"logging_level": "ERROR", "log_to_driver": False}
+    try:
+        ray.init(address=address, **quiet)
+    except ConnectionError as error:
+        if address != AUTO:
+            raise BatchError(
+                f"no Ray cluster answers at {address}: start one with `ray start --head`, or use "
+                "--ray auto"
+            ) from error
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            **quiet,
+        )
+
+
+def _places(ray: Any, n_workers: int | None) -> list[Place]:
+    """One for each worker, machine after machine; those of one machine share its processors."""
+    nodes = [one for one in ray.nodes() if one["Alive"] and one["Resources"].get("CPU", 0) >= 1]
+    if not nodes:
+        raise BatchError("the Ray cluster has no machine with a processor: see `ray status`")
+    n_workers = n_workers or len(nodes)
+    n_on_each = math.ceil(n_workers / len(nodes))
+    chosen = (nodes[index % len(nodes)] for index in range(n_workers))
+    return [
+        Place(
+            one["NodeID"],
+            one["NodeManagerHostname"],
+            max(1, int(one["Resources"]["CPU"]) // n_on_each),
+        )
+        for one in chosen
+    ]
+
+
+def _absolute(model: str | Path) -> str | Path:
+    """A path that means the same to a worker, which has another working directory; names stay."""
+    return Path(model).absolute() if Path(model).exists() else model
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "no reason is known")

@@ -1,0 +1,170 @@
+"""A batch on a local Ray of two workers: the same file, also when workers are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from command_line import start
+from tiny_pair import save_model
+
+from specdec.batch.lines import Line
+from specdec.batch.ray_worker import Ended, Failed, Wanted, Worker
+from specdec.batch.request import Rules
+from specdec.cli.app import main
+from specdec.planning.run_options import RunOptions
+
+VERSION = __import__("specdec").__version__
+RULES = Rules("m", {"max_tokens": 3})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), seed=1)
+
+
+# --- a worker, without Ray --------------------------------------------------------------------
+
+
+def test_a_worker_asks_for_lines_and_says_answers(model: Path) -> None:
+    worker = Worker(RunOptions(model, ctx_size=64, threads=1), RULES, VERSION)
+    for _ in range(2):  # once more with the same models
+        lines = [Line(number, 7, b'{"prompt": "abc"}', 17) for number in (1, 2, 3)]
+        said, found = worker.start(), []
+        while said != Ended():
+            if said == Wanted():
+                said = worker.give(lines.pop(0) if lines else None)
+            else:
+                found.append(said.key.number)  # type: ignore[attr-defined]
+                said = worker.go_on()
+        assert sorted(found) == [1, 2, 3]
+    worker._llm.close()  # type: ignore[union-attr]
+
+
+def test_a_worker_that_cannot_answer_says_why(model: Path) -> None:
+    little = RunOptions(model, memory_budget="70MiB")
+    assert "70" in Worker(little, RULES, VERSION).start().message  # type: ignore[attr-defined]
+    other = Worker(RunOptions(model), RULES, "0.0.1").start()
+    assert isinstance(other, Failed)
+    assert "was begun by 0.0.1: install the same version" in other.message
+
+
+# --- options ----------------------------------------------------------------------------------
+
+
+def test_what_does_not_go_together(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["batch", "in.jsonl", "-m", str(model), "-o", "out.jsonl"]
+    assert main([*argv, "--workers", "2"]) == 2
+    assert "--workers is given without --ray" in capsys.readouterr().err
+    assert main([*argv, "--ray", "auto", "--enforce"]) == 2
+    assert "leave one out" in capsys.readouterr().err
+
+
+def test_ray_that_is_not_installed_is_told(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    out = str(tmp_path / "out.jsonl")
+    assert main(["batch", str(source), "-m", str(model), "-o", out, "--ray", "auto"]) == 2
+    error = capsys.readouterr().err
+    assert error == "specdec: error: --ray needs Ray: pip install 'specdec[ray]'\n"
+    assert list(tmp_path.iterdir()) == [source]
+
+
+# --- a cluster --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    pytest.importorskip("ray")
+    path = tmp_path / "in.jsonl"
+    with open(path, "w") as file:
+        for index in range(60):
+            line = {"prompt": f"prompt {index}", "max_tokens": 20 + index % 40, "temperature": 1.0}
+            file.write(json.dumps(line) + "\n" if index % 30 != 7 else "{\n")
+    return path
+
+
+def argv(source: Path, model: Path, out: str, *more: str) -> list[str]:
+    common = ["-m", str(model), "--threads", "1", "-c", "128", "--memory-budget", "1GiB"]
+    return ["batch", str(source), "-o", str(source.with_name(out)), *common, *more]
+
+
+@contextmanager
+def on_ray(source: Path, model: Path, out: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`specdec batch` on two workers, with all that it started gone at the end."""
+    process = start(argv(source, model, out, "--ray", "auto", "--workers", "2"))
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            started = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            for one in started:
+                one.kill()
+
+
+def workers_of(process: subprocess.Popen[bytes]) -> list[int]:
+    found = []
+    for one in psutil.Process(process.pid).children(recursive=True):
+        try:
+            if " ".join(one.cmdline()).startswith("ray::Worker"):
+                found.append(one.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def n_records(path: Path) -> int:
+    return path.read_bytes().count(b"\n") - 1 if path.exists() else 0
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # Ray and several processes that import torch
+def test_a_worker_that_is_killed_loses_nothing(source: Path, model: Path) -> None:
+    _, err = start(argv(source, model, "alone.jsonl")).communicate(timeout=200)
+    expected = source.with_name("alone.jsonl").read_bytes()
+    partial = source.with_name("out.jsonl.partial")
+    with on_ray(source, model, "out.jsonl") as process:
+        while n_records(partial) < 6:
+            assert process.poll() is None, process.communicate()[1].decode()
+            time.sleep(0.02)
+        killed = workers_of(process)[0]
+        os.kill(killed, signal.SIGKILL)
+        out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err.decode()
+    assert out == b""
+    first, *others = err.decode().splitlines()
+    assert first.startswith("specdec: note: a worker on ")
+    assert first.endswith("lines are given out again")
+    assert len(others) == 2  # lines with errors, figures
+    assert source.with_name("out.jsonl").read_bytes() == expected
+    assert not partial.exists()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_workers_that_end_again_and_again_end_the_batch(source: Path, model: Path) -> None:
+    with on_ray(source, model, "out.jsonl") as process:
+        while process.poll() is None:
+            for worker in workers_of(process):
+                os.kill(worker, signal.SIGKILL)
+            time.sleep(0.05)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 2, err.decode()
+    assert out == b""
+    last = err.decode().splitlines()[-1]
+    assert last.startswith("specdec: error: a worker on ")
+    assert "3 times without an answer between them, and no other is left" in last
