@@ -118,7 +118,7 @@ class Session:
             self.plan, self.options = planned.plan, planned.options
             self.tokenizer = planned.target.tokenizer
             self.eos_token_ids = planned.target.eos_token_ids
-            self._grammars = GrammarCompiler(self.tokenizer.grammar_tokenizer)
+            self._grammars = GrammarCompiler(self._grammar_tokenizer)
             self.model_context = planned.target.source.max_context
             self._prompt_cache: PromptCache | None = None
             if self.options.prompt_cache_file is not None:
@@ -170,6 +170,14 @@ class Session:
             return None
         end_ids = params.resolve_eos(self.eos_token_ids)
         return self._grammars.begin(params.constraint, prompt_length, end_ids)
+
+    def _grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
+        """Of a large vocabulary it takes some 100 MB of the headroom: what was lent goes back."""
+        with self._beginning:
+            running = self._running
+            if running is None or not running.is_computing_elsewhere:
+                self.spare.give_back()
+        return self.tokenizer.grammar_tokenizer(end_ids)
 
     def forget_prompt(self) -> None:
         """Empty the KV caches: the next prompt is computed from its first token on."""

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 MakeTokenizer = Callable[[tuple[int, ...]], Any]
 """End-of-sequence ids -> llguidance's LLTokenizer of the model's vocabulary."""
 _MOST_KEPT = 16  # grammars; a server's clients often send the same one
+_MOST_LEXER_STATES = 50_000  # of 1 to 2 KB; common grammars have some hundreds
 
 
 class GrammarCompiler:
@@ -53,7 +54,10 @@ class GrammarCompiler:
             raise constraint.refuse(
                 f"llguidance cannot use the model's tokenizer: {error}"
             ) from error
-        limits = library.LLParserLimits(verbose_errors=False)  # errors without the user's text
+        limits = library.LLParserLimits(
+            max_lexer_states=_MOST_LEXER_STATES,
+            verbose_errors=False,  # which would have the text in them
+        )
         matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise constraint.refuse(matcher.get_error())

@@ -18,7 +18,7 @@ from backends.ggml.library import LOG, load_library
 from offload.process.interruptible import uninterrupted
 from specdec.text.chat_format import PLAIN, ChatFormat
 from specdec.text.chat_template import render_chat
-from specdec.text.tokenizer import TokenizerError, encode_conversation
+from specdec.text.tokenizer import TokenizerError, encode_conversation, grammar_slices
 from specdec.text.vocabulary import Vocabulary
 
 
@@ -129,7 +129,7 @@ class GgufTokenizer:
             vocab_ptr=self._vocab,
             tokenize_fptr=tokenize,
             eos_token=list(end_ids),
-            slices=None,
+            slices=grammar_slices(),
         )
 
     def vocabulary(self) -> Vocabulary:

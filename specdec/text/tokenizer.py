@@ -96,6 +96,18 @@ def encode_conversation(
     return list(tokenizer.encode(text, add_special_tokens=template is None))
 
 
+def grammar_slices() -> list[str]:
+    """Of llguidance's tokenizers: the tokens that may stand anywhere in a JSON string.
+
+    They are looked at as one where all of them may follow: that is 15 times faster. Of 150 000
+    tokens such a slice takes 13 MB; the three others that it has by default are for strings of
+    limited lengths.
+    """
+    from llguidance import LLTokenizer
+
+    return LLTokenizer.general_slices()[-1:]
+
+
 class Tokenizer:
     """A transformers tokenizer with the few operations that generation needs."""
 
@@ -158,7 +170,8 @@ class Tokenizer:
         """llguidance's LLTokenizer of this vocabulary. Raises ValueError where it has none."""
         from llguidance.hf import from_tokenizer
 
-        return from_tokenizer(self.hf_tokenizer, eos_token=list(end_ids))
+        ends, slices = list(end_ids), grammar_slices()
+        return from_tokenizer(self.hf_tokenizer, eos_token=ends, slices=slices)
 
 
 def _own_format(template: str | Mapping[str, str]) -> ChatFormat:

@@ -145,3 +145,21 @@ def test_a_pass_takes_a_few_cells_with_flash_attention(
         assert target._context.has_flash_attention
         n_rows = max(target.max_nodes, target._options.n_least_rows)
         assert target.kv_growth_bytes(0) == n_rows * target._kv_bytes_per_token
+
+
+def test_it_is_given_back_before_a_vocabulary_is_made_ready_for_grammars(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes memory, once; the next constrained text takes none."""
+    pytest.importorskip("llguidance")
+    force_streaming(monkeypatch)
+    monkeypatch.setattr(spare_memory, "recent_peak_rss", lambda: -MANY)
+    with specdec.load(save("checkpoint", tmp_path), ctx_size=128) as llm:
+        llm.generate(PROMPT, max_tokens=4)
+        assert llm.target.held_bytes > 0
+        constrained = llm.stream(PROMPT, regex="[ab]{9}", max_tokens=12)
+        assert llm.target.held_bytes == 0
+        assert "".join(chunk.text for chunk in constrained).strip("ab") == ""
+        assert llm.target.held_bytes > 0
+        llm.stream(PROMPT, regex="[ab]{9}")
+        assert llm.target.held_bytes > 0
