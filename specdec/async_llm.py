@@ -88,7 +88,7 @@ class AsyncStream:
         # Of the event loop's thread:
         self._chunks: deque[AsyncChunk] = deque()
         self._changed = asyncio.Event()
-        self._is_over = False
+        self.is_over = False
         self._error: BaseException | None = None
         # Of both:
         self.is_cancelled = False
@@ -99,7 +99,7 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> AsyncChunk:
-        await self._until(lambda: bool(self._chunks) or self._is_over)
+        await self._until(lambda: bool(self._chunks) or self.is_over)
         if self._chunks:
             self._room.release()
             return self._chunks.popleft()
@@ -108,16 +108,21 @@ class AsyncStream:
             raise error
         raise StopAsyncIteration
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a `result`, as yet of no token perhaps."""
+        return self._stream is not None
+
     async def started(self) -> None:
         """Return when the arguments have been found right; raises what is wrong with them."""
-        await self._until(lambda: self._stream is not None or self._is_over)
+        await self._until(lambda: self._stream is not None or self.is_over)
         if self._stream is None and self._error is not None:
             raise self._error
 
     async def ended(self) -> None:
         """Return when no thread works for it any more, after `cancel` or at its end."""
         if self._loop is not None:
-            await self._until(lambda: self._is_over)
+            await self._until(lambda: self.is_over)
 
     @property
     def result(self) -> GenerationResult:
@@ -128,13 +133,13 @@ class AsyncStream:
 
     def cancel(self) -> None:
         """End it soon; of the event loop's thread. Does not wait, `ended` does."""
-        if self.is_cancelled or self._is_over:
+        if self.is_cancelled or self.is_over:
             return
         self.is_cancelled = True
         self._chunks.clear()
         self._room.release()  # its thread may be waiting for the reader
         if self._loop is None:
-            self._is_over = True
+            self.is_over = True
         elif self._stream is not None:  # it waits for the end of a pass, and may not do so here
             threading.Thread(target=self._stream.cancel, daemon=True).start()
 
@@ -150,7 +155,7 @@ class AsyncStream:
         self.cancel()
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
-        if self._loop is None and not self._is_over:
+        if self._loop is None and not self.is_over:
             self._loop = asyncio.get_running_loop()
             threading.Thread(target=self._run, name="specdec-stream", daemon=True).start()
         while not is_so():
@@ -226,4 +231,4 @@ class AsyncStream:
             self._chunks.append(chunk)
 
     def _end(self, error: BaseException | None) -> None:
-        self._error, self._is_over = error, True
+        self._error, self.is_over = error, True

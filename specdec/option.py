@@ -17,6 +17,7 @@ from specdec.checks import ConfigError, check
 # Panels of the help, in their order.
 MODELS, MEMORY, SPECULATION, SAMPLING = "Models", "Memory", "Speculation", "Sampling"
 BEAMS = "Beams and sequences"
+SERVER, LIMITS = "Server", "Limits"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from specdec.cli import batch as cli_batch
 from specdec.cli import check as cli_check
 from specdec.cli import info as cli_info
 from specdec.cli import run as cli_run
+from specdec.cli import serve as cli_serve
 from specdec.cli.errors import run_app
 from specdec.cli.output import write_text
 from specdec.cli.quiet import quiet_libraries
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command("run")(cli_run.run)
 app.command("chat")(cli_run.chat)
 app.command("batch")(cli_batch.batch)
+app.command("serve")(cli_serve.serve)
 app.command("plan")(cli_info.plan)
 app.command("analyze")(cli_analyze.analyze)
 app.command("check")(cli_check.check)

@@ -17,9 +17,19 @@ import typer
 from specdec.cli.options import Debug, OptionError
 from specdec.cli.prompt_input import read_text
 from specdec.config import MAX_DRAFT_TOKENS, parse_spec_type
-from specdec.option import BEAMS, MEMORY, MODELS, SAMPLING, SPECULATION, options_of
+from specdec.option import (
+    BEAMS,
+    LIMITS,
+    MEMORY,
+    MODELS,
+    SAMPLING,
+    SERVER,
+    SPECULATION,
+    options_of,
+)
 from specdec.planning.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
+from specdec.serve.options import ServeOptions
 
 
 def parse_num_draft_tokens(text: str, option: str = "--num-draft-tokens") -> int | None:
@@ -137,6 +147,7 @@ def _names(kind: type[Any], *panels: str, leave_out: tuple[str, ...] = ()) -> tu
 
 
 _CHAT = _names(RunOptions, MODELS, MEMORY, SPECULATION)
+_SERVED = tuple(name for name in _CHAT if name != "prompt_cache_file")
 _CACHED = tuple(name for name in _CHAT if name != "chat_template")
 _OF_GENERATIONS = ("prompt_cache_file", "chat_template")
 TARGET = _names(RunOptions, MODELS, MEMORY, leave_out=("draft_model", *_OF_GENERATIONS))
@@ -151,10 +162,17 @@ CachedLoad = Annotated[RunOptions, Group(RunOptions, _CACHED, _one_run)]
 """The same, with a file for the prompt's KV."""
 ChatLoad = Annotated[RunOptions, Group(RunOptions, _CHAT, _one_run)]
 """The same, with how a conversation becomes a prompt."""
+ServedLoad = Annotated[RunOptions, Group(RunOptions, _SERVED, _one_run)]
+"""The same, without a file for the KV of one prompt."""
 LoadEachDraft = Annotated[list[RunOptions], Group(RunOptions, LOAD, _run_for_each_draft)]
 """One for each draft model that is named, or one without."""
 Roofline = Annotated[RunOptions, Group(RunOptions, _ROOFLINE, _one_run)]
 """What the arithmetic of a pass depends on."""
+Serving = Annotated[
+    ServeOptions,
+    Group(ServeOptions, _names(ServeOptions, SERVER, LIMITS), lambda v: ServeOptions(**_given(v))),
+]
+"""Where a server listens, who may use it, and its limits."""
 Sampling = Annotated[
     dict[str, Any],
     Group(SamplingParams, _names(SamplingParams, SAMPLING), _given_sampling),

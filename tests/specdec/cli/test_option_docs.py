@@ -11,6 +11,7 @@ import pytest
 from specdec.option import SAMPLING, Option, options_of
 from specdec.planning.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
+from specdec.serve.options import ServeOptions
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 FIELDS = [
@@ -48,3 +49,14 @@ def test_all_keywords_of_load_are_in_the_table() -> None:
     section = page[page.index("\n## specdec.load") : page.index("\n## LLM.generate")]
     named = {name for cells in rows(section) for name in re.findall("`([a-z_]+)`", cells[0])}
     assert named == {*options_of(RunOptions), "progress"}
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(ServeOptions), ids=lambda field: field.name)
+def test_options_of_the_server_are_in_its_table(field: dataclasses.Field) -> None:
+    page = (DOCS / "server.md").read_text()
+    flag = "`--" + field.name.replace("_", "-") + "`"
+    (cells,) = (cells for cells in rows(page) if flag in re.findall("`[^`]*`", cells[0]))
+    told = field.metadata[Option]
+    shown = told.shown_default
+    if flag != "`--api-key-file`":  # in one row with the key itself
+        assert cells[-1] == (shown if isinstance(shown, str) else str(field.default))

@@ -1,0 +1,67 @@
+"""`specdec serve`: a model for the clients of other programs."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from specdec.cli import options
+from specdec.cli.groups import ServedLoad, Serving, with_options
+from specdec.cli.notes import note_plain_transcript
+from specdec.cli.output import say
+from specdec.cli.run import open_model, run_again_enforced
+from specdec.planning.run_options import RunOptions
+from specdec.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from specdec.api import LLM
+
+
+@with_options
+def serve(
+    context: typer.Context,
+    load: ServedLoad,
+    server: Serving,
+    enforce: options.Enforce = False,
+) -> None:
+    """Serve a model over HTTP, for the clients of OpenAI's interface."""
+    server.key()  # before anything is started
+    if enforce:
+        run_again_enforced(context, load.memory_budget)
+    # First of all: its memory is part of what the plan finds in use.
+    run = _import_server()
+    with ExitStack() as stack:
+
+        def open_it() -> LLM:
+            llm = stack.enter_context(open_model(load, load))
+            note_plain_transcript(llm)
+            return llm
+
+        is_debug = "--debug" in context.obj.argv
+        number = run(server, _name(server, load), open_it, say, is_debug=is_debug).run()
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+def _import_server() -> type:
+    try:
+        from specdec.serve.run import Serving as Run
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] in ("specdec", "offload", "backends"):
+            raise
+        raise options.OptionError(
+            f"specdec serve needs {error.name}: pip install 'specdec[serve]'"
+        ) from error
+    return Run
+
+
+def _name(server: ServeOptions, load: RunOptions) -> str:
+    """What clients call the model; never a path of this machine."""
+    if server.alias is not None:
+        return server.alias
+    model = str(load.model)
+    return Path(model).resolve().name if Path(model).exists() else model

@@ -1,0 +1,172 @@
+"""What a request has to pass before it is looked at: host, key, size, and time to arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from offload.units import format_bytes
+from specdec.serve.errors import ApiError, bad_request
+from specdec.serve.options import ServeOptions
+
+OPEN_PATH = "/health"
+"""The one that needs no key: what watches a server has none."""
+MAX_HEAD_BYTES = 32 << 10
+_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+class Guard:
+    """ASGI middleware.
+
+    A body is read whole, within its limits, before the application sees the request. Without a key
+    only this machine's programs may ask, and of those no page of another site that a browser shows:
+    the Host header must name this machine (DNS rebinding), and a JSON body needs its content type,
+    which browsers send to other sites only where these allow it (no CORS here).
+
+    told: called with (path of the route or "other", status, seconds) at the end of each request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        options: ServeOptions,
+        key: str | None,
+        paths: frozenset[str],
+        told: Callable[[str, int, float], None],
+        is_debug: bool = False,
+    ) -> None:
+        self._app, self._options, self._paths, self._told = app, options, paths, told
+        self._digest = None if key is None else _digest(key.encode("ascii"))
+        self._is_debug = is_debug
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin, status = time.monotonic(), 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            self._check_head(scope)
+            body = await self._read(scope, receive)
+            await self._app(scope, _replayed(body, receive), noted)
+        except ApiError as error:
+            error.headers.setdefault("Connection", "close")  # what is unread is not read
+            await error.response()(scope, receive, noted)
+        except Exception as error:
+            self._report(error)
+            if status:
+                raise _Ended from None  # cut off: the client must not take it for whole
+            told = ApiError(500, "an error inside the server; its log says where")
+            await told.response()(scope, receive, noted)
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._told(path, status, time.monotonic() - begin)
+
+    def _check_head(self, scope: Scope) -> None:
+        headers = scope["headers"]
+        if len(headers) > self._options.max_headers:
+            raise ApiError(431, f"the request has more than {self._options.max_headers} headers")
+        if sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES:
+            raise ApiError(431, f"the headers are longer than {format_bytes(MAX_HEAD_BYTES)}")
+        if scope["path"] == OPEN_PATH:
+            return
+        if self._digest is not None:
+            self._check_key([value for name, value in headers if name == b"authorization"])
+        elif self._options.is_local:
+            hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
+            if len(hosts) != 1 or not self._is_this_machine(hosts[0]):
+                raise ApiError(
+                    403,
+                    "without an API key this server answers programs of its own machine only: "
+                    "name it localhost, or set a key",
+                )
+
+    def _check_key(self, given: list[bytes]) -> None:
+        kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+        is_right = hmac.compare_digest(_digest(key.strip()), self._digest or b"")
+        if not (is_right and kind.lower() == b"bearer"):
+            raise ApiError(
+                401,
+                "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _is_this_machine(self, host: str) -> bool:
+        name, colon, port = host.rpartition(":")
+        name = name if colon and port.isdigit() else host
+        return name.lower() in {*_LOCAL_NAMES, self._options.host}
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        limit = self._options.max_body_bytes
+        lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+        if lengths and lengths[0].isdigit() and int(lengths[0][:20]) > limit:
+            raise self._too_large()
+        try:
+            return await asyncio.wait_for(self._collect(receive), self._options.read_timeout)
+        except asyncio.TimeoutError:
+            raise ApiError(
+                408, f"the request did not arrive within {self._options.read_timeout:g} s"
+            ) from None
+
+    async def _collect(self, receive: Receive) -> bytes:
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise bad_request("the client went away")
+            body += message.get("body", b"")
+            if len(body) > self._options.max_body_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return bytes(body)
+
+    def _too_large(self) -> ApiError:
+        limit = format_bytes(self._options.max_body_bytes)
+        return ApiError(413, f"the request is longer than {limit}, the most that is taken here")
+
+    def _report(self, error: Exception) -> None:
+        """Where an error happened; its text may hold what a client wrote, and is shown only to
+        those who ask for it."""
+        if self._is_debug:
+            traceback.print_exception(type(error), error, error.__traceback__)
+            return
+        last = traceback.extract_tb(error.__traceback__)[-1:]
+        where = "".join(f" at {one.name}, line {one.lineno}" for one in last)
+        print(f"specdec: error: {type(error).__name__}{where} (--debug)", file=sys.stderr)
+
+
+class _Ended(Exception):
+    """An answer was cut off."""
+
+
+def _digest(key: bytes) -> bytes:
+    """Of one length, so that comparing takes as long for every key."""
+    return hashlib.sha256(key).digest()
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """`receive` of a request whose body was read already."""
+    is_told = False
+
+    async def replay() -> Message:
+        nonlocal is_told
+        if is_told:
+            return await receive()
+        is_told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay

@@ -1,0 +1,271 @@
+"""From a request to what the LLM is asked: token ids, sampling, and how the answer is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.api import LLM
+from specdec.sampling.params import SEED_LIMIT, SamplingParams
+from specdec.serve.errors import bad_request
+from specdec.serve.options import ServeOptions
+from specdec.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    NamedTool,
+    OtherPart,
+    SchemaFormat,
+    Tool,
+)
+from specdec.serve.schema import Sampling as SamplingFields
+from specdec.text.prompts import check_room, encode_prompt
+
+_DEFAULT_TEMPERATURE = 1.0  # OpenAI's
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
+_SAME_NAME = (
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the LLM is asked.
+
+    n_copies: of each text, in the answer: greedy decoding has one text, however many are wanted.
+    tools: names that the answer may call; most_calls: None is any number.
+    """
+
+    prompts: tuple[list[int], ...]
+    params: SamplingParams
+    n_copies: int = 1
+    tools: tuple[str, ...] = ()
+    most_calls: int | None = None
+    echoed: tuple[str, ...] = ()
+    """Texts of the prompts, where the answer repeats them."""
+
+    @property
+    def n_choices(self) -> int:
+        return len(self.prompts) * self.n_per_prompt
+
+    @property
+    def n_per_prompt(self) -> int:
+        return self.params.n * self.n_copies
+
+
+def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
+    """Raises ApiError, SpecdecError."""
+    tools = _offered(body)
+    form = llm.tokenizer.chat_format
+    wanted = body.max_completion_tokens or body.max_tokens
+    params = _params(body, wanted, limits, extra_stops=form.stop)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    if body.logprobs:
+        params = params.replace(logprobs=body.top_logprobs or True)
+    params = params.replace(**_constraint(body, tools))
+    messages = [_plain(message, i) for i, message in enumerate(body.messages)]
+    ids = llm.tokenizer.encode_chat(
+        messages, [tool.model_dump(exclude_none=True) for tool in tools]
+    )
+    _check_room([ids], llm)
+    return _job(
+        body,
+        [list(ids)],
+        params,
+        limits,
+        tools=tuple(tool.function.name for tool in tools),
+        most_calls=1 if body.parallel_tool_calls is False else None,
+    )
+
+
+def completion_job(body: CompletionRequest, llm: LLM, limits: ServeOptions) -> Job:
+    """Raises ApiError, SpecdecError."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise bad_request("best_of is not supported, unless it equals n: leave it out", "best_of")
+    params = _params(body, body.max_tokens or _DEFAULT_COMPLETION_TOKENS, limits)
+    if body.logprobs is not None:
+        params = params.replace(logprobs=body.logprobs or True)
+    prompts: Sequence[Any] = [body.prompt] if _is_one(body.prompt) else body.prompt
+    _check_choices(len(prompts) * (body.n or 1), limits)
+    ids = [encode_prompt(prompt, llm.tokenizer) for prompt in prompts]
+    _check_room(ids, llm)
+    echoed: tuple[str, ...] = ()
+    if body.echo:
+        if body.logprobs is not None:
+            raise bad_request("echo does not go with logprobs: prompts have none here", "echo")
+        echoed = tuple(
+            prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)
+            for prompt in prompts
+        )
+    return _job(body, ids, params, limits, echoed=echoed)
+
+
+def _is_one(prompt: Any) -> bool:
+    return isinstance(prompt, str) or isinstance(prompt[0], int)
+
+
+def _check_room(prompts: Sequence[Sequence[int]], llm: LLM) -> None:
+    for ids in prompts:
+        if len(ids) >= llm.max_context:
+            try:
+                check_room(len(ids), llm.max_context, llm.session.model_context)
+            except Exception as error:
+                raise bad_request(str(error), code="context_length_exceeded") from error
+
+
+def _job(
+    body: SamplingFields,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    limits: ServeOptions,
+    **more: Any,
+) -> Job:
+    n = body.n or 1
+    _check_choices(len(prompts) * n, limits)
+    if params.is_greedy:
+        return Job(tuple(prompts), params, n_copies=n, **more)
+    return Job(tuple(prompts), params.replace(n=n), **more)
+
+
+def _check_choices(n_choices: int, limits: ServeOptions) -> None:
+    if n_choices > limits.max_choices:
+        raise bad_request(
+            f"the request asks for {n_choices} texts, this server gives at most "
+            f"{limits.max_choices}: lower n, or send several requests",
+            "n",
+        )
+
+
+def _params(
+    body: SamplingFields,
+    max_tokens: int | None,
+    limits: ServeOptions,
+    extra_stops: Sequence[str] = (),
+) -> SamplingParams:
+    if max_tokens is not None and max_tokens > limits.max_output_tokens:
+        raise bad_request(
+            f"max_tokens is {max_tokens}, this server gives at most {limits.max_output_tokens}",
+            "max_tokens",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream: true", "stream_options")
+    values = {name: getattr(body, name) for name in _SAME_NAME if getattr(body, name) is not None}
+    temperature = _DEFAULT_TEMPERATURE if body.temperature is None else body.temperature
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return SamplingParams(
+        **values,
+        temperature=temperature,
+        top_k=max(body.top_k or 0, 0),  # -1 is vLLM's way to say none
+        max_tokens=limits.max_output_tokens if max_tokens is None else max_tokens,
+        stop=(*stops, *extra_stops),
+        seed=None if body.seed is None else body.seed % SEED_LIMIT,
+        logit_bias=tuple((int(key), value) for key, value in (body.logit_bias or {}).items()),
+    )
+
+
+def _plain(message: Message, index: int) -> dict[str, Any]:
+    """A message as templates expect it: one text, arguments as objects."""
+    param = f"messages[{index}]"
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": _text(message, param)}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                **({} if call.id is None else {"id": call.id}),
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, param),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _text(message: Message, param: str) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    texts = []
+    for part in message.content:
+        if isinstance(part, OtherPart):
+            raise bad_request(
+                f"a content part of type {part.type} is not supported: this server takes text "
+                "only, and fetches nothing",
+                f"{param}.content",
+            )
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _arguments(text: str, param: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise bad_request(
+            "the arguments of a tool call are no JSON", f"{param}.tool_calls"
+        ) from error
+
+
+# --- tools and constraints ---------------------------------------------------------------------
+
+
+def _offered(body: ChatRequest) -> list[Tool]:
+    """The tools that the model is told of."""
+    tools, choice = body.tools or [], body.tool_choice
+    if not tools and choice not in (None, "none", "auto"):
+        raise bad_request("tool_choice needs tools", "tool_choice")
+    if choice == "none":
+        return []
+    if isinstance(choice, NamedTool):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not tools:
+            raise bad_request(
+                f"tool_choice names {choice.function.name}, which is none of the tools",
+                "tool_choice",
+            )
+    return tools
+
+
+def _constraint(body: ChatRequest, tools: Sequence[Tool]) -> Mapping[str, Any]:
+    """Of the text, in the words of SamplingParams: what response_format or tool_choice ask for."""
+    form = body.response_format
+    is_forced = bool(tools) and body.tool_choice not in (None, "auto")
+    is_plain = form is None or form.type == "text"
+    if is_forced and not is_plain:
+        raise bad_request("response_format does not go with a forced tool call", "response_format")
+    if is_forced:
+        return {"json_schema": _schema_of_calls(tools)}
+    if isinstance(form, SchemaFormat):
+        schema = form.json_schema.schema_
+        return {"json_object": True} if schema is None else {"json_schema": schema}
+    return {} if is_plain else {"json_object": True}
+
+
+def _schema_of_calls(tools: Sequence[Tool]) -> dict[str, Any]:
+    """One call of one of the tools, in the form of Llama 3 that `ToolCallParser` reads."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                "arguments": tool.function.parameters or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}

@@ -1,0 +1,123 @@
+"""Where the server listens, who may use it, and how much of it a client may take."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.units import UnitError, parse_bytes
+from specdec.checks import ConfigError, check_type
+from specdec.opening import open_now
+from specdec.option import LIMITS, SERVER, check_options, option
+
+API_KEY_VARIABLE = "SPECDEC_API_KEY"
+_MAX_KEY_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The server's part of the command line; loading has its own options."""
+
+    host: str = option(
+        "127.0.0.1", "Address to listen at; any but this machine's own needs a key.", SERVER
+    )
+    port: int = option(
+        8080, "Port to listen at; 0 takes a free one.", SERVER, at_least=0, at_most=65535
+    )
+    api_key: str | None = option(
+        None,
+        f"Key that clients have to send; better in {API_KEY_VARIABLE}, since others see arguments.",
+        SERVER,
+        shown_default=f"{API_KEY_VARIABLE}, else none",
+    )
+    api_key_file: Path | None = option(
+        None, "File whose first line is that key.", SERVER, shown_default="none"
+    )
+    alias: str | None = option(
+        None,
+        "Name that clients know the model by.",
+        SERVER,
+        shown_default="the last part of the target's name",
+    )
+    max_body: str = option("1MiB", "Longest request.", LIMITS)
+    max_headers: int = option(100, "Most headers of a request.", LIMITS, at_least=1)
+    max_choices: int = option(
+        8, "Most texts of one request: its prompts times its n.", LIMITS, at_least=1, at_most=1024
+    )
+    max_output_tokens: int = option(
+        16384, "Most tokens that a request may ask for, for each of its texts.", LIMITS, at_least=1
+    )
+    max_queue: int = option(
+        32, "Most requests that run or wait; one more is told to come back.", LIMITS, at_least=1
+    )
+    max_connections: int = option(256, "Most open connections.", LIMITS, at_least=2)
+    request_timeout: float = option(
+        600.0, "Seconds for a request, waiting included.", LIMITS, above=0.0
+    )
+    read_timeout: float = option(20.0, "Seconds for a request to arrive.", LIMITS, above=0.0)
+    write_timeout: float = option(
+        20.0, "Seconds that a client may leave its answer unread.", LIMITS, above=0.0
+    )
+    drain_timeout: float = option(
+        30.0, "Seconds for running requests to end after SIGTERM.", LIMITS, at_least=0.0
+    )
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what makes no sense, alone or together."""
+        for name in ("host", "max_body"):
+            check_type(name, getattr(self, name), str)
+        for name in ("api_key", "alias"):
+            check_type(name, getattr(self, name), str, type(None))
+        check_options(self)
+        if self.max_body_bytes == 0:
+            raise ConfigError("max_body is 0, must be positive: try 1MiB")
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ConfigError("give either api_key or api_key_file, not both")
+
+    @property
+    def max_body_bytes(self) -> int:
+        try:
+            return parse_bytes(self.max_body)
+        except UnitError as error:
+            raise ConfigError(f"max_body: {error}") from error
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only programs of this machine reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def key(self) -> str | None:
+        """The key that clients have to send, from wherever it was given; None without one.
+
+        Raises ConfigError where there must be one, or it cannot be read.
+        """
+        key = self.api_key
+        if self.api_key_file is not None:
+            key = _read_key(self.api_key_file)
+        elif key is None:
+            key = os.environ.get(API_KEY_VARIABLE) or None
+        if key is not None and (not key.isascii() or not key.isprintable() or not key.strip()):
+            raise ConfigError("the API key must be of printable ASCII characters, at least one")
+        if key is None and not self.is_local:
+            raise ConfigError(
+                f"host is {self.host}, which others reach: clients need a key there; set "
+                f"{API_KEY_VARIABLE} or --api-key-file, or listen at 127.0.0.1"
+            )
+        return key
+
+
+def _read_key(path: Path) -> str:
+    try:
+        with open_now(path) as file:
+            raw = file.read(_MAX_KEY_BYTES)
+    except OSError as error:
+        raise ConfigError(f"cannot read api_key_file: {error.strerror or error}") from error
+    lines = raw.decode("ascii", errors="replace").splitlines()
+    return lines[0].strip() if lines else ""

@@ -1,0 +1,166 @@
+"""What a request may hold: OpenAI's fields, and a few more that its clients send as extra_body.
+
+A field that is unknown, or asks for what is not done, is refused: nothing is left out in silence.
+Limits that are the server's own are checked where a request is made into a job.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_STOPS, MAX_STOP_CHARACTERS, MAX_BIASES, MAX_TOOLS = 16, 256, 1024, 128
+MAX_TOP_LOGPROBS = 20
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against eavesdroppers: there is none here
+
+
+class Sampling(Strict):
+    """What chat and plain completions have in common."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    seed: int | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[
+                Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
+                Annotated[float, Field(ge=-100, le=100)],
+            ],
+            Field(max_length=MAX_BIASES),
+        ]
+        | None
+    ) = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Not OpenAI's; vLLM and llama.cpp have them.
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    ignore_eos: bool | None = None
+    # Without effect here, and without harm.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    store: Literal[False] | None = None  # nothing is stored
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class OtherPart(BaseModel):
+    """A picture, a sound, a file: named so that the refusal can say which."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    type: Literal["image_url", "input_audio", "file", "video_url", "audio_url", "refusal"]
+
+
+class CalledFunction(Strict):
+    name: Name
+    arguments: str
+
+
+class MessageToolCall(Strict):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart | OtherPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    # What an answer of OpenAI's carries, when a client sends it back.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class Function(Strict):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    name: Name
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Strict):
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class PlainFormat(Strict):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class ChatRequest(Sampling):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    response_format: PlainFormat | SchemaFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class CompletionRequest(Sampling):
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None

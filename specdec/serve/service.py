@@ -1,0 +1,241 @@
+"""The service behind the routes: one LLM, whom it lets in, and what it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from offload.errors import SpecdecError
+from specdec.api import LLM, ModelClosed
+from specdec.async_llm import AsyncChunk, AsyncLLM, AsyncStream
+from specdec.checks import ConfigError
+from specdec.decoding.sequences import GenerationResult
+from specdec.serve.answers import Answer
+from specdec.serve.errors import ApiError, JsonResponse, bad_request, draining, loading
+from specdec.serve.events import DONE, PING, ClientGone, EventStream, event, unless_gone
+from specdec.serve.gate import READY, Gate, Visit
+from specdec.serve.jobs import Job
+from specdec.serve.metrics import Metrics
+from specdec.serve.options import ServeOptions
+from specdec.text.prompts import PromptError
+from specdec.text.tokenizer import TokenizerError
+
+_CLIENTS_FAULT = (ConfigError, PromptError, TokenizerError)
+_CLIENT_CLOSED = 499  # nginx's; nobody reads it
+_PING_SECONDS = 15.0
+"""Without a token for so long, a stream says that it is alive: proxies cut what is silent."""
+
+
+class Service:
+    """One LLM for the clients of one server; of the event loop's thread.
+
+    log: takes a line about what went wrong, for whoever runs the server.
+    """
+
+    def __init__(self, options: ServeOptions, name: str, log: Callable[[str], None]) -> None:
+        self.options, self.name, self._log = options, name, log
+        self.gate = Gate(options.max_queue)
+        self.metrics = Metrics(self.gate)
+        self.created = int(time.time())
+        self._llm: AsyncLLM | None = None
+        self._streams: set[AsyncStream] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
+        # Long prompts take their time, beside which others are served. One after the other: a
+        # tokenizer need not bear two threads.
+        self._encoder = ThreadPoolExecutor(1, "specdec-encode")
+
+    async def in_encoder(self, make_job: Callable[[LLM], Job], llm: LLM) -> Job:
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, make_job, llm)
+
+    def open(self, llm: LLM) -> None:
+        """Let requests in."""
+        self._llm = AsyncLLM(llm)
+        self.gate.state = READY
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """Raises ApiError while it is being loaded."""
+        if self._llm is None:
+            raise loading()
+        return self._llm
+
+    @property
+    def is_loading(self) -> bool:
+        return self._llm is None
+
+    def cancel_all(self) -> None:
+        for stream in list(self._streams):
+            stream.cancel()
+
+    async def answer(
+        self,
+        request: Request,
+        make_job: Callable[[LLM], Job],
+        make_answer: Callable[[Job, LLM], Answer],
+        *,
+        is_streamed: bool,
+        has_usage: bool,
+    ) -> Response:
+        """Run a request; raises ApiError."""
+        run = _Run(self, request, has_usage)
+        try:
+            with self.translated():
+                return await run.answer(self.llm, make_job, make_answer, is_streamed)
+        except ClientGone:
+            run.end()
+            return Response(status_code=_CLIENT_CLOSED)
+        except BaseException:
+            run.end()
+            raise
+
+    def adopt(self, streams: Sequence[AsyncStream]) -> None:
+        self._streams.update(streams)
+
+    def leave(self, visit: Visit, streams: Sequence[AsyncStream]) -> None:
+        """At the end of an answer, whichever: what is not finished is cancelled.
+
+        The visit lasts until no thread works for it any more.
+        """
+        for stream in streams:
+            stream.cancel()
+        if all(stream.is_over for stream in streams):
+            self._count(visit, streams)
+            return
+        task = asyncio.get_running_loop().create_task(self._leave(visit, streams))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _leave(self, visit: Visit, streams: Sequence[AsyncStream]) -> None:
+        for stream in streams:
+            await stream.ended()
+        self._count(visit, streams)
+
+    def _count(self, visit: Visit, streams: Sequence[AsyncStream]) -> None:
+        for stream in streams:
+            self._streams.discard(stream)
+            if stream.has_begun:
+                self.metrics.add_text(stream.result.stats)
+        visit.leave()
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """What goes wrong, as an ApiError; what is the server's fault goes to its log."""
+        try:
+            yield
+        except _CLIENTS_FAULT as error:
+            raise bad_request(str(error)) from error
+        except ModelClosed as error:
+            raise draining() from error
+        except asyncio.TimeoutError as error:
+            limit = self.options.request_timeout
+            raise ApiError(408, f"the request took more than {limit:g} s: ask for less") from error
+        except SpecdecError as error:
+            self._log(f"error: {error}")
+            raise ApiError(500, "the model failed; the server's log says why") from error
+
+
+class _Run:
+    """One request on its way. Raises ApiError where it is not let in."""
+
+    def __init__(self, service: Service, request: Request, has_usage: bool) -> None:
+        self._service, self._request, self._has_usage = service, request, has_usage
+        self._visit = service.gate.enter()
+        self._deadline = time.monotonic() + service.options.request_timeout
+        self._streams: list[AsyncStream] = []
+
+    async def answer(
+        self,
+        llm: AsyncLLM,
+        make_job: Callable[[LLM], Job],
+        make_answer: Callable[[Job, LLM], Answer],
+        is_streamed: bool,
+    ) -> Response:
+        job = await self._service.in_encoder(make_job, llm.llm)
+        answer = make_answer(job, llm.llm)
+        self._streams = [llm.stream(ids, job.params) for ids in job.prompts]
+        self._service.adopt(self._streams)
+        if is_streamed:
+            # What is wrong with the request is told by its status: it is known by then.
+            await unless_gone(self._request.receive, self._streams[0].started(), self._left)
+            return EventStream(self._told(answer, job), self.end)
+        results = await unless_gone(self._request.receive, self._results(), self._left)
+        self.end()
+        return JsonResponse(answer.whole(results))
+
+    def end(self) -> None:
+        """Idempotent."""
+        streams, self._streams = self._streams, []
+        self._service.leave(self._visit, streams)
+
+    @property
+    def _left(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    async def _results(self) -> list[GenerationResult]:
+        return list(await asyncio.gather(*(self._result(stream) for stream in self._streams)))
+
+    async def _result(self, stream: AsyncStream) -> GenerationResult:
+        async for _ in stream:
+            pass
+        if stream.is_cancelled:
+            raise draining()
+        return stream.result
+
+    async def _told(self, answer: Answer, job: Job) -> AsyncIterator[bytes]:
+        """The events, an error as the last one of them."""
+        try:
+            with self._service.translated():
+                async for piece in self._events(answer, job):
+                    yield piece
+        except ApiError as error:
+            yield event(error.body)
+        yield DONE
+
+    async def _events(self, answer: Answer, job: Job) -> AsyncIterator[bytes]:
+        results = []
+        for one in answer.first_events():
+            yield event(one)
+        for index, stream in enumerate(self._streams):
+            base = index * job.n_per_prompt
+            copies = [base + copy * job.params.n for copy in range(job.n_copies)]
+            async for piece in self._events_of(stream, answer, copies):
+                yield piece
+            results.append(stream.result)
+        if self._has_usage:
+            yield event(answer.usage_event(results))
+
+    async def _events_of(
+        self, stream: AsyncStream, answer: Answer, copies: Sequence[int]
+    ) -> AsyncIterator[bytes]:
+        """Of one prompt. copies: the first choice of each of its equal copies."""
+        async for chunk in self._chunks(stream):
+            if chunk is None:
+                yield PING
+                continue
+            for copy in copies:
+                for one in answer.events(chunk, copy + chunk.index):
+                    yield event(one)
+        for copy in copies:
+            for i, output in enumerate(stream.result.outputs):
+                for one in answer.last_events(output, copy + i):
+                    yield event(one)
+
+    async def _chunks(self, stream: AsyncStream) -> AsyncIterator[AsyncChunk | None]:
+        """None now and then, where no chunk comes for long."""
+        while True:
+            try:
+                yield await asyncio.wait_for(stream.__anext__(), min(_PING_SECONDS, self._left))
+            except StopAsyncIteration:
+                break
+            except asyncio.TimeoutError:
+                if not self._left:
+                    raise
+                yield None
+        if stream.is_cancelled:
+            raise draining()

@@ -1,0 +1,119 @@
+"""Calls of tools in a model's answer.
+
+Two forms are read: Hermes' and Qwen's, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
+anywhere in the text, and Llama 3's, where the whole answer is one JSON object with `name` and
+`parameters`, or several with `;` between them. What is neither stays text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_PYTHON_TAG = "<|python_tag|>"
+_BLOCK = re.compile(rf"{_BEGIN}(.*?)(?:{_END}|\Z)", re.DOTALL)
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: str
+    """JSON, as OpenAI's clients expect it."""
+    id: str = field(default_factory=lambda: "call_" + secrets.token_hex(12))
+
+    def to_dict(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class ToolCallParser:
+    """Text in, text for the reader out; the calls at the end.
+
+    Text is held back from where a call may begin.
+
+    Args:
+        names: of the tools that may be called; a call of another one stays text.
+        most: calls that are taken; what follows is dropped.
+    """
+
+    def __init__(self, names: Collection[str], most: int | None = None) -> None:
+        self._names, self._most = names, most
+        self._held = ""
+        self._is_at_start, self._is_inside = True, False
+
+    def push(self, text: str) -> str:
+        """Take the next piece; the text that is surely no call."""
+        self._held += text
+        if self._is_inside:
+            return ""
+        start = self._held.lstrip()
+        if self._is_at_start and (not start or start[0] == "{" or _may_be_tag(start)):
+            return ""  # perhaps Llama's form, known at the end
+        found = self._held.find(_BEGIN)
+        if found >= 0:
+            self._is_inside = True
+            n_safe = len(self._held[:found].rstrip())
+        else:
+            n_safe = len(_without_beginning(self._held).rstrip())
+        safe, self._held = self._held[:n_safe], self._held[n_safe:]
+        self._is_at_start = self._is_at_start and not safe
+        return safe
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """The rest of the text, and the calls."""
+        held, self._held = self._held, ""
+        calls = self._tagged(held) if _BEGIN in held else self._bare(held)
+        if not calls:
+            return held, []
+        before = held[: held.find(_BEGIN)].rstrip() if _BEGIN in held else ""
+        return before, calls[: self._most]
+
+    def _tagged(self, text: str) -> list[ToolCall]:
+        found = [self._calls(block) for block in _BLOCK.findall(text)]
+        return [call for calls in found for call in calls] if all(found) else []
+
+    def _bare(self, text: str) -> list[ToolCall]:
+        text = text.strip()
+        return self._calls(text.removeprefix(_PYTHON_TAG)) if self._is_at_start else []
+
+    def _calls(self, text: str) -> list[ToolCall]:
+        """Of JSON objects behind each other; none where one of them is no call."""
+        calls, at, text = [], 0, text.strip()
+        while at < len(text):
+            try:
+                value, at = _DECODER.raw_decode(text, at)
+            except (ValueError, RecursionError):
+                return []
+            call = self._call(value)
+            if call is None:
+                return []
+            calls.append(call)
+            at += len(text) - at - len(text[at:].lstrip("; \t\r\n"))
+        return calls
+
+    def _call(self, value: Any) -> ToolCall | None:
+        name = value.get("name") if isinstance(value, dict) else None
+        if not isinstance(name, str) or name not in self._names:
+            return None
+        arguments = value.get("arguments", value.get("parameters", {}))
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return ToolCall(name, arguments) if isinstance(arguments, str) else None
+
+
+def _may_be_tag(start: str) -> bool:
+    return start.startswith(_PYTHON_TAG) or _PYTHON_TAG.startswith(start)
+
+
+def _without_beginning(text: str) -> str:
+    """The text without an end that may be the beginning of a call."""
+    for n in range(min(len(_BEGIN) - 1, len(text)), 0, -1):
+        if _BEGIN.startswith(text[-n:]):
+            return text[:-n]
+    return text

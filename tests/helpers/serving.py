@@ -1,0 +1,130 @@
+"""`specdec serve` in tests: a server in a process of its own, and one in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+JSON = {"Content-Type": "application/json"}
+
+
+class Server:
+    """A server of a model, from its start to the end of a `with` block."""
+
+    def __init__(self, model: Path | str, *more: str, environment: dict[str, str] | None = None):
+        argv = ["serve", "-m", str(model), "--threads", "1", "--port", "0", *more]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "specdec", *argv],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._told = threading.Condition()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._told:
+                self.lines.append(line)
+                self._told.notify_all()
+
+    def wait_for(self, pattern: str, seconds: float = 120) -> re.Match[str]:
+        """The first line of stderr that matches."""
+        end = time.monotonic() + seconds
+        with self._told:
+            while True:
+                for line in self.lines:
+                    if found := re.search(pattern, line):
+                        return found
+                if not self._told.wait(end - time.monotonic()) or self.process.poll() is not None:
+                    raise AssertionError(f"no line like {pattern!r} in {self.lines}")
+
+    @property
+    def url(self) -> str:
+        return self.wait_for(r"(http://\S+)/health")[1]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def ready(self) -> Server:
+        self.wait_for("ready: ")
+        return self
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Its exit code after a signal."""
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def get(self, path: str, headers: dict[str, str] | None = None) -> tuple[int, str]:
+        return ask(urllib.request.Request(self.url + path, headers=headers or {}))
+
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {**JSON, **(headers or {})})
+        status, text = ask(request)
+        return status, json.loads(text)
+
+    def connect(self, *lines: str, body: bytes = b"") -> socket.socket:
+        """A raw connection with what was sent on it."""
+        raw = socket.create_connection(("127.0.0.1", self.port), 30)
+        raw.sendall("".join(f"{line}\r\n" for line in [*lines, ""]).encode() + body)
+        return raw
+
+    def post_raw(self, path: str, body: Any) -> socket.socket:
+        """A request whose answer nobody has read yet."""
+        data = json.dumps(body).encode()
+        head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+        return self.connect(*head, f"Content-Length: {len(data)}", body=data)
+
+    def metric(self, name: str) -> float:
+        _, text = self.get("/metrics")
+        return float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)[1])
+
+    def wait_until_free(self, seconds: float = 30) -> None:
+        """No request is inside any more."""
+        end = time.monotonic() + seconds
+        while self.metric("specdec_requests_inside"):
+            assert time.monotonic() < end, "a request is still inside"
+            time.sleep(0.05)
+
+
+def ask(request: urllib.request.Request) -> tuple[int, str]:
+    """Status and text, of errors too."""
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def events(text: str) -> Sequence[Any]:
+    """The values of a stream of events, without its end."""
+    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    return [json.loads(one) for one in data[:-1]]

@@ -1,0 +1,35 @@
+"""A server of a tiny model for all tests of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+
+from serving import Server
+from tiny_pair import save_model
+
+TEMPLATE = (
+    "{% if tools %}tools: {{ tools | length }}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments.a }}{% endfor %}\n{% endfor %}"
+)
+
+
+@pytest.fixture(scope="session")
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a chat template that knows tools."""
+    folder = save_model(tmp_path_factory.mktemp("served") / "tiny", seed=0)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(served_model: Path) -> Iterator[Server]:
+    with Server(served_model, "-md", str(served_model), "-c", "512") as started:
+        yield started.ready()

@@ -1,0 +1,106 @@
+"""Answers of which a tiny model writes none: calls of tools, found in texts that were made up."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from specdec.async_llm import AsyncChunk
+from specdec.decoding.sequences import CompletionOutput, GenerationResult
+from specdec.decoding.stats import GenerationStats
+from specdec.sampling.params import SamplingParams
+from specdec.serve.answers import ChatAnswer, CompletionAnswer
+from specdec.serve.jobs import Job
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    n_tokens = 0x110000
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(one) for one in text]
+
+    def decode(self, token_ids: Any) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def result(text: str, reason: str = "stop", **more: Any) -> GenerationResult:
+    output = CompletionOutput(text, tuple(map(ord, text)), reason, **more)
+    stats = GenerationStats(prompt_tokens=3, generated_tokens=len(text), drafted_tokens=9)
+    return GenerationResult((output,), stats)
+
+
+def job(**more: Any) -> Job:
+    return Job(([1, 2, 3],), SamplingParams(), **more)
+
+
+def told(text: str, size: int, **more: Any) -> list[dict[str, Any]]:
+    """The choices of all events of a text that came in pieces."""
+    answer = ChatAnswer("m", job(**more), Letters())
+    events = list(answer.first_events())
+    for i in range(0, len(text), size):
+        piece = text[i : i + size]
+        events += answer.events(AsyncChunk(piece, tuple(map(ord, piece))), 0)
+    events += answer.last_events(result(text).outputs[0], 0)
+    return [event["choices"][0] for event in events]
+
+
+def test_calls_of_a_whole_answer() -> None:
+    text = f"Wait.\n{CALL}{CALL}"
+    answer = ChatAnswer("m", job(tools=("add",)), Letters()).whole([result(text)])
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Wait."
+    for call in choice["message"]["tool_calls"]:
+        assert call["type"] == "function"
+        assert call["function"]["name"] == "add"
+        assert json.loads(call["function"]["arguments"]) == {"a": 1}
+    one = ChatAnswer("m", job(tools=("add",), most_calls=1), Letters()).whole([result(text)])
+    assert len(one["choices"][0]["message"]["tool_calls"]) == 1
+
+
+def test_without_tools_a_call_is_text() -> None:
+    answer = ChatAnswer("m", job(), Letters()).whole([result(CALL)])
+    assert answer["choices"][0]["message"]["content"] == CALL
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_calls_of_a_stream(size: int) -> None:
+    choices = told(f"Wait.\n{CALL}", size, tools=("add",))
+    assert "".join(one["delta"].get("content", "") for one in choices) == "Wait."
+    (call,) = [call for one in choices for call in one["delta"].get("tool_calls", [])]
+    assert (call["index"], call["function"]["name"]) == (0, "add")
+    assert choices[-1] == {
+        "index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_a_stream_that_only_looks_like_a_call(size: int) -> None:
+    text = '{"name": "rm"} <tool'
+    choices = told(text, size, tools=("add",))
+    assert "".join(one["delta"].get("content", "") for one in choices) == text
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_usage_counts_each_of_equal_texts() -> None:
+    usage = ChatAnswer("m", job(n_copies=2), Letters()).whole([result("abcd")])["usage"]
+    assert usage["prompt_tokens"] == 3
+    assert usage["completion_tokens"] == 8
+    assert usage["total_tokens"] == 11
+    assert usage["completion_tokens_details"]["rejected_prediction_tokens"] == 9
+
+
+def test_a_probability_of_nothing_is_a_number() -> None:
+    """JSON has no infinity."""
+    nothing = {"logprobs": (float("-inf"),), "top_logprobs": ({97: float("-inf")},)}
+    chat = ChatAnswer("m", job(), Letters()).whole([result("a", **nothing)])
+    assert chat["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
+    plain = CompletionAnswer("m", job(), Letters()).whole([result("a", **nothing)])
+    assert plain["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -9999.0}]

@@ -1,0 +1,209 @@
+"""What a request has to pass: key, host, size, time; hostile ones end in a 4xx and cost nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serving import Server, ask
+
+ROUTES = [
+    ("GET", "/"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/tiny"),
+    ("GET", "/v1/plan"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("GET", "/docs"),
+    ("DELETE", "/nowhere"),
+    ("GET", "/health/"),
+    ("GET", "//health"),
+]
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def locked(served_model: Path) -> Iterator[Server]:
+    more = ("--spec-type", "none", "-c", "256", "--max-body", "64KiB", "--read-timeout", "2")
+    with Server(served_model, *more, environment={"SPECDEC_API_KEY": "s3cret"}) as started:
+        yield started.ready()
+
+
+def request(server: Server, method: str, path: str, **headers: str) -> tuple[int, str]:
+    import urllib.request
+
+    data = b"{}" if method == "POST" else None
+    headers.setdefault("Content-Type", "application/json")
+    return ask(urllib.request.Request(server.url + path, data, headers, method=method))
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize("given", ["", "Bearer", "Bearer s3cre", "Bearer s3cret1", "Basic s3cret"])
+def test_without_the_key_nothing_is_told(
+    locked: Server, method: str, path: str, given: str
+) -> None:
+    status, text = request(locked, method, path, **({"Authorization": given} if given else {}))
+    assert status == 401
+    assert json.loads(text)["error"]["code"] == "invalid_api_key"
+    assert "s3cret" not in text
+
+
+def test_with_the_key(locked: Server) -> None:
+    status, answer = locked.post("/v1/chat/completions", CHAT, {"Authorization": "bearer s3cret"})
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 2)
+    assert request(locked, "GET", "/health")[0] == 200
+
+
+def test_two_keys_are_none(locked: Server) -> None:
+    head = ["GET /v1/models HTTP/1.1", "Host: x", *["Authorization: Bearer s3cret"] * 2]
+    with locked.connect(*head) as raw:
+        assert b" 401 " in raw.recv(4096).split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "", "127.0.0.1.evil.example"])
+def test_without_a_key_only_this_machine_is_served(server: Server, host: str) -> None:
+    """A page of another site may be made to point its name at 127.0.0.1 (DNS rebinding)."""
+    with server.connect("GET /v1/models HTTP/1.1", f"Host: {host}") as raw:
+        assert b" 403 " in raw.recv(4096).split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:8080"])
+def test_this_machines_names(server: Server, host: str) -> None:
+    with server.connect("GET /v1/models HTTP/1.1", f"Host: {host}") as raw:
+        assert b" 200 " in raw.recv(4096).split(b"\r\n")[0]
+
+
+def test_a_form_of_another_site_is_no_request(server: Server) -> None:
+    """Browsers send text/plain to other sites without asking them; JSON they do not."""
+    status, _ = server.post("/v1/chat/completions", CHAT, {"Content-Type": "text/plain"})
+    assert status == 400
+    _, text = request(server, "GET", "/v1/models", Origin="http://evil.example")
+    assert "access-control" not in text.lower()
+
+
+KEY = "Authorization: Bearer s3cret"
+
+
+def status_of(raw: Any) -> int:
+    raw.settimeout(20)
+    return int(raw.recv(4096).split(b" ")[1])
+
+
+def test_a_body_that_is_too_long_is_not_read(locked: Server) -> None:
+    head = ["POST /v1/completions HTTP/1.1", "Host: x", KEY, "Content-Type: application/json"]
+    with locked.connect(*head, "Content-Length: 100000000") as raw:
+        assert status_of(raw) == 413
+    chunk = b"4000\r\n" + b" " * 0x4000 + b"\r\n"
+    with locked.connect(*head, "Transfer-Encoding: chunked", body=chunk * 5) as raw:
+        assert status_of(raw) == 413
+
+
+def test_a_body_that_does_not_come(locked: Server) -> None:
+    head = ["POST /v1/completions HTTP/1.1", "Host: x", KEY, "Content-Type: application/json"]
+    begin = time.monotonic()
+    with locked.connect(*head, "Content-Length: 10", body=b"{") as raw:
+        assert status_of(raw) == 408
+    assert time.monotonic() - begin < 15
+
+
+def test_a_head_that_does_not_come(locked: Server) -> None:
+    with locked.connect("GET /health HTTP/1.1", "Host: x") as raw:
+        raw.settimeout(20)
+        answer = b""
+        while b"ready" not in answer:
+            answer += raw.recv(4096)
+        raw.sendall(b"GET /")  # of a second request
+        assert raw.recv(4096) == b""
+
+
+def test_many_and_long_headers(locked: Server) -> None:
+    many = [f"X-{i}: 1" for i in range(1000)]
+    with locked.connect("GET /health HTTP/1.1", "Host: x", *many) as raw:
+        assert status_of(raw) == 431
+    with locked.connect("GET /health HTTP/1.1", "Host: x", "X: " + "1" * 100_000) as raw:
+        assert status_of(raw) == 431
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"[" * 50_000,
+        b'{"a":' * 10_000,
+        b"\xff\xfe",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 1}',
+        b'{"\\ud800": 1, "messages": []}',
+        b'{"messages": NaN}',
+        b'{"temperature": Infinity, "messages": [{"role": "user", "content": "x"}]}',
+        b'{"n": ' + b"9" * 5000 + b"}",
+        b'{"max_tokens": 1e400, "messages": [{"role": "user", "content": "x"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "seed": 1.5}',
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", '
+        b'"function": {"name": "a", "parameters": ' + b'{"a":' * 900 + b"{}" + b"}" * 900 + b"}}]}",
+    ],
+    ids=lambda body: repr(body[:24]),
+)
+def test_hostile_bodies(locked: Server, body: bytes) -> None:
+    head = ["POST /v1/chat/completions HTTP/1.1", "Host: x", KEY, "Content-Type: application/json"]
+    with locked.connect(*head, f"Content-Length: {len(body)}", body=body) as raw:
+        raw.settimeout(20)
+        answer = b""
+        while b"}}" not in answer:
+            answer += raw.recv(65536)
+    assert 400 <= int(answer.split(b" ")[1]) < 500, answer
+    assert b'"error"' in answer
+
+
+FIELDS = st.sampled_from(
+    "messages model temperature top_p n max_tokens stop seed presence_penalty frequency_penalty "
+    "logit_bias stream stream_options top_k min_p repetition_penalty ignore_eos user metadata "
+    "logprobs top_logprobs response_format tools tool_choice parallel_tool_calls store x".split()
+)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["auto", "required", "json_object", "function", "text", "add"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "function", "name", "json_schema", "schema", "role", "content"]
+            )
+            | st.text(max_size=3),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(FIELDS, VALUES, max_size=4))
+def test_wrong_types_are_never_the_servers_fault(locked: Server, wrong: dict[str, Any]) -> None:
+    body = {**CHAT, **wrong, "stream": False}
+    status, answer = locked.post("/v1/chat/completions", body, {"Authorization": "Bearer s3cret"})
+    assert status == 200 or 400 <= status < 500, (status, answer)
+    if status != 200:
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_server_wrote_down_nothing_of_all_this(locked: Server) -> None:
+    """Last in the file: no path, prompt or key of a request is in its log."""
+    told = "".join(locked.lines)
+    assert "error" not in told
+    assert "Traceback" not in told
+    assert "s3cret" not in told

@@ -1,0 +1,266 @@
+"""Starting, queueing, clients that go away, draining, ending."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import expect_error
+from serving import ROOT, Server, events
+
+LONG = {"prompt": "x", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
+SHORT = {**LONG, "max_tokens": 2}
+COMPLETIONS = "/v1/completions"
+
+
+SMALL = ("--spec-type", "none", "-c", "512", "--max-queue", "3", "--drain-timeout", "30")
+"""Room for three requests, and texts that take a while."""
+
+
+@pytest.fixture(scope="module")
+def small(served_model: Path) -> Iterator[Server]:
+    """For the tests that leave it running."""
+    with Server(served_model, *SMALL) as started:
+        yield started.ready()
+
+
+@pytest.fixture
+def mortal(served_model: Path) -> Iterator[Server]:
+    with Server(served_model, *SMALL) as started:
+        yield started.ready()
+
+
+def begun(server: Server, **more: Any) -> socket.socket:
+    """A stream whose first text has come."""
+    raw = server.post_raw(COMPLETIONS, {**LONG, "stream": True, **more})
+    raw.settimeout(60)
+    answer = b""
+    while b'"text"' not in answer:
+        answer += raw.recv(65536)
+    return raw
+
+
+def test_the_state_is_told_from_the_start(served_model: Path) -> None:
+    with Server(served_model) as server:
+        status, text = server.get("/health")
+        if status == 503:  # it may have been quick
+            assert text == '{"status":"starting"}'
+            assert server.post(COMPLETIONS, SHORT)[0] == 503
+        server.ready()
+        assert server.get("/health") == (200, '{"status":"ready"}')
+        assert server.end() == 0
+        told = "".join(server.lines)
+        assert str(served_model) not in told
+        assert told.count("\n") == 2, told
+
+
+def test_a_model_without_a_template_is_told_of(tmp_path: Path) -> None:
+    from tiny_pair import save_model
+
+    with Server(save_model(tmp_path / "bare", seed=0), "--alias", "mine") as server:
+        server.ready()
+        server.wait_for("note: the model has no chat template")
+        talk = [{"role": "user", "content": "hi"}]
+        status, answer = server.post("/v1/chat/completions", {"messages": talk, "max_tokens": 2})
+        assert (status, answer["model"]) == (200, "mine")
+        assert answer["usage"]["prompt_tokens"] == len("User: hi\nAssistant:")
+        tool = {"type": "function", "function": {"name": "f"}}
+        status, answer = server.post("/v1/chat/completions", {"messages": talk, "tools": [tool]})
+        assert status == 400
+        assert "no chat template" in answer["error"]["message"]
+
+
+def test_a_client_that_goes_away_ends_its_text(small: Server) -> None:
+    before = small.metric("specdec_generated_tokens_total")
+    begun(small).close()
+    small.wait_until_free()
+    assert 1 <= small.metric("specdec_generated_tokens_total") - before < 480
+    raw = small.post_raw(COMPLETIONS, LONG)  # not streamed
+    while not small.metric("specdec_requests_inside"):
+        time.sleep(0.01)
+    raw.close()
+    small.wait_until_free()
+    assert small.metric("specdec_generated_tokens_total") - before < 2 * 480
+    assert small.post(COMPLETIONS, SHORT)[0] == 200
+
+
+def test_many_clients_that_go_away_leave_nothing(small: Server) -> None:
+    def threads_and_files() -> tuple[int, int]:
+        process = f"/proc/{small.process.pid}"
+        return len(os.listdir(f"{process}/task")), len(os.listdir(f"{process}/fd"))
+
+    for _ in range(3):
+        begun(small).close()
+    small.wait_until_free()
+    before = threads_and_files()
+    for i in range(30):
+        raw = small.post_raw(COMPLETIONS, {**LONG, "stream": i % 2 == 0})
+        time.sleep(0.01 * (i % 5))
+        raw.close()
+        if i % 3 == 2:
+            small.wait_until_free()
+    small.wait_until_free()
+    end = time.monotonic() + 20
+    while threads_and_files() > before and time.monotonic() < end:
+        time.sleep(0.1)
+    assert threads_and_files() <= before
+    assert small.post(COMPLETIONS, SHORT)[0] == 200
+
+
+def test_a_full_queue_says_so(small: Server) -> None:
+    raws = [begun(small), *(small.post_raw(COMPLETIONS, SHORT) for _ in range(2))]
+    while small.metric("specdec_requests_inside") < 3:
+        time.sleep(0.01)
+    status, answer = small.post(COMPLETIONS, SHORT)
+    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    raws[0].close()
+    for raw in raws[1:]:  # those that waited are answered
+        raw.settimeout(60)
+        assert b" 200 " in raw.recv(65536).split(b"\r\n")[0]
+        raw.close()
+    assert small.get("/health")[0] == 200
+
+
+def test_many_at_once_are_not_mixed_up(server: Server) -> None:
+    prompts = [f"number {i}: " for i in range(12)]
+    body = {"max_tokens": 10, "temperature": 0}
+    alone = [server.post(COMPLETIONS, {**body, "prompt": one})[1] for one in prompts]
+    found: dict[int, Any] = {}
+
+    def ask(i: int) -> None:
+        found[i] = server.post(COMPLETIONS, {**body, "prompt": prompts[i]})[1]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, answer in enumerate(alone):
+        assert found[i]["choices"] == answer["choices"]
+
+
+def test_a_request_has_its_time(served_model: Path) -> None:
+    more = ("--spec-type", "none", "-c", "32768", "--request-timeout", "0.4")
+    with Server(served_model, *more) as server:
+        server.ready()
+        long = {**LONG, "max_tokens": 16000}
+        status, answer = server.post(COMPLETIONS, long)
+        assert (status, answer["error"]["type"]) == (408, "timeout_error")
+        with server.post_raw(COMPLETIONS, {**long, "stream": True}) as raw:
+            raw.settimeout(60)
+            text = b""
+            while not text.endswith(b"0\r\n\r\n"):
+                text += raw.recv(65536)
+        told = events(text.decode().replace("\r\n", "\n"))
+        assert told[-1]["error"]["type"] == "timeout_error"
+        server.wait_until_free()
+
+
+def test_sigterm_ends_an_idle_server_at_once(mortal: Server) -> None:
+    begin = time.monotonic()
+    assert mortal.end() == 0
+    assert time.monotonic() - begin < 15
+
+
+def test_sigterm_lets_a_text_end_and_no_other_begin(mortal: Server) -> None:
+    with begun(mortal) as raw:
+        mortal.process.send_signal(signal.SIGTERM)
+        while mortal.get("/health")[1] != '{"status":"draining"}':
+            time.sleep(0.02)
+        assert mortal.post(COMPLETIONS, SHORT)[0] == 503
+        text = b""
+        while piece := raw.recv(65536):
+            text += piece
+        assert b'"finish_reason":"length"' in text
+        assert b"[DONE]" in text
+    assert mortal.process.wait(30) == 0
+
+
+def test_a_text_that_takes_too_long_is_ended(served_model: Path) -> None:
+    more = ("--spec-type", "none", "-c", "32768", "--drain-timeout", "0.5")
+    with Server(served_model, *more) as server:
+        with begun(server.ready(), max_tokens=16000) as raw:
+            assert server.end() == 0
+            text = b""
+            while piece := raw.recv(65536):
+                text += piece
+        assert b"shutting down" in text
+
+
+def test_a_second_signal_does_not_wait(served_model: Path) -> None:
+    with (
+        Server(served_model, "--spec-type", "none", "-c", "32768") as server,
+        begun(server.ready(), max_tokens=16000),
+    ):
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("ending")
+        assert server.end() == 128 + signal.SIGTERM
+
+
+def test_ctrl_c_is_130(mortal: Server) -> None:
+    assert mortal.end(signal.SIGINT) == 130
+
+
+# --- mistakes ----------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_taken(served_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        argv = ["serve", "-m", str(served_model), "--port", str(taken.getsockname()[1])]
+        expect_error(capsys, argv, "cannot listen at 127.0.0.1", "--port")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.com"])
+def test_others_need_a_key(
+    host: str, served_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["serve", "-m", str(served_model), "--host", host]
+    expect_error(capsys, argv, "SPECDEC_API_KEY")
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--api-key-file", "/nowhere/key"], "cannot read api_key_file"),
+        (["--api-key-file", os.devnull], "printable"),
+        (["--api-key", "a\nb"], "printable"),
+        (["--api-key", "a", "--api-key-file", os.devnull], "not both"),
+        (["--max-body", "lots"], "max_body"),
+        (["--max-queue", "0"], "--max-queue"),
+        (["--port", "70000"], "port"),
+        (["--write-timeout", "0"], "write_timeout"),
+    ],
+)
+def test_options_that_make_no_sense(
+    argv: list[str], named: str, served_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expect_error(capsys, ["serve", "-m", str(served_model), *argv], named)
+
+
+def test_a_model_that_cannot_be_loaded(served_model: Path) -> None:
+    with Server(served_model, "--memory-budget", "64MiB") as server:
+        code = server.process.wait(120)
+        assert code == 2, server.lines
+        assert "budget" in server.lines[-1], server.lines
+
+
+def test_without_its_libraries_the_extra_is_named(served_model: Path) -> None:
+    code = (
+        "import sys; sys.modules['fastapi'] = None\n"
+        "from specdec.cli.app import main\n"
+        f"sys.exit(main(['serve', '-m', {str(served_model)!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert "pip install 'specdec[serve]'" in done.stderr

@@ -1,0 +1,239 @@
+"""OpenAI's own client against a server in a process of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from serving import Server
+
+openai = pytest.importorskip("openai")
+
+TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+
+
+def chat(client: Any, **options: Any) -> Any:
+    given = {"model": "tiny", "messages": TALK, "max_tokens": 8, "temperature": 0, **options}
+    return client.chat.completions.create(**given)
+
+
+def test_models(client: Any) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by) == ("tiny", "model", "specdec")
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("../../etc/passwd")
+
+
+def test_a_chat(client: Any) -> None:
+    answer = chat(client)
+    assert answer.object == "chat.completion"
+    assert answer.model == "tiny"
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "length"
+    assert choice.logprobs is None
+    usage = answer.usage
+    assert usage.completion_tokens == 8
+    assert usage.total_tokens == usage.prompt_tokens + 8
+    details = usage.completion_tokens_details
+    assert details.accepted_prediction_tokens > 0  # the draft is the target itself
+    assert answer.timings["draft_n_accepted"] == details.accepted_prediction_tokens
+    assert chat(client).choices[0].message.content == choice.message.content
+
+
+def test_a_chat_as_a_stream(client: Any) -> None:
+    whole = chat(client, max_tokens=20)
+    stream = chat(client, max_tokens=20, stream=True, stream_options={"include_usage": True})
+    events = list(stream)
+    assert {event.object for event in events} == {"chat.completion.chunk"}
+    assert len({event.id for event in events}) == 1
+    assert events[0].choices[0].delta.role == "assistant"
+    text = "".join(event.choices[0].delta.content or "" for event in events[:-1])
+    assert text == whole.choices[0].message.content
+    assert events[-2].choices[0].finish_reason == "length"
+    assert events[-1].choices == []
+    assert events[-1].usage.completion_tokens == 20
+
+
+def test_several_texts_of_one_seed(client: Any) -> None:
+    options = {"temperature": 1.0, "seed": 7, "n": 3}
+    texts = [choice.message.content for choice in chat(client, **options).choices]
+    assert len(set(texts)) == 3
+    again = chat(client, **options, stream=True)
+    streamed = {0: "", 1: "", 2: ""}
+    for event in again:
+        for choice in event.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert list(streamed.values()) == texts
+    assert chat(client, **{**options, "n": 1, "seed": -5}).choices[0].message.content
+
+
+def test_equal_texts_where_there_is_no_chance(client: Any) -> None:
+    answer = chat(client, n=2)
+    first, second = answer.choices
+    assert first.message.content == second.message.content
+    assert (first.index, second.index) == (0, 1)
+    assert answer.usage.completion_tokens == 16
+    events = list(chat(client, n=2, stream=True))
+    assert {choice.index for event in events for choice in event.choices} == {0, 1}
+
+
+def test_a_text_ends_before_a_stop(client: Any) -> None:
+    whole = chat(client, max_tokens=30).choices[0].message.content
+    stop = whole[5:7]
+    choice = chat(client, max_tokens=30, stop=[stop]).choices[0]
+    assert choice.message.content == whole[: whole.index(stop)]
+    assert choice.finish_reason == "stop"
+
+
+def test_log_probabilities(client: Any) -> None:
+    answer = chat(client, logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == 8
+    for one in content:
+        assert one.logprob <= 0
+        assert len(one.top_logprobs) == 3
+        assert bytes(one.bytes).decode() == one.token
+    assert content[0].top_logprobs[0].logprob == content[0].logprob  # greedy
+    streamed = [
+        one
+        for event in chat(client, logprobs=True, top_logprobs=3, stream=True)
+        for choice in event.choices
+        if choice.logprobs
+        for one in choice.logprobs.content
+    ]
+    assert streamed == content
+    assert chat(client, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+
+
+def test_completions(client: Any) -> None:
+    answer = client.completions.create(model="tiny", prompt="def ", max_tokens=6, temperature=0)
+    assert answer.object == "text_completion"
+    assert answer.usage.completion_tokens == 6
+    text = answer.choices[0].text
+    for prompt in ([103, 104, 105], ["def ", "abc"], [[103, 104], [105]]):
+        several = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=6, temperature=0, echo=True, n=2
+        )
+        n_prompts = 1 if isinstance(prompt[0], int) else len(prompt)
+        assert [choice.index for choice in several.choices] == list(range(2 * n_prompts))
+        assert several.choices[0].text == several.choices[1].text
+    stream = client.completions.create(
+        model="tiny", prompt=["def ", "abc"], max_tokens=6, temperature=0, stream=True
+    )
+    texts = ["", ""]
+    for event in stream:
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+    assert texts[0] == text
+
+
+def test_log_probabilities_of_completions(client: Any) -> None:
+    options = {"model": "tiny", "prompt": "x", "max_tokens": 5, "temperature": 0, "logprobs": 2}
+    whole = client.completions.create(**options).choices[0].logprobs
+    assert len(whole.tokens) == len(whole.token_logprobs) == len(whole.text_offset) == 5
+    assert all(len(top) >= 1 for top in whole.top_logprobs)
+    offsets: list[int] = []
+    for event in client.completions.create(**options, stream=True):
+        for choice in event.choices:
+            offsets += choice.logprobs.text_offset if choice.logprobs else []
+    assert offsets == whole.text_offset
+
+
+def test_options_that_only_others_have(client: Any) -> None:
+    sampled = {"temperature": 1.0, "seed": 3}
+    free = chat(client, **sampled).choices[0].message.content
+    likeliest = chat(client, **sampled, extra_body={"top_k": 1}).choices[0].message.content
+    assert likeliest == chat(client).choices[0].message.content != free
+    chat(client, extra_body={"min_p": 0.1, "top_k": -1, "repetition_penalty": 1.2})
+
+
+def test_penalties_and_biases(client: Any) -> None:
+    assert chat(client, logit_bias={"70": 100}, max_tokens=3).choices[0].message.content == "ddd"
+    plain = chat(client, max_tokens=40).choices[0].message.content
+    other = chat(client, max_tokens=40, frequency_penalty=2.0, presence_penalty=2.0)
+    assert len(set(other.choices[0].message.content)) > len(set(plain))
+
+
+def test_a_conversation_with_tools(client: Any) -> None:
+    """They reach the template; what a model without training makes of them is text."""
+    without = chat(client).usage.prompt_tokens
+    answer = chat(client, tools=[TOOL], tool_choice="auto")
+    assert answer.usage.prompt_tokens == without + len("tools: 1\n")
+    assert answer.choices[0].message.tool_calls is None
+    assert chat(client, tools=[TOOL], tool_choice="none").usage.prompt_tokens == without
+    call = {"id": "call_1", "type": "function"}
+    call["function"] = {"name": "add", "arguments": '{"a": "12345"}'}
+    talk = [
+        *TALK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "3"},
+    ]
+    added = chat(client, messages=talk, tools=[TOOL]).usage.prompt_tokens
+    assert added == answer.usage.prompt_tokens + len("assistant: 12345tool: 3")
+
+
+def test_an_answer_goes_back_as_a_message(client: Any) -> None:
+    message = chat(client).choices[0].message
+    assert chat(client, messages=[*TALK, message, TALK[1]]).choices
+
+
+def test_text_in_parts(client: Any) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    answer = chat(client, messages=[{"role": "user", "content": parts}])
+    alone = chat(client, messages=[{"role": "user", "content": "h\ni"}])
+    assert answer.usage.prompt_tokens == alone.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "role"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**9}, "max_tokens"),
+        ({"n": 10**9}, "texts"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 0.00001}, "temperature"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"stop": ["x" * 1000]}, "stop"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "context"),
+        ({"extra_body": {"best_of_all": 1}}, "best_of_all"),
+        ({"functions": []}, "functions"),
+    ],
+)
+def test_what_is_wrong_is_named(client: Any, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, **options)
+    assert named in caught.value.message
+    assert set(caught.value.body) == {"message", "type", "param", "code"}
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_the_same_before_a_stream(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="leaves no room") as caught:
+        chat(client, messages=[{"role": "user", "content": "x" * 600}], stream=True)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_another_model(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        chat(client, model="gpt-4o")
+    assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_nothing_is_fetched(client: Any, kind: str) -> None:
+    part = {"type": kind, kind: {"url": "http://127.0.0.1:1/x"}}
+    with pytest.raises(openai.BadRequestError, match="fetches nothing"):
+        chat(client, messages=[{"role": "user", "content": [part]}])
