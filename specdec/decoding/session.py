@@ -299,7 +299,9 @@ class Session:
         if not drafters:
             return NoDrafter()
         if sampler.grammar is not None and not spec.draws_chains:
-            drafters.append(GrammarDrafter(sampler.grammar.fork(), self.target.max_context))
+            drafters.append(
+                GrammarDrafter(sampler.grammar.fork(), sampler.n_tokens, self.target.max_context)
+            )
         return drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)
 
     # --- the end -------------------------------------------------------------------------------

@@ -26,23 +26,30 @@ class GrammarDrafter(Drafter):
 
     Args:
         grammar: that the text has to keep to; the drafter's own.
+        n_tokens: tokens that exist for the target.
         max_context: most tokens of prompt and text together.
     """
 
-    def __init__(self, grammar: GrammarState, max_context: int) -> None:
-        self._grammar, self._max_context = grammar, max_context
+    def __init__(self, grammar: GrammarState, n_tokens: int, max_context: int) -> None:
+        self._grammar, self._n_tokens, self._max_context = grammar, n_tokens, max_context
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
         tree, node = DraftTree(context_ids[-1]), ROOT
         if limits.max_nodes and limits.max_depth:
             length = min(limits.max_nodes, self._max_context - len(context_ids))
-            for token in self._grammar.forced(context_ids)[:length]:
+            for token in self._grammar.forced(context_ids, self._n_tokens)[:length]:
                 node = tree.add(node, token, 0.0, SOURCE)
         return tree
 
 
 def with_forced(
-    level: Level, grammar: GrammarState, context_ids: Sequence[int], n_most: int, deepest: int
+    level: Level,
+    grammar: GrammarState,
+    context_ids: Sequence[int],
+    *,
+    n_tokens: int,
+    n_most: int,
+    deepest: int,
 ) -> Level:
     """A level that a draft model is to run, and below each of its nodes what must follow it.
 
@@ -52,6 +59,7 @@ def with_forced(
     Args:
         level: nodes whose parents were run.
         context_ids: all tokens up to the tree's root.
+        n_tokens: tokens that exist for the model.
         n_most: nodes that may be run together.
         deepest: position that no node may come to.
     """
@@ -59,7 +67,7 @@ def with_forced(
         node.above = parent
     found = list(level)
     for _, node in level:
-        forced = grammar.forced([*context_ids, *node.tokens_below_root()])
+        forced = grammar.forced([*context_ids, *node.tokens_below_root()], n_tokens)
         room = max(0, min(n_most - len(found), deepest - 1 - node.position))
         for token in forced[:room]:
             child = node.child(token, 0.0)

@@ -200,8 +200,14 @@ class ModelDrafter(Drafter):
         candidates are known then. What was run, parents first."""
         grammar, prefixes, n_chosen = self._ranker.grammar, [], len(level)
         if grammar is not None:
-            n_most = min(level_width(self._limits.max_nodes), self._backend.node_room)
-            level = with_forced(level, grammar, self._context, n_most, frontier.deepest)
+            level = with_forced(
+                level,
+                grammar,
+                self._context,
+                n_tokens=self._n_tokens,
+                n_most=min(level_width(self._limits.max_nodes), self._backend.node_room),
+                deepest=frontier.deepest,
+            )
             prefixes = [[*self._context, *node.tokens_below_root()] for _, node in level]
         ids = {id(node): self._backend.next_node_id + i for i, (_, node) in enumerate(level)}
         parents = [

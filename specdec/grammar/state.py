@@ -14,6 +14,7 @@ nothing comes after it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -84,10 +85,11 @@ class GrammarState:
             return bool(self._matcher.is_accepting())
         return self._move_to([*prefix_ids, token])
 
-    def forced(self, prefix_ids: Sequence[int]) -> list[int]:
+    def forced(self, prefix_ids: Sequence[int], n_tokens: int) -> list[int]:
         """The tokens that must follow, one after the other: the mask of each allows no other one.
 
-        The end of the text is among them where only one token ends it.
+        The end of the text is among them where only one token ends it. They stop before one that
+        is not below n_tokens, as a tokenizer may know more of them than a model.
         """
         if not self._move_to(prefix_ids):
             return []
@@ -96,7 +98,7 @@ class GrammarState:
         is_whole = self._move_to([*prefix_ids, *tokens]) and self._matcher.is_stopped()
         if is_whole and len(self._end_ids) == 1:
             tokens += self._end_ids
-        return tokens
+        return list(takewhile(lambda token: token < n_tokens, tokens))
 
     def ends_only(self, mask: Mask) -> bool:
         """Whether a mask that `allowed` gave leaves nothing but the end of the text."""

@@ -91,6 +91,15 @@ def test_the_rules_of_chains_keep_to_it(llm: LLM, acceptance: str, drafts: tuple
         assert conforms(json.loads(found.text), PERSON)
 
 
+def test_the_lossy_rule_keeps_to_it(llm: LLM) -> None:
+    spec = SpecConfig(num_draft_tokens=12, accept_threshold=1e-6)
+    for seed in range(4):
+        found = llm.generate(
+            PROMPT, spec=spec, json_schema=PERSON, max_tokens=200, temperature=1.0, seed=seed
+        )
+        assert conforms(json.loads(found.text), PERSON)
+
+
 def test_a_drafter_of_ones_own_changes_nothing(llm: LLM) -> None:
     """Its tokens break the grammar nearly always."""
     options: dict[str, Any] = {"json_schema": PERSON, "max_tokens": 200, "temperature": 1.0}

@@ -65,19 +65,19 @@ def proposed(tree) -> list[list[int]]:
 
 
 def test_what_must_follow_is_a_chain_of_probability_one(begin, letters: Tokenizer) -> None:
-    drafter = GrammarDrafter(begin(), max_context=30)
+    drafter = GrammarDrafter(begin(), VOCAB, max_context=30)
     tree = drafter.propose([7], LIMITS)
     assert tree.is_chain
     assert letters.decode(tree.token_ids[1:]) == KEY
     assert set(tree.log_probs) == {0.0}
     few = TreeLimits(max_nodes=3, max_depth=1, width=4)
     assert letters.decode(drafter.propose([7], few).token_ids[1:]) == '{"o'
-    assert GrammarDrafter(begin(), max_context=5).propose([7], LIMITS).n_drafted == 4
+    assert GrammarDrafter(begin(), VOCAB, max_context=5).propose([7], LIMITS).n_drafted == 4
     assert drafter.propose([7], TreeLimits(0, 5, 1)).n_drafted == 0
 
 
 def test_where_there_is_a_choice_nothing_is_proposed(begin, letters: Tokenizer) -> None:
-    drafter = GrammarDrafter(begin(), max_context=100)
+    drafter = GrammarDrafter(begin(), VOCAB, max_context=100)
     assert drafter.propose([7, *letters.encode(KEY)], LIMITS).n_drafted == 0
     after = drafter.propose([7, *letters.encode(KEY + "o")], LIMITS)
     assert letters.decode(after.token_ids[1:]) == 'mer", "age": '
@@ -140,7 +140,7 @@ def test_every_proposal_of_a_text_keeps_to_the_grammar(begin, draft, folder: Pat
             model.reset()
             target.rollback(0)
             random = within_grammar(RandomDrafter(VOCAB, seed), begin())
-            merged = MergedDrafter([model, random, GrammarDrafter(begin(), 256)])
+            merged = MergedDrafter([model, random, GrammarDrafter(begin(), VOCAB, 256)])
             controller = make_controller(
                 target, merged, params, spec=spec, prompt_length=1, eos=[EOS], grammar=begin()
             )

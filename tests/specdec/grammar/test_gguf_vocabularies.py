@@ -80,7 +80,7 @@ def test_forced_stretches_are_written_as_the_tokenizer_writes_them(
     sentencepiece: GgufTokenizer,
 ) -> None:
     state = GrammarCompiler(sentencepiece.grammar_tokenizer).begin(CONSTRAINT, 0, (2,))
-    forced = state.forced([])
+    forced = state.forced([], sentencepiece.n_tokens)
     assert sentencepiece.decode(forced) == '{"occupation": "astro'
     space, *written = sentencepiece.encode('{"occupation": "astro', add_special_tokens=False)
     assert forced == written[: len(forced)]
@@ -97,7 +97,8 @@ def test_a_checkpoint_and_its_gguf_allow_the_same(tmp_path: Path) -> None:
         for i in range(len(text)):
             masks = [state.allowed(text[:i], ours.n_tokens) for state in states]
             assert np.array_equal(*masks)
-            assert states[0].forced(text[:i]) == states[1].forced(text[:i])
+            forced = [state.forced(text[:i], ours.n_tokens) for state in states]
+            assert forced[0] == forced[1]
 
 
 def test_a_gguf_model_keeps_to_it_with_and_without_a_draft() -> None:

@@ -62,7 +62,7 @@ def test_the_mask_does_not_depend_on_the_way(constraint: Constraint, data: st.Da
         mask = allowed(moved, text)
         assert mask == allowed(begin(constraint), text)
         if not mask or data.draw(st.booleans()):
-            moved.forced([*PROMPT, *text])
+            moved.forced([*PROMPT, *text], 4096)
             moved.allows([*PROMPT, *text], data.draw(st.integers(0, 4095)))
             continue
         texts.append([*text, data.draw(st.sampled_from(mask))])
@@ -77,7 +77,7 @@ def test_forced_tokens_are_those_that_alone_may_follow(
 ) -> None:
     state, text = begin(constraint), []
     for _ in range(15):
-        for i, token in enumerate(forced := state.forced([*PROMPT, *text])):
+        for i, token in enumerate(forced := state.forced([*PROMPT, *text], 4096)):
             assert allowed(begin(constraint), [*text, *forced[:i]]) == [token]
         if not (mask := allowed(state, text)):
             return
@@ -89,13 +89,13 @@ def test_the_end_is_forced_where_one_token_ends_a_text() -> None:
     text = words().encode('{"occupation": "astronomer", "age": 7, "likes": [')
     state = begin(CONSTRAINTS[0])
     whole = [*text, *words().encode("]}")]
-    assert state.forced([*PROMPT, *whole]) == [eos]
+    assert state.forced([*PROMPT, *whole], 4096) == [eos]
     assert allowed(state, whole) == [eos]
     assert state.ends_only(state.allowed([*PROMPT, *whole], 4096))
     assert not state.ends_only(state.allowed([*PROMPT, *text], 4096))
     assert allowed(state, [*whole, eos]) == []
     two = begin(CONSTRAINTS[0], (eos, eos + 1))
-    assert two.forced([*PROMPT, *whole]) == []
+    assert two.forced([*PROMPT, *whole], 4096) == []
     assert allowed(two, whole) == [eos, eos + 1]
 
 
@@ -129,6 +129,9 @@ def test_a_row_may_have_fewer_or_more_tokens_than_the_tokenizer() -> None:
     state = begin(CONSTRAINTS[0])
     assert len(state.allowed(PROMPT, 100)) == 100
     assert not state.allowed(PROMPT, 5000)[4096:].any()
+    forced = state.forced(PROMPT, 4096)
+    highest = max(forced)
+    assert state.forced(PROMPT, highest) == forced[: forced.index(highest)]
 
 
 def test_a_model_that_cannot_end_a_text_is_refused() -> None:
