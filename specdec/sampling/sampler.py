@@ -47,6 +47,8 @@ class Sampler:
     ) -> None:
         eos = tuple(eos_token_ids)
         _check_biased_ids(params, n_tokens)
+        if params.constraint is not None and grammar is None:
+            raise ValueError(f"nothing sees to it that the text keeps to {params.constraint.kind}")
         self.params = params
         self.n_tokens = n_tokens
         self.grammar = grammar

@@ -130,6 +130,50 @@ def test_the_targets_distribution_is_masked_before_it_is_cut() -> None:
     assert p[digits[0]] / p[digits[1]] == pytest.approx(np.exp(gap))
 
 
+KEYWORDS: list[tuple[dict[str, Any], str]] = [
+    ({"const": {"a": [1, None, "b"]}}, r'\{"a": \[1, null, "b"\]\}'),
+    ({"type": "string", "pattern": "^[ab]{2,4}$"}, r'"[ab]{2,4}"'),
+    ({"type": "string", "format": "date"}, r'"\d{4}-\d\d-\d\d"'),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, r'"([^"\\]|\\.+){2,3}"'),
+    ({"type": ["null", "boolean"]}, "null|true|false"),
+    ({"oneOf": [{"const": "left"}, {"const": "right"}]}, '"(left|right)"'),
+    ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}, "[345]"),
+    ({"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "items": False}, r"\[.*\]"),
+    (
+        {"$ref": "#/$defs/two", "$defs": {"two": {"enum": [22, 23]}}},
+        "22|23",
+    ),
+    (
+        {
+            "type": "object",
+            "patternProperties": {"^x[0-9]$": {"type": "null"}},
+            "additionalProperties": False,
+            "maxProperties": 1,
+        },
+        r'\{("x\d": null)?\}',
+    ),
+    ({"type": "integer", "multipleOf": 5, "minimum": 10, "maximum": 20}, "10|15|20"),
+]
+
+
+@pytest.mark.parametrize(("schema", "pattern"), KEYWORDS, ids=[p for _, p in KEYWORDS])
+def test_keywords_of_schemas(llm: LLM, schema: dict[str, Any], pattern: str) -> None:
+    for sampling in (GREEDY, {"temperature": 1.0, "seed": 3}):
+        options = {"json_schema": schema, "max_tokens": 60, **sampling}
+        found = llm.generate("x", **options)
+        assert found.token_ids == llm.generate("x", speculative=False, **options).token_ids
+        assert found.finish_reason == "stop"
+        json.loads(found.text)
+        assert re.fullmatch(pattern, found.text)
+
+
+def test_a_constraint_is_never_dropped_in_silence() -> None:
+    from specdec.sampling.sampler import Sampler
+
+    with pytest.raises(ValueError, match="keeps to regex"):
+        Sampler(SamplingParams(regex="a"), n_tokens=9)
+
+
 def test_every_kind_of_constraint(llm: LLM) -> None:
     assert re.fullmatch("[a-c]{2,5}", llm.generate("x", regex="[a-c]{2,5}").text)
     sums = llm.generate("x", grammar='start: N ("+" N)?\nN: /[1-9]/').text
