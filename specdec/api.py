@@ -89,8 +89,14 @@ class LLM:
     and is refused (ModelBusy) while one computes. `close` may be called by any thread.
     """
 
-    def __init__(self, options: RunOptions, progress: Any = None) -> None:
-        session = self.session = Session(options, progress)
+    def __init__(
+        self,
+        options: RunOptions,
+        progress: Any = None,
+        prepare: Callable[[RunOptions], None] | None = None,
+    ) -> None:
+        """See Session."""
+        session = self.session = Session(options, progress, prepare)
         self.plan, self.spec = session.plan, session.options.spec
         self.tokenizer = session.tokenizer
         self.target, self.draft = session.target, session.draft

@@ -13,7 +13,9 @@ from pathlib import Path
 from backends.contract.backend import Backend
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import NOT_ASKED, Exactness
+from offload.formats.tensors import TensorRecord
 from offload.residency.placement import LayerWeights, Placement
+from offload.ring.early import EarlyWeights
 from offload.units import Progress
 
 LOAD_MODES = ("auto", "stream", "ram", "mmap")
@@ -90,6 +92,8 @@ class Loading:
     `residency` is of a GPU. None: what it was promised before, or all."""
     n_readers: int | None = None
     progress: Progress | None = None
+    early: EarlyWeights | None = None
+    """Weights that are read already, perhaps those that are wanted."""
 
 
 class ModelSource(ABC):
@@ -110,6 +114,8 @@ class ModelSource(ABC):
     """Formats of the KV cache that would take less than the present one."""
     max_tree_leaves: int | None = None
     """Most leaves that a tree of this backend may have."""
+    early_records: tuple[TensorRecord, ...] | None = None
+    """Tensors outside of the layers, where `load` takes early weights on the CPU."""
 
     @property
     @abstractmethod

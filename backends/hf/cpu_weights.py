@@ -12,9 +12,8 @@ from backends.contract.backend import StreamUse
 from backends.hf.model import HfModel
 from backends.hf.weights import RawTensors
 from offload.residency.placement import LayerWeights
+from offload.ring.early import EarlyWeights, WantedWeights, open_weights
 from offload.ring.slots import Check
-from offload.ring.streamer import WeightStreamer, load_resident
-from offload.storage.reading import DEFAULT_N_READERS
 from offload.units import Progress
 
 
@@ -24,6 +23,7 @@ class CpuWeights:
     Args:
         layers: which tensors stay in memory.
         n_slots: depth of the ring for the others.
+        early: weights that are taken where they are these.
     """
 
     device = torch.device("cpu")
@@ -36,16 +36,13 @@ class CpuWeights:
         *,
         n_readers: int | None = None,
         progress: Progress | None = None,
+        early: EarlyWeights | None = None,
     ) -> None:
         self._layers = tuple(layers)
-        self._outer = load_resident(model.outer_records)
-        try:
-            self._streamer = WeightStreamer(
-                layers, n_slots, n_readers=n_readers or DEFAULT_N_READERS, progress=progress
-            )
-        except BaseException:
-            self._outer.close()
-            raise
+        wanted = WantedWeights(model.outer_records, self._layers, n_slots, n_readers)
+        taken = None if early is None else early.take(wanted)
+        self._weights = taken or open_weights(wanted, progress)
+        self._outer, self._streamer = self._weights.outer, self._weights.layers
 
     @property
     def outer(self) -> RawTensors:
@@ -88,8 +85,7 @@ class CpuWeights:
         return self._streamer.stop()
 
     def close(self) -> None:
-        self._streamer.close()
-        self._outer.close()
+        self._weights.close()
 
 
 def _as_tensors(tensors: Mapping[str, memoryview]) -> RawTensors:

@@ -46,6 +46,7 @@ class HfSource(ModelSource):
         self.model: HfModel = load_hf_model(directory)
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
+        self.early_records = self.model.outer_records
 
     @cached_property
     def layers(self) -> tuple[LayerWeights, ...]:  # type: ignore[override]
@@ -111,6 +112,7 @@ class HfSource(ModelSource):
             residency.n_slots,
             n_readers=loading.n_readers,
             progress=loading.progress,
+            early=loading.early,
         )
         return TorchBackend(
             self.model,

@@ -78,7 +78,7 @@ class FileSupply:
         paths = (piece.path for layer in reads for piece in layer)
         self._files = OpenFiles(paths, options.storage)
         try:
-            make = allocate or ring_slot
+            make = allocate or _uncommitted_slot
             slots = [make(slot_bytes) for _ in range(min(options.n_slots, len(reads)))]
             self.order = order = TicketOrder(len(reads), len(slots))
             self.ring: SlotRing[HostMemory, Piece] = SlotRing(
@@ -110,9 +110,10 @@ class FileSupply:
         self._files.close()
 
 
-def ring_slot(n_bytes: int) -> HostMemory:
-    """Memory that a forked process does not get."""
-    return AlignedBuffer(n_bytes, in_children=False)
+def _uncommitted_slot(n_bytes: int) -> HostMemory:
+    """Memory that a forked process does not get. The readers commit it: the first read of a page is
+    what takes it."""
+    return AlignedBuffer(n_bytes, is_committed=False, in_children=False)
 
 
 def walk_files(

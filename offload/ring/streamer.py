@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from offload.residency.placement import LayerWeights
 from offload.ring.background import BackgroundReads, by_need
-from offload.ring.file_supply import RingOptions, ring_slot, walk_files
+from offload.ring.file_supply import RingOptions, walk_files
 from offload.ring.holding import HoldingLender
 from offload.ring.slots import StreamerClosed
 from offload.ring.walk import StreamStats, Taken
@@ -75,7 +75,7 @@ class WeightStreamer(HoldingLender[HostMemory, dict[str, memoryview]]):
         self._slot_bytes = max((layer.slot_bytes for layer in self._layers), default=0)
         records = {r.name: r for layer in self._layers for r in layer.resident_records}
         layout = make_layout(records.values(), merge_gap=0)
-        self._resident = resident = ResidentWeights(layout, _uncommitted)
+        self._resident = resident = ResidentWeights(layout)
         try:
             background = BackgroundReads(
                 by_need(layout.pieces(read_bytes), self._layers),
@@ -110,11 +110,8 @@ class WeightStreamer(HoldingLender[HostMemory, dict[str, memoryview]]):
         }
 
     def _new_slot(self) -> HostMemory:
-        return ring_slot(self._slot_bytes)
+        # Committed at once: what a layer that is held takes is measured, before a read fills this.
+        return AlignedBuffer(self._slot_bytes, in_children=False)
 
     def _free(self) -> None:
         self._resident.close()
-
-
-def _uncommitted(n_bytes: int) -> HostMemory:
-    return AlignedBuffer(n_bytes, is_committed=False)

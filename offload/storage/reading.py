@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 
 from offload.formats.tensors import TensorRecord
 from offload.process.interruptible import POLL_SECONDS, check_interrupt, uninterrupted
-from offload.storage.aligned import AlignedBuffer, HostMemory, align_up, buffer_bytes, populate
+from offload.storage.aligned import AlignedBuffer, HostMemory, align_up, buffer_bytes
 from offload.storage.direct_io import DirectFile, OpenStorage, StorageError
 from offload.storage.layout import Layout, Piece, make_layout
 from offload.units import MIB, Progress
@@ -69,21 +69,19 @@ class ResidentWeights(Mapping[str, memoryview]):
     """Tensors that stay in memory: name -> raw bytes, valid until `close`.
 
     Args:
-        allocate: makes the memory from its size in bytes; None: an AlignedBuffer.
+        allocate: makes the memory from its size in bytes; None: an AlignedBuffer that the first
+            read of a page commits.
     """
 
     def __init__(self, layout: Layout, allocate: Callable[[int], HostMemory] | None = None) -> None:
-        make = allocate or AlignedBuffer
+        make = allocate or _uncommitted
         self._buffer = make(layout.n_bytes) if layout.n_bytes else None
         self.n_bytes = buffer_bytes(layout.n_bytes)  # memory taken, rounding included
         self.memory = self._buffer.view if self._buffer else memoryview(bytearray())
         self._tensors = layout.views(self.memory)
 
     def bring(self, files: OpenFiles, piece: Piece) -> None:
-        """Read one piece of the layout into memory that is committed here. Raises StorageError,
-        MemoryError."""
-        assert self._buffer is not None
-        populate(self._buffer.address + piece.buffer_offset, piece.n_bytes)
+        """Read one piece of the layout to its place. Raises StorageError."""
         files.read(piece, self.memory)
 
     def __getitem__(self, name: str) -> memoryview:
@@ -100,6 +98,10 @@ class ResidentWeights(Mapping[str, memoryview]):
         self._tensors.clear()
         if self._buffer is not None:
             self._buffer.close()
+
+
+def _uncommitted(n_bytes: int) -> HostMemory:
+    return AlignedBuffer(n_bytes, is_committed=False)
 
 
 def resident_footprint(records: Iterable[TensorRecord]) -> int:

@@ -135,11 +135,10 @@ def run_again_enforced(context: typer.Context, memory_budget: str | int) -> None
 def open_model(asked: RunOptions, loaded: RunOptions) -> Iterator[LLM]:
     """asked: what the notes on options without effect are about; loaded: as it is opened."""
     check_models(asked)
-    from specdec.api import load
+    from specdec.api import LLM
 
-    import_for_good(loaded)
     with loading_progress(f"loading {asked.model}") as progress:
-        llm = load(**loaded.keywords(), progress=progress)
+        llm = LLM(loaded, progress, import_for_good)
     with llm:
         note_plan(asked, llm.plan)
         note_left_out(llm.plan)

@@ -10,7 +10,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -38,9 +38,10 @@ from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.state import GrammarState
+from specdec.planning.early import begin_early, remember_early
 from specdec.planning.load import load_draft, load_target
 from specdec.planning.parts import DRAFTING_PARTS
-from specdec.planning.plan import plan_models
+from specdec.planning.plan import budget_of_run, plan_models
 from specdec.planning.run_options import RunOptions
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.params import SamplingParams
@@ -103,9 +104,15 @@ class Session:
         options: what to load, and into how much memory.
         progress: called with (bytes done, bytes in total) by threads that read weights, some of
             which go on while the first prompt is computed.
+        prepare: called while the first weights are read, before models are opened.
     """
 
-    def __init__(self, options: RunOptions, progress: Any = None) -> None:
+    def __init__(
+        self,
+        options: RunOptions,
+        progress: Any = None,
+        prepare: Callable[[RunOptions], None] | None = None,
+    ) -> None:
         self._running: Running | None = None
         self._beginning = threading.Lock()
         self._freeing = threading.RLock()
@@ -114,7 +121,11 @@ class Session:
         if options.prompt_cache_file is not None:
             check_file(options.prompt_cache_file)
         with ExitStack() as stack:  # whatever was opened is closed when a later part fails
-            planned = plan_models(options)
+            budget = budget_of_run(options.memory_budget)
+            early = stack.enter_context(begin_early(options, budget[0], progress))
+            if prepare is not None:
+                prepare(options)
+            planned = plan_models(options, budget, early)
             self.plan, self.options = planned.plan, planned.options
             self.tokenizer = planned.target.tokenizer
             self.eos_token_ids = planned.target.eos_token_ids
@@ -124,7 +135,10 @@ class Session:
             if self.options.prompt_cache_file is not None:
                 path = self.options.prompt_cache_file
                 self._prompt_cache = PromptCache(path, planned.target, planned.draft)
-            self.target: Backend = stack.enter_context(load_target(planned, self.options, progress))
+            self.target: Backend = stack.enter_context(
+                load_target(planned, self.options, progress, early)
+            )
+            remember_early(options, self.plan, planned.target.source)
             self.draft, self.draft_window = load_draft(planned, self.options.spec, self.target)
             if self.draft is not None:
                 stack.enter_context(self.draft)

@@ -106,7 +106,7 @@ class Divider:
 
     Args:
         target, draft: as they run on the CPU.
-        base_bytes: what the process takes already; measured unless given.
+        base_bytes: what the process takes already; measured when None.
         gpu: where the target runs instead, and perhaps the draft.
     """
 

@@ -12,16 +12,20 @@ from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.drafters.model import level_width
 from specdec.drafters.window import DraftWindow, draft_context_size
+from specdec.planning.early import Early
 from specdec.planning.parts import most_draft_nodes, planned_width
 from specdec.planning.plan import PlannedModels
 from specdec.planning.run_options import RunOptions
 from specdec.planning.run_plan import RunPlan
 
 
-def load_target(planned: PlannedModels, options: RunOptions, progress: Any = None) -> Backend:
+def load_target(
+    planned: PlannedModels, options: RunOptions, progress: Any = None, early: Early | None = None
+) -> Backend:
     """The target's weights where the plan wants them.
 
     Args:
+        early: some that are read already.
         progress: called with (bytes done, bytes in total) by threads that read weights, some of
             which go on while the first prompt is computed.
     """
@@ -35,6 +39,7 @@ def load_target(planned: PlannedModels, options: RunOptions, progress: Any = Non
             load_mode=_target_load_mode(options.load_mode, plan.residency),
             n_readers=options.io_threads,
             progress=progress,
+            early=None if early is None else early.weights,
             vram_bytes=plan.torch_vram_bytes,
         )
     )

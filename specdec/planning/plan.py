@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedModel, OpenedPair, open_model
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.division import Divider, Division, Gpu
+from specdec.planning.early import Early
 from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placed
 from specdec.planning.run_options import CPU, ON, LoadKeywords, RunOptions
 from specdec.planning.run_plan import RunPlan
@@ -55,19 +57,30 @@ def plan_run(
     return plan_models(RunOptions(model, draft_model, **options)).plan
 
 
-def plan_models(options: RunOptions) -> PlannedModels:
-    """Read the models' headers, measure the machine, and divide the budget."""
+def plan_models(
+    options: RunOptions, budget: tuple[int, str] | None = None, early: Early | None = None
+) -> PlannedModels:
+    """Read the models' headers, measure the machine, and divide the budget.
+
+    Args:
+        budget: as `budget_of_run` says it, where it was asked already.
+        early: weights of the target that are being read already.
+    """
     free_large_blocks_at_once()
     if options.device == CPU:
         check_no_gpu_options(options)
-    total_bytes, source = _budget(options.memory_budget)
+    total_bytes, source = budget or budget_of_run(options.memory_budget)
     pair = open_pair(options)
     gpu = find_gpu(options, pair)
-    if gpu is None:
-        figures = measure_figures(pair, total_bytes)
-    else:
-        figures = measure_with_gpu(pair, gpu)
-    plan = make_plan(options, pair, figures, total_bytes, source, gpu)
+    with nullcontext(0) if early is None else early.weights.paused() as early_bytes:
+        if gpu is None:
+            figures = measure_figures(pair, total_bytes)
+        else:
+            figures = measure_with_gpu(pair, gpu)
+        base_bytes = measure_base()
+        if early is not None:
+            base_bytes = early.base(base_bytes, early_bytes)
+    plan = make_plan(options, pair, figures, total_bytes, source, gpu, base_bytes)
     if pair.draft is not None and plan.draft_residency is None:
         options, pair = options.without_draft(), OpenedPair(pair.target, None)
     to_load = placed(pair, gpu, plan.draft_device)
@@ -113,19 +126,21 @@ def make_plan(
     total_bytes: int,
     budget_source: str,
     gpu: Gpu | None = None,
+    base_bytes: int | None = None,
 ) -> RunPlan:
     """Divide so much memory as the figures say is fastest.
 
+    base_bytes: what the process takes already; measured when None.
+
     Raises BudgetExceeded with the smallest budget that works.
     """
-    gc.collect()  # what building the models left behind is not the process's base
-    give_back_freed()
+    base_bytes = measure_base() if base_bytes is None else base_bytes
     target, draft = pair.sources
     exactness = (target if gpu is None else gpu.target).exactness
     if options.exact == ON and not exactness.is_exact:
         raise ConfigError(f"exact is 'on', but {exactness.reason}: 'auto' runs all the same")
     search = Search(
-        Divider(target, draft, options, gpu=gpu),
+        Divider(target, draft, options, base_bytes, gpu),
         figures,
         options.spec,
         target.max_tree_leaves,
@@ -149,6 +164,13 @@ def make_plan(
         notes=_left_out(chosen, search.alternatives),
         vram_source="" if gpu is None else gpu.vram_source,
     )
+
+
+def measure_base() -> int:
+    """What the process takes already."""
+    gc.collect()  # what building the models left behind is not the process's base
+    give_back_freed()
+    return process_memory().rss_bytes
 
 
 def _burdens(chosen: Alternative, alternatives: Sequence[Alternative]) -> tuple[str, ...]:
@@ -211,7 +233,8 @@ def _check_in_memory(options: RunOptions, division: Division) -> None:
     )
 
 
-def _budget(memory_budget: str | int) -> tuple[int, str]:
+def budget_of_run(memory_budget: str | int) -> tuple[int, str]:
+    """The budget in bytes, and where that comes from. Raises ConfigError."""
     limit = memory_limit()
     if memory_budget == "auto":
         free_bytes = psutil.virtual_memory().available + process_memory().rss_bytes

@@ -18,7 +18,6 @@ from offload.formats.tensors import TensorRecord
 from offload.residency.placement import LayerWeights
 from offload.ring.background import by_need
 from offload.ring.streamer import StreamerClosed, WeightStreamer
-from offload.storage import reading
 from offload.storage.aligned import ALIGNMENT
 from offload.storage.direct_io import StorageError
 from offload.storage.layout import make_layout
@@ -149,15 +148,6 @@ def test_an_overwritten_file_ends_the_first_pass(weights: Weights) -> None:
             with pytest.raises(StorageError, match="changed while in use"):
                 weights.walk(walked)
         assert walked.stats.passes == 0
-
-
-def test_memory_that_cannot_be_had(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
-    def populate(address: int, n_bytes: int) -> None:
-        raise MemoryError(f"cannot commit {n_bytes} bytes of memory")
-
-    monkeypatch.setattr(reading, "populate", populate)
-    with streamer(weights) as walked, pytest.raises(MemoryError, match="cannot commit"):
-        weights.walk(walked)
 
 
 def test_what_the_caller_raises_ends_the_wait(weights: Weights) -> None:

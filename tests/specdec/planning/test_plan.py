@@ -26,7 +26,7 @@ def planned(draft: PaperModel, monkeypatch: pytest.MonkeyPatch, **options: Any) 
     figures = Figures(1e9, TARGET.measure_compute(), draft.measure_compute())
     monkeypatch.setattr(planning, "open_pair", lambda _: pair)
     monkeypatch.setattr(planning, "measure_figures", lambda *_: figures)
-    monkeypatch.setattr(planning, "_budget", lambda _: (2 * GIB + 512 * MIB, "as asked"))
+    monkeypatch.setattr(planning, "budget_of_run", lambda _: (2 * GIB + 512 * MIB, "as asked"))
     return planning.plan_models(RunOptions("t", "d", ctx_size=256, **options))
 
 

@@ -1,0 +1,111 @@
+"""Weights that are read before the plan is known: taken where it asks for them, else given back."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from open_files import n_open_files
+from streaming import Gate, uneven_sizes
+from weight_files import Weights, write_weights
+
+from offload.formats.tensors import CheckpointError, TensorRecord
+from offload.ring.early import EarlyWeights, WantedWeights
+from offload.storage.aligned import AlignedBuffer
+from offload.storage.pausable import PausableReads
+
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Weights:
+    sizes = [[*layer, 20_000] for layer in uneven_sizes(6, 3, most=30_000)]
+    return write_weights(tmp_path, sizes, n_files=2, resident=lambda i, j: i % 2 == 0)
+
+
+def wanted_of(weights: Weights) -> WantedWeights:
+    """The last layer's tensors stand for those outside of the layers."""
+    return WantedWeights(weights.layers[-1].tensors, weights.layers, n_slots=2)
+
+
+def unchanged() -> None:
+    pass
+
+
+def test_what_is_wanted_is_taken(weights: Weights) -> None:
+    wanted = wanted_of(weights)
+    early = EarlyWeights(wanted, unchanged)
+    taken = early.take(wanted)
+    assert taken is not None
+    early.close()  # of what was taken nothing is given back
+    weights.walk(taken.layers, 2)
+    weights.check(len(weights.layers) - 1, {r.name: taken.outer[r.name] for r in wanted.outer})
+    taken.close()
+
+
+def test_anything_else_is_given_back(weights: Weights) -> None:
+    wanted = wanted_of(weights)
+    before = n_open_files()
+    for other in (
+        replace(wanted, n_slots=3),
+        replace(wanted, n_readers=1),
+        replace(wanted, outer=wanted.outer[1:]),
+        replace(wanted, layers=wanted.layers[:-1]),
+        replace(wanted, layers=tuple(one.with_resident(()) for one in wanted.layers)),
+    ):
+        early = EarlyWeights(wanted, unchanged)
+        assert early.take(other) is None
+        with early.paused() as n_bytes:
+            assert n_bytes == 0
+    assert n_open_files() == before
+
+
+def test_a_file_that_is_another_one_by_now_is_read_anew(weights: Weights) -> None:
+    def changed() -> None:
+        raise CheckpointError("replaced")
+
+    wanted = wanted_of(weights)
+    assert EarlyWeights(wanted, changed).take(wanted) is None
+
+
+def test_a_file_that_cannot_be_read_is_for_the_next_one_to_tell(weights: Weights) -> None:
+    wanted = wanted_of(weights)
+    os.remove(weights.layers[0].tensors[0].path)
+    assert EarlyWeights(wanted, unchanged).take(wanted) is None
+
+
+def test_nothing_is_read_during_a_pause(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(16384))
+    gate = Gate(n_open=1)
+    reads = PausableReads(gate.storage)
+    file, memory = reads.open(path), AlignedBuffer(4096)
+    file.read_into(memory.view, 0)
+    second = threading.Thread(target=file.read_into, args=(memory.view, 4096))
+    second.start()
+    gate.reached.wait(10)
+    threading.Timer(0.05, gate.opened.set).start()
+    third = threading.Thread(target=file.read_into, args=(memory.view, 8192))
+    with reads.paused() as n_bytes:
+        second.join(10)
+        assert n_bytes == 8192  # the one that was running has ended
+        third.start()
+        third.join(0.05)
+        assert third.is_alive()
+    third.join(10)
+    with reads.paused() as n_bytes:
+        assert n_bytes == 12288
+    file.close()
+
+
+def test_records_are_compared_and_not_only_their_names(weights: Weights) -> None:
+    wanted = wanted_of(weights)
+    first = wanted.outer[0]
+    moved = TensorRecord(
+        first.name, first.dtype, first.shape, first.path, first.offset + 1, first.n_bytes
+    )
+    other = replace(wanted, outer=(moved, *wanted.outer[1:]))
+    assert EarlyWeights(wanted, unchanged).take(other) is None
