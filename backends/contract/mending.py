@@ -122,12 +122,13 @@ class MendingBackend(Backend, Generic[Kv]):
         """Tokens or nodes that this text may get now, as far as memory goes."""
 
     @abstractmethod
-    def _room_of(self, kv: Kv, n_tokens: int) -> int:
-        """Units of memory, blocks or cells, that so many new tokens of a text take."""
+    def _room_of(self, kv: Kv, rows: SequenceRows) -> Sequence[int]:
+        """Units of each kind (blocks or cells, sequences of llama.cpp) that these new rows of a
+        text take."""
 
     @abstractmethod
-    def _n_free_units(self) -> int:
-        """Units that all texts together may still take."""
+    def _free_units(self) -> Sequence[int]:
+        """Units of each kind that all texts together may still take."""
 
     @abstractmethod
     def _restart(self) -> None:
@@ -172,12 +173,12 @@ class MendingBackend(Backend, Generic[Kv]):
         return max(0, n_free)
 
     def n_fitting(self, batch: Sequence[SequenceRows]) -> int:
-        n_nodes, n_units = self._n_live, 0
+        n_nodes, n_units = self._n_live, np.array(self._free_units())
         for n_before, one in enumerate(batch):
             kv, n_tokens = cast(KvSequence[Kv], one.sequence).kv, len(one.token_ids)
-            n_units += self._room_of(kv, n_tokens)
+            n_units -= self._room_of(kv, one)
             n_nodes += n_tokens if one.parents is not None else -len(kv.table)
-            if n_units > self._n_free_units():
+            if (n_units < 0).any():
                 return n_before
             if self.max_nodes is not None and n_nodes > self.max_nodes:
                 return n_before
@@ -195,8 +196,13 @@ class MendingBackend(Backend, Generic[Kv]):
             raise ValueError("a sequence is in the batch twice")
         for one in sequences:
             one.check_open()
+            if one.backend is not self:
+                raise ValueError("a sequence of another backend is in the batch")
 
         def grow() -> list[SequenceScores]:
+            for sequence, rows in zip(sequences, batch, strict=True):
+                if rows.parents is None:
+                    sequence.kv.abort()
             ids, new = zip(*map(self._new_rows, sequences, batch), strict=True)
             computed = [one for one in new if one.token_ids]
             logits = iter(self._compute(computed) if computed else ())
@@ -217,7 +223,6 @@ class MendingBackend(Backend, Generic[Kv]):
         kv, n_tokens = sequence.kv, len(added.token_ids)
         new = NewRows(kv, added.token_ids, added.wanted, added.parents is not None)
         if added.parents is None:
-            kv.abort()
             self._check_length(kv, n_tokens, n_tokens)
             return [], new
         self._check_nodes(self._n_live + n_tokens)

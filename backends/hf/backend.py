@@ -23,7 +23,7 @@ from backends.attention.batch import BLOCK_ROWS, BatchLayout
 from backends.attention.masks import alibi_bias
 from backends.contract.backend import BackendError, StreamUse
 from backends.contract.mending import MendingBackend
-from backends.contract.sequence import SavedTensors
+from backends.contract.sequence import SavedTensors, SequenceRows
 from backends.contract.text_kv import NewRows
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.forward import mask_maker, prepare_buffers, run_model
@@ -216,11 +216,11 @@ class TorchBackend(MendingBackend[SequenceKv]):
     def _free_rows(self, kv: SequenceKv) -> int:
         return min(kv.n_free_rows - self._exactness.n_least_rows, self.max_context)
 
-    def _room_of(self, kv: SequenceKv, n_tokens: int) -> int:
-        return kv.n_blocks_for(n_tokens)
+    def _room_of(self, kv: SequenceKv, rows: SequenceRows) -> Sequence[int]:
+        return (kv.n_blocks_for(len(rows.token_ids)),)
 
-    def _n_free_units(self) -> int:
-        return self._pool.n_free - blocks_of(self._exactness.n_least_rows)
+    def _free_units(self) -> Sequence[int]:
+        return (self._pool.n_free - blocks_of(self._exactness.n_least_rows),)
 
     def _restart(self) -> None:
         with self._turn:

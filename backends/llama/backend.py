@@ -1,8 +1,8 @@
 """The llama.cpp backend: a GGUF model, held in memory or streamed from storage.
 
-Trees are sequences of one unified KV cache (cache.py); a streamed model's passes walk its
-layers (stream.py). A pass that takes long runs on a thread of its own, so that Ctrl-C reaches
-Python meanwhile and ends it.
+Texts and their trees are sequences of one unified KV cache (cache.py); a streamed model's passes
+walk its layers (stream.py). A pass that takes long runs on a thread of its own, so that Ctrl-C
+reaches Python meanwhile and ends it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import numpy as np
 from backends.contract.backend import BackendError, ContextFull, StreamUse
 from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.mending import MendingBackend
-from backends.contract.sequence import SavedTensors
+from backends.contract.sequence import SavedTensors, SequenceRows
 from backends.contract.text_kv import NewRows
-from backends.ggml.library import LlamaModel
 from backends.llama.batch import Batch
-from backends.llama.cache import TreeSequences
+from backends.llama.cache import MIN_IN_USE, TreeSequences
+from backends.llama.cells import Cells
 from backends.llama.context import ContextOptions, LlamaContext
-from backends.llama.model import GgufModel, recurrent_model
+from backends.llama.loading import check_options, load_llama_model
+from backends.llama.model import GgufModel
 from backends.llama.passes import PassThread
 from backends.llama.prefix import LlamaPrefix, SequenceState
+from backends.llama.rows import PassRows
 from backends.llama.stream import StreamedLayers, mapped_ranges
-from backends.llama.unread import map_unread
 from offload.formats.mapped import TensorShape
 from offload.paging.address_space import PAGE_BYTES
 from offload.process.interruptible import uninterrupted
 from offload.residency.placement import Placement
 from offload.units import Progress
 
-LOAD_MODES = ("stream", "mmap", "ram")
 _VALUE_BYTES = 2  # of the KV cache's values without flash attention: f16, never quantized
 _QUICK_BYTES = 4e9  # weights times rows that take less than about a second: no thread for those
 
@@ -41,9 +41,11 @@ class LlamaBackend(MendingBackend[TreeSequences]):
     """A GGUF model on llama.cpp.
 
     Args:
-        max_context: most tokens of a sequence; None takes what the model was trained for.
-        max_nodes: most live nodes at a time; a tree may have min(max_nodes, MAX_LEAVES) leaves.
+        max_context: most tokens of a text; None takes what the model was trained for.
+        max_nodes: most live nodes at a time; trees may have min(max_nodes, MAX_LEAVES) leaves.
         max_outputs: most rows of logits of one call; max_nodes when None.
+        kv_rows: tokens and nodes that all texts together may have; None: enough for one of them.
+        max_texts: most texts at a time, should each have a tree of one leaf.
         cache_type_k, cache_type_v: f16, f32, bf16, q8_0 or q4_0.
         flash_attention: None takes llama.cpp's default, which is on: it needs little memory for a
             long context; with a cache of f16 a row of several and one alone differ (about 3e-4).
@@ -77,9 +79,10 @@ class LlamaBackend(MendingBackend[TreeSequences]):
         n_readers: int | None = None,
         progress: Progress | None = None,
         exactness: Exactness = NOT_ASKED,
+        kv_rows: int | None = None,
+        max_texts: int = 1,
     ) -> None:
         super().__init__()
-        _check_options(model, max_nodes, residency, load_mode)
         options = ContextOptions(
             min(max_context or model.max_context, model.max_context),
             max_nodes,
@@ -89,7 +92,10 @@ class LlamaBackend(MendingBackend[TreeSequences]):
             cache_type_v,
             flash_attention,
             exactness,
+            kv_rows,
+            max_texts,
         )
+        check_options(model, options, residency, load_mode)
         self._closing: list[Callable[[], None]] = []
         self._kv_bytes_per_token = model.kv_bytes_per_token(
             cache_type_k, cache_type_v, flash_attention=flash_attention is not False
@@ -113,20 +119,9 @@ class LlamaBackend(MendingBackend[TreeSequences]):
         """What needs closing is registered as soon as it exists; the last one is closed first."""
         is_streamed = load_mode == "stream" and residency is not None and residency.n_slots > 0
         before = mapped_ranges(model) if is_streamed else ()
-        self._model = (
-            map_unread(model)
-            if is_streamed
-            else LlamaModel(
-                model.path,
-                "ram" if load_mode == "stream" else load_mode,
-                progress,
-                is_repacked=not options.exactness.is_exact,
-            )
-        )
+        self._model = load_llama_model(model, load_mode, options, progress, is_streamed=is_streamed)
         self._closing.append(self._model.close)
         self.vocab_size = self._model.vocab_size
-        if self._model.is_recurrent:
-            raise recurrent_model(model)
         self._stream = None
         if is_streamed and residency is not None:
             self._stream = StreamedLayers(self._model, model, residency.layers, before)
@@ -144,8 +139,12 @@ class LlamaBackend(MendingBackend[TreeSequences]):
         self._closing.append(self._context.close)
         is_ordered = options.exactness.is_exact
         state = SequenceState(self._model, self._context)
-        self._tree = TreeSequences(
-            self._model, self._context, options.n_sequences - 1, state if is_ordered else None
+        self._cells = Cells(
+            self._model,
+            self._context,
+            options.n_sequences - 1,
+            self._context.n_cells - options.n_fillers,
+            state if is_ordered else None,
         )
         self._prefix = LlamaPrefix(state, is_ordered)
 
@@ -166,6 +165,8 @@ class LlamaBackend(MendingBackend[TreeSequences]):
                     max_context=min(max_context, self.max_context),
                     max_nodes=max_nodes,
                     max_outputs=max_rows,
+                    kv_rows=None,
+                    max_texts=1,
                 )
             )
             other._open_thread()
@@ -177,15 +178,20 @@ class LlamaBackend(MendingBackend[TreeSequences]):
     # --- the contract ----------------------------------------------------------------------
 
     def _new_kv(self) -> TreeSequences:
-        if self._sequences:
-            raise BackendError("the llama.cpp backend holds one text")
-        return self._tree
+        return TreeSequences(self._cells)
 
     def _fork(self, kv: TreeSequences, length: int) -> TreeSequences:
-        return self._new_kv()
+        return kv.fork(length)
 
     def _free_rows(self, kv: TreeSequences) -> int:
-        return self._context.n_cells - self._options.n_fillers - kv.table.n_rows
+        return self._cells.n_free
+
+    def _room_of(self, kv: TreeSequences, rows: SequenceRows) -> Sequence[int]:
+        n_leaves = 0 if rows.parents is None else kv.n_leaves_with(rows.parents)
+        return len(rows.token_ids), max(MIN_IN_USE, n_leaves) - kv.n_needed
+
+    def _free_units(self) -> Sequence[int]:
+        return self._cells.n_free, self._cells.n_free_sequences
 
     @property
     def stream_use(self) -> StreamUse:
@@ -196,8 +202,8 @@ class LlamaBackend(MendingBackend[TreeSequences]):
         attention, each of which has the values of so many cells."""
         if self._stream is None:
             return 0
-        n_rows = max(0, n_tokens - self._tree.table.n_committed)
-        n_rows += max(self.max_nodes, self._options.n_least_rows)
+        n_nodes = max(self.max_nodes, self._options.n_least_rows)
+        n_rows = self._cells.n_growth(n_tokens + n_nodes)
         if not self._context.has_flash_attention:
             n_rows = max(n_rows, PAGE_BYTES // _VALUE_BYTES)
         return n_rows * self._kv_bytes_per_token
@@ -227,13 +233,14 @@ class LlamaBackend(MendingBackend[TreeSequences]):
         return self._model.sliding_window == 0
 
     def _prefix_tensors(self, kv: TreeSequences) -> tuple[TensorShape, ...]:
-        return self._prefix.tensors()
+        return self._prefix.tensors(kv.in_use[0])
 
     def _save_prefix(self, kv: TreeSequences, buffers: Mapping[str, memoryview]) -> None:
-        self._prefix.save(buffers)
+        self._prefix.save(buffers, kv.in_use[0])
 
     def _load_prefix(self, kv: TreeSequences, token_ids: list[int], tensors: SavedTensors) -> None:
-        self._prefix.load(token_ids, tensors)
+        self._settle(kv, len(token_ids))
+        self._prefix.load(token_ids, tensors, kv.in_use[0])
         kv.adopt(token_ids)
 
     def request_cancel(self) -> None:
@@ -248,57 +255,46 @@ class LlamaBackend(MendingBackend[TreeSequences]):
 
     # --- parts -----------------------------------------------------------------------------
 
-    def _run(
-        self,
-        token_ids: Sequence[int],
-        positions: np.ndarray,
-        sequences: Sequence[Sequence[int]],
-        rows: Sequence[int],
-    ) -> np.ndarray:
+    def _compute(self, new: Sequence[NewRows[TreeSequences]]) -> list[np.ndarray]:
+        """A streamed model is read once for every `max_rows` tokens."""
+        rows = PassRows(new)
+        self._check_outputs(rows.n_outputs)
+        self._settle(new[0].kv, len(rows))
+        found = []
+        for part, batch in rows.batches(
+            self.max_rows, self._options.n_least_rows, self._cells.spare
+        ):
+            found.append(self._run(batch))
+            self._cells.grow(rows.texts[part], rows.positions[part])
+        return rows.of_texts(found)
+
+    def _run(self, batch: Batch) -> np.ndarray:
         """One pass; float32 logits [wanted, vocab] in the order of the rows."""
-        n_least, spare = self._options.n_least_rows, self._tree.spare
-        batch = Batch(token_ids, positions, sequences, rows, n_least, spare)
         decode = self._decode_streamed if self._stream else self._context.decode
         is_quick = self._stream is None and self._model.n_bytes * batch.n_tokens < _QUICK_BYTES
         self._thread.run(lambda: decode(batch), is_quick=is_quick)
         if batch.n_fillers:
-            self._tree.empty_spare()
+            self._cells.empty_spare()
         return self._context.logits(batch, self.vocab_size)
 
     def _decode_streamed(self, batch: Batch) -> int:
         assert self._stream is not None
         return self._stream.decode(batch)
 
-    def _compute(self, new: Sequence[NewRows[TreeSequences]]) -> list[np.ndarray]:
-        (one,) = new
-        if one.are_nodes:
-            return [self._run_nodes(one.token_ids, one.rows)]
-        return [self._run_prompt(one.token_ids, one.rows)]
+    def _settle(self, text: TreeSequences, n_new: int) -> None:
+        """Make room for so many cells, of this text and maybe others."""
+        n_free = self._cells.n_free
+        if n_new > n_free:
+            if len(self._sequences) == 1:
+                raise ContextFull(n_new, text.table.n_committed, self.max_context)
+            raise BackendError(
+                f"the KV cache is full: {n_new} more tokens do not fit in the {n_free} of "
+                f"{self._cells.n_cells} that {len(self._sequences)} texts leave: end a text, or "
+                "load the model with a larger context"
+            )
+        self._cells.settle(n_new)
 
-    def _run_prompt(self, token_ids: Sequence[int], rows: list[int]) -> np.ndarray:
-        """A streamed model is read once for every PREFILL_ROWS tokens."""
-        n_tokens, sequences = len(token_ids), self._tree.in_use
-        found = []
-        for start in range(0, n_tokens, self.max_rows):
-            chunk = token_ids[start : start + self.max_rows]
-            positions = self._tree.table.n_committed + start + np.arange(len(chunk))
-            wanted = [row - start for row in rows if 0 <= row - start < len(chunk)]
-            found.append(self._run(chunk, positions, [sequences] * len(chunk), wanted))
-        return np.concatenate(found)
-
-    def _run_nodes(self, token_ids: Sequence[int], rows: list[int]) -> np.ndarray:
-        table = self._tree.table
-        n_live = len(table) - len(token_ids)
-        self._check_room(len(table), len(token_ids), len(rows))
-        logits = self._run(token_ids, table.positions(n_live), self._tree.new, rows)
-        # llama.cpp gives each row once, in the batch's order.
-        order = {row: i for i, row in enumerate(sorted(set(rows)))}
-        return logits if rows == list(order) else logits[[order[row] for row in rows]]
-
-    def _check_room(self, n_nodes: int, n_new: int, n_outputs: int) -> None:
-        n_committed = self._tree.table.n_committed
-        if n_nodes > self._context.n_cells - self._options.n_fillers - n_committed:
-            raise ContextFull(n_new, n_committed, self.max_context)
+    def _check_outputs(self, n_outputs: int) -> None:
         most = self._options.n_outputs
         if n_outputs > most:
             raise BackendError(
@@ -306,26 +302,6 @@ class LlamaBackend(MendingBackend[TreeSequences]):
                 "backend was made for: ask for fewer rows or raise max_outputs"
             )
 
-    def _room_of(self, kv: TreeSequences, n_tokens: int) -> int:
-        return n_tokens
-
-    def _n_free_units(self) -> int:
-        return self._free_rows(self._tree)
-
     def _restart(self) -> None:
         if self._stream is not None:
             self._stream.restart()
-
-
-def _check_options(
-    model: GgufModel, max_nodes: int, residency: Placement | None, load_mode: str
-) -> None:
-    """Raise for a backend that cannot be."""
-    if load_mode not in LOAD_MODES:
-        raise ValueError(f"load_mode {load_mode!r} is not one of {', '.join(LOAD_MODES)}")
-    if residency is not None and residency.n_slots and load_mode != "stream":
-        raise ValueError(f"load_mode {load_mode!r} holds the whole model: it takes no residency")
-    if max_nodes < 1:
-        raise ValueError(f"max_nodes must be 1 or more, not {max_nodes}")
-    if model.is_recurrent:
-        raise recurrent_model(model)

@@ -28,7 +28,7 @@ class Batch:
         token_ids: Sequence[int],
         positions: Sequence[int] | np.ndarray,
         sequences: Sequence[Sequence[int]],
-        rows: Sequence[int],
+        rows: Sequence[int] | np.ndarray,
         n_least: int = 1,
         spare: int = 0,
     ) -> None:
@@ -66,7 +66,7 @@ class Batch:
         return batch
 
 
-def _outputs(rows: Sequence[int], n_tokens: int, n_least: int) -> np.ndarray:
+def _outputs(rows: Sequence[int] | np.ndarray, n_tokens: int, n_least: int) -> np.ndarray:
     """Rows of a pass that get logits, ascending: the wanted ones, and the last others."""
     wanted = np.unique(np.asarray(rows, dtype=np.int64))
     n_more = n_least - len(wanted) if len(wanted) else 0

@@ -14,67 +14,57 @@ its live path only: each copied cell is an insertion into an ordered set, and ea
 calls looks at all cells. These calls report nothing; what they did is checked by the lengths of the
 sequences.
 
-A row's attention is a sum over cells in the order in which they lie (cells that the row does not
-see change nothing), so a backend that is exact keeps them in the order of positions: the prefix,
-and behind it the live nodes, without gaps. New cells take the first free ones, so nothing is to be
-done until a commit or a prune leaves gaps; then the cells behind the first gap are moved, a few at
-a time, as llama.cpp saves and restores them:
-
-    lies as   a b c | x d y e      after commit of (d, e), which x and y were not part of:
-              a b c | . d . e      d goes into the spare sequence, is saved, dropped and restored,
-              a b c d . . e        which puts it where the first gap is; then e
+Several texts share the cache. Each has sequences of its own, so that none sees another's cells; a
+fork shares the cells of a prefix. The order of all cells is kept in cells.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from types import ModuleType
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from backends.contract.backend import PREFIX, BackendError
 from backends.contract.nodes import NodeTable
-from backends.ggml.library import LlamaModel
-from backends.llama.context import LlamaContext
-from backends.llama.prefix import SequenceState
+from backends.llama.cells import Cell, Cells
 
-_MIN_IN_USE = 2
+MIN_IN_USE = 2
 """A sliding-window cache reuses cells of a single sequence once they are out of its window; with
 two sequences on every committed cell a rollback finds all of them."""
 
-MOVED_CELLS = 8
-"""Whose keys and values are held beside the cache while they are moved."""
-
 
 class TreeSequences:
-    """Which sequence holds which live node, kept in step with a `NodeTable`.
+    """Which sequence holds which live node of a text, kept in step with a `NodeTable`."""
 
-    Args:
-        n_sequences: for leaves, 2 or more; the one behind them is `spare`, empty between calls.
-        state: moves cells into the order of positions; None leaves them where they are.
-    """
-
-    def __init__(
-        self,
-        model: LlamaModel,
-        context: LlamaContext,
-        n_sequences: int,
-        state: SequenceState | None = None,
-    ) -> None:
+    def __init__(self, room: Cells) -> None:
         self.table = NodeTable()
-        self.n_sequences = self.spare = n_sequences
-        self._state = state
-        self._library, self._memory = model.library, context.memory
-        self._window = model.sliding_window
+        self.cells: list[Cell] = []
+        self.has_ended = False
         self.new: list[list[int]] = []
         """Sequences of each node that was added last."""
-        self._idle = list(range(_MIN_IN_USE))
+        self._room = room
+        self._owned = room.take_sequences(MIN_IN_USE)
         self._ends: dict[int, int] = {}  # busy sequence -> the leaf that it ends at
         self._through: dict[int, int] = {}  # live node -> a sequence that holds it
+        room.add(self)
 
     @property
     def in_use(self) -> list[int]:
         """Sequences that hold the prefix: a committed token belongs to all of them."""
-        return sorted([*self._idle, *self._ends])
+        return list(self._owned)
+
+    @property
+    def _idle(self) -> list[int]:
+        return [sequence for sequence in self._owned if sequence not in self._ends]
+
+    @property
+    def n_needed(self) -> int:
+        """Sequences that it cannot do without now."""
+        return max(MIN_IN_USE, len(self._ends))
+
+    def n_leaves_with(self, parents: Sequence[int]) -> int:
+        """Leaves that its tree has once nodes with these parents were added."""
+        first, inner = self.table.next_id, set(parents)
+        leaves = [*self._ends.values(), *range(first, first + len(parents))]
+        return sum(node not in inner for node in leaves)
 
     # --- growing ---------------------------------------------------------------------------
 
@@ -107,52 +97,47 @@ class TreeSequences:
         sequence = self._fresh()
         if node != PREFIX:
             source = self._through[node]
-            self._copy(source, sequence, self.table.n_committed, self._end_of(node))
+            self._room.copy(source, sequence, self.table.n_committed, self._end_of(node))
         return sequence
 
     def _fresh(self) -> int:
-        if self._idle:
-            return self._idle.pop(0)
-        sequence = len(self._ends)  # 0 .. here are all busy
-        if sequence >= self.n_sequences:
-            raise BackendError(
-                f"a tree of more than {self.n_sequences} leaves: give the backend more max_nodes"
-            )
-        self._copy(0, sequence, 0, self.table.n_committed)
+        if idle := self._idle:
+            return idle[0]
+        (sequence,) = self._room.take_sequences(1)
+        self._room.copy(self._owned[0], sequence, 0, self.table.n_committed)
+        self._owned.append(sequence)
         return sequence
 
     def _check_window(self) -> None:
-        if 0 < self._window <= self.table.max_depth:
+        window = self._room.window
+        if 0 < window <= self.table.max_depth:
             raise BackendError(
                 f"a draft of {self.table.max_depth} tokens in a row is longer than the model's "
-                f"sliding window of {self._window}: draft fewer tokens"
+                f"sliding window of {window}: draft fewer tokens"
             )
 
     # --- shrinking -------------------------------------------------------------------------
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
-        """See Backend.commit. Raises BackendError, and changes nothing, for an invalid path."""
+        """See Text.commit. Raises BackendError, and changes nothing, for an invalid path."""
         start = self.table.n_committed
         rows = self.table.commit(path, keep)
         end = self.table.n_committed
         alive = set(self.table.ids)
-        source = self._through[path[-1]] if path else 0
+        source = self._through[path[-1]] if path else self._owned[0]
         gone = [s for s, leaf in self._ends.items() if leaf not in alive]
         survivors = [s for s in self._ends if s not in set(gone)]
-        others = [s for s in self.in_use if s not in survivors and s != source]
+        others = [s for s in self._owned if s not in survivors and s != source]
         for sequence in gone:
-            self._remove(sequence, end if path and sequence == source else start)
+            self._room.remove(sequence, end if path and sequence == source else start)
             del self._ends[sequence]
         if path:
             for sequence in others:
-                self._copy(source, sequence, start, end)
-        self._idle = sorted({*self._idle, *gone})
-        self._forget()
-        self._close_gaps(rows, len(path))
-        self.check_integrity()
+                self._room.copy(source, sequence, start, end)
+        self._keep(start, rows)
 
     def prune(self, nodes: Collection[int]) -> None:
-        """See Backend.prune."""
+        """See Text.prune."""
         before = {s: self.table.path(leaf) for s, leaf in self._ends.items()}
         rows = self.table.prune(nodes)
         alive = set(self.table.ids)
@@ -163,34 +148,27 @@ class TreeSequences:
         for sequence in sorted(gone, key=lambda s: -self._end_of(gone[s])):
             node = gone[sequence]
             if node == PREFIX or node in held:
-                self._remove(sequence, self.table.n_committed)
+                self._room.remove(sequence, self.table.n_committed)
                 del self._ends[sequence]
-                self._idle.append(sequence)
             else:
-                self._remove(sequence, self._end_of(node))
+                self._room.remove(sequence, self._end_of(node))
                 self._ends[sequence] = node
                 held.update(self.table.path(node))
-        self._idle.sort()
-        self._forget()
-        self._close_gaps(rows, 0)
+        self._keep(self.table.n_committed, rows)
+
+    def _keep(self, start: int, rows: Sequence[int]) -> None:
+        """Of the cells from `start` on these remain, in this order."""
+        before, kept = self.cells[start:], set(rows)
+        self.cells[start:] = [before[row] for row in rows]
+        self._room.let_go(self, [cell for i, cell in enumerate(before) if i not in kept])
+        path = self.table.path
+        self._through = {n: s for s, leaf in self._ends.items() for n in path(leaf)}
         self.check_integrity()
 
     def rollback(self, length: int) -> None:
-        """See Backend.rollback."""
+        """See Text.rollback."""
         self.table.rollback(length)
         self._drop_from(length)
-
-    def append(self, token_ids: Sequence[int]) -> None:
-        """Tokens that all sequences in use were given: they are the end of the prefix."""
-        self.table.append(token_ids)
-        self.check_integrity()
-
-    def adopt(self, token_ids: Sequence[int]) -> None:
-        """Sequence 0 of an empty cache was filled with these tokens: they are the prefix."""
-        self.table.append(token_ids)
-        for sequence in self._idle[1:]:
-            self._copy(0, sequence, 0, len(token_ids))
-        self.check_integrity()
 
     def abort(self, n_intact: int | None = None) -> None:
         """Drop every live node, and cells that a broken pass left behind the prefix.
@@ -202,103 +180,85 @@ class TreeSequences:
         self.table.drop_live()
         self._drop_from(self.table.n_committed)
 
-    def close(self) -> None:
-        self.rollback(0)
-
     def _drop_from(self, length: int) -> None:
-        self._remove(-1, length)
-        self.empty_spare()
-        # Without a gap, also where an error lost a sequence between idle and busy.
-        n_used = 1 + max(self.in_use)
-        self._idle = list(range(n_used if length else _MIN_IN_USE))
+        for sequence in self._owned:
+            self._room.remove(sequence, length)
+        self._room.empty_spare()
+        self._room.let_go(self, self.cells[length:])
+        del self.cells[length:]
         self._ends, self._through = {}, {}
+        if not length:
+            self.give_idle()
         self.check_integrity()
 
-    def _forget(self) -> None:
-        """Which sequences hold the nodes that are still live."""
-        path = self.table.path
-        self._through = {n: s for s, leaf in self._ends.items() for n in path(leaf)}
+    # --- prefixes and ends -----------------------------------------------------------------
 
-    # --- cells -----------------------------------------------------------------------------
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Tokens whose cells a pass has written: they are the end of the prefix."""
+        self.table.append(token_ids)
 
-    def _close_gaps(self, rows: Sequence[int], n_committed: int) -> None:
-        """Move cells up to the first gap.
+    def adopt(self, token_ids: Sequence[int]) -> None:
+        """The first sequence of an empty text was filled with these tokens: they are the prefix."""
+        self.table.append(token_ids)
+        self._room.grow([self] * len(token_ids), range(len(token_ids)))
+        for sequence in self._owned[1:]:
+            self._room.copy(self._owned[0], sequence, 0, len(token_ids))
+        self.check_integrity()
 
-        Args:
-            rows: what now follows the old prefix, as rows of the live nodes before.
-            n_committed: so many of them are committed.
-        """
-        n_in_place = next((i for i, row in enumerate(rows) if i != row), len(rows))
-        if self._state is None or n_in_place == len(rows):
-            return
-        start = self.table.n_committed - n_committed
+    def fork(self, length: int) -> TreeSequences:
+        """Another text with the first `length` tokens of the prefix, whose cells both hold."""
+        other = TreeSequences(self._room)
+        for sequence in other._owned:
+            self._room.copy(self._owned[0], sequence, 0, length)
+        other.table.append(self.table.committed[:length])
+        other.cells = self.cells[:length]
+        for cell in other.cells:
+            cell.users.append(other)
+        other.check_integrity()
+        return other
+
+    def give_idle(self) -> None:
+        """Give back sequences without a leaf, down to as many as the prefix needs."""
+        for sequence in self._idle[::-1]:
+            if len(self._owned) > MIN_IN_USE:
+                self._owned.remove(sequence)
+                self._room.give_back(sequence)
+
+    def close(self) -> None:
+        """The text ends; its cells are given back when they are needed (see Cells)."""
+        self.abort()
+        self.give_idle()
+        self.table.rollback(0)
+        self.has_ended = True
+        self._room.end(self)
+
+    def free(self) -> None:
+        """Give back the cells and sequences of an ended text."""
+        while self._owned:
+            self._room.give_back(self._owned[-1])
+            self._owned.pop()
+        self._room.let_go(self, self.cells)
+        self.cells = []
+
+    # --- what llama.cpp has ----------------------------------------------------------------
+
+    def live_cells(self) -> dict[Cell, list[int]]:
+        """Cells of live nodes, with the sequences that hold each."""
         paths = {s: set(self.table.path(leaf)) for s, leaf in self._ends.items()}
-        holders = [self.in_use] * n_committed
-        holders += [[s for s, path in paths.items() if n in path] for n in self.table.ids]
-        positions = [*range(start, start + n_committed), *self.table.positions().tolist()]
-        cells = list(zip(positions, holders, strict=True))[n_in_place:]
-        while cells:
-            n_cells = _n_together(cells, self._window)
-            self._move(cells[0][1], cells[0][0], n_cells)
-            del cells[:n_cells]
-
-    def _move(self, holders: Sequence[int], position: int, n_cells: int) -> None:
-        """Bring the cells of these positions, which these sequences hold, to the first gap."""
-        assert self._state is not None
-        end = position + n_cells
-        self._copy(holders[0], self.spare, position, end)
-        buffer = memoryview(bytearray(self._state.n_bytes(self.spare)))
-        self._state.get(buffer, self.spare)
-        # No live node has a committed position: there, one call for all sequences will do.
-        is_committed = position < self.table.n_committed
-        for sequence in (-1,) if is_committed else (*holders, self.spare):
-            self._remove(sequence, position, end)
-        self._state.set(buffer, self.spare)
-        for sequence in holders:
-            self._copy(self.spare, sequence, position, end)
-        self.empty_spare()
-
-    def empty_spare(self) -> None:
-        self._remove(self.spare, 0)
+        # The last nodes have no cells yet where a pass is to compute them.
+        live = zip(self.table.ids, self.cells[self.table.n_committed :], strict=False)
+        return {cell: [s for s, path in paths.items() if node in path] for node, cell in live}
 
     def check_integrity(self) -> None:
         """Every sequence starts at 0 and ends where it should, as llama.cpp sees it."""
-        lengths = dict.fromkeys(self._idle, self.table.n_committed)
+        lengths = dict.fromkeys(self._owned, self.table.n_committed)
         lengths.update({s: self._end_of(leaf) for s, leaf in self._ends.items()})
-        check_lengths(self._library, self._memory, lengths)
+        self._room.check_lengths(lengths)
+        if len(self.cells) != self.table.n_rows:
+            raise RuntimeError(
+                f"a text of {self.table.n_rows} tokens and nodes has {len(self.cells)} cells"
+            )
 
     def _end_of(self, node: int) -> int:
         """The position behind a live node."""
         return self.table.n_committed + len(self.table.path(node))
-
-    def _copy(self, source: int, destination: int, start: int, end: int) -> None:
-        if end > start:
-            self._library.llama_memory_seq_cp(self._memory, source, destination, start, end)
-
-    def _remove(self, sequence: int, start: int, end: int = -1) -> None:
-        if not self._library.llama_memory_seq_rm(self._memory, sequence, start, end):
-            raise RuntimeError(f"llama.cpp did not remove sequence {sequence} from {start} on")
-
-
-def _n_together(cells: Sequence[tuple[int, list[int]]], window: int) -> int:
-    """How many of these (position, sequences) to move at once: a chain in the same sequences, in
-    one window or chunk of that size, for llama.cpp saves no more of a sequence."""
-    position, holders = cells[0]
-    n_most = min(MOVED_CELLS, window - position % window) if window else MOVED_CELLS
-    n_cells = 1
-    while n_cells < min(n_most, len(cells)) and cells[n_cells] == (position + n_cells, holders):
-        n_cells += 1
-    return n_cells
-
-
-def check_lengths(library: ModuleType, memory: Any, lengths: Mapping[int, int]) -> None:
-    """Raise RuntimeError where a sequence does not hold exactly positions 0 .. length - 1."""
-    first, last = library.llama_memory_seq_pos_min, library.llama_memory_seq_pos_max
-    for sequence, length in lengths.items():
-        wanted = (0, length - 1) if length else (-1, -1)
-        found = (first(memory, sequence), last(memory, sequence))
-        if found != wanted:
-            raise RuntimeError(
-                f"KV cache sequence {sequence} holds positions {found[0]} to {found[1]}, "
-                f"expected {wanted[0]} to {wanted[1]}"
-            )

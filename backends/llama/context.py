@@ -40,9 +40,9 @@ class ContextOptions:
     """What a context is made for; rows are tokens of one pass."""
 
     max_context: int
-    """Tokens, each of which has a cell of the KV cache."""
+    """Tokens of a text, each of which has a cell of the KV cache."""
     max_nodes: int
-    """Live nodes, which use the cells that the prefix leaves."""
+    """Live nodes, which use the cells that the prefixes leave."""
     max_outputs: int | None = None
     """Rows with logits; as many as nodes when None."""
     n_threads: int | None = None
@@ -52,6 +52,10 @@ class ContextOptions:
     """None: where llama.cpp can, as is its default."""
     exactness: Exactness = NOT_ASKED
     """Where it is exact, passes are filled up, and attention is the one that was checked."""
+    kv_rows: int | None = None
+    """Tokens and nodes of all texts together; None: enough for one of them."""
+    max_texts: int = 1
+    """Texts at a time."""
 
     def __post_init__(self) -> None:
         for name in (self.cache_type_k, self.cache_type_v):
@@ -61,7 +65,8 @@ class ContextOptions:
     @property
     def n_cells(self) -> int:
         """Of the KV cache, as llama.cpp pads it."""
-        n_used = max(self.max_context, self.max_nodes) + self.n_fillers
+        n_rows = self.max_context if self.kv_rows is None else self.kv_rows
+        n_used = max(n_rows, self.max_nodes) + self.n_fillers
         return -(-n_used // _CELL_STEP) * _CELL_STEP
 
     @property
@@ -81,11 +86,12 @@ class ContextOptions:
 
     @property
     def n_outputs(self) -> int:
-        return self.max_outputs or self.max_nodes
+        return max(self.max_outputs or self.max_nodes, self.max_texts)
 
     @property
     def n_sequences(self) -> int:
-        return min(max(self.max_nodes, 2), MAX_LEAVES) + 1
+        """One for each leaf, two for each other text, and a spare one."""
+        return min(max(self.max_nodes, 2) + 2 * (self.max_texts - 1), MAX_LEAVES) + 1
 
 
 class LlamaContext:

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from backends.ggml.library import LlamaError, LlamaModel
-from backends.llama.cache import MOVED_CELLS
+from backends.llama.cells import MOVED_CELLS
 from backends.llama.context import ContextOptions, LlamaContext
 from backends.llama.model import GgufModel
 from offload.units import MIB
@@ -18,7 +18,9 @@ from offload.units import MIB
 _SIZE = re.compile(r"(compute|output) buffer size = +([0-9.]+) MiB")
 _KV_SIZE = re.compile(r"(cache): size = +([0-9.]+) MiB \( *\d+ cells")
 _ROUNDING_BYTES = 0.005 * MIB  # of a size in the log
-_CELL_BYTES = 300  # per KV cell: position, shift, extension and the set of its 256 sequences, twice
+_CELL_BYTES = 500
+"""Per KV cell: position, shift, extension and the set of its 256 sequences, twice; and our record
+of which texts hold it."""
 _SET_NODE_BYTES = 64  # a (position, cell) pair in the ordered set of a sequence
 _GRAPH_BYTES = 8 * MIB  # graphs, their nodes and the scheduler's tables
 

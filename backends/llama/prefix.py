@@ -19,7 +19,6 @@ from backends.llama.context import LlamaContext
 from offload.formats.mapped import TensorShape
 
 _NAME = "sequence"
-_PREFIX = 0  # the sequence that is saved
 _HEAD_BYTES = 8  # magic and version
 _CELL_BYTES = (12, 20)  # position, one, sequence; and a place in two dimensions (M-RoPE)
 _MAX_LAYERS = 10_000
@@ -54,7 +53,7 @@ class SequenceState:
 
 
 class LlamaPrefix:
-    """Saves and restores sequence 0 of a context.
+    """Saves and restores the prefix of one sequence of a context.
 
     Args:
         is_ordered: only cells in the order of their positions are accepted.
@@ -63,19 +62,19 @@ class LlamaPrefix:
     def __init__(self, state: SequenceState, is_ordered: bool) -> None:
         self._state, self._is_ordered = state, is_ordered
 
-    def tensors(self) -> tuple[TensorShape, ...]:
-        return (TensorShape(_NAME, "U8", (self._state.n_bytes(_PREFIX),)),)
+    def tensors(self, sequence: int) -> tuple[TensorShape, ...]:
+        return (TensorShape(_NAME, "U8", (self._state.n_bytes(sequence),)),)
 
-    def save(self, buffers: Mapping[str, memoryview]) -> None:
-        self._state.get(buffers[_NAME], _PREFIX)
+    def save(self, buffers: Mapping[str, memoryview], sequence: int) -> None:
+        self._state.get(buffers[_NAME], sequence)
 
-    def load(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
-        """Into an empty cache; the sequence's positions are for the caller to check."""
+    def load(self, token_ids: Sequence[int], tensors: SavedTensors, sequence: int) -> None:
+        """Into an empty sequence; its positions are for the caller to check."""
         if set(tensors) != {_NAME}:
             raise BackendError("the saved KV is not llama.cpp's")
         _, buffer = tensors[_NAME]
         _check(buffer, len(token_ids), self._is_ordered)
-        self._state.set(buffer, _PREFIX)
+        self._state.set(buffer, sequence)
 
 
 def _check(buffer: memoryview, n_tokens: int, is_ordered: bool) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from backends.contract.backend import StreamUse
 from backends.ggml.library import LlamaError, LlamaModel
 from backends.llama.batch import Batch
-from backends.llama.cache import check_lengths
+from backends.llama.cells import check_lengths
 from backends.llama.context import LlamaContext
 from backends.llama.graph import GraphReader, Node, PassSchedule, make_schedule
 from backends.llama.model import GgufModel

@@ -173,7 +173,9 @@ def test_more_leaves_than_sequences(path, monkeypatch):
         ids, logits = backend.extend([5, 6, 7, 8], [PREFIX] * 4)
         backend.extend([5, 6, 7, 8], ids)
         backend.rollback(3)
-        with pytest.raises(BackendError, match="more than 4 leaves"):
+        with pytest.raises(
+            BackendError, match="all of the cache's 4 sequences are in use, one for each leaf"
+        ):
             backend.extend([5, 6, 7, 8, 9], [PREFIX] * 5)
         assert np.array_equal(backend.extend([5, 6, 7, 8], [PREFIX] * 4)[1], logits)
         backend.rollback(2)

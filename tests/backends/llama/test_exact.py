@@ -140,7 +140,7 @@ def test_a_prefix_in_another_order_is_refused(tmp_path):
 
 
 def leave_gaps(backend):
-    backend.text.kv._state = None
+    backend._cells.state = None
 
 
 def leave_passes_short(backend):

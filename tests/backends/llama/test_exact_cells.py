@@ -9,7 +9,7 @@ from gguf_streaming import residency
 from backends.contract.backend import PREFIX, BackendError
 from backends.contract.exactness import Exactness
 from backends.llama.backend import LlamaBackend
-from backends.llama.cache import check_lengths
+from backends.llama.cells import MOVED_CELLS, check_lengths
 from backends.llama.passes import PassCancelled
 
 pytestmark = pytest.mark.gguf
@@ -24,7 +24,7 @@ def make(models):
 
     def make(**options):
         types = {"cache_type_k": "bf16", "cache_type_v": "bf16", "exactness": EXACT}
-        sizes = {"max_context": 60, "max_nodes": 24, "n_threads": 1}
+        sizes = {"max_context": 60, "max_nodes": 32, "n_threads": 1}
         model = models("llama", n_layers=3)
         if options.pop("is_streamed", False):
             options["residency"] = residency(model.layers)
@@ -53,10 +53,13 @@ def next_row(backend):
 
 def count_moves(backend, monkeypatch):
     moves = []
-    move = backend.text.kv._move
-    monkeypatch.setattr(
-        backend.text.kv, "_move", lambda *cells: moves.append(cells) or move(*cells)
-    )
+    move = backend._cells._move
+
+    def count(holders, position, n_cells):
+        moves.append((position, n_cells))
+        move(holders, position, n_cells)
+
+    monkeypatch.setattr(backend._cells, "_move", count)
     return moves
 
 
@@ -67,9 +70,10 @@ def test_only_gaps_cost_something(make, monkeypatch):
     expected = next_row(backend)
     assert moves == []
     backend.rollback(0)
-    backend.commit(grow(backend, 2))
-    assert [(start, n) for _, start, n in moves] == [(5, 3)]
+    backend.commit(grow(backend, 3))
+    assert moves == []  # as long as nothing new is to lie behind them
     assert np.array_equal(next_row(backend), expected)
+    assert moves == [(5, 3)]
 
 
 def test_only_what_lies_behind_the_first_gap_is_moved(make, monkeypatch):
@@ -80,25 +84,30 @@ def test_only_what_lies_behind_the_first_gap_is_moved(make, monkeypatch):
     ids, _ = backend.extend([20, 21, 50, 22, 23, 24], tree)
     moves = count_moves(backend, monkeypatch)
     backend.commit(ids[:2], keep=[ids[3]])
-    assert [(start, n) for _, start, n in moves] == [(7, 1), (8, 1), (8, 1)]
-    assert backend.text.kv.table.ids == tuple(ids[3:])
+    backend.extend([60], [PREFIX])
+    assert moves == [(7, 1), (8, 1), (8, 1)]
+    assert backend.text.kv.table.ids == (*ids[3:], backend.next_node_id - 1)
     del moves[:]
     backend.prune([ids[5]])
-    assert moves == []
+    backend.extend([61], [PREFIX])
+    assert moves == [(7, 1)]  # of the token 60
+    del moves[:]
     backend.commit([ids[3]], keep=[ids[4]])
+    backend.extend([61], [ids[4]])
     assert moves == []
 
 
 def test_a_long_path_is_moved_in_pieces(make, monkeypatch):
     backend = make()
     backend.prefill(PROMPT)
-    first, tokens = backend.next_node_id, list(range(20, 40))
-    parents = [PREFIX, PREFIX, *range(first + 1, first + 20)]
-    ids, rows = backend.extend([50, *tokens], parents)
+    n_others = MOVED_CELLS + 1
+    first, tokens = backend.next_node_id + n_others, list(range(20, 40))
+    parents = [PREFIX] * (n_others + 1) + list(range(first, first + 19))
+    ids, rows = backend.extend([50] * n_others + tokens, parents)
     moves = count_moves(backend, monkeypatch)
-    backend.commit(ids[1:20])
-    assert [(start, n) for _, start, n in moves] == [(5, 8), (13, 8), (21, 3)]
-    assert np.array_equal(backend.extend(tokens[19:], [PREFIX])[1][0], rows[20])
+    backend.commit(ids[n_others:-1])
+    assert np.array_equal(backend.extend(tokens[19:], [PREFIX])[1][0], rows[-1])
+    assert moves == [(5, 8), (13, 8), (21, 3)]
 
 
 @pytest.mark.parametrize("broken", ["get", "set"])
@@ -110,14 +119,15 @@ def test_a_move_that_fails_leaves_the_prefix(broken, make, monkeypatch):
         raise BackendError("it does not work")
 
     with monkeypatch.context() as patch:
-        patch.setattr(backend.text.kv._state, broken, fail)
+        patch.setattr(backend._cells.state, broken, fail)
+        backend.commit(path)
         with pytest.raises(BackendError, match="does not work"):
-            backend.commit(path)
-    assert list(backend.committed_ids) == PROMPT
+            next_row(backend)
+    assert list(backend.committed_ids) == PROMPT + PATH
     backend.text.kv.check_integrity()
     found = next_row(backend)
     backend.rollback(0)
-    backend.prefill(PROMPT)
+    backend.prefill(PROMPT + PATH)
     assert np.array_equal(next_row(backend), found)
 
 
@@ -137,5 +147,5 @@ def test_a_pass_that_breaks_off_leaves_no_rows_that_filled_it_up(make, is_stream
         patch.setattr(backend._context, "decode", cancel)
         with pytest.raises(PassCancelled):
             next_row(backend)
-    check_lengths(backend._model.library, backend._context.memory, {backend.text.kv.spare: 0})
+    check_lengths(backend._model.library, backend._context.memory, {backend._cells.spare: 0})
     assert np.array_equal(next_row(backend), expected)

@@ -1,0 +1,69 @@
+"""A GGUF model as llama.cpp loads it: read, mapped, or mapped without being read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backends.contract.backend import UnsupportedModel
+from backends.ggml.library import LlamaModel
+from backends.llama.context import ContextOptions
+from backends.llama.hparams import MAX_CONTEXT, Keys
+from backends.llama.model import GgufModel, recurrent_model
+from backends.llama.unread import map_unread
+from offload.residency.placement import Placement
+from offload.units import Progress
+
+_LONG_FACTORS = "rope_factors_long"
+_SHORT_CONTEXT = "rope.scaling.original_context_length"
+LOAD_MODES = ("stream", "mmap", "ram")
+
+
+def check_options(
+    model: GgufModel, options: ContextOptions, residency: Placement | None, load_mode: str
+) -> None:
+    """Raise for a backend that cannot be."""
+    if load_mode not in LOAD_MODES:
+        raise ValueError(f"load_mode {load_mode!r} is not one of {', '.join(LOAD_MODES)}")
+    if residency is not None and residency.n_slots and load_mode != "stream":
+        raise ValueError(f"load_mode {load_mode!r} holds the whole model: it takes no residency")
+    if options.max_nodes < 1:
+        raise ValueError(f"max_nodes must be 1 or more, not {options.max_nodes}")
+    if model.is_recurrent:
+        raise recurrent_model(model)
+    _check_rope(model, options)
+
+
+def _check_rope(model: GgufModel, options: ContextOptions) -> None:
+    """llama.cpp chooses factors of the rotary embedding by the cells of the cache: a text among
+    others would be another one than alone."""
+    if not any(name.startswith(_LONG_FACTORS) for name in model.index):
+        return
+    keys = Keys(model.path, model.index.metadata, model.architecture)
+    n_short = keys.integer(_SHORT_CONTEXT, 1, MAX_CONTEXT, model.max_context)
+    n_alone = replace(options, kv_rows=None).n_cells
+    if n_alone <= n_short < options.n_cells:
+        raise UnsupportedModel(
+            f"{model.path} has other rotary factors in a KV cache of more than {n_short} tokens, "
+            f"and {options.n_cells} were wanted for several texts: load it with room for fewer"
+        )
+
+
+def load_llama_model(
+    model: GgufModel,
+    load_mode: str,
+    options: ContextOptions,
+    progress: Progress | None,
+    *,
+    is_streamed: bool,
+) -> LlamaModel:
+    """Raises LlamaError, or UnsupportedModel for one that cannot be rolled back."""
+    if is_streamed:
+        loaded = map_unread(model)
+    else:
+        own_mode = "ram" if load_mode == "stream" else load_mode
+        is_repacked = not options.exactness.is_exact
+        loaded = LlamaModel(model.path, own_mode, progress, is_repacked=is_repacked)
+    if loaded.is_recurrent:
+        loaded.close()
+        raise recurrent_model(model)
+    return loaded

@@ -1,0 +1,296 @@
+"""Cells and sequences of several texts in one llama.cpp cache: how they run out and come back, and
+what a failure leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp")
+pytest.importorskip("gguf")
+
+from gguf_texts import exact_source, load
+
+from backends.contract.backend import PREFIX, BackendError, ContextFull
+from backends.contract.exactness import NOT_ASKED
+from backends.contract.sequence import SequenceRows
+from backends.llama.backend import LlamaBackend
+from backends.llama.passes import PassCancelled
+
+pytestmark = pytest.mark.gguf
+
+
+# --- room ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., LlamaBackend]]:
+    source = exact_source("llama", tmp_path, dtype="F32", n_ctx=1000)
+    made: list[LlamaBackend] = []
+
+    def make(**options: Any) -> LlamaBackend:
+        made.append(load(source, **options))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+def test_a_fork_holds_the_prompt_once(make: Callable[..., LlamaBackend]) -> None:
+    backend = make(max_context=200, kv_rows=256, max_nodes=400, max_texts=8)
+    first = backend.sequence()
+    first.prefill([5] * 180)
+    n_free = backend._cells.n_free
+    forks = [first.fork() for _ in range(5)]
+    assert backend._cells.n_free == n_free
+    row = forks[0].prefill([7])
+    assert forks[1].node_room == n_free - 1
+    first.close()
+    assert forks[1].node_room == n_free - 1
+    assert np.array_equal(forks[1].prefill([7]), row)
+    with pytest.raises(BackendError, match="cannot fork at 200: 181 are committed"):
+        forks[1].fork(200)
+
+
+def test_cells_that_only_ended_texts_hold_are_free(make: Callable[..., LlamaBackend]) -> None:
+    backend = make()
+    n_cells = backend._cells.n_free
+    first, other = backend.sequence(), backend.sequence()
+    other.prefill([4] * 5)
+    first.prefill([5] * 50)
+    fork = first.fork(40)
+    first.close()
+    assert backend._cells.n_free == n_cells - 45
+    fork.rollback(10)
+    assert backend._cells.n_free == n_cells - 15
+    fork.close()
+    assert backend._cells.n_free == n_cells - 5
+    other.prefill([4])
+    assert backend._cells.n_free == n_cells - 6
+
+
+def test_cells_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> None:
+    """Those of an ended text are taken when they are needed, and what lies behind is moved."""
+    backend = make(max_context=400, kv_rows=256, max_nodes=400)
+    prompts = [[5 + i] * 110 for i in range(4)]
+    texts = [backend.sequence() for _ in prompts]
+    rows = [text.prefill(prompt) for text, prompt in zip(texts, prompts, strict=True)]
+    n_free = backend._cells.n_free
+    texts[1].extend([3, 4], [PREFIX, PREFIX])
+    assert texts[0].node_room == n_free - 2
+    with pytest.raises(BackendError, match=f"KV cache is full: {n_free + 1} more tokens do not"):
+        texts[0].prefill([5] * (n_free + 1))
+    assert [text.n_committed for text in texts] == [110] * 4
+    assert len(texts[1].kv.table) == 2
+    texts[0].close()
+    texts[1].prune([0])
+    assert backend._cells.n_moved == 0
+    newcomer = backend.sequence()
+    row = newcomer.prefill(prompts[0])
+    assert np.array_equal(row, rows[0])
+    assert backend._cells.n_moved == 331
+    for text, prompt, row in zip(texts[1:], prompts[1:], rows[1:], strict=True):
+        text.rollback(109)
+        assert np.array_equal(text.prefill(prompt[109:]), row)
+
+
+def test_cells_behind_all_others_are_free_at_once(make: Callable[..., LlamaBackend]) -> None:
+    backend = make()
+    first, last = backend.sequence(), backend.sequence()
+    first.prefill([5] * 50)
+    for _ in range(20):
+        last.prefill([6] * 50)
+        last.close()
+        last = backend.sequence()
+    assert backend._cells.n_moved == 0
+
+
+def test_a_text_that_ends_in_front_of_others_is_not_worth_a_move(
+    make: Callable[..., LlamaBackend],
+) -> None:
+    backend = make()
+    first, *others = (backend.sequence() for _ in range(4))
+    first.prefill([5] * 30)
+    for text in others:
+        text.prefill([6] * 20)
+    first.close()
+    for text in others[:2]:
+        text.prefill([7])
+        assert backend._cells.n_moved == 0
+    others[0].close()  # 51 cells for 41: of the other two texts
+    others[1].prefill([7])
+    assert backend._cells.n_moved == 41
+
+
+def test_sequences_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> None:
+    backend = make(max_nodes=8, max_texts=2)  # ten sequences
+    tree, others = backend.sequence(), [backend.sequence() for _ in range(3)]
+    tree.prefill([5, 6])
+    tree.extend([7, 8, 9, 10], [PREFIX] * 4)
+    with pytest.raises(BackendError, match="all of the cache's 10 sequences are in use, one for"):
+        backend.sequence()
+    with pytest.raises(
+        BackendError, match="of which there are 4: draft fewer branches, end a text"
+    ):
+        others[0].fork()
+    expected = others[0].prefill([5, 6, 7])
+    with pytest.raises(BackendError, match="10 sequences are in use"):
+        others[0].extend([7, 8, 9], [PREFIX] * 3)
+    assert (others[0].n_committed, tree.n_committed) == (3, 2)
+    tree.commit([])  # its leaves' sequences are idle now, and lent to whoever needs them
+    others[0].extend([7, 8, 9], [PREFIX] * 3)
+    others[1].prefill([4])
+    others[1].close()
+    others[0].commit([])
+    ids, rows = tree.extend([7] * 6, [PREFIX] * 6)
+    assert all(np.array_equal(row, expected) for row in rows)
+
+
+def test_what_fits_runs(make: Callable[..., LlamaBackend]) -> None:
+    backend = make(max_nodes=8, max_texts=1)  # and eight sequences
+    texts = [backend.sequence() for _ in range(3)]
+    for text in texts:
+        text.prefill([5, 6])
+    wide = [SequenceRows(text, [7] * 4, [PREFIX] * 4, []) for text in texts]
+    assert backend.n_fitting(wide) == 1
+    chains = [SequenceRows(text, [7, 8], [PREFIX, 0], []) for text in texts]
+    assert backend.n_fitting([wide[0], *chains[1:]]) == 3
+    backend.run([wide[0], *chains[1:]])
+    assert backend.n_fitting(chains) == 0  # nodes
+    prompt = SequenceRows(texts[0], [5] * (backend._cells.n_free + 1))
+    assert backend.n_fitting([prompt]) == 0
+    prompt = SequenceRows(texts[0], [5] * 4)
+    more = SequenceRows(texts[1], [7] * 4, [1, 1, 1, 1], [])
+    assert backend.n_fitting([prompt, more]) == 2
+    backend.run([prompt, more])
+
+
+def test_more_rows_of_logits_than_it_was_made_for(make: Callable[..., LlamaBackend]) -> None:
+    backend = make(max_nodes=8, max_outputs=3, max_texts=2)
+    texts = [backend.sequence() for _ in range(2)]
+    batch = [SequenceRows(text, [5, 6], rows=[0, 1]) for text in texts]
+    with pytest.raises(BackendError, match="4 rows of logits are more than the 3"):
+        backend.run(batch)
+    backend.run([batch[0], SequenceRows(texts[1], [5, 6])])
+    with pytest.raises(BackendError, match="9 live nodes are more than the 8"):
+        backend.run(
+            [
+                SequenceRows(text, [7] * n, [PREFIX] * n, [])
+                for text, n in zip(texts, (4, 5), strict=True)
+            ]
+        )
+    assert texts[0].node_room == 8
+
+
+def test_one_text_alone_says_that_its_context_is_full(make: Callable[..., LlamaBackend]) -> None:
+    backend = make(max_context=250, kv_rows=None, max_nodes=64, exactness=NOT_ASKED)
+    backend.prefill([5] * 250)
+    assert backend.node_room == 6
+    with pytest.raises(ContextFull, match="1 more tokens after 250"):
+        backend.extend([5], [PREFIX])
+
+
+# --- failures --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("n_passes", [0, 1])
+def test_a_cancel_leaves_every_text_as_it_was(
+    is_streamed: bool,
+    n_passes: int,
+    make: Callable[..., LlamaBackend],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the first or the second batch of a pass."""
+    sizes = {"max_context": 700, "kv_rows": 2500, "max_nodes": 16}
+    backend = make(is_streamed=is_streamed, **sizes)
+    other, long, tree = (backend.sequence() for _ in range(3))
+    for text in (other, long, tree):
+        text.prefill([3, 4, 5])
+    kept, _ = other.extend([6, 7], [PREFIX, 0])
+    tree.extend([6, 7], [PREFIX, 0])
+    batch = [SequenceRows(long, [9] * 600), SequenceRows(tree, [8], [1])]
+    decode, n_seen = backend._context.decode, []
+
+    def cancel(batch: Any) -> int:
+        if backend._stream is not None and backend._stream._recording is not None:
+            return decode(batch)  # a look at the graph
+        n_seen.append(batch.n_tokens)
+        if len(n_seen) > n_passes:
+            backend.request_cancel()
+        return decode(batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend._context, "decode", cancel)
+        with pytest.raises(PassCancelled):
+            backend.run(batch)
+    assert n_seen == [512, 89][: n_passes + 1]
+    assert [text.n_committed for text in (other, long, tree)] == [3, 3, 3]
+    assert (other.kv.table.ids, tree.kv.table.ids) == (tuple(kept), ())
+    for text in (other, long, tree):
+        text.kv.check_integrity()
+    other.commit(kept)
+    alone = make(**sizes)
+    for text, found in ((other, [3, 4, 5, 6, 7]), (long, [3, 4, 5]), (tree, [3, 4, 5])):
+        alone.rollback(0)
+        alone.prefill([*found, *[9] * 600])
+        row = alone.extend([8], [PREFIX])[1]
+        text.prefill([9] * 600)
+        assert np.array_equal(text.extend([8], [PREFIX])[1], row)
+
+
+@pytest.mark.parametrize("broken", ["get", "set"])
+def test_a_move_that_fails_loses_no_text(
+    broken: str, make: Callable[..., LlamaBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make()
+    first, second = backend.sequence(), backend.sequence()
+    expected = first.prefill([5] * 30), second.prefill([6] * 30)
+    first.rollback(10)
+
+    def fail(*_: object) -> None:
+        raise BackendError("it does not work")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend._cells.state, broken, fail)
+        with pytest.raises(BackendError, match="does not work"):
+            first.prefill([5] * 20)
+    second.rollback(29)
+    assert np.array_equal(second.prefill([6]), expected[1])
+    assert np.array_equal(first.prefill([5] * 20), expected[0])
+
+
+def test_the_two_threads_of_siblings_have_texts_of_their_own(
+    make: Callable[..., LlamaBackend],
+) -> None:
+    backend = make()
+    text = backend.sequence()
+    row = text.prefill([5, 6, 7])
+    with backend.sibling(max_context=30, max_nodes=8, max_rows=8) as other:
+        assert (other.n_committed, backend.n_committed) == (0, 0)
+        assert np.array_equal(other.prefill([5, 6, 7]), row)
+        assert text.n_committed == 3
+
+
+def test_a_pass_of_few_rows_is_filled_up(tmp_path: Path) -> None:
+    """Rows of no use take cells behind the others, which are free after the pass."""
+    source = exact_source("llama", tmp_path, dtype="Q4_K", hidden=256, feed_forward=256)
+    n_least = source.exactness.n_least_rows
+    with load(source, max_context=100, kv_rows=200, max_nodes=64) as backend:
+        assert n_least > 1
+        texts = [backend.sequence() for _ in range(3)]
+        n_cells = backend._cells.n_free
+        for i, text in enumerate(texts):
+            text.prefill([5] * min(100, n_cells - 100 * i))
+        assert backend._cells.n_free == 0
+        with pytest.raises(BackendError, match="KV cache is full"):
+            texts[2].extend([5], [PREFIX])
+        texts[2].rollback(n_cells - 201)
+        rows = [SequenceRows(text, [5]) for text in texts[2:]]
+        backend.run(rows)
+        assert backend._cells.n_free == 0

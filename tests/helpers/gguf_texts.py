@@ -1,0 +1,40 @@
+"""Exact backends of tiny GGUF models with room for several texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gguf_models import save_tiny_gguf
+from gguf_streaming import residency
+from text_histories import MOST_NODES, MOST_TEXTS
+
+from backends.contract.source import BackendOptions
+from backends.llama.backend import LlamaBackend
+from backends.llama.source import GgufSource
+
+CONTEXT = 60
+SIZES = {
+    "max_context": CONTEXT,
+    "max_nodes": MOST_TEXTS * MOST_NODES,
+    "kv_rows": MOST_TEXTS * (CONTEXT + MOST_NODES),
+    "max_texts": MOST_TEXTS,
+    "n_threads": 1,
+}
+
+
+def exact_source(family: str, path: Path, **options: Any) -> GgufSource:
+    file = save_tiny_gguf(family, path / "m.gguf", n_layers=2, **options)
+    source = GgufSource(file, BackendOptions(n_threads=1, is_exact=True))
+    assert source.exactness.is_exact, source.exactness
+    return source
+
+
+def load(source: GgufSource, **options: Any) -> LlamaBackend:
+    run = source._run
+    types = {"cache_type_k": run.type_k, "cache_type_v": run.type_v}
+    if options.pop("is_streamed", False):
+        options["residency"] = residency(source.layers)
+    else:
+        options["load_mode"] = "mmap"
+    return LlamaBackend(source.model, **{**SIZES, **types, "exactness": run.exactness, **options})
