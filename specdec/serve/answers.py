@@ -59,6 +59,19 @@ class _Envelope:
             "choices": list(choices),
         }
 
+    def with_draft(self, told: dict[str, Any], chunk: AsyncChunk, text: str) -> dict[str, Any]:
+        """An event with what had been drafted of it: all but the last token of a pass."""
+        if not self.job.tells_draft:
+            return told
+        n_accepted = max(len(chunk.token_ids) - 1, 0)
+        accepted = self.tokenizer.decode(chunk.token_ids[:n_accepted]) if n_accepted else ""
+        told["draft"] = {
+            "n_tokens": len(chunk.token_ids),
+            "n_accepted": n_accepted,
+            "n_accepted_characters": min(len(accepted), len(text)),
+        }
+        return told
+
     def with_usage(
         self, envelope: dict[str, Any], results: Sequence[GenerationResult]
     ) -> dict[str, Any]:
@@ -118,8 +131,8 @@ class ChatAnswer(_Envelope):
         parser = self._parser(choice)
         text = chunk.text if parser is None else parser.push(chunk.text)
         logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
-        if text or logprobs:
-            yield self._event(choice, {"content": text}, logprobs)
+        if text or logprobs or self.job.tells_draft:
+            yield self.with_draft(self._event(choice, {"content": text}, logprobs), chunk, text)
 
     def last_events(self, output: CompletionOutput, choice: int) -> Iterator[dict[str, Any]]:
         parser, reason = self._parser(choice), output.finish_reason
@@ -187,8 +200,8 @@ class CompletionAnswer(_Envelope):
 
     def events(self, chunk: AsyncChunk, choice: int) -> Iterator[dict[str, Any]]:
         logprobs = self._logprobs(choice, chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
-        if chunk.text or logprobs:
-            yield self._event(choice, chunk.text, logprobs)
+        if chunk.text or logprobs or self.job.tells_draft:
+            yield self.with_draft(self._event(choice, chunk.text, logprobs), chunk, chunk.text)
 
     def last_events(self, output: CompletionOutput, choice: int) -> Iterator[dict[str, Any]]:
         yield self._event(choice, "", None, output.finish_reason)

@@ -17,6 +17,7 @@ from specdec.serve.errors import ApiError, JsonResponse, bad_request
 from specdec.serve.gate import READY
 from specdec.serve.guard import OPEN_PATH, Guard
 from specdec.serve.jobs import chat_job, completion_job
+from specdec.serve.page import add_page
 from specdec.serve.schema import ChatRequest, CompletionRequest, Sampling
 from specdec.serve.service import Service
 
@@ -55,6 +56,7 @@ def make_app(service: Service, key: str | None, *, is_debug: bool = False) -> AS
     _add_figures(app, service)
     _add_models(app, service)
     _add_completions(app, service)
+    add_page(app)
     _add_errors(app)
     paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
     told = service.metrics.add_request
@@ -87,6 +89,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "created": service.created,
             "owned_by": "specdec",
             "max_model_len": service.llm.llm.max_context,
+            "has_chat_template": service.has_chat_template,
         }
 
     @app.get("/v1/models")

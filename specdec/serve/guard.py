@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import hmac
 import sys
@@ -95,14 +96,13 @@ class Guard:
                 )
 
     def _check_key(self, given: list[bytes]) -> None:
-        kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
-        is_right = hmac.compare_digest(_digest(key.strip()), self._digest or b"")
-        if not (is_right and kind.lower() == b"bearer"):
+        key = _key_of(given[0]) if len(given) == 1 else b""
+        if not hmac.compare_digest(_digest(key), self._digest or b""):
             raise ApiError(
                 401,
                 "the API key is missing or wrong: send it as Authorization: Bearer KEY",
                 code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
+                headers={"WWW-Authenticate": 'Bearer, Basic realm="specdec: the key as password"'},
             )
 
     def _is_this_machine(self, host: str) -> bool:
@@ -151,6 +151,19 @@ class Guard:
 
 class _Ended(Exception):
     """An answer was cut off."""
+
+
+def _key_of(header: bytes) -> bytes:
+    """Of a client's `Bearer KEY`, or of a browser's `Basic`, where it is the password."""
+    kind, _, value = header.partition(b" ")
+    if kind.lower() == b"bearer":
+        return value.strip()
+    if kind.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(value, validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
 
 
 def _digest(key: bytes) -> bytes:

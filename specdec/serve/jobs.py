@@ -50,6 +50,8 @@ class Job:
     most_calls: int | None = None
     echoed: tuple[str, ...] = ()
     """Texts of the prompts, where the answer repeats them."""
+    tells_draft: bool = False
+    """Whether events say how much of their text had been drafted."""
 
     @property
     def n_choices(self) -> int:
@@ -130,6 +132,8 @@ def _job(
 ) -> Job:
     n = body.n or 1
     _check_choices(len(prompts) * n, limits)
+    wanted = body.stream_options
+    more["tells_draft"] = wanted is not None and bool(wanted.include_draft)
     if params.is_greedy:
         return Job(tuple(prompts), params, n_copies=n, **more)
     return Job(tuple(prompts), params.replace(n=n), **more)

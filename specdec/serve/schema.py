@@ -23,6 +23,7 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    include_draft: bool | None = None  # ours: of each pass, how much of its text was drafted
     include_obfuscation: bool | None = None  # padding against eavesdroppers: there is none here
 
 

@@ -66,6 +66,13 @@ class Service:
         return self._llm
 
     @property
+    def has_chat_template(self) -> bool:
+        """One of its own, or one that was named; else it is given a plain transcript."""
+        llm = self.llm.llm
+        is_named = llm.session.options.chat_template is not None
+        return is_named or llm.tokenizer.has_chat_template
+
+    @property
     def is_loading(self) -> bool:
         return self._llm is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -163,6 +164,24 @@ def test_a_request_has_its_time(served_model: Path) -> None:
         told = events(text.decode().replace("\r\n", "\n"))
         assert told[-1]["error"]["type"] == "timeout_error"
         server.wait_until_free()
+
+
+def test_a_client_that_reads_nothing_is_cut(served_model: Path) -> None:
+    """Its text ends, and whoever waits behind it is served."""
+    more = ("--spec-type", "none", "-c", "32768", "--write-timeout", "1")
+    body = {**LONG, "max_tokens": 16000, "stream": True, "logprobs": 20}
+    data = json.dumps(body).encode()
+    with Server(served_model, *more) as server, socket.socket() as raw:
+        port = server.ready().port
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # little waits in the kernel
+        raw.connect(("127.0.0.1", port))
+        head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+        raw.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\n{head}\r\n\r\n".encode() + data)
+        while not server.metric("specdec_requests_inside"):
+            time.sleep(0.01)
+        server.wait_until_free(240)
+        assert server.metric("specdec_generated_tokens_total") < 16000
+        assert server.post(COMPLETIONS, SHORT)[0] == 200
 
 
 def test_sigterm_ends_an_idle_server_at_once(mortal: Server) -> None:

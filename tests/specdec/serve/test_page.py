@@ -1,0 +1,167 @@
+"""The page at /: what is served, and what a browser makes of it (where there is one)."""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import Server
+
+FILES = ["/", "/page/style.css", "/page/script.js"]
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_the_page_needs_nothing_from_elsewhere(server: Server, path: str) -> None:
+    status, text = server.get(path)
+    assert status == 200
+    assert not re.search(r"(https?:)?//[a-z0-9-]+\.", text)
+    assert "innerHTML" not in text  # what a model writes is text
+
+
+def test_a_browser_may_load_it_with_the_key_as_password(served_model: Path) -> None:
+    with Server(served_model, environment={"SPECDEC_API_KEY": "s3cret"}) as server:
+        server.ready()
+        assert [server.get(path)[0] for path in FILES] == [401] * 3
+        for word, expected in (("s3cret", 200), ("s3cre", 401), ("", 401)):
+            given = base64.b64encode(f"any:{word}".encode()).decode()
+            assert server.get("/", {"Authorization": f"Basic {given}"})[0] == expected
+        assert server.get("/", {"Authorization": "Basic ?"})[0] == 401
+
+
+def test_events_tell_what_had_been_drafted(server: Server) -> None:
+    from serving import events
+
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 30, "temperature": 0}
+    body |= {"stream": True, "stream_options": {"include_draft": True, "include_usage": True}}
+    with server.post_raw("/v1/chat/completions", body) as raw:
+        raw.settimeout(60)
+        text = b""
+        while not text.endswith(b"0\r\n\r\n"):
+            text += raw.recv(65536)
+    told = events(text.decode().replace("\r\n", "\n"))
+    drafts = [event["draft"] for event in told if "draft" in event]
+    assert sum(draft["n_tokens"] for draft in drafts) == 30
+    n_accepted = told[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+    assert 0 <= n_accepted - sum(draft["n_accepted"] for draft in drafts) <= 1  # cut at the end
+    for event in told:
+        if "draft" in event:
+            content = event["choices"][0]["delta"]["content"]
+            assert event["draft"]["n_accepted_characters"] <= len(content)
+
+
+# --- in a browser ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api")
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("needs chromium")
+    with api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Any, server: Server) -> Iterator[Any]:
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    opened = context.new_page()
+    problems: list[str] = []
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.on("console", lambda told: note_error(told, problems))
+    opened.on("request", lambda one: one.url.startswith(server.url) or problems.append(one.url))
+    opened.goto(server.url)
+    yield opened
+    context.close()
+    assert not problems
+
+
+def note_error(told: Any, problems: list[str]) -> None:
+    """Of the script and its rules; that an answer was a 400, say, is what a test asks for."""
+    if told.type == "error" and "Failed to load resource" not in told.text:
+        problems.append(told.text)
+
+
+def send(page: Any, text: str) -> None:
+    page.get_by_label("Your message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def settle(page: Any) -> None:
+    page.locator("#stop:disabled").wait_for()
+    page.locator("#send:enabled").wait_for()
+
+
+def test_a_conversation_in_a_browser(page: Any) -> None:
+    page.get_by_text("ready", exact=True).wait_for()
+    assert page.locator("#model").inner_text() == "tiny"
+    assert page.locator("#note").is_hidden()
+    assert "budget" in page.locator("#memory").inner_text()
+    assert page.locator("#bar span").count() > 2
+    page.get_by_text("Settings").click()
+    page.get_by_label("Most tokens").fill("40")
+    page.get_by_label("Temperature").fill("0")
+    send(page, "hello")
+    page.locator("#acceptance", has_text="%").wait_for()
+    settle(page)
+    first = page.locator(".assistant .text").inner_text()
+    assert first
+    assert page.locator(".right").count() > 0  # the draft is the target itself
+    assert float(page.locator("#per-pass").inner_text()) > 1
+    page.get_by_role("button", name="Regenerate").click()
+    page.locator("#acceptance", has_text="%").wait_for()
+    settle(page)
+    assert page.locator(".assistant .text").all_inner_texts() == [first]
+    page.get_by_role("button", name="New conversation").click()
+    assert page.locator("#log li").count() == 0
+
+
+def test_an_answer_can_be_stopped(page: Any, server: Server) -> None:
+    page.get_by_text("ready", exact=True).wait_for()
+    send(page, "hello")
+    page.locator(".assistant .text span").first.wait_for()
+    page.get_by_role("button", name="Stop").click()
+    settle(page)
+    server.wait_until_free()
+
+
+def test_what_goes_wrong_is_shown(page: Any) -> None:
+    page.get_by_text("ready", exact=True).wait_for()
+    send(page, "<b>x</b>" * 100)
+    page.get_by_role("alert").wait_for()
+    assert "leaves no room" in page.get_by_role("alert").inner_text()
+    assert page.locator("#log b").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_can_be_read_and_used_without_a_mouse(page: Any, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme)
+    page.get_by_text("ready", exact=True).wait_for()
+    names = []
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        names.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    assert {"send", "show-drafts", "SUMMARY"} <= set(names)
+    colours = page.evaluate(
+        "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+    )
+    assert contrast(*colours) >= 7
+
+
+def contrast(first: str, second: str) -> float:
+    """Of WCAG 2, from 1 to 21."""
+
+    def luminance(colour: str) -> float:
+        values = [int(one) / 255 for one in re.findall(r"\d+", colour)[:3]]
+        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(first), luminance(second)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
