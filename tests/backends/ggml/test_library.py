@@ -250,7 +250,8 @@ def test_memory_is_what_llama_cpp_takes(family, tmp_path):
     exact = {"exactness": Exactness(True, n_least_rows=8), "cache_type_k": "bf16"}
     plain = {"flash_attention": False, "cache_type_k": "f32"}
     weightless = LlamaModel(model.path, "none")
-    for options in ({}, {"max_nodes": 100}, plain, exact):
+    texts = {"kv_rows": 1000, "max_texts": 16}
+    for options in ({}, {"max_nodes": 100}, plain, exact, texts):
         options = {"max_context": 300, "max_nodes": 8, **options}
         expected = context_memory(model, weightless, ContextOptions(**options))
         with LlamaBackend(model, load_mode="mmap", **options) as backend:
@@ -266,6 +267,9 @@ def test_options_bound_the_outputs():
     assert (options.max_rows, options.n_outputs, options.n_sequences) == (512, 64, 65)
     assert ContextOptions(100, 64).max_rows == 100
     assert ContextOptions(4096, 1000).n_sequences == 256
+    texts = ContextOptions(512, 64, kv_rows=8000, max_texts=32)
+    assert (texts.max_rows, texts.n_outputs, texts.n_sequences) == (512, 64, 127)
+    assert (texts.n_cells, replace(texts, max_texts=100).n_outputs) == (8192, 100)
 
 
 def test_neither_torch_nor_transformers_is_imported(path):
