@@ -76,11 +76,11 @@ class KvSequence(TokenSequence, Generic[Kv]):
         n_tokens = self.n_committed if length is None else length
         if not 0 <= n_tokens <= self.n_committed:
             raise BackendError(f"cannot fork at {n_tokens}: {self.n_committed} are committed")
-        return self._mend(lambda: self.backend._begin(self.backend._fork(self.kv, n_tokens)))
+        self.check_open()
+        return self.backend._begin(lambda: self.backend._fork(self.kv, n_tokens))
 
     def close(self) -> None:
         if not self.is_closed:
-            self.is_closed = True
             self.backend._end(self)
 
     def check_open(self) -> None:
@@ -147,14 +147,26 @@ class MendingBackend(Backend, Generic[Kv]):
     # --- sequences --------------------------------------------------------------------------
 
     def sequence(self) -> KvSequence[Kv]:
-        return self._repaired(lambda: self._begin(self._new_kv()), lambda: None)
+        return self._begin(self._new_kv)
 
-    def _begin(self, kv: Kv) -> KvSequence[Kv]:
-        self._sequences.append(KvSequence(self, kv))
-        return self._sequences[-1]
+    def _begin(self, make: Callable[[], Kv]) -> KvSequence[Kv]:
+        made: list[KvSequence[Kv]] = []
+
+        def add() -> None:
+            made.append(KvSequence(self, make()))
+            self._sequences += made
+
+        try:
+            self._repaired(add, lambda: None)
+        except BaseException:  # an interrupt, raised in the place of what it waited for
+            for one in made:
+                one.close()
+            raise
+        return made[0]
 
     @uninterrupted
     def _end(self, sequence: KvSequence[Kv]) -> None:
+        sequence.is_closed = True
         self._sequences.remove(sequence)
         if not self._is_closed:
             sequence.kv.close()
