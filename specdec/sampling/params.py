@@ -227,7 +227,7 @@ def _validate_ranges(params: SamplingParams) -> None:
     check("min_p", params.min_p, float, 0.0, 1.0)
     for name in ("epsilon_cutoff", "eta_cutoff"):
         check(name, getattr(params, name), float, 0.0, 1.0, open_high=True)
-    check("repetition_penalty", params.repetition_penalty, float, 0.0, 1e4, open_low=True)
+    check("repetition_penalty", params.repetition_penalty, float, 1e-4, 1e4)  # within float32
     for name in ("frequency_penalty", "presence_penalty"):
         check(name, getattr(params, name), float, -MAX_TOKEN_PENALTY, MAX_TOKEN_PENALTY)
     for _, bias in params.logit_bias:

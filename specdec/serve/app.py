@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from specdec import __version__
@@ -44,6 +44,9 @@ _ERROR = {
         }
     },
 }
+_TEXT: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}}
+}
 _ERROR_STATUSES = (400, 401, 403, 404, 405, 408, 413, 422, 429, 431, 500, 503)
 _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(_ERROR_STATUSES, _ERROR)
 
@@ -70,7 +73,7 @@ def _add_figures(app: FastAPI, service: Service) -> None:
         state = service.gate.state
         return JsonResponse({"status": state}, 200 if state == READY else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -103,7 +106,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _add_completions(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=_TEXT)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         _check_model(body.model, service)
         return await service.answer(
@@ -113,7 +116,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
             **_streaming(body),
         )
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=_TEXT)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check_model(body.model, service)
         return await service.answer(

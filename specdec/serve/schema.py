@@ -54,7 +54,7 @@ class Sampling(Strict):
     # Not OpenAI's; vLLM and llama.cpp have them.
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-4, le=1e4)] | None = None
     ignore_eos: bool | None = None
     # Without effect here, and without harm.
     user: str | None = None

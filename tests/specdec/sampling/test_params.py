@@ -28,6 +28,7 @@ BAD_VALUES = [
     ("epsilon_cutoff", 3.0),
     ("eta_cutoff", -1.0),
     ("repetition_penalty", 0.0),
+    ("repetition_penalty", 5e-324),  # 0 in float32: logits divided by it are infinite
     ("repetition_penalty", -2.0),
     ("no_repeat_ngram_size", -3),
     ("seed", -1),
