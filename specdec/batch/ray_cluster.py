@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +33,7 @@ MOST_DEATHS = 3
 """Of one worker, without an answer between them: then it is not started again."""
 _OBJECT_STORE_BYTES = 80 * MIB
 """About Ray's least. Lines and records are small; by default it takes a third of the memory."""
+_CONNECT_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -112,12 +114,20 @@ class Cluster:
                 raise BatchError(f"on {place.machine}: {said.message}")
 
     def _next_said(self) -> tuple[Place, object]:
-        """By the first worker that says something; None by one that is dead."""
+        """By the first worker that says something; None by one that is dead.
+
+        Raises BatchError where one cannot even begin, which the next one could not either.
+        """
         (ready, *_), _ = self._ray.wait(list(self._asked), num_returns=1)
         place = self._asked.pop(ready)
         try:
             return place, self._ray.get(ready)
         except self._ray.exceptions.RayActorError as error:
+            if "creation task" in str(error):
+                raise BatchError(
+                    f"on {place.machine} no worker can begin: {_last_line(str(error))}; install "
+                    f"specdec {__version__} for the Python that runs Ray there"
+                ) from error
             self._bury(place, str(error))
             return place, None
 
@@ -185,20 +195,53 @@ def _import_ray() -> Any:
 
 
 def _connect(ray: Any, address: str) -> None:
-    quiet = {"logging_level": "ERROR", "log_to_driver": False}
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    if address == AUTO and _running_cluster() is None:
+        address = "local"
+        quiet |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+    elif address != AUTO:
+        _check_address(address)
     try:
         ray.init(address=address, **quiet)
     except ConnectionError as error:
-        if address != AUTO:
-            raise BatchError(
-                f"no Ray cluster answers at {address}: start one with `ray start --head`, or use "
-                "--ray auto"
-            ) from error
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            **quiet,
+        raise BatchError(
+            f"Ray cannot join what listens at {address}: it takes the cluster's version of Ray, "
+            "and RAY_AUTH_MODE=token where `ray start` said that it wants tokens"
+        ) from error
+    except (RuntimeError, ValueError) as error:  # of another version of Ray or Python, say
+        raise BatchError(f"Ray at {address}: {_first_line(str(error))}") from error
+
+
+def _running_cluster() -> str | None:
+    """Address of the cluster that this machine belongs to.
+
+    Where it ended without `ray stop`, Ray itself would go on trying for minutes.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if not address:
+        folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+        noted = Path(folder, "ray", "ray_current_cluster")
+        address = noted.read_text().strip() if noted.is_file() else ""
+    return address if address and _answers(address) else None
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError, ValueError):
+        return False
+    return True
+
+
+def _check_address(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not (port.isascii() and port.isdigit() and len(port) < 6):
+        raise BatchError(f"--ray is {address!r}, must be auto, or HOST:PORT as `ray start` told it")
+    if not _answers(address):
+        raise BatchError(
+            f"nobody answers at {address}: start a cluster with `ray start --head`, or use --ray "
+            "auto"
         )
 
 
@@ -223,6 +266,10 @@ def _places(ray: Any, n_workers: int | None) -> list[Place]:
 def _absolute(model: str | Path) -> str | Path:
     """A path that means the same to a worker, which has another working directory; names stay."""
     return Path(model).absolute() if Path(model).exists() else model
+
+
+def _last_line(text: str) -> str:
+    return _first_line(text.strip().splitlines()[-1])
 
 
 def _first_line(text: str) -> str:

@@ -99,7 +99,6 @@ def batch(
         raise options.OptionError(
             "--enforce limits one process, --ray starts others: leave one out"
         )
-    check_models(load)
     if enforce:
         run_again_enforced(context, load.memory_budget)
     seed = sampling.pop("seed", 0)
@@ -138,6 +137,7 @@ def _on_ray(
     """Ray prints what became of workers to stdout, which is for results: our notes tell it."""
     from specdec.batch.ray_cluster import open_cluster
 
+    check_models(load)
     with (
         open(os.devnull, "w") as nowhere,
         redirect_stdout(nowhere),
@@ -193,7 +193,7 @@ def _note(figures: BatchFigures, model: str, out: Path) -> None:
         names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         say(f"note: lines ask for the model {names}: {model} answered them")
     if figures.n_errors:
-        say(f"note: {figures.n_errors} lines could not be answered: see `error` in {out}")
+        say(f"note: {figures.n_errors} of the lines could not be answered: see `error` in {out}")
 
 
 def _summary(figures: BatchFigures) -> dict[str, Any]:
@@ -205,8 +205,7 @@ def _summary(figures: BatchFigures) -> dict[str, Any]:
 def _figures_line(figures: BatchFigures) -> str:
     before = f" ({figures.n_before} of them before)" if figures.n_before else ""
     parts = [
-        f"{figures.n_answered} lines{before}",
-        f"{figures.n_errors} errors",
+        f"{figures.n_answered} lines{before}, {figures.n_errors} failed",
         f"{figures.n_generated_tokens} tokens",
         f"{figures.tokens_per_second:.2f} tok/s",
         _duration(figures.seconds),

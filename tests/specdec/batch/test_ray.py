@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-from command_line import start
+from command_line import expect_error, start
 from tiny_pair import save_model
 
 from specdec.batch.lines import Line
+from specdec.batch.ray_cluster import _running_cluster
 from specdec.batch.ray_worker import Ended, Failed, Wanted, Worker
 from specdec.batch.request import Rules
 from specdec.cli.app import main
@@ -81,12 +84,43 @@ def test_ray_that_is_not_installed_is_told(
     assert list(tmp_path.iterdir()) == [source]
 
 
+@pytest.mark.parametrize("address", ["foo", "ray://a:1", "a:b", ":5", "127.0.0.1:1", "x:99999"])
+def test_an_address_where_nobody_answers(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    pytest.importorskip("ray")
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    out = str(tmp_path / "out.jsonl")
+    expect_error(
+        capsys, ["batch", str(source), "-m", str(model), "-o", out, "--ray", address], address
+    )
+
+
+def test_a_cluster_that_ended_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's note of its address stays where it was killed."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert _running_cluster() is None
+    (tmp_path / "ray").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        assert _running_cluster() == address
+    assert _running_cluster() is None
+    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
+    assert _running_cluster() is None
+
+
 # --- a cluster --------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", uuid.uuid4().hex)  # or Ray would leave one in ~/.ray
     path = tmp_path / "in.jsonl"
     with open(path, "w") as file:
         for index in range(60):

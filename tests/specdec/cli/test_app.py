@@ -55,7 +55,7 @@ def test_option_names_are_an_interface(
 def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     out = capsys.readouterr().out
-    for command in ("run", "chat", "plan", "check", "profile", "demo"):
+    for command in ("run", "chat", "batch", "plan", "check", "profile", "demo"):
         assert command in out
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -38,12 +40,22 @@ def test_a_batch(models: Models, source: Path, capsys: pytest.CaptureFixture[str
     assert out == ""
     notes = err.splitlines()
     assert notes[0].startswith("specdec: note: lines ask for the model gpt-4o: ")
-    assert notes[1].startswith("specdec: note: 1 lines could not be answered: see `error` in ")
-    assert notes[2].startswith("specdec: 4 lines | 1 errors | 12 tokens | ")
+    assert notes[1].startswith(
+        "specdec: note: 1 of the lines could not be answered: see `error` in "
+    )
+    assert notes[2].startswith("specdec: 4 lines, 1 failed | 12 tokens | ")
     assert len(notes) == 3
     records = [json.loads(line) for line in source.with_name("out.jsonl").read_text().splitlines()]
     assert [one.get("usage", {}).get("completion_tokens") for one in records] == [5, 2, None, None]
     assert records[3]["response"]["body"]["usage"]["completion_tokens"] == 5
+
+
+def test_a_note_is_said_once(
+    models: Models, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unused = ("-md", str(models.draft), "--spec-type", "none", "-n", "2")
+    assert main(argv(models, source, *unused)) == 0
+    assert capsys.readouterr().err.count("is not used") == 1
 
 
 def test_again_there_is_nothing_to_do(
@@ -57,6 +69,28 @@ def test_again_there_is_nothing_to_do(
     summary = json.loads(out)
     assert summary["n_lines"] == summary["n_answered"] == summary["n_before"] == 4
     assert summary["n_generated_tokens"] == 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal(
+    models: Models, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for quiet in (True, False):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "120")
+        argv_of_one = argv(models, source, "-n", "2", *(("-q",) if quiet else ()))
+        assert main(argv_of_one) == 0
+        source.with_name("out.jsonl").unlink()
+        shown = terminal.getvalue()
+        assert ("4/4" in shown) == ("0:00:00 left" in shown) == (not quiet)
+        assert ("4 lines, 1 failed" in shown) == (not quiet)
+        assert "could not be answered" in shown
 
 
 def test_other_options_are_refused_by_name(
@@ -77,6 +111,9 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     expect_error(capsys, argv(models, tmp_path), "Is a directory")
     expect_error(capsys, argv(models, tmp_path / "none.jsonl"), "none.jsonl: No such file")
     expect_error(capsys, argv(models, source)[:-2], "output-file")
+    no_model = models._replace(target=tmp_path / "none")
+    expect_error(capsys, argv(no_model, source), "none")
+    assert list(tmp_path.glob("out*")) == []
     out = tmp_path / "out.jsonl"
     out.write_text("mine")
     expect_error(capsys, argv(models, source), "specdec batch did not write it")
