@@ -8,20 +8,22 @@ with specdec.load("TARGET", "DRAFT", memory_budget="3.5GiB") as llm:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 from typing_extensions import Self, Unpack
 
 from offload.errors import SpecdecError
 from specdec.checks import ConfigError, check_type, refuse_unknown
 from specdec.config import SpecConfig
+from specdec.decoding.engine import CalledFromInside
 from specdec.decoding.generation import Request
 from specdec.decoding.sequences import CompletionOutput, GenerationResult, StreamChunk
-from specdec.decoding.session import ModelBusy, ModelClosed, ModelElsewhere, Session
-from specdec.decoding.stream import GenerationStream
+from specdec.decoding.session import ModelClosed, ModelElsewhere, Session
+from specdec.decoding.stream import GenerationStream, wait_for_any
 from specdec.drafters.base import Drafter
 from specdec.grammar.state import GrammarError
 from specdec.planning.load import check_spec
@@ -34,9 +36,9 @@ from specdec.text.tokenizer import TokenizerError
 
 __all__ = [
     "LLM",
+    "CalledFromInside",
     "CompletionOutput",
     "GenerationResult",
-    "ModelBusy",
     "ModelClosed",
     "ModelElsewhere",
     "Prompt",
@@ -85,8 +87,8 @@ def load(
 class LLM:
     """A loaded target with its draft.
 
-    One generation runs at a time: starting another one cancels a stream that was left half read,
-    and is refused (ModelBusy) while one computes. `close` may be called by any thread.
+    Any number of threads may generate at a time: their texts share passes, up to `parallel` of
+    them, and others wait for their turn. `close` may be called by any thread.
     """
 
     def __init__(
@@ -106,10 +108,34 @@ class LLM:
         """Most tokens of a prompt and its continuation together."""
         return self.target.max_context
 
+    @overload
     def generate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any
-    ) -> GenerationResult:
-        """Generate to the end; the arguments are those of `stream`."""
+    ) -> GenerationResult: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | list[list[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[GenerationResult]: ...
+
+    def generate(self, prompt: Any, sampling: Any = None, **options: Any) -> Any:
+        """Generate to the end; the arguments are those of `stream`.
+
+        Args:
+            prompt: one, or a list of them, which share passes; the results are in their order.
+            sampling: for all prompts, or a list with one for each.
+
+        Of several prompts an error of one ends all.
+        """
+        if (
+            isinstance(prompt, (list, tuple))
+            and prompt
+            and isinstance(prompt[0], (str, list, tuple))
+        ):
+            return self._generate_many(prompt, sampling, **options)
         stream = self.stream(prompt, sampling, **options)
         for _ in stream:
             pass
@@ -121,17 +147,52 @@ class LLM:
         """Generate for many prompts: (index of the request, its result) as each is finished.
 
         Requests are drawn in the calling thread and only as there is room for them, so that they
-        may be without end. What is wrong with one request (its prompt is too long, say) comes in
-        place of its result; what concerns all of them (storage that fails, a model that was closed)
-        is raised.
+        may be without end; twice as many as share a pass, so that none of its rows stays empty.
+        What is wrong with one request (its prompt is too long, say) comes in place of its result;
+        what concerns all of them (storage that fails, a model that was closed) is raised.
         """
-        for index, (prompt, sampling) in enumerate(requests):
-            outcome: GenerationResult | SpecdecError
-            try:
-                outcome = self.generate(prompt, sampling)
-            except _OF_ONE_REQUEST as error:
-                outcome = error
-            yield index, outcome
+        drawn, running = enumerate(requests), dict[int, GenerationStream]()
+        with ExitStack() as stack:
+            while True:
+                n_more = 2 * self.session.options.parallel - len(running)
+                for index, (prompt, sampling) in islice(drawn, n_more):
+                    try:
+                        running[index] = self._stream(prompt, sampling, is_eager=True)
+                    except _OF_ONE_REQUEST as error:
+                        yield index, error
+                        continue
+                    stack.callback(running[index].cancel)
+                    running[index].start()
+                if not running:
+                    return
+                wait_for_any(list(running.values()))
+                for index in [index for index, stream in running.items() if stream.is_over]:
+                    yield index, _outcome(running.pop(index))
+
+    def _generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        **options: Any,
+    ) -> list[GenerationResult]:
+        if isinstance(sampling, SamplingParams) or sampling is None:
+            sampling = [sampling or SamplingParams()] * len(prompts)
+        if len(sampling) != len(prompts):
+            raise ConfigError(
+                f"{len(prompts)} prompts have {len(sampling)} sampling parameters: give one for "
+                "each, or one for all"
+            )
+        with ExitStack() as stack:
+            streams = []
+            for prompt, params in zip(prompts, sampling, strict=True):
+                streams.append(self._stream(prompt, params, is_eager=True, **options))
+                stack.callback(streams[-1].cancel)
+            for stream in streams:
+                stream.start()
+            for stream in streams:
+                for _ in stream:
+                    pass
+            return [stream.result for stream in streams]
 
     def stream(
         self,
@@ -148,7 +209,7 @@ class LLM:
     ) -> GenerationStream:
         """Iterate over chunks of text; `.result` holds everything once the iterator is exhausted.
 
-        Of several sequences (n=...) the chunks come one sequence after the other. Beam search
+        The chunks of several sequences (n=...) come in turns. Beam search
         (num_beams=...) gives one chunk for each of its n sequences, at the end.
 
         Args:
@@ -165,7 +226,37 @@ class LLM:
 
         Raises:
             PromptError: empty, or longer than the context; ConfigError: contradictory options;
-            ModelClosed, ModelElsewhere, ModelBusy (from the iterator, too).
+            ModelClosed, ModelElsewhere, CalledFromInside (from the iterator, too).
+        """
+        return self._stream(
+            prompt,
+            sampling,
+            generation_config=generation_config,
+            speculative=speculative,
+            spec=spec,
+            logits_processors=logits_processors,
+            cache_prompt=cache_prompt,
+            drafter=drafter,
+            **overrides,
+        )
+
+    def _stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        generation_config: Any = None,
+        speculative: bool = True,
+        spec: SpecConfig | None = None,
+        logits_processors: Sequence[Any] = (),
+        cache_prompt: bool = True,
+        drafter: Drafter | None = None,
+        is_eager: bool = False,
+        **overrides: Any,
+    ) -> GenerationStream:
+        """See `stream`.
+
+        is_eager: computed on beside others also while nobody waits for its chunks.
         """
         check_type("sampling", sampling, SamplingParams, type(None))
         check_type("spec", spec, SpecConfig, type(None))
@@ -183,7 +274,7 @@ class LLM:
         prompt_ids = encode_prompt(prompt, self.tokenizer)
         check_room(len(prompt_ids), self.max_context, self.session.model_context)
         request = Request(prompt_ids, params, spec, logits_processors, cache_prompt, drafter)
-        return GenerationStream(self.session, request)
+        return GenerationStream(self.session, request, is_eager)
 
     def save_prompt_cache(self) -> None:
         """Write the KV of the last prompt and its text to the `prompt_cache_file`.
@@ -192,7 +283,7 @@ class LLM:
 
         Raises:
             PromptCacheError: the file cannot be written; ConfigError: none was named.
-            ModelClosed, ModelBusy.
+            ModelClosed.
         """
         self.session.save_prompt_cache()
 
@@ -218,6 +309,16 @@ class LLM:
             is_saved = self.session.options.prompt_cache_file is not None
             if exc is None and is_saved and self.session.is_open:
                 self.save_prompt_cache()
+
+
+def _outcome(stream: GenerationStream) -> GenerationResult | SpecdecError:
+    """Of a stream that is over; raises what concerns others as well."""
+    error = stream.take_error()
+    if error is None:
+        return stream.result
+    if isinstance(error, _OF_ONE_REQUEST):
+        return error
+    raise error
 
 
 def _sampling_params(

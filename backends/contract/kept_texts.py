@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from backends.contract.backend import Backend
-from backends.contract.sequence import TokenSequence, common_length
+from backends.contract.backend import PREFIX, Backend
+from backends.contract.sequence import SequenceRows, TokenSequence, common_length
 
 
 class Texts(Protocol):
@@ -19,6 +19,9 @@ class Texts(Protocol):
 
     def begin(self, token_ids: Sequence[int]) -> TokenSequence:
         """A sequence with as much of these tokens' KV as there is, and nothing else."""
+
+    def make_room(self, text: TokenSequence, n_rows: int) -> None:
+        """Let go of what is kept, the oldest first, until so many rows fit behind this text's."""
 
     def end(self, text: TokenSequence) -> None:
         """The text is over."""
@@ -28,10 +31,13 @@ class OwnText:
     """A backend's own text, one at a time, of which nothing stays."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self.backend = backend
 
     def begin(self, token_ids: Sequence[int]) -> TokenSequence:
-        return self._backend.text
+        return self.backend.text
+
+    def make_room(self, text: TokenSequence, n_rows: int) -> None:
+        """There is nothing to let go of."""
 
     def end(self, text: TokenSequence) -> None:
         text.rollback(0)
@@ -45,7 +51,7 @@ class KeptTexts:
     """
 
     def __init__(self, backend: Backend, most: int = 1) -> None:
-        self._backend = backend
+        self.backend = backend
         self._most = most
         self._in_use: list[TokenSequence] = []
         self._kept: list[TokenSequence] = []  # the oldest first
@@ -56,7 +62,7 @@ class KeptTexts:
         is_fresh: nothing of other texts is used.
         """
         text = None if is_fresh else self._forked(list(token_ids[:-1]))
-        text = text or self._backend.sequence()
+        text = text or self.backend.sequence()
         self._in_use.append(text)
         return text
 
@@ -67,6 +73,11 @@ class KeptTexts:
             if n_common > length:
                 best, length = text, n_common
         return None if best is None else best.fork(length)
+
+    def make_room(self, text: TokenSequence, n_rows: int) -> None:
+        wanted = [SequenceRows(text, [0] * n_rows, [PREFIX] * n_rows)]
+        while self._kept and self.backend.n_fitting(wanted) < 1:
+            self.drop_oldest()
 
     def end(self, text: TokenSequence) -> None:
         self._in_use.remove(text)
@@ -91,6 +102,11 @@ class KeptTexts:
     def newest(self) -> TokenSequence | None:
         """The text that began or ended last."""
         return (*self._kept, *self._in_use)[-1] if self._kept or self._in_use else None
+
+    @property
+    def kept(self) -> tuple[TokenSequence, ...]:
+        """Texts that are over, the oldest first."""
+        return tuple(self._kept)
 
     def adopt(self, text: TokenSequence) -> None:
         """Keep a sequence that was filled elsewhere."""

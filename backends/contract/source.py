@@ -85,6 +85,8 @@ class Loading:
     """Most live nodes at a time."""
     max_rows: int
     """Most nodes of one call of `extend`."""
+    kv_tokens: int | None = None
+    """Of all texts together, beside live nodes; None: as many as one may have."""
     load_mode: str = "stream"
     """From LOAD_MODES, decided: not "auto"."""
     vram_bytes: int | None = None
@@ -94,6 +96,11 @@ class Loading:
     progress: Progress | None = None
     early: EarlyWeights | None = None
     """Weights that are read already, perhaps those that are wanted."""
+
+    @property
+    def kv_rows(self) -> int:
+        """Tokens and live nodes of all texts."""
+        return (self.kv_tokens or self.max_context) + self.max_nodes
 
 
 class ModelSource(ABC):

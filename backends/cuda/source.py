@@ -74,4 +74,5 @@ class HfGpuSource(HfSource):
             weights,
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
+            kv_rows=loading.kv_rows,
         )

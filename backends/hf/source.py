@@ -119,5 +119,6 @@ class HfSource(ModelSource):
             weights,
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
+            kv_rows=loading.kv_rows,
             exactness=self.exactness,
         )

@@ -18,7 +18,8 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.contract.backend import PREFIX, Backend
+from backends.contract.backend import PREFIX
+from backends.contract.sequence import Text
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.decoding.beam_search import BeamRules, BeamSearch, by_score
@@ -57,7 +58,7 @@ class BeamDecoder:
     """Runs one beam search.
 
     Args:
-        target: the model; its committed prefix is replaced by the prompt.
+        target: the search's KV in the model; its committed prefix is replaced by the prompt.
         sampler: processors, stop tokens and the options of the search.
         prompt_ids: at least one token.
         max_new_tokens: of a sequence.
@@ -66,7 +67,7 @@ class BeamDecoder:
 
     def __init__(
         self,
-        target: Backend,
+        target: Text,
         sampler: Sampler,
         prompt_ids: Sequence[int],
         max_new_tokens: int,

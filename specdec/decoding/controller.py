@@ -1,200 +1,152 @@
-"""The loop: propose, verify, accept, commit. Everything else serves these few lines of `step`.
+"""The loop over rounds: propose, verify, accept, commit, for all texts that share a pass.
 
-The context ends with one *pending* token: emitted, its KV not yet computed. It is the root of the
-next tree, so a pass always scores at least one token, and plain decoding is the same loop with a
-drafter that proposes nothing.
+Everything else serves the few lines of `step`. One text is a round of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from backends.contract.backend import Backend
-from specdec.config import SpecConfig
+from backends.contract.sequence import SequenceRows, SequenceScores
 from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.recorder import StatsRecorder
-from specdec.drafters.base import Drafter, TreeLimits
-from specdec.policy.draft_policy import DraftPolicy
-from specdec.sampling.logprobs import TopLogprobs, logprobs_of_token
-from specdec.sampling.sampler import Sampler
-from specdec.verification.acceptance import Acceptance, lenient, match_walk, rejection_walk
-from specdec.verification.block import block_walk
-from specdec.verification.tree import DraftTree
+from specdec.decoding.text_decoder import TextDecoder
+from specdec.drafters.lockstep import in_lockstep
+from specdec.policy.draft_policy import observe_together, should_draft_ahead, trim_together
+from specdec.verification.tree import ROOT, DraftTree
 
-ChainRule = Callable[..., Acceptance]
-_CHAIN_RULES: dict[str, ChainRule] = {"rejection": rejection_walk, "block": block_walk}
-
-
-class Round(NamedTuple):
-    """What one step did."""
-
-    tree: DraftTree
-    acceptance: Acceptance
-    tokens: tuple[int, ...]
-
-
-class NoDrafter(Drafter):
-    """Proposes nothing: plain decoding."""
-
-    def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
-        return DraftTree(context_ids[-1])
+Entering = tuple[TextDecoder, SequenceRows]
+"""A text, and the chunk of its prompt that is computed beside the others' round."""
+_MANY = 2**20
 
 
 class Controller:
-    """Generates tokens with one target, one drafter and one rule of acceptance.
+    """Runs rounds with one target.
 
     Args:
-        target: the model whose output is wanted; KV in its cache that the prompt begins with is
-            used.
-        drafter: guesses; it never sees the target's logits.
-        sampler: the target's choice of a token from a row of logits.
-        policy: how large a tree to ask for.
-        spec: the rule of acceptance.
-        recorder: collects the statistics.
+        target: the model whose output is wanted.
+        draft: the model that drafts, where one does: to be told to end.
         ahead: drafts while passes run, where the policy wants it; without it nothing does.
-        rng: decides for the rules of chains; the match rule needs none.
-
-    Attributes:
-        context: prompt and emitted tokens; the last one is pending.
-        logprobs, top_logprobs: of every emitted token, before any processor, as far as the
-            sampler's parameters ask for them.
-        prompt_row: the target's, float32 [vocab], for further sequences of the same prompt.
+        max_draft_rows: of one pass of the draft.
+        max_rows: of one pass of the target, prompts apart.
     """
 
     def __init__(
         self,
         target: Backend,
-        drafter: Drafter,
-        sampler: Sampler,
-        policy: DraftPolicy,
-        spec: SpecConfig,
-        *,
-        recorder: StatsRecorder,
+        draft: Backend | None = None,
         ahead: AheadThread | None = None,
-        rng: np.random.Generator | None = None,
+        *,
+        max_draft_rows: int | None = None,
+        max_rows: int = _MANY,
     ) -> None:
-        self._target = target
-        self._drafter = drafter
-        self._sampler = sampler
-        self._policy = policy
-        self._rule = (
-            self._match
-            if spec.acceptance == "match"
-            else partial(self._decide, _CHAIN_RULES[spec.acceptance])
-        )
-        self._accept_threshold = spec.accept_threshold
-        self._recorder = recorder
-        self._ahead = ahead
-        self._rng = rng
-        self.context: list[int] = []
-        self.logprobs: list[float] = []
-        self.top_logprobs: list[TopLogprobs] = []
-        self.prompt_row: NDArray[np.float32] | None = None
+        self._target, self._draft, self._ahead = target, draft, ahead
+        self._max_draft_rows, self.max_rows = max_draft_rows, max_rows
 
-    def start(
-        self, prompt_ids: Sequence[int], prompt_row: NDArray[np.float32] | None = None
-    ) -> int:
-        """Run the prompt; return the first token, which is pending from now on.
+    def step(self, texts: Sequence[TextDecoder], entering: Sequence[Entering] = ()) -> None:
+        """One round: one pass of the target over the trees of all texts, and what enters beside
+        them. Each text knows what became of it: its `news`, its `round` or its own `error`.
 
-        prompt_row: of the same prompt, whose KV the target still has: then nothing is computed.
+        Raises an error of the models; nothing of the round counts then (`TextDecoder.recover`).
         """
-        self.context = list(prompt_ids)
-        n_reused = len(self.context)
-        if prompt_row is None:
-            n_reused, prompt_row = self._target.prefill_from(self.context)
-        else:
-            self._target.rollback(n_reused)
-        self.prompt_row = prompt_row
-        token = self._sampler.choose(self.context, prompt_row, position=len(self.context))
-        self._note_logprobs([prompt_row], [token])
-        self.context.append(token)
-        self._recorder.record_first_token(n_reused)
-        return token
+        n_entering = sum(len(rows.token_ids) for _, rows in entering)
+        drafted = self._propose(texts, n_entering)
+        batch = [text.tree_rows(tree) for text, tree in drafted]
+        if self._target.n_fitting(batch) < len(batch):  # the KV cache is about full
+            drafted = [(text, tree.subset([ROOT])) for text, tree in drafted]
+            batch = [text.tree_rows(tree) for text, tree in drafted]
+        scores = self._verify(drafted, [*batch, *(rows for _, rows in entering)])
+        for (text, tree), found in zip(drafted, scores, strict=False):
+            text.settle(tree, found)
+        for (text, _), found in zip(entering, scores[len(drafted) :], strict=True):
+            text.take_first(found)
+        self._learn([text for text, _ in drafted])
 
-    def step(self, max_tokens: int) -> Round:
-        """One round: between 1 and `max_tokens` new tokens."""
-        with self._recorder.drafting():
-            room = self._target.node_room
-            limits = self._policy.limits(len(self.context), max_tokens, room)
-            tree = self._policy.trim(self._drafter.propose(self.context, limits))
-        node_ids, logits = self._verify(tree)
-        acceptance = self._rule(tree, logits, max_tokens)
-        self._target.commit([node_ids[i] for i in acceptance.path])
-        with self._recorder.drafting():
-            self._drafter.observe(acceptance, tree)
-        self._recorder.record_outcome(was_ahead=self._drafter.is_ready)
-        self._policy.observe(acceptance, tree)
-        tokens = acceptance.emitted(tree)
-        self._note_logprobs((logits[i] for i in acceptance.path), tokens)
-        self.context.extend(tokens)
-        return Round(tree, acceptance, tokens)
+    def _propose(
+        self, texts: Sequence[TextDecoder], n_entering: int
+    ) -> list[tuple[TextDecoder, DraftTree]]:
+        """The part of each text's tree that is worth its rows; without texts that failed."""
+        with ExitStack() as clocks:
+            for recorder in _recorders(texts):
+                clocks.enter_context(recorder.drafting())
+            n_nodes = self.max_rows - len(texts)
+            steps = [text.proposing(len(texts), n_nodes) for text in texts]
+            found = zip(texts, in_lockstep(steps, max_rows=self._max_draft_rows), strict=True)
+            drafted = [(text, tree) for text, tree in found if text.error is None and tree]
+            if not drafted:
+                return []
+            going_on, trees = zip(*drafted, strict=True)
+            policies = [text.policy for text in going_on]
+            kept = trim_together(policies, trees, n_entering, n_nodes)
+        return list(zip(going_on, kept, strict=True))
 
-    def _verify(self, tree: DraftTree) -> tuple[list[int], NDArray[np.float32]]:
-        """One pass over the tree; where it pays, the drafter prepares the next tree beside it."""
+    def _verify(
+        self, drafted: Sequence[tuple[TextDecoder, DraftTree]], batch: Sequence[SequenceRows]
+    ) -> list[SequenceScores]:
+        """One pass; where it pays, the drafters prepare the next trees beside it."""
+        if not batch:
+            return []
         ahead = self._ahead
-        if ahead is None or not self._drafter.can_draft_ahead:
-            return self._pass(tree)
-        if not self._policy.should_draft_ahead():
-            return self._pass(tree)
+        can_draft = [text.drafter.can_draft_ahead for text, _ in drafted]
+        if ahead is None or not any(can_draft):
+            return self._pass(drafted, batch)
+        if not should_draft_ahead([text.policy for text, _ in drafted]):
+            return self._pass(drafted, batch)
 
         def draft(should_stop: Callable[[], bool]) -> None:
-            with self._recorder.drafting_ahead():
-                self._drafter.draft_ahead(tree, should_stop)
+            with ExitStack() as clocks:
+                for recorder in _recorders([text for text, _ in drafted]):
+                    clocks.enter_context(recorder.drafting_ahead())
+                steps = [
+                    text.drafter.drafting_ahead(tree)
+                    for text, tree in drafted
+                    if text.policy.is_drafting_ahead
+                ]
+                in_lockstep(steps, should_stop, self._max_draft_rows)
 
         return ahead.beside(
-            lambda: self._pass(tree, is_drafting_ahead=True),
+            lambda: self._pass(drafted, batch, is_drafting_ahead=True),
             self._target.request_cancel,
             draft,
-            self._drafter.request_cancel,
+            self._cancel_draft,
         )
 
+    def request_cancel(self) -> None:
+        """End a running pass soon with an error; any thread may call it."""
+        self._target.request_cancel()
+        self._cancel_draft()
+
+    def _cancel_draft(self) -> None:
+        if self._draft is not None:
+            self._draft.request_cancel()
+
     def _pass(
-        self, tree: DraftTree, *, is_drafting_ahead: bool = False
-    ) -> tuple[list[int], NDArray[np.float32]]:
-        with self._recorder.verifying(len(tree), is_drafting_ahead=is_drafting_ahead):
-            return self._target.extend(tree.token_ids, self._target_parents(tree))
+        self,
+        drafted: Sequence[tuple[TextDecoder, DraftTree]],
+        batch: Sequence[SequenceRows],
+        *,
+        is_drafting_ahead: bool = False,
+    ) -> list[SequenceScores]:
+        n_rows = sum(len(rows.token_ids) for rows in batch)
+        with ExitStack() as clocks:
+            for recorder in _recorders([text for text, _ in drafted]):
+                clocks.enter_context(
+                    recorder.verifying(n_rows, is_drafting_ahead=is_drafting_ahead)
+                )
+            return self._target.run(batch)
 
-    def _target_parents(self, tree: DraftTree) -> list[int]:
-        """The tree's parents as ids that the target will give its nodes; the root's is PREFIX."""
-        first = self._target.next_node_id
-        return [parent if parent < 0 else first + parent for parent in tree.parents]
+    @staticmethod
+    def _learn(texts: Sequence[TextDecoder]) -> None:
+        """What the policy makes of the round."""
+        done = [(text.policy, text.round) for text in texts if text.round is not None]
+        if done:
+            policies, rounds = zip(*done, strict=True)
+            acceptances = [one.acceptance for one in rounds]
+            observe_together(policies, acceptances, [one.tree for one in rounds])
 
-    def _match(self, tree: DraftTree, logits: NDArray[np.float32], max_tokens: int) -> Acceptance:
-        choose = self._sampler.chooser(lambda node: self._prefix(tree, node), logits.__getitem__)
-        if self._accept_threshold is not None:
 
-            def target_probs(node: int) -> NDArray[np.float64]:
-                row = logits[node]
-                return np.exp(self._sampler.log_probs(self._prefix(tree, node), row))
-
-            choose = lenient(tree, choose, target_probs, self._accept_threshold)
-        return match_walk(tree, choose, max_tokens, self._sampler.stop_tokens)
-
-    def _decide(
-        self, walk: ChainRule, tree: DraftTree, logits: NDArray[np.float32], max_tokens: int
-    ) -> Acceptance:
-        assert self._rng is not None, "the rules of chains decide at random"
-
-        def target_probs(node: int) -> NDArray[np.float64]:
-            return self._sampler.probs(self._prefix(tree, node), logits[node])
-
-        return walk(tree, target_probs, self._rng, max_tokens, self._sampler.stop_tokens)
-
-    def _prefix(self, tree: DraftTree, node: int) -> list[int]:
-        """All tokens up to and including `node`: what the target's row `node` continues."""
-        return [*self.context, *tree.tokens_on_path(node)]
-
-    def _note_logprobs(self, rows: Iterable[NDArray[np.float32]], tokens: Sequence[int]) -> None:
-        params = self._sampler.params
-        if not params.logprobs:
-            return  # rows may lie on a device: none is brought for nothing
-        for row, token in zip(rows, tokens, strict=True):
-            real = row[: self._sampler.n_tokens]
-            logprob, top = logprobs_of_token(real, token, params.n_top_logprobs)
-            self.logprobs.append(logprob)
-            self.top_logprobs.append(top)
+def _recorders(texts: Sequence[TextDecoder]) -> list[StatsRecorder]:
+    """Each once: the sequences of one prompt have one together."""
+    return list({id(text.recorder): text.recorder for text in texts}.values())

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from backends.contract.backend import StreamUse
+from backends.contract.kept_texts import KeptTexts
+from backends.contract.sequence import TokenSequence
 from offload.process.memory import process_memory
 from specdec.analysis.utilization import ModelFlops
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.decoding.beams import BeamDecoder, Hypothesis, check_beams
 from specdec.decoding.recorder import StatsRecorder
+from specdec.decoding.scheduler import Job, SearchJob, TextJob
 from specdec.decoding.sequences import (
     CompletionOutput,
     GeneratedSequence,
@@ -24,6 +25,7 @@ from specdec.decoding.sequences import (
 )
 from specdec.decoding.session import Session
 from specdec.decoding.stats import GenerationStats
+from specdec.decoding.text_decoder import TextDecoder
 from specdec.drafters.base import Drafter
 from specdec.planning.gpu import vram_peak_bytes
 from specdec.planning.run_options import CUDA
@@ -50,13 +52,16 @@ class Request:
 
 
 class Generation:
-    """The sequences that continue one prompt.
+    """The sequences that continue one prompt, and what they are computed with.
+
+    is_eager: computed on also while nobody waits for its chunks.
 
     Raises ConfigError where the session has no room for what is asked for.
     """
 
-    def __init__(self, session: Session, request: Request) -> None:
+    def __init__(self, session: Session, request: Request, is_eager: bool = False) -> None:
         self._session, self._request = session, request
+        self._is_eager = is_eager
         params = request.params
         self._limit = _token_limit(params, len(request.prompt_ids), session.target.max_context)
         self._recorder = StatsRecorder(len(request.prompt_ids))
@@ -64,82 +69,112 @@ class Generation:
         if params.num_beams > 1:
             check_beams(params.num_beams, request.spec, session.max_beams)
         self._use_before: StreamUse | None = None  # of bytes and stalls, when this one began
+        self._jobs: list[Job] | None = None
+        self._error: BaseException | None = None
+        self._stats: GenerationStats | None = None  # once it is over
+        self.chunks: deque[StreamChunk] = deque()
+        self.is_cancelled = False
 
     @property
     def outputs(self) -> tuple[CompletionOutput, ...]:
         """The sequences so far."""
         return tuple(sequence.output for sequence in self._sequences)
 
-    def chunks(self, check: Callable[[], None]) -> Generator[StreamChunk, None, None]:
-        """Compute and yield; nothing else may use the session's models meanwhile.
+    @property
+    def is_over(self) -> bool:
+        return self._stats is not None
 
-        check: called before each pass; what it raises ends the generation.
-        """
-        if not self._request.cache_prompt:
-            self._session.forget_prompt()
-        self._use_before = self._session.target.stream_use
-        # The request begins with the first chunk asked for, not when the stream was made.
-        self._recorder = StatsRecorder(len(self._request.prompt_ids))
-        if self._request.params.num_beams > 1:
-            yield from self._search(check)
-        else:
-            yield from self._sample(check)
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the next round is to bring more: nobody has to wait, but nothing piles up."""
+        return self._is_eager or not self.chunks
+
+    @property
+    def jobs(self) -> list[Job]:
+        """What is to be scheduled. The request begins here, with the first chunk asked for, not
+        when it was made."""
+        if self._jobs is None:
+            self._use_before = self._session.target.stream_use
+            self._recorder = StatsRecorder(len(self._request.prompt_ids))
+            is_search = self._request.params.num_beams > 1
+            self._jobs = [Beams(self)] if is_search else self._texts()
+        return self._jobs
+
+    def _texts(self) -> list[Job]:
+        """One for each sequence, with seeds of their own."""
+        params, seed = self._request.params, self._sequences[0].sampler.seed
+        more = [params.replace(seed=sequence_seed(seed, i)) for i in range(1, params.n)]
+        self._sequences += map(self._new_sequence, more)
+        return [Continuation(self, one, i) for i, one in enumerate(self._sequences)]
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        return self._request.prompt_ids
+
+    def decoder(self, sequence: GeneratedSequence) -> TextDecoder:
+        request = self._request
+        decoder = self._session.decoder(
+            request.prompt_ids, sequence.sampler, request.spec, self._recorder, request.drafter
+        )
+        decoder.max_tokens = sequence.n_left
+        sequence.logprobs, sequence.top_logprobs = decoder.logprobs, decoder.top_logprobs
+        return decoder
+
+    @property
+    def is_fresh(self) -> bool:
+        return not self._request.cache_prompt
+
+    def end(self) -> None:
+        """No round brings any more."""
+        if self.is_over:
+            return
+        self._error = next((job.error for job in self._jobs or () if job.error is not None), None)
+        if self._error is None and not self.is_cancelled:
             self._session.check_figures(self._recorder.stats().pass_times)
+        self._stats = self.stats()
 
-    def _sample(self, check: Callable[[], None]) -> Generator[StreamChunk, None, None]:
-        """Sequence after sequence; all but the first take up the prompt's KV and its row."""
-        params = self._request.params
-        seed = self._sequences[0].sampler.seed
-        prompt_row: NDArray[np.float32] | None = None
-        for index in range(params.n):
-            if index > 0:
-                own = params.replace(seed=sequence_seed(seed, index))
-                self._sequences.append(self._new_sequence(own))
-            sequence = self._sequences[index]
-            controller = self._session.controller(
-                sequence.sampler, self._request.spec, self._recorder, self._request.drafter
-            )
-            sequence.logprobs, sequence.top_logprobs = controller.logprobs, controller.top_logprobs
-            spare = self._session.spare
-            if prompt_row is None:
-                spare.give_back()
-            first = controller.start(self._request.prompt_ids, prompt_row)
-            spare.begin()
-            prompt_row = controller.prompt_row
-            yield StreamChunk(*sequence.take((first,)), index)
-            while sequence.is_open:
-                check()
-                tree, acceptance, tokens = controller.step(sequence.n_left)
-                spare.lend(len(tree), len(controller.context))
-                text, taken = sequence.take(tokens)
-                self._recorder.record_round(tree, acceptance, n_emitted=len(taken))
-                yield StreamChunk(text, taken, index)
-            rest = sequence.flush()
-            if rest:
-                yield StreamChunk(rest, (), index)
+    def take_error(self) -> BaseException | None:
+        """What ended it, once."""
+        error, self._error = self._error, None
+        return None if self.is_cancelled else error
 
-    def _search(self, check: Callable[[], None]) -> Generator[StreamChunk, None, None]:
+    def search(self, text: TokenSequence) -> BeamDecoder:
         """Beam search: what its sequences are is known at the end only."""
         request, sampler = self._request, self._sequences[0].sampler
         stops, prompt_ids = None, request.prompt_ids
         if request.params.stop:
             tokenizer = self._session.tokenizer
             stops = TextStream(tokenizer, prompt_ids=prompt_ids, stop=request.params.stop)
-        self._session.spare.give_back()
-        decoder = BeamDecoder(self._session.target, sampler, prompt_ids, self._limit, stops)
-        try:
-            decoder.start()
+        return BeamDecoder(text, sampler, prompt_ids, self._limit, stops)
+
+    def note_pass(self, decoder: BeamDecoder, run: Callable[[], None]) -> None:
+        """A step of beam search; the first one is the prompt's."""
+        if run == decoder.start:
+            run()
             self._recorder.record_first_token(decoder.n_reused)
-            while not decoder.is_over:
-                check()
-                with self._recorder.verifying():
-                    decoder.step()
-                self._recorder.record_round(*_ONE_TOKEN)
-        finally:
-            found = decoder.results(request.params.n)
-            self._sequences = [self._from_beam(sampler, one, score) for one, score in found]
+            return
+        with self._recorder.verifying():
+            run()
+        self._recorder.record_round(*_ONE_TOKEN)
+
+    def take_beams(self, decoder: BeamDecoder) -> None:
+        """The search is over."""
+        sampler = self._sequences[0].sampler
+        found = decoder.results(self._request.params.n)
+        self._sequences = [self._from_beam(sampler, one, score) for one, score in found]
         for index, output in enumerate(self.outputs):
-            yield StreamChunk(output.text, output.token_ids, index)
+            self.chunks.append(StreamChunk(output.text, output.token_ids, index))
+
+    def take(self, sequence: GeneratedSequence, index: int, decoder: TextDecoder) -> None:
+        """What a step brought for one sequence."""
+        text, taken = sequence.take(decoder.news)
+        if decoder.round is not None:
+            tree, acceptance, _ = decoder.round
+            self._recorder.record_round(tree, acceptance, n_emitted=len(taken))
+        decoder.max_tokens = sequence.n_left
+        self.chunks.append(StreamChunk(text, taken, index))
+        if not sequence.is_open and (rest := sequence.flush()):
+            self.chunks.append(StreamChunk(rest, (), index))
 
     def _from_beam(self, sampler: Sampler, found: Hypothesis, score: float) -> GeneratedSequence:
         sequence = self._sequence_of(sampler)
@@ -168,11 +203,13 @@ class Generation:
 
     def stats(self) -> GenerationStats:
         """The figures so far: the recorder's, and those that the backends and the system know."""
+        if self._stats is not None:
+            return self._stats
         session, plan = self._session, self._session.plan
         use = session.target.stream_use
         before = self._use_before or use
         kv_bytes = sum(backend.kv_bytes for backend in session.backends)
-        used = sum(b.kv_bytes * b.n_committed / max(1, b.n_kv_allocated) for b in session.backends)
+        used = session.kv_used_bytes
         flops = session.model_flops
         recorded = self._recorder.stats()
         return replace(
@@ -199,6 +236,54 @@ class Generation:
         n_tokens = max(recorded.generated_tokens - 1, 0)
         n_texts = 1 if self._request.params.num_beams > 1 else len(self._sequences)
         return flops.of_tokens(n_tokens, recorded.prompt_tokens + n_tokens // (2 * n_texts))
+
+
+class Continuation(TextJob):
+    """One sequence of a generation, as the scheduler sees it."""
+
+    def __init__(self, generation: Generation, sequence: GeneratedSequence, index: int) -> None:
+        self._generation, self._sequence, self._index = generation, sequence, index
+        self.decoder = generation.decoder(sequence)
+        self.is_fresh = generation.is_fresh
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._generation.is_wanted
+
+    def take(self) -> None:
+        self._generation.take(self._sequence, self._index, self.decoder)
+        self.is_complete = not self._sequence.is_open
+
+
+class Beams(SearchJob):
+    """A beam search of a generation, as the scheduler sees it."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._decoder: BeamDecoder | None = None
+        self._text: TokenSequence | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._generation.is_wanted
+
+    def run(self, texts: KeptTexts) -> None:
+        generation = self._generation
+        if self._decoder is None:
+            self._text = texts.begin(generation.prompt_ids, is_fresh=generation.is_fresh)
+            while texts.drop_oldest():
+                pass  # beams take all the room that there is
+            self._decoder = generation.search(self._text)
+            generation.note_pass(self._decoder, self._decoder.start)
+        else:
+            generation.note_pass(self._decoder, self._decoder.step)
+        self.is_complete = self._decoder.is_over
+
+    def end(self, texts: KeptTexts) -> None:
+        if self._decoder is not None:
+            self._generation.take_beams(self._decoder)
+        if self._text is not None:
+            texts.end(self._text)
 
 
 def _token_limit(params: SamplingParams, n_prompt: int, max_context: int) -> int:

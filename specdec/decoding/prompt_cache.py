@@ -16,8 +16,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from backends.contract.backend import Backend, BackendError
-from backends.contract.sequence import SavedTensors
+from backends.contract.backend import BackendError
+from backends.contract.kept_texts import KeptTexts
+from backends.contract.sequence import SavedTensors, TokenSequence
 from offload.errors import SpecdecError
 from offload.formats.mapped import MappedFile, TensorShape, read_mapped, write_mapped
 from offload.formats.safetensors import read_header_and_metadata
@@ -93,12 +94,12 @@ class PromptCache:
             )
         return file
 
-    def restore(self, target: Backend, draft: Backend | None) -> None:
-        """Fill the empty caches with what the file has; done once.
+    def restore(self, target: KeptTexts, draft: KeptTexts | None) -> None:
+        """Keep what the file has as a text that is over; done once.
 
         Raises PromptCacheError where it cannot be this model's, or the model's KV not be saved.
         """
-        if not target.can_save_prefix:
+        if not target.backend.can_save_prefix:
             raise PromptCacheError(
                 "llama.cpp saves only the last window of a model with a sliding window, which the "
                 "next prompt cannot go on from: run it without a prompt cache file"
@@ -110,26 +111,26 @@ class PromptCache:
             file.check_unchanged()  # loading took a while
         except CheckpointError as error:
             raise self._refusal(str(error)) from error
-        backends = _by_role(target, draft)
-        for role, backend in backends.items():
+        both = _by_role(target, draft)
+        for role, texts in both.items():
             if file.metadata.get(role) == self._fingerprints[role]:
-                self._fill(role, backend, file)
-        self._in_file = _held(backends)
+                self._fill(role, texts, file)
+        self._in_file = _held(both)
         reset_peak_rss()  # the file's pages were this process's for a moment
 
-    def save(self, target: Backend, draft: Backend | None) -> None:
-        """Write what the caches hold, unless that is what the file has.
+    def save(self, target: KeptTexts, draft: KeptTexts | None) -> None:
+        """Write the newest text, unless that is what the file has.
 
         Raises PromptCacheError, and leaves the file as it was.
         """
-        backends = _by_role(target, draft)
-        held = _held(backends)
+        both = _by_role(target, draft)
+        held = _held(both)
         if held == self._in_file or _TARGET not in held:
             return
         tensors = []
         for role, token_ids in held.items():
             tensors.append(TensorShape(f"{role}.{_TOKENS}", "I32", (len(token_ids),)))
-            for tensor in backends[role].prefix_tensors():
+            for tensor in _newest(both[role]).prefix_tensors():
                 name = f"{role}.{tensor.name}"
                 tensors.append(TensorShape(name, tensor.dtype, tensor.shape))
 
@@ -137,7 +138,7 @@ class PromptCache:
             for role, token_ids in held.items():
                 own = _below(role, buffers)
                 own.pop(_TOKENS)[:] = np.array(token_ids, dtype="<i4").tobytes()
-                backends[role].save_prefix(own)
+                _newest(both[role]).save_prefix(own)
 
         metadata = {role: self._fingerprints[role] for role in held}
         try:
@@ -149,7 +150,8 @@ class PromptCache:
             ) from error
         self._in_file = held
 
-    def _fill(self, role: str, backend: Backend, file: MappedFile) -> None:
+    def _fill(self, role: str, texts: KeptTexts, file: MappedFile) -> None:
+        backend = texts.backend
         token_ids, tensors = self._saved(role, backend.vocab_size, file)
         if len(token_ids) > backend.max_context:
             if role == _DRAFT:
@@ -158,10 +160,13 @@ class PromptCache:
                 f"its {len(token_ids)} tokens do not fit in the context of "
                 f"{backend.max_context} (raise --ctx-size)"
             )
+        text = backend.sequence()
         try:
-            backend.load_prefix(token_ids, tensors)
+            text.load_prefix(token_ids, tensors)
         except BackendError as error:
+            text.close()
             raise self._refusal(str(error)) from error
+        texts.adopt(text)
 
     def _saved(
         self, role: str, vocab_size: int, file: MappedFile
@@ -194,15 +199,25 @@ def _refusal(path: Path, reason: str) -> PromptCacheError:
     )
 
 
-def _by_role(target: Backend, draft: Backend | None) -> dict[str, Backend]:
-    if draft is None or not draft.can_save_prefix:
+def _by_role(target: KeptTexts, draft: KeptTexts | None) -> dict[str, KeptTexts]:
+    if draft is None or not draft.backend.can_save_prefix:
         return {_TARGET: target}
     return {_TARGET: target, _DRAFT: draft}
 
 
-def _held(backends: Mapping[str, Backend]) -> dict[str, list[int]]:
-    """Tokens of each cache that is not empty."""
-    held = {role: list(backend.committed_ids) for role, backend in backends.items()}
+def _newest(texts: KeptTexts) -> TokenSequence:
+    newest = texts.newest
+    assert newest is not None, "only what is there is saved"
+    return newest
+
+
+def _held(both: Mapping[str, KeptTexts]) -> dict[str, list[int]]:
+    """Tokens of the newest text of each model, where there is one."""
+    held = {
+        role: list(texts.newest.committed_ids)
+        for role, texts in both.items()
+        if texts.newest is not None
+    }
     return {role: token_ids for role, token_ids in held.items() if token_ids}
 
 

@@ -45,6 +45,11 @@ class StatsRecorder:
         self._last = clock()  # when the last tokens came; at first, when the request did
         self._made = time.perf_counter()  # for a recording, whatever the clock
 
+    def record_admitted(self) -> None:
+        """The text takes part in passes from here on; before, it waited for its turn."""
+        if self._first is None and not self._counted.queue_seconds:
+            self._add(queue_seconds=self.clock() - self._last)
+
     def record_first_token(self, n_reused: int = 0) -> None:
         """The prompt, all but `n_reused` tokens of it computed now, has yielded the first token.
 
@@ -83,6 +88,7 @@ class StatsRecorder:
         finally:
             ended = self.clock()
             self._add(pass_seconds=ended - began)
+        self._add(pass_rows=n_rows)
         self._last_pass = (began, ended)
         self._pass_times.append(PassTime(n_rows, ended - began, is_drafting_ahead))
 

@@ -49,7 +49,7 @@ class StreamChunk:
     text: str
     token_ids: tuple[int, ...]
     index: int = 0
-    """Which of several sequences it belongs to; they come one after the other."""
+    """Which of several sequences it belongs to; they come in turns."""
 
 
 @dataclass(frozen=True)

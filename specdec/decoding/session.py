@@ -1,22 +1,18 @@
-"""A session: loaded models, and what else lives from one generation to the next.
-
-One generation uses the models at a time. Another one that begins ends one that was left half read,
-and is refused (ModelBusy) while one computes.
-"""
+"""A session: loaded models, and what else lives from one generation to the next."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from backends.contract.backend import Backend
+from backends.contract.kept_texts import KeptTexts
 from offload.errors import SpecdecError
 from offload.process.interruptible import POLL_SECONDS
 from offload.process.remembered import forget_figures
@@ -24,18 +20,21 @@ from specdec.analysis.utilization import model_flops
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.decoding.ahead_thread import AheadThread
-from specdec.decoding.controller import Controller, NoDrafter
+from specdec.decoding.controller import Controller
+from specdec.decoding.engine import Engine
 from specdec.decoding.kept_experience import KeptExperience
 from specdec.decoding.prompt_cache import PromptCache, check_file
 from specdec.decoding.recorder import StatsRecorder
+from specdec.decoding.scheduler import Scheduler
 from specdec.decoding.spare_memory import SpareMemory
 from specdec.decoding.stats import PassTime
+from specdec.decoding.text_decoder import NoDrafter, TextDecoder
 from specdec.drafters.base import Drafter
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.grammar import GrammarDrafter, within_grammar
 from specdec.drafters.merged import MergedDrafter
-from specdec.drafters.model import ModelDrafter
-from specdec.drafters.ngram import NgramDrafter
+from specdec.drafters.model import ModelDrafter, level_width
+from specdec.drafters.ngram import MatchRates, NgramDrafter
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.state import GrammarState
 from specdec.planning.early import begin_early, remember_early
@@ -72,31 +71,6 @@ class ModelElsewhere(SpecdecError):
         )
 
 
-class ModelBusy(SpecdecError):
-    """A generation was asked for while another one computes."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "an LLM runs one generation at a time: wait for the one that is running, "
-            "or load the model once more"
-        )
-
-
-class Running(Protocol):
-    """The generation that uses the models, as far as a session has to know it."""
-
-    @property
-    def is_computing_elsewhere(self) -> bool:
-        """Whether another thread computes for it."""
-
-    @property
-    def is_computing_here(self) -> bool:
-        """Whether the calling thread computes for it, further up its stack."""
-
-    def end(self) -> None:
-        """End it; raises ModelBusy where a thread computes for it."""
-
-
 class Session:
     """Loads models where the plan wants them, and keeps them until `close`.
 
@@ -113,8 +87,6 @@ class Session:
         progress: Any = None,
         prepare: Callable[[RunOptions], None] | None = None,
     ) -> None:
-        self._running: Running | None = None
-        self._beginning = threading.Lock()
         self._freeing = threading.RLock()
         self._is_closed = False
         self._process_id = os.getpid()
@@ -139,18 +111,18 @@ class Session:
                 load_target(planned, self.options, progress, early)
             )
             remember_early(options, self.plan, planned.target.source)
-            self.draft, self.draft_window = load_draft(planned, self.options.spec, self.target)
+            self.draft, self.draft_window = load_draft(planned, self.options, self.target)
             if self.draft is not None:
                 stack.enter_context(self.draft)
             self.model_flops = model_flops(
                 planned.target.source.path, self.options.backend, self.plan.chosen.target.compute
             )
             # What the n-grams learn of their own hit rate, and the policy of these models.
-            self._ngram = NgramDrafter()
+            self._match_rates = MatchRates()
             self._kept_experience = KeptExperience(planned)
             self.experience = self._kept_experience.experience
             parts = dict(self.plan.parts)
-            self.spare = SpareMemory(
+            spare = SpareMemory(
                 self.target,
                 self.draft,
                 self.plan.budget_bytes,
@@ -159,9 +131,33 @@ class Session:
                 draft_bytes=sum(parts.get(name, 0) for name in DRAFTING_PARTS),
             )
             self._ahead = AheadThread()
+            self.texts = KeptTexts(self.target, self.options.parallel)
+            self.draft_texts: KeptTexts | None = None
+            if self.draft is not None:
+                self.draft_texts = KeptTexts(self.draft, self.options.parallel)
             if self._prompt_cache is not None:
-                self._prompt_cache.restore(self.target, self.draft)
+                self._prompt_cache.restore(self.texts, self.draft_texts)
+            self.engine = self._engine(spare)
             stack.pop_all()  # from here on `close` does it
+
+    def _engine(self, spare: SpareMemory) -> Engine:
+        controller = Controller(
+            self.target,
+            self.draft,
+            self._ahead,
+            max_draft_rows=level_width(self.plan.n_draft_tokens),
+            max_rows=self.max_beams,
+        )
+        scheduler = Scheduler(
+            controller,
+            self.target,
+            self.texts,
+            spare,
+            self.plan.pass_cost,
+            max_texts=self.options.parallel,
+            max_entering=self.plan.ctx_size,
+        )
+        return Engine(scheduler, controller, self.check_open)
 
     @property
     def backends(self) -> tuple[Backend, ...]:
@@ -175,7 +171,7 @@ class Session:
 
     @property
     def max_beams(self) -> int:
-        """Most beams that memory was set aside for."""
+        """Most beams, or rows of a pass, that memory was set aside for."""
         return self.options.target_rows(self.plan.n_draft_tokens)
 
     def begin_grammar(self, params: SamplingParams, prompt_length: int) -> GrammarState | None:
@@ -187,29 +183,39 @@ class Session:
 
     def _grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
         """Of a large vocabulary it takes some 100 MB of the headroom: what was lent goes back."""
-        with self._beginning:
-            running = self._running
-            if running is None or not running.is_computing_elsewhere:
-                self.spare.give_back()
+        with self.engine.between_rounds():
+            self.target.hold(0)
         return self.tokenizer.grammar_tokenizer(end_ids)
 
     def forget_prompt(self) -> None:
-        """Empty the KV caches: the next prompt is computed from its first token on."""
-        for backend in self.backends:
-            backend.rollback(0)
+        """Give back the KV of texts that are over: the next prompt is computed from its first
+        token on."""
+        with self.engine.between_rounds():
+            for texts in (self.texts, self.draft_texts):
+                while texts is not None and texts.drop_oldest():
+                    pass
+
+    @property
+    def kv_used_bytes(self) -> float:
+        """Of the KV caches, what holds the tokens of texts."""
+        both = zip(self.backends, (self.texts, self.draft_texts), strict=False)
+        return sum(
+            backend.kv_bytes * min(1.0, texts.n_committed / max(1, backend.n_kv_allocated))
+            for backend, texts in both
+            if texts is not None
+        )
 
     def save_prompt_cache(self) -> None:
         """Write the KV of the last prompt and its text to the file that the options name.
 
-        Raises PromptCacheError, ConfigError (no file was named), ModelClosed, ModelBusy.
+        Raises PromptCacheError, ConfigError (no file was named), ModelClosed.
         """
         if self._prompt_cache is None:
             raise ConfigError("there is no prompt_cache_file to save to: name one when loading")
         self.check_open()
-        with self._beginning:
-            self._end_running()
-            self.spare.give_back()
-            self._prompt_cache.save(self.target, self.draft)
+        with self.engine.between_rounds():
+            self.target.hold(0)  # what is written takes memory
+            self._prompt_cache.save(self.texts, self.draft_texts)
 
     def check_figures(self, passes: Sequence[PassTime]) -> None:
         """Have the machine measured anew, by the next process, where the figures that the plan
@@ -224,46 +230,16 @@ class Session:
         if not least < statistics.median(ratios) < _CONTRADICTION:
             forget_figures()
 
-    # --- one generation at a time --------------------------------------------------------------
+    # --- one text -----------------------------------------------------------------------------
 
-    def begin(self, generation: Running) -> None:
-        """`generation` starts to use the models; whatever else used them is over.
-
-        Raises ModelBusy where another one computes at this moment; ModelClosed, ModelElsewhere.
-        """
-        with self._beginning:
-            if self._running is not generation:
-                self._end_running()
-            self._running = generation  # before the check: `close` finds it, or it finds `close`
-        self.check_open()
-
-    def _end_running(self) -> None:
-        running = self._running
-        if running is not None:
-            running.end()
-
-    def finish(self, generation: Running) -> None:
-        """`generation` uses the models no more. Where they were closed inside of it, they are freed
-        here."""
-        if self._running is not generation:
-            return  # it was refused, inside of the one that runs
-        self._running = None  # first: a `close` from here on frees them itself
-        if self._is_closed:
-            self.close()
-
-    def request_cancel(self, generation: Running) -> None:
-        """End the pass that another thread is in for this one, not for the one after it."""
-        with self._beginning:
-            if self._running is generation and generation.is_computing_elsewhere:
-                self._cancel_passes()
-
-    def _cancel_passes(self) -> None:
-        for backend in self.backends:
-            backend.request_cancel()
-
-    def controller(
-        self, sampler: Sampler, spec: SpecConfig, recorder: StatsRecorder, drafter: Drafter | None
-    ) -> Controller:
+    def decoder(
+        self,
+        prompt_ids: Sequence[int],
+        sampler: Sampler,
+        spec: SpecConfig,
+        recorder: StatsRecorder,
+        drafter: Drafter | None,
+    ) -> TextDecoder:
         """The loop of one sequence.
 
         Args:
@@ -286,30 +262,26 @@ class Session:
             experience=self.experience,
             temperature=sampler.params.temperature,
         )
-        return Controller(
-            self.target,
-            drafter,
-            sampler,
-            policy,
-            spec,
-            recorder=recorder,
-            ahead=self._ahead,
-            rng=rng,
-        )
+        return TextDecoder(prompt_ids, drafter, sampler, policy, spec, recorder=recorder, rng=rng)
 
     def _drafter(self, sampler: Sampler, spec: SpecConfig, rng: np.random.Generator) -> Drafter:
         drafters: list[Drafter] = []
         if "draft" in spec.drafters and self.draft is not None:
             chain = (sampler, rng) if spec.draws_chains else None
             n_tokens = min(sampler.n_tokens, self.draft.vocab_size)
-            ranker = CandidateRanker.for_target(sampler, n_tokens)
-            window = self.draft_window
             drafters.append(
-                ModelDrafter(self.draft, n_tokens, chain=chain, ranker=ranker, window=window)
+                ModelDrafter(
+                    self.draft,
+                    n_tokens,
+                    chain=chain,
+                    ranker=CandidateRanker.for_target(sampler, n_tokens),
+                    window=self.draft_window,
+                    texts=self.draft_texts,
+                )
             )
         if "ngram" in spec.drafters:
-            self._ngram.reset()  # a model's drafter finds by itself what its cache has of the text
-            drafters.append(within_grammar(self._ngram, sampler.grammar))
+            ngram = NgramDrafter(rates=self._match_rates)
+            drafters.append(within_grammar(ngram, sampler.grammar))
         if not drafters:
             return NoDrafter()
         if sampler.grammar is not None and not spec.draws_chains:
@@ -343,19 +315,18 @@ class Session:
     def close(self) -> None:
         """Free the models; any thread may call it. Idempotent.
 
-        Another thread's generation ends with ModelClosed; this waits for it. So does one that this
-        thread is inside of (in a signal handler, say), and it frees the models at its end. In a
-        fork the models are left to the process's end.
+        The generations of other threads end with ModelClosed; this waits for them. So does one
+        that this thread is inside of (in a signal handler, say), and it frees the models at its
+        end. In a fork the models are left to the process's end.
         """
         self._is_closed = True
         if self.is_forked:
             return
-        while (running := self._running) is not None and running.is_computing_elsewhere:
-            self._cancel_passes()
-            time.sleep(POLL_SECONDS)
-        if running is not None and running.is_computing_here:
-            self._cancel_passes()
-            return  # the frames below use what would be freed: `finish` does it
+        if self.engine.is_leading_here:
+            self.engine.request_cancel()
+            self.engine.at_the_end = self.close  # the frames below use what would be freed
+            return
+        self.engine.end_all(POLL_SECONDS)
         with self._freeing, ExitStack() as stack:  # one caller frees, the others wait for it
             stack.callback(self._kept_experience.save)  # last, when the memory is free again
             for backend in self.backends:

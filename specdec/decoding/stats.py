@@ -38,10 +38,12 @@ class GenerationStats:
     accepted_tokens: int = 0
     ngram_hits: int = 0  # accepted tokens that an n-gram proposed, alone or with the draft model
     bonus_tokens: int = 0  # rounds that ended at a leaf of a non-empty tree
-    time_to_first_token: float = 0.0  # seconds; prefill included, loading excluded
+    queue_seconds: float = 0.0  # until the text took part in passes, beside others or alone
+    time_to_first_token: float = 0.0  # seconds; prefill and queue included, loading excluded
     decode_seconds: float = 0.0  # from the first token to the last
     time_per_output_token_p90: float = 0.0  # seconds
     pass_seconds: float = 0.0  # inside decode passes
+    pass_rows: int = 0  # of these passes, of all texts that shared them
     draft_seconds: float = 0.0  # inside drafters, hidden or not
     overlapped_draft_seconds: float = 0.0  # of draft_seconds, those in which a pass ran as well
     draft_ahead_hits: int = 0  # passes with drafting beside them whose outcome had been drafted
@@ -83,6 +85,11 @@ class GenerationStats:
     def mean_acceptance_length(self) -> float:
         """Tokens per decode pass: 1 + accepted / passes (the recovered or bonus token counts)."""
         return 1.0 + ratio(self.accepted_tokens, self.passes)
+
+    @property
+    def rows_per_pass(self) -> float:
+        """Rows of a decode pass, of all texts that shared it, prompts that entered included."""
+        return ratio(self.pass_rows, len(self.pass_times))
 
     @property
     def acceptance_rate(self) -> float:
@@ -148,7 +155,7 @@ LARGEST = (
     "held_bytes",
     "peak_flops_per_second",
 )
-AVERAGED = ("time_to_first_token", "kv_used_fraction")
+AVERAGED = ("queue_seconds", "time_to_first_token", "kv_used_fraction")
 TRUE_FOR_ALL = ("is_lossless", "is_exact")
 BY_DEPTH = ("tried_by_depth", "accepted_by_depth")
 """Summed too, depth by depth."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specdec.drafters.lockstep import Steps
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 
@@ -44,20 +45,24 @@ class Drafter(ABC):
             limits: bounds of the tree.
         """
 
+    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> Steps[DraftTree]:
+        """`propose` in steps, for a drafter that runs a model: those of several texts share its
+        passes (specdec.drafters.lockstep)."""
+        return self.propose(context_ids, limits)
+        yield  # what makes this a generator
+
     @property
     def can_draft_ahead(self) -> bool:
-        """Whether `draft_ahead` would have something to do after the last proposal."""
+        """Whether `drafting_ahead` would have something to do after the last proposal."""
         return False
 
-    def draft_ahead(self, tree: DraftTree, should_stop: Callable[[], bool]) -> None:  # noqa: B027
-        """Prepare the next proposal while the target verifies `tree`.
+    def drafting_ahead(self, tree: DraftTree) -> Steps[None]:
+        """Prepare the next proposal while the target verifies `tree`, in steps.
 
-        Called in another thread than the other methods, and never at the same time as they. It
-        returns soon after `should_stop` has become true, or when there is no more to prepare.
+        Run in another thread than the other methods, and never at the same time as they. It ends
+        after any step, once the pass is over.
         """
-
-    def request_cancel(self) -> None:  # noqa: B027 (optional)
-        """End what another thread does in `draft_ahead` soon, with an error."""
+        yield from ()
 
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:  # noqa: B027 (optional)
         """Told after every round: the outcome, and the tree that was verified.
@@ -72,4 +77,5 @@ class Drafter(ABC):
         return False
 
     def reset(self) -> None:  # noqa: B027 (optional)
-        """Forget the context: the next proposal belongs to another text."""
+        """Forget the context, and give back what it holds: the text is over, or cannot go on as it
+        is. The next proposal may belong to another one."""

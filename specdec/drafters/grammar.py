@@ -7,10 +7,11 @@ look at the grammar alone, never at the target's logits, so any tree stays lossl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.frontier import Level
+from specdec.drafters.lockstep import Steps, run_steps
 from specdec.grammar.state import GrammarState
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import ROOT, DraftTree
@@ -84,7 +85,10 @@ class WithinGrammar(Drafter):
         self._drafter, self._grammar = drafter, grammar
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
-        tree = self._drafter.propose(context_ids, limits)
+        return run_steps(self.proposing(context_ids, limits))
+
+    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> Steps[DraftTree]:
+        tree = yield from self._drafter.proposing(context_ids, limits)
         kept = {ROOT}
         for node in range(1, len(tree)):
             above = tree.parents[node]
@@ -98,11 +102,8 @@ class WithinGrammar(Drafter):
     def can_draft_ahead(self) -> bool:
         return self._drafter.can_draft_ahead
 
-    def draft_ahead(self, tree: DraftTree, should_stop: Callable[[], bool]) -> None:
-        self._drafter.draft_ahead(tree, should_stop)
-
-    def request_cancel(self) -> None:
-        self._drafter.request_cancel()
+    def drafting_ahead(self, tree: DraftTree) -> Steps[None]:
+        return self._drafter.drafting_ahead(tree)
 
     @property
     def is_ready(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from specdec.drafters.base import Drafter, TreeLimits
+from specdec.drafters.lockstep import Steps, run_steps
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import ROOT, DraftTree
 
@@ -27,21 +28,22 @@ class MergedDrafter(Drafter):
         self.drafters = tuple(drafters)
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
-        trees = [drafter.propose(context_ids, limits) for drafter in self.drafters]
+        return run_steps(self.proposing(context_ids, limits))
+
+    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> Steps[DraftTree]:
+        trees = []
+        for drafter in self.drafters:
+            trees.append((yield from drafter.proposing(context_ids, limits)))
         return narrowed(merge_trees(trees), limits.width).best_subset(limits.max_nodes)
 
     @property
     def can_draft_ahead(self) -> bool:
         return any(drafter.can_draft_ahead for drafter in self.drafters)
 
-    def draft_ahead(self, tree: DraftTree, should_stop: Callable[[], bool]) -> None:
+    def drafting_ahead(self, tree: DraftTree) -> Steps[None]:
         for drafter in self.drafters:
             if drafter.can_draft_ahead:
-                drafter.draft_ahead(tree, should_stop)
-
-    def request_cancel(self) -> None:
-        for drafter in self.drafters:
-            drafter.request_cancel()
+                yield from drafter.drafting_ahead(tree)
 
     @property
     def is_ready(self) -> bool:

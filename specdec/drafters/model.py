@@ -11,17 +11,20 @@ is the beginning of the next proposal, KV included (PEARL, Liu et al. 2024; SSD,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backends.contract.backend import Backend
+from backends.contract.kept_texts import OwnText, Texts
+from backends.contract.sequence import SequenceRows, TokenSequence
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.frontier import Frontier, Level
 from specdec.drafters.grammar import with_forced
 from specdec.drafters.grown_tree import GrownNode, GrownTree
+from specdec.drafters.lockstep import Steps, run_steps
 from specdec.drafters.window import DraftWindow
 from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import Acceptance, sample_index
@@ -60,6 +63,7 @@ class ModelDrafter(Drafter):
             the likeliest tokens are built, for the match walk.
         ranker: which tokens are likeliest; by default those with the draft's largest logits.
         window: what the draft's cache holds of the context.
+        texts: where its texts' KV comes from; None: the backend's own, of one text at a time.
     """
 
     def __init__(
@@ -70,20 +74,26 @@ class ModelDrafter(Drafter):
         chain: tuple[Sampler, np.random.Generator] | None = None,
         ranker: CandidateRanker | None = None,
         window: DraftWindow = DraftWindow(),  # noqa: B008 (immutable)
+        texts: Texts | None = None,
     ) -> None:
         self._backend = backend
+        self._texts = texts or OwnText(backend)
         self._window = window
         self._n_tokens = min(n_tokens, backend.vocab_size)
         self._chain = chain
         self._ranker = ranker or CandidateRanker(self._n_tokens)
         self._limits = TreeLimits(0, 0, 1)
         self._context: Sequence[int] = ()  # up to the tree's root
+        self._text: TokenSequence | None = None
         self._tree: GrownTree | None = None
         self._n_hidden = 0  # tokens of the context that the window leaves out
         self._n_fresh_runs = 1  # of the last tree that began with nothing
         self._is_hit = False
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+        return run_steps(self.proposing(context_ids, limits))
+
+    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> Steps[DraftTree]:
         self._limits, self._context = limits, context_ids
         view = self._window.view(context_ids)
         n_hidden = len(context_ids) - len(view)
@@ -93,15 +103,24 @@ class ModelDrafter(Drafter):
         if limits.max_nodes == 0 or depth < 1 or limits.min_level_probability > 1.0:
             # Not even the root, whose path has the probability 1, is worth a run.
             return DraftTree(context_ids[-1])
-        if self._chain is not None:
-            length = min(limits.max_nodes, depth)
-            return self._draw_chain(context_ids, self._advance(view), length, *self._chain)
-        is_grown = self._tree is not None
-        widths = [] if is_grown else [1]  # of the runs that it takes
-        tree = self._tree or self._start_tree(context_ids, self._advance(view))
+        widths = []  # of the runs that it takes
+        if self._tree is None or self._chain is not None:
+            row = yield from self._advance(view)
+            if row is None:
+                return DraftTree(context_ids[-1])
+            if self._chain is not None:
+                length = min(limits.max_nodes, depth)
+                return (yield from self._draw_chain(context_ids, row, length, *self._chain))
+            self._start_tree(context_ids, row)
+            widths.append(1)
+        tree, is_grown = self._tree, not widths
+        assert tree is not None, "it was started"
         frontier = Frontier(tree, depth, limits.width, limits.max_nodes)
         while level := self._best_level(tree, frontier):
-            widths.append(len(self._run(tree, level, frontier)))
+            level = yield from self._run(tree, level, frontier)
+            if not level:
+                break
+            widths.append(len(level))
         if not is_grown:
             self._n_fresh_runs = len(widths)
         proposal = tree.best_tree(limits.max_nodes, depth, limits.width)
@@ -116,7 +135,7 @@ class ModelDrafter(Drafter):
         """
         return self._tree is not None and self._chain is None
 
-    def draft_ahead(self, tree: DraftTree, should_stop: Callable[[], bool]) -> None:
+    def drafting_ahead(self, tree: DraftTree) -> Steps[None]:
         """Run the likeliest nodes: outcomes of the pass that verifies `tree`, and on from there.
 
         An outcome is (the last accepted node, the target's token after it): a node outside of
@@ -126,12 +145,13 @@ class ModelDrafter(Drafter):
         if grown is None:
             return
         grown.graft(tree)
-        depth = self._within_context(self._limits.max_ahead_depth, self._backend.n_committed)
+        depth = self._within_context(self._limits.max_ahead_depth, self._sequence.n_committed)
         frontier = Frontier(grown, depth)
         for _ in range(_MOST_AHEAD * self._n_fresh_runs):
-            if should_stop() or not (level := self._level_ahead(grown, frontier)):
+            level = self._level_ahead(grown, frontier)
+            if not level:
                 return
-            for _, node in self._run(grown, level, frontier):
+            for _, node in (yield from self._run(grown, level, frontier)):
                 node.is_run_ahead = True
 
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
@@ -143,12 +163,12 @@ class ModelDrafter(Drafter):
         run = self._tree.follow(emitted[:-1] if self._chain is not None else emitted)
         path = [node.node_id for node in run if node.node_id is not None]
         if len(path) < len(emitted):
-            self._backend.commit(path)
+            self._sequence.commit(path)
             self._tree = None
             return
         self._is_hit = run[-1].is_run_ahead
         below = [node.node_id for node in run[-1].children.values() if node.node_id is not None]
-        self._backend.commit(path, keep=below)
+        self._sequence.commit(path, keep=below)
         self._tree.move_to(run[-1])
 
     @property
@@ -156,26 +176,33 @@ class ModelDrafter(Drafter):
         """Whether the last round ended with a token that was run while the pass ran."""
         return self._is_hit
 
-    def request_cancel(self) -> None:
-        self._backend.request_cancel()
-
     def reset(self) -> None:
-        self._backend.rollback(0)
         self._tree, self._is_hit = None, False
+        text, self._text = self._text, None
+        if text is not None:
+            self._texts.end(text)
 
     # --- trees ---------------------------------------------------------------------------------
 
-    def _start_tree(self, context_ids: Sequence[int], row: NDArray[np.float32]) -> GrownTree:
+    @property
+    def _sequence(self) -> TokenSequence:
+        assert self._text is not None, "it begins with the first proposal"
+        return self._text
+
+    def _start_tree(self, context_ids: Sequence[int], row: NDArray[np.float32]) -> None:
         (candidates,) = self._ranker.rank(
             row[None], [len(context_ids)], self._limits.width, [context_ids]
         )
         self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, candidates)
-        return self._tree
 
-    def _advance(self, view: Sequence[int]) -> NDArray[np.float32]:
+    def _advance(self, view: Sequence[int]) -> Steps[NDArray[np.float32] | None]:
         """Run what the cache lacks of the view; logits after the pending token [vocab]."""
-        _, row = self._backend.prefill_from(view)
-        return row
+        if self._text is None:
+            self._text = self._texts.begin(view)
+        rows = self._text.rows_to(view)
+        self._texts.make_room(self._text, len(rows.token_ids) + self._limits.max_nodes)
+        scores = yield rows
+        return None if scores is None else scores.logits[0]
 
     def _best_level(self, tree: GrownTree, frontier: Frontier) -> Level:
         """What has to be run before the best nodes are known; empty when they are.
@@ -183,7 +210,7 @@ class ModelDrafter(Drafter):
         That is the best ones that were not run, where a child could still be among the best.
         """
         limits = self._limits
-        n_free = self._backend.node_room
+        n_free = self._sequence.node_room
         level = frontier.take(min(level_width(limits.max_nodes), n_free))
         probability = sum(np.exp(tree.log_prob(node)) for _, node in level)
         return level if probability >= limits.min_level_probability else []
@@ -192,30 +219,34 @@ class ModelDrafter(Drafter):
         """The likeliest nodes that were not run, as far as there is room for them."""
         n_nodes = self._limits.max_nodes
         # What the next proposal still has to run keeps its room.
-        n_free = max(0, self._backend.node_room - n_nodes)
+        n_free = max(0, self._sequence.node_room - n_nodes)
         return frontier.take(min(level_width(n_nodes), n_free), _LEAST_SHARE)
 
-    def _run(self, tree: GrownTree, level: Level, frontier: Frontier) -> Level:
+    def _run(self, tree: GrownTree, level: Level, frontier: Frontier) -> Steps[Level]:
         """Run nodes, whose parents the draft has run before, and what must follow them; their
-        candidates are known then. What was run, parents first."""
+        candidates are known then. What was run, parents first: nothing where the cache has no
+        room."""
         grammar, prefixes, n_chosen = self._ranker.grammar, [], len(level)
+        text = self._sequence
         if grammar is not None:
             level = with_forced(
                 level,
                 grammar,
                 self._context,
                 n_tokens=self._n_tokens,
-                n_most=min(level_width(self._limits.max_nodes), self._backend.node_room),
+                n_most=min(level_width(self._limits.max_nodes), text.node_room),
                 deepest=frontier.deepest,
             )
             prefixes = [[*self._context, *node.tokens_below_root()] for _, node in level]
-        ids = {id(node): self._backend.next_node_id + i for i, (_, node) in enumerate(level)}
+        ids = {id(node): text.next_node_id + i for i, (_, node) in enumerate(level)}
         parents = [
             ids[id(parent)] if parent.node_id is None else parent.node_id for parent, _ in level
         ]
-        _, rows = self._backend.extend([node.token_id for _, node in level], parents)
+        scores = yield SequenceRows(text, [node.token_id for _, node in level], parents)
+        if scores is None:
+            return []
         places = [node.position + 1 for _, node in level]
-        ranked = self._ranker.rank(rows, places, self._limits.width, prefixes)
+        ranked = self._ranker.rank(scores.logits, places, self._limits.width, prefixes)
         for (_, node), candidates in zip(level, ranked, strict=True):
             tree.run(node, ids[id(node)], candidates)
         for _, node in level[:n_chosen]:
@@ -235,7 +266,7 @@ class ModelDrafter(Drafter):
         length: int,
         sampler: Sampler,
         rng: np.random.Generator,
-    ) -> DraftTree:
+    ) -> Steps[DraftTree]:
         """Draw token after token from q, the draft's distribution after its own processors."""
         tree, prefix, index = DraftTree(context_ids[-1]), list(context_ids), ROOT
         self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, [])
@@ -250,8 +281,11 @@ class ModelDrafter(Drafter):
             prefix.append(token)
             if n_drawn < length:
                 parent, node = node, node.child(token, tree.log_probs[index])
-                (node_id,), (row,) = self._backend.extend([token], [_live_id(parent)])
-                self._tree.run(node, node_id, [])
+                scores = yield SequenceRows(self._sequence, [token], [_live_id(parent)])
+                if scores is None:
+                    break  # for want of room, which has nothing to do with the tokens
+                (row,) = scores.logits
+                self._tree.run(node, scores.node_ids[0], [])
         return tree
 
 

@@ -99,22 +99,10 @@ class _Branch:
     children: dict[int, _Branch] = field(default_factory=dict)
 
 
-class NgramDrafter(Drafter):
-    """Branches from the continuations of the longest n-grams that end the context.
+class MatchRates:
+    """How often matches of each length were right; may be shared by the drafters of many texts."""
 
-    A candidate's probability is (that of a match of this length predicting the target, learned
-    online) × (its share among the continuations, recent ones weighing more). What the longest
-    match leaves open is offered to the next shorter one.
-    """
-
-    def __init__(self, max_ngram: int = MAX_NGRAM) -> None:
-        if max_ngram < 1:
-            raise ValueError(f"max_ngram is {max_ngram}, must be at least 1")
-        self.max_ngram = max_ngram
-        self._index = NgramIndex(max_ngram)
-        self._proposed: DraftTree | None = None
-        # proposed node -> [(match length, tokens it offered there)], longest match first
-        self._offers: dict[int, list[tuple[int, frozenset[int]]]] = {}
+    def __init__(self) -> None:
         self._n_tries = [_PRIOR_STRENGTH] * MAX_MATCH_BUCKET
         self._n_hits = [_PRIOR_STRENGTH * mean for mean in _PRIOR_MEANS]
 
@@ -124,6 +112,39 @@ class NgramDrafter(Drafter):
         share = self._n_hits[bucket] / self._n_tries[bucket]
         # Thousands of hits in a row round to 1; nothing is ever certain, nor its logarithm finite.
         return min(max(share, _LEAST_DOUBT), 1.0 - _LEAST_DOUBT)
+
+    def count(self, match_length: int, is_hit: bool) -> None:
+        bucket = _bucket(match_length)
+        if self._n_tries[bucket] >= _MEMORY:
+            self._n_tries[bucket] /= 2.0
+            self._n_hits[bucket] /= 2.0
+        self._n_tries[bucket] += 1.0
+        self._n_hits[bucket] += float(is_hit)
+
+
+class NgramDrafter(Drafter):
+    """Branches from the continuations of the longest n-grams that end the context.
+
+    A candidate's probability is (that of a match of this length predicting the target, learned
+    online) × (its share among the continuations, recent ones weighing more). What the longest
+    match leaves open is offered to the next shorter one.
+
+    rates: of other texts, too; its own when None.
+    """
+
+    def __init__(self, max_ngram: int = MAX_NGRAM, rates: MatchRates | None = None) -> None:
+        if max_ngram < 1:
+            raise ValueError(f"max_ngram is {max_ngram}, must be at least 1")
+        self.max_ngram = max_ngram
+        self._index = NgramIndex(max_ngram)
+        self._proposed: DraftTree | None = None
+        # proposed node -> [(match length, tokens it offered there)], longest match first
+        self._offers: dict[int, list[tuple[int, frozenset[int]]]] = {}
+        self._rates = rates or MatchRates()
+
+    def confidence(self, match_length: int) -> float:
+        """See MatchRates.confidence."""
+        return self._rates.confidence(match_length)
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
         if not self._index.is_extended_by(context_ids):
@@ -205,17 +226,10 @@ class NgramDrafter(Drafter):
         path = self._proposed.follow(emitted)
         for node, token in zip(path, emitted, strict=False):
             for match_length, tokens in self._offers.get(node, ()):
-                self._count(_bucket(match_length), token in tokens)
+                self._rates.count(match_length, token in tokens)
                 if token in tokens:
                     break
         self._proposed, self._offers = None, {}
-
-    def _count(self, bucket: int, is_hit: bool) -> None:
-        if self._n_tries[bucket] >= _MEMORY:
-            self._n_tries[bucket] /= 2.0
-            self._n_hits[bucket] /= 2.0
-        self._n_tries[bucket] += 1.0
-        self._n_hits[bucket] += float(is_hit)
 
     def reset(self) -> None:
         """Forget the text; what was learned about match lengths stays."""

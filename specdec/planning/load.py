@@ -34,6 +34,7 @@ def load_target(
         Loading(
             plan.residency,
             max_context=plan.ctx_size,
+            kv_tokens=options.all_tokens(plan.ctx_size),
             max_nodes=options.target_nodes(plan.n_draft_tokens),
             max_rows=options.target_rows(plan.n_draft_tokens),
             load_mode=_target_load_mode(options.load_mode, plan.residency),
@@ -46,7 +47,7 @@ def load_target(
 
 
 def load_draft(
-    planned: PlannedModels, spec: SpecConfig, target: Backend
+    planned: PlannedModels, options: RunOptions, target: Backend
 ) -> tuple[Backend | None, DraftWindow]:
     """The draft and what it is shown of a text; (None, the whole text) where none is planned.
 
@@ -56,7 +57,7 @@ def load_draft(
     plan, residency = planned.plan, planned.plan.draft_residency
     if planned.draft is None or residency is None:
         return None, DraftWindow()
-    source, wanted = planned.draft.source, spec.draft_window
+    source, wanted = planned.draft.source, options.spec.draft_window
     if isinstance(source, SharedSource):
         source.lend(target)
     n_nodes = most_draft_nodes(plan.n_draft_tokens, source.max_tree_leaves)
@@ -64,6 +65,7 @@ def load_draft(
     loading = Loading(
         residency,
         max_context=context,
+        kv_tokens=context * options.all_tokens(plan.ctx_size) // plan.ctx_size,
         max_nodes=n_nodes,
         max_rows=level_width(plan.n_draft_tokens),
         load_mode="stream" if residency.n_slots else "ram",

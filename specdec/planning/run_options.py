@@ -38,6 +38,9 @@ MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
 MAX_IO_THREADS = 64
 MAX_PREFETCH_DEPTH = 64
 DEFAULT_BEAM_SPAN = 64
+DEFAULT_PARALLEL = 8
+"""Each takes a row of logits and of activations, and KV only while it is there."""
+MAX_PARALLEL = 256
 _SHOWN_CACHE_TYPE = "f16, or bf16 where exactness needs it"
 
 
@@ -50,6 +53,8 @@ class LoadKeywords(TypedDict, total=False):
     device: str
     vram_budget: str | int
     ctx_size: int | None
+    parallel: int
+    kv_tokens: int | None
     threads: int | None
     prefetch_depth: int | None
     io_threads: int | None
@@ -126,6 +131,21 @@ class RunOptions:
         short="-c",
         at_least=1,
         shown_default="2048, or less where the model has less",
+    )
+    parallel: int = option(
+        DEFAULT_PARALLEL,
+        "Most texts that are computed together.",
+        MEMORY,
+        short="-np",
+        at_least=1,
+        at_most=MAX_PARALLEL,
+    )
+    kv_tokens: int | None = option(
+        None,
+        "Tokens of all texts together that the KV caches have room for.",
+        MEMORY,
+        at_least=1,
+        shown_default="--ctx-size",
     )
     threads: int | None = option(
         None, "Compute threads.", MEMORY, at_least=1, at_most=MAX_THREADS, shown_default="all cores"
@@ -280,13 +300,18 @@ class RunOptions:
         return {name: getattr(self, name) for name in wanted}
 
     def target_nodes(self, n_drafted: int) -> int:
-        """Live nodes that the target needs room for: a tree of n_drafted tokens, or the beams."""
+        """Live nodes that the target needs room for: those of a pass, or the beams."""
         n_of_beams = self.num_beams * self.beam_span if self.num_beams > 1 else 0
-        return max(1 + n_drafted, n_of_beams)
+        return max(self.target_rows(n_drafted), n_of_beams)
 
     def target_rows(self, n_drafted: int) -> int:
-        """Most nodes that one pass of the target scores."""
-        return max(1 + n_drafted, self.num_beams)
+        """Most nodes that one pass of the target scores: a tree of n_drafted tokens, the beams, or
+        a token of each text."""
+        return max(1 + n_drafted, self.num_beams, self.parallel)
+
+    def all_tokens(self, ctx_size: int) -> int:
+        """Of all texts together, that the KV caches have room for."""
+        return max(ctx_size, self.kv_tokens or 0)
 
 
 def _window_of_self(draft_model: str | Path | None, draft_window: int | None) -> int | None:

@@ -21,6 +21,8 @@ _RESIDENT_SLACK = 1.5
 """How much longer than one row's a pass may take where no reads hide the arithmetic."""
 _KNOTS = np.log2(np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024]))
 """log2 of the rows at which a pass's time is learnt."""
+MOST_TIMED_ROWS = 1024
+"""Of a pass; prompts may enter beside several texts."""
 RECENT, LASTING = 0.9, 2.0 ** (-1 / 32)
 """Weight of a measurement after the next one: of the last ten rounds, so that a change is followed
 within as many; and of the last 45, where single rounds scatter by their own size, or where nothing
@@ -105,8 +107,7 @@ class PassTimes:
         self._fit()
 
     def observe(self, n_rows: int, seconds: float) -> None:
-        n_rows = min(n_rows, len(self._prior))
-        if seconds <= 0.0:
+        if seconds <= 0.0 or n_rows > len(self._prior):
             return
         if self.is_known(n_rows):
             seconds = min(seconds, STUMBLE * self.of(n_rows))
@@ -115,6 +116,11 @@ class PassTimes:
         self._sums[knot] *= RECENT
         self._sums[knot] += (1.0, math.log(seconds / self._prior[n_rows - 1]))
         self._fit()
+
+    @property
+    def max_rows(self) -> int:
+        """Of a pass whose time is known."""
+        return len(self._prior)
 
     def seconds(self, max_rows: int) -> NDArray[np.float64]:
         """Of passes of 1 to max_rows rows, float64 [max_rows]."""

@@ -166,7 +166,7 @@ class DraftPolicy:
         return kept
 
     @property
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether a proposal is verified as it is.
 
         Where the user fixed the number of nodes, or a rule verifies a chain drawn from q: a drawn
@@ -174,6 +174,11 @@ class DraftPolicy:
         emitted tokens would not have the target's distribution.
         """
         return self._is_chain or self._config.num_draft_tokens is not None
+
+    @property
+    def is_drafting_ahead(self) -> bool:
+        """What was decided for the pass of this round."""
+        return self._round.is_ahead
 
     def should_draft_ahead(self) -> bool:
         """Whether to draft the next tree while this one is verified."""
@@ -226,15 +231,19 @@ class DraftPolicy:
 
 
 def trim_together(
-    policies: Sequence[DraftPolicy], trees: Sequence[DraftTree], n_other_rows: int = 0
+    policies: Sequence[DraftPolicy],
+    trees: Sequence[DraftTree],
+    n_other_rows: int = 0,
+    max_nodes: int | None = None,
 ) -> list[DraftTree]:
     """The parts of the texts' proposals that are worth verifying in one pass, as many trees.
 
-    n_other_rows: of a prompt that enters beside them.
+    n_other_rows: of prompts that enter beside them.
+    max_nodes: most draft tokens of the pass.
     """
     _note_drafting(policies, trees)
     kept = list(trees)
-    weighed = [i for i, policy in enumerate(policies) if not policy._is_whole]
+    weighed = [i for i, policy in enumerate(policies) if not policy.is_whole]
     n_whole = sum(len(tree) for i, tree in enumerate(trees) if i not in weighed)
     if weighed:
         rounds = [policies[i]._round for i in weighed]
@@ -243,7 +252,12 @@ def trim_together(
             shape.offer(trees[i], this.uses_draft, this.draft_seconds)
             for i, shape, this in zip(weighed, shapes, rounds, strict=True)
         ]
-        chosen = choose_nodes(offers, policies[0]._experience.passes, n_other_rows + n_whole)
+        n_others = n_other_rows + n_whole
+        n_left = None
+        if max_nodes is not None:
+            n_left = max_nodes - n_whole + len(trees) - len(weighed)
+        passes = policies[0]._experience.passes
+        chosen = choose_nodes(offers, passes, n_others, n_left)
         for i, shape, this, offer, indices in zip(
             weighed, shapes, rounds, offers, chosen.kept, strict=True
         ):

@@ -43,8 +43,13 @@ class Chosen:
     price: float
 
 
-def choose_nodes(offers: Sequence[Offer], passes: PassTimes, n_other_rows: int = 0) -> Chosen:
-    """The nodes with the largest ΣP - λ·T(rows), of all offers together.
+def choose_nodes(
+    offers: Sequence[Offer],
+    passes: PassTimes,
+    n_other_rows: int = 0,
+    max_nodes: int | None = None,
+) -> Chosen:
+    """The nodes with the largest ΣP - λ·T(rows), of all offers together, at most `max_nodes`.
 
     n_other_rows: of the pass, which are there in any case, beside the roots of these trees.
     """
@@ -53,11 +58,12 @@ def choose_nodes(offers: Sequence[Offer], passes: PassTimes, n_other_rows: int =
     nodes = np.concatenate([np.arange(1, len(offer.tree)) for offer in offers])
     order = np.argsort(-probs, kind="stable")  # parents stay before their children
     n_least = n_other_rows + len(offers)
-    seconds = passes.seconds(n_least + len(probs))[n_least - 1 :]
+    # Passes with more rows than times are known of, a long prompt's, take no nodes beside them.
+    seconds = passes.seconds(n_least + len(probs))[min(n_least, passes.max_rows) - 1 :]
     # With λ tokens of all texts per second; the rates are those of their shares of the time.
     costs = float(np.mean([offer.rate for offer in offers])) * seconds
     tokens = np.concatenate(([0.0], np.cumsum(probs[order])))[: len(costs)]
-    n_most = len(costs) - 1
+    n_most = len(costs) - 1 if max_nodes is None else min(len(costs) - 1, max_nodes)
     stake = sum(offer.stake_seconds for offer in offers)
     if stake < math.inf:
         # Rows that the drafts' credit pays for; at least one for each text.

@@ -10,9 +10,7 @@ from functools import cache
 from itertools import repeat
 from typing import Any
 
-import generating
 import numpy as np
-import pytest
 from exact_rules import (
     Case,
     ScriptedDecisions,
@@ -21,12 +19,12 @@ from exact_rules import (
     table_rows,
     target_joint,
 )
-from generating import FREE, SteppedAhead, limits_after, make_controller, run
+from generating import FREE, OneText, SteppedAhead, limits_after, make_controller, run
 from table_backend import TableBackend
 
 from specdec.config import CHAIN_RULES, SpecConfig
-from specdec.decoding.controller import Controller, NoDrafter
 from specdec.decoding.recorder import StatsRecorder
+from specdec.decoding.text_decoder import TextDecoder
 from specdec.drafters.model import ModelDrafter
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.params import SamplingParams
@@ -49,17 +47,17 @@ class Recording(ScriptedDecisions):
 
 
 def chain_controller(
-    controller: type[Controller],
+    decoder: type[TextDecoder],
     drafter: type[ModelDrafter],
     draft_rows: Any,
     rng: Any,
     depth: int,
     rule: str = "rejection",
-) -> Controller:
+) -> OneText:
     spec = SpecConfig(num_draft_tokens=depth, draft_depth=depth, acceptance=rule)
     sampler = Sampler(PARAMS, n_tokens=VOCAB, prompt_length=len(PROMPT))
-    return controller(
-        TableBackend(TARGET, VOCAB),
+    made = decoder(
+        [],
         drafter(TableBackend(draft_rows, VOCAB), VOCAB, chain=(sampler, rng)),
         sampler,
         DraftPolicy(spec, FREE, 256),
@@ -67,10 +65,11 @@ def chain_controller(
         recorder=StatsRecorder(),
         rng=rng,
     )
+    return OneText(TableBackend(TARGET, VOCAB), made, None)
 
 
 def rounds_error(
-    controller: type[Controller], drafter: type[ModelDrafter], rule: str = "rejection"
+    decoder: type[TextDecoder], drafter: type[ModelDrafter], rule: str = "rejection"
 ) -> float:
     """Largest error of the distribution that two rounds of a rule for chains emit.
 
@@ -79,13 +78,13 @@ def rounds_error(
 
     def two_rounds(decisions: ScriptedDecisions) -> tuple[int, ...]:
         recording = Recording(decisions._script)
-        made = chain_controller(controller, drafter, OTHER, recording, DEPTH, rule)
+        made = chain_controller(decoder, drafter, OTHER, recording, DEPTH, rule)
         made.start(PROMPT)
         tokens = [token for _ in range(2) for token in made.step(99).tokens]
         vars(decisions).update(vars(recording))
         return tuple(tokens)
 
-    names = drafter.propose.__globals__
+    names = drafter.proposing.__globals__
     original = names["sample_index"]
     names["sample_index"] = lambda probs, decisions: decisions.categorical(probs)
     try:
@@ -99,8 +98,8 @@ def rounds_error(
     return float(np.abs(completed_joint(emitted, case) - expected).max())
 
 
-def rounds_are_exact(controller: type[Controller], drafter: type[ModelDrafter]) -> bool:
-    return all(rounds_error(controller, drafter, rule) <= CAUGHT for rule in CHAIN_RULES)
+def rounds_are_exact(decoder: type[TextDecoder], drafter: type[ModelDrafter]) -> bool:
+    return all(rounds_error(decoder, drafter, rule) <= CAUGHT for rule in CHAIN_RULES)
 
 
 def target_after_start() -> Callable[[tuple[int, ...]], np.ndarray]:
@@ -117,35 +116,29 @@ def target_after_start() -> Callable[[tuple[int, ...]], np.ndarray]:
     return rows
 
 
-def equals_plain_decoding(controller: type[Controller], drafter: type[ModelDrafter]) -> bool:
+def equals_plain_decoding(decoder: type[TextDecoder], drafter: type[ModelDrafter]) -> bool:
     """Greedy and sampled tokens are those of plain decoding, with a good and with a bad draft."""
 
-    def make(target: Any, drafter: Any, *rest: Any, **options: Any) -> Controller:
+    for params in (SamplingParams(), PARAMS):
         # Plain decoding is the reference: it stays whole.
-        kind = Controller if isinstance(drafter, NoDrafter) else controller
-        return kind(target, drafter, *rest, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generating, "Controller", make)
-        for params in (SamplingParams(), PARAMS):
-            plain = run(TableBackend(TARGET, VOCAB), PROMPT, N_TOKENS, params=params)
-            for rows in (TARGET, OTHER):
-                guess = drafter(TableBackend(rows, VOCAB), VOCAB)
-                spec = SpecConfig(num_draft_tokens=6, draft_depth=4)
-                target = TableBackend(TARGET, VOCAB)
-                if run(target, PROMPT, N_TOKENS, guess, params, spec=spec) != plain:
-                    return False
+        plain = run(TableBackend(TARGET, VOCAB), PROMPT, N_TOKENS, params=params)
+        for rows in (TARGET, OTHER):
+            guess = drafter(TableBackend(rows, VOCAB), VOCAB)
+            spec = SpecConfig(num_draft_tokens=6, draft_depth=4)
+            target = TableBackend(TARGET, VOCAB)
+            if run(target, PROMPT, N_TOKENS, guess, params, spec=spec, kind=decoder) != plain:
+                return False
     return True
 
 
-def accepts_itself(controller: type[Controller], drafter: type[ModelDrafter]) -> bool:
+def accepts_itself(decoder: type[TextDecoder], drafter: type[ModelDrafter]) -> bool:
     """A target that drafts for itself has every chain accepted whole, by either rule."""
     depth, rng = 4, np.random.default_rng(2)
     spec = SpecConfig(num_draft_tokens=depth, tree_width=1, draft_depth=depth)
     for last in range(VOCAB):
-        sampled = chain_controller(controller, drafter, TARGET, rng, depth)
+        sampled = chain_controller(decoder, drafter, TARGET, rng, depth)
         target, draft = TableBackend(TARGET, VOCAB), TableBackend(TARGET, VOCAB)
-        greedy = make_controller(target, drafter(draft, VOCAB), spec=spec)
+        greedy = make_controller(target, drafter(draft, VOCAB), spec=spec, kind=decoder)
         for made in (sampled, greedy):
             made.start([*PROMPT, last])
             if any(made.step(99).acceptance.n_accepted < depth for _ in range(4)):
@@ -154,14 +147,18 @@ def accepts_itself(controller: type[Controller], drafter: type[ModelDrafter]) ->
 
 
 def drafts_what_a_new_drafter_drafts(
-    controller: type[Controller], drafter: type[ModelDrafter]
+    decoder: type[TextDecoder], drafter: type[ModelDrafter]
 ) -> bool:
     """Whatever was drafted ahead, each proposal is the one that begins with nothing."""
     spec = SpecConfig(num_draft_tokens=6, tree_width=3, draft_depth=4, draft_ahead="on")
     for rows, n_levels in ((TARGET, 4), (OTHER, 1), (OTHER, 6)):
         guess = drafter(TableBackend(rows, VOCAB), VOCAB)
         made = make_controller(
-            TableBackend(TARGET, VOCAB), guess, spec=spec, ahead=SteppedAhead(repeat(n_levels))
+            TableBackend(TARGET, VOCAB),
+            guess,
+            spec=spec,
+            ahead=SteppedAhead(repeat(n_levels)),
+            kind=decoder,
         )
         made.start(PROMPT)
         for _ in range(12):

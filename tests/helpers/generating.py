@@ -11,8 +11,9 @@ import numpy as np
 from backends.contract.backend import Backend
 from specdec.config import SpecConfig
 from specdec.decoding.ahead_thread import AheadThread
-from specdec.decoding.controller import Controller, NoDrafter
+from specdec.decoding.controller import Controller
 from specdec.decoding.recorder import StatsRecorder
+from specdec.decoding.text_decoder import NoDrafter, Round, TextDecoder
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.grammar.state import GrammarState
 from specdec.policy.costs import PassCost
@@ -72,6 +73,37 @@ class SteppedAhead(AheadThread):
         return run_pass()
 
 
+class OneText:
+    """A text and the loop that decodes it, alone, on the target's own sequence."""
+
+    def __init__(self, target: Backend, decoder: TextDecoder, ahead: AheadThread | None) -> None:
+        self.decoder = decoder
+        self._target, self._controller = target, Controller(target, ahead=ahead)
+
+    @property
+    def context(self) -> list[int]:
+        return self.decoder.context
+
+    def start(self, prompt: Sequence[int]) -> int:
+        decoder = self.decoder
+        decoder.context, decoder._n_prompt = list(prompt), len(prompt)
+        decoder.begin(self._target.text)
+        self._target.text.rows_to(prompt)
+        self._run([], [(decoder, decoder.entering_rows(len(prompt)))])
+        return decoder.context[-1]
+
+    def step(self, max_tokens: int) -> Round:
+        self.decoder.max_tokens = max_tokens
+        self._run([self.decoder], [])
+        assert self.decoder.round is not None
+        return self.decoder.round
+
+    def _run(self, texts: list[TextDecoder], entering: list[Any]) -> None:
+        self._controller.step(texts, entering)
+        if self.decoder.error is not None:
+            raise self.decoder.error
+
+
 def make_controller(
     target: Backend,
     drafter: Drafter | None = None,
@@ -82,8 +114,10 @@ def make_controller(
     eos: Sequence[int] = (),
     recorder: StatsRecorder | None = None,
     grammar: GrammarState | None = None,
+    ahead: AheadThread | None = None,
+    kind: type[TextDecoder] = TextDecoder,
     **options: object,
-) -> Controller:
+) -> OneText:
     spec = spec or SpecConfig(num_draft_tokens=12, draft_depth=6)
     sampler = Sampler(
         params or SamplingParams(),
@@ -92,8 +126,8 @@ def make_controller(
         prompt_length=prompt_length,
         grammar=grammar,
     )
-    return Controller(
-        target,
+    decoder = kind(
+        [],
         drafter or NoDrafter(),
         sampler,
         DraftPolicy(spec, FREE, target.max_context),
@@ -101,6 +135,7 @@ def make_controller(
         recorder=recorder or StatsRecorder(),
         **options,  # type: ignore[arg-type]
     )
+    return OneText(target, decoder, ahead)
 
 
 def limits_after(context_ids: Sequence[int], spec: SpecConfig) -> TreeLimits:

@@ -1,4 +1,4 @@
-"""Mistakes in the controller and the model drafter: whole rounds on tables catch every one."""
+"""Mistakes in a text's decoder and the model drafter: whole rounds on tables catch every one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from controller_checks import CHECKS
 from mutants import mutated
 
 from backends.contract.backend import BackendError
-from specdec.decoding.controller import Controller
+from specdec.decoding.text_decoder import TextDecoder
 from specdec.drafters.model import ModelDrafter
 
 
@@ -69,16 +69,16 @@ IN_CONTROLLER = {
 }
 IN_DRAFTER = {
     "KV: the last accepted token is missing": (
-        "prefill_from(view)",
-        "prefill_from([*view[:-2], *view[-1:]])",
+        "rows_to(view)",
+        "rows_to([*view[:-2], *view[-1:]])",
     ),
     "KV: the first token is missing": (
-        "prefill_from(view)",
-        "prefill_from(view[1:])",
+        "rows_to(view)",
+        "rows_to(view[1:])",
     ),
     "KV: the pending token is computed twice": (
-        "prefill_from(view)",
-        "prefill_from([*view, view[-1]])",
+        "rows_to(view)",
+        "rows_to([*view, view[-1]])",
     ),
     "chain: q before its processors": (
         "draft_probs=q)",
@@ -94,14 +94,14 @@ IN_DRAFTER = {
         "int(q.argmax())",
     ),
     "chain: every node below the prefix": (
-        "extend([token], [_live_id(parent)])",
-        "extend([token], [-1])",
+        "[token], [_live_id(parent)])",
+        "[token], [-1])",
     ),
     "chain: the processors do not see the drafted tokens": ("prefix.append(token)", "pass"),
     "ahead: the subtree is kept without its KV": ("commit(path, keep=below)", "commit(path)"),
     "ahead: the outcome is not committed": (
-        "self._backend.commit(path, keep=below)",
-        "self._backend.commit(path[:-1])",
+        "self._sequence.commit(path, keep=below)",
+        "self._sequence.commit(path[:-1])",
     ),
     "ahead: the tree goes on from the last accepted node": (
         "move_to(run[-1])",
@@ -117,17 +117,17 @@ IN_DRAFTER = {
         "is None else -1 for parent, _ in level",
     ),
     "ahead: candidates of the neighbour": (
-        "ranked = self._ranker.rank(rows, places,",
-        "ranked = self._ranker.rank(np.roll(rows, 1, axis=0), places,",
+        "ranked = self._ranker.rank(scores.logits, places,",
+        "ranked = self._ranker.rank(np.roll(scores.logits, 1, axis=0), places,",
     ),
 }
 
 
-def is_caught(controller: type[Controller], drafter: type[ModelDrafter]) -> bool:
+def is_caught(decoder: type[TextDecoder], drafter: type[ModelDrafter]) -> bool:
     """By a wrong result, by the caches' own checks, or by `run`'s on the committed length."""
     for check in CHECKS:
         try:
-            if not check(controller, drafter):
+            if not check(decoder, drafter):
                 return True
         except (BackendError, AssertionError, ValueError):
             return True
@@ -136,9 +136,9 @@ def is_caught(controller: type[Controller], drafter: type[ModelDrafter]) -> bool
 
 @pytest.mark.parametrize("name", IN_CONTROLLER)
 def test_mutant_of_the_controller_is_caught(name: str) -> None:
-    assert is_caught(mutant(Controller, *IN_CONTROLLER[name]), ModelDrafter)
+    assert is_caught(mutant(TextDecoder, *IN_CONTROLLER[name]), ModelDrafter)
 
 
 @pytest.mark.parametrize("name", IN_DRAFTER)
 def test_mutant_of_the_drafter_is_caught(name: str) -> None:
-    assert is_caught(Controller, mutant(ModelDrafter, *IN_DRAFTER[name]))
+    assert is_caught(TextDecoder, mutant(ModelDrafter, *IN_DRAFTER[name]))

@@ -58,7 +58,7 @@ class Draft:
         assert llm.draft is not None
         self.began, self.cancelled = threading.Event(), threading.Event()
         self.is_running = False
-        extend, request_cancel = llm.draft.extend, llm.draft.request_cancel
+        run, request_cancel = llm.draft.run, llm.draft.request_cancel
 
         def changed(*arguments: Any) -> Any:
             if is_ahead():
@@ -68,25 +68,26 @@ class Draft:
                     then()
                 finally:
                     self.is_running = False
-            return extend(*arguments)
+            return run(*arguments)
 
         def cancel() -> None:
             request_cancel()
             self.cancelled.set()
 
-        patch.setattr(llm.draft, "extend", changed)
+        patch.setattr(llm.draft, "run", changed)
         patch.setattr(llm.draft, "request_cancel", cancel)
 
 
 def passes_wait(llm: LLM, patch: pytest.MonkeyPatch, draft: Draft) -> None:
     """No pass begins before drafting ahead has: passes of tiny models are over too soon."""
-    extend = llm.target.extend
+    run = llm.target.run
 
-    def when_drafting(*arguments: Any) -> Any:
-        draft.began.wait()
-        return extend(*arguments)
+    def when_drafting(batch: Any) -> Any:
+        if batch[0].parents is not None:  # no prompt
+            draft.began.wait()
+        return run(batch)
 
-    patch.setattr(llm.target, "extend", when_drafting)
+    patch.setattr(llm.target, "run", when_drafting)
 
 
 def until_cancelled(draft: list[Draft]) -> None:
@@ -225,13 +226,14 @@ def test_an_error_of_the_draft_while_the_pass_waits_for_storage_that_hangs(
 
     with monkeypatch.context() as patch:
         Draft(llm, patch, fail)
-        extend = llm.target.extend
+        run = llm.target.run
 
-        def when_it_hangs(*arguments: Any) -> Any:
-            has_begun.wait()
-            return extend(*arguments)
+        def when_it_hangs(batch: Any) -> Any:
+            if batch[0].parents is not None:  # no prompt
+                has_begun.wait()
+            return run(batch)
 
-        patch.setattr(llm.target, "extend", when_it_hangs)
+        patch.setattr(llm.target, "run", when_it_hangs)
         with pytest.raises(SpecdecError, match="the draft's disk is gone"):
             llm.generate(PROMPT, PARAMS)
     assert storage.is_hanging

@@ -168,7 +168,7 @@ def test_closing_in_a_signal_handler_at_any_place(
             if not places.places:
                 break
             assert freed_below, places.places
-            assert not [names for names in freed_below if "chunks" in names], places.places
+            assert not [names for names in freed_below if "round" in names], places.places
             freed_below.clear()
             small_llm.session._is_closed, small_llm.session._ahead = False, AheadThread()
     finally:

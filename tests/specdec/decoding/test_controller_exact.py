@@ -1,4 +1,4 @@
-"""Whole rounds of the controller and the model drafter on tables: equal, and exact.
+"""Whole rounds of the decoder of a text and the model drafter on tables: equal, and exact.
 
 The same checks must fail copies of both with one mistake each: tests/mutants/test_controller.py.
 """
@@ -11,7 +11,7 @@ import pytest
 from controller_checks import CHECKS, rounds_error
 
 from specdec.config import CHAIN_RULES
-from specdec.decoding.controller import Controller
+from specdec.decoding.text_decoder import TextDecoder
 from specdec.drafters.model import ModelDrafter
 
 EXACT = 1e-12
@@ -19,9 +19,9 @@ EXACT = 1e-12
 
 @pytest.mark.parametrize("rule", CHAIN_RULES)
 def test_two_rounds_of_a_rule_for_chains_are_exact(rule: str) -> None:
-    assert rounds_error(Controller, ModelDrafter, rule) <= EXACT
+    assert rounds_error(TextDecoder, ModelDrafter, rule) <= EXACT
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_rounds_are_as_defined(check: Callable[..., bool]) -> None:
-    assert check(Controller, ModelDrafter)
+    assert check(TextDecoder, ModelDrafter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -23,6 +23,7 @@ from specdec.decoding.recorder import StatsRecorder
 from specdec.decoding.stats import GenerationStats
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.candidates import CandidateRanker
+from specdec.drafters.lockstep import run_steps
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
@@ -106,13 +107,14 @@ def test_a_proposal_is_the_one_that_begins_with_nothing(
     drafter = ModelDrafter(RoomyTable(rows, None), VOCAB)
     both = MergedDrafter([drafter, NgramDrafter()]) if with_ngram else drafter
     proposals: list[tuple[list[int], TreeLimits, DraftTree]] = []
-    propose = drafter.propose
+    proposing = drafter.proposing
 
-    def note(context_ids: Any, limits: TreeLimits) -> DraftTree:
-        proposals.append((list(context_ids), limits, propose(context_ids, limits)))
-        return proposals[-1][2]
+    def note(context_ids: Any, limits: TreeLimits) -> Any:
+        tree = yield from proposing(context_ids, limits)
+        proposals.append((list(context_ids), limits, tree))
+        return tree
 
-    drafter.propose = note  # type: ignore[method-assign]
+    drafter.proposing = note  # type: ignore[method-assign]
     target = TableBackend(TARGET, VOCAB)
     run(target, PROMPT, N_TOKENS, both, spec=spec, ahead=SteppedAhead(levels))
     assert proposals
@@ -125,7 +127,7 @@ def test_a_proposal_is_the_one_that_begins_with_nothing(
 
 
 class NotingTable(TableBackend):
-    """A draft's cache that notes the texts whose last token is run inside of `draft_ahead`."""
+    """A draft's cache that notes the texts whose last token is run inside of `drafting_ahead`."""
 
     def __init__(self, rows: Any) -> None:
         super().__init__(rows, VOCAB)
@@ -143,10 +145,12 @@ class NotingDrafter(ModelDrafter):
         super().__init__(table, VOCAB)
         self.table = table
 
-    def draft_ahead(self, tree: DraftTree, should_stop: Callable[[], bool]) -> None:
+    def drafting_ahead(self, tree: DraftTree) -> Any:
         self.table.is_ahead = True
-        super().draft_ahead(tree, should_stop)
-        self.table.is_ahead = False
+        try:
+            yield from super().drafting_ahead(tree)
+        finally:
+            self.table.is_ahead = False
 
 
 AHEAD = SpecConfig(num_draft_tokens=4, draft_depth=3, draft_ahead="on")
@@ -215,7 +219,7 @@ def test_ahead_leaves_room_for_the_next_proposal() -> None:
     backend = RoomyTable(TARGET, 20)
     drafter = ModelDrafter(backend, VOCAB)
     drafter.propose(PROMPT, TreeLimits(3, 2, 4, max_ahead_depth=50))
-    drafter.draft_ahead(DraftTree(PROMPT[-1]), lambda: False)
+    run_steps(drafter.drafting_ahead(DraftTree(PROMPT[-1])))
     assert len(backend.table) == 20 - 3
 
 
@@ -223,7 +227,7 @@ def test_ahead_goes_no_deeper_than_the_text_can() -> None:
     backend = TableBackend(TARGET, VOCAB)
     drafter = ModelDrafter(backend, VOCAB)
     drafter.propose(PROMPT, TreeLimits(3, 2, VOCAB, max_ahead_depth=3))
-    drafter.draft_ahead(DraftTree(PROMPT[-1]), lambda: False)
+    run_steps(drafter.drafting_ahead(DraftTree(PROMPT[-1])))
     assert backend.table.max_depth == 2, "of the last level no node is run"
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -76,8 +76,12 @@ def file(llm: LLM, opened: Opened, tmp_path_factory: pytest.TempPathFactory) -> 
     """Of a generation that ended; not to be changed."""
     path = tmp_path_factory.mktemp("cache") / "prompt.safetensors"
     llm.generate(PROMPT, cache_prompt=False, **ASKED)
-    PromptCache(path, opened.target, opened.draft).save(*llm.session.backends)
+    PromptCache(path, opened.target, opened.draft).save(*kept(llm))
     return path
+
+
+def kept(llm: LLM) -> tuple[Any, Any]:
+    return llm.session.texts, llm.session.draft_texts
 
 
 @pytest.fixture
@@ -98,10 +102,14 @@ def test_the_next_process_goes_on(pair: Pair, llm: LLM, copy: Path) -> None:
     llm.generate(PROMPT, cache_prompt=False, **ASKED)
     expected = llm.generate([*PROMPT, 7], **ASKED)
     with specdec.load(pair.target, pair.draft, prompt_cache_file=copy, **OPTIONS) as other:
-        assert other.target.n_committed == len(PROMPT) + ASKED["max_tokens"] - 1
+        assert other.session.texts.newest.n_committed == len(PROMPT) + ASKED["max_tokens"] - 1
         check_same(other.generate([*PROMPT, 7], **ASKED), expected)
     with specdec.load(pair.target, prompt_cache_file=copy, **OPTIONS) as other:
-        assert list(other.target.committed_ids) == [*PROMPT, 7, *expected.token_ids[:-1]]
+        assert list(other.session.texts.newest.committed_ids) == [
+            *PROMPT,
+            7,
+            *expected.token_ids[:-1],
+        ]
 
 
 @pytest.mark.parametrize(
@@ -111,22 +119,22 @@ def test_any_prompt_goes_on(llm: LLM, opened: Opened, file: Path, prompt: list[i
     llm.generate(PROMPT, cache_prompt=False, **ASKED)
     expected = llm.generate(prompt, **ASKED)
     llm.session.forget_prompt()
-    PromptCache(file, opened.target, opened.draft).restore(*llm.session.backends)
-    assert all(backend.n_committed > len(PROMPT) // 2 for backend in llm.session.backends)
+    PromptCache(file, opened.target, opened.draft).restore(*kept(llm))
+    assert all(texts.newest.n_committed > len(PROMPT) // 2 for texts in kept(llm))
     check_same(llm.generate(prompt, **ASKED), expected)
 
 
 def test_a_file_that_is_up_to_date_is_left_alone(llm: LLM, opened: Opened, copy: Path) -> None:
     llm.session.forget_prompt()
     prompt_cache, before = PromptCache(copy, opened.target, opened.draft), copy.stat().st_ino
-    prompt_cache.restore(*llm.session.backends)
-    prompt_cache.save(*llm.session.backends)
+    prompt_cache.restore(*kept(llm))
+    prompt_cache.save(*kept(llm))
     assert copy.stat().st_ino == before
     llm.generate([5, 6], **ASKED)
-    prompt_cache.save(*llm.session.backends)
+    prompt_cache.save(*kept(llm))
     saved = copy.stat().st_ino
     assert saved != before
-    prompt_cache.save(*llm.session.backends)
+    prompt_cache.save(*kept(llm))
     assert copy.stat().st_ino == saved
 
 
@@ -148,8 +156,9 @@ def test_another_target_is_refused(opened: Opened, file: Path) -> None:
 
 def test_another_draft_begins_anew(llm: LLM, opened: Opened, file: Path) -> None:
     llm.session.forget_prompt()
-    PromptCache(file, opened.target, opened.others[1]).restore(*llm.session.backends)
-    assert [backend.n_committed for backend in llm.session.backends] == [35, 0]
+    PromptCache(file, opened.target, opened.others[1]).restore(*kept(llm))
+    assert llm.session.texts.newest.n_committed == 35
+    assert llm.session.draft_texts.newest is None
     result = llm.generate(PROMPT, **ASKED)
     assert result.stats.reused_prompt_tokens == len(PROMPT) - 1
 
@@ -219,8 +228,8 @@ def test_forged_files_are_refused(
     rewrite(file, tmp_path / "forged", forge)
     prompt_cache = PromptCache(tmp_path / "forged", opened.target, opened.draft)
     with pytest.raises(PromptCacheError, match="forged cannot be used: .*: remove it"):
-        prompt_cache.restore(*llm.session.backends)
-    assert llm.target.n_committed == 0
+        prompt_cache.restore(*kept(llm))
+    assert llm.session.texts.newest is None
 
 
 def test_a_file_that_is_cut_while_models_load(llm: LLM, opened: Opened, copy: Path) -> None:
@@ -228,8 +237,8 @@ def test_a_file_that_is_cut_while_models_load(llm: LLM, opened: Opened, copy: Pa
     prompt_cache = PromptCache(copy, opened.target, opened.draft)
     os.truncate(copy, 0)
     with pytest.raises(PromptCacheError, match="was changed since it was read: remove it"):
-        prompt_cache.restore(*llm.session.backends)
-    assert llm.target.n_committed == 0
+        prompt_cache.restore(*kept(llm))
+    assert llm.session.texts.newest is None
 
 
 def rewrite(file: Path, forged: Path, forge: Forge) -> None:

@@ -122,16 +122,16 @@ def test_texts_are_the_same_with_fewer_reads(
 def check_given_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it, before the prompt's pass."""
     seen: list[int] = []
-    prefill = llm.target.prefill_from
+    run = llm.target.run
 
-    def noted(ids: Any) -> Any:
+    def noted(batch: Any) -> Any:
         seen.append(llm.target.held_bytes)
-        return prefill(ids)
+        return run(batch)
 
     assert llm.target.held_bytes > 0
-    monkeypatch.setattr(llm.target, "prefill_from", noted)
+    monkeypatch.setattr(llm.target, "run", noted)
     llm.generate(PROMPT, max_tokens=2)
-    assert seen == [0]
+    assert seen[0] == 0
 
 
 @pytest.mark.gguf

@@ -8,20 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from exact_rules import table_rows
-from generating import FREE
+from generating import make_controller
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_backend import TableBackend
 
 from specdec.config import SpecConfig
-from specdec.decoding.controller import Controller
 from specdec.decoding.recorder import StatsRecorder
 from specdec.drafters import Drafter, MergedDrafter, NgramDrafter, TreeLimits
 from specdec.drafters.merged import merge_trees, narrowed
 from specdec.drafters.model import ModelDrafter
-from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 
@@ -122,12 +119,11 @@ def test_ngram_hits_are_the_accepted_tokens_that_the_ngram_proposed(
     recorder = StatsRecorder()
     model = Noting(ModelDrafter(TableBackend(table_rows(vocab, seed=6), vocab), vocab))
     ngram = Noting(NgramDrafter())
-    controller = Controller(
+    controller = make_controller(
         TableBackend(periodic, vocab),
         MergedDrafter([model, ngram]),
-        Sampler(params, n_tokens=vocab),
-        DraftPolicy(spec, FREE, 256),
-        spec,
+        params,
+        spec=spec,
         recorder=recorder,
     )
     controller.start(prompt)

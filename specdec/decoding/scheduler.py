@@ -1,0 +1,328 @@
+"""Which texts take part in the next round: requests enter and leave between passes.
+
+    waiting ──admitted──> entering ──prompt computed──> decoding ──> over
+       ^                      │                            │
+       └───── set aside, where the KV cache is full ───────┘
+
+Continuous batching as in Orca (Yu et al. 2022): whoever is ready shares the next pass. Long prompts
+enter in chunks beside the others' decoding (Sarathi, Agrawal et al. 2023), so that nobody waits for
+them much longer than for a pass. Where the KV cache has no room for all, the text that came last is
+set aside and comes back later, its KV computed anew (vLLM's recomputation, Kwon et al. 2023): the
+text goes on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import count
+
+from backends.contract.backend import PREFIX, Backend
+from backends.contract.kept_texts import KeptTexts
+from backends.contract.sequence import SequenceRows, TokenSequence, common_length
+from specdec.decoding.controller import Controller, Entering
+from specdec.decoding.spare_memory import SpareMemory
+from specdec.decoding.text_decoder import TextDecoder
+from specdec.policy.costs import PassCost
+
+LONGEST_PASS = 1.5
+"""Times as long as without it a pass may take for a prompt that enters beside others' decoding."""
+LEAST_CHUNK = 16
+"""Tokens of such a prompt in a pass, however long they take: it has to get in some day. And tokens
+of a prompt for which it pays to wait, where another one that enters begins with them, too."""
+_ROOM_TO_GROW = 64
+"""Tokens, a block of the KV cache, that have to be free for each text before another one comes."""
+
+
+class Job(ABC):
+    """What the scheduler runs for somebody.
+
+    Attributes:
+        priority: larger ones are admitted first and set aside last; of equals who came first.
+        is_cancelled: nobody wants any more of it; any thread may set it.
+        error: what ended it, if anything did.
+    """
+
+    priority = 0
+    number = -1
+    """Of its arrival."""
+    is_cancelled = False
+    error: BaseException | None = None
+
+    @property
+    @abstractmethod
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for what the next round brings."""
+
+    is_complete = False
+    """Whether it came to its own end."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_cancelled or self.error is not None or self.is_complete
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The smallest goes first."""
+        return (-self.priority, self.number)
+
+
+class TextJob(Job):
+    """One text.
+
+    is_fresh: no KV of other texts is used.
+    """
+
+    decoder: TextDecoder
+    is_fresh = False
+
+    @abstractmethod
+    def take(self) -> None:
+        """Count what the last step brought, and say how many tokens are still wanted."""
+
+
+class SearchJob(Job):
+    """What runs passes of its own, between those of the texts: beam search."""
+
+    @abstractmethod
+    def run(self, texts: KeptTexts) -> None:
+        """One pass."""
+
+    @abstractmethod
+    def end(self, texts: KeptTexts) -> None:
+        """Give its KV back."""
+
+
+class Scheduler:
+    """Runs rounds of all jobs; one thread at a time may use it.
+
+    Args:
+        texts: the target's KV.
+        cost: of a pass, as planned.
+        max_texts: in one pass.
+        max_entering: tokens of prompts in one pass.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        target: Backend,
+        texts: KeptTexts,
+        spare: SpareMemory,
+        cost: PassCost,
+        *,
+        max_texts: int,
+        max_entering: int,
+    ) -> None:
+        self._controller, self._target, self._spare = controller, target, spare
+        self.texts = texts
+        self._cost = cost
+        self._max_texts, self._max_entering = max_texts, max_entering
+        self._waiting: list[TextJob] = []
+        self._running: list[TextJob] = []  # those that have KV
+        self._searches: list[SearchJob] = []
+        self._numbers = count()
+        self.n_in_pass = 0
+        """Jobs in the pass that runs."""
+
+    def add(self, job: Job) -> None:
+        job.number = next(self._numbers)
+        if isinstance(job, TextJob):
+            self._waiting.append(job)
+        else:
+            assert isinstance(job, SearchJob)
+            self._searches.append(job)
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    def round(self) -> None:
+        """One pass for those who are waited for, or for a search if that is its turn.
+
+        An error of the models ends those that took part in the pass; what is no Exception (Ctrl-C)
+        leaves them as they were before, and is raised. Not to be cut elsewhere (`uninterrupted`).
+        """
+        self.dismiss()
+        try:
+            if not self._search():
+                self._share_a_pass()
+        finally:
+            self.n_in_pass = 0
+            self.dismiss()
+
+    def dismiss(self) -> None:
+        """Let go of those that are over."""
+        for job in [job for job in self._running if job.is_over]:
+            self._running.remove(job)
+            job.decoder.drafter.reset()
+            self.texts.end(job.decoder.sequence)
+            job.decoder.text = None
+        for search in [search for search in self._searches if search.is_over]:
+            self._searches.remove(search)
+            search.end(self.texts)
+        self._waiting = [job for job in self._waiting if not job.is_over]
+
+    # --- a pass of texts -----------------------------------------------------------------------
+
+    def _share_a_pass(self) -> None:
+        self._admit()
+        wanted = [job for job in sorted(self._running, key=_rank) if job.is_wanted]
+        wanted = wanted[: self._max_texts]
+        self._make_room(wanted)
+        jobs = [job for job in wanted if job.decoder.text is not None]
+        decoding = [job for job in jobs if job.decoder.is_decoding]
+        entering = self._chunks([job for job in jobs if job not in decoding], len(decoding))
+        taking_part = [*decoding, *(job for job, _ in entering)]
+        n_rows = sum(len(rows.token_ids) for _, rows in entering)
+        self.n_in_pass = len(taking_part)
+        if entering:
+            self._spare.give_back()
+        texts = [job.decoder for job in decoding]
+        try:
+            chunks: list[Entering] = [(job.decoder, rows) for job, rows in entering]
+            self._controller.step(texts, chunks)
+        except BaseException as error:
+            self._recover(taking_part, error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        for job in taking_part:
+            job.error = job.decoder.error
+            if job.error is None and job.decoder.news:
+                job.take()
+        n_rows += sum(len(text.round.tree) for text in texts if text.round is not None)
+        self._lend(n_rows, has_entered=bool(entering))
+
+    def _recover(self, jobs: Sequence[TextJob], error: BaseException) -> None:
+        for job in jobs:
+            if isinstance(error, Exception):
+                job.error = error
+            else:
+                job.decoder.recover()
+
+    def _lend(self, n_rows: int, has_entered: bool) -> None:
+        """Memory that is not used holds layers meanwhile."""
+        if has_entered:
+            self._spare.begin()
+        else:
+            self._spare.lend(n_rows, self.texts.n_committed)
+
+    def _chunks(
+        self, jobs: Sequence[TextJob], n_decoding: int
+    ) -> list[tuple[TextJob, SequenceRows]]:
+        """What enters beside so many rows of others, first come first served."""
+        n_left, found = self._max_entering, []
+        if n_decoding:
+            n_left = min(n_left, self._rows_beside(n_decoding))
+        for job in jobs:
+            if n_left < 1:
+                break
+            rows = job.decoder.entering_rows(n_left)
+            n_left -= len(rows.token_ids)
+            found.append((job, rows))
+        return found
+
+    def _rows_beside(self, n_rows: int) -> int:
+        """By which a pass of so many rows may grow."""
+        cost = self._cost
+        seconds = LONGEST_PASS * cost.seconds(n_rows) - cost.row_free_seconds
+        return max(LEAST_CHUNK, int(seconds / cost.seconds_per_row) - n_rows)
+
+    # --- room ----------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Let those in for whom there is room, in the order of their ranks."""
+        for job in sorted(self._waiting, key=_rank):
+            if not job.is_wanted:
+                continue
+            if self._waits_for_another(job) or not self._let_in(job):
+                return
+            self._waiting.remove(job)
+            self._running.append(job)
+
+    def _let_in(self, job: TextJob) -> bool:
+        while len(self._running) >= self._max_texts:
+            if not self._set_aside_unwanted():
+                return False
+        while True:
+            text = self.texts.begin(job.decoder.wanted_ids, is_fresh=job.is_fresh)
+            if self._has_room(job, len(job.decoder.wanted_ids) - text.n_committed, text):
+                job.decoder.begin(text)
+                return True
+            self.texts.drop(text)
+            if not (self.texts.drop_oldest() or self._set_aside_unwanted()):
+                return False
+
+    def _has_room(self, job: TextJob, n_tokens: int, text: TokenSequence) -> bool:
+        """For it, and for the others to grow. Alone it is let in: more room there will never be."""
+        if not self._running:
+            return True
+        batch = [_room(text, n_tokens + _ROOM_TO_GROW)]
+        batch += [_room(other.decoder.sequence, _ROOM_TO_GROW) for other in self._running]
+        return self._target.n_fitting(batch) == len(batch)
+
+    def _waits_for_another(self, job: TextJob) -> bool:
+        """Whether another one is computing what it begins with, too."""
+        wanted = job.decoder.wanted_ids[:-1]
+        for other in self._running:
+            decoder = other.decoder
+            if job.is_fresh or decoder.is_decoding or not other.is_wanted:
+                continue
+            n_common = common_length(decoder.context, wanted)
+            if n_common - decoder.sequence.n_committed >= LEAST_CHUNK:
+                return True
+        return False
+
+    def _make_room(self, jobs: Sequence[TextJob]) -> None:
+        """So that each of them can take part with at least one row; set others aside for that."""
+        jobs = list(jobs)
+        n_nodes = self._controller.max_rows // max(1, len(jobs))
+        for job in jobs:
+            self.texts.make_room(job.decoder.sequence, max(n_nodes, job.decoder.n_entering))
+        while len(jobs) > 1:
+            batch = [_room(one.decoder.sequence, max(1, one.decoder.n_entering)) for one in jobs]
+            if self._target.n_fitting(batch) == len(batch):
+                return
+            if not self._set_aside_unwanted():
+                self._set_aside(jobs.pop())  # the last one in rank
+
+    def _set_aside_unwanted(self) -> bool:
+        unwanted = [job for job in self._running if not job.is_wanted]
+        if unwanted:
+            self._set_aside(max(unwanted, key=_rank))
+        return bool(unwanted)
+
+    def _set_aside(self, job: TextJob) -> None:
+        self._running.remove(job)
+        self._waiting.append(job)
+        job.decoder.drafter.reset()
+        self.texts.drop(job.decoder.sequence)
+        job.decoder.text = None
+
+    # --- searches ------------------------------------------------------------------------------
+
+    def _search(self) -> bool:
+        """A pass of the search that waits longest; every other one, where texts wait, too."""
+        wanted = [search for search in self._searches if search.is_wanted]
+        if not wanted:
+            return False
+        search = wanted[0]
+        self._searches.remove(search)
+        self._searches.append(search)
+        self._spare.give_back()
+        self.n_in_pass = 1
+        try:
+            search.run(self.texts)
+        except Exception as error:
+            search.error = error
+        return not any(job.is_wanted for job in (*self._waiting, *self._running))
+
+
+def _rank(job: Job) -> tuple[int, int]:
+    return job.rank
+
+
+def _room(text: TokenSequence, n_rows: int) -> SequenceRows:
+    """So many rows, to ask for the room that they take."""
+    return SequenceRows(text, [0] * n_rows, [PREFIX] * n_rows)

@@ -1,0 +1,82 @@
+"""Running the drafts of several texts together: one pass of the model for a level of all of them.
+
+What a drafter has a model compute is *yielded*, as rows of its text's sequence, and it is sent the
+scores. So the loop here decides what shares a pass, and a drafter reads like one of a single text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+from backends.contract.sequence import SequenceRows, SequenceScores
+
+T = TypeVar("T")
+
+Steps = Generator[SequenceRows, SequenceScores | None, T]
+"""Yields rows to compute, is sent their scores (None where the KV cache has no room for them), and
+returns what it came to."""
+
+
+def run_steps(steps: Steps[T]) -> T:
+    """One text's steps, to their end."""
+    return in_lockstep([steps])[0]  # type: ignore[return-value]  # nothing stops them
+
+
+def in_lockstep(
+    all_steps: Sequence[Steps[T]],
+    should_stop: Callable[[], bool] = lambda: False,
+    max_rows: int | None = None,
+) -> list[T | None]:
+    """Run these together, and return what each came to; None for one that was stopped before.
+
+    should_stop: asked before each pass.
+    max_rows: of a pass; more rows go in several.
+    """
+    found: list[T | None] = [None] * len(all_steps)
+    waiting: dict[int, SequenceRows] = {}
+
+    def go_on(index: int, scores: SequenceScores | None) -> None:
+        try:
+            waiting[index] = all_steps[index].send(scores)
+        except StopIteration as end:
+            waiting.pop(index, None)
+            found[index] = end.value
+
+    try:
+        for index in range(len(all_steps)):
+            go_on(index, None)
+        while waiting and not should_stop():
+            for batch in _batches(waiting, max_rows):
+                scores = _run([waiting[index] for index in batch])
+                for index, its_scores in zip(batch, scores, strict=True):
+                    go_on(index, its_scores)
+    finally:
+        for steps in all_steps:
+            steps.close()
+    return found
+
+
+def _batches(waiting: dict[int, SequenceRows], max_rows: int | None) -> list[list[int]]:
+    """Which of them share a pass: those of one model, up to so many rows."""
+    batches: list[list[int]] = []
+    n_rows = 0
+    for index, rows in waiting.items():
+        before = waiting[batches[-1][0]] if batches else None
+        n_rows += len(rows.token_ids)
+        is_new = before is None or before.sequence.backend is not rows.sequence.backend
+        if is_new or (max_rows is not None and n_rows > max_rows):
+            batches.append([])
+            n_rows = len(rows.token_ids)
+        batches[-1].append(index)
+    return batches
+
+
+def _run(batch: list[SequenceRows]) -> list[SequenceScores | None]:
+    """A pass over as many of these, from the first on, as the KV cache has room for."""
+    backend = batch[0].sequence.backend
+    n_fitting = backend.n_fitting(batch)
+    scores: list[SequenceScores | None] = []
+    if n_fitting:
+        scores += backend.run(batch[:n_fitting])
+    return scores + [None] * (len(batch) - n_fitting)
