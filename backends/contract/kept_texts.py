@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from backends.contract.backend import PREFIX, Backend
+from backends.contract.backend import Backend
 from backends.contract.sequence import SequenceRows, TokenSequence, common_length
 
 
@@ -75,7 +75,7 @@ class KeptTexts:
         return None if best is None else best.fork(length)
 
     def make_room(self, text: TokenSequence, n_rows: int) -> None:
-        wanted = [SequenceRows(text, [0] * n_rows, [PREFIX] * n_rows)]
+        wanted = [SequenceRows(text, [0] * max(1, n_rows))]
         while self._kept and self.backend.n_fitting(wanted) < 1:
             self.drop_oldest()
 

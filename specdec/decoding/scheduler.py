@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import count
 
-from backends.contract.backend import PREFIX, Backend
+from backends.contract.backend import Backend
 from backends.contract.kept_texts import KeptTexts
 from backends.contract.sequence import SequenceRows, TokenSequence, common_length
 from specdec.decoding.controller import Controller, Entering
@@ -325,4 +325,4 @@ def _rank(job: Job) -> tuple[int, int]:
 
 def _room(text: TokenSequence, n_rows: int) -> SequenceRows:
     """So many rows, to ask for the room that they take."""
-    return SequenceRows(text, [0] * n_rows, [PREFIX] * n_rows)
+    return SequenceRows(text, [0] * n_rows)

@@ -52,7 +52,7 @@ def is_ahead() -> bool:
 
 
 class Draft:
-    """The draft model's `extend`, changed where it drafts ahead."""
+    """The draft model's `run`, changed where it drafts ahead."""
 
     def __init__(self, llm: LLM, patch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
         assert llm.draft is not None
@@ -137,11 +137,15 @@ def test_an_end_of_the_pass(
         drafts: list[Draft] = []
         drafts.append(Draft(llm, patch, lambda: until_cancelled(drafts)))
 
-        def fail(*_: Any) -> Any:
+        run = llm.target.run
+
+        def fail(batch: Any) -> Any:
+            if batch[0].parents is None:
+                return run(batch)
             drafts[0].began.wait()
             raise kind("of the pass")
 
-        patch.setattr(llm.target, "extend", fail)
+        patch.setattr(llm.target, "run", fail)
         with pytest.raises(kind, match="of the pass"):
             llm.generate(PROMPT, PARAMS)
         assert drafts[0].cancelled.is_set()
@@ -172,11 +176,15 @@ def test_closing_while_both_are_at_work(tmp_path: Path, monkeypatch: pytest.Monk
         drafts.append(Draft(llm, monkeypatch, lambda: until_cancelled(drafts)))
         cancelled = threading.Event()
 
-        def extend(*_: Any) -> Any:
+        run = llm.target.run
+
+        def until_told(batch: Any) -> Any:
+            if batch[0].parents is None:
+                return run(batch)
             cancelled.wait()
             raise BackendError("the pass was cancelled")
 
-        monkeypatch.setattr(llm.target, "extend", extend)
+        monkeypatch.setattr(llm.target, "run", until_told)
         monkeypatch.setattr(llm.target, "request_cancel", cancelled.set)
         errors: list[BaseException] = []
 
