@@ -47,9 +47,6 @@ class AsyncLLM:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        # Generations take turns. Where an LLM runs several at once, this lock is all that goes,
-        # with `_take_turn` below.
-        self._turn = threading.Lock()
 
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any
@@ -68,7 +65,7 @@ class AsyncLLM:
     ) -> AsyncStream:
         """An async iterator over chunks; the arguments are those of `LLM.stream`, and what that
         raises for them comes from `started` or from the first chunk asked for."""
-        return AsyncStream(lambda: self.llm.stream(prompt, sampling, **options), self._turn)
+        return AsyncStream(lambda: self.llm.stream(prompt, sampling, **options))
 
 
 class AsyncStream:
@@ -78,8 +75,8 @@ class AsyncStream:
     of the reader at most. Whoever leaves it half read cancels it, or uses `async with`.
     """
 
-    def __init__(self, begin: Callable[[], GenerationStream], turn: threading.Lock) -> None:
-        self._begin, self._turn = begin, turn
+    def __init__(self, begin: Callable[[], GenerationStream]) -> None:
+        self._begin = begin
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stream: GenerationStream | None = None
         self._room = threading.Semaphore(MAX_CHUNKS_AHEAD)
@@ -169,21 +166,11 @@ class AsyncStream:
         try:
             self._stream = self._begin()
             self._tell(lambda: None)
-            if self._take_turn():
-                try:
-                    self._hand_over(self._stream)
-                finally:
-                    self._turn.release()
+            if not self.is_cancelled:
+                self._hand_over(self._stream)
         except BaseException as raised:
             error = raised
         self._tell(lambda: self._end(error))
-
-    def _take_turn(self) -> bool:
-        """Whether it is this one's turn now; False where it was cancelled before."""
-        while not self.is_cancelled:
-            if self._turn.acquire(timeout=_POLL_SECONDS):
-                return True
-        return False
 
     def _hand_over(self, stream: GenerationStream) -> None:
         for chunk in stream:

@@ -87,6 +87,8 @@ class Loading:
     """Most nodes of one call of `extend`."""
     kv_tokens: int | None = None
     """Of all texts together, beside live nodes; None: as many as one may have."""
+    max_texts: int = 1
+    """At a time, those among them that are over and kept."""
     load_mode: str = "stream"
     """From LOAD_MODES, decided: not "auto"."""
     vram_bytes: int | None = None
@@ -96,6 +98,11 @@ class Loading:
     progress: Progress | None = None
     early: EarlyWeights | None = None
     """Weights that are read already, perhaps those that are wanted."""
+
+    @property
+    def has_more_tokens(self) -> bool:
+        """Whether all texts together may have more tokens than one."""
+        return self.kv_tokens is not None and self.kv_tokens > self.max_context
 
     @property
     def kv_rows(self) -> int:

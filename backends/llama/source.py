@@ -236,6 +236,8 @@ class GgufSource(ModelSource):
             self.model,
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
+            kv_rows=loading.kv_tokens if loading.has_more_tokens else None,
+            max_texts=loading.max_texts,
             max_outputs=loading.max_rows,
             n_threads=self._n_threads,
             cache_type_k=self._run.type_k,

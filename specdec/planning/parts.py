@@ -71,15 +71,15 @@ class PartsOfRun:
         found = Parts()
         n_nodes = self.options.target_nodes(n_drafted)
         n_rows = self.options.target_rows(n_drafted)
-        target = self.target
+        target, n_tokens = self.target, self.options.all_tokens(ctx_size)
         _place(
             found,
             "target",
             self.is_on_gpu,
             {
                 "embeddings and head": target.outer_bytes,
-                "KV cache": target.kv_bytes(self.options.all_tokens(ctx_size), n_nodes),
-                "activations": target.scratch_bytes(ctx_size, n_rows, n_nodes),
+                "KV cache": target.kv_bytes(n_tokens, n_nodes),
+                "activations": target.scratch_bytes(n_tokens, n_rows, n_nodes),
             },
             n_logits=n_rows * target.vocab_size,
         )
@@ -89,7 +89,7 @@ class PartsOfRun:
             n_abreast = level_width(n_drafted)
             window = self.options.spec.draft_window
             draft_ctx = draft_context_size(window, ctx_size, draft.max_context, n_run)
-            draft_tokens = draft_ctx * self.options.all_tokens(ctx_size) // ctx_size
+            draft_tokens = draft_ctx * n_tokens // ctx_size
             _place(
                 found,
                 "draft",
@@ -97,7 +97,7 @@ class PartsOfRun:
                 {
                     "embeddings and head": draft.outer_bytes,
                     "KV cache": draft.kv_bytes(draft_tokens, n_run),
-                    "activations": draft.scratch_bytes(draft_ctx, n_abreast, n_run),
+                    "activations": draft.scratch_bytes(draft_tokens, n_abreast, n_run),
                 },
                 n_logits=n_abreast * draft.vocab_size,
             )

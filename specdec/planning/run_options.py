@@ -309,6 +309,11 @@ class RunOptions:
         a token of each text."""
         return max(1 + n_drafted, self.num_beams, self.parallel)
 
+    @property
+    def max_texts(self) -> int:
+        """That have KV at a time: as many are kept after their end as may share a pass."""
+        return 2 * self.parallel + 1
+
     def all_tokens(self, ctx_size: int) -> int:
         """Of all texts together, that the KV caches have room for."""
         return max(ctx_size, self.kv_tokens or 0)

@@ -169,7 +169,7 @@ def test_a_context_that_is_too_short(
     llm.session.forget_prompt()
     monkeypatch.setattr(llm.target, "max_context", 32)
     with pytest.raises(PromptCacheError, match=r"35 tokens do not fit .* of 32 \(raise --ctx-size"):
-        PromptCache(file, opened.target, None).restore(llm.target, None)
+        PromptCache(file, opened.target, None).restore(llm.session.texts, None)
 
 
 Forge = Callable[[dict[str, TensorShape], dict[str, bytes]], None]
@@ -270,7 +270,7 @@ def test_heads_of_another_shape(tmp_path: Path) -> None:
         llm.save_prompt_cache()
         rewrite(path, forged, forge)
         llm.session.forget_prompt()
-        PromptCache(forged, open_model(target, AS_TARGET), None).restore(llm.target, None)
+        PromptCache(forged, open_model(target, AS_TARGET), None).restore(llm.session.texts, None)
         with pytest.raises(SpecdecError, match="remove the prompt cache file"):
             llm.generate(PROMPT, **ASKED)
         llm.session.forget_prompt()

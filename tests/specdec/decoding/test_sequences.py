@@ -89,7 +89,8 @@ def test_a_beams_score_follows_from_its_logprobs(resident):
 
 
 def test_beams_that_drift_apart_too_far_are_told_the_remedy(reference_target):
-    with specdec.load(reference_target, ctx_size=64, spec_type=(), num_beams=4, beam_span=1) as llm:
+    size = {"ctx_size": 64, "num_beams": 4, "beam_span": 1, "parallel": 1}
+    with specdec.load(reference_target, spec_type=(), **size) as llm:
         with pytest.raises(specdec.SpecdecError, match=r"room for 4: .*beam_span") as caught:
             llm.generate(PROMPT, num_beams=4, max_tokens=40)
         assert "\n" not in str(caught.value)

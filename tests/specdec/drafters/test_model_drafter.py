@@ -98,12 +98,13 @@ def test_it_runs_no_more_nodes_than_the_backend_can_hold(backend, monkeypatch):
     drafter = ModelDrafter(backend, 96)
     drafter.reset()
     n_run = []
-    extend = backend.extend
-    monkeypatch.setattr(
-        backend,
-        "extend",
-        lambda tokens, parents: n_run.append(len(tokens)) or extend(tokens, parents),
-    )
+    run = backend.run
+
+    def noted(batch):
+        n_run.extend(len(one.token_ids) for one in batch if one.parents is not None)
+        return run(batch)
+
+    monkeypatch.setattr(backend, "run", noted)
     tree = drafter.propose(CONTEXT, TreeLimits(40, 8, 4))
     drafter.reset()
     assert sum(n_run) == 5
