@@ -16,6 +16,7 @@ from bench.commands.rank import rank_command
 from bench.commands.report import report_command
 from bench.commands.speedup import speedup_command
 from bench.commands.sweep import sweep_command
+from bench.commands.throughput import throughput_command
 from bench.commands.timeline import timeline_command
 from bench.options import UsageMistake
 from specdec.cli.errors import run_app
@@ -46,6 +47,7 @@ app.command("peers")(with_options(peers_command))
 app.command("policy")(with_options(policy_command))
 app.command("rank")(with_options(rank_command))
 app.command("sweep")(with_options(sweep_command))
+app.command("throughput")(with_options(throughput_command))
 app.command("report")(with_options(report_command))
 
 

@@ -120,6 +120,11 @@ class Generation:
         sequence.logprobs, sequence.top_logprobs = decoder.logprobs, decoder.top_logprobs
         return decoder
 
+    def is_turn_of(self, index: int) -> bool:
+        """A caller's own drafter serves one sequence after the other."""
+        earlier = (self._jobs or [])[:index]
+        return self._request.drafter is None or all(job.is_complete for job in earlier)
+
     @property
     def is_fresh(self) -> bool:
         return not self._request.cache_prompt
@@ -248,7 +253,7 @@ class Continuation(TextJob):
 
     @property
     def is_wanted(self) -> bool:
-        return self._generation.is_wanted
+        return self._generation.is_wanted and self._generation.is_turn_of(self._index)
 
     def take(self) -> None:
         self._generation.take(self._sequence, self._index, self.decoder)

@@ -1,0 +1,93 @@
+"""`specdec-bench throughput`: tokens per second against the number of texts at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench import options
+from bench.commands.shared import check_enforced, model_and_prompts
+from bench.options import UsageMistake
+from bench.prompts.workloads import BUILT_IN
+from bench.table import Columns, Table, cells, headings, text_of
+from specdec.cli.groups import LOAD, Load, Sampling
+
+_COLUMNS: Columns = (
+    ("tokens/s", "tokens_per_second", "{:.2f}", 1.0),
+    ("roofline", "roofline", "{:.2f}", 1.0),
+    ("GB/token", "bytes_per_token", "{:.3f}", 1e9),
+    ("tokens/pass of a text", "tokens_per_pass_of_a_text", "{:.2f}", 1.0),
+    ("texts that differ", "n_different_texts", "{:.0f}", 1.0),
+    ("peak GiB", "peak_memory_bytes", "{:.2f}", 2.0**30),
+)
+
+
+def throughput_command(
+    context: typer.Context,
+    load: Load,
+    sampling: Sampling,
+    counts: Annotated[
+        str, typer.Option("--texts", metavar="N,N,...", help="Texts computed at a time.")
+    ] = "1,2,4,8,16,32",
+    modes: Annotated[
+        str, typer.Option("--modes", help="plain: a row for each text; speculative.")
+    ] = "plain,speculative",
+    least_prompts: Annotated[
+        int, typer.Option("--least-prompts", min=1, help="Of few texts at a time, so many in all.")
+    ] = 2,
+    prompts: options.Prompts = BUILT_IN,
+    max_tokens: options.MaxTokens = 64,
+    enforce: options.Enforce = False,
+    ignore_eos: options.IgnoreEos = False,
+    output_file: options.OutputFile = None,
+) -> None:
+    """Tokens per second of many texts in one pass, each equal to its run alone."""
+    from bench.decode.throughput import ThroughputSpec, run_throughput, summarise
+    from bench.process.provenance import collect
+    from bench.process.results import write_json
+
+    numbers, ways = _counts(counts), modes.split(",")
+    if not set(ways) <= {"plain", "speculative"}:
+        raise UsageMistake(f"--modes {modes} is not plain, speculative or both")
+    check_enforced(load, enforce)
+    options.check_writable("--output-file", output_file)
+    keywords, chosen = model_and_prompts(load.keywords(LOAD), prompts, max(*numbers, least_prompts))
+    if len(chosen) < max(numbers):
+        raise UsageMistake(f"--texts asks for {max(numbers)} prompts, {prompts} has {len(chosen)}")
+    keywords["parallel"] = max(numbers)
+    provenance = collect(["specdec-bench", *context.obj.argv], Path(keywords["model"]))
+    spec = ThroughputSpec(
+        keywords,
+        chosen,
+        options.sampling_keywords(max_tokens, ignore_eos, sampling),
+        numbers,
+        ways,
+        least_prompts,
+    )
+    result = {**run_throughput(spec, enforce=enforce), "provenance": provenance}
+    if output_file is not None:
+        write_json(result, output_file)
+    rows = tuple(
+        (f"{row['n_texts']} {row['mode']}", *cells(row, _COLUMNS)) for row in result["rows"]
+    )
+    table = Table(
+        "Texts at once",
+        ("texts", *headings(_COLUMNS)),
+        rows,
+        notes=tuple(summarise(result["rows"])),
+    )
+    typer.echo(text_of([table]))
+    if result["is_exact"] and any(row["n_different_texts"] for row in result["rows"]):
+        raise typer.Exit(1)
+
+
+def _counts(counts: str) -> list[int]:
+    try:
+        numbers = [int(one) for one in counts.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UsageMistake(f"--texts is {counts}: give numbers of texts, such as 1,4,16")
+    return numbers

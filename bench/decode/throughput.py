@@ -1,0 +1,121 @@
+"""Tokens per second of many texts at once: what one read of the model serves.
+
+One loaded pair computes the same prompts in groups of every size, with drafts and without. Plain
+groups are FlexGen's way (Sheng et al. 2023): one row for each text. Every text must be the one that
+plain decoding of it alone gives.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from bench.process.child import measure_for_parent, result_of_child
+from bench.prompts.workloads import Prompt
+from specdec.decoding.stats import ratio
+
+PLAIN, SPECULATIVE = "plain", "speculative"
+
+
+@dataclass(frozen=True)
+class ThroughputSpec:
+    """What one process measures.
+
+    load: keywords of `specdec.load`.
+    counts: texts at a time. The first `least_prompts` prompts are computed at each count, or as
+        many as the count has.
+    """
+
+    load: dict[str, Any]
+    prompts: list[Prompt]
+    sampling: dict[str, Any]
+    counts: list[int]
+    modes: list[str]
+    least_prompts: int
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> ThroughputSpec:
+        prompts = [Prompt(**prompt) for prompt in values["prompts"]]
+        return cls(**{**values, "prompts": prompts})
+
+
+def run_throughput(spec: ThroughputSpec, *, enforce: bool) -> dict[str, Any]:
+    """Rows by count and mode, plan, whether every text was plain decoding's.
+
+    Raises typer.Exit with the child's exit code where that has told why it failed.
+    """
+    limit = spec.load["memory_budget"] if enforce else None
+    measured = result_of_child("bench.decode.throughput", spec, limit)
+    return {**measured, "model": spec.load["model"], "enforced": enforce}
+
+
+def measure(spec: ThroughputSpec, out: TextIO) -> dict[str, Any]:
+    """Run the whole specification; progress goes to `out`."""
+    from specdec.api import load
+    from specdec.cli.output import loading_progress
+
+    with loading_progress(f"loading {spec.load['model']}") as progress:
+        llm = load(**spec.load, progress=progress)
+    with llm:
+        cost = llm.plan.pass_cost
+        rows: list[dict[str, Any]] = []
+        texts: dict[int, tuple[int, ...]] = {}
+        for count in spec.counts:
+            for mode in spec.modes:
+                row = _measure_row(llm, spec, count, mode, texts)
+                row["roofline"] = count / cost.seconds(count) if mode == PLAIN else None
+                rows.append(row)
+                print(f"{count} {mode}: {row['tokens_per_second']:.2f} tokens/s", file=out)
+        return {"rows": rows, "plan": llm.plan.to_dict(), "is_exact": llm.plan.exactness.is_exact}
+
+
+def _measure_row(
+    llm: Any, spec: ThroughputSpec, count: int, mode: str, texts: dict[int, tuple[int, ...]]
+) -> dict[str, Any]:
+    prompts = [prompt.text for prompt in spec.prompts[: max(count, spec.least_prompts)]]
+    before, began = llm.target.stream_use.bytes_streamed, time.perf_counter()
+    results = []
+    for start in range(0, len(prompts), count):
+        group = prompts[start : start + count]
+        results += llm.generate(group, speculative=mode == SPECULATIVE, **spec.sampling)
+    seconds = time.perf_counter() - began
+    n_tokens = sum(one.stats.generated_tokens for one in results)
+    n_different = sum(
+        texts.setdefault(i, one.token_ids) != one.token_ids for i, one in enumerate(results)
+    )
+    return {
+        "n_texts": count,
+        "mode": mode,
+        "n_prompts": len(prompts),
+        "generated_tokens": n_tokens,
+        "seconds": seconds,
+        "tokens_per_second": ratio(n_tokens, seconds),
+        "bytes_per_token": ratio(llm.target.stream_use.bytes_streamed - before, n_tokens),
+        "tokens_per_pass_of_a_text": ratio(
+            n_tokens - len(results), sum(one.stats.passes for one in results)
+        ),
+        "n_different_texts": n_different,
+        "peak_memory_bytes": results[-1].stats.peak_memory_bytes,
+    }
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many times as fast as one text after the other."""
+    lines = []
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        own = [row for row in rows if row["mode"] == mode]
+        first, last = own[0], own[-1]
+        times = ratio(last["tokens_per_second"], first["tokens_per_second"])
+        lines.append(f"{mode}: {last['n_texts']} texts {times:.2f} x {first['n_texts']}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(
+        measure_for_parent(
+            sys.argv[1:], lambda values: measure(ThroughputSpec.from_values(values), sys.stderr)
+        )
+    )
