@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
@@ -152,22 +151,28 @@ class LLM:
         what concerns all of them (storage that fails, a model that was closed) is raised.
         """
         drawn, running = enumerate(requests), dict[int, GenerationStream]()
-        with ExitStack() as stack:
-            while True:
-                n_more = 2 * self.session.options.parallel - len(running)
-                for index, (prompt, sampling) in islice(drawn, n_more):
+        is_at_end = False
+        try:
+            while running or not is_at_end:
+                while len(running) < 2 * self.session.options.parallel and not is_at_end:
+                    request = next(drawn, None)
+                    if request is None:
+                        is_at_end = True
+                        break
+                    index, (prompt, sampling) = request
                     try:
                         running[index] = self._stream(prompt, sampling, is_eager=True)
                     except _OF_ONE_REQUEST as error:
                         yield index, error
-                        continue
-                    stack.callback(running[index].cancel)
-                    running[index].start()
-                if not running:
-                    return
-                wait_for_any(list(running.values()))
+                    else:
+                        running[index].start()
+                if running:
+                    wait_for_any(list(running.values()))
                 for index in [index for index, stream in running.items() if stream.is_over]:
                     yield index, _outcome(running.pop(index))
+        finally:
+            for stream in running.values():
+                stream.cancel()
 
     def _generate_many(
         self,

@@ -115,6 +115,12 @@ class Batch:
 
                     lines = read_lines(self.source, key)
                     answer((one for one in lines if not journal.is_answered(one.key)), answered)
+            if journal.n_answered < figures.n_lines:
+                raise BatchError(
+                    f"{journal.n_answered} of {figures.n_lines} lines of {self.source} were "
+                    "answered, and then there were no more: was it cut meanwhile? The same command "
+                    "goes on"
+                )
             journal.finish(self.order)
 
     def _check_apart(self) -> None:

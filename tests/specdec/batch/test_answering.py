@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from specdec.batch.answering import Answer, answer_lines
 from specdec.batch.lines import Line
 from specdec.batch.records import key_of
 from specdec.batch.request import CHAT, COMPLETIONS, Rules
+from specdec.decoding.stream import GenerationStream
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import PromptError
 
@@ -150,12 +152,27 @@ def test_requests_are_drawn_as_there_is_room(llm: LLM) -> None:
     assert n_drawn < 2000
 
 
+def test_many_requests_in_a_row_that_cannot_be_answered_do_not_end_the_others(llm: LLM) -> None:
+    prompts = ["a" * 100] * 50 + ["abc"] + [""] * 50 + ["de"]
+    found = dict(llm.generate_each((one, SamplingParams(max_tokens=2)) for one in prompts))
+    assert sorted(found) == list(range(102))
+    assert [index for index in found if not isinstance(found[index], PromptError)] == [50, 101]
+
+
+def test_what_was_answered_is_not_held(llm: LLM) -> None:
+    requests = (("abc", SamplingParams(max_tokens=1)) for _ in range(60))
+    for index, _ in llm.generate_each(requests):
+        if index == 50:
+            held = [one for one in gc.get_objects() if type(one) is GenerationStream]
+            assert len(held) <= 2 * llm.session.options.parallel
+
+
 def test_what_concerns_all_requests_is_raised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a record it would be that of every line to come."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise StorageError("the disk is gone")
 
-    monkeypatch.setattr(llm.target, "prefill", fail)
+    monkeypatch.setattr(llm.target, "run", fail)
     with pytest.raises(StorageError):
         list(llm.generate_each([("xyz", SamplingParams(max_tokens=2))] * 2))

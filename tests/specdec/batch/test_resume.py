@@ -195,6 +195,15 @@ def test_any_number_of_kills(
     assert out.read_bytes() == whole(source)
 
 
+def test_an_output_with_lines_missing_does_not_appear(source: Path, out: Path) -> None:
+    """As when the input was cut while it was answered."""
+    with pytest.raises(BatchError, match="5 of 8 lines"):
+        run(source, out, Machine(lambda lines: islice(lines, 5)))
+    assert not out.exists()
+    run(source, out)
+    assert out.read_bytes() == whole(source)
+
+
 # --- an output of another batch --------------------------------------------------------------
 
 
