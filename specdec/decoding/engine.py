@@ -16,7 +16,8 @@ from typing import Protocol
 from offload.errors import SpecdecError
 from offload.process.interruptible import POLL_SECONDS, uninterrupted
 from specdec.decoding.controller import Controller
-from specdec.decoding.scheduler import Job, Scheduler
+from specdec.decoding.jobs import Job
+from specdec.decoding.scheduler import Scheduler
 from specdec.decoding.sequences import StreamChunk
 
 
@@ -104,14 +105,14 @@ class Engine:
         Where Ctrl-C cuts a round short, `wanted` is over; other threads' texts go on.
         """
         while not is_there():
-            if self._leader is not None:
-                self._turn.wait()
-            else:
-                try:
+            try:
+                if self._leader is None:
                     self._lead()
-                except BaseException:
-                    wanted.is_cancelled = True
-                    raise
+                else:
+                    self._turn.wait()
+            except BaseException:
+                wanted.is_cancelled = True
+                raise
             if not is_there():
                 self._check_open()
 
@@ -141,7 +142,7 @@ class Engine:
     def _tidy(self) -> None:
         """Let go of what is over; nobody is inside of a round."""
         for one in self._started:
-            if one.is_cancelled:
+            if one.is_cancelled or any(job.error is not None for job in one.jobs):
                 for job in one.jobs:
                     job.is_cancelled = True
         self.scheduler.dismiss()
@@ -172,6 +173,7 @@ class Engine:
     def _cancel_pass(self, unwanted: Waiting) -> None:
         n_own = sum(not job.is_over for job in unwanted.jobs) if unwanted in self._started else 0
         if n_own and n_own >= self.scheduler.n_in_pass > 0:
+            self.scheduler.n_cancels += 1  # first: a pass that it ends knows why
             self._controller.request_cancel()
 
     @property

@@ -15,8 +15,8 @@ from specdec.analysis.utilization import ModelFlops
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.decoding.beams import BeamDecoder, Hypothesis, check_beams
+from specdec.decoding.jobs import Job, SearchJob, TextJob
 from specdec.decoding.recorder import StatsRecorder
-from specdec.decoding.scheduler import Job, SearchJob, TextJob
 from specdec.decoding.sequences import (
     CompletionOutput,
     GeneratedSequence,

@@ -13,7 +13,7 @@ text goes on as if nothing had been.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 
@@ -21,8 +21,8 @@ from backends.contract.backend import Backend
 from backends.contract.kept_texts import KeptTexts
 from backends.contract.sequence import SequenceRows, TokenSequence, common_length
 from specdec.decoding.controller import Controller, Entering
+from specdec.decoding.jobs import Job, SearchJob, TextJob
 from specdec.decoding.spare_memory import SpareMemory
-from specdec.decoding.text_decoder import TextDecoder
 from specdec.policy.costs import PassCost
 
 LONGEST_PASS = 1.5
@@ -32,65 +32,6 @@ LEAST_CHUNK = 16
 of a prompt for which it pays to wait, where another one that enters begins with them, too."""
 _ROOM_TO_GROW = 64
 """Tokens, a block of the KV cache, that have to be free for each text before another one comes."""
-
-
-class Job(ABC):
-    """What the scheduler runs for somebody.
-
-    Attributes:
-        priority: larger ones are admitted first and set aside last; of equals who came first.
-        is_cancelled: nobody wants any more of it; any thread may set it.
-        error: what ended it, if anything did.
-    """
-
-    priority = 0
-    number = -1
-    """Of its arrival."""
-    is_cancelled = False
-    error: BaseException | None = None
-
-    @property
-    @abstractmethod
-    def is_wanted(self) -> bool:
-        """Whether somebody waits for what the next round brings."""
-
-    is_complete = False
-    """Whether it came to its own end."""
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_cancelled or self.error is not None or self.is_complete
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """The smallest goes first."""
-        return (-self.priority, self.number)
-
-
-class TextJob(Job):
-    """One text.
-
-    is_fresh: no KV of other texts is used.
-    """
-
-    decoder: TextDecoder
-    is_fresh = False
-
-    @abstractmethod
-    def take(self) -> None:
-        """Count what the last step brought, and say how many tokens are still wanted."""
-
-
-class SearchJob(Job):
-    """What runs passes of its own, between those of the texts: beam search."""
-
-    @abstractmethod
-    def run(self, texts: KeptTexts) -> None:
-        """One pass."""
-
-    @abstractmethod
-    def end(self, texts: KeptTexts) -> None:
-        """Give its KV back."""
 
 
 class Scheduler:
@@ -118,24 +59,29 @@ class Scheduler:
         self.texts = texts
         self._cost = cost
         self._max_texts, self._max_entering = max_texts, max_entering
+        self._arrived: deque[Job] = deque()  # any thread adds to it
         self._waiting: list[TextJob] = []
         self._running: list[TextJob] = []  # those that have KV
         self._searches: list[SearchJob] = []
         self._numbers = count()
         self.n_in_pass = 0
         """Jobs in the pass that runs."""
+        self.n_cancels = 0
+        """Times that a running pass was asked to end; counted by who asks."""
 
     def add(self, job: Job) -> None:
-        job.number = next(self._numbers)
-        if isinstance(job, TextJob):
-            self._waiting.append(job)
-        else:
-            assert isinstance(job, SearchJob)
-            self._searches.append(job)
+        """Let it take part from the next round on; any thread may call it."""
+        self._arrived.append(job)
 
-    @property
-    def n_waiting(self) -> int:
-        return len(self._waiting)
+    def _welcome(self) -> None:
+        while self._arrived:
+            job = self._arrived.popleft()
+            job.number = next(self._numbers)
+            if isinstance(job, TextJob):
+                self._waiting.append(job)
+            else:
+                assert isinstance(job, SearchJob)
+                self._searches.append(job)
 
     def round(self) -> None:
         """One pass for those who are waited for, or for a search if that is its turn.
@@ -153,6 +99,7 @@ class Scheduler:
 
     def dismiss(self) -> None:
         """Let go of those that are over."""
+        self._welcome()
         for job in [job for job in self._running if job.is_over]:
             self._running.remove(job)
             job.decoder.drafter.reset()
@@ -172,34 +119,41 @@ class Scheduler:
         self._make_room(wanted)
         jobs = [job for job in wanted if job.decoder.text is not None]
         decoding = [job for job in jobs if job.decoder.is_decoding]
-        entering = self._chunks([job for job in jobs if job not in decoding], len(decoding))
-        taking_part = [*decoding, *(job for job, _ in entering)]
-        n_rows = sum(len(rows.token_ids) for _, rows in entering)
-        self.n_in_pass = len(taking_part)
+        others = [job for job in jobs if not job.decoder.is_decoding]
+        entering = self._chunks(others, len(decoding))
         if entering:
             self._spare.give_back()
-        texts = [job.decoder for job in decoding]
+        if not self._step(decoding, entering):
+            return
+        rounds = [job.decoder.round for job in decoding]
+        n_rows = sum(len(rows.token_ids) for _, rows in entering)
+        n_rows += sum(len(one.tree) for one in rounds if one is not None)
+        self._lend(n_rows, has_entered=bool(entering))
+
+    def _step(
+        self, decoding: Sequence[TextJob], entering: Sequence[tuple[TextJob, SequenceRows]]
+    ) -> bool:
+        """One pass, and what it brought is taken; False where it broke off."""
+        taking_part = [*decoding, *(job for job, _ in entering)]
+        n_cancels, self.n_in_pass = self.n_cancels, len(taking_part)
+        chunks: list[Entering] = [(job.decoder, rows) for job, rows in entering]
         try:
-            chunks: list[Entering] = [(job.decoder, rows) for job, rows in entering]
-            self._controller.step(texts, chunks)
+            self._controller.step([job.decoder for job in decoding], chunks)
         except BaseException as error:
-            self._recover(taking_part, error)
+            is_cut = self.n_cancels > n_cancels or not isinstance(error, Exception)
+            for job in taking_part:
+                if is_cut:  # by Ctrl-C, or for one that is cancelled: the others try again
+                    job.decoder.recover()
+                else:
+                    job.error = error
             if not isinstance(error, Exception):
                 raise
-            return
+            return False
         for job in taking_part:
             job.error = job.decoder.error
             if job.error is None and job.decoder.news:
                 job.take()
-        n_rows += sum(len(text.round.tree) for text in texts if text.round is not None)
-        self._lend(n_rows, has_entered=bool(entering))
-
-    def _recover(self, jobs: Sequence[TextJob], error: BaseException) -> None:
-        for job in jobs:
-            if isinstance(error, Exception):
-                job.error = error
-            else:
-                job.decoder.recover()
+        return True
 
     def _lend(self, n_rows: int, has_entered: bool) -> None:
         """Memory that is not used holds layers meanwhile."""
@@ -280,12 +234,15 @@ class Scheduler:
         n_nodes = self._controller.max_rows // max(1, len(jobs))
         for job in jobs:
             self.texts.make_room(job.decoder.sequence, max(n_nodes, job.decoder.n_entering))
-        while len(jobs) > 1:
+        while True:
             batch = [_room(one.decoder.sequence, max(1, one.decoder.n_entering)) for one in jobs]
             if self._target.n_fitting(batch) == len(batch):
                 return
-            if not self._set_aside_unwanted():
-                self._set_aside(jobs.pop())  # the last one in rank
+            if self._set_aside_unwanted():
+                continue
+            if len(jobs) < 2:
+                return  # more room there will never be: the pass says what is full
+            self._set_aside(jobs.pop())  # the last one in rank
 
     def _set_aside_unwanted(self) -> bool:
         unwanted = [job for job in self._running if not job.is_wanted]

@@ -274,6 +274,18 @@ def test_whoever_came_last_is_set_aside_and_comes_back(
             assert result.token_ids == again.token_ids
 
 
+def test_a_text_that_was_left_half_read_makes_room(llm: LLM, fresh: LLM) -> None:
+    """And goes on as if nothing had been."""
+    half_read = llm.stream(LONG, params(0.0))
+    taken = list(next(half_read).token_ids)
+    for number in (5, 3, 4):
+        found = llm.generate(PROMPTS[number], params(0.0)).token_ids
+        assert found == alone(fresh, (number, 0.0, None))
+    taken += [token for chunk in half_read for token in chunk.token_ids]
+    assert tuple(taken) == alone(fresh, (2, 0.0, None))
+    check_nothing_left(llm)
+
+
 def test_n_fitting_counts_what_a_pass_takes(llm: LLM) -> None:
     """As many as it says do fit, and no more."""
     llm.session.forget_prompt()

@@ -1,0 +1,67 @@
+"""What the scheduler runs for somebody: a text, or a search that runs passes of its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from backends.contract.kept_texts import KeptTexts
+from specdec.decoding.text_decoder import TextDecoder
+
+
+class Job(ABC):
+    """What the scheduler runs for somebody.
+
+    Attributes:
+        priority: larger ones are admitted first and set aside last; of equals who came first.
+        is_cancelled: nobody wants any more of it; any thread may set it.
+        error: what ended it, if anything did.
+    """
+
+    priority = 0
+    number = -1
+    """Of its arrival."""
+    is_cancelled = False
+    error: BaseException | None = None
+
+    @property
+    @abstractmethod
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for what the next round brings."""
+
+    is_complete = False
+    """Whether it came to its own end."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_cancelled or self.error is not None or self.is_complete
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The smallest goes first."""
+        return (-self.priority, self.number)
+
+
+class TextJob(Job):
+    """One text.
+
+    is_fresh: no KV of other texts is used.
+    """
+
+    decoder: TextDecoder
+    is_fresh = False
+
+    @abstractmethod
+    def take(self) -> None:
+        """Count what the last step brought, and say how many tokens are still wanted."""
+
+
+class SearchJob(Job):
+    """What runs passes of its own, between those of the texts: beam search."""
+
+    @abstractmethod
+    def run(self, texts: KeptTexts) -> None:
+        """One pass."""
+
+    @abstractmethod
+    def end(self, texts: KeptTexts) -> None:
+        """Give its KV back."""
