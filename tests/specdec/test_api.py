@@ -186,17 +186,14 @@ def test_a_budget_above_the_machine_is_refused(target):
         specdec.load(target, memory_budget="900TiB")
 
 
-def test_a_new_stream_ends_the_one_that_was_left(llm):
-    """Two streams share one cache: the older one must not go on with the newer one's text."""
-    expected = llm.generate(PROMPT, max_tokens=12).token_ids
-    older = llm.stream("import os", max_tokens=50)
-    next(older)
-    newer = llm.stream(PROMPT, max_tokens=12)
-    next(newer)
-    assert list(older) == []
-    assert older.result.finish_reason == "cancelled"
-    list(newer)
-    assert newer.result.token_ids == expected
+def test_two_streams_in_turns(llm):
+    """Each goes on with its own text."""
+    expected = [llm.generate(prompt, max_tokens=12).token_ids for prompt in ("import os", PROMPT)]
+    streams = [llm.stream(prompt, max_tokens=12) for prompt in ("import os", PROMPT)]
+    open_ones = list(streams)
+    while open_ones:
+        open_ones = [stream for stream in open_ones if next(stream, None) is not None]
+    assert [stream.result.token_ids for stream in streams] == expected
 
 
 def test_closing_frees_the_model(target):
@@ -252,7 +249,7 @@ def test_a_drafter_of_ones_own(llm):
     assert result.token_ids == plain.token_ids
     assert result.stats.passes == 5
     assert [one.n_rows for one in result.stats.pass_times] == [4] * 5
-    assert oracle.n_resets == 1
+    assert oracle.n_resets == 2  # before its text, and behind it
 
 
 @pytest.mark.parametrize("plainly", [{"speculative": False}, {"spec": SpecConfig(())}])
