@@ -85,10 +85,6 @@ class Loading:
     """Most live nodes at a time."""
     max_rows: int
     """Most nodes of one call of `extend`."""
-    kv_tokens: int | None = None
-    """Of all texts together, beside live nodes; None: as many as one may have."""
-    max_texts: int = 1
-    """At a time, those among them that are over and kept."""
     load_mode: str = "stream"
     """From LOAD_MODES, decided: not "auto"."""
     vram_bytes: int | None = None
@@ -96,6 +92,10 @@ class Loading:
     `residency` is of a GPU. None: what it was promised before, or all."""
     n_readers: int | None = None
     progress: Progress | None = None
+    kv_tokens: int | None = None
+    """Of all texts together, beside live nodes; None: as many as one may have."""
+    max_texts: int = 1
+    """At a time, those among them that are over and kept."""
     early: EarlyWeights | None = None
     """Weights that are read already, perhaps those that are wanted."""
 

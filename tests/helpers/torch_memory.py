@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
@@ -9,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_bytes(compute: Callable[[], object]) -> int:
     """Most, beside what it held before."""
+    gc.collect()  # what is let go of meanwhile would count as less
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         compute()
     held = most = 0

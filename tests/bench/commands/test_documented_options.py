@@ -14,8 +14,8 @@ import specdec.cli.app
 from specdec.cli.errors import ALIASES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-PAGES = {"specdec": "cli.md", "specdec-bench": "cli-bench.md"}
-DOC = "".join((DOCS / page).read_text() for page in PAGES.values())
+PAGES = ("cli.md", "server.md", "cli-bench.md")
+DOC = "".join((DOCS / page).read_text() for page in PAGES)
 APPS = {"specdec": specdec.cli.app, "specdec-bench": bench.commands.app}
 COMMANDS = [
     f"{name} {command}"

@@ -99,7 +99,7 @@ def test_where_nothing_helps_that_is_said(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_device_with_a_gpu_computes_there():
-    found = plan("gpu-8gb", memory_budget="4GiB", vram_budget="2GiB")
+    found = plan("gpu-8gb", memory_budget="4GiB", vram_budget="2GiB", parallel=1)
     one = found.plan
     assert (one.device, one.draft_device) == ("cuda", "cuda")
     assert (one.vram_budget_bytes, one.vram_source) == (2 * GIB, "as asked")

@@ -26,9 +26,10 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     [
         ([], "is empty"),
         ("", "is empty"),
-        ([[]], r"\[\] for a token id"),
+        ([[]], "is empty"),
+        ([[[]]], r"\[\] for a token id"),
         ([1.7], r"1\.7 for a token id"),
-        (["a"], "'a' for a token id"),
+        ([5, "a"], "'a' for a token id"),
         ([True], "True for a token id"),
         ([5, {"role": "user"}], "for a token id"),
         (b"ab", "of type bytes"),
