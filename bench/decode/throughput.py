@@ -76,6 +76,7 @@ def _measure_row(
     llm: Any, spec: ThroughputSpec, count: int, mode: str, texts: dict[int, tuple[int, ...]]
 ) -> dict[str, Any]:
     prompts = [prompt.text for prompt in spec.prompts[: max(count, spec.least_prompts)]]
+    llm.session.forget_prompt()  # every way computes the prompts itself
     before, began = llm.target.stream_use.bytes_streamed, time.perf_counter()
     results = []
     for start in range(0, len(prompts), count):

@@ -305,9 +305,9 @@ class RunOptions:
         return max(self.target_rows(n_drafted), n_of_beams)
 
     def target_rows(self, n_drafted: int) -> int:
-        """Most nodes that one pass of the target scores: a tree of n_drafted tokens, the beams, or
-        a token of each text."""
-        return max(1 + n_drafted, self.num_beams, self.parallel)
+        """Most nodes that one pass of the target scores: the pending token of each text, n_drafted
+        tokens and one more for each further text; or the beams."""
+        return max(n_drafted + 2 * self.parallel - 1, self.num_beams)
 
     @property
     def max_texts(self) -> int:
