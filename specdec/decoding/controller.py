@@ -51,13 +51,13 @@ class Controller:
 
         Raises an error of the models; nothing of the round counts then (`TextDecoder.recover`).
         """
-        n_entering = sum(len(rows.token_ids) for _, rows in entering)
-        drafted = self._propose(texts, n_entering)
-        batch = [text.tree_rows(tree) for text, tree in drafted]
+        chunks = [rows for _, rows in entering]
+        drafted = self._propose(texts, sum(len(rows.token_ids) for rows in chunks))
+        batch = [*(text.tree_rows(tree) for text, tree in drafted), *chunks]
         if self._target.n_fitting(batch) < len(batch):  # the KV cache is about full
             drafted = [(text, tree.subset([ROOT])) for text, tree in drafted]
-            batch = [text.tree_rows(tree) for text, tree in drafted]
-        scores = self._verify(drafted, [*batch, *(rows for _, rows in entering)])
+            batch = [*(text.tree_rows(tree) for text, tree in drafted), *chunks]
+        scores = self._verify(drafted, batch)
         for (text, tree), found in zip(drafted, scores, strict=False):
             text.settle(tree, found)
         for (text, _), found in zip(entering, scores[len(drafted) :], strict=True):

@@ -133,14 +133,21 @@ class Engine:
             self.scheduler.round()
         finally:
             self._turn.acquire()
-            self._leader = None
             self._tidy()
-            self._turn.notify_all()
-            if self.at_the_end is not None:
-                self.at_the_end()
 
     def _tidy(self) -> None:
-        """Let go of what is over; nobody is inside of a round."""
+        """Let go of what is over; nobody else is inside of a round."""
+        self._leader = threading.get_ident()  # a signal handler that closes the model waits for it
+        try:
+            self._let_go()
+        finally:
+            self._leader = None
+            self._turn.notify_all()
+            at_the_end, self.at_the_end = self.at_the_end, None
+            if at_the_end is not None:
+                at_the_end()
+
+    def _let_go(self) -> None:
         for one in self._started:
             if one.is_cancelled or any(job.error is not None for job in one.jobs):
                 for job in one.jobs:
@@ -209,4 +216,3 @@ class Engine:
                 self._controller.request_cancel()
                 self._turn.wait(poll_seconds)
             self._tidy()
-            self._turn.notify_all()

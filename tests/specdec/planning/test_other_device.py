@@ -32,6 +32,9 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = OpenedPair(SimpleNamespace(source=TARGET), SimpleNamespace(source=DRAFT))
     monkeypatch.setattr(other_device, "open_pair", lambda options: opened)
     monkeypatch.setattr(other_device, "ThisMachine", lambda *arguments: machine(2 * GIB))
+    # Tests that ran before in this process are not to count.
+    taken = SimpleNamespace(rss_bytes=500 * MIB)
+    monkeypatch.setattr("specdec.planning.division.process_memory", lambda: taken)
 
 
 def machine(memory_bytes: int) -> SimpleNamespace:

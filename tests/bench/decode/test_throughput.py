@@ -1,0 +1,55 @@
+"""Tokens per second of many texts: a run on tiny models, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_pair import save_model
+
+from bench.commands.app import main
+
+
+@pytest.fixture
+def argv(tmp_path: Path) -> list[str]:
+    target = save_model(tmp_path / "target", seed=0)
+    draft = save_model(tmp_path / "draft", seed=1, num_hidden_layers=2)
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": text}) for text in ("def f(x):", "import ", "class A:")]
+    prompts.write_text("\n".join(lines))
+    size = ["-c", "128", "-n", "6", "--prompts", str(prompts), "--ignore-eos"]
+    return ["throughput", "-m", str(target), "-md", str(draft), *size]
+
+
+def test_every_count_in_every_way(argv: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    assert main([*argv, "--texts", "1,3", "--output-file", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    ways = ("plain", "speculative")
+    assert [(row["n_texts"], row["mode"]) for row in rows] == [
+        (n, way) for n in (1, 3) for way in ways
+    ]
+    assert [row["n_prompts"] for row in rows] == [2, 2, 3, 3]
+    for row in rows:
+        assert row["generated_tokens"] == 6 * row["n_prompts"]
+        assert row["n_different_texts"] == 0
+        assert row["tokens_per_second"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--texts", "0,2"], "give numbers of texts"),
+        (["--texts", "two"], "give numbers of texts"),
+        (["--texts", "4"], "asks for 4 prompts"),
+        (["--modes", "fast"], "is not plain, speculative or both"),
+        (["--enforce"], "needs a --memory-budget"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(
+    argv: list[str], options: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*argv, *options]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert problem in line
