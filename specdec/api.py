@@ -161,7 +161,7 @@ class LLM:
                         break
                     index, (prompt, sampling) = request
                     try:
-                        running[index] = self._stream(prompt, sampling, is_eager=True)
+                        running[index] = self.stream(prompt, sampling)
                     except _OF_ONE_REQUEST as error:
                         yield index, error
                     else:
@@ -190,7 +190,7 @@ class LLM:
         with ExitStack() as stack:
             streams = []
             for prompt, params in zip(prompts, sampling, strict=True):
-                streams.append(self._stream(prompt, params, is_eager=True, **options))
+                streams.append(self.stream(prompt, params, **options))
                 stack.callback(streams[-1].cancel)
             for stream in streams:
                 stream.start()
@@ -233,36 +233,6 @@ class LLM:
             PromptError: empty, or longer than the context; ConfigError: contradictory options;
             ModelClosed, ModelElsewhere, CalledFromInside (from the iterator, too).
         """
-        return self._stream(
-            prompt,
-            sampling,
-            generation_config=generation_config,
-            speculative=speculative,
-            spec=spec,
-            logits_processors=logits_processors,
-            cache_prompt=cache_prompt,
-            drafter=drafter,
-            **overrides,
-        )
-
-    def _stream(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        *,
-        generation_config: Any = None,
-        speculative: bool = True,
-        spec: SpecConfig | None = None,
-        logits_processors: Sequence[Any] = (),
-        cache_prompt: bool = True,
-        drafter: Drafter | None = None,
-        is_eager: bool = False,
-        **overrides: Any,
-    ) -> GenerationStream:
-        """See `stream`.
-
-        is_eager: computed on beside others also while nobody waits for its chunks.
-        """
         check_type("sampling", sampling, SamplingParams, type(None))
         check_type("spec", spec, SpecConfig, type(None))
         check_type("drafter", drafter, Drafter, type(None))
@@ -279,7 +249,7 @@ class LLM:
         prompt_ids = encode_prompt(prompt, self.tokenizer)
         check_room(len(prompt_ids), self.max_context, self.session.model_context)
         request = Request(prompt_ids, params, spec, logits_processors, cache_prompt, drafter)
-        return GenerationStream(self.session, request, is_eager)
+        return GenerationStream(self.session, request)
 
     def save_prompt_cache(self) -> None:
         """Write the KV of the last prompt and its text to the `prompt_cache_file`.

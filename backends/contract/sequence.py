@@ -103,11 +103,17 @@ class Text(ABC):
         The last token is computed in any case, for its logits.
         Returns the number of tokens whose KV was kept, and the last one's logits [vocab].
         """
+        lacking = self.cut_to(token_ids)
+        return len(token_ids) - len(lacking), self.prefill(lacking)
+
+    def cut_to(self, token_ids: Sequence[int]) -> list[int]:
+        """Cut the committed prefix to the beginning that it shares with these tokens, the last one
+        left out; those of them that it then lacks."""
         wanted = list(token_ids)
         n_kept = common_length(list(self.committed_ids), wanted[:-1])
         if n_kept < self.n_committed:
             self.rollback(n_kept)
-        return n_kept, self.prefill(wanted[n_kept:])
+        return wanted[n_kept:]
 
     @abstractmethod
     def prefix_tensors(self) -> tuple[TensorShape, ...]:
@@ -148,13 +154,8 @@ class TokenSequence(Text):
     backend: Passes
 
     def rows_to(self, token_ids: Sequence[int]) -> SequenceRows:
-        """What makes `token_ids` the committed prefix, which is cut to the beginning that they
-        share; the last one is computed in any case, for its logits."""
-        wanted = list(token_ids)
-        n_kept = common_length(list(self.committed_ids), wanted[:-1])
-        if n_kept < self.n_committed:
-            self.rollback(n_kept)
-        return SequenceRows(self, wanted[n_kept:])
+        """What makes `token_ids` the committed prefix, as `prefill_from` does."""
+        return SequenceRows(self, self.cut_to(token_ids))
 
     @abstractmethod
     def run(self, rows: SequenceRows) -> SequenceScores:

@@ -54,14 +54,12 @@ class Request:
 class Generation:
     """The sequences that continue one prompt, and what they are computed with.
 
-    is_eager: computed on also while nobody waits for its chunks.
-
     Raises ConfigError where the session has no room for what is asked for.
     """
 
-    def __init__(self, session: Session, request: Request, is_eager: bool = False) -> None:
+    def __init__(self, session: Session, request: Request) -> None:
         self._session, self._request = session, request
-        self._is_eager = is_eager
+        self.is_eager = False  # computed on also while nobody takes its chunks
         params = request.params
         self._limit = _token_limit(params, len(request.prompt_ids), session.target.max_context)
         self._recorder = StatsRecorder(len(request.prompt_ids))
@@ -87,7 +85,7 @@ class Generation:
     @property
     def is_wanted(self) -> bool:
         """Whether the next round is to bring more: nobody has to wait, but nothing piles up."""
-        return self._is_eager or not self.chunks
+        return self.is_eager or not self.chunks
 
     @property
     def jobs(self) -> list[Job]:

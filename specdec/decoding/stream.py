@@ -11,14 +11,11 @@ from specdec.decoding.session import ModelElsewhere, Session
 
 
 class GenerationStream:
-    """Iterator over `StreamChunk`s. `result` is there once it is exhausted, cancelled or failed.
+    """Iterator over `StreamChunk`s. `result` is there once it is exhausted, cancelled or failed."""
 
-    is_eager: computed on, beside others, also while nobody waits for its chunks.
-    """
-
-    def __init__(self, session: Session, request: Request, is_eager: bool = False) -> None:
+    def __init__(self, session: Session, request: Request) -> None:
         self._session = session
-        self._generation = Generation(session, request, is_eager)
+        self._generation = Generation(session, request)
         # One that nobody holds any more keeps no KV: it ends before the next round.
         weakref.finalize(self, _abandon, self._generation)
 
@@ -34,7 +31,9 @@ class GenerationStream:
         return chunk
 
     def start(self) -> None:
-        """Let it share the next round, whoever asks for that."""
+        """Let it share the next rounds, whoever asks for them, also while nobody waits for its
+        chunks."""
+        self._generation.is_eager = True
         self._session.engine.start(self._generation)
 
     @property

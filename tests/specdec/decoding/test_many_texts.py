@@ -236,7 +236,8 @@ def test_a_long_prompt_enters_in_chunks_beside_others(
         monkeypatch.setattr(llm.target, "run", noted)
         cost = PassCost(0.0, 1.0, 0.1)
         monkeypatch.setattr(llm.session.engine.scheduler, "_cost", cost)
-        decoding = llm._stream([80, 81], params(0.0).replace(max_tokens=60), is_eager=True)
+        decoding = llm.stream([80, 81], params(0.0).replace(max_tokens=60))
+        decoding.start()
         next(decoding)
         assert batches == [[2]]
         batches.clear()
