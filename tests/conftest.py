@@ -38,7 +38,7 @@ def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = ProcessMemory(
         rss_bytes=400 << 20, anonymous_bytes=300 << 20, swap_bytes=0, peak_rss_bytes=400 << 20
     )
-    monkeypatch.setattr("specdec.planning.division.process_memory", lambda: fresh)
+    monkeypatch.setattr("specdec.planning.base.process_memory", lambda: fresh)
     monkeypatch.setattr("specdec.decoding.kept_experience.recall", lambda path: None)
 
 

@@ -47,6 +47,7 @@ def smallest_budget(stand_in: StandIn) -> int | None:
 
 
 def _plan(stand_in: StandIn) -> int:
+    from specdec.planning.base import measure_base
     from specdec.planning.division import Divider
     from specdec.planning.plan import open_pair
     from specdec.planning.run_options import RunOptions
@@ -54,7 +55,8 @@ def _plan(stand_in: StandIn) -> int:
     with tempfile.TemporaryDirectory(prefix="specdec-stand-in-") as folder:
         target = _grow(stand_in, Path(folder))
         options = RunOptions(target, stand_in.draft)
-        return Divider(*open_pair(options).sources, options).smallest_bytes
+        pair = open_pair(options)
+        return Divider(*pair.sources, options, measure_base()).smallest_bytes
 
 
 def _grow(stand_in: StandIn, folder: Path) -> Path:

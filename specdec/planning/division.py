@@ -19,7 +19,6 @@ from functools import cached_property
 
 from backends.contract.source import ModelSource
 from offload.budget import BudgetExceeded, MemoryBudget, format_up
-from offload.process.memory import process_memory
 from offload.residency.placement import Placement
 from offload.residency.tiers import CUDA_CONTEXT_BYTES, VRAM
 from offload.units import MIB
@@ -106,7 +105,7 @@ class Divider:
 
     Args:
         target, draft: as they run on the CPU.
-        base_bytes: what the process takes already; measured when None.
+        base_bytes: what the process takes already.
         gpu: where the target runs instead, and perhaps the draft.
     """
 
@@ -115,7 +114,7 @@ class Divider:
         target: ModelSource,
         draft: ModelSource | None,
         options: RunOptions,
-        base_bytes: int | None = None,
+        base_bytes: int,
         gpu: Gpu | None = None,
     ) -> None:
         self._options = options
@@ -133,8 +132,7 @@ class Divider:
         if gpu is not None and gpu.draft is not None:
             self._drafts[CUDA] = WholeGpuPlacer(gpu.draft, "ram")
         self._ctx_size = min(options.ctx_size or DEFAULT_CTX_SIZE, target.max_context)
-        self._base_bytes = process_memory().rss_bytes if base_bytes is None else base_bytes
-        self._base_bytes += 0 if gpu is None else gpu.host_bytes
+        self._base_bytes = base_bytes + (0 if gpu is None else gpu.host_bytes)
 
     @property
     def is_on_gpu(self) -> bool:

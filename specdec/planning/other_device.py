@@ -24,6 +24,7 @@ from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceError, DeviceSpec, Machine, complete
 from specdec.devices.this_machine import ThisMachine
 from specdec.models.opened import OpenedPair
+from specdec.planning.base import measure_base
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.division import Gpu
 from specdec.planning.gpu import check_no_gpu_options, gpu_for
@@ -113,11 +114,12 @@ def plan_on(
         total_bytes = asked_budget(asked.memory_budget, device.memory_bytes, whose)
         source = "as asked"
     figures = _figures(device, machine, pair, gpu, total_bytes)
+    base_bytes = measure_base()
 
     def plan_for(
         changed: Figures = figures, n_bytes: int = total_bytes, other_gpu: Gpu | None = gpu
     ) -> RunPlan:
-        return make_plan(asked, pair, changed, n_bytes, source, other_gpu)
+        return make_plan(asked, pair, changed, n_bytes, source, base_bytes, other_gpu)
 
     plan = plan_for()
     storage = replace(figures, storage_bytes_per_second=2 * figures.storage_bytes_per_second)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,13 +13,14 @@ from typing_extensions import Unpack
 
 from backends.contract.self_draft import SharedSource
 from backends.contract.source import BackendOptions, ModelSource
-from offload.process.allocator import free_large_blocks_at_once, give_back_freed
+from offload.process.allocator import free_large_blocks_at_once
 from offload.process.memory import memory_limit, process_memory
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes, format_exactly, parse_bytes
 from specdec.checks import ConfigError, refuse_unknown
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedModel, OpenedPair, open_model
+from specdec.planning.base import measure_base
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.division import Divider, Division, Gpu
 from specdec.planning.early import Early
@@ -80,7 +80,7 @@ def plan_models(
         base_bytes = measure_base()
         if early is not None:
             base_bytes = early.base(base_bytes, early_bytes)
-    plan = make_plan(options, pair, figures, total_bytes, source, gpu, base_bytes)
+    plan = make_plan(options, pair, figures, total_bytes, source, base_bytes, gpu)
     if pair.draft is not None and plan.draft_residency is None:
         options, pair = options.without_draft(), OpenedPair(pair.target, None)
     to_load = placed(pair, gpu, plan.draft_device)
@@ -125,16 +125,15 @@ def make_plan(
     figures: Figures,
     total_bytes: int,
     budget_source: str,
+    base_bytes: int,
     gpu: Gpu | None = None,
-    base_bytes: int | None = None,
 ) -> RunPlan:
     """Divide so much memory as the figures say is fastest.
 
-    base_bytes: what the process takes already; measured when None.
+    base_bytes: what the process takes already.
 
     Raises BudgetExceeded with the smallest budget that works.
     """
-    base_bytes = measure_base() if base_bytes is None else base_bytes
     target, draft = pair.sources
     exactness = (target if gpu is None else gpu.target).exactness
     if options.exact == ON and not exactness.is_exact:
@@ -164,13 +163,6 @@ def make_plan(
         notes=_left_out(chosen, search.alternatives),
         vram_source="" if gpu is None else gpu.vram_source,
     )
-
-
-def measure_base() -> int:
-    """What the process takes already."""
-    gc.collect()  # what building the models left behind is not the process's base
-    give_back_freed()
-    return process_memory().rss_bytes
 
 
 def _burdens(chosen: Alternative, alternatives: Sequence[Alternative]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ CTX = 1024
 
 def divider(target: ModelSource, draft: ModelSource | None = None, **options: object) -> Divider:
     name = None if draft is None else "draft"
-    return Divider(target, draft, RunOptions("target", name, ctx_size=CTX, **options))
+    return Divider(target, draft, RunOptions("target", name, ctx_size=CTX, **options), 400 * MIB)
 
 
 def smallest(one: Divider) -> int:

@@ -127,7 +127,7 @@ def test_bf16_on_a_card_without_it_is_told(monkeypatch):
         figures = Figures(
             1e9, PaperModel("t", 1, 1, curve=CURVE).measure_compute(), None, None, 1e9
         )
-        plan = make_plan(asked, both, figures, 8 * GIB, "as asked", gpu)
+        plan = make_plan(asked, both, figures, 8 * GIB, "as asked", GIB, gpu)
         assert len(plan.warnings) == n_warnings
         assert all(w.startswith("Old GPU has no arithmetic for bf16") for w in plan.warnings)
 
