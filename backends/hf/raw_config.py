@@ -42,6 +42,10 @@ def refuse_nonsense(directory: Path) -> None:
     config = read_raw(directory)
     path = directory / "config.json"
     kind = config.get("model_type")
+    if not isinstance(kind, str | None):
+        raise CheckpointError(
+            f"{path}: model_type is {json.dumps(kind)[:60]}, must be a text: {_REMEDY}"
+        )
     if kind in _ENCODERS:
         raise UnsupportedModel(
             f"{path}: {kind} is an encoder: specdec runs causal decoders only, "
@@ -88,7 +92,7 @@ def _check_rope(config: Mapping[str, Any], path: Path) -> None:
             continue
         for one in (table, *table.values()):  # some families have one for each type of layer
             kind = one.get("rope_type", one.get("type")) if isinstance(one, dict) else None
-            if kind is not None and kind not in _ROPE_TYPES:
+            if kind is not None and (not isinstance(kind, str) or kind not in _ROPE_TYPES):
                 raise UnsupportedModel(
                     f"{path}: rope_type {json.dumps(kind)[:60]} is not known, only "
                     f"{', '.join(sorted(_ROPE_TYPES))}: {_REMEDY}"

@@ -174,12 +174,17 @@ class Tokenizer:
         return from_tokenizer(self.hf_tokenizer, eos_token=ends, slices=slices)
 
 
-def _own_format(template: str | Mapping[str, str]) -> ChatFormat:
-    """Of several templates transformers takes these two."""
-    if isinstance(template, str):
-        return ChatFormat(template)
-    default = template.get("default") or next(iter(template.values()))
-    return ChatFormat(default, tool_template=template.get("tool_use"))
+def _own_format(template: Any) -> ChatFormat:
+    """Of several templates transformers takes these two. Raises TokenizerError."""
+    named = template if isinstance(template, dict) else {"default": template}
+    for text in named.values():
+        if not isinstance(text, str):
+            raise TokenizerError(
+                f"chat_template in tokenizer_config.json is {text!r:.60}, must be a text: "
+                "take the tokenizer files of the original model, or remove that line"
+            )
+    default = named.get("default") or next(iter(named.values()))
+    return ChatFormat(default, tool_template=named.get("tool_use"))
 
 
 def _load_hf_tokenizer(directory: Path) -> Any:

@@ -20,6 +20,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
     ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
     ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+    ({"model_type": ["llama"]}, r'model_type is \["llama"\], must be a text'),
+    ({"rope_parameters": {"rope_type": ["default"]}}, r'rope_type \["default"\] is not known'),
     ({"rope_parameters": {"rope_type": "magic"}}, 'rope_type "magic" is not known'),
 ]
 

@@ -34,6 +34,11 @@ def test_no_tokenizer_files(model: Path, capsys: pytest.CaptureFixture[str]) -> 
     ("name", "text", "remedy"),
     [
         ("tokenizer_config.json", "[]", "take the file of the original model"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": 5}',
+            "chat_template in tokenizer_config.json is 5",
+        ),
         ("generation_config.json", '{"eos_token_id": ', "mend it or remove it"),
         ("generation_config.json", "[]", "mend it or remove it"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x'"),
