@@ -20,6 +20,8 @@ from backends.llama.hparams import (
     MAX_LAYERS,
     Keys,
     KvShape,
+    check_epsilons,
+    check_vocabulary,
     read_kv_shape,
 )
 from offload.formats.gguf_index import GgufError, GgufIndex
@@ -119,6 +121,7 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
     n_counted = keys.integer("block_count", 1, MAX_LAYERS)
     n_layers = n_counted - keys.integer("nextn_predict_layers", 0, n_counted - 1, 0)
     hidden_size = keys.integer("embedding_length", 1, MAX_HIDDEN_SIZE)
+    check_epsilons(keys)
     layers, outer, unused = _group(index, keys, n_counted, n_layers)
     is_recurrent = _is_recurrent(keys, index)
     if keys.architecture in _RECURRENT:
@@ -208,9 +211,7 @@ def _vocab_size(index: GgufIndex, hidden_size: int) -> int:
     head = index.get("output.weight", embedding)
     if head.shape[:1] != (n_rows,):
         raise GgufError(f"{path} has a head of shape {head.shape} for {n_rows} embeddings")
-    n_tokens = index.metadata.array_length("tokenizer.ggml.tokens")
-    if n_tokens is not None and n_tokens != n_rows:
-        raise GgufError(f"{path} lists {n_tokens} tokens but has {n_rows} embeddings")
+    check_vocabulary(path, index.metadata, n_rows)
     return n_rows
 
 

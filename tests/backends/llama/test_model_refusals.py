@@ -122,6 +122,35 @@ def test_tensors_and_figures_that_disagree(tmp_path: Path) -> None:
     refused(tmp_path, r"no tensors of 1 of its 2 layers \(blk\.0", None, only_one)
 
 
+NAMES = [f"t{i}" for i in range(gb.VOCAB)]
+VOCABULARIES: list[tuple[dict, str]] = [
+    ({"tokens": ("[str]", [*NAMES[:-1], "t0"])}, "lists the token 't0' 2 times"),
+    ({"tokens": ("[u32]", [5] * gb.VOCAB)}, r"has arr\[u32\] in tokenizer.ggml.tokens, not texts"),
+    ({"merges": ("[u32]", [5])}, r"has arr\[u32\] in tokenizer.ggml.merges, not texts"),
+    ({"scores": ("[f32]", [0.5])}, "has 1 values in tokenizer.ggml.scores for 96 tokens"),
+    ({"token_type": ("i32", 1)}, "has 1 values in tokenizer.ggml.token_type for 96 tokens"),
+]
+
+
+@pytest.mark.parametrize(("lists", "match"), VOCABULARIES, ids=[match for _, match in VOCABULARIES])
+def test_vocabularies_for_which_llama_cpp_would_end_the_process(
+    tmp_path: Path, lists: dict, match: str
+) -> None:
+    changes = {f"tokenizer.ggml.{name}": item for name, item in lists.items()}
+    refused(tmp_path, f"{match}.*download it again", gb.model_metadata() | changes)
+
+
+def test_tokens_without_a_text_may_be_several(tmp_path: Path) -> None:
+    tokens = {"tokenizer.ggml.tokens": ("[str]", ["", "", *NAMES[2:]])}
+    assert load(tmp_path, gb.model_metadata() | tokens).vocab_size == gb.VOCAB
+
+
+@pytest.mark.parametrize("value", [-1e-5, float("nan"), float("inf")])
+def test_norms_for_which_llama_cpp_would_end_the_process(tmp_path: Path, value: float) -> None:
+    epsilon = {"llama.attention.layer_norm_rms_epsilon": ("f32", value)}
+    refused(tmp_path, "no number of at least 0", gb.model_metadata() | epsilon)
+
+
 @pytest.mark.gguf
 def test_the_names_are_those_of_llama_cpp() -> None:
     package = pytest.importorskip("llama_cpp")

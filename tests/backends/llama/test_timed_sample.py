@@ -73,7 +73,7 @@ def test_what_is_told_of_each_layer_is_cut_to_the_sample(tmp_path: Path) -> None
         "llama.attention.head_count_kv": ("[i32]", [1, 2, 1, 2]),
         "llama.rope.sections": ("[i32]", [8, 8, 0]),
         "llama.attention.layer_norm_rms_epsilon": ("f32", 0.5),
-        "tokenizer.ggml.tokens": ("[str]", ["a"] * 40),
+        "tokenizer.ggml.tokens": ("[str]", [f"t{i}" for i in range(40)]),
     }
     tensors = {f"blk.{i}.attn_norm.weight": ("F32", [32]) for i in range(4)}
     tensors["token_embd.weight"] = ("F32", [40, 32])
