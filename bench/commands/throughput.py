@@ -44,7 +44,12 @@ def throughput_command(
     output_file: options.OutputFile = None,
 ) -> None:
     """Tokens per second of many texts in one pass, each equal to its run alone."""
-    from bench.decode.throughput import ThroughputSpec, run_throughput, summarise
+    from bench.decode.throughput import (
+        ThroughputSpec,
+        refuse_differences,
+        run_throughput,
+        summarise,
+    )
     from bench.process.provenance import collect
     from bench.process.results import write_json
 
@@ -79,8 +84,7 @@ def throughput_command(
         notes=tuple(summarise(result["rows"])),
     )
     typer.echo(text_of([table]))
-    if result["is_exact"] and any(row["n_different_texts"] for row in result["rows"]):
-        raise typer.Exit(1)
+    refuse_differences(result["rows"])
 
 
 def _counts(counts: str) -> list[int]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from bench.equal_texts import TextsDiffer
 from bench.process.child import measure_for_parent, result_of_child
 from bench.prompts.workloads import Prompt
 from specdec.decoding.stats import ratio
@@ -69,7 +70,7 @@ def measure(spec: ThroughputSpec, out: TextIO) -> dict[str, Any]:
                 row["roofline"] = count / cost.seconds(count) if mode == PLAIN else None
                 rows.append(row)
                 print(f"{count} {mode}: {row['tokens_per_second']:.2f} tokens/s", file=out)
-        return {"rows": rows, "plan": llm.plan.to_dict(), "is_exact": llm.plan.exactness.is_exact}
+        return {"rows": rows, "plan": llm.plan.to_dict()}
 
 
 def _measure_row(
@@ -99,8 +100,19 @@ def _measure_row(
             n_tokens - len(results), sum(one.stats.passes for one in results)
         ),
         "n_different_texts": n_different,
+        "is_exact": all(one.stats.is_exact for one in results),
         "peak_memory_bytes": results[-1].stats.peak_memory_bytes,
     }
+
+
+def refuse_differences(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise TextsDiffer where texts that promise to be equal are not."""
+    n_different = sum(row["n_different_texts"] for row in rows if row["is_exact"])
+    if n_different:
+        raise TextsDiffer(
+            f"{n_different} texts differ from the first one of the same prompt, although the "
+            "target is exact: this should not happen, please report it"
+        )
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -17,6 +17,7 @@ from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import Prompt
 
 MAX_DEPTH = 64
+_TOO_DEEP = f"the line is nested more than {MAX_DEPTH} deep: flatten it"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 # Fields of SamplingParams that a line may set, under their own names.
@@ -112,15 +113,18 @@ def _parse(line: Line) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         place = f"at character {error.pos}"
         raise BatchError(f"the line is not JSON: {error.msg} {place}") from None
-    except (ValueError, RecursionError) as error:
-        raise BatchError(f"the line is not JSON that can be read: {error}") from None
+    except RecursionError:
+        raise BatchError(_TOO_DEEP) from None
+    except ValueError as error:
+        reason = str(error).split(";")[0]  # behind it stands what Python's programmers may do
+        raise BatchError(f"the line is not JSON that can be read: {reason}") from None
     if not isinstance(value, dict):
         raise BatchError(
             f"the line holds a JSON {type(value).__name__}: it must be an object, such as "
             '{"prompt": "..."}'
         )
     if not _is_shallow(value, MAX_DEPTH):
-        raise BatchError(f"the line is nested more than {MAX_DEPTH} deep: flatten it")
+        raise BatchError(_TOO_DEEP)
     return value
 
 

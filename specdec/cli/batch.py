@@ -110,7 +110,7 @@ def batch(
         with _progress(figures, is_shown=not quiet) as told:
             work.run(lambda: _answerer(load, rules, ray, workers), figures, told)
     except (KeyboardInterrupt, SpecdecError):
-        if figures.n_answered:
+        if 0 < figures.n_answered < figures.n_lines:
             say(
                 f"note: {figures.n_answered} of {figures.n_lines} lines are answered; the same "
                 "command goes on with the others"

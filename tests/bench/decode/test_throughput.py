@@ -9,6 +9,8 @@ import pytest
 from tiny_pair import save_model
 
 from bench.commands.app import main
+from bench.decode.throughput import refuse_differences
+from bench.equal_texts import TextsDiffer
 
 
 @pytest.fixture
@@ -35,6 +37,21 @@ def test_every_count_in_every_way(argv: list[str], tmp_path: Path) -> None:
         assert row["generated_tokens"] == 6 * row["n_prompts"]
         assert row["n_different_texts"] == 0
         assert row["tokens_per_second"] > 0.0
+
+
+def test_texts_that_promise_nothing_may_differ(argv: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    lossy = ["--accept-threshold", "0.0001", "--output-file", str(path)]
+    assert main([*argv, "--texts", "1", *lossy]) == 0
+    plain, speculative = json.loads(path.read_text())["rows"]
+    assert speculative["n_different_texts"] > 0
+    assert not speculative["is_exact"]
+
+
+def test_texts_that_must_be_equal_are_refused_where_they_are_not() -> None:
+    rows = [{"n_different_texts": 2, "is_exact": True}, {"n_different_texts": 1, "is_exact": False}]
+    with pytest.raises(TextsDiffer, match="2 texts differ"):
+        refuse_differences(rows)
 
 
 @pytest.mark.parametrize(
