@@ -51,9 +51,17 @@ ROOMS = {
         "option",
         "checks opening",
     ),
-    "backends": ("cuda shapes", "hf llama", "kv", "attention ggml", "timing", "contract"),
+    "backends": (
+        "cuda shapes",
+        "hf llama",
+        "kv",
+        "attention feedforward ggml",
+        "timing",
+        "contract",
+    ),
     "offload": (
         "paging device",
+        "experts",
         "ring",
         "residency",
         "storage",

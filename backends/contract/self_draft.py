@@ -50,8 +50,7 @@ class SharedSource(ModelSource):
     @property
     def head_bytes(self) -> int:
         """All weights that a pass multiplies with: none of its own layers does it."""
-        layers = sum(record.n_bytes for layer in self.lender.layers for record in layer.tensors)
-        return layers + self.lender.head_bytes
+        return int(self.lender.pass_bytes(1)) + self.lender.head_bytes
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
         compute, n_bytes = self.lender.measure_compute(beside_reads), self.head_bytes

@@ -14,6 +14,7 @@ from backends.contract.backend import Backend
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import NOT_ASKED, Exactness
 from offload.formats.tensors import TensorRecord
+from offload.residency.experts import LayerExperts
 from offload.residency.placement import LayerWeights, Placement
 from offload.ring.early import EarlyWeights
 from offload.units import Progress
@@ -119,6 +120,9 @@ class ModelSource(ABC):
     """Columns of the logits."""
     max_context: int
     layers: tuple[LayerWeights, ...]
+    experts: tuple[LayerExperts | None, ...] = ()
+    """Of a mixture whose experts are read as they are asked for, of every layer: these are no part
+    of `layers`."""
     warnings: tuple[str, ...] = ()
     """What the user of a plan should know."""
     can_mmap: bool = False
@@ -181,6 +185,12 @@ class ModelSource(ABC):
 
         beside_reads: also while the model's storage is read, which a model in memory need not know.
         """
+
+    def pass_bytes(self, n_rows: int) -> float:
+        """Weights of the layers that a pass of so many rows multiplies with: of experts those that
+        it is likely to be routed to."""
+        dense = sum(record.n_bytes for layer in self.layers for record in layer.tensors)
+        return dense + sum(x.used_bytes(n_rows) for x in self.experts if x is not None)
 
     @abstractmethod
     def check_unchanged(self) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from backends.contract.backend import StreamUse
 from backends.hf.model import HfModel
-from backends.hf.weights import RawTensors
+from backends.hf.weights import BringExperts, RawTensors
 from offload.device.engine import CopyEngine
 from offload.device.loading import load_on_device
 from offload.device.streamer import DeviceStreamer
@@ -38,6 +38,8 @@ class DeviceWeights:
     Args:
         plan: for the model's layers; embeddings, norm and head stay on the device.
     """
+
+    bring_experts: BringExperts | None = None  # mixtures are computed on the CPU
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ def activation_bytes(model: HfModel, ctx_size: int, max_rows: int, *, on_gpu: bo
     # Embeddings, a layer's input and what it has put out so far; the last two are then joined.
     hidden = max(ctx_size, max_rows) * config.hidden_size * itemsize
     rotary = 2 * ctx_size * _head_dim(config) * itemsize
-    chunk = _chunk_bytes(model)
+    chunk, experts = _chunk_bytes(model), _expert_bytes(model)
     logits = max_rows * model.vocab_size * _logit_bytes(model, on_gpu)
     if model.takes_blocks and not on_gpu:
         attention = _blocked_bytes(model, ctx_size, max_rows)
@@ -67,13 +67,23 @@ def activation_bytes(model: HfModel, ctx_size: int, max_rows: int, *, on_gpu: bo
         masks = _mask_bytes(config, ctx_size, itemsize)
     if on_gpu or not model.takes_whole_cache:
         attention += _GATHERED_COPIES * model.layer_kv_bytes * (ctx_size + max_rows)
-    return rotary + masks + logits + 3 * hidden + max(chunk + attention, hidden)
+    return rotary + masks + logits + 3 * hidden + max(chunk + max(attention, experts), hidden)
 
 
 def _chunk_bytes(model: HfModel) -> int:
     config = model.config
     feed_forward = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return int(CHUNK_ROWS * (8 * config.hidden_size + 3 * feed_forward) * model.dtype.itemsize)
+
+
+def _expert_bytes(model: HfModel) -> int:
+    """Of a mixture's chunk: what each row's experts put out, as it is and weighted, in the order of
+    experts and of rows, and their sum."""
+    n_used = max((x.n_used for x in model.experts if x is not None), default=0)
+    numbers = CHUNK_ROWS * model.config.hidden_size
+    return int(
+        numbers * (n_used * (model.dtype.itemsize + 2 * _FLOAT32) + 2 * _FLOAT32 * bool(n_used))
+    )
 
 
 def _logit_bytes(model: HfModel, on_gpu: bool) -> int:

@@ -11,7 +11,8 @@ Where the weights come from, and on which device all this happens, is the busine
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -25,9 +26,10 @@ from backends.contract.backend import BackendError, StreamUse
 from backends.contract.mending import MendingBackend
 from backends.contract.sequence import SavedTensors, SequenceRows
 from backends.contract.text_kv import NewRows
+from backends.feedforward.experts import ExpertsRunner
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.forward import mask_maker, prepare_buffers, run_model
-from backends.hf.layer_runner import LayerRunner, PassState, bind, unbind
+from backends.hf.layer_runner import LayerRunner, PassState, as_tensor, bind, unbind
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
 from backends.hf.self_test import TorchExactness
@@ -37,6 +39,7 @@ from backends.kv.rows import rows_of_pass, take_rows
 from backends.kv.sequence import SequenceKv
 from offload.formats.mapped import TensorShape
 from offload.process.interruptible import check_interrupt
+from offload.ring.slots import Check
 
 CHUNK_ROWS = 256
 """Rows that go through a layer at once: bounds the activations of a long prompt."""
@@ -97,6 +100,12 @@ class TorchBackend(MendingBackend[SequenceKv]):
             for i, (module, tensors) in enumerate(
                 zip(model.layers, model.layer_tensors, strict=True)
             )
+        ]
+
+        self._experts = [
+            ExpertsRunner(module, partial(self._bring_experts, i), exactness.n_least_rows)
+            for i, module in enumerate(model.expert_modules)
+            if module is not None
         ]
 
     @classmethod
@@ -187,6 +196,8 @@ class TorchBackend(MendingBackend[SequenceKv]):
         self._weights.stop()
         for runner in self._runners:
             runner.detach()
+        for experts in self._experts:
+            experts.detach()
         unbind(self._model.outer_tensors)
         self._free_cache()
         self._weights.close()
@@ -266,6 +277,8 @@ class TorchBackend(MendingBackend[SequenceKv]):
         with self._turn:
             for runner in self._runners:
                 runner.state = state
+            for experts in self._experts:
+                experts.check = state.check_cancel
             logits = run_model(
                 self._model,
                 self._pool,
@@ -277,6 +290,18 @@ class TorchBackend(MendingBackend[SequenceKv]):
             found = self._weights.on_host(logits[:n_wanted])
         ends = np.cumsum([len(one.rows) for one in new])
         return np.split(found, ends[:-1])
+
+    def _bring_experts(
+        self, layer: int, experts: Sequence[int], check: Check | None
+    ) -> Generator[tuple[int, list[torch.Tensor]], None, None]:
+        dtype, own = self._model.dtype, self._model.experts[layer]
+        bring = self._weights.bring_experts
+        assert own is not None, f"layer {layer} has no experts"
+        assert bring is not None, "the weights have no experts"
+        with closing(bring(layer, experts, check)) as brought:
+            for expert, tensors in brought:
+                pairs = zip(tensors, own.tensors[expert], strict=True)
+                yield expert, [as_tensor(raw, record, dtype) for raw, record in pairs]
 
     def _pass_state(self, layout: BatchLayout) -> PassState:
         alibi = partial(alibi_bias, self._slopes, layout, dtype=self._model.dtype)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
 
 from backends.contract.backend import StreamUse
 from backends.hf.model import HfModel
-from backends.hf.weights import RawTensors
+from backends.hf.weights import BringExperts, RawTensors
+from offload.experts.cache import ExpertCache
+from offload.residency.experts import ExpertRoom, count_experts
 from offload.residency.placement import LayerWeights
 from offload.ring.early import EarlyWeights, WantedWeights, open_weights
 from offload.ring.slots import Check
@@ -24,6 +27,7 @@ class CpuWeights:
         layers: which tensors stay in memory.
         n_slots: depth of the ring for the others.
         early: weights that are taken where they are these.
+        experts: slots of a mixture's experts; None: one for each.
     """
 
     device = torch.device("cpu")
@@ -37,12 +41,23 @@ class CpuWeights:
         n_readers: int | None = None,
         progress: Progress | None = None,
         early: EarlyWeights | None = None,
+        experts: ExpertRoom | None = None,
     ) -> None:
         self._layers = tuple(layers)
         wanted = WantedWeights(model.outer_records, self._layers, n_slots, n_readers)
         taken = None if early is None else early.take(wanted)
         self._weights = taken or open_weights(wanted, progress)
         self._outer, self._streamer = self._weights.outer, self._weights.layers
+        self._experts: ExpertCache | None = None
+        self.bring_experts: BringExperts | None = None
+        if model.experts:
+            room = experts or ExpertRoom(model.experts, count_experts(model.experts))
+            try:
+                self._experts = ExpertCache(room, n_readers=n_readers)
+                self.bring_experts = partial(_bring, self._experts)
+            except BaseException:
+                self._weights.close()
+                raise
 
     @property
     def outer(self) -> RawTensors:
@@ -68,7 +83,12 @@ class CpuWeights:
     @property
     def use(self) -> StreamUse:
         stats = self._streamer.stats
-        return StreamUse(stats.bytes_read, stats.stall_seconds)
+        if self._experts is None:
+            return StreamUse(stats.bytes_read, stats.stall_seconds)
+        experts = self._experts.stats
+        return StreamUse(
+            stats.bytes_read + experts.bytes_read, stats.stall_seconds + experts.stall_seconds
+        )
 
     @property
     def unread_bytes(self) -> int:
@@ -82,10 +102,22 @@ class CpuWeights:
         self._streamer.hold_bytes(n_bytes)
 
     def stop(self) -> bool:
+        if self._experts is not None:
+            self._experts.stop()
         return self._streamer.stop()
 
     def close(self) -> None:
+        if self._experts is not None:
+            self._experts.close()
         self._weights.close()
+
+
+def _bring(
+    cache: ExpertCache, layer: int, experts: Sequence[int], check: Check | None
+) -> Generator[tuple[int, tuple[torch.Tensor, ...]], None, None]:
+    with closing(cache.bring(layer, experts, check)) as brought:
+        for expert, tensors in brought:
+            yield expert, tuple(torch.frombuffer(x, dtype=torch.uint8) for x in tensors)
 
 
 def _as_tensors(tensors: Mapping[str, memoryview]) -> RawTensors:

@@ -22,16 +22,20 @@ from transformers.core_model_loading import WeightRenaming
 from backends.attention.families import adapt
 from backends.attention.interface import KEYS_BY_ROW
 from backends.contract.backend import UnsupportedModel
+from backends.feedforward.elementwise import steady_activations
+from backends.feedforward.records import STACKED, find_experts, is_experts
+from backends.feedforward.routing import steady_routing
 from backends.hf.config import context_limit, declared, kv_values_per_token, load_config
-from backends.hf.elementwise import steady_activations
 from backends.hf.layer_count import check_layers_used, refuse_absurd_count
 from backends.hf.raw_config import refuse_nonsense
 from backends.hf.skeleton import build_skeleton, decoder_layers
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import CheckpointError, TensorRecord
+from offload.residency.experts import LayerExperts
 from offload.residency.placement import LayerWeights
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_CORRECTION = "e_score_correction_bias"
 _SLIDING_MASK = "create_sliding_window_causal_mask"
 """What the code of a family with sliding windows takes from transformers."""
 
@@ -57,6 +61,11 @@ class HfModel:
     layer_tensors: tuple[tuple[BoundTensor, ...], ...]
     outer_tensors: tuple[BoundTensor, ...]
     """Embeddings, final norm and head; a tied tensor appears once for each place it serves."""
+    experts: tuple[LayerExperts | None, ...] = ()
+    """Of a mixture, of every layer: those that its router chooses among, which are no part of
+    `layer_tensors`; empty for any other model."""
+    expert_modules: tuple[nn.Module | None, ...] = ()
+    """What computes them."""
     is_adapted: bool = False
     """Attention code of the family's own was replaced (backends/attention/families.py)."""
 
@@ -104,7 +113,11 @@ class HfModel:
         Those outside the layers are copied once, a layer's for the time of its forward.
         """
         layers = (converted_bytes((b.record for b in x), self.dtype) for x in self.layer_tensors)
-        return converted_bytes(self.outer_records, self.dtype) + max(layers, default=0)
+        experts = (
+            converted_bytes(expert, self.dtype) for x in self.experts if x for expert in x.tensors
+        )
+        outer = converted_bytes(self.outer_records, self.dtype)
+        return outer + max(layers, default=0) + max(experts, default=0)
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full attention."""
@@ -181,7 +194,10 @@ def match_checkpoint(
     per_layer: list[list[BoundTensor]] = [[] for _ in layers]
     outer: list[BoundTensor] = []
     missing = []
+    stacked = _stacked_names(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in stacked:
+            continue
         record = _find(records, tied.get(name, name), model.base_model_prefix)
         if record is None:
             missing.append(name)
@@ -196,7 +212,10 @@ def match_checkpoint(
             f"{directory} lacks {len(missing)} tensors of {type(model).__name__}, "
             f"first {missing[0]}: the download is incomplete or the config is another model's"
         )
+    _fill_buffers(model, records, directory)
     steady_activations(model)
+    steady_routing(model)
+    modules, experts = _experts(model, layers_name, layers, records, directory)
     return HfModel(
         model,
         model.config,
@@ -205,6 +224,8 @@ def match_checkpoint(
         layers,
         tuple(map(tuple, per_layer)),
         tuple(outer),
+        experts,
+        modules,
         is_adapted=adapt(model),
     )
 
@@ -222,7 +243,9 @@ def _by_parameter(
 ) -> Mapping[str, TensorRecord]:
     """The checkpoint's tensors by today's names, which most checkpoints have: transformers takes a
     fifth of a second to make its list of older ones."""
-    names = (tied.get(name, name) for name, _ in model.named_parameters(remove_duplicate=False))
+    stacked = _stacked_names(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = (tied.get(name, name) for name in parameters if name not in stacked)
     has_all = all(_find(index, name, model.base_model_prefix) is not None for name in names)
     return index if has_all else _renamed(index, model)
 
@@ -242,12 +265,68 @@ def _renamed(index: Mapping[str, TensorRecord], model: PreTrainedModel) -> dict[
     return renamed
 
 
+def _stacked_names(model: PreTrainedModel) -> set[str]:
+    """Parameters that hold all experts of a layer: a checkpoint may have a tensor for each."""
+    modules = [name for name, module in model.named_modules() if is_experts(module)]
+    return {f"{name}.{part}" for name in modules for part in STACKED}
+
+
+def _experts(
+    model: PreTrainedModel,
+    layers_name: str,
+    layers: tuple[nn.Module, ...],
+    records: Mapping[str, TensorRecord],
+    directory: Path,
+) -> tuple[tuple[nn.Module | None, ...], tuple[LayerExperts | None, ...]]:
+    """(what computes the experts, the experts), of every layer; two times () for no mixture."""
+    modules: list[nn.Module | None] = []
+    experts: list[LayerExperts | None] = []
+    for index, layer in enumerate(layers):
+        found = [(name, module) for name, module in layer.named_modules() if is_experts(module)]
+        name, module = found[0] if found else ("", None)
+        modules.append(module)
+        experts.append(
+            None
+            if module is None
+            else find_experts(
+                f"{layers_name}.{index}.{name}",
+                module,
+                int(model.config.num_experts_per_tok),
+                lambda name: _find(records, name, model.base_model_prefix),
+                str(directory),
+            )
+        )
+    return (tuple(modules), tuple(experts)) if any(experts) else ((), ())
+
+
+def _fill_buffers(
+    model: PreTrainedModel, records: Mapping[str, TensorRecord], directory: Path
+) -> None:
+    """Read what checkpoints hold beside weights: a few numbers that correct the scores of a router
+    (DeepSeek-V3), in float32."""
+    for name, module in model.named_modules():
+        buffer = module._buffers.get(_CORRECTION)
+        if buffer is None:
+            continue
+        record = _find(records, f"{name}.{_CORRECTION}", model.base_model_prefix)
+        if record is None:
+            raise CheckpointError(
+                f"{directory} lacks {name}.{_CORRECTION}: the download is incomplete or the "
+                "config is another model's"
+            )
+        _check(record, buffer, record.name, directory)
+        with record.path.open("rb") as file:
+            file.seek(record.offset)
+            values = torch.frombuffer(bytearray(file.read(record.n_bytes)), dtype=torch.uint8)
+        module._buffers[_CORRECTION] = values.view(TORCH_DTYPES[record.dtype]).float()
+
+
 def _find(index: Mapping[str, TensorRecord], name: str, prefix: str) -> TensorRecord | None:
     """Checkpoints of the bare base model lack its prefix."""
     return index.get(name) or index.get(name.removeprefix(prefix + "."))
 
 
-def _check(record: TensorRecord, parameter: nn.Parameter, name: str, directory: Path) -> None:
+def _check(record: TensorRecord, parameter: torch.Tensor, name: str, directory: Path) -> None:
     if tuple(record.shape) != tuple(parameter.shape):
         raise CheckpointError(
             f"{directory}: {record.name} has shape {list(record.shape)}, "

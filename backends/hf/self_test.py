@@ -24,6 +24,8 @@ from backends.attention.blocks import BLOCK_KEYS, USUAL_LIMITS, ProductLimits
 from backends.attention.layout import CausalLayout, PassLayout
 from backends.contract.exactness import Exactness
 from backends.contract.kept_checks import KeptChecks
+from backends.feedforward.records import is_experts
+from backends.feedforward.routing import GATE_OUTPUTS, is_router
 from backends.hf.config import HeadShape, head_shape
 from backends.hf.model import HfModel
 
@@ -57,12 +59,14 @@ class Product:
     """A linear layer, of which not all outputs need be tried.
 
     is_transposed: as GPT-2 has its weights.
+    is_float32: computed so, whatever the model's own format.
     """
 
     n_in: int
     n_out: int
     has_bias: bool
     is_transposed: bool
+    is_float32: bool = False
 
 
 def find_exactness(model: HfModel) -> TorchExactness:
@@ -87,8 +91,9 @@ def _find(model: HfModel, checks: KeptChecks) -> TorchExactness:
     dtype = model.dtype
     n_rows = 1
     for product in sorted(set(_products(model))):
-        name = f"{dtype} {astuple(product)}"
-        found = checks.find(name, partial(least_rows_of_product, product, dtype))
+        used = torch.float32 if product.is_float32 else dtype
+        name = f"{used} {astuple(replace(product, is_float32=False))[:4]}"
+        found = checks.find(name, partial(least_rows_of_product, product, used))
         if found is None:
             return TorchExactness(
                 False,
@@ -108,15 +113,36 @@ def _products(model: HfModel) -> Iterator[Product]:
     head = model.model.get_output_embeddings()
     for part in (*model.layers, head):
         for module in part.modules():
+            if is_experts(module):
+                yield from _products_of_experts(module)
+                continue
             weight = getattr(module, "weight", None)
             if weight is None or weight.ndim < 2:
+                continue
+            if is_router(module):
+                n_out, n_in = weight.shape
+                yield Product(n_in, n_out, hasattr(module, "bias"), False)
+                yield Product(n_in, n_out, False, False, is_float32=True)  # in some families
                 continue
             if not isinstance(module, nn.Linear | Conv1D):
                 raise _UnknownProduct(f"{type(module).__name__} multiplies in code of its own")
             is_transposed = isinstance(module, Conv1D)
             n_in, n_out = weight.shape if is_transposed else weight.shape[::-1]
-            n_tried = min(n_out, _TRIED_OUTPUTS + n_out % 64)
-            yield Product(n_in, n_tried, module.bias is not None, is_transposed)
+            n_out = n_out if n_out > 1 else GATE_OUTPUTS
+            yield Product(n_in, _n_tried(n_out), module.bias is not None, is_transposed)
+
+
+def _products_of_experts(module: nn.Module) -> Iterator[Product]:
+    """Gate and up may be one product or two."""
+    is_transposed, has_bias = bool(module.is_transposed), bool(module.has_bias)
+    for weight in (module.gate_up_proj, module.down_proj):
+        n_in, n_out = weight.shape[1:] if is_transposed else weight.shape[:0:-1]
+        yield Product(n_in, _n_tried(n_out), has_bias, is_transposed)
+        yield Product(n_in, _n_tried(n_out // 2), has_bias, is_transposed)
+
+
+def _n_tried(n_out: int) -> int:
+    return min(n_out, _TRIED_OUTPUTS + n_out % 64)
 
 
 def least_rows_of_product(product: Product, dtype: torch.dtype) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +14,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from backends.attention.interface import KEYS_BY_ROW, hands_mask_on
 from backends.contract.backend import UnsupportedModel, one_line
+from backends.feedforward.records import refuse_other_mixtures
 from offload.formats.tensors import CheckpointError
 
-_MIXTURE = re.compile(r"Experts|MoE$|Moe$|MoeBlock|Router")
 _building = threading.Lock()
 """Held while a model is built: what is replaced meanwhile belongs to the process (here torch's
 `register_parameter`, by transformers torch's default dtype and initialisers), and Python 3.11 fails
@@ -27,12 +26,7 @@ to parse in two threads at once."""
 def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """`build_model`, of a kind that can be streamed."""
     model = build_model(config, dtype)
-    for name, module in model.named_modules():
-        if _MIXTURE.search(type(module).__name__):
-            raise UnsupportedModel(
-                f"{config.model_type} is a mixture of experts ({name}): "
-                "not supported on the torch backend yet"
-            )
+    refuse_other_mixtures(config.model_type, model)
     return model
 
 

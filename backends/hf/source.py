@@ -46,7 +46,10 @@ class HfSource(ModelSource):
         self.model: HfModel = load_hf_model(directory)
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
-        self.early_records = self.model.outer_records
+        self.experts = self.model.experts
+        self.can_use_gpu = not self.experts
+        # What is read early is layers: experts are read once they are asked for.
+        self.early_records = None if self.experts else self.model.outer_records
 
     @cached_property
     def layers(self) -> tuple[LayerWeights, ...]:  # type: ignore[override]
@@ -55,6 +58,7 @@ class HfSource(ModelSource):
     @property
     def weight_file(self) -> Path:
         paths = {record.path for layer in self.layers for record in layer.tensors}
+        paths |= {r.path for x in self.experts if x is not None for e in x.tensors for r in e}
         return max(paths, key=lambda path: path.stat().st_size)
 
     def fingerprint(self) -> str:
@@ -66,7 +70,8 @@ class HfSource(ModelSource):
         if self.exactness.is_exact:
             description += f" exact {machine(self._libraries)}"
         layers = [record for layer in self.layers for record in layer.tensors]
-        return fingerprint((*self.model.outer_records, *layers), description)
+        experts = [expert[0] for x in self.experts if x is not None for expert in x.tensors]
+        return fingerprint((*self.model.outer_records, *layers, *experts), description)
 
     @property
     def outer_bytes(self) -> int:
@@ -113,6 +118,7 @@ class HfSource(ModelSource):
             n_readers=loading.n_readers,
             progress=loading.progress,
             early=loading.early,
+            experts=residency.experts,
         )
         return TorchBackend(
             self.model,

@@ -6,7 +6,7 @@ them there for the time in which they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -19,12 +19,22 @@ from offload.ring.slots import Check
 RawTensors = Mapping[str, torch.Tensor]
 """By name, the bytes of each tensor in its file's format: uint8 [n_bytes] on the device."""
 
+BringExperts = Callable[
+    [int, Sequence[int], Check | None],
+    Generator[tuple[int, tuple[torch.Tensor, ...]], None, None],
+]
+"""(layer, experts, check): each of these experts once, in any order, with the bytes of its tensors,
+which are valid until the next one. To be exhausted or closed. Raises StorageError."""
+
 
 class TorchWeights(Protocol):
     """The weights of one model, for passes over its layers in order, again and again."""
 
     device: torch.device
     """Where the tensors are handed out, and the KV cache, masks and activations live."""
+
+    bring_experts: BringExperts | None
+    """Where the routed experts of a mixture come from; None where there are none."""
 
     @property
     def outer(self) -> RawTensors:

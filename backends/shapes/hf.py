@@ -1,7 +1,7 @@
 """The shape of a Hugging Face model: from its config, and its safetensors' headers where there are.
 
 transformers builds the modules on the meta device, so every family that it has is counted by the
-code that would run it. Mixtures of experts, which the torch backend cannot stream, are counted too.
+code that would run it, mixtures of experts that the torch backend does not run included.
 """
 
 from __future__ import annotations

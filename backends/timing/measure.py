@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from backends.contract.curve import ComputeCurve
@@ -40,20 +40,23 @@ Product = Callable[[], object]
 
 
 def measure_curve(
-    products: dict[int, Product], n_bytes: int, reading: Path | None = None
+    products: dict[int, Product],
+    n_bytes: float | Mapping[int, float],
+    reading: Path | None = None,
 ) -> ComputeCurve:
     """Seconds per byte of weights.
 
     Args:
         products: by their rows.
-        n_bytes: of the weights of one product.
+        n_bytes: of the weights of one product, or of each by its rows.
         reading: a weight file that is read meanwhile, for the second figure; the first one is taken
             for both where there is none, or it is too small to be read for long.
     """
     rows = tuple(sorted(products))
+    sizes = n_bytes if isinstance(n_bytes, Mapping) else dict.fromkeys(rows, n_bytes)
 
     def sweep() -> tuple[float, ...]:
-        return tuple(_typical_seconds(products[n]) / n_bytes for n in rows)
+        return tuple(_typical_seconds(products[n]) / sizes[n] for n in rows)
 
     alone = sweep()
     if reading is None or not is_measurable(reading):

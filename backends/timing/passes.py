@@ -29,7 +29,8 @@ _PLENTY_BYTES = 1 << 62
 
 def is_small(source: ModelSource) -> bool:
     """Whether the model is to be timed itself."""
-    return _layer_bytes(source) + source.outer_bytes <= SMALL_BYTES
+    experts = sum(layer.n_bytes for layer in source.experts if layer is not None)
+    return source.pass_bytes(1) + experts + source.outer_bytes <= SMALL_BYTES
 
 
 def measure_small(source: ModelSource, libraries: str, **where: Any) -> ModelCompute:
@@ -42,7 +43,9 @@ def measure_small(source: ModelSource, libraries: str, **where: Any) -> ModelCom
     Raises what loading the model raises.
     """
     shapes = [(r.dtype, r.shape) for layer in source.layers for r in layer.tensors]
+    experts = [(x.n_used, [r.shape for r in x.tensors[0]]) for x in source.experts if x is not None]
     kind = f"{type(source).__name__} {source.exactness.n_least_rows} {source.head_bytes} {shapes}"
+    kind += f" {experts}" if experts else ""
     curve = kept_curve(
         f"{libraries} {kind} {_ROWS}",
         lambda: measure_passes(source, _ROWS, load_mode="ram", **where),
@@ -76,7 +79,8 @@ def measure_passes(
         if n_prefix:
             backend.prefill([0] * n_prefix)
         passes = {n: _pass(backend, n, n_prefix) for n in rows}
-        return measure_curve(passes, _layer_bytes(source) + source.head_bytes, reading)
+        n_bytes = {n: source.pass_bytes(n) + source.head_bytes for n in rows}
+        return measure_curve(passes, n_bytes, reading)
 
 
 def _pass(backend: Backend, n_rows: int, n_prefix: int) -> Product:
@@ -87,7 +91,3 @@ def _pass(backend: Backend, n_rows: int, n_prefix: int) -> Product:
         backend.rollback(n_prefix)
 
     return run
-
-
-def _layer_bytes(source: ModelSource) -> int:
-    return sum(record.n_bytes for layer in source.layers for record in layer.tensors)

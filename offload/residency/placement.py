@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offload.formats.tensors import TensorRecord
+from offload.residency.experts import ExpertRoom
 from offload.storage.aligned import buffer_bytes
 from offload.storage.layout import Layout, make_layout
 from offload.units import MIB
@@ -118,6 +119,8 @@ class Placement:
     """Depth of the ring in host memory, see `n_slots`."""
     is_on_device: bool = False
     """Computed on a device; otherwise on the CPU."""
+    experts: ExpertRoom | None = None
+    """Of a mixture: the cache of its routed experts, which are no part of `layers`."""
 
     def __post_init__(self) -> None:
         if self.n_streamed_layers and self.max_slots < 1:
@@ -130,15 +133,19 @@ class Placement:
 
     @property
     def streamed_bytes(self) -> int:
-        """Read from storage per pass."""
-        return sum(layer.slot_bytes for layer in self.layers)
+        """Read from storage per pass; of experts what one row is expected to miss."""
+        missed = 0 if self.experts is None else int(self.experts.bytes_per_token)
+        return sum(layer.slot_bytes for layer in self.layers) + missed
 
     @property
     def n_moving_layers(self) -> int:
         """Layers that are not wholly where they are computed when a pass comes to them."""
         if self.is_on_device:
             return sum(1 for layer in self.layers if layer.copied_bytes)
-        return self.n_streamed_layers
+        if self.experts is None or self.experts.holds_all:
+            return self.n_streamed_layers
+        pairs = zip(self.layers, self.experts.layers, strict=True)
+        return sum(1 for layer, experts in pairs if layer.slot_bytes or experts is not None)
 
     @property
     def moved_bytes(self) -> int:
@@ -170,8 +177,13 @@ class Placement:
 
     @property
     def host_bytes(self) -> int:
-        """Of the resident tensors and the ring."""
-        return self.resident_bytes + self.ring_bytes
+        """Of the resident tensors, the ring and the cache of experts."""
+        return self.resident_bytes + self.ring_bytes + self.expert_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the cache of experts."""
+        return 0 if self.experts is None else self.experts.n_bytes
 
     # --- the device's memory -----------------------------------------------------------------
 

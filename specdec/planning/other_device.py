@@ -141,6 +141,7 @@ def plan_on(
 def _this_machine(options: RunOptions, pair: OpenedPair) -> Machine:
     target = pair.target.source
     records = [record for layer in target.layers for record in layer.tensors]
+    records += [r for x in target.experts if x is not None for e in x.tensors for r in e]
     return ThisMachine(target.path, matrix_formats(records), options.backend.n_threads)
 
 
@@ -219,6 +220,7 @@ def _compute(
         return source.measure_compute(beside_reads)
     layers = source.layers or (() if lender is None else lender.layers)
     records = [record for layer in layers for record in layer.tensors]
+    records += [r for x in source.experts if x is not None for e in x.tensors for r in e]
     n_bytes = sum(record.n_bytes for record in records)
     one = device.pass_compute(records)
     curve = ComputeCurve.linear(one.fixed_seconds / n_bytes, one.seconds_per_row / n_bytes)

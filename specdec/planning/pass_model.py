@@ -47,7 +47,9 @@ class PassModel:
 
     def cost(self) -> PassCost:
         """As the larger of two: one row's pass, and a line through those that rows hold up."""
-        if not self.placement.n_moving_layers:  # nothing hides rows: a few of them count
+        # Nothing hides rows: a few of them count. Nor are experts' reads hidden, of which every row
+        # asks for some.
+        if not self.placement.n_moving_layers or self.placement.experts is not None:
             return PassCost(0.0, *_line(1, self.seconds(1), _FEW_ROWS, self.seconds(_FEW_ROWS)))
         rows = _GPU_ROWS if self.placement.is_on_device else _ROWS
         seconds = {n: self.seconds(n) for n in rows}
@@ -69,10 +71,12 @@ class PassModel:
         layers = [
             LayerWork(
                 layer.slot_bytes / self.storage_bytes_per_second,
-                seconds * layer.n_bytes + moving * layer.slot_bytes,
+                seconds * layer.n_bytes
+                + moving * layer.slot_bytes
+                + self._expert_seconds(index, n_rows),
                 layer.copied_bytes / self.copy_bytes_per_second if is_copied else 0.0,
             )
-            for layer in placed.layers
+            for index, layer in enumerate(placed.layers)
         ]
         return simulate_passes(
             layers,
@@ -82,6 +86,16 @@ class PassModel:
             gap_seconds=gap_seconds,
             overlap=overlap,
         )
+
+    def _expert_seconds(self, layer: int, n_rows: int) -> float:
+        """Of a layer's routed experts: those that are missing are read, and then all computed."""
+        room = self.placement.experts
+        experts = None if room is None else room.layers[layer]
+        if room is None or experts is None:
+            return 0.0
+        per_byte = self.compute.per_byte.seconds(experts.rows_each(n_rows))
+        read_seconds = room.read_bytes(layer, n_rows) / self.storage_bytes_per_second
+        return read_seconds + per_byte * experts.used_bytes(n_rows)
 
     def _compute_seconds(self, n_rows: int) -> float:
         n_bytes = sum(layer.n_bytes for layer in self.placement.layers)

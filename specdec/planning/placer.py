@@ -8,11 +8,12 @@ in the same order: `least_device_bytes`; with so many device bytes given to it, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from backends.contract.source import ModelSource
 from offload.device.loading import LOAD_STAGING_BYTES
+from offload.residency.experts import ExpertRoom, count_experts, least_slots, slot_bytes
 from offload.residency.placement import LayerWeights, Placement
 from offload.residency.plan import DEFAULT_N_SLOTS, least_host_bytes, plan_residency
 from offload.residency.tiers import fill_device, fill_host, least_device_bytes, whole_device_bytes
@@ -60,7 +61,18 @@ class CpuPlacer(Placer):
 
     @cached_property
     def _everything(self) -> Placement:
-        return plan_residency(self.source.layers, _PLENTY_BYTES)
+        placed = plan_residency(self.source.layers, _PLENTY_BYTES)
+        return self._with_experts(placed, count_experts(self.source.experts))
+
+    def _with_experts(self, placed: Placement, n_slots: int) -> Placement:
+        experts = self.source.experts
+        return replace(placed, experts=ExpertRoom(experts, n_slots)) if experts else placed
+
+    @cached_property
+    def _least_expert_bytes(self) -> int:
+        """Room for the experts of one row of a layer."""
+        experts = self.source.experts
+        return least_slots(experts) * slot_bytes(experts)
 
     @property
     def all_bytes(self) -> int:
@@ -74,7 +86,7 @@ class CpuPlacer(Placer):
         if self.load_mode == "ram":
             return self.all_bytes
         streamed = least_host_bytes(self.source.layers, self.n_slots)
-        return min(self.all_bytes, streamed + self._overhead_bytes)
+        return min(self.all_bytes, streamed + self._overhead_bytes + self._least_expert_bytes)
 
     def least_bytes(self, device_bytes: int) -> int:
         return self._least_bytes
@@ -82,13 +94,21 @@ class CpuPlacer(Placer):
     def place(self, n_bytes: int, device_bytes: int) -> Placement:
         if self.load_mode in ("mmap", "ram") or self.all_bytes <= n_bytes:
             return self._everything
-        left = n_bytes - self._overhead_bytes
-        return plan_residency(self.source.layers, left, n_slots=self.n_slots)
+        # Every pass needs all of what is not an expert: that goes first.
+        left = n_bytes - self._overhead_bytes - self._least_expert_bytes
+        dense = plan_residency(self.source.layers, left, n_slots=self.n_slots)
+        if not self.source.experts:
+            return dense
+        overhead = self._overhead_bytes if dense.n_slots else 0
+        n_expert_bytes = n_bytes - overhead - dense.host_bytes
+        return self._with_experts(dense, n_expert_bytes // slot_bytes(self.source.experts))
 
     def parts(self, placed: Placement) -> Parts:
         if self.load_mode == "mmap":
             return Parts()
         host = {"pinned layers": placed.resident_bytes, "ring": placed.ring_bytes}
+        if placed.experts is not None:
+            host["expert cache"] = placed.expert_bytes
         if placed.n_slots:
             host["paging"] = self._overhead_bytes
         return Parts(host)

@@ -116,7 +116,7 @@ def measure_figures(pair: OpenedPair, total_bytes: int) -> Figures:
 def must_stream(source: ModelSource, total_bytes: int) -> bool:
     """Whether a model's layers alone are more than so much memory."""
     n_bytes = sum(record.n_bytes for layer in source.layers for record in layer.tensors)
-    return n_bytes > total_bytes
+    return n_bytes + sum(x.n_bytes for x in source.experts if x is not None) > total_bytes
 
 
 def make_plan(

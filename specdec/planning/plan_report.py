@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from backends.contract.exactness import Exactness
 from offload.budget import MemoryBudget, format_up
+from offload.residency.experts import ExpertRoom
 from offload.residency.placement import Placement
 from offload.units import GIB, format_bytes
 from specdec.planning.search import Alternative
@@ -17,7 +18,7 @@ _WHY_NOT_THE_FASTEST = (
 _HEADINGS = ("weighed", "GB/pass", "s, 1 row", "s, tree", "tokens/s")
 
 
-_OF_MODELS = ("embeddings and head", "KV cache", "pinned layers", "ring")
+_OF_MODELS = ("embeddings and head", "KV cache", "pinned layers", "ring", "expert cache")
 """How the parts end that hold weights or keys and values."""
 
 
@@ -69,6 +70,16 @@ def placement_line(placed: Placement) -> str:
     return (
         f"{line}; {format_bytes(placed.streamed_bytes)} streamed per pass "
         f"through {placed.n_slots} slots of {format_bytes(placed.slot_bytes)}"
+    )
+
+
+def expert_line(room: ExpertRoom) -> str:
+    held = f"{room.n_slots} of {room.n_experts} experts in memory ({format_bytes(room.n_bytes)})"
+    if room.holds_all:
+        return held
+    return (
+        f"{held}, expected to be {room.hit_rate:.0%} of those asked for; "
+        f"{format_bytes(int(room.bytes_per_token))} read for a token"
     )
 
 

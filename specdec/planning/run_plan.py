@@ -13,6 +13,7 @@ from specdec.planning.plan_report import (
     alternatives_table,
     enough,
     exactness_line,
+    expert_line,
     memory_table,
     overhead_bytes,
     placement_line,
@@ -147,6 +148,7 @@ class RunPlan:
             "device": self.device,
             "draft_device": self.draft_device if self.chosen.draft is not None else None,
             **self._vram_dict(),
+            **self._expert_dict(),
             "ctx_size": self.ctx_size,
             "uses_mmap": self.uses_mmap,
             "n_layers": len(residency.layers),
@@ -171,6 +173,19 @@ class RunPlan:
             "weighed": [one.to_dict() for one in self.alternatives],
             "warnings": list(self.warnings),
             "notes": list(self.notes),
+        }
+
+    def _expert_dict(self) -> dict[str, Any]:
+        """Of a mixture whose experts are read as they are asked for."""
+        room = self.residency.experts
+        if room is None:
+            return {}
+        return {
+            "n_experts": room.n_experts,
+            "n_expert_slots": room.n_slots,
+            "expert_slot_bytes": room.slot_bytes,
+            "expected_expert_hit_rate": room.hit_rate,
+            "expected_expert_bytes_per_token": room.bytes_per_token,
         }
 
     def _vram_dict(self) -> dict[str, Any]:
@@ -202,6 +217,8 @@ class RunPlan:
             lines.append("the target's weights are read through the page cache and not counted")
         else:
             lines.append(placement_line(self.residency))
+            if self.residency.experts is not None:
+                lines.append(expert_line(self.residency.experts))
         if draft is not None and draft.n_streamed_layers:
             lines.append("draft: " + placement_line(draft))
         if vram is not None and self.chosen.draft is not None:

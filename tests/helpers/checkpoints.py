@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 VOCAB = 96
 _COMMON = {
@@ -87,13 +91,65 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 
+_MOE = {**_GQA, "moe_intermediate_size": 24, "num_experts_per_tok": 3}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_routed_experts": 12,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
+MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen2-moe": (  # a shared expert behind a gate; the second layer is dense
+        "Qwen2MoeConfig",
+        {**_MOE, "num_experts": 12, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    ),
+    "qwen3-moe": ("Qwen3MoeConfig", {**_MOE, "num_experts": 12, "head_dim": 8}),
+    "mixtral": (
+        "MixtralConfig",
+        {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "olmoe": ("OlmoeConfig", {**_GQA, "num_experts": 12, "num_experts_per_tok": 3}),
+    "gpt-oss": (  # one tensor for all experts, with biases; sinks and windows
+        "GptOssConfig",
+        {
+            **_GQA,
+            "head_dim": 8,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+        },
+    ),
+    "glm4-moe": (  # scores are corrected; the first layer is dense
+        "Glm4MoeConfig",
+        {
+            **_MOE,
+            "head_dim": 8,
+            "n_routed_experts": 12,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "deepseek-v2": ("DeepseekV2Config", {**_MOE, **_LATENT, "topk_method": "group_limited_greedy"}),
+    "deepseek-v3": ("DeepseekV3Config", {**_MOE, **_LATENT}),
+}
+"""Mixtures of experts."""
+
 
 def save_tiny_checkpoint(family: str, directory: Path, seed: int = 0, **overrides: object) -> Path:
     """Write a random fp32 checkpoint of `family`, sharded, with weights of a lively size."""
     import torch
     import transformers
 
-    config_name, values = FAMILIES[family]
+    config_name, values = (FAMILIES | MIXTURES)[family]
     config = getattr(transformers, config_name)(**{**values, **overrides})
     generator = torch.Generator().manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -102,5 +158,16 @@ def save_tiny_checkpoint(family: str, directory: Path, seed: int = 0, **override
             parameter.normal_(0.0, 0.25, generator=generator)
             if parameter.ndim == 1:
                 parameter.add_(1.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1, generator=generator)
     model.save_pretrained(directory, max_shard_size="40KB")
     return directory
+
+
+def in_dtype(directory: Path, folder: Path, dtype: torch.dtype) -> Path:
+    """The same checkpoint in another number format."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).save_pretrained(folder)
+    return folder

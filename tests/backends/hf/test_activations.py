@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from checkpoints import FAMILIES
+from checkpoints import FAMILIES, MIXTURES
 from torch.profiler import ProfilerActivity, profile
 
 from backends.contract.source import BackendOptions
@@ -33,6 +33,8 @@ SHAPES: dict[str, dict[str, object]] = {
     "gpt-neox": _WIDE,
     "qwen2": {**_WIDE, "num_key_value_heads": 2},
     "phi3": {**_WIDE, "num_key_value_heads": 2},
+    "qwen3-moe": {**_WIDE, "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 64},
+    "deepseek-v3": {**_WIDE, "moe_intermediate_size": 64},
 }
 
 
@@ -54,7 +56,7 @@ def peak_bytes(backend: TorchBackend, token_ids: list[int]) -> int:
 def test_planned_bytes_cover_what_a_prompt_takes(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    name, values = FAMILIES[family]
+    name, values = (FAMILIES | MIXTURES)[family]
     config = getattr(transformers, name)(**{**values, **SHAPES[family]})
     transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(tmp_path)
     model = load_hf_model(tmp_path)

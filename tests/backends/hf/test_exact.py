@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import FAMILIES
+from checkpoints import FAMILIES, in_dtype
 from exact_histories import CONTEXT, MAX_NODES, Plain, try_histories
 
 from backends.attention.blocks import Scores
@@ -18,13 +18,6 @@ from backends.hf import backend as hf_backend
 from backends.hf.source import HfSource
 from offload.residency.placement import Placement
 from offload.residency.plan import plan_residency
-
-
-def in_dtype(directory: Path, folder: Path, dtype: torch.dtype) -> Path:
-    from transformers import AutoModelForCausalLM
-
-    AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).save_pretrained(folder)
-    return folder
 
 
 def make_source(directory: Path) -> HfSource:

@@ -4,44 +4,27 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from checkpoints import FAMILIES, VOCAB
-from transformers import AutoModelForCausalLM
+from family_checks import (
+    PROMPT,
+    TOLERANCE,
+    TREE_PARENTS,
+    TREE_TOKENS,
+    path_tokens,
+    reference_logits,
+    scale,
+)
 
 from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.model import load_hf_model
 
-TOLERANCE = 1e-5
-PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
-# A tree below the prompt: two branches from the root, one of them forking again.
-TREE_TOKENS = [7, 20, 30, 21, 22, 31, 40]
-TREE_PARENTS = [-1, 0, 0, 1, 3, 2, 3]
-
 
 def streamed(directory, **options):
     """A backend that keeps nothing of the layers in memory, behind a ring of two slots."""
     model = load_hf_model(directory)
     return TorchBackend(model, CpuWeights(model, model.layer_weights, 2), **options)
-
-
-def reference_logits(directory, token_ids):
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return model(torch.tensor([token_ids])).logits[0].numpy()
-
-
-def path_tokens(node):
-    tokens = []
-    while node != -1:
-        tokens.append(TREE_TOKENS[node])
-        node = TREE_PARENTS[node]
-    return tokens[::-1]
-
-
-def scale(logits):
-    return max(1.0, float(np.abs(logits).max()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,7 +103,7 @@ def test_vocabulary_of_the_logits(checkpoint_factory):
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"model_type": "mixtral", "num_hidden_layers": 2}, "mixture of experts"),
+        ({"model_type": "phimoe", "num_hidden_layers": 2}, "mixture of experts that specdec does"),
         ({"model_type": "t5"}, "encoder-decoder"),
         ({"model_type": "mamba", "num_hidden_layers": 2}, "mamba"),
         ({"model_type": "gpt_neo"}, "gpt_neo is not supported"),

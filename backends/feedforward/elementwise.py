@@ -9,6 +9,9 @@ that one thread takes them all, of a width that whole vectors fill.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
+from math import gcd
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,3 +45,25 @@ def _by_rows(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., 
         return found[:, :width].reshape(x.shape).contiguous()
 
     return forward
+
+
+def in_whole_vectors(function: Callable[..., Any], width: int) -> Callable[..., Any]:
+    """A function of rows [n, any], for so few at a time that one thread takes them, and as many as
+    fill whole vectors where a row alone does not.
+
+    width: numbers that it computes with for each row.
+    """
+    step = _VECTOR_ELEMENTS // gcd(_VECTOR_ELEMENTS, width)
+
+    def call(x: torch.Tensor) -> Any:
+        n_rows = x.shape[0]
+        n_steps = -(-n_rows // step)
+        n_parts = max(1, -(-n_steps * step * width // _SERIAL_ELEMENTS))
+        rows = pad(x, (0, 0, 0, n_steps * step - n_rows))
+        ends = [n_steps * i // n_parts * step for i in range(n_parts + 1)]  # of about the same size
+        found = [function(rows[start:end]) for start, end in pairwise(ends)]
+        if isinstance(found[0], tuple):
+            return tuple(torch.cat(parts)[:n_rows] for parts in zip(*found, strict=True))
+        return torch.cat(found)[:n_rows]
+
+    return call

@@ -1,0 +1,1 @@
+"""Feed-forward layers whose rows do not depend on each other: activations, routers, experts."""

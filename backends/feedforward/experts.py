@@ -1,0 +1,87 @@
+"""The routed experts of a layer, computed one after the other as they come into memory.
+
+transformers computes them from parameters that hold all experts of a layer. Here each comes as the
+tensors that it has in the file, in the slot that they were read into: a product with the group of
+rows that was routed to it, for as many experts as were hit. On a CPU transformers' grouped product
+is that loop, too: its groups have the bits of `linear`, and change as these do with the number of
+rows (below 4 in float32). But it wants the weights of all hit experts side by side, which would be
+a copy of every byte that is read.
+
+Each row's outputs are added in the order of its own choice of experts, and a group is filled up to
+the rows from which on products are steady: so a row's bits do not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, pad
+
+from backends.feedforward.elementwise import in_whole_vectors
+from offload.ring.slots import Check
+
+BringExperts = Callable[
+    [Sequence[int], Check | None], Generator[tuple[int, list[torch.Tensor]], None, None]
+]
+"""Each of these experts once, in any order, with its tensors: valid until the next one."""
+
+
+class ExpertsRunner:
+    """The forward of a transformers module of experts, from then on.
+
+    Args:
+        bring: hands out a layer's experts.
+        least_rows: of a product.
+    """
+
+    def __init__(self, module: nn.Module, bring: BringExperts, least_rows: int) -> None:
+        self._module, self._bring, self._least_rows = module, bring, least_rows
+        self._is_transposed = bool(module.is_transposed)
+        n_inner = module.down_proj.shape[1 if module.is_transposed else 2]
+        self._gate = in_whole_vectors(module._apply_gate, n_inner)
+        self.check: Check | None = None
+        """Called while experts are waited for."""
+        module.forward = self
+
+    def detach(self) -> None:
+        """Give the module its own forward back; may be repeated."""
+        self._module.__dict__.pop("forward", None)
+
+    def __call__(
+        self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *args: Any
+    ) -> torch.Tensor:
+        """hidden [rows, hidden]; of each row the experts [rows, k] and their weights [rows, k]."""
+        n_rows, n_used = experts.shape
+        chosen = experts.flatten()
+        outputs = hidden.new_empty(n_rows * n_used, hidden.shape[1])
+        with closing(self._bring(chosen.unique().tolist(), self.check)) as brought:
+            for expert, tensors in brought:
+                places = (chosen == expert).nonzero()[:, 0]
+                outputs[places] = self._compute(expert, tensors, hidden[places // n_used])
+        weighted = outputs.view(n_rows, n_used, -1) * weights[..., None]
+        total = weighted[:, 0].float()
+        for i in range(1, n_used):
+            total = total + weighted[:, i]
+        return total.to(hidden.dtype)
+
+    def _compute(
+        self, expert: int, tensors: list[torch.Tensor], rows: torch.Tensor
+    ) -> torch.Tensor:
+        n_missing = max(0, self._least_rows - len(rows))
+        x = pad(rows, (0, 0, 0, n_missing))
+        *inputs, down = tensors
+        pairs = [self._multiply(x, weight, expert, "gate_up_proj_bias") for weight in inputs]
+        x = self._gate(pairs[0] if len(pairs) == 1 else torch.cat(pairs, dim=-1))
+        return self._multiply(x, down, expert, "down_proj_bias")[: len(rows)]
+
+    def _multiply(
+        self, x: torch.Tensor, weight: torch.Tensor, expert: int, bias_name: str
+    ) -> torch.Tensor:
+        bias = getattr(self._module, bias_name)[expert] if self._module.has_bias else None
+        if self._is_transposed:
+            return torch.addmm(x.new_zeros(weight.shape[1]) if bias is None else bias, x, weight)
+        return linear(x[None], weight, bias)[0]

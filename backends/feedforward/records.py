@@ -1,0 +1,94 @@
+"""Where the experts of a layer lie in a checkpoint.
+
+transformers keeps the experts of a layer in one parameter, gate and up together; most checkpoints
+have three tensors for each expert, which are read from where they lie. Where a checkpoint has one
+tensor for all experts, the expert is its first dimension.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from backends.contract.backend import UnsupportedModel
+from offload.formats.tensors import CheckpointError, TensorRecord
+from offload.residency.experts import LayerExperts
+
+MIXTURES = "deepseek_v2 deepseek_v3 glm4_moe gpt_oss mixtral olmoe qwen2_moe qwen3_moe".split()
+"""Families that were tried."""
+STACKED = ("gate_up_proj", "down_proj")
+"""Parameters of a module of experts that are not held with the rest of its layer."""
+_OF_MIXTURES = re.compile(r"Experts|MoE$|Moe$|MoeBlock|Router")
+_SEPARATE = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+Find = Callable[[str], TensorRecord | None]
+
+
+def is_experts(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in (*STACKED, "is_transposed", "num_experts"))
+
+
+def refuse_other_mixtures(model_type: str, model: nn.Module) -> None:
+    """Raise UnsupportedModel for a mixture that specdec does not know."""
+    is_mixture = any(_OF_MIXTURES.search(type(module).__name__) for module in model.modules())
+    if is_mixture and model_type not in MIXTURES:
+        raise UnsupportedModel(
+            f"{model_type} is a mixture of experts that specdec does not know: "
+            f"of checkpoints it runs {', '.join(MIXTURES)}; take a GGUF file of it"
+        )
+
+
+def find_experts(name: str, module: Any, n_used: int, find: Find, where: str) -> LayerExperts:
+    """The tensors of every expert of the module `name`. Raises CheckpointError."""
+    stacked = [find(f"{name}.{part}") for part in STACKED]
+    if all(stacked):
+        shapes = [tuple(getattr(module, part).shape) for part in STACKED]
+        for record, shape in zip(stacked, shapes, strict=True):
+            _check(record, shape, where)
+        return LayerExperts(
+            tuple(tuple(_slice(r, i) for r in stacked if r) for i in range(module.num_experts)),
+            n_used,
+        )
+    two_inner, hidden = module.gate_up_proj.shape[1:]
+    inner = two_inner // 2
+    shapes = [(inner, hidden), (inner, hidden), (hidden, inner)]
+    parts = next((p for p in _SEPARATE if find(f"{name}.0.{p[0]}.weight")), _SEPARATE[0])
+    experts = []
+    for i in range(module.num_experts):
+        records = []
+        for part, shape in zip(parts, shapes, strict=True):
+            full = f"{name}.{i}.{part}.weight"
+            record = find(full)
+            if record is None:
+                raise CheckpointError(
+                    f"{where} lacks {full}: the download is incomplete or the config is "
+                    "another model's"
+                )
+            _check(record, shape, where)
+            records.append(record)
+        experts.append(tuple(records))
+    return LayerExperts(tuple(experts), n_used)
+
+
+def _check(record: TensorRecord | None, shape: tuple[int, ...], where: str) -> None:
+    if record is not None and tuple(record.shape) != shape:
+        raise CheckpointError(
+            f"{where}: {record.name} has shape {list(record.shape)}, the config asks for "
+            f"{list(shape)}: take the config.json that belongs to these weights"
+        )
+
+
+def _slice(record: TensorRecord, expert: int) -> TensorRecord:
+    """One expert of a tensor that holds all of a layer."""
+    shape = record.shape[1:]
+    n_bytes = record.n_bytes // record.shape[0]
+    return replace(
+        record,
+        name=f"{record.name}[{expert}]",
+        shape=shape,
+        offset=record.offset + expert * n_bytes,
+        n_bytes=n_bytes,
+    )

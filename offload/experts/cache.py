@@ -1,0 +1,254 @@
+"""A cache of experts: a pass asks for those of one layer and gets each when it is in memory.
+
+Slots have the size of one expert, in one piece of memory. What a slot holds is what was read, as it
+lies in the file (O_DIRECT, no copies): a tensor begins where it does there, modulo ALIGNMENT.
+Experts that are there are handed out first, while those that are missing are read: all of them at
+once, as far as there are slots for them, in the order of the file.
+
+A pass may ask for more experts than there are slots: what it is through with makes room.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Generator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from offload.errors import SpecdecError
+from offload.experts.eviction import Directory, Visit
+from offload.process.interruptible import POLL_SECONDS, check_interrupt
+from offload.residency.experts import ExpertRoom, LayerExperts
+from offload.storage.aligned import AlignedBuffer
+from offload.storage.direct_io import DirectFile, OpenStorage
+from offload.storage.layout import Piece
+from offload.storage.reading import OpenFiles
+from offload.trace import READ, WAIT, record_since
+
+N_READERS = 8
+"""Reads in flight: an expert is a few MB, and storage wants several at a time."""
+Check = Callable[[], None]
+
+
+@dataclass
+class ExpertStats:
+    """Traffic since the cache was made."""
+
+    n_asked: int = 0
+    n_hits: int = 0
+    bytes_read: int = 0
+    stall_seconds: float = 0.0
+
+
+class ExpertCache:
+    """Experts of one model, for one pass at a time.
+
+    Args:
+        trace: gets the experts that every visit of a layer asked for.
+
+    Raises:
+        StorageError: a file cannot be opened.
+        MemoryError: the memory cannot be had.
+    """
+
+    def __init__(
+        self,
+        room: ExpertRoom,
+        *,
+        n_readers: int | None = None,
+        storage: OpenStorage = DirectFile,
+        trace: list[Visit] | None = None,
+    ) -> None:
+        self._room, self._trace = room, trace
+        self._layers = room.layers
+        self._last_layer = max(i for i, layer in enumerate(room.layers) if layer is not None)
+        self._directory = Directory(room.n_slots)
+        self.stats = ExpertStats()
+        self._is_stopped = False
+        extents = (
+            extent
+            for layer in room.layers
+            if layer is not None
+            for layout in layer.layouts
+            for extent in layout.extents
+        )
+        self._files = OpenFiles((extent.path for extent in extents), storage)
+        try:
+            self._memory = AlignedBuffer(room.n_bytes, is_committed=False, in_children=False)
+        except BaseException:
+            self._files.close()
+            raise
+        self._pool = ThreadPoolExecutor(n_readers or N_READERS, thread_name_prefix="specdec-expert")
+
+    def bring(
+        self, layer: int, experts: Collection[int], check: Check | None = None
+    ) -> Generator[tuple[int, tuple[memoryview, ...]], None, None]:
+        """Each of a layer's `experts` once, in any order, with the bytes of its tensors, which are
+        valid until the next one is asked for. The iterator is to be exhausted or closed.
+
+        check: called again and again while one is waited for; what it raises ends the wait.
+
+        Raises:
+            StorageError: a read failed, or a file was changed.
+            SpecdecError: the cache was closed.
+        """
+        self.check_open()
+        self._directory.visit(layer)
+        if self._trace is not None:
+            self._trace.append((layer, tuple(sorted(experts))))
+        here, missing = [], []
+        for expert in experts:
+            slot = self._directory.find(layer, expert)
+            missing.append(expert) if slot is None else here.append((expert, slot))
+        self.stats.n_asked += len(experts)
+        self.stats.n_hits += len(here)
+        reads = _Reads(self, layer, {*experts}, deque(self._in_file_order(layer, missing)))
+        try:
+            reads.start()
+            for expert, slot in here:
+                yield expert, self._tensors(layer, expert, slot)
+                reads.release(expert)
+            while reads.has_more:
+                expert, slot = reads.next(check)
+                yield expert, self._tensors(layer, expert, slot)
+                reads.release(expert)
+            if layer == self._last_layer:  # by then all bytes of the pass were read
+                self._files.check_unchanged()
+        finally:
+            reads.close()
+
+    def admit(self, layer: int, expert: int, kept: Collection[int]) -> int | None:
+        """See Directory.admit."""
+        return self._directory.admit(layer, expert, kept)
+
+    def forget(self, layer: int, expert: int) -> None:
+        """What was read of it is not whole."""
+        self._directory.forget(layer, expert)
+
+    def read(self, layer: int, expert: int, slot: int, begun: list[Future[int]]) -> int:
+        """Begin to read an expert into a slot; returns how many reads that takes.
+
+        begun: gets them, one by one.
+        """
+        extents = self._experts(layer).layouts[expert].extents
+        for extent in extents:
+            begun.append(self._pool.submit(self._read, extent, self._slot(slot)))
+        return len(extents)
+
+    def _in_file_order(self, layer: int, experts: Collection[int]) -> list[int]:
+        layouts = self._experts(layer).layouts
+
+        def place(expert: int) -> tuple[str, int]:
+            first = layouts[expert].extents[0]
+            return str(first.path), first.file_offset
+
+        return sorted(experts, key=place)
+
+    def _experts(self, layer: int) -> LayerExperts:
+        found = self._layers[layer]
+        assert found is not None, f"layer {layer} has no experts"
+        return found
+
+    def _slot(self, slot: int) -> memoryview:
+        size = self._room.slot_bytes
+        return self._memory.view[slot * size : (slot + 1) * size]
+
+    def _tensors(self, layer: int, expert: int, slot: int) -> tuple[memoryview, ...]:
+        experts, view = self._experts(layer), self._slot(slot)
+        places = (experts.layouts[expert].tensors[r.name] for r in experts.tensors[expert])
+        return tuple(view[start : start + n_bytes] for start, n_bytes in places)
+
+    def _read(self, extent: Piece, slot: memoryview) -> int:
+        started = perf_counter()
+        n_bytes = self._files.read(extent, slot)
+        record_since(started, READ, "expert", n_bytes, extent.path)
+        return n_bytes
+
+    def stop(self) -> None:
+        """End a pass that waits, with an error."""
+        self._is_stopped = True
+
+    def check_open(self) -> None:
+        if self._is_stopped:
+            raise SpecdecError("the model was closed")
+
+    def close(self) -> None:
+        """Give threads, files and memory back. Idempotent."""
+        self.stop()
+        self._pool.shutdown(cancel_futures=True)  # waits for the running reads: they use the memory
+        self._files.close()
+        self._memory.close()
+
+
+@dataclass
+class _Read:
+    """Of an expert that is on its way to its slot."""
+
+    expert: int
+    slot: int
+    begun: list[Future[int]] = field(default_factory=list)
+    n_reads: int | None = None
+    """None: not all of them are begun."""
+
+    def is_whole(self) -> bool:
+        """Once they have ended."""
+        ended = (not one.cancelled() and one.exception() is None for one in self.begun)
+        return self.n_reads == len(self.begun) and all(ended)
+
+
+class _Reads:
+    """What one visit of a layer misses: read in order, as slots become free.
+
+    kept: experts of the layer that are still to be handed out.
+    """
+
+    def __init__(self, cache: ExpertCache, layer: int, kept: set[int], missing: deque[int]) -> None:
+        self._cache, self._layer, self._kept, self._missing = cache, layer, kept, missing
+        self._running: deque[_Read] = deque()
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self._missing or self._running)
+
+    def start(self) -> None:
+        """As many reads as there is room for."""
+        while self._missing:
+            slot = self._cache.admit(self._layer, self._missing[0], self._kept)
+            if slot is None:
+                return
+            one = _Read(self._missing.popleft(), slot)
+            self._running.append(one)
+            one.n_reads = self._cache.read(self._layer, one.expert, slot, one.begun)
+
+    def release(self, expert: int) -> None:
+        """It is done with, and may make room."""
+        self._kept.discard(expert)
+        self.start()
+
+    def next(self, check: Check | None) -> tuple[int, int]:
+        """(expert, slot) of the next one, as soon as it is there."""
+        one = self._running[0]
+        started = perf_counter()
+        while wait(one.begun, POLL_SECONDS).not_done:
+            check_interrupt()
+            self._cache.check_open()
+            if check is not None:
+                check()
+        seconds = record_since(started, WAIT, f"wait for experts of layer {self._layer}")
+        stats = self._cache.stats
+        stats.stall_seconds += seconds
+        stats.bytes_read += sum(read.result() for read in one.begun)
+        self._running.popleft()
+        return one.expert, one.slot
+
+    def close(self) -> None:
+        """Wait for what still runs; what is not whole is not kept."""
+        for one in self._running:
+            for read in one.begun:
+                read.cancel()
+        for one in self._running:
+            wait(one.begun)
+            if not one.is_whole():
+                self._cache.forget(self._layer, one.expert)
+        self._running.clear()

@@ -1,0 +1,70 @@
+"""Mixtures of experts, their experts in slots, against transformers itself and to the bit."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import MIXTURES, in_dtype
+from exact_histories import CONTEXT, MAX_NODES, try_histories
+from family_checks import (
+    PROMPT,
+    TOLERANCE,
+    TREE_PARENTS,
+    TREE_TOKENS,
+    path_tokens,
+    reference_logits,
+    scale,
+)
+
+from backends.contract.backend import PREFIX
+from backends.contract.source import BackendOptions, Loading
+from backends.hf.backend import TorchBackend
+from backends.hf.cpu_weights import CpuWeights
+from backends.hf.model import load_hf_model
+from backends.hf.source import HfSource
+from offload.residency.experts import ExpertRoom, count_experts
+from offload.residency.plan import plan_residency
+
+
+def opened(directory, n_slots=None, **options):
+    """Dense parts stream; experts have so many slots, or one each."""
+    model = load_hf_model(directory)
+    room = ExpertRoom(model.experts, n_slots or count_experts(model.experts))
+    return TorchBackend(model, CpuWeights(model, model.layer_weights, 2, experts=room), **options)
+
+
+@pytest.mark.parametrize("n_slots", [None, 2])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_prefill_and_tree_equal_transformers(family, n_slots, checkpoint_factory):
+    directory = checkpoint_factory(family)
+    with opened(directory, n_slots) as backend:
+        expected = reference_logits(directory, PROMPT)[-1]
+        assert np.abs(backend.prefill(PROMPT) - expected).max() <= TOLERANCE * scale(expected)
+        first = backend.next_node_id
+        parents = [PREFIX if p == -1 else first + p for p in TREE_PARENTS]
+        _, logits = backend.extend(TREE_TOKENS, parents)
+        for node, row in enumerate(logits):
+            expected = reference_logits(directory, PROMPT + path_tokens(node))[-1]
+            assert np.abs(row - expected).max() <= TOLERANCE * scale(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_any_history_gives_the_bits_of_one_token_per_pass(
+    family, dtype, checkpoint_factory, tmp_path
+):
+    """Alone, beside other rows, in a tree; with experts that come and go, and with all held."""
+    directory = in_dtype(checkpoint_factory(family), tmp_path, dtype)
+    sources = [HfSource(directory, BackendOptions(is_exact=True)) for _ in range(2)]
+    assert sources[0].exactness.is_exact, sources[0].exactness
+    few, all_held = (loaded(source, n) for source, n in zip(sources, (4, None), strict=True))
+    with few as backend, all_held as plain:
+        try_histories(backend, plain, max_examples=4)
+
+
+def loaded(source, n_slots=None):
+    residency = plan_residency(source.layers, 1 << 40)
+    if n_slots is not None:
+        residency = replace(residency, experts=ExpertRoom(source.experts, n_slots))
+    return source.load(Loading(residency, CONTEXT, MAX_NODES, MAX_NODES))

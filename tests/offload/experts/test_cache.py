@@ -1,0 +1,177 @@
+"""A cache of experts over a real file: what it hands out are the file's bytes, whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offload.errors import SpecdecError
+from offload.experts.cache import ExpertCache
+from offload.formats.tensors import TensorRecord
+from offload.residency.experts import ExpertRoom, LayerExperts
+from offload.storage.direct_io import DirectFile, StorageError
+
+N_LAYERS, N_EXPERTS = 3, 6
+SIZES = (5000, 3001, 9000)  # gate, up and down: neighbours, aligned nowhere
+
+
+class Written:
+    """A file of experts, each behind a gap, and what every tensor of it is."""
+
+    def __init__(self, path: Path) -> None:
+        rng = np.random.default_rng(0)
+        self.bytes: dict[tuple[int, int], list[bytes]] = {}
+        content, layers = bytearray(b"header "), []
+        for layer in range(N_LAYERS):
+            experts = []
+            for expert in range(N_EXPERTS):
+                content += bytes(100_000)
+                records, parts = [], []
+                for part, size in enumerate(SIZES):
+                    data = rng.bytes(size)
+                    name = f"{layer}.{expert}.{part}"
+                    records.append(TensorRecord(name, "U8", (size,), path, len(content), size))
+                    content += data
+                    parts.append(data)
+                experts.append(tuple(records))
+                self.bytes[layer, expert] = parts
+            layers.append(LayerExperts(tuple(experts), 2))
+        path.write_bytes(content)
+        self.layers = tuple(layers)
+        self.path = path
+
+    def room(self, n_slots: int) -> ExpertRoom:
+        return ExpertRoom(self.layers, n_slots)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    return Written(tmp_path / "experts.bin")
+
+
+@pytest.fixture
+def cache(written: Written) -> Iterator[ExpertCache]:
+    made = ExpertCache(written.room(4))
+    yield made
+    made.close()
+
+
+def check(cache: ExpertCache, written: Written, layer: int, experts: list[int]) -> None:
+    found = []
+    for expert, tensors in cache.bring(layer, experts):
+        assert [bytes(x) for x in tensors] == written.bytes[layer, expert]
+        found.append(expert)
+    assert sorted(found) == sorted(experts)
+
+
+def test_every_expert_is_the_files_own_bytes(written, cache) -> None:
+    rng = np.random.default_rng(1)
+    for step in range(30):
+        experts = rng.choice(N_EXPERTS, int(rng.integers(1, N_EXPERTS + 1)), replace=False)
+        check(cache, written, step % N_LAYERS, experts.tolist())
+
+
+def test_what_is_there_is_not_read_again(written, cache) -> None:
+    check(cache, written, 0, [1, 2])
+    before = cache.stats.bytes_read
+    assert before >= 2 * sum(SIZES)
+    check(cache, written, 0, [2, 1])
+    assert cache.stats.bytes_read == before
+    assert (cache.stats.n_hits, cache.stats.n_asked) == (2, 4)
+
+
+def test_neighbouring_tensors_are_one_read(written) -> None:
+    assert all(len(layout.extents) == 1 for layer in written.layers for layout in layer.layouts)
+
+
+def test_one_slot_is_enough(written) -> None:
+    cache = ExpertCache(written.room(1))
+    check(cache, written, 0, list(range(N_EXPERTS)))
+    check(cache, written, 1, list(range(N_EXPERTS)))
+    cache.close()
+
+
+def test_a_pass_that_ends_early_leaves_whole_experts_only(written, cache) -> None:
+    brought = cache.bring(0, [0, 1, 2, 3])
+    next(brought)
+    brought.close()
+    check(cache, written, 0, [0, 1, 2, 3])
+    check(cache, written, 1, [4, 5])
+
+
+def test_a_trace_has_what_was_asked_for(written) -> None:
+    trace: list = []
+    cache = ExpertCache(written.room(4), trace=trace)
+    check(cache, written, 2, [5, 1])
+    cache.close()
+    assert trace == [(2, (1, 5))]
+
+
+class FailingFile(DirectFile):
+    """A disk that fails once, at the second read."""
+
+    n_reads = 0
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        FailingFile.n_reads += 1
+        if FailingFile.n_reads == 2:
+            raise StorageError(f"{self.path}: I/O error")
+        return super().read_into(view, offset)
+
+
+def test_a_read_that_failed_is_told_and_read_again(written) -> None:
+    FailingFile.n_reads = 0
+    cache = ExpertCache(written.room(4), storage=FailingFile, n_readers=1)
+    with pytest.raises(StorageError, match="I/O error"):
+        check(cache, written, 0, [0, 1, 2])
+    check(cache, written, 0, [0, 1, 2])
+    cache.close()
+
+
+def test_a_check_that_raises_ends_the_wait(written, cache) -> None:
+    class Cancelled(Exception):
+        pass
+
+    def cancel() -> None:
+        raise Cancelled
+
+    hanging = ExpertCache(written.room(4), storage=SlowFile)
+    with pytest.raises(Cancelled):
+        list(hanging.bring(0, [0, 1], cancel))
+    check(hanging, written, 0, [0, 1])
+    hanging.close()
+
+
+class SlowFile(DirectFile):
+    """Reads take longer than what waits looks up."""
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        import time
+
+        time.sleep(0.05)
+        return super().read_into(view, offset)
+
+
+def test_a_closed_cache_says_so(written) -> None:
+    cache = ExpertCache(written.room(4))
+    cache.close()
+    cache.close()
+    with pytest.raises(SpecdecError, match="closed"):
+        list(cache.bring(0, [0]))
+
+
+def test_a_file_that_was_overwritten_is_noticed_in_the_last_layer(written, cache) -> None:
+    written.path.write_bytes(written.path.read_bytes() + b"more")
+    check(cache, written, 0, [5])
+    with pytest.raises(StorageError, match="was changed while in use"):
+        check(cache, written, N_LAYERS - 1, [5])
+
+
+def test_a_file_that_was_cut_is_noticed(written, cache) -> None:
+    with written.path.open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(StorageError):
+        check(cache, written, 0, [5])

@@ -1,0 +1,126 @@
+"""Plans of mixtures: dense weights first, and a cache of experts in what they leave."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints import save_tiny_checkpoint
+
+import specdec
+from backends.contract.curve import ComputeCurve
+from backends.contract.source import BackendOptions, ModelCompute
+from backends.hf.source import HfSource
+from offload.residency.experts import ExpertRoom, LayerExperts, least_slots, slot_bytes
+from specdec.models.names import resolve_model
+from specdec.planning.pass_model import PassModel
+from specdec.planning.placer import CpuPlacer
+from specdec.planning.plan import plan_run
+from specdec.planning.plan_report import expert_line
+
+COMPUTE = ModelCompute(ComputeCurve.linear(1e-12, 1e-13), 0)
+
+
+@pytest.fixture
+def source(checkpoint_factory) -> HfSource:
+    return HfSource(checkpoint_factory("qwen3-moe"), BackendOptions())
+
+
+@pytest.fixture
+def placer(source) -> CpuPlacer:
+    return CpuPlacer(source, "auto")
+
+
+def test_experts_are_no_part_of_the_layers(source) -> None:
+    names = {record.name for layer in source.layers for record in layer.tensors}
+    assert not any(".experts." in name for name in names)
+    experts = [layer for layer in source.experts if layer is not None]
+    assert [(len(x.tensors), len(x.tensors[0]), x.n_used) for x in experts] == [(12, 3, 3)] * 3
+
+
+def test_all_experts_are_held_where_there_is_room(placer) -> None:
+    placed = placer.place(placer.all_bytes, 0)
+    assert placed.experts is not None
+    assert placed.experts.holds_all
+    assert placed.n_moving_layers == 0
+    assert placed.host_bytes == placer.all_bytes
+    assert placer.parts(placed).host["expert cache"] == placed.experts.n_bytes
+
+
+def test_the_cache_has_what_dense_weights_leave(placer, source) -> None:
+    one = slot_bytes(source.experts)
+    for n_missing in (1, 10, 20):
+        n_bytes = placer.all_bytes - n_missing * one
+        placed = placer.place(n_bytes, 0)
+        assert placed.experts is not None
+        assert placed.n_streamed_layers == 0
+        assert placed.experts.n_slots == 36 - n_missing
+        assert placed.host_bytes <= n_bytes
+        assert placed.n_moving_layers == 3
+
+
+def test_the_least_is_a_ring_and_the_experts_of_one_row(placer, source) -> None:
+    least = placer.least_bytes(0)
+    placed = placer.place(least, 0)
+    assert placed.experts is not None
+    assert placed.experts.n_slots >= least_slots(source.experts) == 3
+    assert placed.host_bytes <= least
+
+
+def test_a_larger_cache_reads_less_and_is_faster(placer, source) -> None:
+    """Storage of 1 MB/s: reads are all that counts."""
+    one, seconds, read = slot_bytes(source.experts), [], []
+    for n_missing in (30, 20, 10, 0):
+        placed = placer.place(placer.all_bytes - n_missing * one, 0)
+        model = PassModel(placed, COMPUTE, 1e6)
+        seconds.append(model.seconds(1))
+        read.append(placed.streamed_bytes)
+        assert model.seconds(8) > model.seconds(1)
+        if n_missing:
+            assert placed.streamed_bytes / 1e6 == pytest.approx(seconds[-1], rel=0.01)
+            assert model.cost().seconds(8) > 1.5 * model.cost().seconds(1)
+    assert seconds == sorted(seconds, reverse=True)
+    assert read == sorted(read, reverse=True)
+    assert read[-1] == 0
+
+
+def test_what_a_pass_is_expected_to_miss(source) -> None:
+    room = ExpertRoom(source.experts, 18)
+    experts = source.experts[0]
+    assert isinstance(experts, LayerExperts)
+    assert experts.n_hit(1) == 3
+    assert experts.n_hit(2) == pytest.approx(3 * 2**0.7)
+    assert experts.n_hit(100) == 12
+    assert room.hit_rate == pytest.approx(0.5**0.25)
+    one_layer = 3 * experts.n_bytes / 12 * (1 - room.hit_rate)
+    assert room.bytes_per_token == pytest.approx(3 * one_layer)
+    assert "18 of 36 experts in memory" in expert_line(room)
+    assert "84% of those asked for" in expert_line(room)
+
+
+@pytest.fixture
+def with_tokenizer(tmp_path: Path) -> Path:
+    """With the embedded pair's vocabulary, so that its draft drafts for it."""
+    pair = resolve_model("pair:target")
+    directory = save_tiny_checkpoint("qwen3-moe", tmp_path, vocab_size=4096)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(pair / name, directory / name)
+    return directory
+
+
+def test_a_mixture_is_planned_by_name(with_tokenizer: Path) -> None:
+    plan = plan_run(with_tokenizer, memory_budget="2GiB")
+    assert any("36 of 36 experts in memory" in line for line in plan.lines())
+    found = plan.to_dict()
+    assert found["n_experts"] == found["n_expert_slots"] == 36
+    assert found["expected_expert_bytes_per_token"] == 0
+    assert found["memory"]["expert cache"] == 36 * found["expert_slot_bytes"]
+
+
+def test_a_draft_changes_nothing_of_a_mixtures_text(with_tokenizer: Path) -> None:
+    texts = []
+    for draft in (None, "pair:draft"):
+        with specdec.load(with_tokenizer, draft, memory_budget="2GiB", exact="on") as llm:
+            texts.append(llm.generate("def main():", max_tokens=16, temperature=0).text)
+    assert texts[0] == texts[1]
