@@ -7,7 +7,7 @@ import time
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from bench.train.model import forward_logits
 
@@ -18,7 +18,7 @@ SAMPLE_TEMPERATURE = 0.7
 
 
 def distillation_loss(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM, ids: torch.Tensor, argmax_weight: float
+    target: LlamaForCausalLM, draft: PreTrainedModel, ids: torch.Tensor, argmax_weight: float
 ) -> torch.Tensor:
     """Cross-entropy of the draft to the target's distribution, plus to its likeliest token.
 

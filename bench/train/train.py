@@ -82,15 +82,23 @@ class PairData:
 
 
 def prepare_data(
-    scratch: Path, roots: list[Path], cap_bytes: int, vocab_size: int, seed: int
+    scratch: Path,
+    roots: list[Path],
+    cap_bytes: int,
+    vocab_size: int,
+    seed: int,
+    tokenizer: Tokenizer | None = None,
 ) -> PairData:
-    """Collects and tokenises the corpus, or takes it from `scratch`."""
+    """Collects and tokenises the corpus, or takes it from `scratch`.
+
+    tokenizer: None trains one of `vocab_size` tokens on the corpus.
+    """
     summary = scratch / "corpus.json"
     if not summary.exists():
         corpus = collect(roots, cap_bytes, FAVOURED)
         documents = mixed_documents(corpus.train_files, corpus.train_functions, seed)
         log.info("corpus: %d files, %d documents", len(corpus.train_files), len(documents))
-        tokenizer = train_tokenizer(documents, vocab_size)
+        tokenizer = tokenizer or train_tokenizer(documents, vocab_size)
         tokenizer.save(str(scratch / "tokenizer.json"))
         np.save(scratch / "train.npy", encode(tokenizer, documents))
         np.save(scratch / "valid.npy", encode(tokenizer, corpus.valid_files))

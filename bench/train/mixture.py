@@ -1,0 +1,152 @@
+"""A small mixture of experts that behaves like the embedded target: its model and its losses.
+
+The target's feed-forward layers are cut into experts of a few neurons each, neurons that answer to
+similar inputs together, and a router in front of them begins with what each group answers to. So a
+mixture whose experts are all taken is the target itself, and training only has to teach the router
+which of them a token can do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+N_EXPERTS = 64
+TOP_K = 8
+EVERY_EXPERT = "bench_every_expert"
+_ROUTER_SCALE = 4.0
+"""Of the router's first weights, whose rows have norm 1: enough for experts to differ."""
+
+
+def mixture_config(target: LlamaForCausalLM) -> Qwen3MoeConfig:
+    """A Qwen3-MoE of the target's sizes; one KV head, so that it stays below 24 MB in bf16."""
+    config = target.config
+    return Qwen3MoeConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=1,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        moe_intermediate_size=config.intermediate_size // N_EXPERTS,
+        num_experts=N_EXPERTS,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=dict(config.rope_parameters),
+        tie_word_embeddings=True,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=None,
+        experts_implementation=EVERY_EXPERT,
+    )
+
+
+@torch.no_grad()
+def build_mixture(target: LlamaForCausalLM, seed: int) -> Qwen3MoeForCausalLM:
+    """The mixture before its training, in float32."""
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(mixture_config(target)).float()
+    model.config._experts_implementation = EVERY_EXPERT
+    model.model.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
+    model.model.norm.weight.copy_(target.model.norm.weight)
+    for ours, theirs in zip(model.model.layers, target.model.layers, strict=True):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            getattr(ours, name).weight.copy_(getattr(theirs, name).weight)
+        _copy_attention(ours.self_attn, theirs.self_attn, target.config.head_dim)
+        _cut_into_experts(ours.mlp, theirs.mlp)
+    return model
+
+
+def _copy_attention(ours: nn.Module, theirs: nn.Module, head_dim: int) -> None:
+    """Keys and values of all heads are averaged into one."""
+    ours.q_proj.weight.copy_(theirs.q_proj.weight)
+    ours.o_proj.weight.copy_(theirs.o_proj.weight)
+    for name in ("k_proj", "v_proj"):
+        weight = getattr(theirs, name).weight
+        heads = weight.view(-1, head_dim, weight.shape[1])
+        getattr(ours, name).weight.copy_(heads.mean(0))
+
+
+def _cut_into_experts(ours: nn.Module, theirs: nn.Module) -> None:
+    gate, up, down = (getattr(theirs, f"{name}_proj").weight for name in ("gate", "up", "down"))
+    directions = F.normalize(gate, dim=1)
+    groups = similar_groups(directions, N_EXPERTS)
+    for expert, neurons in enumerate(groups):
+        ours.experts.gate_up_proj[expert].copy_(torch.cat([gate[neurons], up[neurons]]))
+        # Routing weights sum to one: every expert that is taken counts 1 / TOP_K at the start.
+        ours.experts.down_proj[expert].copy_(down[:, neurons] * TOP_K)
+        ours.gate.weight[expert] = directions[neurons].mean(0)
+    ours.gate.weight.copy_(F.normalize(ours.gate.weight, dim=1) * _ROUTER_SCALE)
+
+
+def similar_groups(directions: torch.Tensor, n_groups: int) -> list[torch.Tensor]:
+    """Rows [n, d] of norm 1 in groups of the same size: each takes the rows nearest to the first
+    one that is left."""
+    size = len(directions) // n_groups
+    left = torch.arange(len(directions))
+    groups = []
+    for _ in range(n_groups):
+        nearest = (directions[left] @ directions[left[0]]).topk(size).indices
+        groups.append(left[nearest])
+        keep = torch.ones(len(left), dtype=torch.bool)
+        keep[nearest] = False
+        left = left[keep]
+    return groups
+
+
+def every_expert(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """All experts of all rows [n, hidden], those that a row was not routed to times zero.
+
+    With experts of 16 neurons that is one product of the size of the target's own: much faster on a
+    CPU than one for each expert, and forward and backward are those of the routed ones.
+    """
+    n_experts, two_neurons, hidden = self.gate_up_proj.shape
+    weights = hidden_states.new_zeros(len(hidden_states), n_experts)
+    weights = weights.scatter(1, top_k_index, top_k_weights.to(weights.dtype))
+    pairs = F.linear(hidden_states, self.gate_up_proj.reshape(-1, hidden))
+    pairs = pairs.view(-1, n_experts, two_neurons)
+    gate, up = pairs.chunk(2, dim=-1)
+    neurons = F.silu(gate) * up * weights[..., None]
+    down = self.down_proj.transpose(0, 1).reshape(hidden, -1)
+    return F.linear(neurons.flatten(1), down)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EVERY_EXPERT, every_expert)
+
+
+@contextmanager
+def router_logits(model: Qwen3MoeForCausalLM) -> Iterator[list[torch.Tensor]]:
+    """Of every layer [n, experts], of the passes inside the with-block."""
+    found: list[torch.Tensor] = []
+
+    def note(module: nn.Module, args: object, output: tuple[torch.Tensor, ...]) -> None:
+        found.append(output[0])
+
+    handles = [layer.mlp.gate.register_forward_hook(note) for layer in model.model.layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def balance_loss(logits: list[torch.Tensor]) -> torch.Tensor:
+    """Switch Transformers' (Fedus et al. 2021, equation 4): TOP_K where all experts get as much."""
+    loss = load_balancing_loss_func(tuple(logits), N_EXPERTS, TOP_K)
+    assert isinstance(loss, torch.Tensor)
+    return loss

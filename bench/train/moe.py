@@ -1,0 +1,134 @@
+"""Trains the embedded mixture of experts, distilled from the embedded target.
+
+    python -m bench.train.moe -o specdec/pair/moe --corpus .venv/lib/python3.11/site-packages
+
+It shares the pair's tokenizer, so that the pair's draft drafts for it. An interrupted run goes on
+from `--scratch`, where `early` is a checkpoint to develop against while training runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
+
+from bench.train.data import WindowSampler, validation_batches
+from bench.train.distil import distillation_loss
+from bench.train.mixture import N_EXPERTS, TOP_K, balance_loss, build_mixture, router_logits
+from bench.train.model import next_token_loss, save_checkpoint
+from bench.train.train import ARGMAX_WEIGHT, EARLY_CARD, prepare_data
+from bench.train.trainer import Phase, Trainer, TrainOptions, TrainState
+
+log = logging.getLogger(__name__)
+
+PHASES = (Phase(0.85, 4, 256), Phase(1.0, 1, 1024))
+BALANCE_WEIGHT = 0.01
+_VALID_ROWS, _VALID_LENGTH, _N_VALID = 4, 256, 24
+PAIR = Path(__file__).parents[2] / "specdec" / "pair"
+
+
+def mixture_loss(
+    target: LlamaForCausalLM, model: Qwen3MoeForCausalLM, ids: torch.Tensor
+) -> torch.Tensor:
+    """Of ids [n_rows, length + 1]: the target's distribution, and experts that share the work."""
+    with router_logits(model) as logits:
+        loss = distillation_loss(target, model, ids, ARGMAX_WEIGHT)
+    return loss + BALANCE_WEIGHT * balance_loss(logits)
+
+
+@torch.no_grad()
+def measure(
+    target: LlamaForCausalLM, model: Qwen3MoeForCausalLM, valid: np.ndarray
+) -> dict[str, float]:
+    """On held-out text: both models' loss in nats per token, and how evenly experts are used."""
+    batches = list(validation_batches(valid, _VALID_ROWS, _VALID_LENGTH))[:_N_VALID]
+    with router_logits(model) as logits:
+        ours = sum(next_token_loss(model, ids).item() for ids in batches) / len(batches)
+    theirs = sum(next_token_loss(target, ids).item() for ids in batches) / len(batches)
+    shares = [
+        torch.bincount(torch.cat(layer).topk(TOP_K).indices.flatten(), minlength=N_EXPERTS).float()
+        for layer in zip(*[iter(logits)] * len(model.model.layers), strict=True)
+    ]
+    used = torch.stack(shares).sum(0)
+    return {
+        "valid_nats_per_token": ours,
+        "target_valid_nats_per_token": theirs,
+        "busiest_expert_times_fair_share": float(used.max() / used.mean()),
+        "idlest_expert_times_fair_share": float(used.min() / used.mean()),
+    }
+
+
+def card(quality: dict[str, float], state: TrainState, command: str) -> str:
+    """The model card."""
+    rows = ((name.replace("_", " "), value) for name, value in quality.items())
+    figures = "\n".join(f"| {name} | {value:.3f} |" for name, value in rows)
+    return f"""---
+license: mit
+library_name: transformers
+---
+
+# specdec embedded mixture of experts
+
+A very small Qwen3-MoE of Python source: {N_EXPERTS} experts a layer, {TOP_K} of them for a token.
+Distilled from the embedded target, whose tokenizer it has. For tests and benchmarks; it does not
+solve problems. The corpus and its licences are those of the embedded target.
+
+| | |
+|---|---|
+| training | {state.step} steps, {state.tokens / 1e6:.1f} M tokens, {state.elapsed_s / 60:.0f} min |
+{figures}
+
+Made by `{command}`. Learning rates follow the clock, so another machine gives other weights.
+"""
+
+
+def main(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Gets the checkpoint.")],
+    corpus: Annotated[
+        list[Path] | None, typer.Option(help="Folder of installed packages; may be repeated.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Training time.")] = 600,
+    cap_mb: Annotated[float, typer.Option(help="Most text from one package, MB.")] = 1.5,
+    seed: int = 1,
+    threads: int = 1,
+    scratch: Annotated[Path, typer.Option(help="Checkpoints and caches.")] = Path("moe-scratch"),
+) -> None:
+    """Distil the embedded target into a mixture of experts, and write it with its model card."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(threads)
+    scratch.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
+    data = prepare_data(scratch, corpus or [], int(cap_mb * 1e6), 0, seed, tokenizer)
+    target = LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).eval()
+    target.requires_grad_(False)
+    model = build_mixture(target, seed)
+    options = f"--minutes {minutes:g} --threads {threads} --seed {seed}"
+    command = f"python -m bench.train.moe {options}"
+
+    def save_early(state: TrainState) -> None:
+        save_checkpoint(model, tokenizer, scratch / "early", EARLY_CARD)
+
+    trainer = Trainer(
+        "moe",
+        model,
+        lambda ids: mixture_loss(target, model, ids),
+        WindowSampler(data.train, seed),
+        TrainOptions(minutes, PHASES, muon_lr=0.008, adam_lr=0.0015),
+        scratch,
+        save_early,
+    )
+    state = trainer.run()
+    quality = measure(target, model, data.valid)
+    log.info("%s", quality)
+    save_checkpoint(model, tokenizer, out, card(quality, state, command))
+    log.info("wrote %s", out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
