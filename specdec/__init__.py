@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from specdec.api import load as load
     from specdec.async_llm import AsyncLLM as AsyncLLM
     from specdec.config import SpecConfig as SpecConfig
+    from specdec.decoding.stats import EngineStats as EngineStats
     from specdec.decoding.stats import GenerationStats as GenerationStats
     from specdec.planning.plan import plan_run as plan_run
     from specdec.planning.run_plan import RunPlan as RunPlan
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "AsyncLLM": "specdec.async_llm",
     "CompletionOutput": "specdec.api",
+    "EngineStats": "specdec.decoding.stats",
     "GenerationResult": "specdec.api",
     "GenerationStats": "specdec.decoding.stats",
     "LLM": "specdec.api",

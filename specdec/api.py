@@ -22,6 +22,7 @@ from specdec.decoding.engine import CalledFromInside
 from specdec.decoding.generation import Request
 from specdec.decoding.sequences import CompletionOutput, GenerationResult, StreamChunk
 from specdec.decoding.session import ModelClosed, ModelElsewhere, Session
+from specdec.decoding.stats import EngineStats
 from specdec.decoding.stream import GenerationStream, wait_for_any
 from specdec.drafters.base import Drafter
 from specdec.grammar.state import GrammarError
@@ -37,6 +38,7 @@ __all__ = [
     "LLM",
     "CalledFromInside",
     "CompletionOutput",
+    "EngineStats",
     "GenerationResult",
     "ModelClosed",
     "ModelElsewhere",
@@ -106,6 +108,12 @@ class LLM:
     def max_context(self) -> int:
         """Most tokens of a prompt and its continuation together."""
         return self.target.max_context
+
+    @property
+    def stats(self) -> EngineStats:
+        """Figures of all generations since the models were loaded. Any thread may ask at any time;
+        after `close`, too."""
+        return self.session.stats
 
     @overload
     def generate(

@@ -64,6 +64,15 @@ class StreamUse(NamedTuple):
     """The GPU had nothing to compute, because a layer was not there yet: storage and copies."""
 
 
+class KvUse(NamedTuple):
+    """Token positions of a KV cache."""
+
+    n_used: int
+    """That texts hold; one that several hold counts once."""
+    n_shared: int
+    """That would be needed beside these if nothing were shared."""
+
+
 def one_line(error: BaseException) -> str:
     """What a library raised, as part of one line of ours: all lines of the message joined, cut
     where they become a lecture."""
@@ -181,6 +190,11 @@ class Backend(Text):
     @abstractmethod
     def n_kv_allocated(self) -> int:
         """Token positions that `kv_bytes` has room for."""
+
+    @property
+    @abstractmethod
+    def kv_use(self) -> KvUse:
+        """What texts hold of these positions; any thread may ask."""
 
     def kv_growth_bytes(self, n_tokens: int) -> int:
         """What the KV cache may take beside what it takes now, by the end of a pass over nodes

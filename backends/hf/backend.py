@@ -22,7 +22,7 @@ import torch
 
 from backends.attention.batch import BLOCK_ROWS, BatchLayout
 from backends.attention.masks import alibi_bias
-from backends.contract.backend import BackendError, StreamUse
+from backends.contract.backend import BackendError, KvUse, StreamUse
 from backends.contract.mending import MendingBackend
 from backends.contract.sequence import SavedTensors, SequenceRows
 from backends.contract.text_kv import NewRows
@@ -171,6 +171,11 @@ class TorchBackend(MendingBackend[SequenceKv]):
     @property
     def n_kv_allocated(self) -> int:
         return self._pool.n_touched * BLOCK_ROWS
+
+    @property
+    def kv_use(self) -> KvUse:
+        pool = self._pool
+        return KvUse(BLOCK_ROWS * (pool.n_blocks - pool.n_free), BLOCK_ROWS * pool.n_shared)
 
     @property
     def unread_bytes(self) -> int:

@@ -160,6 +160,11 @@ class KvPool(Cache):
         return self.n_blocks - self.n_touched + len(self._given_back)
 
     @property
+    def n_shared(self) -> int:
+        """Blocks more that there would be if none were shared."""
+        return sum(n_users - 1 for n_users in self._n_users if n_users)
+
+    @property
     def is_unused(self) -> bool:
         return not any(self._n_users)
 

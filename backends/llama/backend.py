@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from backends.contract.backend import BackendError, ContextFull, StreamUse
+from backends.contract.backend import BackendError, ContextFull, KvUse, StreamUse
 from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.mending import MendingBackend
 from backends.contract.sequence import SavedTensors, SequenceRows
@@ -227,6 +227,10 @@ class LlamaBackend(MendingBackend[TreeSequences]):
     @property
     def n_kv_allocated(self) -> int:
         return 0 if self._is_closed else self._context.n_cells
+
+    @property
+    def kv_use(self) -> KvUse:
+        return KvUse(0, 0) if self._is_closed else self._cells.use
 
     @property
     def can_save_prefix(self) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
-from backends.contract.backend import BackendError
+from backends.contract.backend import BackendError, KvUse
 from backends.ggml.library import LlamaModel
 from backends.llama.context import LlamaContext
 from backends.llama.prefix import SequenceState
@@ -158,6 +158,12 @@ class Cells:
     def n_free(self) -> int:
         """Cells that texts may get, those of ended texts among them."""
         return self.n_cells - self._n_used + self._n_dead
+
+    @property
+    def use(self) -> KvUse:
+        cells = [cell for cell in list(self._lying) if cell.is_live]
+        n_holders = sum(sum(not user.has_ended for user in list(cell.users)) for cell in cells)
+        return KvUse(len(cells), n_holders - len(cells))
 
     def grow(self, texts: Sequence[CellUser], positions: Sequence[int]) -> None:
         """A pass has written a cell of each of these texts, in this order."""

@@ -56,7 +56,7 @@ class AnsweredLines:
     def _of_another(self, number: int) -> BatchError:
         return BatchError(
             f"{self._out.name} answers another line {number} than the input has, or the same one "
-            f"with other options: {self.begin_anew}"
+            f"with other options or weights: {self.begin_anew}"
         )
 
     @property

@@ -11,6 +11,7 @@ from specdec.batch.lines import Line, LineKey
 from specdec.batch.records import to_line
 from specdec.batch.request import LineError, LineRequest, Rules, read_request
 from specdec.decoding.sequences import GenerationResult
+from specdec.decoding.stats import EngineStats
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import Prompt
 
@@ -32,8 +33,9 @@ class Answer:
 Answered = Callable[[Answer], None]
 
 
-def answer_lines(llm: LLM, lines: Iterable[Line], rules: Rules, answered: Answered) -> None:
+def answer_lines(llm: LLM, lines: Iterable[Line], rules: Rules, answered: Answered) -> EngineStats:
     """Answer all lines; `answered` is called with each as it is finished, in this thread.
+    Returns the figures of the models.
 
     Lines are drawn only as there is room for them in the passes. What is wrong with one line is
     its record; what concerns all of them (storage that fails, say) is raised.
@@ -55,6 +57,7 @@ def answer_lines(llm: LLM, lines: Iterable[Line], rules: Rules, answered: Answer
 
     for index, outcome in llm.generate_each(requests()):
         answered(_answer(llm, *in_hand.pop(index), outcome, rules.model))
+    return llm.stats
 
 
 def _answer(

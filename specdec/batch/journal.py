@@ -115,8 +115,7 @@ class Journal:
             if before != now:
                 raise BatchError(
                     f"{self.partial} was begun with {name} {json.dumps(before)}, now it is "
-                    f"{json.dumps(now)}: go on with the same options, or remove that file to begin "
-                    "anew"
+                    f"{json.dumps(now)}: go on with the same, or remove that file to begin anew"
                 )
 
     def _read_out(self) -> None:

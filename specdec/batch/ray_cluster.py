@@ -21,11 +21,12 @@ from typing import Any
 
 from offload.units import MIB
 from specdec import __version__
-from specdec.batch.answering import Answer, Answered
+from specdec.batch.answering import Answered
 from specdec.batch.lines import BatchError, Line
-from specdec.batch.ray_worker import Ended, Failed, Wanted, Worker
+from specdec.batch.ray_worker import Ended, Failed, Told, Wanted, Worker
 from specdec.batch.request import Rules
 from specdec.batch.run import Answerer
+from specdec.decoding.stats import EngineStats, sum_of
 from specdec.planning.run_options import RunOptions
 
 AUTO = "auto"
@@ -47,6 +48,8 @@ class Place:
     n_cpus: int
     actor: Any = None
     in_hand: dict[int, Line] = field(default_factory=dict)
+    stats: EngineStats = EngineStats()
+    """As of its last answer."""
     n_deaths: int = 0
     """Since its last answer."""
 
@@ -86,20 +89,21 @@ class Cluster:
         self.places: list[Place] = []
         self._asked: dict[Any, Place] = {}
         """Calls that have not returned yet."""
+        self._stats_of_dead: list[EngineStats] = []
         self._idle: list[Place] = []
         self._given_back: deque[Line] = deque()
 
-    def answer(self, lines: Iterator[Line], answered: Answered) -> None:
+    def answer(self, lines: Iterator[Line], answered: Answered) -> EngineStats:
         """See `Answerer`."""
         for place in self.places:
             self._start(place)
         is_at_end = False
         while not is_at_end or self._given_back or any(place.in_hand for place in self.places):
             place, said = self._next_said()
-            if isinstance(said, Answer):
-                place.n_deaths = 0
-                del place.in_hand[said.key.number]
-                answered(said)
+            if isinstance(said, Told):
+                place.n_deaths, place.stats = 0, said.stats
+                del place.in_hand[said.answer.key.number]
+                answered(said.answer)
                 self._ask(place, place.actor.go_on)
             elif isinstance(said, Wanted):
                 line = self._given_back.popleft() if self._given_back else next(lines, None)
@@ -112,6 +116,7 @@ class Cluster:
                 self._wake()
             elif isinstance(said, Failed):
                 raise BatchError(f"on {place.machine}: {said.message}")
+        return sum_of((*self._stats_of_dead, *(place.stats for place in self.places)))
 
     def _next_said(self) -> tuple[Place, object]:
         """By the first worker that says something; None by one that is dead.
@@ -135,7 +140,8 @@ class Cluster:
         """Its lines go to whoever asks next; another worker takes its place."""
         lost = list(place.in_hand.values())
         self._given_back.extendleft(reversed(lost))
-        place.in_hand = {}
+        self._stats_of_dead.append(place.stats)
+        place.in_hand, place.stats = {}, EngineStats()
         place.n_deaths += 1
         told = f"a worker on {place.machine} ended ({_first_line(reason)})"
         if place.n_deaths < MOST_DEATHS:

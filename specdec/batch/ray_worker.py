@@ -16,18 +16,28 @@ from typing import TYPE_CHECKING
 from offload.errors import SpecdecError
 from specdec import __version__
 from specdec.batch.lines import BatchError, Line
+from specdec.decoding.stats import EngineStats
 from specdec.planning.run_options import RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from specdec.api import LLM
+    from specdec.batch.answering import Answer
     from specdec.batch.request import Rules
 
 
 @dataclass(frozen=True)
 class Wanted:
     """There is room for a line, and nothing else is said before one is given, or None."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A line is answered. stats: of the models, since they were loaded."""
+
+    answer: Answer
+    stats: EngineStats
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ class Failed:
 
 
 class Worker:
-    """Its methods return what its models say next: an Answer, or one of the above.
+    """Its methods return what its models say next: one of the above.
 
     Args:
         load: the models, as each machine opens them for itself.
@@ -75,7 +85,12 @@ class Worker:
         try:
             from specdec.batch.answering import answer_lines
 
-            answer_lines(self._open(), self._lines(), self._rules, self._said.put)
+            llm = self._open()
+
+            def answered(answer: Answer) -> None:
+                self._said.put(Told(answer, llm.stats))
+
+            answer_lines(llm, self._lines(), self._rules, answered)
             self._said.put(Ended())
         except SpecdecError as error:
             self._said.put(Failed(str(error)))
@@ -88,11 +103,26 @@ class Worker:
                 f"this machine has specdec {__version__}, the batch was begun by {self._version}: "
                 "install the same version"
             )
+        self._check_weights()
         if self._llm is None:
             from specdec.api import load
 
             self._llm = load(**self._load.keywords())
         return self._llm
+
+    def _check_weights(self) -> None:
+        wanted = self._rules.weights
+        if wanted is None:
+            return
+        from specdec.models.names import resolve_model
+        from specdec.models.weight_files import weights_fingerprint
+
+        found = weights_fingerprint(resolve_model(self._load.model))
+        if found != wanted:
+            raise BatchError(
+                f"{self._rules.model} has the weights {found} on this machine, the batch was begun "
+                f"with {wanted}: copy the model here"
+            )
 
     def _lines(self) -> Iterator[Line]:
         while True:

@@ -49,6 +49,8 @@ class Rules:
     """What a line does not say itself, as fields of SamplingParams."""
     seed: int = 0
     """Of the run: where a line has no seed, its own is made of this and of its number."""
+    weights: str | None = None
+    """The target's, as `weights_fingerprint` tells them; None: not known."""
 
 
 class LineError(BatchError):

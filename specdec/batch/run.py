@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from specdec.batch.answering import Answer, Answered
 from specdec.batch.journal import Journal
 from specdec.batch.lines import BatchError, Line, digest_key, open_input, read_lines
+from specdec.decoding.stats import EngineStats
 
 
 @dataclass
@@ -30,6 +31,8 @@ class BatchFigures:
     n_generated_tokens: int = 0
     seconds: float = 0.0
     """Since the models were there."""
+    engine: EngineStats | None = None
+    """Of all models that answered."""
     models: set[str] = field(default_factory=set)
     """That lines asked for by name."""
 
@@ -56,7 +59,8 @@ class BatchFigures:
 class Answerer(Protocol):
     """Whoever answers lines: this process, or workers elsewhere."""
 
-    def __call__(self, lines: Iterator[Line], answered: Answered) -> None: ...
+    def __call__(self, lines: Iterator[Line], answered: Answered) -> EngineStats:
+        """Answer all lines; the figures of the models that did it."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,8 @@ class Batch:
                         told()
 
                     lines = read_lines(self.source, key)
-                    answer((one for one in lines if not journal.is_answered(one.key)), answered)
+                    left = (one for one in lines if not journal.is_answered(one.key))
+                    figures.engine = answer(left, answered)
             if journal.n_answered < figures.n_lines:
                 raise BatchError(
                     f"{journal.n_answered} of {figures.n_lines} lines of {self.source} were "

@@ -24,6 +24,7 @@ from specdec.planning.run_options import RunOptions
 if TYPE_CHECKING:
     from specdec.batch.request import Rules
     from specdec.batch.run import Answerer, BatchFigures
+    from specdec.decoding.stats import EngineStats
 
 _TEXT_OPTIONS = (
     "model exact device ctx_size cache_type_k cache_type_v acceptance accept_threshold".split()
@@ -102,9 +103,10 @@ def batch(
     if enforce:
         run_again_enforced(context, load.memory_budget)
     seed = sampling.pop("seed", 0)
-    rules = Rules(str(load.model), {"max_tokens": max_tokens, **sampling}, seed)
+    weights = _weights(load, is_elsewhere=ray is not None)
+    rules = Rules(str(load.model), {"max_tokens": max_tokens, **sampling}, seed, weights)
     decisive = {name: getattr(load, name) for name in _TEXT_OPTIONS}
-    decided = {**decisive, "model": rules.model, **rules.sampling, "seed": seed}
+    decided = {**decisive, "model": rules.model, "weights": weights, **rules.sampling, "seed": seed}
     work, figures = Batch(source, output_file, order, decided), BatchFigures()
     try:
         with _progress(figures, is_shown=not quiet) as told:
@@ -121,6 +123,16 @@ def batch(
         write_json(_summary(figures))
     elif not quiet:
         say(_figures_line(figures))
+
+
+def _weights(load: RunOptions, *, is_elsewhere: bool) -> str | None:
+    """Which weights answer; None where only other machines have them, of a model of the hub."""
+    from specdec.models.names import is_hub_id, resolve_model
+    from specdec.models.weight_files import weights_fingerprint
+
+    if is_elsewhere and is_hub_id(load.model):
+        return None
+    return weights_fingerprint(resolve_model(load.model))
 
 
 def _answerer(
@@ -199,6 +211,7 @@ def _note(figures: BatchFigures, model: str, out: Path) -> None:
 def _summary(figures: BatchFigures) -> dict[str, Any]:
     found = asdict(figures)
     del found["models"]
+    found["engine"] = None if figures.engine is None else figures.engine.to_dict()
     return {**found, "tokens_per_second": figures.tokens_per_second}
 
 
@@ -209,8 +222,22 @@ def _figures_line(figures: BatchFigures) -> str:
         f"{figures.n_generated_tokens} tokens",
         f"{figures.tokens_per_second:.2f} tok/s",
         _duration(figures.seconds),
+        *_engine_parts(figures.engine),
     ]
     return " | ".join(parts)
+
+
+def _engine_parts(stats: EngineStats | None) -> list[str]:
+    """What the passes were like, where there were any."""
+    if stats is None or not stats.passes:
+        return []
+    parts = [
+        f"{stats.tokens_per_pass:.2f} tokens a pass of {stats.rows_per_pass:.1f} rows",
+        f"first token after {stats.mean_time_to_first_token:.1f} s",
+    ]
+    if stats.set_aside:
+        parts.append(f"{stats.set_aside} times set aside")
+    return parts
 
 
 def _duration(seconds: float) -> str:

@@ -5,13 +5,14 @@ Everything else serves the few lines of `step`. One text is a round of one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from backends.contract.backend import Backend
 from backends.contract.sequence import SequenceRows, SequenceScores
 from specdec.decoding.ahead_thread import AheadThread
-from specdec.decoding.recorder import StatsRecorder
+from specdec.decoding.recorder import StatsRecorder, Totals
 from specdec.decoding.text_decoder import TextDecoder
 from specdec.drafters.lockstep import in_lockstep
 from specdec.policy.draft_policy import observe_together, should_draft_ahead, trim_together
@@ -31,6 +32,7 @@ class Controller:
         ahead: drafts while passes run, where the policy wants it; without it nothing does.
         max_draft_rows: of one pass of the draft.
         max_rows: of one pass of the target, prompts apart.
+        totals: where passes are counted.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class Controller:
         *,
         max_draft_rows: int | None = None,
         max_rows: int = _MANY,
+        totals: Totals | None = None,
     ) -> None:
+        self.totals = totals or Totals()
         self._target, self._draft, self._ahead = target, draft, ahead
         self._max_draft_rows, self.max_rows = max_draft_rows, max_rows
 
@@ -57,7 +61,9 @@ class Controller:
         if self._target.n_fitting(batch) < len(batch):  # the KV cache is about full
             drafted = [(text, tree.subset([ROOT])) for text, tree in drafted]
             batch = [*(text.tree_rows(tree) for text, tree in drafted), *chunks]
+        n_again = sum(len(rows.token_ids) for text, rows in entering if text.is_begun)
         scores = self._verify(drafted, batch)
+        self.totals.add(recomputed_tokens=n_again)
         for (text, tree), found in zip(drafted, scores, strict=False):
             text.settle(tree, found)
         for (text, _), found in zip(entering, scores[len(drafted) :], strict=True):
@@ -130,12 +136,17 @@ class Controller:
         is_drafting_ahead: bool = False,
     ) -> list[SequenceScores]:
         n_rows = sum(len(rows.token_ids) for rows in batch)
+        n_prompt = sum(len(rows.token_ids) for rows in batch if rows.parents is None)
+        began = time.perf_counter()
         with ExitStack() as clocks:
             for recorder in _recorders([text for text, _ in drafted]):
                 clocks.enter_context(
                     recorder.verifying(n_rows, is_drafting_ahead=is_drafting_ahead)
                 )
-            return self._target.run(batch)
+            found = self._target.run(batch)
+        seconds = time.perf_counter() - began
+        self.totals.add(passes=1, pass_rows=n_rows, prompt_rows=n_prompt, pass_seconds=seconds)
+        return found
 
     @staticmethod
     def _learn(texts: Sequence[TextDecoder]) -> None:

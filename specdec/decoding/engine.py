@@ -155,6 +155,7 @@ class Engine:
         self.scheduler.dismiss()
         over = [one for one in self._started if all(job.is_over for job in one.jobs)]
         self._started = [one for one in self._started if one not in over]
+        self._controller.totals.add(requests=len(over))
         for one in over:
             one.end()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from specdec.decoding.sequences import (
     sequence_seed,
 )
 from specdec.decoding.session import Session
-from specdec.decoding.stats import GenerationStats
+from specdec.decoding.stats import GenerationStats, ratio
 from specdec.decoding.text_decoder import TextDecoder
 from specdec.drafters.base import Drafter
 from specdec.planning.gpu import vram_peak_bytes
@@ -62,7 +63,7 @@ class Generation:
         self.is_eager = False  # computed on also while nobody takes its chunks
         params = request.params
         self._limit = _token_limit(params, len(request.prompt_ids), session.target.max_context)
-        self._recorder = StatsRecorder(len(request.prompt_ids))
+        self._recorder = self._new_recorder()
         self._sequences = [self._new_sequence(params)]
         if params.num_beams > 1:
             check_beams(params.num_beams, request.spec, session.max_beams)
@@ -93,10 +94,13 @@ class Generation:
         when it was made."""
         if self._jobs is None:
             self._use_before = self._session.target.stream_use
-            self._recorder = StatsRecorder(len(self._request.prompt_ids))
+            self._recorder = self._new_recorder()
             is_search = self._request.params.num_beams > 1
             self._jobs = [Beams(self)] if is_search else self._texts()
         return self._jobs
+
+    def _new_recorder(self) -> StatsRecorder:
+        return StatsRecorder(len(self._request.prompt_ids), totals=self._session.totals)
 
     def _texts(self) -> list[Job]:
         """One for each sequence, with seeds of their own."""
@@ -152,13 +156,18 @@ class Generation:
 
     def note_pass(self, decoder: BeamDecoder, run: Callable[[], None]) -> None:
         """A step of beam search; the first one is the prompt's."""
+        totals, began = self._session.totals, time.perf_counter()
         if run == decoder.start:
             run()
             self._recorder.record_first_token(decoder.n_reused)
-            return
-        with self._recorder.verifying():
-            run()
-        self._recorder.record_round(*_ONE_TOKEN)
+            n_rows = len(self.prompt_ids) - decoder.n_reused
+            totals.add(prompt_rows=n_rows)
+        else:
+            with self._recorder.verifying():
+                run()
+            self._recorder.record_round(*_ONE_TOKEN)
+            n_rows = self._request.params.num_beams
+        totals.add(passes=1, pass_rows=n_rows, pass_seconds=time.perf_counter() - began)
 
     def take_beams(self, decoder: BeamDecoder) -> None:
         """The search is over."""
@@ -212,7 +221,6 @@ class Generation:
         use = session.target.stream_use
         before = self._use_before or use
         kv_bytes = sum(backend.kv_bytes for backend in session.backends)
-        used = session.kv_used_bytes
         flops = session.model_flops
         recorded = self._recorder.stats()
         return replace(
@@ -227,7 +235,7 @@ class Generation:
             memory_budget_bytes=plan.budget_bytes,
             kv_bytes=kv_bytes,
             held_bytes=sum(backend.held_bytes for backend in session.backends),
-            kv_used_fraction=used / kv_bytes if kv_bytes else 0.0,
+            kv_used_fraction=ratio(session.stats.kv_used_bytes, kv_bytes),
             model_flops=0 if flops is None else self._decoded_flops(flops, recorded),
             peak_flops_per_second=0.0 if flops is None else flops.peak_flops_per_second,
             is_lossless=self._request.spec.is_lossless,

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from offload.trace import record_since, recorded
 from specdec.decoding.stats import (
@@ -14,6 +15,7 @@ from specdec.decoding.stats import (
     DRAFT,
     PASS,
     PREFILL,
+    EngineStats,
     GenerationStats,
     PassTime,
     percentile,
@@ -21,18 +23,61 @@ from specdec.decoding.stats import (
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 
+_OF_ALL = {
+    "reused_prompt_tokens": "reused_prompt_tokens",
+    "generated_tokens": "generated_tokens",
+    "passes": "text_passes",
+    "drafted_tokens": "drafted_tokens",
+    "accepted_tokens": "accepted_tokens",
+    "ngram_hits": "ngram_hits",
+    "queue_seconds": "queue_seconds",
+    "time_to_first_token": "first_token_seconds",
+}
+"""Counts of a generation that make those of all generations; others belong to several at once."""
+
+
+class Totals:
+    """The figures of all generations of a loaded model, while they run.
+
+    One thread at a time adds to them; any thread may read them.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Any] = {}
+        self._accepted_at: Counter[int] = Counter()
+
+    def add(self, **counts: float) -> None:
+        """To fields of EngineStats."""
+        for name, count in counts.items():
+            self._counts[name] = self._counts.get(name, 0) + count
+
+    def add_accepted(self, depth: int) -> None:
+        """A round whose guesses were right down to this depth."""
+        self._accepted_at.update(range(1, depth + 1))
+
+    def stats(self) -> EngineStats:
+        """Of what was counted so far."""
+        accepted_at = self._accepted_at.copy()
+        depth = max(accepted_at, default=0)
+        by_depth = tuple(accepted_at[n] for n in range(1, depth + 1))
+        return EngineStats(**self._counts.copy(), accepted_by_depth=by_depth)
+
 
 class StatsRecorder:
-    """Collects the figures of one generation while it runs.
+    """Collects the figures of one generation while it runs, and adds them to `totals`.
 
     `clock` gives seconds. The request begins when the recorder is made; call `record_first_token`
     after the prefill, and `record_round` after every round.
     """
 
     def __init__(
-        self, prompt_tokens: int = 0, clock: Callable[[], float] = time.perf_counter
+        self,
+        prompt_tokens: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+        totals: Totals | None = None,
     ) -> None:
         self.clock = clock
+        self._totals = totals or Totals()
         self._counted = GenerationStats(prompt_tokens=prompt_tokens)
         self._first: float | None = None
         # Of the last pass, and of the drafting beside it: (began, ended).
@@ -59,6 +104,7 @@ class StatsRecorder:
         if self._first is None:
             self._first = now
             self._add(reused_prompt_tokens=n_reused, time_to_first_token=now - self._last)
+            self._totals.add(prompt_tokens=self._counted.prompt_tokens, first_tokens=1)
         else:
             self._token_seconds.append(now - self._last)
         self._last = now
@@ -140,6 +186,7 @@ class StatsRecorder:
             bonus_tokens=int(acceptance.is_bonus and tree.n_drafted > 0 and is_whole),
         )
         self._accepted_at.update(range(1, len(accepted) + 1))
+        self._totals.add_accepted(len(accepted))
         self._tried.update(range(1, len(accepted) + 1))
         guesses = tree.children(acceptance.path[-1])
         # A right guess at the end of the path was left out for the length's sake.
@@ -170,6 +217,7 @@ class StatsRecorder:
         counted = self._counted
         sums = {name: getattr(counted, name) + value for name, value in more.items()}
         self._counted = replace(counted, **sums)
+        self._totals.add(**{_OF_ALL[name]: more[name] for name in more if name in _OF_ALL})
 
     def _at_depths(self, counts: Counter[int]) -> tuple[int, ...]:
         return tuple(counts[depth] for depth in range(1, max(self._tried, default=0) + 1))

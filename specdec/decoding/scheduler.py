@@ -73,6 +73,15 @@ class Scheduler:
         """Let it take part from the next round on; any thread may call it."""
         self._arrived.append(job)
 
+    @property
+    def n_running(self) -> int:
+        """Texts and searches that have KV; any thread may ask, as of those that wait."""
+        return len(self._running) + len(self._searches)
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting) + len(self._arrived)
+
     def _welcome(self) -> None:
         while self._arrived:
             job = self._arrived.popleft()
@@ -251,6 +260,7 @@ class Scheduler:
         return bool(unwanted)
 
     def _set_aside(self, job: TextJob) -> None:
+        self._controller.totals.add(set_aside=1)
         self._running.remove(job)
         self._waiting.append(job)
         job.decoder.drafter.reset()

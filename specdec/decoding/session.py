@@ -7,6 +7,7 @@ import statistics
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,10 @@ from specdec.decoding.controller import Controller
 from specdec.decoding.engine import Engine
 from specdec.decoding.kept_experience import KeptExperience
 from specdec.decoding.prompt_cache import PromptCache, check_file
-from specdec.decoding.recorder import StatsRecorder
+from specdec.decoding.recorder import StatsRecorder, Totals
 from specdec.decoding.scheduler import Scheduler
 from specdec.decoding.spare_memory import SpareMemory
-from specdec.decoding.stats import PassTime
+from specdec.decoding.stats import EngineStats, PassTime
 from specdec.decoding.text_decoder import NoDrafter, TextDecoder
 from specdec.drafters.base import Drafter
 from specdec.drafters.candidates import CandidateRanker
@@ -89,6 +90,7 @@ class Session:
     ) -> None:
         self._freeing = threading.RLock()
         self._is_closed = False
+        self._last_stats: EngineStats | None = None
         self._process_id = os.getpid()
         if options.prompt_cache_file is not None:
             check_file(options.prompt_cache_file)
@@ -130,7 +132,7 @@ class Session:
                 most_rows=self.max_beams,
                 draft_bytes=sum(parts.get(name, 0) for name in DRAFTING_PARTS),
             )
-            self._ahead = AheadThread()
+            self._ahead, self.totals = AheadThread(), Totals()
             self.texts = KeptTexts(self.target, self.options.parallel)
             self.draft_texts: KeptTexts | None = None
             if self.draft is not None:
@@ -147,6 +149,7 @@ class Session:
             self._ahead,
             max_draft_rows=level_width(self.plan.n_draft_tokens),
             max_rows=self.max_beams,
+            totals=self.totals,
         )
         scheduler = Scheduler(
             controller,
@@ -196,13 +199,24 @@ class Session:
                     pass
 
     @property
-    def kv_used_bytes(self) -> float:
-        """Of the KV caches, what holds the tokens of texts."""
-        both = zip(self.backends, (self.texts, self.draft_texts), strict=False)
-        return sum(
-            backend.kv_bytes * min(1.0, texts.n_committed / max(1, backend.n_kv_allocated))
-            for backend, texts in both
-            if texts is not None
+    def stats(self) -> EngineStats:
+        """Of all generations; any thread may ask. Of a closed model, as they were at its end."""
+        return self._last_stats if self._last_stats is not None else self._stats()
+
+    def _stats(self) -> EngineStats:
+        use, scheduler = self.target.stream_use, self.engine.scheduler
+        return replace(
+            self.totals.stats(),
+            bytes_streamed=use.bytes_streamed,
+            bytes_copied_to_device=use.bytes_copied,
+            stall_seconds=use.stall_seconds,
+            texts_running=scheduler.n_running,
+            texts_waiting=scheduler.n_waiting,
+            kv_bytes=sum(backend.kv_bytes for backend in self.backends),
+            kv_used_bytes=sum(_kv_bytes(one, one.kv_use.n_used) for one in self.backends),
+            kv_shared_bytes=sum(_kv_bytes(one, one.kv_use.n_shared) for one in self.backends),
+            held_bytes=sum(backend.held_bytes for backend in self.backends),
+            memory_budget_bytes=self.plan.budget_bytes,
         )
 
     def save_prompt_cache(self) -> None:
@@ -327,8 +341,16 @@ class Session:
             self.engine.at_the_end = self.close  # the frames below use what would be freed
             return
         self.engine.end_all(POLL_SECONDS)
+        with self._freeing:
+            if self._last_stats is None:
+                self._last_stats = self._stats()
         with self._freeing, ExitStack() as stack:  # one caller frees, the others wait for it
             stack.callback(self._kept_experience.save)  # last, when the memory is free again
             for backend in self.backends:
                 stack.callback(backend.close)
             stack.callback(self._ahead.close)  # first, since it uses the draft
+
+
+def _kv_bytes(backend: Backend, n_positions: int) -> int:
+    """Of its KV cache, what so many token positions take."""
+    return backend.kv_bytes * n_positions // max(1, backend.n_kv_allocated)

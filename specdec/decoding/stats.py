@@ -1,4 +1,6 @@
-"""What one generation did and what it cost. Every figure's convention is stated at its formula.
+"""What one generation did and what it cost, and what all of a loaded model did together.
+
+Every figure's convention is stated at its formula.
 
 A *round* is draft, one decode pass of the target, acceptance. The prompt's pass (prefill) yields
 the first token and is no decode pass: it counts in the time to first token and nowhere else.
@@ -6,7 +8,9 @@ the first token and is no decode pass: it counts in the time to first token and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 PREFILL, PASS, DRAFT, ACCEPT = "prefill", "pass", "draft", "accept"
@@ -130,6 +134,98 @@ class GenerationStats:
         """Plain figures for JSON: seconds, bytes, tokens and fractions."""
         values = {name: getattr(self, name) for name in (*RATES, *_FIELDS)}
         return values | {name: list(values[name]) for name in BY_DEPTH}
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """All generations of a loaded model together, since it was loaded; seconds and counts are sums.
+
+    Those that still run are counted as far as they have come. A pass is one read of the model,
+    whoever shares it.
+    """
+
+    requests: int = 0  # that are over: finished, cancelled or failed
+    prompt_tokens: int = 0  # of prompts that have brought their first token
+    reused_prompt_tokens: int = 0  # of these, whose KV was there already
+    first_tokens: int = 0  # such prompts
+    generated_tokens: int = 0
+    passes: int = 0  # of the target, prompts' included
+    pass_seconds: float = 0.0
+    pass_rows: int = 0
+    prompt_rows: int = 0  # of pass_rows: of prompts, and of texts that come back
+    text_passes: int = 0  # decode passes, counted for each text that shared them
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    ngram_hits: int = 0
+    queue_seconds: float = 0.0  # see GenerationStats; of all requests that have begun
+    first_token_seconds: float = 0.0  # see GenerationStats.time_to_first_token
+    set_aside: int = 0  # times that a text gave its KV to others
+    recomputed_tokens: int = 0  # whose KV was computed once more, when it came back
+    bytes_streamed: int = 0
+    bytes_copied_to_device: int = 0
+    stall_seconds: float = 0.0
+    texts_running: int = 0  # now, and so are all below
+    texts_waiting: int = 0
+    kv_bytes: int = 0  # allocated
+    kv_used_bytes: int = 0  # of these, what texts hold that run or are kept
+    kv_shared_bytes: int = 0  # that they would need in addition if each had its own
+    held_bytes: int = 0  # layers that were to stream, in unused memory
+    memory_budget_bytes: int = 0
+    accepted_by_depth: tuple[int, ...] = ()  # rounds in which a guess at depth 1, 2, .. was right
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Generated tokens / passes: what one read of the model brings, of all texts."""
+        return ratio(self.generated_tokens, self.passes)
+
+    @property
+    def rows_per_pass(self) -> float:
+        return ratio(self.pass_rows, self.passes)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens of one text per decode pass: 1 + accepted / text_passes."""
+        return 1.0 + ratio(self.accepted_tokens, self.text_passes)
+
+    @property
+    def acceptance_rate(self) -> float:
+        return ratio(self.accepted_tokens, self.drafted_tokens)
+
+    @property
+    def mean_queue_seconds(self) -> float:
+        """Of prompts that have brought their first token."""
+        return ratio(self.queue_seconds, self.first_tokens)
+
+    @property
+    def mean_time_to_first_token(self) -> float:
+        return ratio(self.first_token_seconds, self.first_tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts and rates for JSON."""
+        counted = {field.name: getattr(self, field.name) for field in fields(EngineStats)}
+        rates = {name: getattr(self, name) for name in _ENGINE_RATES}
+        return {**rates, **counted, "accepted_by_depth": list(self.accepted_by_depth)}
+
+
+_ENGINE_RATES = (
+    "tokens_per_pass",
+    "rows_per_pass",
+    "mean_acceptance_length",
+    "acceptance_rate",
+    "mean_queue_seconds",
+    "mean_time_to_first_token",
+)
+
+
+def sum_of(stats: Iterable[EngineStats]) -> EngineStats:
+    """Of several machines."""
+    stats = list(stats)
+    by_depth = zip_longest(*(one.accepted_by_depth for one in stats), fillvalue=0)
+    names = {field.name for field in fields(EngineStats)} - {"accepted_by_depth"}
+    return EngineStats(
+        **{name: sum(getattr(one, name) for one in stats) for name in names},
+        accepted_by_depth=tuple(map(sum, by_depth)),
+    )
 
 
 RATES = (

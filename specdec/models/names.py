@@ -108,6 +108,11 @@ def resolve_headers(name: str | Path) -> Path:
     return _in_directory(Path(folder))
 
 
+def is_hub_id(name: str | Path) -> bool:
+    """Whether it names no model of this disk."""
+    return _hub_id(name) is not None
+
+
 def _hub_id(name: str | Path) -> re.Match[str] | None:
     """The parts of a name that can only be a hub id."""
     text = str(name)

@@ -1,10 +1,15 @@
-"""Which file of a model to measure the storage with."""
+"""Which files hold a model's weights, and which weights they are."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from offload.formats.checkpoint import WeightIndex
+from offload.formats.fingerprint import fingerprint
+
+_BESIDE_WEIGHTS = ("config.json", "generation_config.json", "tokenizer.json")
+_DIGITS = 16
 
 
 def weight_files(model: Path) -> list[Path]:
@@ -19,3 +24,21 @@ def weight_files(model: Path) -> list[Path]:
 def largest_weight_file(model: Path) -> Path:
     """The largest one: the longest, steadiest reads are possible there."""
     return max(weight_files(model), key=lambda path: path.stat().st_size)
+
+
+def weights_fingerprint(model: Path) -> str:
+    """Hex digits that tell a model from its fine-tunes, and from another model in its place.
+
+    Copies have the same. Nothing but headers and a few bytes of each tensor is read.
+    """
+    if model.is_file():
+        from offload.formats.gguf_index import GgufIndex
+
+        index = GgufIndex.from_path(model)
+        metadata = index.metadata
+        single = [key for key in sorted(metadata) if metadata.array_length(key) is None]
+        description = str({key: metadata[key] for key in single})
+        return fingerprint(index.values(), description)[:_DIGITS]
+    files = [path for name in _BESIDE_WEIGHTS if (path := model / name).is_file()]
+    description = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
+    return fingerprint(WeightIndex.from_directory(model).values(), description)[:_DIGITS]

@@ -1,8 +1,8 @@
-"""Figures for Prometheus: of all generations since the start, and of this moment."""
+"""Figures for Prometheus: the models' own, of which nothing is counted here, and of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from prometheus_client import (
@@ -13,73 +13,86 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from offload.process.memory import process_memory
-from specdec.decoding.stats import GenerationStats
+from specdec.decoding.stats import EngineStats, GenerationStats
 from specdec.serve.gate import DRAINING, READY, STARTING, Gate
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
-# Name without its prefix -> (help, what a generation adds). The names of drafting are vLLM's.
-_COUNTED: dict[str, tuple[str, Callable[[GenerationStats], float]]] = {
-    "prompt_tokens": ("Tokens of prompts.", lambda s: s.prompt_tokens),
+# Field of EngineStats -> (name without its prefix, help). The names of drafting are vLLM's.
+_COUNTED = {
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
     "reused_prompt_tokens": (
+        "reused_prompt_tokens",
         "Tokens of prompts whose KV was there already.",
-        lambda s: s.reused_prompt_tokens,
     ),
-    "generated_tokens": ("Tokens of answers.", lambda s: s.generated_tokens),
-    "passes": ("Decode passes of the target.", lambda s: s.passes),
-    "spec_decode_num_draft_tokens": (
-        "Draft tokens that passes have verified.",
-        lambda s: s.drafted_tokens,
-    ),
-    "spec_decode_num_accepted_tokens": (
-        "Draft tokens that were accepted.",
-        lambda s: s.accepted_tokens,
-    ),
-    "streamed_bytes": ("Bytes of weights read from storage.", lambda s: s.bytes_streamed),
-    "copied_bytes": ("Bytes of weights copied to a GPU.", lambda s: s.bytes_copied_to_device),
-    "stall_seconds": ("Seconds that passes have waited for storage.", lambda s: s.stall_seconds),
-    "decode_seconds": ("Seconds of decoding.", lambda s: s.decode_seconds),
+    "generated_tokens": ("generated_tokens", "Tokens of answers."),
+    "passes": ("passes", "Passes of the target, each of them one read of the model."),
+    "pass_seconds": ("pass_seconds", "Seconds inside of them."),
+    "pass_rows": ("pass_rows", "Rows of them, of all texts together."),
+    "prompt_rows": ("prompt_rows", "Of these rows, those of prompts."),
+    "text_passes": ("text_passes", "Decode passes, counted for each text that shared them."),
+    "drafted_tokens": ("spec_decode_num_draft_tokens", "Draft tokens that passes have verified."),
+    "accepted_tokens": ("spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
+    "queue_seconds": ("queue_seconds", "Seconds that texts have waited for their turn."),
+    "set_aside": ("set_aside", "Times that a text gave its KV to others."),
+    "recomputed_tokens": ("recomputed_tokens", "Tokens computed anew when such texts came back."),
+    "bytes_streamed": ("streamed_bytes", "Bytes of weights read from storage."),
+    "bytes_copied_to_device": ("copied_bytes", "Bytes of weights copied to a GPU."),
+    "stall_seconds": ("stall_seconds", "Seconds that passes have waited for storage."),
 }
-_OF_THE_LAST: dict[str, tuple[str, Callable[[GenerationStats], float]]] = {
-    "kv_bytes": ("Bytes allocated for KV caches.", lambda s: s.kv_bytes),
-    "kv_used_ratio": ("Share of them in use after the last text.", lambda s: s.kv_used_fraction),
-    "held_bytes": (
-        "Bytes of layers held in memory that was unused.",
-        lambda s: s.held_bytes,
+_NOW = {
+    "texts_running": ("texts_running", "Texts that have KV and are not over."),
+    "texts_waiting": ("texts_waiting", "Texts that wait for their turn, or were set aside."),
+    "kv_bytes": ("kv_bytes", "Bytes allocated for KV caches."),
+    "kv_used_bytes": ("kv_used_bytes", "Of these, what texts hold, those kept for others, too."),
+    "kv_shared_bytes": (
+        "kv_shared_bytes",
+        "Bytes that texts would need in addition if they shared none.",
     ),
-    "memory_budget_bytes": ("Bytes that the process may use.", lambda s: s.memory_budget_bytes),
-    "acceptance_ratio": (
-        "Share of the last text's draft tokens that were accepted.",
-        lambda s: s.acceptance_rate,
-    ),
-    "tokens_per_pass": ("Tokens per pass of the last text.", lambda s: s.mean_acceptance_length),
+    "held_bytes": ("held_bytes", "Bytes of layers held in memory that was unused."),
+    "memory_budget_bytes": ("memory_budget_bytes", "Bytes that the process may use."),
 }
+
+
+class _OfTheEngine(Collector):
+    """What the models know of themselves, asked whenever somebody looks."""
+
+    def __init__(self, ask: Callable[[], EngineStats]) -> None:
+        self._ask = ask
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._ask()
+        for field, (name, help) in _COUNTED.items():
+            yield CounterMetricFamily(f"specdec_{name}", help, getattr(stats, field))
+        for field, (name, help) in _NOW.items():
+            yield GaugeMetricFamily(f"specdec_{name}", help, getattr(stats, field))
+        by_depth = CounterMetricFamily(
+            "specdec_spec_decode_num_accepted_tokens_per_pos",
+            "Rounds in which a draft token of this depth was accepted.",
+            labels=["position"],
+        )
+        for depth, n_accepted in enumerate(stats.accepted_by_depth):
+            by_depth.add_metric([str(depth)], n_accepted)
+        yield by_depth
 
 
 class Metrics:
-    def __init__(self, gate: Gate) -> None:
+    """Args:
+    ask: for the figures of the models.
+    """
+
+    def __init__(self, gate: Gate, ask: Callable[[], EngineStats]) -> None:
         disable_created_metrics()  # when each counter began is known: with the server
         self._gate = gate
         self._registry = registry = CollectorRegistry()
-        self._counters = {
-            name: Counter(f"specdec_{name}", help, registry=registry)
-            for name, (help, _) in _COUNTED.items()
-        }
-        self._gauges = {
-            name: Gauge(f"specdec_{name}", help, registry=registry)
-            for name, (help, _) in _OF_THE_LAST.items()
-        }
-        self._by_depth = Counter(
-            "specdec_spec_decode_num_accepted_tokens_per_pos",
-            "Rounds in which a draft token of this depth was accepted.",
-            ["position"],
-            registry=registry,
-        )
+        registry.register(_OfTheEngine(ask))
         self._first_token = Histogram(
             "specdec_time_to_first_token_seconds",
-            "From the begin of a text to its first token; waiting for its turn excluded.",
+            "From the begin of a text to its first token, waiting for its turn included.",
             buckets=_SECONDS,
             registry=registry,
         )
@@ -105,12 +118,6 @@ class Metrics:
 
     def add_text(self, stats: GenerationStats) -> None:
         """Count one prompt's texts, finished or not."""
-        for name, (_, value) in _COUNTED.items():
-            self._counters[name].inc(value(stats))
-        for name, (_, value) in _OF_THE_LAST.items():
-            self._gauges[name].set(value(stats))
-        for depth, n_accepted in enumerate(stats.accepted_by_depth):
-            self._by_depth.labels(str(depth)).inc(n_accepted)
         if stats.generated_tokens:
             self._first_token.observe(stats.time_to_first_token)
 

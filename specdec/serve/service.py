@@ -16,6 +16,7 @@ from specdec.api import LLM, ModelClosed
 from specdec.async_llm import AsyncChunk, AsyncLLM, AsyncStream
 from specdec.checks import ConfigError
 from specdec.decoding.sequences import GenerationResult
+from specdec.decoding.stats import EngineStats
 from specdec.serve.answers import Answer
 from specdec.serve.errors import ApiError, JsonResponse, bad_request, draining, loading
 from specdec.serve.events import DONE, PING, ClientGone, EventStream, event, unless_gone
@@ -41,7 +42,7 @@ class Service:
     def __init__(self, options: ServeOptions, name: str, log: Callable[[str], None]) -> None:
         self.options, self.name, self._log = options, name, log
         self.gate = Gate(options.max_queue)
-        self.metrics = Metrics(self.gate)
+        self.metrics = Metrics(self.gate, self._stats)
         self.created = int(time.time())
         self._llm: AsyncLLM | None = None
         self._streams: set[AsyncStream] = set()
@@ -57,6 +58,9 @@ class Service:
         """Let requests in."""
         self._llm = AsyncLLM(llm)
         self.gate.state = READY
+
+    def _stats(self) -> EngineStats:
+        return EngineStats() if self._llm is None else self._llm.llm.stats
 
     @property
     def llm(self) -> AsyncLLM:

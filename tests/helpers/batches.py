@@ -12,6 +12,7 @@ from specdec.batch.answering import Answer, Answered
 from specdec.batch.lines import Line
 from specdec.batch.records import to_line
 from specdec.batch.run import Answerer, Batch, BatchFigures
+from specdec.decoding.stats import EngineStats
 
 Arrange = Callable[[Iterable[Line]], Iterable[Line]]
 
@@ -39,12 +40,13 @@ class Machine:
         self.numbers: list[int] = []
         self._arrange, self._n_before_kill = arrange, n_before_kill
 
-    def answer(self, lines: Iterable[Line], answered: Answered) -> None:
+    def answer(self, lines: Iterable[Line], answered: Answered) -> EngineStats:
         for line in self._arrange(lines):
             if len(self.numbers) == self._n_before_kill:
                 raise Killed
             self.numbers.append(line.number)
             answered(answer_of(line))
+        return EngineStats()
 
     @contextmanager
     def open(self) -> Iterator[Answerer]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from exact_rules import Rows
 
-from backends.contract.backend import Backend
+from backends.contract.backend import Backend, KvUse
 from backends.contract.nodes import NodeTable
 from backends.contract.sequence import SavedTensors, SequenceRows, SequenceScores, TokenSequence
 from offload.formats.mapped import TensorShape
@@ -113,6 +113,10 @@ class TableBackend(Backend):
     @property
     def n_kv_allocated(self) -> int:
         return 0
+
+    @property
+    def kv_use(self) -> KvUse:
+        return KvUse(0, 0)
 
     def close(self) -> None:
         pass

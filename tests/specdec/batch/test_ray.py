@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,7 @@ from tiny_pair import save_model
 
 from specdec.batch.lines import Line
 from specdec.batch.ray_cluster import _running_cluster
-from specdec.batch.ray_worker import Ended, Failed, Wanted, Worker
+from specdec.batch.ray_worker import Ended, Failed, Told, Wanted, Worker
 from specdec.batch.request import Rules
 from specdec.cli.app import main
 from specdec.planning.run_options import RunOptions
@@ -46,9 +47,12 @@ def test_a_worker_asks_for_lines_and_says_answers(model: Path) -> None:
             if said == Wanted():
                 said = worker.give(lines.pop(0) if lines else None)
             else:
-                found.append(said.key.number)  # type: ignore[attr-defined]
+                assert isinstance(said, Told)
+                found.append(said.answer.key.number)
+                n_tokens = said.stats.generated_tokens
                 said = worker.go_on()
         assert sorted(found) == [1, 2, 3]
+        assert n_tokens >= 3
     worker._llm.close()  # type: ignore[union-attr]
 
 
@@ -58,6 +62,9 @@ def test_a_worker_that_cannot_answer_says_why(model: Path) -> None:
     other = Worker(RunOptions(model), RULES, "0.0.1").start()
     assert isinstance(other, Failed)
     assert "was begun by 0.0.1: install the same version" in other.message
+    other = Worker(RunOptions(model), replace(RULES, weights="0123"), VERSION).start()
+    assert isinstance(other, Failed)
+    assert "the batch was begun with 0123: copy the model here" in other.message
 
 
 # --- options ----------------------------------------------------------------------------------

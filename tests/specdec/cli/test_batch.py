@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import signal
 import sys
 import time
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import pytest
 from command_line import Models, expect_error, save_models, start
+from tiny_pair import save_model
 
+from specdec.batch.journal import Journal
+from specdec.batch.lines import LineKey
 from specdec.cli.app import main
 
 
@@ -44,6 +48,7 @@ def test_a_batch(models: Models, source: Path, capsys: pytest.CaptureFixture[str
         "specdec: note: 1 of the lines could not be answered: see `error` in "
     )
     assert notes[2].startswith("specdec: 4 lines, 1 failed | 12 tokens | ")
+    assert " tokens a pass of " in notes[2]
     assert len(notes) == 3
     records = [json.loads(line) for line in source.with_name("out.jsonl").read_text().splitlines()]
     assert [one.get("usage", {}).get("completion_tokens") for one in records] == [5, 2, None, None]
@@ -69,6 +74,31 @@ def test_again_there_is_nothing_to_do(
     summary = json.loads(out)
     assert summary["n_lines"] == summary["n_answered"] == summary["n_before"] == 4
     assert summary["n_generated_tokens"] == 0
+
+
+def test_other_weights_under_the_same_name_are_noticed(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, copy = source.with_name("model"), source.with_name("copy")
+    save_model(model, seed=1)
+    shutil.copytree(model, copy)
+    out = source.with_name("out.jsonl")
+    here = ["batch", str(source), "-m", str(model), "--threads", "1", "-n", "2", "-o", str(out)]
+    assert main([*here, "-q"]) == 0
+    shutil.rmtree(model)
+    shutil.move(copy, model)
+    capsys.readouterr()
+    assert main([*here, "--json"]) == 0, "a copy is the same model"
+    assert json.loads(capsys.readouterr().out)["n_before"] == 4
+    shutil.rmtree(model)
+    save_model(model, seed=2)
+    capsys.readouterr()
+    expect_error(capsys, here, "other options or weights", f"remove {out}")
+    answered = out.read_bytes()
+    out.unlink()
+    with Journal(out, {"weights": "0123"}, 100) as journal:
+        journal.append(LineKey(1, 1), answered.splitlines(keepends=True)[0])
+    expect_error(capsys, here, "begun with", "weights")
 
 
 class Terminal(io.StringIO):

@@ -1,0 +1,41 @@
+"""What Prometheus is told: the models' own figures, whatever they are when somebody asks."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from specdec.decoding.stats import EngineStats, GenerationStats
+from specdec.serve.gate import Gate
+from specdec.serve.metrics import Metrics
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    found = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            labels = "".join(f" {value}" for value in sample.labels.values())
+            found[sample.name + labels] = sample.value
+    return found
+
+
+def test_the_models_figures_are_asked_for_and_not_counted_again() -> None:
+    told = [EngineStats()]
+    metrics = Metrics(Gate(4), lambda: told[0])
+    assert samples(metrics)["specdec_passes_total"] == 0
+    told[0] = EngineStats(
+        passes=3, drafted_tokens=7, kv_shared_bytes=4096, set_aside=2, accepted_by_depth=(5, 1)
+    )
+    metrics.add_text(GenerationStats(generated_tokens=9, passes=9, time_to_first_token=0.7))
+    found = samples(metrics)
+    assert found["specdec_passes_total"] == 3
+    assert found["specdec_generated_tokens_total"] == 0
+    assert found["specdec_spec_decode_num_draft_tokens_total"] == 7
+    assert found["specdec_spec_decode_num_accepted_tokens_per_pos_total 0"] == 5
+    assert found["specdec_spec_decode_num_accepted_tokens_per_pos_total 1"] == 1
+    assert found["specdec_kv_shared_bytes"] == 4096
+    assert found["specdec_set_aside_total"] == 2
+    assert found["specdec_time_to_first_token_seconds_count"] == 1
