@@ -54,6 +54,7 @@ def plan(
     from specdec.planning.machines import Machines as SeveralMachines
     from specdec.planning.other_device import plan_on
     from specdec.planning.plan import plan_run
+    from specdec.planning.together import Together, plan_together
 
     keywords = load.keywords()
     if on is None:
@@ -65,11 +66,16 @@ def plan(
         here = elsewhere.plan
     note_plan(load, here)
     found = elsewhere or here
-    several = None if machines is None else SeveralMachines(machines, here)
+    more: dict[str, Together | SeveralMachines] = {}
+    if load.parallel > 1:
+        more["together"] = plan_together(here, load.parallel, load.spec.width)
+    if machines is not None:
+        more["machines"] = SeveralMachines(machines, here)
     if json:
-        write_json({**found.to_dict(), **({"machines": several.to_dict()} if several else {})})
+        write_json({**found.to_dict(), **{name: one.to_dict() for name, one in more.items()}})
     else:
-        write_text("\n".join(found.lines() + (several.lines() if several else [])) + "\n")
+        lines = found.lines() + [line for one in more.values() for line in one.lines()]
+        write_text("\n".join(lines) + "\n")
 
 
 @with_options

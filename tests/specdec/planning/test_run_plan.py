@@ -21,6 +21,7 @@ from specdec.planning.division import Division, Shape
 from specdec.planning.machines import Machines
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Figures, predict
+from specdec.planning.together import plan_together
 
 LAYERS = PaperModel("t", 8, MIB // 2).layers
 CURVE = ComputeCurve.linear(0.1 / (18 * MIB), 0.01 / (18 * MIB))
@@ -115,6 +116,23 @@ def test_the_smallest_budget_is_accepted_later_in_the_same_process(
     smallest = specdec.plan_run(model, ctx_size=256).smallest_budget_bytes
     with specdec.load(model, ctx_size=256, memory_budget=smallest) as llm:
         assert llm.plan.budget_bytes == smallest
+
+
+def test_several_texts_share_what_a_pass_reads() -> None:
+    plan = make_plan(6 * MIB)
+    many = plan_together(plan, 16, 8)
+    assert many.plain_tokens_per_second == many.tokens_per_second == 16 / plan.pass_seconds(16)
+    assert many.plain_tokens_per_second > 4 * plan.plain_tokens_per_second
+    (line,) = many.lines()
+    assert "16 texts at once: predicted" in line
+    assert "draft tokens" not in line
+    draft = make_plan(GIB).chosen.target  # in memory: quick
+    drafted = replace(plan, chosen=replace(plan.chosen, draft=draft, depth=4))
+    one, many = plan_together(drafted, 1, 8), plan_together(drafted, 16, 8)
+    assert one.n_tree > 0
+    assert one.tokens_per_second > one.plain_tokens_per_second == plan.plain_tokens_per_second
+    assert many.tokens_per_second >= many.plain_tokens_per_second
+    assert many.n_tree <= one.n_tree, "rows of sixteen texts are dear"
 
 
 def test_several_machines_are_several_times_one() -> None:

@@ -1,0 +1,63 @@
+"""What the plan expects of several texts that share passes: tokens per second of all together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.drafters.model import level_width
+from specdec.planning.run_plan import RunPlan
+from specdec.policy.assumptions import expected_tokens, likely_levels
+
+
+@dataclass(frozen=True)
+class Together:
+    """Texts that decode: their prompts are not counted, and the KV cache is to have room for all.
+
+    n_tree: draft tokens of each text's tree, those that bring the most; 0: plain.
+    """
+
+    n_texts: int
+    plain_tokens_per_second: float
+    tokens_per_second: float
+    n_tree: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "n_texts": self.n_texts,
+            "plain_tokens_per_second": self.plain_tokens_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "tree_tokens": self.n_tree,
+        }
+
+    def lines(self) -> list[str]:
+        line = (
+            f"{self.n_texts} texts at once: predicted {self.plain_tokens_per_second:.2f} tokens/s "
+            "together plain"
+        )
+        if self.n_tree:
+            line += f", {self.tokens_per_second:.2f} tokens/s with {self.n_tree} draft tokens each"
+        return [f"{line}; prompts not counted"]
+
+
+def plan_together(plan: RunPlan, n_texts: int, width: int) -> Together:
+    """With trees of the size that brings the most, up to that of one text alone.
+
+    width: most branches below one token of a tree.
+    """
+    chosen = plan.chosen
+    target, draft = chosen.target, chosen.draft
+
+    def rate(n_tree: int) -> float:
+        if not n_tree:
+            return n_texts / target.seconds(n_texts)
+        assert draft is not None, "without one there are no trees"
+        n_levels = min(chosen.depth, likely_levels(n_tree, width))
+        n_abreast = n_texts * min(n_tree, level_width(n_tree))
+        seconds = target.seconds(n_texts * (1 + n_tree)) + n_levels * draft.seconds(n_abreast)
+        return n_texts * expected_tokens(n_tree, n_levels) / seconds
+
+    most = 0 if draft is None else chosen.n_tree
+    sizes = {0, most, *(2**i for i in range(most.bit_length()))}
+    best = max(sorted(sizes), key=rate)
+    return Together(n_texts, rate(0), rate(best), best)
