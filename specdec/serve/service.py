@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -209,44 +211,61 @@ class _Run:
         yield DONE
 
     async def _events(self, answer: Answer, job: Job) -> AsyncIterator[bytes]:
-        results = []
+        streams = list(self._streams)
         for one in answer.first_events():
             yield event(one)
-        for index, stream in enumerate(self._streams):
-            base = index * job.n_per_prompt
-            copies = [base + copy * job.params.n for copy in range(job.n_copies)]
-            async for piece in self._events_of(stream, answer, copies):
-                yield piece
-            results.append(stream.result)
-        if self._has_usage:
-            yield event(answer.usage_event(results))
-
-    async def _events_of(
-        self, stream: AsyncStream, answer: Answer, copies: Sequence[int]
-    ) -> AsyncIterator[bytes]:
-        """Of one prompt. copies: the first choice of each of its equal copies."""
-        async for chunk in self._chunks(stream):
-            if chunk is None:
+        async for index, chunk in self._chunks(streams):
+            if index is None:
                 yield PING
                 continue
-            for copy in copies:
-                for one in answer.events(chunk, copy + chunk.index):
-                    yield event(one)
-        for copy in copies:
-            for i, output in enumerate(stream.result.outputs):
-                for one in answer.last_events(output, copy + i):
-                    yield event(one)
+            base = index * job.n_per_prompt
+            copies = [base + copy * job.params.n for copy in range(job.n_copies)]
+            for one in _events_of(streams[index], chunk, answer, copies):
+                yield event(one)
+        if self._has_usage:
+            yield event(answer.usage_event([stream.result for stream in streams]))
 
-    async def _chunks(self, stream: AsyncStream) -> AsyncIterator[AsyncChunk | None]:
-        """None now and then, where no chunk comes for long."""
-        while True:
-            try:
-                yield await asyncio.wait_for(stream.__anext__(), min(_PING_SECONDS, self._left))
-            except StopAsyncIteration:
-                break
-            except asyncio.TimeoutError:
-                if not self._left:
-                    raise
-                yield None
-        if stream.is_cancelled:
-            raise draining()
+    async def _chunks(
+        self, streams: Sequence[AsyncStream]
+    ) -> AsyncIterator[tuple[int | None, AsyncChunk | None]]:
+        """(which of them, its chunk, or None at its end) of all prompts as they come; (None, None)
+        now and then, where nothing comes for long."""
+        asked = {asyncio.create_task(_next(one)): i for i, one in enumerate(streams)}
+        try:
+            while asked:
+                seconds = min(_PING_SECONDS, self._left)
+                done, _ = await asyncio.wait(asked, timeout=seconds, return_when=FIRST_COMPLETED)
+                if not done:
+                    if not self._left:
+                        raise asyncio.TimeoutError
+                    yield None, None
+                for task in done:
+                    index, chunk = asked.pop(task), task.result()
+                    yield index, chunk
+                    if chunk is not None:
+                        asked[asyncio.create_task(_next(streams[index]))] = index
+        finally:
+            for task in asked:
+                task.cancel()
+
+
+async def _next(stream: AsyncStream) -> AsyncChunk | None:
+    """None at its end. Raises ApiError where the server ends it."""
+    async for chunk in stream:
+        return chunk
+    if stream.is_cancelled:
+        raise draining()
+    return None
+
+
+def _events_of(
+    stream: AsyncStream, chunk: AsyncChunk | None, answer: Answer, copies: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Of a chunk of one prompt, or of its end. copies: the first choice of each of its equal
+    copies."""
+    for copy in copies:
+        if chunk is not None:
+            yield from answer.events(chunk, copy + chunk.index)
+        else:
+            for i, output in enumerate(stream.result.outputs):
+                yield from answer.last_events(output, copy + i)

@@ -135,6 +135,15 @@ def test_completions(client: Any) -> None:
     assert texts[0] == text
 
 
+def test_several_prompts_of_a_stream_come_together(client: Any) -> None:
+    stream = client.completions.create(
+        model="tiny", prompt=["def ", "abc"], max_tokens=60, temperature=0.8, seed=1, stream=True
+    )
+    order = [choice.index for event in stream for choice in event.choices]
+    assert set(order) == {0, 1}
+    assert order != sorted(order), "one after the other"
+
+
 def test_log_probabilities_of_completions(client: Any) -> None:
     options = {"model": "tiny", "prompt": "x", "max_tokens": 5, "temperature": 0, "logprobs": 2}
     whole = client.completions.create(**options).choices[0].logprobs
