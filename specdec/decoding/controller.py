@@ -49,14 +49,21 @@ class Controller:
         self._target, self._draft, self._ahead = target, draft, ahead
         self._max_draft_rows, self.max_rows = max_draft_rows, max_rows
 
-    def step(self, texts: Sequence[TextDecoder], entering: Sequence[Entering] = ()) -> None:
+    def step(
+        self,
+        texts: Sequence[TextDecoder],
+        entering: Sequence[Entering] = (),
+        most_rows: int | None = None,
+    ) -> None:
         """One round: one pass of the target over the trees of all texts, and what enters beside
         them. Each text knows what became of it: its `news`, its `round` or its own `error`.
+
+        most_rows: of the pass, in all; None: as many as are worth it.
 
         Raises an error of the models; nothing of the round counts then (`TextDecoder.recover`).
         """
         chunks = [rows for _, rows in entering]
-        drafted = self._propose(texts, sum(len(rows.token_ids) for rows in chunks))
+        drafted = self._propose(texts, sum(len(rows.token_ids) for rows in chunks), most_rows)
         batch = [*(text.tree_rows(tree) for text, tree in drafted), *chunks]
         if self._target.n_fitting(batch) < len(batch):  # the KV cache is about full
             drafted = [(text, tree.subset([ROOT])) for text, tree in drafted]
@@ -71,13 +78,15 @@ class Controller:
         self._learn([text for text, _ in drafted])
 
     def _propose(
-        self, texts: Sequence[TextDecoder], n_entering: int
+        self, texts: Sequence[TextDecoder], n_entering: int, most_rows: int | None
     ) -> list[tuple[TextDecoder, DraftTree]]:
         """The part of each text's tree that is worth its rows; without texts that failed."""
         with ExitStack() as clocks:
             for recorder in _recorders(texts):
                 clocks.enter_context(recorder.drafting())
             n_nodes = self.max_rows - len(texts)
+            if most_rows is not None:
+                n_nodes = max(0, min(n_nodes, most_rows - n_entering - len(texts)))
             steps = [text.proposing(len(texts), n_nodes) for text in texts]
             found = zip(texts, in_lockstep(steps, max_rows=self._max_draft_rows), strict=True)
             drafted = [(text, tree) for text, tree in found if text.error is None and tree]
@@ -137,11 +146,13 @@ class Controller:
     ) -> list[SequenceScores]:
         n_rows = sum(len(rows.token_ids) for rows in batch)
         n_prompt = sum(len(rows.token_ids) for rows in batch if rows.parents is None)
-        began = time.perf_counter()
+        began, has_held = time.perf_counter(), self._target.held_bytes > 0
         with ExitStack() as clocks:
             for recorder in _recorders([text for text, _ in drafted]):
                 clocks.enter_context(
-                    recorder.verifying(n_rows, is_drafting_ahead=is_drafting_ahead)
+                    recorder.verifying(
+                        n_rows, is_drafting_ahead=is_drafting_ahead, has_held=has_held
+                    )
                 )
             found = self._target.run(batch)
         seconds = time.perf_counter() - began

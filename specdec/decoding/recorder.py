@@ -123,10 +123,13 @@ class StatsRecorder:
 
     @recorded(PASS, "pass")
     @contextmanager
-    def verifying(self, n_rows: int = 1, *, is_drafting_ahead: bool = False) -> Iterator[None]:
+    def verifying(
+        self, n_rows: int = 1, *, is_drafting_ahead: bool = False, has_held: bool = False
+    ) -> Iterator[None]:
         """Time of the block counts as pass_seconds: a pass of `n_rows`.
 
         is_drafting_ahead: another thread drafts meanwhile (`drafting_ahead`).
+        has_held: see PassTime.
         """
         began = self.clock()
         try:
@@ -136,7 +139,7 @@ class StatsRecorder:
             self._add(pass_seconds=ended - began)
         self._add(pass_rows=n_rows)
         self._last_pass = (began, ended)
-        self._pass_times.append(PassTime(n_rows, ended - began, is_drafting_ahead))
+        self._pass_times.append(PassTime(n_rows, ended - began, is_drafting_ahead, has_held))
 
     @recorded(DRAFT, "draft ahead")
     @contextmanager

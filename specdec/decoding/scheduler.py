@@ -26,10 +26,12 @@ from specdec.decoding.spare_memory import SpareMemory
 from specdec.policy.costs import PassCost
 
 LONGEST_PASS = 1.5
-"""Times as long as without it a pass may take for a prompt that enters beside others' decoding."""
-LEAST_CHUNK = 16
-"""Tokens of such a prompt in a pass, however long they take: it has to get in some day. And tokens
-of a prompt for which it pays to wait, where another one that enters begins with them, too."""
+"""Times as long as else a pass may take for a prompt that enters beside others' decoding ..."""
+UNNOTICED_SECONDS = 0.25
+"""... or so long: of a model in memory, whose pass takes a few hundredths of a second, nobody sees
+that, and a long prompt would take hundreds of passes."""
+_WORTH_WAITING = 16
+"""Tokens that a prompt begins with, for it to wait for another one that is computing them."""
 _ROOM_TO_GROW = 64
 """Tokens, a block of the KV cache, that have to be free for each text before another one comes."""
 
@@ -129,25 +131,29 @@ class Scheduler:
         jobs = [job for job in wanted if job.decoder.text is not None]
         decoding = [job for job in jobs if job.decoder.is_decoding]
         others = [job for job in jobs if not job.decoder.is_decoding]
-        entering = self._chunks(others, len(decoding))
+        most_rows = self._most_rows(len(decoding)) if others and decoding else None
+        entering = self._chunks(others, most_rows, len(decoding))
+        n_entering = sum(len(rows.token_ids) for _, rows in entering)
         if entering:
-            self._spare.give_back()
-        if not self._step(decoding, entering):
+            self._spare.make_room(self.texts.n_committed + n_entering)
+        if not self._step(decoding, entering, most_rows):
             return
         rounds = [job.decoder.round for job in decoding]
-        n_rows = sum(len(rows.token_ids) for _, rows in entering)
-        n_rows += sum(len(one.tree) for one in rounds if one is not None)
+        n_rows = n_entering + sum(len(one.tree) for one in rounds if one is not None)
         self._lend(n_rows, has_entered=bool(entering))
 
     def _step(
-        self, decoding: Sequence[TextJob], entering: Sequence[tuple[TextJob, SequenceRows]]
+        self,
+        decoding: Sequence[TextJob],
+        entering: Sequence[tuple[TextJob, SequenceRows]],
+        most_rows: int | None,
     ) -> bool:
         """One pass, and what it brought is taken; False where it broke off."""
         taking_part = [*decoding, *(job for job, _ in entering)]
         n_cancels, self.n_in_pass = self.n_cancels, len(taking_part)
         chunks: list[Entering] = [(job.decoder, rows) for job, rows in entering]
         try:
-            self._controller.step([job.decoder for job in decoding], chunks)
+            self._controller.step([job.decoder for job in decoding], chunks, most_rows)
         except BaseException as error:
             is_cut = self.n_cancels > n_cancels or not isinstance(error, Exception)
             for job in taking_part:
@@ -172,12 +178,12 @@ class Scheduler:
             self._spare.lend(n_rows, self.texts.n_committed)
 
     def _chunks(
-        self, jobs: Sequence[TextJob], n_decoding: int
+        self, jobs: Sequence[TextJob], most_rows: int | None, n_decoding: int
     ) -> list[tuple[TextJob, SequenceRows]]:
-        """What enters beside so many rows of others, first come first served."""
+        """What enters beside a row of each text that decodes, first come first served."""
         n_left, found = self._max_entering, []
-        if n_decoding:
-            n_left = min(n_left, self._rows_beside(n_decoding))
+        if most_rows is not None:
+            n_left = min(n_left, most_rows - n_decoding)
         for job in jobs:
             if n_left < 1:
                 break
@@ -186,11 +192,14 @@ class Scheduler:
             found.append((job, rows))
         return found
 
-    def _rows_beside(self, n_rows: int) -> int:
-        """By which a pass of so many rows may grow."""
+    def _most_rows(self, n_rows: int) -> int:
+        """Of a pass in which prompts enter beside so many rows, draft tokens included: the prompt
+        comes first, for its rows and those of drafts cost the others the same. One row more there
+        is in any case: it has to get in some day."""
         cost = self._cost
-        seconds = LONGEST_PASS * cost.seconds(n_rows) - cost.row_free_seconds
-        return max(LEAST_CHUNK, int(seconds / cost.seconds_per_row) - n_rows)
+        seconds = max(LONGEST_PASS * cost.seconds(n_rows), UNNOTICED_SECONDS)
+        n_most = (seconds - cost.row_free_seconds) / cost.seconds_per_row
+        return max(n_rows + 1, int(n_most + 1e-6))
 
     # --- room ----------------------------------------------------------------------------------
 
@@ -233,7 +242,7 @@ class Scheduler:
             if job.is_fresh or decoder.is_decoding or not other.is_wanted:
                 continue
             n_common = common_length(decoder.context, wanted)
-            if n_common - decoder.sequence.n_committed >= LEAST_CHUNK:
+            if n_common - decoder.sequence.n_committed >= _WORTH_WAITING:
                 return True
         return False
 

@@ -235,13 +235,15 @@ class Session:
         """Have the machine measured anew, by the next process, where the figures that the plan
         goes by are contradicted."""
         plan = self.plan.pass_cost
-        alone = [one for one in passes if not one.is_drafting_ahead]
-        ratios = [one.seconds / plan.seconds(one.n_rows) for one in alone]
+        # The plan counts on no held layers: with them passes are shorter, and contradict nothing.
+        ratios = [
+            max(one.seconds / plan.seconds(one.n_rows), 1.0 if one.has_held else 0.0)
+            for one in passes
+            if not one.is_drafting_ahead
+        ]
         if len(ratios) < _ENOUGH_PASSES:
             return
-        # The plan counts on no held layers: with them passes are shorter, and contradict nothing.
-        least = 0 if self.target.held_bytes else 1 / _CONTRADICTION
-        if not least < statistics.median(ratios) < _CONTRADICTION:
+        if not 1 / _CONTRADICTION < statistics.median(ratios) < _CONTRADICTION:
             forget_figures()
 
     # --- one text -----------------------------------------------------------------------------

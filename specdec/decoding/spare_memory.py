@@ -43,12 +43,22 @@ class SpareMemory:
         self._target = target
         self._backends = (target,) if draft is None else (target, draft)
         self._budget_bytes = budget_bytes - draft_bytes
-        self._most_rows = most_rows
+        self._most_rows, self._activation_bytes = most_rows, activation_bytes
         self._row_bytes = activation_bytes / max(most_rows, _CHUNK_ROWS)
 
     def give_back(self) -> None:
-        """Before a prompt, or anything else that may take what was planned for it."""
+        """Before anything that may take all that was planned."""
         self._target.hold(0)
+
+    def make_room(self, n_tokens: int) -> None:
+        """Before a pass in which prompts enter, after which texts have so many tokens: it may take
+        what was planned for the widest pass, and the KV caches may grow. Nothing is lent here."""
+        held = self._target.held_bytes
+        if not held:
+            return
+        left = self._left(self._activation_bytes, n_tokens)
+        if left < 0:
+            self._target.hold(max(0, held + left))
 
     def begin(self) -> None:
         """Rounds of decoding begin: what was taken before them tells nothing of them."""
@@ -61,9 +71,13 @@ class SpareMemory:
         as there is more; it is asked back once half of the reserve is gone.
         """
         to_come = int(max(0, self._most_rows - n_rows) * self._row_bytes)
-        for backend in self._backends:
-            to_come += backend.unread_bytes + backend.kv_growth_bytes(n_tokens)
-        left = self._budget_bytes - recent_peak_rss() - to_come - RESERVE_BYTES
+        left = self._left(to_come, n_tokens)
         held = self._target.held_bytes
         if left > 0 or (held and left < -RESERVE_BYTES // 2):
             self._target.hold(max(0, held + left))
+
+    def _left(self, to_come: int, n_tokens: int) -> int:
+        """Bytes that nobody takes, where so many are to come beside what was taken of late."""
+        for backend in self._backends:
+            to_come += backend.unread_bytes + backend.kv_growth_bytes(n_tokens)
+        return self._budget_bytes - recent_peak_rss() - to_come - RESERVE_BYTES

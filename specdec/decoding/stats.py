@@ -24,6 +24,7 @@ class PassTime(NamedTuple):
     n_rows: int
     seconds: float
     is_drafting_ahead: bool = False  # another thread drafted meanwhile
+    has_held: bool = False  # layers that were to stream were in memory
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ MAX_AUTO_NODES = 128
 """Beyond this the next node of a tree is hardly ever accepted, and its logits take memory; plans
 for a GPU, where a node costs next to nothing, may have room for more."""
 _TYPICAL_DEPTH = 4
-"""A round with room for fewer levels tells nothing of the draft: it is the end of a text."""
+"""A round with room for fewer levels, or nodes, tells nothing of the draft: it is the end of a
+text, or a prompt enters beside it."""
 
 
 @dataclass
@@ -148,7 +149,8 @@ class DraftPolicy:
         room = min(self._max_context - context_length, max_tokens - 1)
         most = max(0, min(self._n_nodes, node_room - 1))
         is_fixed = config.num_draft_tokens is not None
-        self._round = self._begin(is_fixed, room >= _TYPICAL_DEPTH, n_texts)
+        is_typical = room >= _TYPICAL_DEPTH and most >= min(_TYPICAL_DEPTH, self._n_nodes)
+        self._round = self._begin(is_fixed, is_typical, n_texts)
         depth = max(0, min(self._depth if is_fixed else config.depth, room))
         if is_fixed:
             ahead_depth = max(0, min(2 * self._depth + 1, room))

@@ -16,7 +16,6 @@ import specdec
 from backends.contract.sequence import SequenceRows
 from specdec.api import LLM
 from specdec.checks import ConfigError
-from specdec.decoding import scheduler
 from specdec.policy.costs import PassCost
 from specdec.sampling.params import SamplingParams
 
@@ -223,14 +222,16 @@ def test_a_cancel_beside_others_does_not_cut_their_pass(llm: LLM, fresh: LLM) ->
 def test_a_long_prompt_enters_in_chunks_beside_others(
     fresh: LLM, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No pass has more rows than make it half as long again; alone it enters at once."""
-    monkeypatch.setattr(scheduler, "LEAST_CHUNK", 4)
+    """No pass has more rows than make it half as long again, drafts' included; alone it enters at
+    once."""
     with load(tmp_path_factory, kv_tokens=400) as llm:
         batches: list[list[int]] = []
+        n_rows: list[int] = []
         run = llm.target.run
 
         def noted(batch: Any) -> Any:
             batches.append([len(one.token_ids) for one in batch if one.parents is None])
+            n_rows.append(sum(len(one.token_ids) for one in batch))
             return run(batch)
 
         monkeypatch.setattr(llm.target, "run", noted)
@@ -241,8 +242,10 @@ def test_a_long_prompt_enters_in_chunks_beside_others(
         next(decoding)
         assert batches == [[2]]
         batches.clear()
+        n_rows.clear()
         late = llm.stream(LONG, params(0.0))
         next(late)
+        assert n_rows == [6] * 14
         # 1.5 * (1 + 0.1) = 1.65 s have room for 6 rows, of which the other text takes one.
         assert batches[:14] == [[5]] * 14
         assert len(batches) == 14
@@ -253,6 +256,17 @@ def test_a_long_prompt_enters_in_chunks_beside_others(
         batches.clear()
         llm.generate([*LONG[::-1]], params(0.0))
         assert batches[0] == [len(LONG)]
+
+
+def test_a_prompt_enters_however_long_its_rows_take(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(tmp_path_factory, kv_tokens=400) as llm:
+        scheduler = llm.session.engine.scheduler
+        monkeypatch.setattr(scheduler, "_cost", PassCost(0.0, 0.0, 1.0))
+        assert [scheduler._most_rows(n) for n in (1, 2, 8)] == [2, 3, 12]
+        monkeypatch.setattr(scheduler, "_cost", PassCost(0.0, 0.05, 0.01))  # in memory
+        assert [scheduler._most_rows(n) for n in (1, 20)] == [20, 32]
 
 
 def test_whoever_came_last_is_set_aside_and_comes_back(

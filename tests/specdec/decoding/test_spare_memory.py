@@ -93,6 +93,27 @@ def test_what_is_held_follows_what_is_taken(peak: list[int]) -> None:
     assert target.held_bytes == 0
 
 
+def test_a_prompt_takes_no_more_than_it_adds(peak: list[int]) -> None:
+    target: Any = Target(0)
+    spare = SpareMemory(
+        target, None, 10 * RESERVE_BYTES, activation_bytes=RESERVE_BYTES, most_rows=1
+    )
+    peak[0] = 4 * RESERVE_BYTES
+    spare.lend(n_rows=1, n_tokens=0)
+    held = target.held_bytes
+    peak[0] += held
+    spare.make_room(n_tokens=3000)  # the widest pass, and 3 000 bytes of KV
+    assert 0 < held - target.held_bytes <= RESERVE_BYTES + 3000
+    target.hold(3 * RESERVE_BYTES)
+    peak[0] = 4 * RESERVE_BYTES + target.held_bytes
+    target.asked.clear()
+    spare.make_room(n_tokens=3000)
+    assert target.asked == [], "there is room: nothing is given back, and nothing is lent"
+    peak[0] = MANY
+    spare.make_room(n_tokens=3000)
+    assert target.held_bytes == 0
+
+
 def save(kind: str, folder: Path) -> Path:
     if kind == "checkpoint":
         return save_model(folder / "model", seed=0, num_hidden_layers=8)
@@ -120,7 +141,7 @@ def test_texts_are_the_same_with_fewer_reads(
 
 
 def check_given_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it, before the prompt's pass."""
+    """Before the prompt's pass, all of it where that may take so much; else nothing."""
     seen: list[int] = []
     run = llm.target.run
 
@@ -130,6 +151,11 @@ def check_given_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert llm.target.held_bytes > 0
     monkeypatch.setattr(llm.target, "run", noted)
+    held = llm.target.held_bytes
+    llm.generate(PROMPT, max_tokens=2)
+    assert seen[0] == held
+    seen.clear()
+    monkeypatch.setattr(spare_memory, "recent_peak_rss", lambda: MANY)
     llm.generate(PROMPT, max_tokens=2)
     assert seen[0] == 0
 
