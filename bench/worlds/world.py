@@ -255,7 +255,7 @@ def simulate(
     noise = np.random.default_rng((world.seed, 1))
     if world.draft is None:
         spec = replace(spec, spec_type=tuple(set(spec.spec_type) - {"draft"}))
-    drafter, model = _drafters(world, spec, text, clock, noise)
+    drafter, model = drafters_of(world, spec, text, clock, noise)
     planned, planned_draft = world.planned(), world.planned_draft()
     most = world.max_nodes if spec.num_draft_tokens is None else spec.num_draft_tokens
     experience = experience or Experience(planned, planned_draft, most)
@@ -271,8 +271,8 @@ def simulate(
         disturbed = 1.0 + world.pass_noise * abs(noise.normal())
         if world.stumbles and noise.random() < world.stumbles:
             disturbed = STUMBLE
-        clock.now += _pass_seconds(world, len(tree), n, is_ahead) * disturbed
-        acceptance = match_walk(tree, _chooser(text, tree, len(context)))
+        clock.now += pass_seconds(world, len(tree), n, is_ahead) * disturbed
+        acceptance = match_walk(tree, chooser(text, tree, len(context)))
         policy.observe(acceptance, tree)
         tokens = acceptance.emitted(tree)
         context.extend(tokens)
@@ -287,11 +287,11 @@ def simulate(
     return result
 
 
-def _chooser(text: Text, tree: DraftTree, start: int) -> Callable[[int], int]:
+def chooser(text: Text, tree: DraftTree, start: int) -> Callable[[int], int]:
     return lambda node: int(text.tokens[start + tree.depths[node]])
 
 
-def _drafters(
+def drafters_of(
     world: World, spec: SpecConfig, text: Text, clock: Clock, noise: np.random.Generator
 ) -> tuple[Drafter, SimulatedDraft | None]:
     drafters: list[Drafter] = []
@@ -304,7 +304,7 @@ def _drafters(
     return (drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)), model
 
 
-def _pass_seconds(world: World, n_rows: int, n_done: int, is_ahead: bool) -> float:
+def pass_seconds(world: World, n_rows: int, n_done: int, is_ahead: bool) -> float:
     cost = world.target
     if n_done >= world.change_at:
         cost = replace(cost, read_seconds=world.slower * cost.read_seconds)
