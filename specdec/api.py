@@ -158,6 +158,7 @@ class LLM:
         What is wrong with one request (its prompt is too long, say) comes in place of its result;
         what concerns all of them (storage that fails, a model that was closed) is raised.
         """
+        check_type("requests", requests, Iterable)
         drawn, running = enumerate(requests), dict[int, GenerationStream]()
         is_at_end = False
         try:
@@ -247,6 +248,9 @@ class LLM:
         check_type("speculative", speculative, bool)
         check_type("cache_prompt", cache_prompt, bool)
         check_type("logits_processors", logits_processors, Sequence)
+        for processor in logits_processors:
+            if not callable(processor):
+                raise ConfigError(f"one of logits_processors is {processor!r}, must be Callable")
         params = _sampling_params(sampling, generation_config, overrides)
         self.session.check_open()
         if spec is not None:

@@ -44,7 +44,7 @@ def resolve_model(name: str | Path) -> Path:
         raise ModelNotFound("the model's name is empty: give a directory, a GGUF file or a hub id")
     if text.startswith(PAIR_PREFIX):
         return _embedded(text)
-    path = Path(name).expanduser()
+    path = _path(name)
     if path.is_dir():
         return _in_directory(path)
     if path.is_file() and path.suffix == GGUF_SUFFIX:
@@ -60,6 +60,20 @@ def resolve_model(name: str | Path) -> Path:
     if hub_id is None or is_path or (text.endswith(GGUF_SUFFIX) and not hub_id["file"]):
         raise ModelNotFound(_describe_missing(text, path))
     return _from_hub(text, hub_id["repo"], hub_id["file"], hub_id["revision"])
+
+
+def _path(name: str | Path) -> Path:
+    """Raises ModelNotFound for what no path can be: too long, ~ of nobody, a shut folder."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error)
+        raise ModelNotFound(
+            f"no such model: {str(name):.60} cannot be looked up: {reason}: give the path of a "
+            "directory or of a GGUF file"
+        ) from error
+    return path
 
 
 def _describe_missing(text: str, path: Path) -> str:
@@ -116,14 +130,14 @@ def is_hub_id(name: str | Path) -> bool:
 def _hub_id(name: str | Path) -> re.Match[str] | None:
     """The parts of a name that can only be a hub id."""
     text = str(name)
-    if text.startswith((PAIR_PREFIX, *_PATH_STARTS)) or Path(name).expanduser().exists():
+    if text.startswith((PAIR_PREFIX, *_PATH_STARTS)) or _path(name).exists():
         return None
     return None if text.endswith(GGUF_SUFFIX) else _HUB_ID.fullmatch(text)
 
 
 def check_local_name(name: str | Path) -> None:
     """Raise ModelNotFound for a name that can be no model, without asking the hub."""
-    if Path(name).expanduser().exists() or _HUB_ID.fullmatch(str(name)) is None:
+    if _path(name).exists() or _HUB_ID.fullmatch(str(name)) is None:
         resolve_model(name)
 
 

@@ -276,6 +276,7 @@ def test_a_chain_has_as_many_tokens_as_the_user_fixed(rule, target):
         ({"drafter": 5}, "drafter is 5, must be Drafter or None"),
         ({"speculative": "no"}, "speculative is 'no', must be bool"),
         ({"logits_processors": 5}, "logits_processors is 5, must be Sequence"),
+        ({"logits_processors": [5]}, "one of logits_processors is 5, must be Callable"),
         ({"generation_config": 5}, "generation_config is 5, must be a GenerationConfig"),
         ({"stop": 5}, "stop is 5, must be str or list or tuple"),
         ({"stop": ""}, "every stop must be a non-empty string"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,11 @@ def test_a_draft_may_be_the_target_itself(tmp_path: Path) -> None:
     for find in (resolve_draft, check_local_draft):
         with pytest.raises(ModelNotFound, match="no such model directory"):
             find(tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "~nobody-of-this-name/model"])
+@pytest.mark.parametrize("look_up", [resolve_model, resolve_headers, check_local_name])
+def test_a_name_that_can_be_no_path(look_up: Callable[[str], object], name: str) -> None:
+    with pytest.raises(ModelNotFound, match="cannot be looked up") as caught:
+        look_up(name)
+    assert len(str(caught.value)) < 250
