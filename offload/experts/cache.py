@@ -75,7 +75,8 @@ class ExpertCache:
         )
         self._files = OpenFiles((extent.path for extent in extents), storage)
         try:
-            self._memory = AlignedBuffer(room.n_bytes, is_committed=False, in_children=False)
+            # Committed at once: slots that fill later would look like memory that can be lent.
+            self._memory = AlignedBuffer(room.n_bytes, in_children=False)
         except BaseException:
             self._files.close()
             raise

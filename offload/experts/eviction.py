@@ -2,62 +2,71 @@
 
 A pass visits the layers in order and asks each for some experts. Least recently used would be the
 worst rule here where the cache holds less than one pass asks for: it gives away exactly what the
-next layers had last time. So age is counted in visits of an expert's own layer: what its layer did
-without for the most visits goes first, and among equals what will not be asked for again for the
-longest, which is that of the layer that was visited last.
+next layers had last time. So age is counted in visits of an expert's own layer, and together with
+how often it was asked for before: each time counts 1, and is worth less with every visit of its
+layer. Among equals goes what will not be asked for again for the longest, which is that of the
+layer that was visited last.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_KEPT = 0.9
+"""Of what a use is worth, at each visit of its layer. A cache of a fifth of a small model's experts
+has 52 % of those asked for with 0.5, 63 % with 0.9 and 67 % with 0.95, recency 13 %, the best rule
+77 %; where a pass mostly asks for what the one before it did, more than 0.8 costs something."""
 
 
-class Oldest(NamedTuple):
-    """The least recently used expert of a layer."""
+class Slots:
+    """What is known of the expert in each slot; all arrays are [slots]."""
 
-    layer: int
-    expert: int
-    used_at: int
-    """Counted in visits of all layers."""
-    n_missed: int
-    """Visits of its own layer since then."""
+    def __init__(self, n_slots: int) -> None:
+        self.layer = np.full(n_slots, -1)
+        """-1: the slot is free."""
+        self.expert = np.zeros(n_slots, dtype=np.int64)
+        self.used_at = np.zeros(n_slots, dtype=np.int64)
+        """Counted in visits of all layers."""
+        self.n_missed = np.zeros(n_slots, dtype=np.int64)
+        """Visits of its own layer since it was used."""
+        self.n_visits = np.ones(n_slots, dtype=np.int64)
+        """Of its own layer."""
+        self.worth = np.zeros(n_slots)
+        """Of its uses, when it was used last."""
 
 
-Rule = Callable[[Sequence[Oldest], int], Oldest]
-"""(the oldest expert of each layer, layers that were visited) -> the one that makes room."""
+Rule = Callable[[Slots], NDArray[np.float64]]
+"""What every slot is worth [slots]: the lowest makes room."""
 
 
-def least_recently_used(oldest: Sequence[Oldest], now: int) -> Oldest:
+def least_recently_used(slots: Slots) -> NDArray[np.float64]:
     """Of all layers alike."""
-    return min(oldest, key=lambda one: one.used_at)
+    return slots.used_at.astype(np.float64)
 
 
-def most_visits_missed(oldest: Sequence[Oldest], now: int) -> Oldest:
-    """See the module."""
-    return max(oldest, key=lambda one: (one.n_missed, one.used_at))
-
-
-@dataclass
-class _Use:
-    slot: int
-    used_at: int
-    visit: int
+def decayed_uses(slots: Slots) -> NDArray[np.float64]:
+    """Of what they would be worth if every visit had used it: so that layers which this pass has
+    visited compare with those that it has not."""
+    return slots.worth * _KEPT**slots.n_missed / (1.0 - _KEPT**slots.n_visits)
 
 
 class Directory:
     """Which expert is in which of `n_slots` slots."""
 
-    def __init__(self, n_slots: int, rule: Rule = most_visits_missed) -> None:
+    def __init__(self, n_slots: int, rule: Rule = decayed_uses) -> None:
         if n_slots < 1:
             raise ValueError(f"a cache of experts needs at least one slot, not {n_slots}")
+        self._slots = Slots(n_slots)
         self._free = list(range(n_slots))[::-1]
         self._rule = rule
-        self._uses: defaultdict[int, OrderedDict[int, _Use]] = defaultdict(OrderedDict)
-        """By layer and expert, the least recently used first."""
+        self._slot_of: dict[tuple[int, int], int] = {}
+        self._uses: dict[tuple[int, int], tuple[float, int]] = {}
+        """Of every expert that was ever used: (their worth then, visit of its layer)."""
         self._visits: defaultdict[int, int] = defaultdict(int)
         self._now = 0
 
@@ -65,48 +74,62 @@ class Directory:
         """A pass has come to a layer: what it uses from now on is used now."""
         self._now += 1
         self._visits[layer] += 1
+        is_here = self._slots.layer == layer
+        self._slots.n_missed[is_here] += 1
+        self._slots.n_visits[is_here] += 1
 
     def find(self, layer: int, expert: int) -> int | None:
         """Its slot, and it is used now; None where it is in none."""
-        use = self._uses[layer].get(expert)
-        if use is None:
-            return None
-        use.used_at, use.visit = self._now, self._visits[layer]
-        self._uses[layer].move_to_end(expert)
-        return use.slot
+        slot = self._slot_of.get((layer, expert))
+        if slot is not None:
+            self._use(layer, expert, slot)
+        return slot
 
-    def admit(self, layer: int, expert: int, kept: Container[int]) -> int | None:
+    def admit(self, layer: int, expert: int, kept: Collection[int]) -> int | None:
         """A slot for an expert that is in none; another one may have to go.
 
         kept: experts of this layer that must not. None where all slots hold such.
         """
-        if not self._free:
-            oldest = [x for x in (self._oldest(i, layer, kept) for i in self._uses) if x]
-            if not oldest:
-                return None
-            victim = self._rule(oldest, self._now)
-            self.forget(victim.layer, victim.expert)
+        if not self._free and not self._make_room(layer, kept):
+            return None
         slot = self._free.pop()
-        self._uses[layer][expert] = _Use(slot, self._now, self._visits[layer])
+        self._slot_of[layer, expert] = slot
+        self._slots.layer[slot], self._slots.expert[slot] = layer, expert
+        self._use(layer, expert, slot)
         return slot
 
     def forget(self, layer: int, expert: int) -> None:
         """What is in its slot is of no use any more."""
-        self._free.append(self._uses[layer].pop(expert).slot)
+        slot = self._slot_of.pop((layer, expert))
+        self._slots.layer[slot] = -1
+        self._free.append(slot)
 
-    def _oldest(self, layer: int, now: int, kept: Container[int]) -> Oldest | None:
-        for expert, use in self._uses[layer].items():
-            if layer != now or expert not in kept:
-                n_missed = self._visits[layer] - use.visit
-                return Oldest(layer, expert, use.used_at, n_missed)
-        return None
+    def _use(self, layer: int, expert: int, slot: int) -> None:
+        visit = self._visits[layer]
+        worth, before = self._uses.get((layer, expert), (0.0, visit))
+        worth = 1.0 + worth * _KEPT ** (visit - before)
+        self._uses[layer, expert] = worth, visit
+        slots = self._slots
+        slots.worth[slot], slots.used_at[slot] = worth, self._now
+        slots.n_missed[slot], slots.n_visits[slot] = 0, visit
+
+    def _make_room(self, layer: int, kept: Collection[int]) -> bool:
+        slots = self._slots
+        may_go = (slots.layer != layer) | ~np.isin(slots.expert, list(kept))
+        if not may_go.any():
+            return False
+        worth = np.where(may_go, self._rule(slots), np.inf)
+        lowest = worth <= worth.min() * (1 + 1e-9)
+        victim = int(np.where(lowest, slots.used_at, -1).argmax())
+        self.forget(int(slots.layer[victim]), int(slots.expert[victim]))
+        return True
 
 
 Visit = tuple[int, tuple[int, ...]]
 """(layer, experts that a pass asked it for)"""
 
 
-def replay(trace: Iterable[Visit], n_slots: int, rule: Rule = most_visits_missed) -> float:
+def replay(trace: Iterable[Visit], n_slots: int, rule: Rule = decayed_uses) -> float:
     """Share of the experts asked for that a cache of this rule has."""
     directory = Directory(n_slots, rule)
     n_hits = n_asked = 0

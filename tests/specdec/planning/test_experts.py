@@ -9,11 +9,13 @@ import pytest
 from checkpoints import save_tiny_checkpoint
 
 import specdec
+from backends.contract.backend import UnsupportedModel
 from backends.contract.curve import ComputeCurve
 from backends.contract.source import BackendOptions, ModelCompute
 from backends.hf.source import HfSource
 from offload.residency.experts import ExpertRoom, LayerExperts, least_slots, slot_bytes
 from specdec.models.names import resolve_model
+from specdec.planning.gpu import on_gpu
 from specdec.planning.pass_model import PassModel
 from specdec.planning.placer import CpuPlacer
 from specdec.planning.plan import plan_run
@@ -116,6 +118,11 @@ def test_a_mixture_is_planned_by_name(with_tokenizer: Path) -> None:
     assert found["n_experts"] == found["n_expert_slots"] == 36
     assert found["expected_expert_bytes_per_token"] == 0
     assert found["memory"]["expert cache"] == 36 * found["expert_slot_bytes"]
+
+
+def test_a_gpu_is_refused_in_one_line(source) -> None:
+    with pytest.raises(UnsupportedModel, match="that are no mixtures of experts, or use --device"):
+        on_gpu(source)
 
 
 def test_a_draft_changes_nothing_of_a_mixtures_text(with_tokenizer: Path) -> None:
