@@ -97,18 +97,9 @@ class Batch:
             n_bytes = os.fstat(file.fileno()).st_size
         key = digest_key(self.options)
         with Journal(self.out, self.options, n_bytes) as journal:
-            n_found = 0
-            for line in read_lines(self.source, key):
-                figures.n_lines += 1
-                n_found += journal.is_answered(line.key)
-            if n_found < journal.n_answered:
-                raise BatchError(
-                    f"{journal.out.name} answers {journal.n_answered} lines, of which the input "
-                    f"has {n_found}: {journal.begin_anew}"
-                )
-            figures.n_answered = figures.n_before = n_found
+            self._count_lines(journal, key, figures)
             told()
-            if n_found < figures.n_lines:
+            if figures.n_before < figures.n_lines:
                 with open_answerer() as answer:
                     began = time.monotonic()
 
@@ -127,6 +118,19 @@ class Batch:
                     "goes on"
                 )
             journal.finish(self.order)
+
+    def _count_lines(self, journal: Journal, key: bytes, figures: BatchFigures) -> None:
+        """Of the input, and those that were answered before. Raises BatchError."""
+        n_found = 0
+        for line in read_lines(self.source, key):
+            figures.n_lines += 1
+            n_found += journal.is_answered(line.key)
+        if n_found < journal.n_answered:
+            raise BatchError(
+                f"{journal.out.name} answers {journal.n_answered} lines, of which the input "
+                f"has {n_found}: {journal.begin_anew}"
+            )
+        figures.n_answered = figures.n_before = n_found
 
     def _check_apart(self) -> None:
         for path in (self.out, Path(f"{os.path.realpath(self.out)}.partial")):
