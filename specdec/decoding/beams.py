@@ -105,23 +105,27 @@ class BeamDecoder:
     def is_over(self) -> bool:
         return self.search.is_over
 
+    @property
+    def pending(self) -> list[tuple[int, int]]:
+        """(node above, token) of what the next pass computes; beams of equal tokens share it."""
+        return list(dict.fromkeys(map(_pending, self.search.running)))
+
     def step(self) -> None:
         """One pass: score the pending tokens of all running beams, and lengthen these by one.
 
-        Beams of equal tokens share a node. Raises BeamMemoryFull where the tree gets too large.
+        Raises BeamMemoryFull where the tree gets too large.
         """
-        pending = [(beam.above, beam.token_ids[-1]) for beam in self.search.running]
-        unique = list(dict.fromkeys(pending))
+        beams, unique = [_pending(beam) for beam in self.search.running], self.pending
         n_live = len(self._parents)
         n_wanted, n_room = n_live + len(unique), n_live + self._target.node_room
         if n_wanted > n_room:
-            raise BeamMemoryFull(len(pending), n_wanted, n_room)
+            raise BeamMemoryFull(len(beams), n_wanted, n_room)
         parents, tokens = [parent for parent, _ in unique], [token for _, token in unique]
         node_ids, logits = self._target.extend(tokens, parents)
         self._parents.update(zip(node_ids, parents, strict=True))
         self._nodes = dict(zip(unique, node_ids, strict=True))
         self._rows = dict(zip(node_ids, logits, strict=True))
-        self._advance([self._nodes[pair] for pair in pending])
+        self._advance([self._nodes[pair] for pair in beams])
         self._tidy()
 
     def results(self, n: int) -> list[tuple[Hypothesis, float]]:
@@ -212,6 +216,10 @@ class BeamDecoder:
             path.append(node)
             node = self._parents[node]
         return path[::-1]
+
+
+def _pending(beam: Hypothesis) -> tuple[int, int]:
+    return beam.above, beam.token_ids[-1]
 
 
 def check_beams(num_beams: int, spec: SpecConfig, max_beams: int) -> None:

@@ -31,7 +31,8 @@ class Controller:
         draft: the model that drafts, where one does: to be told to end.
         ahead: drafts while passes run, where the policy wants it; without it nothing does.
         max_draft_rows: of one pass of the draft.
-        max_rows: of one pass of the target, prompts apart.
+        max_rows: of one pass of the target, prompts apart but for the last row of each, whose
+            logits are wanted.
         totals: where passes are counted.
     """
 
@@ -63,7 +64,7 @@ class Controller:
         Raises an error of the models; nothing of the round counts then (`TextDecoder.recover`).
         """
         chunks = [rows for _, rows in entering]
-        drafted = self._propose(texts, sum(len(rows.token_ids) for rows in chunks), most_rows)
+        drafted = self._propose(texts, chunks, most_rows)
         batch = [*(text.tree_rows(tree) for text, tree in drafted), *chunks]
         if self._target.n_fitting(batch) < len(batch):  # the KV cache is about full
             drafted = [(text, tree.subset([ROOT])) for text, tree in drafted]
@@ -78,13 +79,17 @@ class Controller:
         self._learn([text for text, _ in drafted])
 
     def _propose(
-        self, texts: Sequence[TextDecoder], n_entering: int, most_rows: int | None
+        self,
+        texts: Sequence[TextDecoder],
+        chunks: Sequence[SequenceRows],
+        most_rows: int | None,
     ) -> list[tuple[TextDecoder, DraftTree]]:
         """The part of each text's tree that is worth its rows; without texts that failed."""
         with ExitStack() as clocks:
             for recorder in _recorders(texts):
                 clocks.enter_context(recorder.drafting())
-            n_nodes = self.max_rows - len(texts)
+            n_entering = sum(len(rows.token_ids) for rows in chunks)
+            n_nodes = self.max_rows - len(texts) - sum(len(rows.wanted) for rows in chunks)
             if most_rows is not None:
                 n_nodes = max(0, min(n_nodes, most_rows - n_entering - len(texts)))
             steps = [text.proposing(len(texts), n_nodes) for text in texts]

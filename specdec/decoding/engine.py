@@ -120,9 +120,14 @@ class Engine:
         """Queue it, unless that was done."""
         with self._turn:
             if wanted not in self._started and not wanted.is_over:
-                self._started.append(wanted)
-                for job in wanted.jobs:
-                    self.scheduler.add(job)
+                jobs = wanted.jobs  # what is wrong with them comes up here
+                self._queue(wanted, jobs)
+
+    @uninterrupted
+    def _queue(self, wanted: Waiting, jobs: Sequence[Job]) -> None:
+        self._started.append(wanted)
+        for job in jobs:
+            self.scheduler.add(job)
 
     @uninterrupted
     def _lead(self) -> None:
@@ -179,8 +184,8 @@ class Engine:
                 self._turn.wait(POLL_SECONDS)
 
     def _cancel_pass(self, unwanted: Waiting) -> None:
-        n_own = sum(not job.is_over for job in unwanted.jobs) if unwanted in self._started else 0
-        if n_own and n_own >= self.scheduler.n_in_pass > 0:
+        served = self.scheduler.in_pass
+        if unwanted in self._started and served and set(served) <= set(unwanted.jobs):
             self.scheduler.n_cancels += 1  # first: a pass that it ends knows why
             self._controller.request_cancel()
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from backends.contract.backend import StreamUse
-from backends.contract.kept_texts import KeptTexts
-from backends.contract.sequence import TokenSequence
+from backends.contract.sequence import SequenceRows, TokenSequence
 from offload.process.memory import process_memory
 from specdec.analysis.utilization import ModelFlops
 from specdec.checks import ConfigError
@@ -106,8 +105,10 @@ class Generation:
         """One for each sequence, with seeds of their own."""
         params, seed = self._request.params, self._sequences[0].sampler.seed
         more = [params.replace(seed=sequence_seed(seed, i)) for i in range(1, params.n)]
-        self._sequences += map(self._new_sequence, more)
-        return [Continuation(self, one, i) for i, one in enumerate(self._sequences)]
+        sequences = [self._sequences[0], *map(self._new_sequence, more)]
+        jobs: list[Job] = [Continuation(self, one, i) for i, one in enumerate(sequences)]
+        self._sequences = sequences
+        return jobs
 
     @property
     def prompt_ids(self) -> Sequence[int]:
@@ -146,8 +147,13 @@ class Generation:
         return None if self.is_cancelled else error
 
     def search(self, text: TokenSequence) -> BeamDecoder:
-        """Beam search: what its sequences are is known at the end only."""
+        """Beam search: what its sequences are is known at the end only.
+
+        One that began before, and was cut short, counts for nothing.
+        """
         request, sampler = self._request, self._sequences[0].sampler
+        if self._recorder.stats().generated_tokens:
+            self._recorder = StatsRecorder(len(request.prompt_ids))
         stops, prompt_ids = None, request.prompt_ids
         if request.params.stop:
             tokenizer = self._session.tokenizer
@@ -272,29 +278,38 @@ class Beams(SearchJob):
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._decoder: BeamDecoder | None = None
-        self._text: TokenSequence | None = None
+        self.is_fresh = generation.is_fresh
 
     @property
     def is_wanted(self) -> bool:
         return self._generation.is_wanted
 
-    def run(self, texts: KeptTexts) -> None:
-        generation = self._generation
-        if self._decoder is None:
-            self._text = texts.begin(generation.prompt_ids, is_fresh=generation.is_fresh)
-            while texts.drop_oldest():
-                pass  # beams take all the room that there is
-            self._decoder = generation.search(self._text)
-            generation.note_pass(self._decoder, self._decoder.start)
-        else:
-            generation.note_pass(self._decoder, self._decoder.step)
-        self.is_complete = self._decoder.is_over
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        return self._generation.prompt_ids
 
-    def end(self, texts: KeptTexts) -> None:
+    def begin(self, text: TokenSequence) -> None:
+        self.text, self._decoder = text, self._generation.search(text)
+        self._is_started = False
+
+    @property
+    def rows(self) -> SequenceRows:
+        assert self.text is not None, "it has begun"
+        assert self._decoder is not None, "it has begun"
+        if not self._is_started:
+            return SequenceRows(self.text, self.prompt_ids[self.text.n_committed :])
+        above, tokens = zip(*self._decoder.pending, strict=True)
+        return SequenceRows(self.text, tokens, above)
+
+    def run(self) -> None:
+        decoder = self._decoder
+        assert decoder is not None, "it has begun"
+        self._generation.note_pass(decoder, decoder.step if self._is_started else decoder.start)
+        self._is_started, self.is_complete = True, decoder.is_over
+
+    def end(self) -> None:
         if self._decoder is not None:
             self._generation.take_beams(self._decoder)
-        if self._text is not None:
-            texts.end(self._text)
 
 
 def _token_limit(params: SamplingParams, n_prompt: int, max_context: int) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
-from backends.contract.kept_texts import KeptTexts
+from backends.contract.sequence import SequenceRows, TokenSequence
 from specdec.decoding.text_decoder import TextDecoder
 
 
@@ -56,12 +57,32 @@ class TextJob(Job):
 
 
 class SearchJob(Job):
-    """What runs passes of its own, between those of the texts: beam search."""
+    """What runs passes of its own, between those of the texts: beam search.
+
+    text: its KV; None before its first pass, and after one that was cut short.
+    """
+
+    text: TokenSequence | None = None
+    is_fresh = False
+
+    @property
+    @abstractmethod
+    def prompt_ids(self) -> Sequence[int]:
+        """The tokens that it continues."""
 
     @abstractmethod
-    def run(self, texts: KeptTexts) -> None:
+    def begin(self, text: TokenSequence) -> None:
+        """Start, with the KV of a beginning of the prompt; once more after a pass that was cut."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> SequenceRows:
+        """Of its next pass."""
+
+    @abstractmethod
+    def run(self) -> None:
         """One pass."""
 
     @abstractmethod
-    def end(self, texts: KeptTexts) -> None:
-        """Give its KV back."""
+    def end(self) -> None:
+        """No more passes follow; it may have come to its own end."""

@@ -14,7 +14,8 @@ text goes on as if nothing had been.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 
 from backends.contract.backend import Backend
@@ -66,8 +67,8 @@ class Scheduler:
         self._running: list[TextJob] = []  # those that have KV
         self._searches: list[SearchJob] = []
         self._numbers = count()
-        self.n_in_pass = 0
-        """Jobs in the pass that runs."""
+        self.in_pass: tuple[Job, ...] = ()
+        """Whom the pass that runs serves."""
         self.n_cancels = 0
         """Times that a running pass was asked to end; counted by who asks."""
 
@@ -78,11 +79,12 @@ class Scheduler:
     @property
     def n_running(self) -> int:
         """Texts and searches that have KV; any thread may ask, as of those that wait."""
-        return len(self._running) + len(self._searches)
+        return len(self._running) + (self._search_begun is not None)
 
     @property
     def n_waiting(self) -> int:
-        return len(self._waiting) + len(self._arrived)
+        n_searches = len(self._searches) - (self._search_begun is not None)
+        return len(self._waiting) + len(self._arrived) + n_searches
 
     def _welcome(self) -> None:
         while self._arrived:
@@ -105,7 +107,7 @@ class Scheduler:
             if not self._search():
                 self._share_a_pass()
         finally:
-            self.n_in_pass = 0
+            self.in_pass = ()
             self.dismiss()
 
     def dismiss(self) -> None:
@@ -113,12 +115,15 @@ class Scheduler:
         self._welcome()
         for job in [job for job in self._running if job.is_over]:
             self._running.remove(job)
-            job.decoder.drafter.reset()
             self.texts.end(job.decoder.sequence)
-            job.decoder.text = None
+            _let_go(job)
         for search in [search for search in self._searches if search.is_over]:
             self._searches.remove(search)
-            search.end(self.texts)
+            with _its_own_errors(search):
+                search.end()
+            if search.text is not None:
+                self.texts.end(search.text)
+                search.text = None
         self._waiting = [job for job in self._waiting if not job.is_over]
 
     # --- a pass of texts -----------------------------------------------------------------------
@@ -150,7 +155,7 @@ class Scheduler:
     ) -> bool:
         """One pass, and what it brought is taken; False where it broke off."""
         taking_part = [*decoding, *(job for job, _ in entering)]
-        n_cancels, self.n_in_pass = self.n_cancels, len(taking_part)
+        n_cancels, self.in_pass = self.n_cancels, tuple(taking_part)
         chunks: list[Entering] = [(job.decoder, rows) for job, rows in entering]
         try:
             self._controller.step([job.decoder for job in decoding], chunks, most_rows)
@@ -158,7 +163,8 @@ class Scheduler:
             is_cut = self.n_cancels > n_cancels or not isinstance(error, Exception)
             for job in taking_part:
                 if is_cut:  # by Ctrl-C, or for one that is cancelled: the others try again
-                    job.decoder.recover()
+                    with _its_own_errors(job):
+                        job.decoder.recover()
                 else:
                     job.error = error
             if not isinstance(error, Exception):
@@ -167,7 +173,8 @@ class Scheduler:
         for job in taking_part:
             job.error = job.decoder.error
             if job.error is None and job.decoder.news:
-                job.take()
+                with _its_own_errors(job):
+                    job.take()
         return True
 
     def _lend(self, n_rows: int, has_entered: bool) -> None:
@@ -228,9 +235,11 @@ class Scheduler:
 
     def _has_room(self, job: TextJob, n_tokens: int, text: TokenSequence) -> bool:
         """For it, and for the others to grow. Alone it is let in: more room there will never be."""
-        if not self._running:
+        if not self._running and self._search_begun is None:
             return True
         batch = [_room(text, n_tokens + _ROOM_TO_GROW)]
+        if self._search_begun is not None:
+            batch.append(self._search_begun.rows)
         batch += [_room(other.decoder.sequence, _ROOM_TO_GROW) for other in self._running]
         return self._target.n_fitting(batch) == len(batch)
 
@@ -258,7 +267,7 @@ class Scheduler:
                 return
             if self._set_aside_unwanted():
                 continue
-            if len(jobs) < 2:
+            if len(jobs) < 2 and self._search_begun is None:
                 return  # more room there will never be: the pass says what is full
             self._set_aside(jobs.pop())  # the last one in rank
 
@@ -272,27 +281,44 @@ class Scheduler:
         self._controller.totals.add(set_aside=1)
         self._running.remove(job)
         self._waiting.append(job)
-        job.decoder.drafter.reset()
         self.texts.drop(job.decoder.sequence)
-        job.decoder.text = None
+        _let_go(job)
 
     # --- searches ------------------------------------------------------------------------------
 
+    @property
+    def _search_begun(self) -> SearchJob | None:
+        """The one that has KV: room for beams is that of one search."""
+        return next((search for search in self._searches if search.text is not None), None)
+
     def _search(self) -> bool:
-        """A pass of the search that waits longest; every other one, where texts wait, too."""
-        wanted = [search for search in self._searches if search.is_wanted]
-        if not wanted:
+        """A pass of the search that came first; whether texts wait for no other one beside it."""
+        search = self._search_begun or next((one for one in self._searches if one.is_wanted), None)
+        if search is None:
             return False
-        search = wanted[0]
-        self._searches.remove(search)
-        self._searches.append(search)
         self._spare.give_back()
-        self.n_in_pass = 1
+        self.in_pass = (search,)
         try:
-            search.run(self.texts)
+            if search.text is None:
+                search.begin(self.texts.begin(search.prompt_ids, is_fresh=search.is_fresh))
+            self._make_room_for(search)
+            search.run()
         except Exception as error:
             search.error = error
+        except BaseException:  # Ctrl-C of who runs the round: its beams are gone
+            if search.text is not None:
+                self.texts.drop(search.text)
+                search.text = None
+            raise
         return not any(job.is_wanted for job in (*self._waiting, *self._running))
+
+    def _make_room_for(self, search: SearchJob) -> None:
+        """Its beams cannot come back as a text does: texts are set aside for them."""
+        while self._target.n_fitting([search.rows]) < 1:
+            if not (self.texts.drop_oldest() or self._set_aside_unwanted()):
+                if not self._running:
+                    return  # more room there will never be: the pass says what is full
+                self._set_aside(max(self._running, key=_rank))
 
 
 def _rank(job: Job) -> tuple[int, int]:
@@ -302,3 +328,19 @@ def _rank(job: Job) -> tuple[int, int]:
 def _room(text: TokenSequence, n_rows: int) -> SequenceRows:
     """So many rows, to ask for the room that they take."""
     return SequenceRows(text, [0] * n_rows)
+
+
+def _let_go(job: TextJob) -> None:
+    """Of what it computes with: its KV is another one's."""
+    job.decoder.text = None
+    with _its_own_errors(job):
+        job.decoder.drafter.reset()
+
+
+@contextmanager
+def _its_own_errors(job: Job) -> Iterator[None]:
+    """What fails in here ends this job, and no other one: a drafter may be the caller's own."""
+    try:
+        yield
+    except Exception as error:
+        job.error = job.error or error

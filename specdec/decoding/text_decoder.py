@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.contract.sequence import SequenceRows, SequenceScores, TokenSequence
+from offload.errors import SpecdecError
 from specdec.config import SpecConfig
 from specdec.decoding.recorder import StatsRecorder
 from specdec.drafters.base import Drafter, TreeLimits
@@ -25,7 +26,7 @@ from specdec.sampling.logprobs import TopLogprobs, logprobs_of_token
 from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import Acceptance, lenient, match_walk, rejection_walk
 from specdec.verification.block import block_walk
-from specdec.verification.tree import DraftTree
+from specdec.verification.tree import ROOT, DraftTree
 
 ChainRule = Callable[..., Acceptance]
 _CHAIN_RULES: dict[str, ChainRule] = {"rejection": rejection_walk, "block": block_walk}
@@ -37,6 +38,13 @@ class Round(NamedTuple):
     tree: DraftTree
     acceptance: Acceptance
     tokens: tuple[int, ...]
+
+
+class BadProposal(SpecdecError):
+    """A drafter proposed what cannot be verified."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"the drafter proposed {what}: see specdec.drafters.base.Drafter.propose")
 
 
 class NoDrafter(Drafter):
@@ -148,10 +156,31 @@ class TextDecoder:
         room = min(self.sequence.node_room, 1 + most)
         try:
             limits = self.policy.limits(len(self.context), self.max_tokens, room, n_texts)
-            return (yield from self.drafter.proposing(self.context, limits))
+            tree = yield from self.drafter.proposing(self.context, limits)
+            self._check(tree, room)
+            return tree
         except Exception as error:
             self.error = error
             return DraftTree(self.context[-1])
+
+    def _check(self, tree: DraftTree, room: int) -> None:
+        """What no pass can run would end the texts of others: a drafter may be a caller's own."""
+        if not isinstance(tree, DraftTree):
+            raise BadProposal(f"{tree!r}, which is no DraftTree")
+        if tree.token_ids[ROOT] != self.context[-1]:
+            raise BadProposal(
+                f"a tree with the root {tree.token_ids[ROOT]}, but the context ends with "
+                f"{self.context[-1]}"
+            )
+        deepest = self.policy.max_context - len(self.context)
+        if len(tree) > room or max(tree.depths) > deepest:
+            raise BadProposal(
+                f"{tree.n_drafted} tokens in {max(tree.depths)} levels, and there is room for "
+                f"{room - 1} in {deepest}"
+            )
+        n_tokens = self._sampler.n_tokens
+        if min(tree.token_ids) < 0 or max(tree.token_ids) >= n_tokens:
+            raise BadProposal(f"tokens that are not among the {n_tokens} of the vocabulary")
 
     def tree_rows(self, tree: DraftTree) -> SequenceRows:
         return SequenceRows(self.sequence, tree.token_ids, self._target_parents(tree))
@@ -199,9 +228,9 @@ class TextDecoder:
 
     def recover(self) -> None:
         """After a round that broke off: nothing of it counts."""
-        self.drafter.reset()
         if self.text is not None:
             self.text.rollback(min(self.text.n_committed, len(self.wanted_ids)))
+        self.drafter.reset()
 
     def _match(self, tree: DraftTree, logits: NDArray[np.float32], max_tokens: int) -> Acceptance:
         choose = self._sampler.chooser(lambda node: self._prefix(tree, node), logits.__getitem__)

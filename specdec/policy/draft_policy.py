@@ -86,7 +86,7 @@ class DraftPolicy:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._config = config
-        self._max_context = max_context
+        self.max_context = max_context
         self._clock = clock
         self._is_chain = config.acceptance != "match"
         if config.num_draft_tokens is not None:
@@ -146,7 +146,7 @@ class DraftPolicy:
         The last token wanted is never drafted: the target emits it itself.
         """
         config = self._config
-        room = min(self._max_context - context_length, max_tokens - 1)
+        room = min(self.max_context - context_length, max_tokens - 1)
         most = max(0, min(self._n_nodes, node_room - 1))
         is_fixed = config.num_draft_tokens is not None
         is_typical = room >= _TYPICAL_DEPTH and most >= min(_TYPICAL_DEPTH, self._n_nodes)

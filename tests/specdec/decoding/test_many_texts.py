@@ -269,6 +269,31 @@ def test_a_prompt_enters_however_long_its_rows_take(
         assert [scheduler._most_rows(n) for n in (1, 20)] == [20, 32]
 
 
+def test_a_pass_has_no_more_rows_of_logits_than_memory_was_set_aside_for(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees leave room for the rows of texts that enter beside them."""
+    with load(tmp_path_factory, kv_tokens=900, parallel=4, num_draft_tokens=4) as llm:
+        n_rows: list[int] = []
+        run = llm.target.run
+
+        def noted(batch: Any) -> Any:
+            n_rows.append(sum(len(rows.wanted) for rows in batch))
+            return run(batch)
+
+        monkeypatch.setattr(llm.target, "run", noted)
+        streams = [llm.stream(prompt, params(0.0)) for prompt in (PROMPTS[0], PROMPTS[4])]
+        for stream in streams:
+            stream.start()
+        for stream in streams:
+            next(stream)
+        streams += [llm.stream(prompt, params(0.0)) for prompt in ([30, 31], [40, 41])]
+        for stream in streams:
+            stream.start()
+        next(streams[2])
+        assert max(n_rows) <= llm.session.max_beams == 11
+
+
 def test_whoever_came_last_is_set_aside_and_comes_back(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,145 @@
+"""Beam searches beside each other and beside texts: each is what it is alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from held_generation import Held, Reader
+from tiny_pair import save_model
+
+import specdec
+from specdec.api import LLM
+from specdec.sampling.params import SamplingParams
+
+LONG = [7 + i % 60 for i in range(240)]
+SEARCH = SamplingParams(max_tokens=8, num_beams=3, ignore_eos=True)
+TEXT = SamplingParams(max_tokens=30, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """With room for the longest prompt and its beams: five blocks of 64 tokens."""
+    target = save_model(tmp_path_factory.mktemp("target"), seed=0)
+    with specdec.load(target, ctx_size=256, num_beams=3, beam_span=8, parallel=4) as loaded:
+        yield loaded
+
+
+def alone(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
+    found = llm.generate(prompt, params, speculative=False, cache_prompt=False).token_ids
+    llm.session.forget_prompt()
+    return found
+
+
+def check_nothing_left(llm: LLM) -> None:
+    assert not llm.session.engine._started
+    assert not llm.session.engine.scheduler._searches
+    assert not llm.session.texts._in_use
+
+
+def test_searches_of_many_threads(llm: LLM) -> None:
+    prompts = [[token] * 60 for token in range(10, 18)]
+    expected = [alone(llm, prompt, SEARCH) for prompt in prompts]
+    streams = [llm.stream(prompt, SEARCH) for prompt in prompts]
+    for reader in [Reader(stream) for stream in streams]:
+        reader.join()
+        assert reader.error is None
+    assert [stream.result.token_ids for stream in streams] == expected
+    check_nothing_left(llm)
+
+
+def test_texts_that_fill_the_cache_make_room_for_a_search_and_come_back(llm: LLM) -> None:
+    prompts = [[token, 9] for token in (80, 81)]
+    expected = [alone(llm, prompt, TEXT) for prompt in prompts]
+    beams = alone(llm, LONG[::-1], SEARCH)
+    streams = [llm.stream(prompt, TEXT) for prompt in prompts]
+    for stream in streams:
+        stream.start()
+    for stream in streams:
+        next(stream)
+    assert len(llm.session.texts._in_use) == 2
+    assert llm.generate(LONG[::-1], SEARCH).token_ids == beams
+    for stream, tokens in zip(streams, expected, strict=True):
+        assert sum(1 for _ in stream)
+        assert stream.result.token_ids == tokens
+    check_nothing_left(llm)
+
+
+def test_a_text_waits_where_a_search_has_the_room(llm: LLM) -> None:
+    prompts = [[token, 9] for token in (80, 81)]
+    expected = [alone(llm, prompt, TEXT) for prompt in prompts]
+    beams = alone(llm, LONG[::-1], SEARCH)
+    processor = Held()
+    search = llm.stream(LONG[::-1], SEARCH, logits_processors=[processor])
+    searching = Reader(search)
+    processor.reached.wait()
+    streams = [llm.stream(prompt, TEXT) for prompt in prompts]
+    for stream in streams:
+        stream.start()
+    processor.may_go_on.set()
+    readers = [Reader(stream) for stream in streams]
+    for reader in (searching, *readers):
+        reader.join()
+        assert reader.error is None
+    assert search.result.token_ids == beams
+    assert [stream.result.token_ids for stream in streams] == expected
+    check_nothing_left(llm)
+
+
+@pytest.mark.parametrize("params", [SEARCH, TEXT], ids=["search", "text"])
+def test_a_cancel_does_not_cut_a_pass_of_others(
+    llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a text that has begun, and takes no part in that pass."""
+    expected = alone(llm, LONG, params)
+    half_read = llm.stream([80, 81], TEXT)
+    next(half_read)
+    job: Any = half_read._generation.jobs[0]
+    cancelling = threading.Thread(target=half_read.cancel)
+    cut: list[str] = []
+    in_that_pass: list[str] = []
+    run = llm.target.run
+
+    def noted(batch: Any) -> Any:
+        if not cancelling.ident and all(one.sequence is not job.decoder.text for one in batch):
+            cancelling.start()
+            cancelling.join(0.05)
+            in_that_pass.extend(cut)
+        return run(batch)
+
+    monkeypatch.setattr(llm.target, "run", noted)
+    monkeypatch.setattr(llm.target, "request_cancel", lambda: cut.append("cut"))
+    assert llm.generate(LONG, params).token_ids == expected
+    cancelling.join()
+    assert not in_that_pass
+    check_nothing_left(llm)
+
+
+@pytest.mark.parametrize("n_passes", [0, 1, 3])
+def test_ctrl_c_of_one_caller_leaves_the_search_of_another(
+    llm: LLM, n_passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever leads runs everybody's passes: its own Ctrl-C may cut theirs."""
+    expected = alone(llm, LONG, SEARCH)
+    search = llm.stream(LONG, SEARCH)
+    search.start()
+    n_searched = 0
+    compute = llm.target._compute  # type: ignore[attr-defined]
+
+    def interrupted(new: Any) -> Any:
+        nonlocal n_searched
+        rows = compute(new)
+        (job,) = llm.session.engine.scheduler._searches
+        n_searched += new[0].kv is job.text.kv  # type: ignore[union-attr]
+        if n_searched > n_passes:
+            raise KeyboardInterrupt
+        return rows
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.target, "_compute", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([80, 81], TEXT)
+    assert [chunk.token_ids for chunk in search] == [expected]
+    check_nothing_left(llm)
