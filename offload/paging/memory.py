@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import statistics
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -46,6 +48,7 @@ def move_seconds_per_byte() -> float:
     Raises AddressSpaceError where the system cannot move pages.
     """
     memory = PageMemory(_PROBE_BYTES, 0)
+    memory.commit()
     reserved = reserve(_PROBE_BYTES + HUGE_PAGE_BYTES)
     try:
         target = -(-reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -62,39 +65,60 @@ def move_seconds_per_byte() -> float:
         unmap(reserved, _PROBE_BYTES + HUGE_PAGE_BYTES)
 
 
+@contextmanager
+def _no_room_is_memory_error() -> Iterator[None]:
+    try:
+        yield
+    except AddressSpaceError as error:
+        if error.errno == errno.ENOMEM:  # a limit of address space, or of mappings
+            raise MemoryError(str(error)) from error
+        raise
+
+
 class PageMemory:
     """The memory of one slot: `body_bytes` on huge pages, then `edge_bytes` on small ones.
 
-    Its content stays in this process: what a forked one shared would be there twice once a reader
+    Whoever first asks for its view commits it: a reader, while the model is being loaded. Its
+    content stays in this process: what a forked one shared would be there twice once a reader
     writes to it. Raises MemoryError.
     """
 
     def __init__(self, body_bytes: int, edge_bytes: int) -> None:
         self._n_reserved = 0
+        self._body_bytes, self._edge_bytes = body_bytes, edge_bytes
         self._n_bytes = body_bytes + edge_bytes
-        try:
-            self._commit(body_bytes, edge_bytes)
-        except AddressSpaceError as error:
-            if error.errno == errno.ENOMEM:  # a limit of address space, or of mappings
-                raise MemoryError(str(error)) from error
-            raise
-
-    def _commit(self, body_bytes: int, edge_bytes: int) -> None:
+        self._is_committed = False
+        self._committing = threading.Lock()
         n_reserved = self._n_bytes + HUGE_PAGE_BYTES
-        self._reserved = reserve(n_reserved)
+        with _no_room_is_memory_error():
+            self._reserved = reserve(n_reserved)
         self._n_reserved = n_reserved
         self.address = -(-self._reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        if body_bytes:
-            commit(self.address, body_bytes)
-        if edge_bytes:
-            commit(self.address + body_bytes, edge_bytes, huge=False)
-        if self._n_bytes:
-            keep_from_children(self.address, self._n_bytes)
 
     @property
     def view(self) -> memoryview:
-        """The memory, to be used while it is lent to nobody."""
+        """The memory, to be used while it is lent to nobody. Raises MemoryError."""
+        self.commit()
         return view(self.address, self._n_bytes)
+
+    def commit(self) -> None:
+        """Have all of the memory from now on. Idempotent.
+
+        Not left to the reads: what a first, smaller layer does not fill would be small pages later.
+        Raises MemoryError.
+        """
+        with self._committing, _no_room_is_memory_error():
+            if not self._is_committed:
+                self._commit()
+                self._is_committed = True
+
+    def _commit(self) -> None:
+        if self._body_bytes:
+            commit(self.address, self._body_bytes)
+        if self._edge_bytes:
+            commit(self.address + self._body_bytes, self._edge_bytes, huge=False)
+        if self._n_bytes:
+            keep_from_children(self.address, self._n_bytes)
 
     def close(self) -> None:
         """Give the memory back, except for pages that are lent."""
