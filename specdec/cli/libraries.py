@@ -41,7 +41,8 @@ def import_for_good(load: RunOptions) -> None:
 def _unused_left_out() -> Iterator[None]:
     """They take a tenth of the seconds of importing torch and transformers."""
     left_out = [name for name in _UNUSED if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(left_out))  # None: as if they were not installed
+    for name in left_out:  # as if they were not installed
+        sys.modules[name] = None  # type: ignore[assignment]
     try:
         yield
     finally:
