@@ -7,6 +7,7 @@ transformers under the name KEYS_BY_ROW; `hands_mask_on` tells which families co
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import sys
@@ -66,6 +67,7 @@ def attention(
 _KNOWN = _WITHOUT_EFFECT | set(inspect.signature(attention).parameters)
 
 
+@functools.cache
 def hands_mask_on(architecture: type[PreTrainedModel], has_softcap: bool) -> bool:
     """Whether a family's attention can be computed here; else it is given whole masks.
 

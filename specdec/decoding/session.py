@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from backends.contract.kept_texts import KeptTexts
 from offload.errors import SpecdecError
 from offload.process.interruptible import POLL_SECONDS
 from offload.process.remembered import forget_figures
-from specdec.analysis.utilization import model_flops
+from specdec.analysis.utilization import ModelFlops, model_flops
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.decoding.ahead_thread import AheadThread
@@ -116,9 +117,7 @@ class Session:
             self.draft, self.draft_window = load_draft(planned, self.options, self.target)
             if self.draft is not None:
                 stack.enter_context(self.draft)
-            self.model_flops = model_flops(
-                planned.target.source.path, self.options.backend, self.plan.chosen.target.compute
-            )
+            self._target_path = planned.target.source.path.absolute()
             # What the n-grams learn of their own hit rate, and the policy of these models.
             self._match_rates = MatchRates()
             self._kept_experience = KeptExperience(planned)
@@ -161,6 +160,12 @@ class Session:
             max_entering=self.plan.ctx_size,
         )
         return Engine(scheduler, controller, self.check_open)
+
+    @cached_property
+    def model_flops(self) -> ModelFlops | None:
+        """Asked for behind a text: building the model's shape would be between it and its start."""
+        compute = self.plan.chosen.target.compute
+        return model_flops(self._target_path, self.options.backend, compute)
 
     @property
     def backends(self) -> tuple[Backend, ...]:
