@@ -13,6 +13,7 @@ from backends.contract.backend import StreamUse
 from backends.hf.model import HfModel
 from backends.hf.weights import BringExperts, RawTensors
 from offload.experts.cache import ExpertCache
+from offload.experts.kept import keep_exponent
 from offload.residency.experts import ExpertRoom, count_experts
 from offload.residency.placement import LayerWeights
 from offload.ring.early import EarlyWeights, WantedWeights, open_weights
@@ -48,12 +49,12 @@ class CpuWeights:
         taken = None if early is None else early.take(wanted)
         self._weights = taken or open_weights(wanted, progress)
         self._outer, self._streamer = self._weights.outer, self._weights.layers
+        self._room = experts or ExpertRoom(model.experts, count_experts(model.experts))
         self._experts: ExpertCache | None = None
         self.bring_experts: BringExperts | None = None
         if model.experts:
-            room = experts or ExpertRoom(model.experts, count_experts(model.experts))
             try:
-                self._experts = ExpertCache(room, n_readers=n_readers)
+                self._experts = ExpertCache(self._room, n_readers=n_readers)
                 self.bring_experts = partial(_bring, self._experts)
             except BaseException:
                 self._weights.close()
@@ -109,6 +110,7 @@ class CpuWeights:
     def close(self) -> None:
         if self._experts is not None:
             self._experts.close()
+            keep_exponent(self._room, self._experts.stats)
         self._weights.close()
 
 

@@ -28,6 +28,8 @@ from offload.trace import READ, WAIT, record_since
 
 N_READERS = 8
 """Reads in flight: an expert is a few MB, and storage wants several at a time."""
+_FEW_ROWS = 4
+"""A pass that asks a layer for more experts than so many rows can is that of a prompt."""
 Check = Callable[[], None]
 
 
@@ -39,6 +41,10 @@ class ExpertStats:
     n_hits: int = 0
     bytes_read: int = 0
     stall_seconds: float = 0.0
+    n_asked_full: int = 0
+    """Once all slots were in use, by passes of a few rows."""
+    n_hits_full: int = 0
+    """Of these."""
 
 
 class ExpertCache:
@@ -104,6 +110,9 @@ class ExpertCache:
             missing.append(expert) if slot is None else here.append((expert, slot))
         self.stats.n_asked += len(experts)
         self.stats.n_hits += len(here)
+        if self._directory.is_full and len(experts) <= _FEW_ROWS * self._experts(layer).n_used:
+            self.stats.n_asked_full += len(experts)
+            self.stats.n_hits_full += len(here)
         reads = _Reads(self, layer, {*experts}, deque(self._in_file_order(layer, missing)))
         try:
             reads.start()

@@ -70,6 +70,10 @@ class Directory:
         self._visits: defaultdict[int, int] = defaultdict(int)
         self._now = 0
 
+    @property
+    def is_full(self) -> bool:
+        return not self._free
+
     def visit(self, layer: int) -> None:
         """A pass has come to a layer: what it uses from now on is used now."""
         self._now += 1

@@ -17,7 +17,7 @@ from offload.storage.layout import Layout, make_layout
 _REUSE = 0.7
 """n consecutive tokens are routed to about n ** 0.7 times the experts of one: replays of published
 traces of Qwen3-30B and gpt-oss-120b have 1.6 to 1.8 for 2, 3.9 to 5.0 for 8, 7 to 12 for 32."""
-_HITS = 0.25
+ASSUMED_EXPONENT = 0.25
 """A cache of a share s of all experts has about s ** 0.25 of those asked for: 53 % with 12 % of
 Qwen3-30B's, 76 % with 24 %, 45 % with 5 % of gpt-oss-120b's."""
 
@@ -65,6 +65,8 @@ class ExpertRoom:
     layers: tuple[LayerExperts | None, ...]
     """None: a layer without any."""
     n_slots: int
+    exponent: float = ASSUMED_EXPONENT
+    """Of the share that is in memory: that many of those asked for are found."""
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -85,8 +87,9 @@ class ExpertRoom:
 
     @cached_property
     def hit_rate(self) -> float:
-        """Assumed share of the experts asked for that are in memory."""
-        return 1.0 if self.holds_all else (self.n_slots / self.n_experts) ** _HITS
+        """Expected share of the experts asked for that are in memory."""
+        share = self.n_slots / self.n_experts
+        return 1.0 if self.holds_all else float(share**self.exponent)
 
     def read_bytes(self, layer: int, n_rows: int) -> float:
         """Expected in a pass of so many rows."""

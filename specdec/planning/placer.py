@@ -13,6 +13,7 @@ from functools import cached_property
 
 from backends.contract.source import ModelSource
 from offload.device.loading import LOAD_STAGING_BYTES
+from offload.experts.kept import expected_exponent
 from offload.residency.experts import ExpertRoom, count_experts, least_slots, slot_bytes
 from offload.residency.placement import LayerWeights, Placement
 from offload.residency.plan import DEFAULT_N_SLOTS, least_host_bytes, plan_residency
@@ -66,7 +67,13 @@ class CpuPlacer(Placer):
 
     def _with_experts(self, placed: Placement, n_slots: int) -> Placement:
         experts = self.source.experts
-        return replace(placed, experts=ExpertRoom(experts, n_slots)) if experts else placed
+        if not experts:
+            return placed
+        return replace(placed, experts=ExpertRoom(experts, n_slots, self._exponent))
+
+    @cached_property
+    def _exponent(self) -> float:
+        return expected_exponent(self.source.experts)
 
     @cached_property
     def _least_expert_bytes(self) -> int:

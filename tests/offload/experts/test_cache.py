@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from offload.errors import SpecdecError
-from offload.experts.cache import ExpertCache
+from offload.experts.cache import ExpertCache, ExpertStats
+from offload.experts.kept import expected_exponent, keep_exponent
 from offload.formats.tensors import TensorRecord
-from offload.residency.experts import ExpertRoom, LayerExperts
+from offload.residency.experts import ASSUMED_EXPONENT, ExpertRoom, LayerExperts
 from offload.storage.direct_io import DirectFile, StorageError
 
 N_LAYERS, N_EXPERTS = 3, 6
@@ -85,6 +86,26 @@ def test_what_is_there_is_not_read_again(written, cache) -> None:
 
 def test_neighbouring_tensors_are_one_read(written) -> None:
     assert all(len(layout.extents) == 1 for layer in written.layers for layout in layer.layouts)
+
+
+def test_how_often_experts_are_found_is_kept_for_the_next_plan(written) -> None:
+    room = written.room(9)  # half of all
+    assert expected_exponent(written.layers) == ASSUMED_EXPONENT
+    keep_exponent(room, ExpertStats(n_asked_full=10, n_hits_full=9))  # too few to tell
+    assert expected_exponent(written.layers) == ASSUMED_EXPONENT
+    keep_exponent(room, ExpertStats(n_asked_full=4000, n_hits_full=1000))
+    assert expected_exponent(written.layers) == pytest.approx(2.0)
+    assert ExpertRoom(written.layers, 9, 2.0).hit_rate == pytest.approx(0.25)
+    keep_exponent(written.room(18), ExpertStats(n_asked_full=4000, n_hits_full=4000))
+    assert expected_exponent(written.layers) == pytest.approx(2.0)  # all held: nothing to learn
+
+
+def test_what_is_counted_for_it_begins_when_the_cache_is_full(written, cache) -> None:
+    check(cache, written, 0, [0, 1])
+    assert cache.stats.n_asked_full == 0
+    check(cache, written, 1, [0, 1])
+    check(cache, written, 1, [0, 1])
+    assert (cache.stats.n_asked_full, cache.stats.n_hits_full) == (2, 2)
 
 
 def test_one_slot_is_enough(written) -> None:

@@ -1,0 +1,45 @@
+"""How often a model's experts are found in a cache: measured while it runs, and kept for its plans.
+
+A cache of a share s of all experts finds s ** x of those asked for; x is the model's, as far as
+known. So what was measured with one budget tells something of another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from offload.experts.cache import ExpertStats
+from offload.process.remembered import cache_folder, recall, remember
+from offload.residency.experts import ASSUMED_EXPONENT, ExpertRoom, LayerExperts
+
+_LEAST_ASKED = 2000
+"""Experts asked for: fewer say little."""
+_LEAST, _MOST = 0.005, 8.0
+
+
+def expected_exponent(layers: Sequence[LayerExperts | None]) -> float:
+    """Measured, or assumed."""
+    kept = recall(_record(layers)) if any(layers) else None
+    found = kept.get("exponent") if isinstance(kept, dict) else None
+    if not isinstance(found, float) or not _LEAST <= found <= _MOST:
+        return ASSUMED_EXPONENT
+    return found
+
+
+def keep_exponent(room: ExpertRoom, stats: ExpertStats) -> None:
+    """Of passes of a few rows, once all slots were in use."""
+    share = room.n_slots / room.n_experts
+    if stats.n_asked_full < _LEAST_ASKED or room.holds_all:
+        return
+    hit_rate = max(stats.n_hits_full, 1) / stats.n_asked_full
+    exponent = min(_MOST, max(_LEAST, math.log(hit_rate) / math.log(share)))
+    remember(_record(room.layers), {"exponent": exponent}, "how often experts are in memory")
+
+
+def _record(layers: Sequence[LayerExperts | None]) -> Path:
+    first = next(layer for layer in layers if layer is not None).tensors[0][0]
+    key = f"{first.path.resolve()} {[len(x.tensors) if x else 0 for x in layers]}"
+    return cache_folder() / f"experts-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
