@@ -11,7 +11,12 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from offload.formats.safetensors import MAX_HEADER_BYTES, parse_json_object, read_header
+from offload.formats.packed import with_packed
+from offload.formats.safetensors import (
+    MAX_HEADER_BYTES,
+    parse_json_object,
+    read_header_and_metadata,
+)
 from offload.formats.tensors import (
     CheckpointError,
     FileState,
@@ -53,7 +58,8 @@ class WeightIndex(TensorIndex):
         for shard in dict.fromkeys(weight_map.values()):
             path = _resolve_shard(root, shard)
             states[path] = file_state(path)
-            for name, record in read_header(path).items():
+            metadata, found = read_header_and_metadata(path)
+            for name, record in with_packed(path, metadata, found).items():
                 if name in records:
                     raise CheckpointError(
                         f"{root}: tensor {name!r} lies both in {shard_of[name]} and in {shard}; "

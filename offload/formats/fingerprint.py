@@ -21,7 +21,8 @@ def fingerprint(records: Iterable[TensorRecord], description: str) -> str:
     """
     digest = hashlib.sha256(description.encode())
     for record in sorted(records, key=lambda record: record.name):
-        digest.update(f"\n{record.name!r} {record.dtype} {record.shape}\n".encode())
+        form = record.scheme or record.dtype
+        digest.update(f"\n{record.name!r} {form} {record.shape}\n".encode())
         digest.update(_middle(record))
     return digest.hexdigest()
 

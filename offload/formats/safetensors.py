@@ -139,9 +139,9 @@ def _make_record(path: Path, name: str, entry: Any, data_start: int) -> TensorRe
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise refuse(f"has the unknown dtype {str(dtype)[:40]!r}", "convert it to BF16 or F32")
-    if not _is_list_of_naturals(shape) or len(shape) > MAX_RANK:
+    if not is_list_of_naturals(shape) or len(shape) > MAX_RANK:
         raise refuse("has a shape that is not a short list of non-negative integers")
-    if not _is_list_of_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not is_list_of_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise refuse("has data_offsets that are not two ascending non-negative integers")
     n_bytes = offsets[1] - offsets[0]
     if _n_bits(shape, DTYPE_BITS[dtype]) != 8 * n_bytes:
@@ -149,7 +149,7 @@ def _make_record(path: Path, name: str, entry: Any, data_start: int) -> TensorRe
     return TensorRecord(name, dtype, tuple(shape), path, data_start + offsets[0], n_bytes)
 
 
-def _is_list_of_naturals(value: Any) -> bool:
+def is_list_of_naturals(value: Any) -> bool:
     # `type() is int` because True is an int, too; 2^63 bounds the cost of the later product.
     return isinstance(value, list) and all(type(x) is int and 0 <= x < 2**63 for x in value)
 

@@ -20,11 +20,13 @@ class TensorRecord:
     """One tensor on disk: `n_bytes` bytes from the absolute `offset` of the file `path`."""
 
     name: str
-    dtype: str  # safetensors' name: "BF16", "F32", ...
+    dtype: str  # safetensors' name: "BF16", "F32", ..., or ggml's
     shape: tuple[int, ...]
     path: Path
     offset: int
     n_bytes: int
+    scheme: str = ""
+    """How the bytes are packed (docs/packed.md); empty where they are the numbers themselves."""
 
 
 class FileState(NamedTuple):

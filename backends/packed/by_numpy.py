@@ -1,0 +1,52 @@
+"""Twelve-bit planes by numpy: a few passes over pieces that stay in the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK = 1024
+"""Weights whose codes lie together: byte i has that of weight i in its low half, and that of weight
+i + BLOCK / 2 in its high half."""
+_HALF = BLOCK // 2
+_AT_ONCE = 64 * BLOCK
+_SIGN_AND_MANTISSA = np.int16(0x807F - 0x10000)
+_LEFT_BY_7 = np.int16(128)
+
+
+def decode(signs: np.ndarray, codes: np.ndarray, base: int, out: np.ndarray) -> None:
+    """Fill `out` (uint16 [n]) from signs (uint8 [n]) and codes of whole blocks, up to exceptions,
+    whose exponents are left 0."""
+    for start in range(0, len(out), _AT_ONCE):
+        end = min(start + _AT_ONCE, len(out))
+        n_blocks = -(-(end - start) // BLOCK)
+        pairs = codes[start // 2 : start // 2 + n_blocks * _HALF].reshape(n_blocks, _HALF)
+        exponents = np.empty((n_blocks, 2, _HALF), np.uint8)
+        np.bitwise_and(pairs, 15, out=exponents[:, 0])
+        np.right_shift(pairs, 4, out=exponents[:, 1])
+        exponents += (exponents != 0).view(np.uint8) * np.uint8(base)
+        weights = out[start:end].view(np.int16)
+        np.copyto(weights, exponents.reshape(-1)[: end - start])
+        weights *= _LEFT_BY_7
+        # The sign of a signed byte goes on to the left.
+        own = signs[start:end].view(np.int8).astype(np.int16)
+        own &= _SIGN_AND_MANTISSA
+        weights |= own
+
+
+def encode(weights: np.ndarray, base: int, signs: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Fill the planes, which are zero, of whole blocks; the positions of exceptions, ascending."""
+    found = []
+    for start in range(0, len(weights), _AT_ONCE):
+        some = weights[start : start + _AT_ONCE]
+        signs[start : start + len(some)] = some >> np.uint16(8) & np.uint16(0x80)
+        signs[start : start + len(some)] |= (some & np.uint16(0x7F)).astype(np.uint8)
+        exponents = (some >> np.uint16(7)).astype(np.uint8)
+        own = exponents - np.uint8(base)
+        is_coded = (own >= 1) & (own <= 15) & (exponents > base)
+        padded = np.zeros(-(-len(some) // BLOCK) * BLOCK, np.uint8)
+        np.multiply(own, is_coded, out=padded[: len(some)])
+        halves = padded.reshape(-1, 2, _HALF)
+        pairs = halves[:, 0] | halves[:, 1] << np.uint8(4)
+        codes[start // 2 : (start + len(padded)) // 2] = pairs.reshape(-1)
+        found.append(np.flatnonzero((exponents != 0) & ~is_coded) + start)
+    return np.concatenate(found) if found else np.zeros(0, np.int64)

@@ -1,0 +1,144 @@
+"""bf16 in about 12 bits, bit for bit: the format is specified in docs/packed.md.
+
+Sign and mantissa (8 bits) stay as they are. The exponents of trained weights take few values: 15
+that follow each other, and 0, are a code of 4 bits; any other is in a list of exceptions.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+
+from backends.packed.by_numpy import BLOCK
+from backends.packed.kernels import fastest_kernels
+
+HEADER_BYTES = 64
+EXCEPTION_BYTES = 8
+N_CODES = 15
+"""Exponents in a row, beside 0."""
+MAX_BASE = 255 - N_CODES
+MOST_EXCEPTIONS = 0.01
+"""Of the weights of a tensor that is worth packing."""
+DecodePiece = Callable[[int, int, np.ndarray], None]
+"""See Codec.opened."""
+_HEADER = struct.Struct("<B7xQ48x")
+_SAMPLE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Where the parts of a tensor of `n_weights` lie in its bytes."""
+
+    n_weights: int
+
+    @property
+    def n_padded(self) -> int:
+        return -(-self.n_weights // BLOCK) * BLOCK
+
+    @property
+    def signs(self) -> int:
+        return HEADER_BYTES
+
+    @property
+    def codes(self) -> int:
+        return HEADER_BYTES + self.n_padded
+
+    @property
+    def exceptions(self) -> int:
+        """The end of a tensor that has none."""
+        return self.codes + self.n_padded // 2
+
+    def n_bytes(self, n_exceptions: int) -> int:
+        return self.exceptions + n_exceptions * EXCEPTION_BYTES
+
+
+class TwelveBits:
+    """See Codec."""
+
+    name = "BF16_12"
+    number_format = "BF16"
+    itemsize = 2
+    piece_weights = 1024 * BLOCK
+
+    def __init__(self, kernels: ModuleType | None = None) -> None:
+        """kernels: by_numba or by_numpy; the fastest that there are when None."""
+        self._kernels = kernels
+
+    @property
+    def kernels(self) -> ModuleType:
+        if self._kernels is None:
+            self._kernels = fastest_kernels()
+        return self._kernels
+
+    def least_bytes(self, n_weights: int) -> int:
+        return Planes(n_weights).exceptions
+
+    def check_size(self, n_weights: int, n_bytes: int) -> None:
+        rest = n_bytes - Planes(n_weights).exceptions
+        if rest < 0 or rest % EXCEPTION_BYTES or rest > n_weights * EXCEPTION_BYTES:
+            raise ValueError(
+                f"{n_weights} weights take {Planes(n_weights).exceptions} bytes and "
+                f"{EXCEPTION_BYTES} for each exception, not {n_bytes}"
+            )
+
+    def opened(self, stored: np.ndarray, n_weights: int) -> DecodePiece:
+        planes = Planes(n_weights)
+        base, positions, exponents = _checked_parts(stored, planes)
+        signs = stored[planes.signs : planes.codes]
+        codes = stored[planes.codes : planes.exceptions]
+
+        def decode(start: int, end: int, out: np.ndarray) -> None:
+            weights = out.view(np.uint16)
+            end_of_codes = -(-end // BLOCK) * BLOCK // 2
+            self.kernels.decode(signs[start:end], codes[start // 2 : end_of_codes], base, weights)
+            first, last = np.searchsorted(positions, (start, end))
+            weights[positions[first:last] - start] |= exponents[first:last] << np.uint16(7)
+
+        return decode
+
+    def encode(self, weights: np.ndarray, base: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(signs, codes, exceptions) of a piece of uint16 weights that begins a block; exceptions
+        as they are stored, counted from the beginning of the piece."""
+        n_padded = Planes(len(weights)).n_padded
+        signs, codes = np.zeros(n_padded, np.uint8), np.zeros(n_padded // 2, np.uint8)
+        found = self.kernels.encode(weights, base, signs, codes)
+        exponents = weights[found] >> np.uint16(7) & np.uint16(255)
+        return signs, codes, found.astype(np.uint64) << np.uint64(8) | exponents
+
+
+def header(base: int, n_exceptions: int) -> bytes:
+    return _HEADER.pack(base, n_exceptions)
+
+
+def choose_base(weights: np.ndarray) -> int:
+    """Exponents base + 1 to base + N_CODES are those of most of a sample of these."""
+    step = max(1, len(weights) // _SAMPLE) | 1  # odd: matrices have even numbers of columns
+    exponents = weights[::step] >> np.uint16(7) & np.uint16(255)
+    counts = np.bincount(exponents, minlength=256)
+    held = np.convolve(counts[1:], np.ones(N_CODES, np.int64), mode="valid")
+    return int(np.argmax(held))
+
+
+def _checked_parts(stored: np.ndarray, planes: Planes) -> tuple[int, np.ndarray, np.ndarray]:
+    """(base, positions and exponents of the exceptions). Raises ValueError."""
+    if len(stored) < planes.exceptions:
+        raise ValueError(f"{len(stored)} bytes end before {planes.exceptions}, where planes do")
+    base, n_exceptions = _HEADER.unpack(stored[:HEADER_BYTES].tobytes())
+    if base > MAX_BASE:
+        raise ValueError(f"its base is {base}, at most {MAX_BASE} leaves room for all codes")
+    if planes.n_bytes(n_exceptions) != len(stored):
+        raise ValueError(
+            f"with {n_exceptions} exceptions it has {planes.n_bytes(n_exceptions)} bytes, "
+            f"not {len(stored)}"
+        )
+    exceptions = np.frombuffer(stored[planes.exceptions :].tobytes(), "<u8")
+    positions = exceptions >> np.uint64(8)
+    if n_exceptions and int(positions[-1]) >= planes.n_weights:
+        raise ValueError(f"an exception is weight {positions[-1]} of {planes.n_weights}")
+    if np.any(positions[1:] <= positions[:-1]):
+        raise ValueError("its exceptions do not ascend")
+    return base, positions.astype(np.int64), (exceptions & np.uint64(255)).astype(np.uint16)
