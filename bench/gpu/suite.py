@@ -32,7 +32,7 @@ from offload.errors import SpecdecError
 from offload.process.limited import Limits, run_limited
 from specdec.cli.enforce import child_environment
 from specdec.cli.errors import EXIT_ERROR, run_app
-from specdec.cli.quiet import quiet_libraries
+from specdec.cli.libraries import quiet_libraries
 from specdec.planning.run_options import CPU, CUDA
 
 MOST_SECONDS = 540.0

@@ -23,7 +23,7 @@ from offload.process.limited import run_limited
 from specdec.cli.enforce import KILLED as KILLED
 from specdec.cli.enforce import child_environment, run_enforced
 from specdec.cli.errors import EXIT_ERROR, EXIT_INTERRUPTED, guard
-from specdec.cli.quiet import quiet_libraries
+from specdec.cli.libraries import quiet_libraries
 from specdec.models.weight_files import weight_files
 
 if TYPE_CHECKING:

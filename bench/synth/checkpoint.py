@@ -5,8 +5,8 @@ text and acceptance are the small model's while the cost of a pass is the large 
 is what makes honest measurements possible where no large model can be downloaded.
 
 Nothing is held in memory but one chunk of one tensor. The checkpoint is written to a hidden
-folder beside its destination and renamed at the end (`bench.synth.unfinished`), so that an error, a
-full disk or Ctrl-C leaves nothing behind.
+folder beside its destination and renamed at the end (`offload.storage.unfinished`), so that an
+error, a full disk or Ctrl-C leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from bench.synth.formats import BF16, F32, WeightFormat
 from bench.synth.growth import GrowthPlanner, TensorPlan
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.source import SourceModel
-from bench.synth.unfinished import unfinished
 from bench.synth.weights import TensorMaker
+from offload.storage.unfinished import unfinished
 from offload.units import Progress
 from specdec.pair.gguf_file import reserve_blocks
 

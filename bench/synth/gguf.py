@@ -18,8 +18,8 @@ from bench.synth.growth import GrowthPlanner, TensorPlan
 from bench.synth.recipes import RECIPES, Recipe
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.source import SourceModel
-from bench.synth.unfinished import unfinished
 from bench.synth.weights import TensorMaker
+from offload.storage.unfinished import unfinished
 from offload.units import Progress
 from specdec.pair.gguf_file import (
     GgufTensor,

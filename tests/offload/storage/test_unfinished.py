@@ -13,7 +13,7 @@ import pytest
 from grown_models import LARGE, SMALL, save_source
 
 from bench.synth.checkpoint import grow
-from bench.synth.unfinished import unfinished
+from offload.storage.unfinished import unfinished
 
 ROOT = Path(__file__).resolve().parents[3]
 
