@@ -75,6 +75,10 @@ class DeviceWeights:
     def stays(self, index: int) -> bool:
         return not self._plan.layers[index].copied_bytes
 
+    @property
+    def streams(self) -> bool:
+        return any(layer.copied_bytes for layer in self._plan.layers)
+
     def computing(self) -> AbstractContextManager[None]:
         return self._engine.computing()
 

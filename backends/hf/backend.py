@@ -135,7 +135,7 @@ class TorchBackend(MendingBackend[SequenceKv]):
 
     def sibling(self, *, max_context: int, max_nodes: int, max_rows: int) -> TorchBackend:
         """See Backend.sibling; the passes of the two take turns."""
-        if not all(self._weights.stays(i) for i in range(len(self._runners))):
+        if self._weights.streams:
             raise BackendError("a streamed model cannot share its weights")
         other = self._without_texts()
         other._owner = self

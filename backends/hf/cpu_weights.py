@@ -1,4 +1,7 @@
-"""Weights of the torch backend on the CPU: in memory, or streamed from storage through a ring."""
+"""Weights of the torch backend on the CPU: in memory, or streamed from storage through a ring.
+
+Both hold the bytes of the file; those of packed tensors are decoded for the time of a layer.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 from backends.contract.backend import StreamUse
 from backends.hf.model import HfModel
 from backends.hf.weights import BringExperts, RawTensors
+from backends.packed.layers import LayerDecoder
 from offload.experts.cache import ExpertCache
 from offload.experts.kept import keep_exponent
 from offload.residency.experts import ExpertRoom, count_experts
@@ -49,6 +53,13 @@ class CpuWeights:
         taken = None if early is None else early.take(wanted)
         self._weights = taken or open_weights(wanted, progress)
         self._outer, self._streamer = self._weights.outer, self._weights.layers
+        try:
+            self._decoder = LayerDecoder(
+                [layer.tensors for layer in self._layers], torch.get_num_threads()
+            )
+        except BaseException:
+            self._weights.close()
+            raise
         self._room = experts or ExpertRoom(model.experts, count_experts(model.experts))
         self._experts: ExpertCache | None = None
         self.bring_experts: BringExperts | None = None
@@ -57,6 +68,7 @@ class CpuWeights:
                 self._experts = ExpertCache(self._room, n_readers=n_readers)
                 self.bring_experts = partial(_bring, self._experts)
             except BaseException:
+                self._decoder.close()
                 self._weights.close()
                 raise
 
@@ -67,10 +79,15 @@ class CpuWeights:
     @contextmanager
     def layer(self, index: int, check: Check | None = None) -> Iterator[RawTensors]:
         with self._streamer.layer(index, check) as tensors:
-            yield _as_tensors(tensors)
+            decoded = self._decoder.decode(index, tensors)
+            yield _as_tensors({**tensors, **decoded})
 
     def stays(self, index: int) -> bool:
-        return not self._layers[index].layout.extents
+        return not self._layers[index].layout.extents and not self._decoder.decodes(index)
+
+    @property
+    def streams(self) -> bool:
+        return any(layer.layout.extents for layer in self._layers)
 
     def computing(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -112,6 +129,7 @@ class CpuWeights:
             self._experts.close()
             keep_exponent(self._room, self._experts.stats)
         self._weights.close()
+        self._decoder.close()
 
 
 def _bring(

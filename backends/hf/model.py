@@ -29,6 +29,8 @@ from backends.hf.config import context_limit, declared, kv_values_per_token, loa
 from backends.hf.layer_count import check_layers_used, refuse_absurd_count
 from backends.hf.raw_config import refuse_nonsense
 from backends.hf.skeleton import build_skeleton, decoder_layers
+from backends.packed.codec import check_packed
+from backends.packed.layers import decode_buffer_bytes
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.residency.experts import LayerExperts
@@ -119,6 +121,12 @@ class HfModel:
         outer = converted_bytes(self.outer_records, self.dtype)
         return outer + max(layers, default=0) + max(experts, default=0)
 
+    @property
+    def decode_buffer_bytes(self) -> int:
+        """Memory that packed tensors are decoded into, a layer at a time."""
+        layers = (decode_buffer_bytes(b.record for b in layer) for layer in self.layer_tensors)
+        return max(layers, default=0)
+
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full attention."""
         return layer_window(self.model, layer)
@@ -152,9 +160,10 @@ def layer_window(model: PreTrainedModel, layer: int) -> int | None:
 
 
 def is_view(record: TensorRecord, dtype: torch.dtype) -> bool:
-    """Whether a tensor of `dtype` can be a view of the record's bytes as they lie in the file."""
+    """Whether a tensor of `dtype` can be a view of the record's bytes as they lie in the file, or
+    as they are decoded."""
     stored = TORCH_DTYPES.get(record.dtype)
-    return stored == dtype and record.offset % dtype.itemsize == 0
+    return stored == dtype and (bool(record.scheme) or record.offset % dtype.itemsize == 0)
 
 
 def converted_bytes(records: Iterable[TensorRecord], dtype: torch.dtype) -> int:
@@ -169,6 +178,7 @@ def load_hf_model(directory: Path) -> HfModel:
     config = load_config(directory)
     index = WeightIndex.from_directory(directory)
     dtype = main_dtype(index, directory)
+    check_packed(index.values())
     model = build_skeleton(config, dtype)
     return match_checkpoint(model, index, dtype, directory)
 
@@ -206,6 +216,11 @@ def match_checkpoint(
         module_name, _, attribute = name.rpartition(".")
         bound = BoundTensor(model.get_submodule(module_name), attribute, record)
         place = name.removeprefix(layers_name + ".") if name.startswith(layers_name + ".") else ""
+        if record.scheme and not place:
+            raise UnsupportedModel(
+                f"{directory}: {name} is packed, which only tensors of decoder layers can be: "
+                "pack the model again"
+            )
         (per_layer[int(place.split(".")[0])] if place else outer).append(bound)
     if missing:
         raise CheckpointError(
@@ -216,6 +231,11 @@ def match_checkpoint(
     steady_activations(model)
     steady_routing(model)
     modules, experts = _experts(model, layers_name, layers, records, directory)
+    if any(r.scheme for x in experts if x for expert in x.tensors for r in expert):
+        raise UnsupportedModel(
+            f"{directory}: its experts are packed, and experts are read as they are: take the "
+            "plain checkpoint"
+        )
     return HfModel(
         model,
         model.config,
@@ -309,7 +329,7 @@ def _fill_buffers(
         if buffer is None:
             continue
         record = _find(records, f"{name}.{_CORRECTION}", model.base_model_prefix)
-        if record is None:
+        if record is None or record.scheme:
             raise CheckpointError(
                 f"{directory} lacks {name}.{_CORRECTION}: the download is incomplete or the "
                 "config is another model's"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ import transformers
 
 from backends.attention.batch import BLOCK_ROWS
 from backends.contract.backend import Backend, UnsupportedModel
+from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import NOT_ASKED
 from backends.contract.kept_checks import machine
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
@@ -23,6 +25,9 @@ from backends.hf.self_test import TorchExactness, find_exactness
 from backends.hf.threads import use_threads
 from backends.hf.timing import measure_compute
 from backends.kv.pool import blocks_of
+from backends.packed.codec import decoded_bytes
+from backends.packed.kernels import decoding_warnings
+from backends.packed.timing import measure_decoding
 from backends.timing.passes import is_small, measure_small
 from offload.formats.fingerprint import fingerprint
 from offload.residency.placement import LayerWeights
@@ -47,9 +52,12 @@ class HfSource(ModelSource):
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
         self.experts = self.model.experts
-        self.can_use_gpu = not self.experts
         # What is read early is layers: experts are read once they are asked for.
         self.early_records = None if self.experts else self.model.outer_records
+        is_packed = bool(self.model.decode_buffer_bytes)
+        self.can_use_gpu = not self.experts and not is_packed
+        if is_packed:
+            self.warnings = decoding_warnings()
 
     @cached_property
     def layers(self) -> tuple[LayerWeights, ...]:  # type: ignore[override]
@@ -75,7 +83,9 @@ class HfSource(ModelSource):
 
     @property
     def outer_bytes(self) -> int:
-        return resident_footprint(self.model.outer_records) + self.model.converted_bytes
+        model = self.model
+        copies = model.converted_bytes + model.decode_buffer_bytes
+        return resident_footprint(model.outer_records) + copies
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         n_rows = ctx_size + max_nodes + self.exactness.n_least_rows
@@ -95,7 +105,29 @@ class HfSource(ModelSource):
             return measure_small(self, f"{self._libraries} {self.model.dtype}")
         reading = self.weight_file if beside_reads else None
         curve = measure_compute(self.model.dtype, reading)
-        return ModelCompute(curve.filled_up(self.exactness.n_least_rows), self.head_bytes)
+        curve = curve.filled_up(self.exactness.n_least_rows)
+        decoding = self._decoding(reading)
+        if not decoding:
+            return ModelCompute(curve, self.head_bytes)
+        records = [record for layer in self.layers for record in layer.tensors]
+        n_bytes = sum(record.n_bytes for record in records)
+        growth = sum(map(decoded_bytes, records)) / n_bytes
+        per_byte = ComputeCurve.mixed([(growth, curve), *decoding])
+        return ModelCompute(per_byte, self.head_bytes, head_per_byte=curve)
+
+    def _decoding(self, reading: Path | None) -> list[tuple[float, ComputeCurve]]:
+        """(share of the layers' bytes, seconds to decode one) of each packing scheme."""
+        n_bytes: Counter[str] = Counter()
+        for layer in self.layers:
+            for record in layer.tensors:
+                n_bytes[record.scheme] += record.n_bytes
+        total = n_bytes.total()
+        n_threads = torch.get_num_threads()
+        return [
+            (n / total, measure_decoding(scheme, n_threads, reading))
+            for scheme, n in sorted(n_bytes.items())
+            if scheme
+        ]
 
     @property
     def _libraries(self) -> str:

@@ -17,7 +17,8 @@ from backends.contract.backend import StreamUse
 from offload.ring.slots import Check
 
 RawTensors = Mapping[str, torch.Tensor]
-"""By name, the bytes of each tensor in its file's format: uint8 [n_bytes] on the device."""
+"""By name, the bytes of each tensor in its file's number format, or where it is packed in the one
+that it is decoded into: uint8 [n_bytes] on the device."""
 
 BringExperts = Callable[
     [int, Sequence[int], Check | None],
@@ -50,6 +51,10 @@ class TorchWeights(Protocol):
 
     def stays(self, index: int) -> bool:
         """Whether the tensors of this layer are the same, at the same place, until `close`."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether any layer is read, or copied to the device, for each pass."""
 
     def computing(self) -> AbstractContextManager[None]:
         """Around all computation on the device: its stream, and its errors as errors of ours.

@@ -42,7 +42,7 @@ def measure_small(source: ModelSource, libraries: str, **where: Any) -> ModelCom
 
     Raises what loading the model raises.
     """
-    shapes = [(r.dtype, r.shape) for layer in source.layers for r in layer.tensors]
+    shapes = [(r.scheme or r.dtype, r.shape) for layer in source.layers for r in layer.tensors]
     experts = [(x.n_used, [r.shape for r in x.tensors[0]]) for x in source.experts if x is not None]
     kind = f"{type(source).__name__} {source.exactness.n_least_rows} {source.head_bytes} {shapes}"
     kind += f" {experts}" if experts else ""

@@ -95,7 +95,7 @@ def on_gpu(source: ModelSource) -> ModelSource:
     if not source.can_use_gpu:
         raise UnsupportedModel(
             f"{source.path} runs on the CPU only: a GPU is for Hugging Face checkpoints that are "
-            "no mixtures of experts, or use --device cpu"
+            "neither packed nor mixtures of experts, or use --device cpu"
         )
     from backends.cuda.source import HfGpuSource
 
