@@ -13,11 +13,12 @@ from specdec.cli import analyze as cli_analyze
 from specdec.cli import batch as cli_batch
 from specdec.cli import check as cli_check
 from specdec.cli import info as cli_info
+from specdec.cli import pack as cli_pack
 from specdec.cli import run as cli_run
 from specdec.cli import serve as cli_serve
 from specdec.cli.errors import run_app
+from specdec.cli.libraries import quiet_libraries
 from specdec.cli.output import write_text
-from specdec.cli.quiet import quiet_libraries
 
 app = typer.Typer(
     name="specdec",
@@ -35,6 +36,7 @@ app.command("plan")(cli_info.plan)
 app.command("analyze")(cli_analyze.analyze)
 app.command("check")(cli_check.check)
 app.command("profile")(cli_info.profile)
+app.command("pack")(cli_pack.pack)
 # Its options are those of `specdec-bench demo`, the help included.
 app.command("demo", context_settings={"ignore_unknown_options": True, "help_option_names": []})(
     cli_info.demo

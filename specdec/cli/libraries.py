@@ -1,18 +1,46 @@
-"""The libraries that run a model, imported as a command does it that ends with its process."""
+"""The libraries that run a model: imported for good by a command that ends with its process, and
+silent, for what matters is told by our own lines."""
 
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from specdec.cli.output import say
 from specdec.models.names import is_self_draft
 from specdec.models.opened import import_libraries
 from specdec.planning.run_options import RunOptions
 
 _UNUSED = ("accelerate", "scipy")
 """What transformers imports where it is installed, for training and for whole models in memory."""
+_OURS = [logging.getLogger(name) for name in ("offload", "backends", "specdec")]
+
+
+class _Notes(logging.Handler):
+    """Our own warnings, as lines of the command line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"note: {record.getMessage()}")
+
+
+def quiet_libraries() -> None:
+    """No hints, warnings and progress bars of torch and transformers on stderr.
+
+    Whoever sets TRANSFORMERS_VERBOSITY wants to see them.
+    """
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # where it is imported already
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for logger in _OURS:
+        if not any(isinstance(one, _Notes) for one in logger.handlers):
+            logger.addHandler(_Notes(logging.WARNING))
+    warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub)\b")
 
 
 def import_for_good(load: RunOptions) -> None:

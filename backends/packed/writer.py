@@ -1,0 +1,302 @@
+"""Writes a packed copy of one safetensors file, a piece of a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from backends.packed.twelve_bits import MOST_EXCEPTIONS, Planes, TwelveBits, choose_base, header
+from offload.errors import SpecdecError
+from offload.formats.packed import METADATA_KEY, VERSION
+from offload.formats.safetensors import read_header_and_metadata
+from offload.formats.tensors import CheckpointError, TensorRecord
+
+_ALIGNMENT = 64  # of the first tensor
+_FAR = 10**15  # an offset with more digits than any file's
+_COPIED_AT_ONCE = 2 << 20
+_SAMPLES, _SAMPLE_WEIGHTS = 16, 1 << 16
+_LEAST_GAIN = 0.8
+"""A tensor that would not become smaller by this factor is too small to be packed."""
+
+Advance = Callable[[int], None]
+
+
+class PackError(SpecdecError):
+    """A model cannot be packed."""
+
+
+@dataclass(frozen=True)
+class WrittenTensor:
+    """One tensor of the copy."""
+
+    name: str
+    source_bytes: int
+    n_bytes: int
+    scheme: str = ""
+    exceptions: float | None = None
+    """Share of weights with another exponent, of a tensor that was tried."""
+
+
+def least_bytes(record: TensorRecord) -> int:
+    """That the tensor takes when it is packed."""
+    return TwelveBits().least_bytes(math.prod(record.shape))
+
+
+def is_worth_packing(record: TensorRecord) -> bool:
+    """Matrices of bf16 that are not tiny."""
+    is_matrix = record.dtype == TwelveBits.number_format and len(record.shape) >= 2
+    return is_matrix and least_bytes(record) <= _LEAST_GAIN * record.n_bytes
+
+
+class FileWriter:
+    """A copy of `source` at `destination`, in which the tensors `wanted` are packed.
+
+    Args:
+        verify: read everything back and compare it with the source.
+        advance: told of bytes of the source that are written, and again when they are compared.
+
+    Raises PackError where something does not come back as it was, OSError.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        destination: Path,
+        wanted: frozenset[str],
+        *,
+        n_threads: int,
+        verify: bool,
+        advance: Advance,
+    ) -> None:
+        self._source, self._destination = source, destination
+        self._wanted, self._n_threads = wanted, n_threads
+        self._verify, self._advance = verify, advance
+        self._codec = TwelveBits()
+
+    def write(self) -> tuple[WrittenTensor, ...]:
+        metadata, found = read_header_and_metadata(self._source)
+        records = sorted(found.values(), key=lambda r: (r.offset, r.n_bytes))
+        n_header = _header_room(metadata, records, self._wanted)
+        written = []
+        with (
+            self._source.open("rb", buffering=0) as source,
+            self._destination.open("w+b", buffering=0) as out,
+            ThreadPoolExecutor(self._n_threads, thread_name_prefix="specdec-pack") as threads,
+        ):
+            at = n_header
+            for record in records:
+                one = _OneTensor(self, record, source, out, at, threads).write()
+                written.append(one)
+                at += one.n_bytes
+            out.truncate(at)  # a tensor that was tried and not packed was longer
+            text = _header(metadata, records, written, n_header)
+            _write_at(out.fileno(), np.frombuffer(text, np.uint8), 0)
+            os.fsync(out.fileno())  # a full disk must be noticed here, not when reading
+        return tuple(written)
+
+
+class _OneTensor:
+    """A tensor on its way from `source` to `at` in `out`."""
+
+    def __init__(
+        self,
+        of: FileWriter,
+        record: TensorRecord,
+        source: BinaryIO,
+        out: BinaryIO,
+        at: int,
+        threads: Executor,
+    ) -> None:
+        self._of, self._record, self._threads, self._at = of, record, threads, at
+        self._source, self._out = source.fileno(), out.fileno()
+        self._n_weights = math.prod(record.shape)
+        self._planes = Planes(self._n_weights)
+
+    def write(self) -> WrittenTensor:
+        record, share = self._record, None
+        if record.name in self._of._wanted:
+            base, share = self._choose()
+            if share <= MOST_EXCEPTIONS:
+                exceptions = self._pack(base)
+                share = len(exceptions) / self._n_weights
+                if share <= MOST_EXCEPTIONS:
+                    n_bytes = self._finish(base, exceptions)
+                    codec = self._of._codec
+                    return WrittenTensor(record.name, record.n_bytes, n_bytes, codec.name, share)
+        self._copy()
+        return WrittenTensor(record.name, record.n_bytes, record.n_bytes, exceptions=share)
+
+    def _choose(self) -> tuple[int, float]:
+        """(base, share of exceptions in a sample)"""
+        step = max(1, self._n_weights // _SAMPLES)
+        sample = np.concatenate(
+            [
+                self._weights(start, min(start + _SAMPLE_WEIGHTS, start + step, self._n_weights))
+                for start in range(0, self._n_weights, step)
+            ]
+        )
+        base = choose_base(sample)
+        return base, len(self._of._codec.encode(sample, base)[2]) / len(sample)
+
+    def _pack(self, base: int) -> np.ndarray:
+        """Write the planes; the exceptions, or more than are borne."""
+        found: list[np.ndarray] = []
+        n_found = 0
+        for piece in self._in_threads(partial(self._pack_piece, base), self._codec_pieces()):
+            found.append(piece)
+            n_found += len(piece)
+            if n_found > MOST_EXCEPTIONS * self._n_weights:
+                break
+        return np.concatenate(found) if found else np.zeros(0, np.uint64)
+
+    def _pack_piece(self, base: int, start: int, end: int) -> np.ndarray:
+        signs, codes, exceptions = self._of._codec.encode(self._weights(start, end), base)
+        _write_at(self._out, signs, self._at + self._planes.signs + start)
+        _write_at(self._out, codes, self._at + self._planes.codes + start // 2)
+        self._of._advance((end - start) * 2)
+        return exceptions + (np.uint64(start) << np.uint64(8))
+
+    def _finish(self, base: int, exceptions: np.ndarray) -> int:
+        """Write what stands around the planes, and compare; the bytes of the whole."""
+        n_bytes = self._planes.n_bytes(len(exceptions))
+        first = np.frombuffer(header(base, len(exceptions)), np.uint8)
+        _write_at(self._out, first, self._at)
+        _write_at(
+            self._out, exceptions.astype("<u8").view(np.uint8), self._at + self._planes.exceptions
+        )
+        if self._of._verify:
+            stored = np.memmap(
+                self._of._destination, np.uint8, "r", offset=self._at, shape=(n_bytes,)
+            )
+            decode = self._of._codec.opened(stored, self._n_weights)
+
+            def decoded(start: int, end: int) -> np.ndarray:
+                out = np.empty((end - start) * 2, np.uint8)
+                decode(start, end, out)
+                return out
+
+            self._compare(decoded, self._codec_pieces(), self._of._codec.itemsize)
+        return n_bytes
+
+    def _copy(self) -> None:
+        pieces = list(_parts(self._record.n_bytes, _COPIED_AT_ONCE))
+        for _ in self._in_threads(self._copy_piece, pieces):
+            pass
+        if self._of._verify:
+            self._compare(self._written, pieces, 1)
+
+    def _copy_piece(self, start: int, end: int) -> None:
+        _write_at(self._out, self._bytes(start, end), self._at + start)
+        self._of._advance(end - start)
+
+    def _written(self, start: int, end: int) -> np.ndarray:
+        return _read_at(self._out, self._at + start, end - start, self._of._destination)
+
+    def _compare(
+        self,
+        written: Callable[[int, int], np.ndarray],
+        pieces: Iterable[tuple[int, int]],
+        itemsize: int,
+    ) -> None:
+        def compare(start: int, end: int) -> None:
+            if not np.array_equal(
+                written(start, end), self._bytes(start * itemsize, end * itemsize)
+            ):
+                raise PackError(
+                    f"{self._record.name} does not come back as it was from "
+                    f"{self._of._destination}: the storage is broken, or this is a bug"
+                )
+            self._of._advance((end - start) * itemsize)
+
+        for _ in self._in_threads(compare, pieces):
+            pass
+
+    def _codec_pieces(self) -> Iterator[tuple[int, int]]:
+        return _parts(self._n_weights, self._of._codec.piece_weights)
+
+    def _weights(self, start: int, end: int) -> np.ndarray:
+        return self._bytes(2 * start, 2 * end).view("<u2")
+
+    def _bytes(self, start: int, end: int) -> np.ndarray:
+        return _read_at(self._source, self._record.offset + start, end - start, self._of._source)
+
+    def _in_threads(
+        self, work: Callable[[int, int], Any], pieces: Iterable[tuple[int, int]]
+    ) -> Iterator[Any]:
+        """Results in order; few pieces are under way, so that one may stop early."""
+        rest = iter(pieces)
+        while some := list(islice(rest, 4 * self._of._n_threads)):
+            futures = [self._threads.submit(work, start, end) for start, end in some]
+            for future in futures:
+                yield future.result()
+
+
+def _parts(n: int, most: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, n, most):
+        yield start, min(start + most, n)
+
+
+def _header_room(
+    metadata: Mapping[str, str], records: Iterable[TensorRecord], wanted: frozenset[str]
+) -> int:
+    """Bytes that a header needs at most, whichever of the `wanted` tensors are packed."""
+    written = [
+        WrittenTensor(r.name, r.n_bytes, _FAR, TwelveBits.name if r.name in wanted else "")
+        for r in records
+    ]
+    n_bytes = 8 + len(_header_text(metadata, records, written))
+    return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _header(
+    metadata: Mapping[str, str],
+    records: Iterable[TensorRecord],
+    written: Iterable[WrittenTensor],
+    n_bytes: int,
+) -> bytes:
+    text = _header_text(metadata, records, written)
+    return (n_bytes - 8).to_bytes(8, "little") + text.ljust(n_bytes - 8)
+
+
+def _header_text(
+    metadata: Mapping[str, str], records: Iterable[TensorRecord], written: Iterable[WrittenTensor]
+) -> bytes:
+    entries, packed, at = {}, {}, 0
+    for record, one in zip(records, written, strict=True):
+        dtype, shape = record.dtype, list(record.shape)
+        if one.scheme:
+            packed[record.name] = {"scheme": one.scheme, "dtype": dtype, "shape": shape}
+            dtype, shape = "U8", [one.n_bytes]
+        offsets = [at, at + one.n_bytes]
+        entries[record.name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        at += one.n_bytes
+    listed = json.dumps({"version": VERSION, "tensors": packed}, separators=(",", ":"))
+    texts = {**metadata, METADATA_KEY: listed}
+    return json.dumps({"__metadata__": texts, **entries}, separators=(",", ":")).encode()
+
+
+def _read_at(descriptor: int, offset: int, n_bytes: int, path: Path) -> np.ndarray:
+    data = np.empty(n_bytes, np.uint8)
+    view, at = data.data, 0
+    while at < n_bytes:
+        n_read = os.preadv(descriptor, [view[at:]], offset + at)
+        if not n_read:
+            raise CheckpointError(f"{path} ended while it was read; download it again")
+        at += n_read
+    return data
+
+
+def _write_at(descriptor: int, data: np.ndarray, offset: int) -> None:
+    view, at = data.data, 0
+    while at < len(view):
+        at += os.pwrite(descriptor, view[at:], offset + at)

@@ -1,0 +1,1 @@
+"""Packed copies of checkpoints: `specdec pack`."""

@@ -1,0 +1,212 @@
+"""A packed copy of a checkpoint: fewer bytes per pass, and the same weights to the bit.
+
+What a pass reads again and again are the matrices of the decoder layers: those are packed. The copy
+is written beside its destination under a hidden name and moved there at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.process.cpus import usable_cpus
+from offload.storage.unfinished import unfinished
+from offload.units import MIB, Progress, format_bytes
+from specdec.models.names import resolve_model
+from specdec.models.opened import is_gguf
+
+if TYPE_CHECKING:
+    from backends.hf.model import HfModel
+    from backends.packed.writer import WrittenTensor
+
+_ALONG = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*", "README.md")
+_WEIGHT_LISTS = (".safetensors.index.json", ".bin.index.json")
+_INDEX = "model.safetensors.index.json"
+_MARGIN_BYTES = 16 * MIB
+"""Headers, the tokenizer, blocks of the file system."""
+_MOST_THREADS = 4
+_NAMED = 10
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """What was written."""
+
+    path: Path
+    source_bytes: int
+    """Of all tensors."""
+    n_bytes: int
+    n_packed: int
+    n_others: int
+    """That are no matrices of decoder layers, or too small."""
+    not_packed: dict[str, float]
+    """By name, matrices whose exponents are too many: the share of weights with a rare one."""
+    is_verified: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "path": str(self.path)}
+
+    def lines(self) -> list[str]:
+        share = self.n_bytes / max(self.source_bytes, 1)
+        compared = "every weight compared" if self.is_verified else "not compared (--no-verify)"
+        lines = [
+            f"{self.path}: {format_bytes(self.n_bytes)} of {format_bytes(self.source_bytes)} "
+            f"({share:.1%}); {self.n_packed} tensors packed, {self.n_others} others as they were; "
+            f"{compared}"
+        ]
+        named = list(self.not_packed.items())
+        lines += [
+            f"{name} stays bf16: {rare:.1%} of a sample of its weights have rare exponents"
+            for name, rare in named[:_NAMED]
+        ]
+        if len(named) > _NAMED:
+            lines.append(f"so do {len(named) - _NAMED} more tensors")
+        return lines
+
+
+def pack(
+    model: str | Path, out: Path, *, verify: bool = True, progress: Progress | None = None
+) -> PackReport:
+    """Write a packed copy of a checkpoint in bf16 to the folder `out`.
+
+    Args:
+        verify: compare every weight with the source.
+        progress: called by several threads.
+
+    Raises:
+        SpecdecError: the model cannot be read or packed, `out` is there already, the disk lacks
+            room; one line, and nothing is left behind.
+    """
+    from backends.hf.model import load_hf_model
+    from backends.packed.writer import PackError, is_worth_packing
+
+    directory = resolve_model(model)
+    if is_gguf(directory):
+        raise PackError(f"{directory} is GGUF, which has packed formats of its own (Q4_K_M, Q8_0)")
+    out = Path(out).expanduser().absolute()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise PackError(f"{out} is there already: name another folder, or remove it")
+    source = load_hf_model(directory)
+    _check_packable(source, directory)
+    wanted = frozenset(
+        bound.record.name
+        for layer in source.layer_tensors
+        for bound in layer
+        if is_worth_packing(bound.record)
+    )
+    if not wanted:
+        raise PackError(f"{directory} has no matrix that is large enough to be packed")
+    with unfinished(out) as partial:
+        _check_room(source, wanted, out)
+        try:
+            partial.mkdir(parents=True)
+            written = _write_weights(source, wanted, partial, verify, progress)
+            _copy_others(directory, partial)
+            source.index.check_unchanged()
+            partial.rename(out)
+        except OSError as error:
+            raise PackError(f"cannot write {out}: {error.strerror or error}") from error
+    return _report(out, written, verify)
+
+
+def _check_packable(source: HfModel, directory: Path) -> None:
+    """Raise PackError."""
+    import torch
+
+    from backends.packed.writer import PackError
+
+    if any(record.scheme for record in source.index.values()):
+        raise PackError(f"{directory} is packed already: use it as it is")
+    if source.dtype is not torch.bfloat16:
+        name = str(source.dtype).removeprefix("torch.")
+        raise PackError(
+            f"{directory} holds {name} weights, and bf16 alone is packed: half of its "
+            "bits are exponents, which take few values"
+        )
+
+
+def _check_room(source: HfModel, wanted: frozenset[str], out: Path) -> None:
+    """Raise PackError where the disk has not the least that the copy may take."""
+    from backends.packed.writer import PackError, least_bytes
+
+    needed = _MARGIN_BYTES + sum(
+        least_bytes(record) if record.name in wanted else record.n_bytes
+        for record in source.index.values()
+    )
+    parent = next(path for path in out.parents if path.exists())
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        raise PackError(
+            f"{out} would take {format_bytes(needed)} and {parent} has {format_bytes(free)} free: "
+            "make room, or name a folder elsewhere"
+        )
+
+
+def _write_weights(
+    source: HfModel,
+    wanted: frozenset[str],
+    folder: Path,
+    verify: bool,
+    progress: Progress | None,
+) -> list[WrittenTensor]:
+    from backends.packed.writer import FileWriter
+
+    paths = list(dict.fromkeys(record.path for record in source.index.values()))
+    names = [f"model-{i:05d}-of-{len(paths):05d}.safetensors" for i in range(1, len(paths) + 1)]
+    if len(paths) == 1:
+        names = ["model.safetensors"]
+    counter = _Counter(source.index.total_bytes * (2 if verify else 1), progress)
+    n_threads = min(_MOST_THREADS, usable_cpus())
+    written: list[WrittenTensor] = []
+    places: dict[str, str] = {}
+    for path, name in zip(paths, names, strict=True):
+        writer = FileWriter(
+            path, folder / name, wanted, n_threads=n_threads, verify=verify, advance=counter.add
+        )
+        tensors = writer.write()
+        written += tensors
+        places.update({one.name: name for one in tensors})
+    if len(paths) > 1:
+        n_bytes = sum(one.n_bytes for one in written)
+        index = {"metadata": {"total_size": n_bytes}, "weight_map": places}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return written
+
+
+def _copy_others(directory: Path, folder: Path) -> None:
+    """Config, tokenizer, licence: whatever describes the weights."""
+    for path in sorted({path for pattern in _ALONG for path in directory.glob(pattern)}):
+        if path.is_file() and not path.name.endswith(_WEIGHT_LISTS):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _report(out: Path, written: list[WrittenTensor], verify: bool) -> PackReport:
+    tried = {one.name: one.exceptions for one in written if one.exceptions is not None}
+    packed = {one.name for one in written if one.scheme}
+    return PackReport(
+        out,
+        sum(one.source_bytes for one in written),
+        sum(one.n_bytes for one in written),
+        len(packed),
+        len(written) - len(tried),
+        {name: share for name, share in tried.items() if name not in packed},
+        verify,
+    )
+
+
+class _Counter:
+    """Bytes that several threads are done with."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._progress, self._done = total, progress, 0
+        self._lock = threading.Lock()
+
+    def add(self, n_bytes: int) -> None:
+        with self._lock:
+            self._done += n_bytes
+            if self._progress is not None:
+                self._progress(min(self._done, self._total), self._total)

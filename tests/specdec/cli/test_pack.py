@@ -1,0 +1,37 @@
+"""`specdec pack` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import expect_error
+from packed_models import save_packable
+
+from specdec.cli.app import main
+
+
+def test_a_packed_copy_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = save_packable("llama", tmp_path / "plain")
+    capsys.readouterr()
+    assert main(["pack", "-m", str(plain), "-o", str(tmp_path / "packed")]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "21 tensors packed, 9 others as they were; every weight compared" in out
+    argv = ["pack", "-m", str(plain), "-o", str(tmp_path / "again"), "--no-verify", "--json"]
+    assert main(argv) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["path"] == str(tmp_path / "again")
+    assert found["n_packed"] == 21
+    assert not found["is_verified"]
+
+
+def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("")
+    plain = save_packable("llama", tmp_path / "plain")
+    capsys.readouterr()
+    argv = ["pack", "-m", str(plain), "-o", str(tmp_path / "there")]
+    expect_error(capsys, argv, "there is there already: name another folder")
+    expect_error(capsys, ["pack", "-m", "nowhere", "-o", str(tmp_path / "x")], "no such model")
