@@ -21,6 +21,7 @@ from offload.formats.packed import METADATA_KEY, VERSION
 from offload.formats.safetensors import read_header_and_metadata
 from offload.formats.tensors import CheckpointError, TensorRecord
 
+_CODEC = TwelveBits()
 _ALIGNMENT = 64  # of the first tensor
 _FAR = 10**15  # an offset with more digits than any file's
 _COPIED_AT_ONCE = 2 << 20
@@ -49,49 +50,38 @@ class WrittenTensor:
 
 def least_bytes(record: TensorRecord) -> int:
     """That the tensor takes when it is packed."""
-    return TwelveBits().least_bytes(math.prod(record.shape))
+    return _CODEC.least_bytes(math.prod(record.shape))
 
 
 def is_worth_packing(record: TensorRecord) -> bool:
     """Matrices of bf16 that are not tiny."""
-    is_matrix = record.dtype == TwelveBits.number_format and len(record.shape) >= 2
+    is_matrix = record.dtype == _CODEC.number_format and len(record.shape) >= 2
     return is_matrix and least_bytes(record) <= _LEAST_GAIN * record.n_bytes
 
 
+@dataclass(frozen=True)
 class FileWriter:
-    """A copy of `source` at `destination`, in which the tensors `wanted` are packed.
+    """A copy of the file `source` at `destination`, in which the tensors `wanted` are packed."""
 
-    Args:
-        verify: read everything back and compare it with the source.
-        advance: told of bytes of the source that are written, and again when they are compared.
-
-    Raises PackError where something does not come back as it was, OSError.
-    """
-
-    def __init__(
-        self,
-        source: Path,
-        destination: Path,
-        wanted: frozenset[str],
-        *,
-        n_threads: int,
-        verify: bool,
-        advance: Advance,
-    ) -> None:
-        self._source, self._destination = source, destination
-        self._wanted, self._n_threads = wanted, n_threads
-        self._verify, self._advance = verify, advance
-        self._codec = TwelveBits()
+    source: Path
+    destination: Path
+    wanted: frozenset[str]
+    n_threads: int
+    verify: bool
+    """Whether everything is read back and compared with the source."""
+    advance: Advance
+    """Told of bytes of the source that are written, and again when they are compared."""
 
     def write(self) -> tuple[WrittenTensor, ...]:
-        metadata, found = read_header_and_metadata(self._source)
+        """Raises PackError where something does not come back as it was, OSError."""
+        metadata, found = read_header_and_metadata(self.source)
         records = sorted(found.values(), key=lambda r: (r.offset, r.n_bytes))
-        n_header = _header_room(metadata, records, self._wanted)
+        n_header = _header_room(metadata, records, self.wanted)
         written = []
         with (
-            self._source.open("rb", buffering=0) as source,
-            self._destination.open("w+b", buffering=0) as out,
-            ThreadPoolExecutor(self._n_threads, thread_name_prefix="specdec-pack") as threads,
+            self.source.open("rb", buffering=0) as source,
+            self.destination.open("w+b", buffering=0) as out,
+            ThreadPoolExecutor(self.n_threads, thread_name_prefix="specdec-pack") as threads,
         ):
             at = n_header
             for record in records:
@@ -124,14 +114,14 @@ class _OneTensor:
 
     def write(self) -> WrittenTensor:
         record, share = self._record, None
-        if record.name in self._of._wanted:
+        if record.name in self._of.wanted:
             base, share = self._choose()
             if share <= MOST_EXCEPTIONS:
                 exceptions = self._pack(base)
                 share = len(exceptions) / self._n_weights
                 if share <= MOST_EXCEPTIONS:
                     n_bytes = self._finish(base, exceptions)
-                    codec = self._of._codec
+                    codec = _CODEC
                     return WrittenTensor(record.name, record.n_bytes, n_bytes, codec.name, share)
         self._copy()
         return WrittenTensor(record.name, record.n_bytes, record.n_bytes, exceptions=share)
@@ -146,7 +136,7 @@ class _OneTensor:
             ]
         )
         base = choose_base(sample)
-        return base, len(self._of._codec.encode(sample, base)[2]) / len(sample)
+        return base, len(_CODEC.encode(sample, base)[2]) / len(sample)
 
     def _pack(self, base: int) -> np.ndarray:
         """Write the planes; the exceptions, or more than are borne."""
@@ -160,10 +150,10 @@ class _OneTensor:
         return np.concatenate(found) if found else np.zeros(0, np.uint64)
 
     def _pack_piece(self, base: int, start: int, end: int) -> np.ndarray:
-        signs, codes, exceptions = self._of._codec.encode(self._weights(start, end), base)
+        signs, codes, exceptions = _CODEC.encode(self._weights(start, end), base)
         _write_at(self._out, signs, self._at + self._planes.signs + start)
         _write_at(self._out, codes, self._at + self._planes.codes + start // 2)
-        self._of._advance((end - start) * 2)
+        self._of.advance((end - start) * 2)
         return exceptions + (np.uint64(start) << np.uint64(8))
 
     def _finish(self, base: int, exceptions: np.ndarray) -> int:
@@ -174,33 +164,33 @@ class _OneTensor:
         _write_at(
             self._out, exceptions.astype("<u8").view(np.uint8), self._at + self._planes.exceptions
         )
-        if self._of._verify:
+        if self._of.verify:
             stored = np.memmap(
-                self._of._destination, np.uint8, "r", offset=self._at, shape=(n_bytes,)
+                self._of.destination, np.uint8, "r", offset=self._at, shape=(n_bytes,)
             )
-            decode = self._of._codec.opened(stored, self._n_weights)
+            decode = _CODEC.opened(stored, self._n_weights)
 
             def decoded(start: int, end: int) -> np.ndarray:
                 out = np.empty((end - start) * 2, np.uint8)
                 decode(start, end, out)
                 return out
 
-            self._compare(decoded, self._codec_pieces(), self._of._codec.itemsize)
+            self._compare(decoded, self._codec_pieces(), _CODEC.itemsize)
         return n_bytes
 
     def _copy(self) -> None:
         pieces = list(_parts(self._record.n_bytes, _COPIED_AT_ONCE))
         for _ in self._in_threads(self._copy_piece, pieces):
             pass
-        if self._of._verify:
+        if self._of.verify:
             self._compare(self._written, pieces, 1)
 
     def _copy_piece(self, start: int, end: int) -> None:
         _write_at(self._out, self._bytes(start, end), self._at + start)
-        self._of._advance(end - start)
+        self._of.advance(end - start)
 
     def _written(self, start: int, end: int) -> np.ndarray:
-        return _read_at(self._out, self._at + start, end - start, self._of._destination)
+        return _read_at(self._out, self._at + start, end - start, self._of.destination)
 
     def _compare(
         self,
@@ -214,31 +204,31 @@ class _OneTensor:
             ):
                 raise PackError(
                     f"{self._record.name} does not come back as it was from "
-                    f"{self._of._destination}: the storage is broken, or this is a bug"
+                    f"{self._of.destination}: the storage is broken, or this is a bug"
                 )
-            self._of._advance((end - start) * itemsize)
+            self._of.advance((end - start) * itemsize)
 
         for _ in self._in_threads(compare, pieces):
             pass
 
     def _codec_pieces(self) -> Iterator[tuple[int, int]]:
-        return _parts(self._n_weights, self._of._codec.piece_weights)
+        return _parts(self._n_weights, _CODEC.piece_weights)
 
     def _weights(self, start: int, end: int) -> np.ndarray:
         return self._bytes(2 * start, 2 * end).view("<u2")
 
     def _bytes(self, start: int, end: int) -> np.ndarray:
-        return _read_at(self._source, self._record.offset + start, end - start, self._of._source)
+        return _read_at(self._source, self._record.offset + start, end - start, self._of.source)
 
     def _in_threads(
         self, work: Callable[[int, int], Any], pieces: Iterable[tuple[int, int]]
     ) -> Iterator[Any]:
-        """Results in order; few pieces are under way, so that one may stop early."""
+        """Results in order, of a few pieces at a time, so that one may stop early."""
         rest = iter(pieces)
-        while some := list(islice(rest, 4 * self._of._n_threads)):
+        while some := list(islice(rest, 4 * self._of.n_threads)):
             futures = [self._threads.submit(work, start, end) for start, end in some]
-            for future in futures:
-                yield future.result()
+            # None of them may still write when the caller stops and goes on with the same bytes.
+            yield from [future.result() for future in futures]
 
 
 def _parts(n: int, most: int) -> Iterator[tuple[int, int]]:
@@ -251,7 +241,7 @@ def _header_room(
 ) -> int:
     """Bytes that a header needs at most, whichever of the `wanted` tensors are packed."""
     written = [
-        WrittenTensor(r.name, r.n_bytes, _FAR, TwelveBits.name if r.name in wanted else "")
+        WrittenTensor(r.name, r.n_bytes, _FAR, _CODEC.name if r.name in wanted else "")
         for r in records
     ]
     n_bytes = 8 + len(_header_text(metadata, records, written))

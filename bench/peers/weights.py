@@ -19,7 +19,7 @@ def describe_weights(weights: Weights) -> dict[str, Any]:
     )
     n_bytes: Counter[str] = Counter()
     for record in index.values():
-        n_bytes[record.dtype] += record.n_bytes
+        n_bytes[record.scheme or record.dtype] += record.n_bytes
     total = sum(n_bytes.values())
     return {
         "format": weights.format,

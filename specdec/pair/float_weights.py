@@ -19,6 +19,11 @@ def read_float32(record: TensorRecord, rows: range | None = None) -> np.ndarray:
     Raises:
         CheckpointError: another type, or the file has become shorter.
     """
+    if record.scheme:
+        raise CheckpointError(
+            f"{record.path} stores {record.name} packed as {record.scheme}: name the checkpoint "
+            "that was packed"
+        )
     kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}.get(record.dtype)
     if kind is None:
         raise CheckpointError(

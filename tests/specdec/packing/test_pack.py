@@ -25,6 +25,7 @@ from backends.hf.cpu_weights import CpuWeights
 from backends.hf.model import load_hf_model
 from backends.hf.source import HfSource
 from backends.packed.layers import LayerDecoder
+from backends.packed.twelve_bits import TwelveBits
 from backends.packed.writer import PackError
 from offload.errors import SpecdecError
 from offload.formats.checkpoint import WeightIndex
@@ -120,6 +121,27 @@ def test_matrices_of_too_many_exponents_stay_as_they_are(tmp_path: Path) -> None
     assert record.scheme == ""
     (copy,) = (p for p in (tmp_path / "packed").glob("*.safetensors") if name in load_file(p))
     assert torch.equal(load_file(copy)[name].view(torch.int16), bits)
+
+
+def test_exponents_that_no_sample_has_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor that was begun with is written as it is."""
+    from backends.packed import writer
+
+    monkeypatch.setattr(writer, "_SAMPLES", 1)
+    monkeypatch.setattr(writer, "_SAMPLE_WEIGHTS", 1024)
+    monkeypatch.setattr(TwelveBits, "piece_weights", 1024)
+    plain = save_packable("llama", tmp_path / "plain")
+    name = "model.layers.1.mlp.up_proj.weight"
+    (path,) = (path for path in plain.glob("*.safetensors") if name in load_file(path))
+    tensors = load_file(path)
+    tensors[name].view(-1)[1024:] = torch.logspace(-30, 30, 7168).to(torch.bfloat16)
+    save_file(tensors, path)
+    report = pack(plain, tmp_path / "packed")
+    assert list(report.not_packed) == [name]
+    (copy,) = (p for p in (tmp_path / "packed").glob("*.safetensors") if name in load_file(p))
+    assert torch.equal(load_file(copy)[name], tensors[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -307,3 +329,12 @@ def test_decoding_takes_as_long_for_any_rows(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(timing, "_N_WEIGHTS", 1 << 16)
     curve = timing._time("BF16_12", 1, None)
     assert 0.0 < curve.seconds(1) == curve.seconds(64)
+
+
+def test_who_reads_weights_itself_refuses_packed_ones(tmp_path: Path) -> None:
+    from specdec.pair.float_weights import read_float32
+
+    pack(save_packable("llama", tmp_path / "plain"), tmp_path / "packed")
+    record = WeightIndex.from_directory(tmp_path / "packed")["model.layers.1.mlp.down_proj.weight"]
+    with pytest.raises(CheckpointError, match="packed as BF16_12: name the checkpoint that was"):
+        read_float32(record)
