@@ -121,6 +121,10 @@ def _check_packable(source: HfModel, directory: Path) -> None:
 
     if any(record.scheme for record in source.index.values()):
         raise PackError(f"{directory} is packed already: use it as it is")
+    if source.experts:
+        raise PackError(
+            f"{directory} is a mixture of experts, which are read as they are: use it as it is"
+        )
     if source.dtype is not torch.bfloat16:
         name = str(source.dtype).removeprefix("torch.")
         raise PackError(

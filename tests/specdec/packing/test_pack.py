@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import save_tiny_checkpoint
 from forced_streaming import force_streaming
 from packed_models import save_packable
 from safetensors.torch import load_file, save_file
@@ -149,6 +150,11 @@ def test_other_formats_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     plain = save_packable("llama", tmp_path / "plain", dtype)
     with pytest.raises(PackError, match=f"holds {str(dtype)[6:]} weights, and bf16 alone"):
         pack(plain, tmp_path / "packed")
+
+
+def test_mixtures_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PackError, match="is a mixture of experts"):
+        pack(save_tiny_checkpoint("mixtral", tmp_path / "plain"), tmp_path / "packed")
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
