@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from backends.feedforward.elementwise import in_whole_vectors
+from backends.feedforward.linear import linear_of
 from offload.ring.slots import Check
 
 BringExperts = Callable[
@@ -84,4 +85,4 @@ class ExpertsRunner:
         bias = getattr(self._module, bias_name)[expert] if self._module.has_bias else None
         if self._is_transposed:
             return torch.addmm(x.new_zeros(weight.shape[1]) if bias is None else bias, x, weight)
-        return linear(x[None], weight, bias)[0]
+        return linear_of(weight.dtype)(x[None], weight, bias)[0]

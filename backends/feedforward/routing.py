@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
 from backends.feedforward.elementwise import in_whole_vectors
+from backends.feedforward.linear import linear_of
 
 GATE_OUTPUTS = 16
 """A product with one output has kernels of its own, whose rows depend on each other: the one number
@@ -49,7 +49,8 @@ def _with_shared_expert(block: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         shared = block.shared_expert(rows)
         _, weights, experts = block.gate(rows)
         found = block.experts(rows, experts, weights)
-        gate = linear(rows[None], block.shared_expert_gate.weight.repeat(GATE_OUTPUTS, 1))[0]
+        weight = block.shared_expert_gate.weight.repeat(GATE_OUTPUTS, 1)
+        gate = linear_of(rows.dtype)(rows[None], weight, None)[0]
         found = found + sigmoid(gate)[:, :1] * shared
         return found.reshape(hidden.shape)
 

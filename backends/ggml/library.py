@@ -12,7 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ _MODEL_FIELDS = "load_mode use_extra_bufts no_alloc n_gpu_layers devices progres
 _CONTEXT_FIELDS = (
     "n_seq_max n_outputs_max kv_unified swa_full cb_eval abort_callback flash_attn_type"
 )
+_MISSING = "GGUF models need llama-cpp-python: pip install 'specdec[gguf]'"
 _INFO, _ERROR, _CONTINUED = 2, 4, 5  # ggml_log_level
 
 
@@ -84,21 +86,41 @@ _KEPT_ALIVE: list[object] = []  # callbacks that llama.cpp holds
 @lru_cache(maxsize=1)
 def load_library() -> ModuleType:
     """llama_cpp's low-level module. Raises LlamaError where it is missing or too old."""
-    # Between two layers the workers of ggml would spin while the pass waits for storage. Read once,
-    # when libgomp is loaded; the user's own setting stands.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    let_workers_sleep()
     try:
         import llama_cpp.llama_cpp as library
     except ImportError as error:
-        raise LlamaError(
-            "GGUF models need llama-cpp-python: pip install 'specdec[gguf]'"
-        ) from error
+        raise LlamaError(_MISSING) from error
     _check_fields(library.llama_model_params, _MODEL_FIELDS)
     _check_fields(library.llama_context_params, _CONTEXT_FIELDS)
     _KEPT_ALIVE.append(library.llama_log_callback(lambda level, text, _: LOG.write(level, text)))
     listen(library)
     library.llama_backend_init()
     return library
+
+
+def let_workers_sleep() -> None:
+    """Between two layers the workers of ggml would spin while the pass waits for storage.
+
+    Read once, when libgomp is loaded; the user's own setting stands.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@cache
+def is_installed() -> bool:
+    """Whether there is a llama-cpp-python; it is not imported."""
+    return find_spec("llama_cpp") is not None
+
+
+def library_folder() -> Path:
+    """Where llama.cpp's shared libraries lie, to be loaded without the rest of llama-cpp-python,
+    which takes ten times as long. Raises LlamaError where it is missing."""
+    let_workers_sleep()
+    found = find_spec("llama_cpp")
+    if found is None or found.origin is None:
+        raise LlamaError(_MISSING)
+    return Path(found.origin).parent / "lib"
 
 
 def listen(library: Any) -> None:

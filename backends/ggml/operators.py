@@ -6,18 +6,17 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from backends.ggml.library import load_library
+from backends.ggml.library import library_folder
 
-F32, F16, I32 = 0, 1, 26
+F32, F16, I32, BF16 = 0, 1, 26, 30
 """Numbers of types, as in ggml.h."""
 
 
-class _InitParams(ctypes.Structure):
+class InitParams(ctypes.Structure):
     """struct ggml_init_params."""
 
     _fields_ = (
@@ -31,39 +30,34 @@ class Ggml:
     """Tensors, graphs and operators, as addresses."""
 
     def __init__(self) -> None:
-        folder = Path(str(load_library().__file__)).parent / "lib"
-        base = ctypes.CDLL(str(folder / "libggml-base.so"))
-        cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"))
+        base, cpu = ggml_libraries()
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         long, real = ctypes.c_int64, ctypes.c_float
-        self.init = _declare(base.ggml_init, pointer, _InitParams)
-        self.free = _declare(base.ggml_free, None, pointer)
-        self.reset = _declare(base.ggml_reset, None, pointer)
-        self.new_2d = _declare(base.ggml_new_tensor_2d, pointer, pointer, number, long, long)
-        self.new_3d = _declare(base.ggml_new_tensor_3d, pointer, pointer, number, long, long, long)
-        self.data = _declare(base.ggml_get_data, pointer, pointer)
-        self.n_bytes = _declare(base.ggml_nbytes, size, pointer)
-        self.mul_mat = _declare(base.ggml_mul_mat, pointer, pointer, pointer, pointer)
-        self.mul_mat_id = _declare(
-            base.ggml_mul_mat_id, pointer, pointer, pointer, pointer, pointer
-        )
-        self.attention = _declare(
+        self.init = declare(base.ggml_init, pointer, InitParams)
+        self.free = declare(base.ggml_free, None, pointer)
+        self.reset = declare(base.ggml_reset, None, pointer)
+        self.new_2d = declare(base.ggml_new_tensor_2d, pointer, pointer, number, long, long)
+        self.new_3d = declare(base.ggml_new_tensor_3d, pointer, pointer, number, long, long, long)
+        self.data = declare(base.ggml_get_data, pointer, pointer)
+        self.n_bytes = declare(base.ggml_nbytes, size, pointer)
+        self.mul_mat = declare(base.ggml_mul_mat, pointer, pointer, pointer, pointer)
+        self.mul_mat_id = declare(base.ggml_mul_mat_id, pointer, pointer, pointer, pointer, pointer)
+        self.attention = declare(
             base.ggml_flash_attn_ext, pointer, *[pointer] * 5, real, real, real
         )
-        self.quantize = _declare(
+        self.quantize = declare(
             base.ggml_quantize_chunk, size, number, pointer, pointer, long, long, long, pointer
         )
-        self.block_size = _declare(base.ggml_blck_size, long, number)
-        self.block_bytes = _declare(base.ggml_type_size, size, number)
-        self.new_graph = _declare(base.ggml_new_graph, pointer, pointer)
-        self.expand = _declare(base.ggml_build_forward_expand, None, pointer, pointer)
-        self.compute = _declare(cpu.ggml_graph_compute_with_ctx, number, pointer, pointer, number)
-        _declare(cpu.ggml_cpu_init, None)()
+        self.block_size = declare(base.ggml_blck_size, long, number)
+        self.block_bytes = declare(base.ggml_type_size, size, number)
+        self.new_graph = declare(base.ggml_new_graph, pointer, pointer)
+        self.expand = declare(base.ggml_build_forward_expand, None, pointer, pointer)
+        self.compute = declare(cpu.ggml_graph_compute_with_ctx, number, pointer, pointer, number)
 
     @contextmanager
     def context(self, n_bytes: int) -> Iterator[int]:
         """Memory for tensors, and for what a computation takes meanwhile."""
-        context = self.init(_InitParams(n_bytes, None, False))
+        context = self.init(InitParams(n_bytes, None, False))
         if not context:
             raise MemoryError(f"ggml cannot allocate {n_bytes} bytes")
         try:
@@ -92,11 +86,21 @@ class Ggml:
 
 
 @cache
+def ggml_libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """(libggml-base, libggml-cpu). Raises LlamaError where llama.cpp is missing."""
+    folder = library_folder()
+    base = ctypes.CDLL(str(folder / "libggml-base.so"))
+    cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"))
+    declare(cpu.ggml_cpu_init, None)()
+    return base, cpu
+
+
+@cache
 def load_ggml() -> Ggml:
     """Raises LlamaError where llama.cpp is missing."""
     return Ggml()
 
 
-def _declare(function: Any, result: type | None, *arguments: type) -> Any:
+def declare(function: Any, result: type | None, *arguments: type) -> Any:
     function.restype, function.argtypes = result, list(arguments)
     return function

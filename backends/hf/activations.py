@@ -15,6 +15,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from backends.attention.blocks import BLOCK_KEYS, MAX_SCRATCH_BYTES, value_width
 from backends.attention.interface import KEYS_BY_ROW
 from backends.attention.segments import MAX_SCORE_BYTES
+from backends.feedforward.linear import sum_bytes
 from backends.hf.backend import CHUNK_ROWS
 from backends.hf.config import head_shape
 from backends.hf.layer_runner import MAX_MASK_BYTES
@@ -73,7 +74,8 @@ def activation_bytes(model: HfModel, ctx_size: int, max_rows: int, *, on_gpu: bo
 def _chunk_bytes(model: HfModel) -> int:
     config = model.config
     feed_forward = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return int(CHUNK_ROWS * (8 * config.hidden_size + 3 * feed_forward) * model.dtype.itemsize)
+    kept = (8 * config.hidden_size + 3 * feed_forward) * model.dtype.itemsize
+    return int(CHUNK_ROWS * (kept + feed_forward * sum_bytes(model.dtype)))
 
 
 def _expert_bytes(model: HfModel) -> int:

@@ -23,6 +23,7 @@ from backends.attention.families import adapt
 from backends.attention.interface import KEYS_BY_ROW
 from backends.contract.backend import UnsupportedModel
 from backends.feedforward.elementwise import steady_activations
+from backends.feedforward.linear import use_fast_products
 from backends.feedforward.records import STACKED, find_experts, is_experts
 from backends.feedforward.routing import steady_routing
 from backends.hf.config import context_limit, declared, kv_values_per_token, load_config
@@ -230,6 +231,7 @@ def match_checkpoint(
     _fill_buffers(model, records, directory)
     steady_activations(model)
     steady_routing(model)
+    use_fast_products(model, dtype)
     modules, experts = _experts(model, layers_name, layers, records, directory)
     if any(r.scheme for x in experts if x for expert in x.tensors for r in expert):
         raise UnsupportedModel(

@@ -24,6 +24,7 @@ from backends.attention.blocks import BLOCK_KEYS, USUAL_LIMITS, ProductLimits
 from backends.attention.layout import CausalLayout, PassLayout
 from backends.contract.exactness import Exactness
 from backends.contract.kept_checks import KeptChecks
+from backends.feedforward.linear import library_of, linear_of
 from backends.feedforward.records import is_experts
 from backends.feedforward.routing import GATE_OUTPUTS, is_router
 from backends.hf.config import HeadShape, head_shape
@@ -60,6 +61,7 @@ class Product:
 
     is_transposed: as GPT-2 has its weights.
     is_float32: computed so, whatever the model's own format.
+    is_torch: computed by torch in any case: routers are, in their families' code.
     """
 
     n_in: int
@@ -67,6 +69,7 @@ class Product:
     has_bias: bool
     is_transposed: bool
     is_float32: bool = False
+    is_torch: bool = False
 
 
 def find_exactness(model: HfModel) -> TorchExactness:
@@ -74,7 +77,8 @@ def find_exactness(model: HfModel) -> TorchExactness:
     if not model.takes_blocks:
         kind = model.config.model_type
         return TorchExactness(False, f"{kind} computes attention in code of its own")
-    checks = KeptChecks(f"torch {torch.__version__} {torch.get_num_threads()} threads", CANDIDATES)
+    libraries = f"torch {torch.__version__} {library_of(model.dtype)}"
+    checks = KeptChecks(f"{libraries} {torch.get_num_threads()} threads", CANDIDATES)
     try:
         return _find(model, checks)
     except _UnknownProduct as error:
@@ -92,7 +96,7 @@ def _find(model: HfModel, checks: KeptChecks) -> TorchExactness:
     n_rows = 1
     for product in sorted(set(_products(model))):
         used = torch.float32 if product.is_float32 else dtype
-        name = f"{used} {astuple(replace(product, is_float32=False))[:4]}"
+        name = f"{used} {astuple(product)}"
         found = checks.find(name, partial(least_rows_of_product, product, used))
         if found is None:
             return TorchExactness(
@@ -121,7 +125,7 @@ def _products(model: HfModel) -> Iterator[Product]:
                 continue
             if is_router(module):
                 n_out, n_in = weight.shape
-                yield Product(n_in, n_out, hasattr(module, "bias"), False)
+                yield Product(n_in, n_out, hasattr(module, "bias"), False, is_torch=True)
                 yield Product(n_in, n_out, False, False, is_float32=True)  # in some families
                 continue
             if not isinstance(module, nn.Linear | Conv1D):
@@ -153,12 +157,13 @@ def least_rows_of_product(product: Product, dtype: torch.dtype) -> int | None:
     bias = torch.randn(n_out, generator=generator).to(dtype) if product.has_bias else None
     rows = torch.randn(_N_ROWS, product.n_in, generator=generator).to(dtype)
     transposed = weight.T.contiguous()
+    linear = nn.functional.linear if product.is_torch else linear_of(dtype)
 
     def run(start: int, n_rows: int) -> torch.Tensor:
         x = rows[start : start + n_rows]
         if product.is_transposed:
             return torch.addmm(transposed.new_zeros(n_out) if bias is None else bias, x, transposed)
-        return nn.functional.linear(x[None], weight, bias)[0]
+        return linear(x[None], weight, bias)[0]
 
     return _least(run)
 

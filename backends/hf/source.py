@@ -17,6 +17,7 @@ from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import NOT_ASKED
 from backends.contract.kept_checks import machine
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
+from backends.feedforward.linear import library_of, slow_products
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
@@ -56,8 +57,9 @@ class HfSource(ModelSource):
         self.early_records = None if self.experts else self.model.outer_records
         is_packed = bool(self.model.decode_buffer_bytes)
         self.can_use_gpu = not self.experts and not is_packed
+        self.warnings = slow_products(self.model.dtype)
         if is_packed:
-            self.warnings = decoding_warnings()
+            self.warnings += decoding_warnings()
 
     @cached_property
     def layers(self) -> tuple[LayerWeights, ...]:  # type: ignore[override]
@@ -132,7 +134,8 @@ class HfSource(ModelSource):
     @property
     def _libraries(self) -> str:
         versions = f"torch {torch.__version__} transformers {transformers.__version__}"
-        return f"{versions} {torch.get_num_threads()} threads"
+        products = library_of(self.model.dtype)
+        return f"{versions} {products} {torch.get_num_threads()} threads"
 
     @cached_property
     def exactness(self) -> TorchExactness:

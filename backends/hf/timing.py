@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from backends.contract.curve import ComputeCurve
+from backends.feedforward.linear import library_of, linear_of
 from backends.timing.kept import kept_curve
 from backends.timing.measure import WEIGHT_BYTES, Product, measure_curve
 
@@ -32,7 +33,7 @@ def measure_compute(dtype: torch.dtype, reading: Path | None = None) -> ComputeC
 
 @cache
 def _measure(dtype: torch.dtype, reading: Path | None, n_threads: int) -> ComputeCurve:
-    what = f"torch {torch.__version__} {n_threads} threads {dtype} {_OUT}x{_IN} {_ROWS}"
+    what = f"{library_of(dtype)} {n_threads} threads {dtype} {_OUT}x{_IN} {_ROWS}"
     return kept_curve(what, lambda: _time_products(dtype, reading), reading)
 
 
@@ -73,9 +74,10 @@ def _product(weights: list[torch.Tensor], n_rows: int) -> Product:
     for each byte of its weights."""
     x = torch.ones(n_rows, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
     turns = itertools.cycle(weights)
+    linear = linear_of(x.dtype) if x.device.type == "cpu" else torch.nn.functional.linear
 
     def product() -> torch.Tensor:
-        y = torch.nn.functional.linear(x, next(turns))
+        y = linear(x, next(turns), None)
         wide = y.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return torch.nn.functional.silu((wide * scale).to(y.dtype)) * y

@@ -156,8 +156,7 @@ def make_plan(
         uses_mmap=options.load_mode == "mmap",
         accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
         warnings=(
-            target.warnings
-            + (() if gpu is None else gpu.warnings)
+            (target.warnings if gpu is None else gpu.warnings)
             + _burdens(chosen, search.alternatives)
         ),
         notes=_left_out(chosen, search.alternatives),

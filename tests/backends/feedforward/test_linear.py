@@ -1,0 +1,111 @@
+"""Linear layers by ggml's kernels, where torch has none that are fast."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+pytest.importorskip("llama_cpp")
+
+from backends.feedforward import linear as linear_file
+from backends.feedforward.linear import (
+    _by_ggml,
+    library_of,
+    linear_of,
+    slow_products,
+    use_fast_products,
+)
+from backends.ggml.library import is_installed
+from backends.hf.self_test import CANDIDATES, Product, least_rows_of_product
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+@given(
+    n_rows=st.integers(1, 40),
+    n_in=st.sampled_from([1, 3, 8, 40, 64, 100]),
+    n_out=st.sampled_from([1, 5, 16, 33, 128]),
+    dtype=st.sampled_from(HALF),
+    has_bias=st.booleans(),
+    shift=st.integers(0, 9),
+)
+def test_products_are_those_of_float64(
+    n_rows: int, n_in: int, n_out: int, dtype: torch.dtype, has_bias: bool, shift: int
+) -> None:
+    torch.manual_seed(n_rows)
+    # Weights lie in a file anywhere, at a multiple of their own size.
+    weight = torch.randn(shift + n_out * n_in).to(dtype)[shift:].view(n_out, n_in)
+    x = torch.randn(2, n_rows, n_in).to(dtype)
+    bias = torch.randn(n_out).to(dtype) if has_bias else None
+    found = _by_ggml(x, weight, bias)
+    assert found.dtype == dtype
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    step = torch.finfo(dtype).eps
+    assert torch.allclose(found.double(), expected, rtol=step, atol=8 * step)
+
+
+def test_rows_that_lie_apart_are_brought_together() -> None:
+    weight = torch.randn(16, 8).bfloat16()
+    x = torch.randn(5, 24).bfloat16()[:, 8:16]
+    assert torch.equal(_by_ggml(x, weight), _by_ggml(x.clone(), weight))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("n_in", [64, 100])
+def test_a_row_has_the_same_bits_in_every_pass_of_enough_rows(
+    dtype: torch.dtype, n_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_file, "torch_is_slow", HALF.__contains__)
+    least = least_rows_of_product(Product(n_in, 128, True, False), dtype)
+    assert least in CANDIDATES
+
+
+def test_two_threads_multiply_at_the_same_time() -> None:
+    weight = torch.randn(300, 256).bfloat16()
+    inputs = [torch.randn(9, 256).bfloat16() for _ in range(2)]
+    expected = [_by_ggml(x, weight) for x in inputs]
+    n_wrong = [0, 0]
+
+    def multiply(which: int) -> None:
+        for _ in range(200):
+            n_wrong[which] += not torch.equal(_by_ggml(inputs[which], weight), expected[which])
+
+    threads = [threading.Thread(target=multiply, args=(which,)) for which in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert n_wrong == [0, 0]
+
+
+def test_what_computes_is_a_matter_of_processor_and_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert linear_of(torch.float32) is nn.functional.linear
+    monkeypatch.setattr(linear_file, "torch_is_slow", HALF.__contains__)
+    assert is_installed()
+    assert linear_of(torch.bfloat16) is _by_ggml
+    assert library_of(torch.bfloat16).startswith("llama-cpp-python ")
+    monkeypatch.setattr(linear_file, "is_installed", lambda: False)
+    assert linear_of(torch.bfloat16) is nn.functional.linear
+    assert library_of(torch.bfloat16) == f"torch {torch.__version__}"
+    (said,) = slow_products(torch.bfloat16)
+    assert "pip install 'specdec[gguf]'" in said
+
+
+def test_modules_compute_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4, bias=False)).bfloat16()
+    x = torch.randn(3, 8).bfloat16()
+    first, second = model
+    expected = _by_ggml(_by_ggml(x, first.weight, first.bias), second.weight)
+    monkeypatch.setattr(linear_file, "torch_is_slow", HALF.__contains__)
+    with torch.inference_mode():
+        use_fast_products(model, torch.bfloat16)
+        assert torch.equal(model(x), expected)
+        # What a family computes in float32 all the same is torch's.
+        assert model.float()(x.float()).dtype == torch.float32
