@@ -218,6 +218,7 @@ class LLM:
         spec: SpecConfig | None = None,
         logits_processors: Sequence[Any] = (),
         cache_prompt: bool = True,
+        priority: int = 0,
         drafter: Drafter | None = None,
         **overrides: Any,
     ) -> GenerationStream:
@@ -235,6 +236,7 @@ class LLM:
             logits_processors: further transformers LogitsProcessors for the target's rows.
             cache_prompt: keep the KV of the tokens that this prompt and the text before it begin
                 with; False computes the whole prompt anew.
+            priority: of texts that wait for room, larger ones enter first and are set aside last.
             drafter: of your own, asked instead of those that the spec names.
             overrides: single options of SamplingParams, such as max_tokens=128.
 
@@ -247,6 +249,7 @@ class LLM:
         check_type("drafter", drafter, Drafter, type(None))
         check_type("speculative", speculative, bool)
         check_type("cache_prompt", cache_prompt, bool)
+        check_type("priority", priority, int)
         check_type("logits_processors", logits_processors, Sequence)
         for processor in logits_processors:
             if not callable(processor):
@@ -260,7 +263,9 @@ class LLM:
             raise ConfigError("a drafter was given, but this is plain decoding: leave one out")
         prompt_ids = encode_prompt(prompt, self.tokenizer)
         check_room(len(prompt_ids), self.max_context, self.session.model_context)
-        request = Request(prompt_ids, params, spec, logits_processors, cache_prompt, drafter)
+        request = Request(
+            prompt_ids, params, spec, logits_processors, cache_prompt, priority, drafter
+        )
         return GenerationStream(self.session, request)
 
     def save_prompt_cache(self) -> None:

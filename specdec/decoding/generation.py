@@ -48,6 +48,7 @@ class Request:
     spec: SpecConfig
     processors: Sequence[Any] = ()
     cache_prompt: bool = True
+    priority: int = 0
     drafter: Drafter | None = None
 
 
@@ -96,6 +97,8 @@ class Generation:
             self._recorder = self._new_recorder()
             is_search = self._request.params.num_beams > 1
             self._jobs = [Beams(self)] if is_search else self._texts()
+            for job in self._jobs:
+                job.priority = self._request.priority
         return self._jobs
 
     def _new_recorder(self) -> StatsRecorder:

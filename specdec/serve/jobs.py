@@ -45,6 +45,7 @@ class Job:
 
     prompts: tuple[list[int], ...]
     params: SamplingParams
+    priority: int = 0
     n_copies: int = 1
     tools: tuple[str, ...] = ()
     most_calls: int | None = None
@@ -135,8 +136,8 @@ def _job(
     wanted = body.stream_options
     more["tells_draft"] = wanted is not None and bool(wanted.include_draft)
     if params.is_greedy:
-        return Job(tuple(prompts), params, n_copies=n, **more)
-    return Job(tuple(prompts), params.replace(n=n), **more)
+        return Job(tuple(prompts), params, body.priority, n_copies=n, **more)
+    return Job(tuple(prompts), params.replace(n=n), body.priority, **more)
 
 
 def _check_choices(n_choices: int, limits: ServeOptions) -> None:

@@ -53,6 +53,7 @@ class Sampling(Strict):
     stream_options: StreamOptions | None = None
     # Not OpenAI's; vLLM and llama.cpp have them.
     top_k: Annotated[int, Field(ge=-1)] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-4, le=1e4)] | None = None
     ignore_eos: bool | None = None

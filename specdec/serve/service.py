@@ -171,7 +171,7 @@ class _Run:
     ) -> Response:
         job = await self._service.in_encoder(make_job, llm.llm)
         answer = make_answer(job, llm.llm)
-        self._streams = [llm.stream(ids, job.params) for ids in job.prompts]
+        self._streams = [llm.stream(ids, job.params, priority=job.priority) for ids in job.prompts]
         self._service.adopt(self._streams)
         if is_streamed:
             # What is wrong with the request is told by its status: it is known by then.

@@ -341,3 +341,16 @@ def test_n_fitting_counts_what_a_pass_takes(llm: LLM) -> None:
     finally:
         for text in texts:
             text.close()
+
+
+def test_a_larger_priority_enters_first(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with load(tmp_path_factory, parallel=1) as llm:
+        streams = [llm.stream(ids, params(0.0), priority=n) for n, ids in enumerate(PROMPTS[:3])]
+        for stream in streams:
+            stream.start()
+        for stream in streams:
+            assert len("".join(chunk.text for chunk in stream)) > 0
+        waited = [stream.result.stats.queue_seconds for stream in streams]
+        assert waited[2] < waited[1] < waited[0]
+        with pytest.raises(ConfigError, match="priority is 'high', must be int"):
+            llm.stream([1], priority="high")
