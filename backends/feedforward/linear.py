@@ -80,9 +80,20 @@ def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return linear(x, module.weight, module.bias)
 
 
+def tried_linear_of(dtype: torch.dtype) -> Linear:
+    """The same as `linear_of`, before its sums are rounded, where they can be had: rounding hides
+    most of what differs."""
+    linear = linear_of(dtype)
+    return _sums_of_ggml if linear is _by_ggml else linear
+
+
 def _by_ggml(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
+    return _sums_of_ggml(x, weight, bias).to(x.dtype)
+
+
+def _sums_of_ggml(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     n_out, n_in = weight.shape
     rows = x.reshape(-1, n_in).contiguous()
     result = torch.empty(len(rows), n_out)
@@ -92,7 +103,7 @@ def _by_ggml(
     _products().multiply(type_id, *addresses, shape, torch.get_num_threads())
     if bias is not None:
         result += bias
-    return result.to(x.dtype).view(*x.shape[:-1], n_out)
+    return result.view(*x.shape[:-1], n_out)
 
 
 def _products() -> GgmlProducts:

@@ -24,7 +24,7 @@ from backends.attention.blocks import BLOCK_KEYS, USUAL_LIMITS, ProductLimits
 from backends.attention.layout import CausalLayout, PassLayout
 from backends.contract.exactness import Exactness
 from backends.contract.kept_checks import KeptChecks
-from backends.feedforward.linear import library_of, linear_of
+from backends.feedforward.linear import library_of, tried_linear_of
 from backends.feedforward.records import is_experts
 from backends.feedforward.routing import GATE_OUTPUTS, is_router
 from backends.hf.config import HeadShape, head_shape
@@ -157,7 +157,7 @@ def least_rows_of_product(product: Product, dtype: torch.dtype) -> int | None:
     bias = torch.randn(n_out, generator=generator).to(dtype) if product.has_bias else None
     rows = torch.randn(_N_ROWS, product.n_in, generator=generator).to(dtype)
     transposed = weight.T.contiguous()
-    linear = nn.functional.linear if product.is_torch else linear_of(dtype)
+    linear = nn.functional.linear if product.is_torch else tried_linear_of(dtype)
 
     def run(start: int, n_rows: int) -> torch.Tensor:
         x = rows[start : start + n_rows]

@@ -21,7 +21,7 @@ from backends.feedforward.linear import (
     use_fast_products,
 )
 from backends.ggml.library import is_installed
-from backends.hf.self_test import CANDIDATES, Product, least_rows_of_product
+from backends.hf.self_test import Product, least_rows_of_product
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -56,13 +56,13 @@ def test_rows_that_lie_apart_are_brought_together() -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("n_in", [64, 100])
+@pytest.mark.parametrize(("n_in", "expected"), [(64, 2), (100, 1)])
 def test_a_row_has_the_same_bits_in_every_pass_of_enough_rows(
-    dtype: torch.dtype, n_in: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, n_in: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_file, "torch_is_slow", HALF.__contains__)
     least = least_rows_of_product(Product(n_in, 128, True, False), dtype)
-    assert least in CANDIDATES
+    assert least == expected  # for one row of vectors there is another kernel
 
 
 def test_two_threads_multiply_at_the_same_time() -> None:
