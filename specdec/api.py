@@ -31,7 +31,7 @@ from specdec.planning.run_options import LoadKeywords, RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import SamplingError
 from specdec.text.chat_format import ChatTemplateError
-from specdec.text.prompts import Prompt, PromptError, check_room, encode_prompt
+from specdec.text.prompts import Prompt, PromptError, check_room, check_vocabulary, encode_prompt
 from specdec.text.tokenizer import TokenizerError
 
 __all__ = [
@@ -262,6 +262,7 @@ class LLM:
         if drafter is not None and not spec.drafters:
             raise ConfigError("a drafter was given, but this is plain decoding: leave one out")
         prompt_ids = encode_prompt(prompt, self.tokenizer)
+        check_vocabulary(prompt_ids, self.target.vocab_size)
         check_room(len(prompt_ids), self.max_context, self.session.model_context)
         request = Request(
             prompt_ids, params, spec, logits_processors, cache_prompt, priority, drafter

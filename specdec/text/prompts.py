@@ -38,6 +38,16 @@ def encode_prompt(prompt: Any, tokenizer: ChatTokenizer) -> list[int]:
     return ids
 
 
+def check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise PromptError for tokens that the tokenizer has and the model has not."""
+    largest = max(token_ids)
+    if largest >= vocab_size:
+        raise PromptError(
+            f"the prompt holds token {largest}, but the model has {vocab_size} tokens: its "
+            "tokenizer is another model's"
+        )
+
+
 def check_room(n_tokens: int, max_context: int, model_context: int) -> None:
     """Raise PromptError, with the limit that binds, where a prompt leaves no room for a token."""
     if n_tokens < max_context:

@@ -54,6 +54,16 @@ def test_integers_of_any_kind_are_token_ids(llm: LLM) -> None:
         assert llm.generate(prompt, max_tokens=4).token_ids == expected
 
 
+def test_a_token_that_the_model_has_not_is_told_before_a_pass(tmp_path: Any) -> None:
+    save_model(tmp_path, seed=0, vocab_size=200)
+    with specdec.load(tmp_path, spec_type="none") as llm:
+        last = llm.generate([199], max_tokens=1)
+        assert len(last.token_ids) == 1
+        for prompt in ([5, 200], "a b"):
+            with pytest.raises(PromptError, match="the model has 200 tokens"):
+                llm.generate(prompt)
+
+
 def test_a_prompt_too_long_is_told_which_limit_binds(llm: LLM) -> None:
     with pytest.raises(PromptError, match=r"context of 64 \(--ctx-size; the model has 128\)"):
         llm.generate("x" * 100)
