@@ -12,6 +12,7 @@ import torch
 import transformers
 from checkpoints import FAMILIES
 from torch import nn
+from transformers import initialization
 
 from backends.contract.backend import UnsupportedModel
 from backends.hf.skeleton import build_model, decoder_layers
@@ -94,5 +95,5 @@ def test_nothing_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a parameter was given values")
 
     for name in ("normal_", "zeros_", "ones_"):
-        monkeypatch.setitem(transformers.initialization.TORCH_INIT_FUNCTIONS, name, initialise)
+        monkeypatch.setitem(initialization.TORCH_INIT_FUNCTIONS, name, initialise)
     assert build_model(tiny_config(), torch.float32).model.rotary_emb.inv_freq.sum() > 1
