@@ -24,6 +24,8 @@ from backends.ggml.products import GgmlProducts
 Linear: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(x [..., n_in], weight [n_out, n_in], bias [n_out] or None) -> [..., n_out]"""
 _TYPES = {torch.bfloat16: BF16, torch.float16: F16}
+_SMALL_PRODUCT = 1_000_000
+"""Multiplications (45 us) below which waking a second thread costs more than it brings."""
 _OF_THREAD = threading.local()
 
 
@@ -82,28 +84,37 @@ def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 def tried_linear_of(dtype: torch.dtype) -> Linear:
     """The same as `linear_of`, before its sums are rounded, where they can be had: rounding hides
-    most of what differs."""
+    most of what differs. And with any number of threads that it may take."""
     linear = linear_of(dtype)
-    return _sums_of_ggml if linear is _by_ggml else linear
+    return _tried_sums if linear is _by_ggml else linear
 
 
 def _by_ggml(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    return _sums_of_ggml(x, weight, bias).to(x.dtype)
+    is_small = x.numel() * len(weight) < _SMALL_PRODUCT
+    n_threads = 1 if is_small else torch.get_num_threads()
+    return _sums_of_ggml(x, weight, bias, n_threads).to(x.dtype)
 
 
-def _sums_of_ggml(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _tried_sums(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    n_rows = x.numel() // x.shape[-1]
+    return _sums_of_ggml(x, weight, bias, torch.get_num_threads() if n_rows % 2 else 1)
+
+
+def _sums_of_ggml(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n_threads: int
+) -> torch.Tensor:
     n_out, n_in = weight.shape
-    rows = x.reshape(-1, n_in).contiguous()
-    result = torch.empty(len(rows), n_out)
-    addresses = weight.data_ptr(), rows.data_ptr(), result.data_ptr()
-    shape = len(rows), n_in, n_out
-    type_id = _TYPES[weight.dtype]
-    _products().multiply(type_id, *addresses, shape, torch.get_num_threads())
+    if not x.is_contiguous():
+        x = x.contiguous()
+    result = torch.empty(*x.shape[:-1], n_out)
+    addresses = weight.data_ptr(), x.data_ptr(), result.data_ptr()
+    shape = x.numel() // n_in, n_in, n_out
+    _products().multiply(_TYPES[weight.dtype], *addresses, shape, n_threads)
     if bias is not None:
         result += bias
-    return result.view(*x.shape[:-1], n_out)
+    return result
 
 
 def _products() -> GgmlProducts:
