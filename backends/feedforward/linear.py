@@ -1,7 +1,7 @@
 """Linear layers of a CPU, by the kernels that are fast there.
 
 A processor without AVX-512 has no kernels of torch for bf16 and fp16 but one that takes row after
-row, so 16 rows take nearly 12 times as long as one: ggml's take 4 to 5 times as long
+row, so 16 rows take 14 times as long as one: ggml's take 4 times as long
 (docs/benchmarks.md, "Products"). Both add products of such numbers in float32, in different orders;
 which of them computes is a matter of the processor and the library alone, never of the rows.
 """

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.ggml.library import library_folder
+from backends.ggml.library import LlamaError, library_folder
 
 F32, F16, I32, BF16 = 0, 1, 26, 30
 """Numbers of types, as in ggml.h."""
@@ -30,7 +30,9 @@ class Ggml:
     """Tensors, graphs and operators, as addresses."""
 
     def __init__(self) -> None:
-        base, cpu = ggml_libraries()
+        folder = library_folder()
+        base = ctypes.CDLL(str(folder / "libggml-base.so"))
+        cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"))
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         long, real = ctypes.c_int64, ctypes.c_float
         self.init = declare(base.ggml_init, pointer, InitParams)
@@ -51,8 +53,24 @@ class Ggml:
         self.block_size = declare(base.ggml_blck_size, long, number)
         self.block_bytes = declare(base.ggml_type_size, size, number)
         self.new_graph = declare(base.ggml_new_graph, pointer, pointer)
+        self.new_small_graph = declare(
+            base.ggml_new_graph_custom, pointer, pointer, size, ctypes.c_bool
+        )
         self.expand = declare(base.ggml_build_forward_expand, None, pointer, pointer)
         self.compute = declare(cpu.ggml_graph_compute_with_ctx, number, pointer, pointer, number)
+        declare(cpu.ggml_cpu_init, None)()
+        # Of tensors whose memory is not ggml's own.
+        self.buffer_from_ptr = declare(
+            base.ggml_backend_cpu_buffer_from_ptr, pointer, pointer, size
+        )
+        self.buffer_free = declare(base.ggml_backend_buffer_free, None, pointer)
+        self.tensor_alloc = declare(
+            base.ggml_backend_tensor_alloc, number, pointer, pointer, pointer
+        )
+        self.backend_init = declare(cpu.ggml_backend_cpu_init, pointer)
+        self.backend_free = declare(base.ggml_backend_free, None, pointer)
+        self.set_n_threads = declare(cpu.ggml_backend_cpu_set_n_threads, None, pointer, number)
+        self.backend_compute = declare(base.ggml_backend_graph_compute, number, pointer, pointer)
 
     @contextmanager
     def context(self, n_bytes: int) -> Iterator[int]:
@@ -86,19 +104,14 @@ class Ggml:
 
 
 @cache
-def ggml_libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """(libggml-base, libggml-cpu). Raises LlamaError where llama.cpp is missing."""
-    folder = library_folder()
-    base = ctypes.CDLL(str(folder / "libggml-base.so"))
-    cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"))
-    declare(cpu.ggml_cpu_init, None)()
-    return base, cpu
-
-
-@cache
 def load_ggml() -> Ggml:
-    """Raises LlamaError where llama.cpp is missing."""
-    return Ggml()
+    """Raises LlamaError where llama.cpp is missing or another than what is known here."""
+    try:
+        return Ggml()
+    except (OSError, AttributeError) as error:
+        raise LlamaError(
+            f"this llama-cpp-python does not fit ({error}): pip install --upgrade 'specdec[gguf]'"
+        ) from error
 
 
 def declare(function: Any, result: type | None, *arguments: type) -> Any:

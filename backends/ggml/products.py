@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-
-from backends.ggml.operators import InitParams, declare, ggml_libraries
+from backends.ggml.operators import InitParams, load_ggml
 
 _CONTEXT_BYTES = 64 << 10
 """Headers of three tensors and of a graph; ggml ends the process where they do not fit."""
@@ -21,7 +18,7 @@ class GgmlProducts:
     """
 
     def __init__(self) -> None:
-        self._ggml = _functions()
+        self._ggml = load_ggml()
         self._context = self._ggml.init(InitParams(_CONTEXT_BYTES, None, True))
         self._backend = self._ggml.backend_init()
         self._memory = self._ggml.buffer_from_ptr(_FIRST_ADDRESS, _N_ADDRESSES)
@@ -46,10 +43,10 @@ class GgmlProducts:
         product = ggml.mul_mat(context, left, right)
         for tensor, address in ((left, weight), (right, rows), (product, result)):
             ggml.tensor_alloc(self._memory, tensor, address)
-        graph = ggml.new_graph(context, _GRAPH_NODES, False)
+        graph = ggml.new_small_graph(context, _GRAPH_NODES, False)
         ggml.expand(graph, product)
         ggml.set_n_threads(self._backend, n_threads)
-        if ggml.compute(self._backend, graph) != 0:
+        if ggml.backend_compute(self._backend, graph) != 0:
             raise RuntimeError("ggml did not compute a product")
 
     def close(self) -> None:
@@ -63,33 +60,3 @@ class GgmlProducts:
     def __del__(self) -> None:
         if hasattr(self, "_memory"):
             self.close()
-
-
-class _Functions:
-    def __init__(self) -> None:
-        base, cpu = ggml_libraries()
-        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        long = ctypes.c_int64
-        self.init = declare(base.ggml_init, pointer, InitParams)
-        self.free = declare(base.ggml_free, None, pointer)
-        self.reset = declare(base.ggml_reset, None, pointer)
-        self.new_2d = declare(base.ggml_new_tensor_2d, pointer, pointer, number, long, long)
-        self.mul_mat = declare(base.ggml_mul_mat, pointer, pointer, pointer, pointer)
-        self.new_graph = declare(base.ggml_new_graph_custom, pointer, pointer, size, ctypes.c_bool)
-        self.expand = declare(base.ggml_build_forward_expand, None, pointer, pointer)
-        self.buffer_from_ptr = declare(
-            base.ggml_backend_cpu_buffer_from_ptr, pointer, pointer, size
-        )
-        self.buffer_free = declare(base.ggml_backend_buffer_free, None, pointer)
-        self.tensor_alloc = declare(
-            base.ggml_backend_tensor_alloc, number, pointer, pointer, pointer
-        )
-        self.backend_init = declare(cpu.ggml_backend_cpu_init, pointer)
-        self.backend_free = declare(base.ggml_backend_free, None, pointer)
-        self.set_n_threads = declare(cpu.ggml_backend_cpu_set_n_threads, None, pointer, number)
-        self.compute = declare(base.ggml_backend_graph_compute, number, pointer, pointer)
-
-
-@cache
-def _functions() -> _Functions:
-    return _Functions()

@@ -1,7 +1,7 @@
 """Packed tensors of decoder layers, decoded into one buffer right before their use.
 
 A buffer holds the layer that is computed. The ring, and memory for layers that stay, hold packed
-bytes: decoding takes a tenth of the time that reading the bytes which it saves does.
+bytes.
 """
 
 from __future__ import annotations

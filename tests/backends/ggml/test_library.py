@@ -20,6 +20,7 @@ from backends.contract.backend import PREFIX, BackendError, StreamUse, Unsupport
 from backends.contract.exactness import Exactness
 from backends.contract.source import BackendOptions
 from backends.ggml.library import LlamaError, LlamaLog, LlamaModel, load_library
+from backends.ggml.operators import load_ggml
 from backends.llama.backend import LlamaBackend
 from backends.llama.batch import Batch
 from backends.llama.context import ContextOptions, LlamaContext
@@ -290,3 +291,11 @@ print([name for name in ("torch", "transformers") if name in sys.modules])
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
     assert done.stderr == ""
+
+
+def test_another_llama_cpp_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backends.ggml.operators.library_folder", lambda: tmp_path)
+    with pytest.raises(LlamaError, match="pip install --upgrade"):
+        load_ggml.__wrapped__()
