@@ -24,12 +24,17 @@ def reader_threads() -> list[threading.Thread]:
 
 @pytest.fixture
 def no_thread_is_left() -> Iterator[None]:
+    _let_threads_end()  # an earlier test of another room may have left a model to the collector
     yield
+    _let_threads_end()
+    assert not reader_threads()
+
+
+def _let_threads_end() -> None:
     if reader_threads():
         gc.collect()
     for thread in reader_threads():
         thread.join(5)
-    assert not reader_threads()
 
 
 class Gate:
