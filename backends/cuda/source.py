@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import transformers
@@ -19,6 +19,8 @@ from backends.hf.backend import TorchBackend
 from backends.hf.self_test import TorchExactness
 from backends.hf.source import HfSource
 from backends.hf.timing import measure_gpu_compute
+from backends.packed.device import device_buffer_bytes
+from backends.packed.timing import measure_gpu_decoding
 from backends.timing.passes import is_small, measure_small
 from offload.residency.placement import Placement, device_footprint
 
@@ -37,7 +39,9 @@ class HfGpuSource(HfSource):
 
     @property
     def outer_bytes(self) -> int:
-        return device_footprint(super().outer_bytes)
+        buffer, beside = device_buffer_bytes(self.model.packed_modules)
+        others = super().outer_bytes - self.model.decode_buffer_bytes
+        return device_footprint(others) + (device_footprint(buffer) + beside if buffer else 0)
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         return cache_bytes(self.model, ctx_size + max_nodes + self.exactness.n_least_rows)
@@ -57,8 +61,9 @@ class HfGpuSource(HfSource):
             versions = f"torch {torch.__version__} transformers {transformers.__version__}"
             libraries = f"{versions} {probe.cuda_memory().name} {self.model.dtype}"
             return measure_small(self, libraries, residency=self.all_on_device)
-        curve = measure_gpu_compute(self.model.dtype, torch.device("cuda", 0))
-        return ModelCompute(curve, self.head_bytes)
+        device = torch.device("cuda", 0)
+        curve = measure_gpu_compute(self.model.dtype, device)
+        return self._compute(curve, self._decoding(partial(measure_gpu_decoding, device=device)))
 
     def _load(self, loading: Loading) -> Backend:
         assert loading.residency.is_on_device, "a model on a GPU is placed over three tiers"

@@ -14,7 +14,8 @@ import torch
 from backends.contract.backend import StreamUse
 from backends.hf.model import HfModel
 from backends.hf.weights import BringExperts, RawTensors
-from offload.device.engine import CopyEngine
+from backends.packed.device import DeviceDecoder
+from offload.device.engine import CopyEngine, DeviceBuffer
 from offload.device.loading import load_on_device
 from offload.device.streamer import DeviceStreamer
 from offload.residency.placement import Placement
@@ -64,6 +65,18 @@ class DeviceWeights:
             except BaseException:
                 self._outer.close()
                 raise
+            self._buffers: list[DeviceBuffer] = []
+            try:
+                self.decoder = DeviceDecoder(model.packed_modules, self._allocate)
+            except BaseException:
+                self._streamer.close()
+                self._outer.close()
+                raise
+
+    def _allocate(self, n_bytes: int) -> torch.Tensor:
+        self._buffers.append(self._engine.allocate_device(n_bytes))
+        part: torch.Tensor = self._buffers[-1].part(0, n_bytes)
+        return part
 
     @property
     def outer(self) -> RawTensors:
@@ -85,6 +98,7 @@ class DeviceWeights:
     def on_host(self, logits: torch.Tensor) -> np.ndarray:
         # An event, because a thread that waits for it sleeps: the cores are for readers and drafts.
         self._engine.record_compute().wait()
+        self.decoder.check()
         # To the host first: half the bytes, and no float32 copy in the device's memory.
         return logits.cpu().float().numpy()
 
@@ -109,4 +123,6 @@ class DeviceWeights:
 
     def close(self) -> None:
         self._streamer.close()  # which waits for all that is enqueued
+        for buffer in self._buffers:
+            buffer.close()
         self._outer.close()

@@ -96,6 +96,7 @@ class TorchBackend(MendingBackend[SequenceKv]):
                 model.window(i),
                 model.dtype,
                 is_resident=weights.stays(i),
+                decoder=weights.decoder,
             )
             for i, (module, tensors) in enumerate(
                 zip(model.layers, model.layer_tensors, strict=True)

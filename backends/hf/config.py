@@ -13,6 +13,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from backends.contract.backend import UnsupportedModel, one_line
+from backends.hf.quantised import quantisation_of
 from offload.formats.tensors import CheckpointError
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -48,11 +49,7 @@ def _refuse_config(config: PreTrainedConfig) -> None:
         raise UnsupportedModel(f"{kind} is an encoder-decoder: specdec runs causal decoders only")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(f"{kind} has no causal language model in this transformers")
-    if getattr(config, "quantization_config", None):
-        raise UnsupportedModel(
-            f"{kind} checkpoint is quantised by a library that cannot stream: "
-            "use its bf16, fp16 or fp32 checkpoint"
-        )
+    quantisation_of(config)
     if not getattr(config, "num_hidden_layers", 0):
         raise CheckpointError(f"the {kind} config has no layers")
     if kind in POSITION_BY_ROW:

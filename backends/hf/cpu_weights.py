@@ -1,6 +1,6 @@
 """Weights of the torch backend on the CPU: in memory, or streamed from storage through a ring.
 
-Both hold the bytes of the file; those of packed tensors are decoded for the time of a layer.
+Both hold the bytes of the file; those of packed tensors are decoded for the time of a module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from backends.contract.backend import StreamUse
 from backends.hf.model import HfModel
 from backends.hf.weights import BringExperts, RawTensors
-from backends.packed.layers import LayerDecoder
+from backends.packed.decoder import Decoder
 from offload.experts.cache import ExpertCache
 from offload.experts.kept import keep_exponent
 from offload.residency.experts import ExpertRoom, count_experts
@@ -54,9 +54,7 @@ class CpuWeights:
         self._weights = taken or open_weights(wanted, progress)
         self._outer, self._streamer = self._weights.outer, self._weights.layers
         try:
-            self._decoder = LayerDecoder(
-                [layer.tensors for layer in self._layers], torch.get_num_threads()
-            )
+            self.decoder = Decoder(model.packed_modules, torch.get_num_threads())
         except BaseException:
             self._weights.close()
             raise
@@ -68,7 +66,7 @@ class CpuWeights:
                 self._experts = ExpertCache(self._room, n_readers=n_readers)
                 self.bring_experts = partial(_bring, self._experts)
             except BaseException:
-                self._decoder.close()
+                self.decoder.close()
                 self._weights.close()
                 raise
 
@@ -79,11 +77,10 @@ class CpuWeights:
     @contextmanager
     def layer(self, index: int, check: Check | None = None) -> Iterator[RawTensors]:
         with self._streamer.layer(index, check) as tensors:
-            decoded = self._decoder.decode(index, tensors)
-            yield _as_tensors({**tensors, **decoded})
+            yield _as_tensors(tensors)
 
     def stays(self, index: int) -> bool:
-        return not self._layers[index].layout.extents and not self._decoder.decodes(index)
+        return not self._layers[index].layout.extents
 
     @property
     def streams(self) -> bool:
@@ -129,7 +126,7 @@ class CpuWeights:
             self._experts.close()
             keep_exponent(self._room, self._experts.stats)
         self._weights.close()
-        self._decoder.close()
+        self.decoder.close()
 
 
 def _bring(

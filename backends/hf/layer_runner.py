@@ -17,8 +17,8 @@ from torch import nn
 
 from backends.attention.batch import BatchLayout
 from backends.attention.interface import KeyMask
-from backends.hf.model import TORCH_DTYPES, BoundTensor
-from backends.hf.weights import RawTensors
+from backends.hf.model import TORCH_DTYPES, BoundTensor, packed_by_module
+from backends.hf.weights import DecodesTensors, RawTensors
 from offload.formats.tensors import TensorRecord
 from offload.ring.slots import Check
 from offload.units import MIB
@@ -88,11 +88,13 @@ class LayerRunner:
         window: int | None,
         dtype: torch.dtype,
         is_resident: bool,
+        decoder: DecodesTensors,
     ) -> None:
         self._index = index
         self._forward = module.forward
         self._signature = inspect.signature(module.forward)
-        self._tensors = tensors
+        self._tensors = [bound for bound in tensors if bound.packed is None]
+        self._packed = [PackedModule(same, decoder, dtype) for same in packed_by_module(tensors)]
         self._open_layer = open_layer
         self._window = window
         self._dtype = dtype
@@ -109,17 +111,23 @@ class LayerRunner:
         with self._open_layer(self._index, state.check_cancel) as tensors:
             if not self._is_bound:
                 bind(self._tensors, tensors, self._dtype)
+                for packed in self._packed:
+                    packed.bind(tensors)
                 self._is_bound = self._is_resident
             try:
                 return self._in_chunks(state, hidden_states, self._by_name(args, kwargs))
             finally:
                 if not self._is_resident:  # the slot will hold another layer
                     unbind(self._tensors)
+                    for packed in self._packed:
+                        packed.unbind()
 
     def detach(self) -> None:
         """Give the module its own forward back and let go of weights and masks; may be repeated."""
         self._is_bound, self.state = False, None
         unbind(self._tensors)
+        for packed in self._packed:
+            packed.detach()
         self._module.__dict__.pop("forward", None)
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +160,43 @@ class LayerRunner:
         if state.alibi is not None and "alibi" in adapted:
             adapted["alibi"] = state.alibi(end)
         return adapted
+
+
+class PackedModule:
+    """The forward of a module whose tensors are packed: they are decoded for it each time, to where
+    those of the next such module are decoded."""
+
+    def __init__(
+        self, tensors: Sequence[BoundTensor], decoder: DecodesTensors, dtype: torch.dtype
+    ) -> None:
+        self._tensors, self._decoder, self._dtype = tensors, decoder, dtype
+        self._packed = [bound.packed for bound in tensors if bound.packed]
+        self._stored: list[list[torch.Tensor]] = []
+        self._module = tensors[0].module
+        self._forward = self._module.forward
+        self._module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._stored, "the module is used outside its layer's time"
+        decoded = self._decoder.decode(self._packed, self._stored)
+        for bound, tensor in zip(self._tensors, decoded, strict=True):
+            self._module._parameters[bound.attribute] = tensor.to(self._dtype)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            unbind(self._tensors)
+
+    def bind(self, tensors: RawTensors) -> None:
+        """Let these be what is decoded."""
+        self._stored = [[tensors[part.name] for part in one.parts] for one in self._packed]
+
+    def unbind(self) -> None:
+        self._stored = []
+
+    def detach(self) -> None:
+        """Give the module its own forward back; may be repeated."""
+        self.unbind()
+        self._module.forward = self._forward
 
 
 def bind(bound: Sequence[BoundTensor], tensors: RawTensors, dtype: torch.dtype) -> None:

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -28,10 +29,11 @@ from backends.feedforward.records import STACKED, find_experts, is_experts
 from backends.feedforward.routing import steady_routing
 from backends.hf.config import context_limit, declared, kv_values_per_token, load_config
 from backends.hf.layer_count import check_layers_used, refuse_absurd_count
+from backends.hf.quantised import packed_tensors, quantisation_of
 from backends.hf.raw_config import refuse_nonsense
 from backends.hf.skeleton import build_skeleton, decoder_layers
-from backends.packed.codec import check_packed
-from backends.packed.layers import decode_buffer_bytes
+from backends.packed.decoder import decode_buffer_bytes
+from backends.packed.tensor import PackedTensor
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.residency.experts import LayerExperts
@@ -50,6 +52,16 @@ class BoundTensor:
     module: nn.Module
     attribute: str
     record: TensorRecord
+    packed: PackedTensor | None = None
+    """How it is stored, where it is decoded before it is computed with."""
+
+    @property
+    def stored(self) -> tuple[TensorRecord, ...]:
+        return (self.record,) if self.packed is None else self.packed.parts
+
+    @property
+    def computed_bytes(self) -> int:
+        return self.record.n_bytes if self.packed is None else self.packed.decoded_bytes
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,9 @@ class HfModel:
     @property
     def layer_weights(self) -> tuple[LayerWeights, ...]:
         """The layers as the planner sees them."""
-        return tuple(LayerWeights(tuple(b.record for b in layer)) for layer in self.layer_tensors)
+        return tuple(
+            LayerWeights(tuple(r for b in layer for r in b.stored)) for layer in self.layer_tensors
+        )
 
     @property
     def outer_records(self) -> tuple[TensorRecord, ...]:
@@ -124,9 +138,17 @@ class HfModel:
 
     @property
     def decode_buffer_bytes(self) -> int:
-        """Memory that packed tensors are decoded into, a layer at a time."""
-        layers = (decode_buffer_bytes(b.record for b in layer) for layer in self.layer_tensors)
-        return max(layers, default=0)
+        """Memory that packed tensors are decoded into, those of a module at a time."""
+        return decode_buffer_bytes(self.packed_modules)
+
+    @property
+    def packed_modules(self) -> list[list[PackedTensor]]:
+        """The packed tensors of each module that has any."""
+        return [
+            [bound.packed for bound in tensors if bound.packed]
+            for layer in self.layer_tensors
+            for tensors in packed_by_module(layer)
+        ]
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full attention."""
@@ -141,10 +163,19 @@ class HfModel:
         """Of a token in the layer that takes most."""
         return max(self._layer_kv_bytes)
 
-    @property
+    @cached_property
     def _layer_kv_bytes(self) -> list[int]:
         itemsize = self.dtype.itemsize
         return [kv_values_per_token(self.config, layer) * itemsize for layer in self.layers]
+
+
+def packed_by_module(layer: Iterable[BoundTensor]) -> list[list[BoundTensor]]:
+    """The packed ones among the tensors of a layer, those of a module together."""
+    modules: dict[int, list[BoundTensor]] = {}
+    for bound in layer:
+        if bound.packed:
+            modules.setdefault(id(bound.module), []).append(bound)
+    return list(modules.values())
 
 
 def layer_window(model: PreTrainedModel, layer: int) -> int | None:
@@ -178,13 +209,19 @@ def load_hf_model(directory: Path) -> HfModel:
     refuse_absurd_count(directory)
     config = load_config(directory)
     index = WeightIndex.from_directory(directory)
-    dtype = main_dtype(index, directory)
-    check_packed(index.values())
+    dtype = main_dtype(index, config, directory)
+    packed = packed_tensors(index, config, dtype, directory)
     model = build_skeleton(config, dtype)
-    return match_checkpoint(model, index, dtype, directory)
+    return match_checkpoint(model, index, dtype, directory, packed)
 
 
-def main_dtype(index: Mapping[str, TensorRecord], directory: Path) -> torch.dtype:
+def main_dtype(
+    index: Mapping[str, TensorRecord], config: PreTrainedConfig, directory: Path
+) -> torch.dtype:
+    """What a model computes in: most of its bytes, or where they are quantised what its config
+    says."""
+    if quantisation_of(config) is not None:
+        return config.dtype if config.dtype in TORCH_DTYPES.values() else torch.bfloat16
     n_bytes: dict[str, int] = {}
     for record in index.values():
         n_bytes[record.dtype] = n_bytes.get(record.dtype, 0) + record.n_bytes
@@ -195,12 +232,17 @@ def main_dtype(index: Mapping[str, TensorRecord], directory: Path) -> torch.dtyp
 
 
 def match_checkpoint(
-    model: PreTrainedModel, index: WeightIndex, dtype: torch.dtype, directory: Path
+    model: PreTrainedModel,
+    index: WeightIndex,
+    dtype: torch.dtype,
+    directory: Path,
+    packed: Mapping[str, PackedTensor],
 ) -> HfModel:
     """Find the checkpoint tensor of every parameter, or say which are missing or misshapen."""
+    known = {**index, **{name: tensor.record for name, tensor in packed.items()}}
     layers_name, layers = decoder_layers(model)
     tied = tied_names(model)
-    records = _by_parameter(index, model, tied)
+    records = _by_parameter(known, model, tied)
     check_layers_used(model, layers_name, len(layers), records, directory)
     per_layer: list[list[BoundTensor]] = [[] for _ in layers]
     outer: list[BoundTensor] = []
@@ -215,12 +257,13 @@ def match_checkpoint(
             continue
         _check(record, parameter, name, directory)
         module_name, _, attribute = name.rpartition(".")
-        bound = BoundTensor(model.get_submodule(module_name), attribute, record)
+        module = model.get_submodule(module_name)
+        bound = BoundTensor(module, attribute, record, packed.get(record.name))
         place = name.removeprefix(layers_name + ".") if name.startswith(layers_name + ".") else ""
         if record.scheme and not place:
             raise UnsupportedModel(
-                f"{directory}: {name} is packed, which only tensors of decoder layers can be: "
-                "pack the model again"
+                f"{directory}: {name} is packed or quantised, which only tensors of decoder "
+                "layers can be: take a checkpoint in which it is not"
             )
         (per_layer[int(place.split(".")[0])] if place else outer).append(bound)
     if missing:
@@ -235,8 +278,8 @@ def match_checkpoint(
     modules, experts = _experts(model, layers_name, layers, records, directory)
     if any(r.scheme for x in experts if x for expert in x.tensors for r in expert):
         raise UnsupportedModel(
-            f"{directory}: its experts are packed, and experts are read as they are: take the "
-            "plain checkpoint"
+            f"{directory}: its experts are packed or quantised, and experts are read as they are: "
+            "take the plain checkpoint"
         )
     return HfModel(
         model,

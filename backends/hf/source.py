@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import transformers
@@ -26,13 +28,17 @@ from backends.hf.self_test import TorchExactness, find_exactness
 from backends.hf.threads import use_threads
 from backends.hf.timing import measure_compute
 from backends.kv.pool import blocks_of
-from backends.packed.codec import decoded_bytes
 from backends.packed.kernels import decoding_warnings
 from backends.packed.timing import measure_decoding
+from backends.packed.twelve_bits import TwelveBits
 from backends.timing.passes import is_small, measure_small
 from offload.formats.fingerprint import fingerprint
+from offload.formats.tensors import TensorRecord
 from offload.residency.placement import LayerWeights
 from offload.storage.reading import resident_footprint
+
+Decoding: TypeAlias = list[tuple[float, ComputeCurve]]
+"""(share of the layers' bytes, seconds to decode one)"""
 
 
 class HfSource(ModelSource):
@@ -55,10 +61,9 @@ class HfSource(ModelSource):
         self.experts = self.model.experts
         # What is read early is layers: experts are read once they are asked for.
         self.early_records = None if self.experts else self.model.outer_records
-        is_packed = bool(self.model.decode_buffer_bytes)
-        self.can_use_gpu = not self.experts and not is_packed
+        self.can_use_gpu = not self.experts
         self.warnings = slow_products(self.model.dtype)
-        if is_packed:
+        if any(b.record.scheme == TwelveBits.name for x in self.model.layer_tensors for b in x):
             self.warnings += decoding_warnings()
 
     @cached_property
@@ -108,28 +113,44 @@ class HfSource(ModelSource):
         reading = self.weight_file if beside_reads else None
         curve = measure_compute(self.model.dtype, reading)
         curve = curve.filled_up(self.exactness.n_least_rows)
-        decoding = self._decoding(reading)
+        n_threads = torch.get_num_threads()
+        decoding = self._decoding(partial(measure_decoding, n_threads=n_threads, reading=reading))
+        return self._compute(curve, decoding)
+
+    def _compute(self, curve: ComputeCurve, decoding: Decoding) -> ModelCompute:
+        """curve: of products with what is decoded, or stored as it is."""
         if not decoding:
             return ModelCompute(curve, self.head_bytes)
-        records = [record for layer in self.layers for record in layer.tensors]
-        n_bytes = sum(record.n_bytes for record in records)
-        growth = sum(map(decoded_bytes, records)) / n_bytes
+        n_bytes = sum(layer.n_bytes for layer in self.layers)
+        bound = [bound for layer in self.model.layer_tensors for bound in layer]
+        growth = sum(one.computed_bytes for one in bound) / n_bytes
         per_byte = ComputeCurve.mixed([(growth, curve), *decoding])
         return ModelCompute(per_byte, self.head_bytes, head_per_byte=curve)
 
-    def _decoding(self, reading: Path | None) -> list[tuple[float, ComputeCurve]]:
-        """(share of the layers' bytes, seconds to decode one) of each packing scheme."""
-        n_bytes: Counter[str] = Counter()
-        for layer in self.layers:
-            for record in layer.tensors:
-                n_bytes[record.scheme] += record.n_bytes
-        total = n_bytes.total()
-        n_threads = torch.get_num_threads()
-        return [
-            (n / total, measure_decoding(scheme, n_threads, reading))
-            for scheme, n in sorted(n_bytes.items())
-            if scheme
+    @property
+    def multiplied(self) -> tuple[TensorRecord, ...]:
+        dense = [
+            replace(one.record, n_bytes=one.computed_bytes)
+            for layer in self.model.layer_tensors
+            for one in layer
         ]
+        experts = (r for x in self.experts if x is not None for e in x.tensors for r in e)
+        return (*dense, *experts)
+
+    def decode_seconds(self) -> float:
+        n_bytes = sum(layer.n_bytes for layer in self.layers)
+        n_threads = torch.get_num_threads()
+        decoding = self._decoding(partial(measure_decoding, n_threads=n_threads))
+        return sum(n_bytes * share * curve.seconds(1) for share, curve in decoding)
+
+    def _decoding(self, measure: Callable[[str], ComputeCurve]) -> Decoding:
+        """Of each packing scheme."""
+        n_bytes: Counter[str] = Counter()
+        for layer in self.model.layer_tensors:
+            for bound in layer:
+                n_bytes[bound.record.scheme] += bound.record.n_bytes
+        total = n_bytes.total()
+        return [(n / total, measure(scheme)) for scheme, n in sorted(n_bytes.items()) if scheme]
 
     @property
     def _libraries(self) -> str:

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from backends.contract.backend import StreamUse
+from backends.packed.tensor import PackedTensor
 from offload.ring.slots import Check
 
 RawTensors = Mapping[str, torch.Tensor]
-"""By name, the bytes of each tensor in its file's number format, or where it is packed in the one
-that it is decoded into: uint8 [n_bytes] on the device."""
+"""By name, the bytes of each tensor as its file has them: uint8 [n_bytes] on the device."""
 
 BringExperts = Callable[
     [int, Sequence[int], Check | None],
@@ -28,11 +28,27 @@ BringExperts = Callable[
 which are valid until the next one. To be exhausted or closed. Raises StorageError."""
 
 
+class DecodesTensors(Protocol):
+    """Makes the tensors of a module from what is stored of them."""
+
+    def decode(
+        self, tensors: Sequence[PackedTensor], stored: Sequence[Sequence[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Valid until the next call. stored: of each, its parts as uint8 [n_bytes].
+
+        Raises CheckpointError for bytes that are no packed tensor.
+        """
+
+
 class TorchWeights(Protocol):
     """The weights of one model, for passes over its layers in order, again and again."""
 
     device: torch.device
     """Where the tensors are handed out, and the KV cache, masks and activations live."""
+
+    @property
+    def decoder(self) -> DecodesTensors:
+        """Of the packed tensors among them."""
 
     bring_experts: BringExperts | None
     """Where the routed experts of a mixture come from; None where there are none."""

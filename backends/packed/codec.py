@@ -1,4 +1,4 @@
-"""What a packing scheme is, and which ones there are.
+"""What a packing scheme is, and which ones there are: our own, and those of quantised checkpoints.
 
 A packed tensor's record (offload/formats/packed.py) has the dtype and shape of what is decoded, the
 bytes of what is stored, and the name of the scheme.
@@ -7,12 +7,19 @@ bytes of what is stored, and the name of the scheme.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
-import numpy as np
+import torch
 
-from backends.packed.twelve_bits import DecodePiece, TwelveBits
+from backends.packed.awq import Awq
+from backends.packed.compressed_int4 import CompressedInt4
+from backends.packed.fp8_blocks import Fp8Blocks
+from backends.packed.gptq import Gptq
+from backends.packed.tensor import PackedTensor, Run
+from backends.packed.twelve_bits import TwelveBits
+from offload.formats.safetensors import DTYPE_BITS
 from offload.formats.tensors import CheckpointError, TensorRecord
 
 
@@ -21,61 +28,87 @@ class Codec(Protocol):
 
     name: str
     """As records call it."""
-    number_format: str
-    """What tensors are decoded into, as safetensors calls it."""
-    itemsize: int
-    """Bytes of a decoded weight."""
-    piece_weights: int
-    """That are decoded at a time: a few hundred microseconds."""
+    remedy: str
+    """What to do about a tensor that is broken."""
 
-    def least_bytes(self, n_weights: int) -> int:
-        """That so many weights are stored in."""
+    def check(self, tensor: PackedTensor) -> None:
+        """Raise ValueError, which says why, where what headers say of it cannot be."""
 
-    def check_size(self, n_weights: int, n_bytes: int) -> None:
-        """Raise ValueError, which says why, where so many bytes cannot be so many weights."""
+    def decode(
+        self, tensor: PackedTensor, stored: Sequence[torch.Tensor], out: torch.Tensor, run: Run
+    ) -> None:
+        """Fill `out` with the tensor.
 
-    def opened(self, stored: np.ndarray, n_weights: int) -> DecodePiece:
-        """What decodes a part of a tensor that is stored as these bytes (uint8).
-
-        It is called with (start, end, out): the weights of which out (uint8) is to hold the bytes;
-        start is a multiple of `piece_weights`. Threads may call it at the same time.
+        Args:
+            stored: uint8 [n_bytes] of each of its parts.
+            out: in the shape and the number format of the record.
 
         Raises ValueError, which says why, for bytes that are no tensor of this scheme.
         """
 
+    def scratch_bytes(self, tensor: PackedTensor) -> int:
+        """Memory that `decode` takes beside."""
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (TwelveBits(),)}
-
-
-def decoded_bytes(record: TensorRecord) -> int:
-    """Of a tensor when it is computed with; its scheme, if it has one, is known."""
-    if not record.scheme:
-        return record.n_bytes
-    return math.prod(record.shape) * CODECS[record.scheme].itemsize
+    def example(self, shape: tuple[int, int]) -> list[tuple[str, tuple[int, ...]]]:
+        """(dtype, shape) of what a matrix [n_out, n_in] is stored as, to time `decode` with."""
 
 
-def check_packed(records: Iterable[TensorRecord]) -> None:
-    """Raise CheckpointError for a packed tensor whose scheme is not known, or of which its size
-    alone tells that it is none of that scheme."""
-    for record in records:
-        if not record.scheme:
-            continue
-        codec = CODECS.get(record.scheme)
-        if codec is None:
-            raise CheckpointError(
-                f"{record.path}: tensor {record.name[:200]!r} is packed as {record.scheme}, and "
-                f"only {', '.join(CODECS)} is known: take a newer specdec, or pack the model again"
-            )
-        try:
-            if record.dtype != codec.number_format:
-                raise ValueError(f"it holds {codec.number_format}, not {record.dtype}")
-            codec.check_size(math.prod(record.shape), record.n_bytes)
-        except ValueError as error:
-            raise broken(record, error) from error
+class Quantisation(Codec, Protocol):
+    """A scheme that other libraries write; the settings of a model stand in its config.json."""
+
+    method: str
+    """Its `quant_method` there."""
+    suffixes: tuple[str, ...]
+    """Names of a matrix's parts behind that of the module, the main one first."""
+    optional: tuple[str, ...]
+    """Further parts that a matrix may have."""
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError, which names what is not known."""
+
+    def is_main(self, record: TensorRecord) -> bool:
+        """Whether a tensor of the main name is quantised."""
+
+    def shape(self, stored: Sequence[TensorRecord]) -> tuple[int, ...]:
+        """[n_out, n_in] of a matrix that has these parts."""
+
+
+QUANTISATIONS: dict[str, Quantisation] = {
+    one.method: one for one in (Fp8Blocks(), CompressedInt4(), Gptq(), Awq())
+}
+_ALL: tuple[Codec, ...] = (TwelveBits(), *QUANTISATIONS.values())
+CODECS = {codec.name: codec for codec in _ALL}
+
+
+def example(scheme: str, shape: tuple[int, int]) -> PackedTensor:
+    """A matrix of zeros, wherever it lies."""
+    parts = [
+        TensorRecord(str(i), dtype, size, Path(), 0, math.prod(size) * DTYPE_BITS[dtype] // 8)
+        for i, (dtype, size) in enumerate(CODECS[scheme].example(shape))
+    ]
+    n_bytes = sum(part.n_bytes for part in parts)
+    record = TensorRecord("", "BF16", shape, Path(), 0, n_bytes, scheme)
+    return PackedTensor(record, tuple(parts))
+
+
+def check_packed(tensor: PackedTensor) -> None:
+    """Raise CheckpointError for a tensor whose scheme is not known, or of which headers alone tell
+    that it is none of that scheme."""
+    record = tensor.record
+    is_ours = not tensor.stored  # metadata of ours name it, which can say anything
+    if is_ours and record.scheme != TwelveBits.name:
+        raise CheckpointError(
+            f"{record.path}: tensor {record.name[:200]!r} is packed as {record.scheme}, and "
+            f"only {TwelveBits.name} is known: take a newer specdec, or pack the model again"
+        )
+    try:
+        CODECS[record.scheme].check(tensor)
+    except ValueError as error:
+        raise broken(record, error) from error
 
 
 def broken(record: TensorRecord, why: ValueError) -> CheckpointError:
     return CheckpointError(
         f"{record.path}: tensor {record.name[:200]!r} is no {record.scheme} tensor: {why}; "
-        "pack the model again"
+        f"{CODECS[record.scheme].remedy}"
     )

@@ -6,16 +6,18 @@ import itertools
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from backends.contract.curve import ComputeCurve
-from backends.packed.codec import CODECS
+from backends.packed.codec import example
+from backends.packed.decoder import Decoder
+from backends.packed.device import DeviceDecoder
 from backends.packed.kernels import fastest_kernels
-from backends.packed.layers import LayerDecoder
 from backends.timing.kept import kept_curve
 from backends.timing.measure import WEIGHT_BYTES, Product, measure_curve
-from offload.formats.tensors import TensorRecord
 
-_N_WEIGHTS = 8 << 20
-"""Of the layer that is decoded: more than the processor's caches hold."""
+_SHAPE = 2048, 4096
+"""Of the matrix that is decoded: more than the processor's caches hold."""
 
 
 def measure_decoding(scheme: str, n_threads: int, reading: Path | None = None) -> ComputeCurve:
@@ -26,22 +28,45 @@ def measure_decoding(scheme: str, n_threads: int, reading: Path | None = None) -
 @cache
 def _measure(scheme: str, n_threads: int, reading: Path | None) -> ComputeCurve:
     kernels = fastest_kernels().__name__.rpartition(".")[2]
-    what = f"decode {scheme} {kernels} {n_threads} threads {_N_WEIGHTS}"
+    what = f"decode {scheme} {kernels} {n_threads} threads {_SHAPE}"
     return kept_curve(what, lambda: _time(scheme, n_threads, reading), reading)
 
 
+@cache
+def measure_gpu_decoding(scheme: str, device: torch.device) -> ComputeCurve:
+    """The same of a GPU."""
+    name = torch.cuda.get_device_name(device)
+    what = f"decode {scheme} torch {torch.__version__} {name} {_SHAPE}"
+    return kept_curve(what, lambda: _time_on_device(scheme, device))
+
+
+def _time_on_device(scheme: str, device: torch.device) -> ComputeCurve:
+    tensor = example(scheme, _SHAPE)
+    stored = [torch.zeros(x.n_bytes, dtype=torch.uint8, device=device) for x in tensor.parts]
+    decoder = DeviceDecoder(
+        [[tensor]], lambda n_bytes: torch.empty(n_bytes, dtype=torch.uint8, device=device)
+    )
+
+    def decode() -> None:
+        decoded = decoder.decode([tensor], [stored])
+        decoded[0].view(-1)[0].item()  # waits
+
+    with torch.inference_mode():
+        return measure_curve({1: decode}, tensor.record.n_bytes)
+
+
 def _time(scheme: str, n_threads: int, reading: Path | None) -> ComputeCurve:
-    codec = CODECS[scheme]
-    n_bytes = codec.least_bytes(_N_WEIGHTS)
-    record = TensorRecord("", codec.number_format, (_N_WEIGHTS,), Path(), 0, n_bytes, scheme)
+    tensor = example(scheme, _SHAPE)
+    n_bytes = tensor.record.n_bytes
     stored = [
-        {record.name: memoryview(bytearray(n_bytes))}
+        [torch.zeros(part.n_bytes, dtype=torch.uint8) for part in tensor.parts]
         for _ in range(max(2, WEIGHT_BYTES // n_bytes))
     ]
     turns = itertools.cycle(stored)
-    decoder = LayerDecoder([[record]], n_threads)
+    decoder = Decoder([[tensor]], n_threads)
     try:
-        products: dict[int, Product] = {1: lambda: decoder.decode(0, next(turns))}
-        return measure_curve(products, n_bytes, reading)
+        products: dict[int, Product] = {1: lambda: decoder.decode([tensor], [next(turns)])}
+        with torch.inference_mode():
+            return measure_curve(products, n_bytes, reading)
     finally:
         decoder.close()

@@ -6,15 +6,19 @@ that follow each other, and 0, are a code of 4 bits; any other is in a list of e
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import numpy as np
+import torch
 
 from backends.packed.by_numpy import BLOCK
 from backends.packed.kernels import fastest_kernels
+from backends.packed.tensor import PackedTensor, Run
 
 HEADER_BYTES = 64
 EXCEPTION_BYTES = 8
@@ -24,7 +28,7 @@ MAX_BASE = 255 - N_CODES
 MOST_EXCEPTIONS = 0.01
 """Of the weights of a tensor that is worth packing."""
 DecodePiece = Callable[[int, int, np.ndarray], None]
-"""See Codec.opened."""
+"""(start, end, out): fills out (uint8) with the bytes of these weights."""
 _HEADER = struct.Struct("<B7xQ48x")
 _SAMPLE = 1 << 20
 
@@ -63,6 +67,8 @@ class TwelveBits:
     number_format = "BF16"
     itemsize = 2
     piece_weights = 1024 * BLOCK
+    """That are decoded at a time: a few hundred microseconds."""
+    remedy = "pack the model again"
 
     def __init__(self, kernels: ModuleType | None = None) -> None:
         """kernels: by_numba or by_numpy; the fastest that there are when None."""
@@ -75,6 +81,7 @@ class TwelveBits:
         return self._kernels
 
     def least_bytes(self, n_weights: int) -> int:
+        """That so many weights are stored in."""
         return Planes(n_weights).exceptions
 
     def check_size(self, n_weights: int, n_bytes: int) -> None:
@@ -85,7 +92,39 @@ class TwelveBits:
                 f"{EXCEPTION_BYTES} for each exception, not {n_bytes}"
             )
 
+    def check(self, tensor: PackedTensor) -> None:
+        if tensor.record.dtype != self.number_format:
+            raise ValueError(f"it holds {self.number_format}, not {tensor.record.dtype}")
+        self.check_size(tensor.n_weights, tensor.record.n_bytes)
+
+    def decode(
+        self, tensor: PackedTensor, stored: Sequence[torch.Tensor], out: torch.Tensor, run: Run
+    ) -> None:
+        n, written = tensor.n_weights, out.view(-1).view(torch.uint8).numpy()
+        decode = self.opened(stored[0].numpy(), n)
+        starts = range(0, n, self.piece_weights)
+        parts = [(start, min(start + self.piece_weights, n)) for start in starts]
+        run(
+            [
+                partial(decode, i, j, written[self.itemsize * i : self.itemsize * j])
+                for i, j in parts
+            ]
+        )
+
+    def scratch_bytes(self, tensor: PackedTensor) -> int:
+        return 0
+
+    def example(self, shape: tuple[int, int]) -> list[tuple[str, tuple[int, ...]]]:
+        return [("U8", (self.least_bytes(math.prod(shape)),))]
+
     def opened(self, stored: np.ndarray, n_weights: int) -> DecodePiece:
+        """What decodes a part of a tensor that is stored as these bytes (uint8).
+
+        It is called with starts that are multiples of `piece_weights`. Threads may call it at the
+        same time.
+
+        Raises ValueError, which says why, for bytes that are no tensor of this scheme.
+        """
         planes = Planes(n_weights)
         base, positions, exponents = _checked_parts(stored, planes)
         signs = stored[planes.signs : planes.codes]

@@ -26,8 +26,10 @@ from backends.hf.model import (
     main_dtype,
     tied_names,
 )
+from backends.hf.quantised import packed_tensors
 from backends.hf.raw_config import refuse_nonsense
 from backends.hf.skeleton import build_model, decoder_layers
+from backends.packed.tensor import PackedTensor
 from backends.shapes.shape import (
     FFN,
     HEAD,
@@ -41,6 +43,7 @@ from backends.shapes.shape import (
 )
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import TensorRecord
+from offload.units import format_bytes
 
 _FORMATS = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
@@ -59,7 +62,10 @@ def hf_shape(directory: Path) -> ModelShape:
     if any(directory.glob("*.safetensors")):
         refuse_absurd_count(directory)
         index = WeightIndex.from_directory(directory)
-        return shape_of(build_model(config, main_dtype(index, directory)), directory, index)
+        dtype = main_dtype(index, config, directory)
+        packed = packed_tensors(index, config, dtype, directory)
+        known = {**index, **{name: tensor.record for name, tensor in packed.items()}}
+        return shape_of(build_model(config, dtype), directory, known, _packed_notes(packed))
     dtype, note = _declared_dtype(config)
     return shape_of(build_model(config, dtype), directory, {}, (note,))
 
@@ -103,6 +109,19 @@ def shape_of(
         activation_bytes=dtype.itemsize,
         notes=notes,
     )
+
+
+def _packed_notes(packed: Mapping[str, PackedTensor]) -> tuple[str, ...]:
+    """How much smaller the files are than what is computed with, by the scheme."""
+    notes = []
+    for scheme in sorted({one.record.scheme for one in packed.values()}):
+        same = [one for one in packed.values() if one.record.scheme == scheme]
+        n_bytes = sum(one.record.n_bytes for one in same)
+        notes.append(
+            f"{len(same)} matrices are stored as {scheme}: {format_bytes(n_bytes)} for "
+            f"{format_bytes(sum(one.decoded_bytes for one in same))} of {same[0].record.dtype}"
+        )
+    return tuple(notes)
 
 
 class _Sizes:

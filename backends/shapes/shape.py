@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from offload.residency.experts import likely_hit
+
 QKV = "qkv"
 OUTPUT = "output"
 FFN = "ffn"
@@ -38,6 +40,17 @@ class Matrix:
     @property
     def n_weights(self) -> int:
         return self.n_in * self.n_out * self.n_matrices
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether rows choose among several."""
+        return self.n_active < self.n_matrices
+
+    def read_share(self, n_rows: int) -> float:
+        """Of the matrices those that so many rows are likely to be multiplied with."""
+        if not self.is_routed:
+            return 1.0
+        return likely_hit(self.n_matrices, self.n_active, n_rows) / self.n_matrices
 
 
 @dataclass(frozen=True)
@@ -101,6 +114,16 @@ class ModelShape:
     @property
     def layer_bytes(self) -> int:
         return sum(layer.n_bytes for layer in self.layers)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the layers, those of matrices that rows choose among."""
+        return sum(m.n_bytes for layer in self.layers for m in layer.matrices if m.is_routed)
+
+    def read_expert_bytes(self, n_rows: int) -> float:
+        """Of these, what so many rows are likely to be multiplied with."""
+        routed = (m for layer in self.layers for m in layer.matrices if m.is_routed)
+        return sum(m.read_share(n_rows) * m.n_bytes for m in routed)
 
     @property
     def weight_bytes(self) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from backends.contract.curve import ComputeCurve
 from offload.formats.tensors import TensorRecord
@@ -51,18 +53,25 @@ def measure_curve(
         n_bytes: of the weights of one product, or of each by its rows.
         reading: a weight file that is read meanwhile, for the second figure; the first one is taken
             for both where there is none, or it is too small to be read for long.
+
+    How many times as long products take beside reads hardly depends on their rows: timed with the
+    fewest, the most, and some between.
     """
     rows = tuple(sorted(products))
     sizes = n_bytes if isinstance(n_bytes, Mapping) else dict.fromkeys(rows, n_bytes)
 
-    def sweep() -> tuple[float, ...]:
-        return tuple(_typical_seconds(products[n]) / sizes[n] for n in rows)
+    def sweep(of: Sequence[int]) -> tuple[float, ...]:
+        return tuple(_typical_seconds(products[n]) / sizes[n] for n in of)
 
-    alone = sweep()
+    alone = sweep(rows)
     if reading is None or not is_measurable(reading):
         return ComputeCurve(rows, alone, alone)
+    few = sorted({rows[0], rows[len(rows) // 2], rows[-1]})
     with busy_storage(reading):
-        return ComputeCurve(rows, alone, sweep())
+        beside = sweep(few)
+    factors = np.divide(beside, [alone[rows.index(n)] for n in few])
+    between = np.interp(rows, few, factors)
+    return ComputeCurve(rows, alone, tuple((np.array(alone) * between).tolist()))
 
 
 def _typical_seconds(product: Product) -> float:

@@ -111,6 +111,9 @@ class ThisGpu(ThisMachine):
             return measure_gpu_compute(dtype, torch.device("cuda", 0)), dtype.itemsize
 
 
+_COMPUTED = ("BF16", "F16", "F32")
+
+
 def model_formats(model: Path) -> tuple[str, ...]:
     """What a run of the model multiplies in; reads the headers of its files."""
     if is_gguf(model):
@@ -120,7 +123,8 @@ def model_formats(model: Path) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*formats, "F16")))  # the KV cache is F16
     from offload.formats.checkpoint import WeightIndex
 
-    return matrix_formats(WeightIndex.from_directory(model).values())
+    records = WeightIndex.from_directory(model).values()
+    return matrix_formats(r for r in records if r.dtype in _COMPUTED)  # others are decoded to these
 
 
 def _measure_ggml(name: str, n_threads: int | None) -> tuple[ComputeCurve, float]:

@@ -121,6 +121,10 @@ def _check_packable(source: HfModel, directory: Path) -> None:
 
     if any(record.scheme for record in source.index.values()):
         raise PackError(f"{directory} is packed already: use it as it is")
+    if source.packed_modules:
+        raise PackError(
+            f"{directory} is quantised, in fewer bytes than packing makes: use it as it is"
+        )
     if source.experts:
         raise PackError(
             f"{directory} is a mixture of experts, which are read as they are: use it as it is"

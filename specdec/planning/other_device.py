@@ -140,9 +140,7 @@ def plan_on(
 
 def _this_machine(options: RunOptions, pair: OpenedPair) -> Machine:
     target = pair.target.source
-    records = [record for layer in target.layers for record in layer.tensors]
-    records += [r for x in target.experts if x is not None for e in x.tensors for r in e]
-    return ThisMachine(target.path, matrix_formats(records), options.backend.n_threads)
+    return ThisMachine(target.path, matrix_formats(target.multiplied), options.backend.n_threads)
 
 
 def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | None:
@@ -178,19 +176,19 @@ def _figures(
     if gpu is not None:
         return Figures(
             device.storage_bytes_per_second,
-            _compute(device, gpu.target),
+            _compute(device, machine, gpu.target),
             None,
-            None if gpu.draft is None else _draft_compute(device, gpu.draft, gpu.target),
+            None if gpu.draft is None else _draft_compute(device, machine, gpu.draft, gpu.target),
             device.pcie_bytes_per_second or 0.0,
         )
-    compute = _compute(device, target, beside_reads=must_stream(target, total_bytes))
+    compute = _compute(device, machine, target, beside_reads=must_stream(target, total_bytes))
     if compute.per_byte.is_slowed:
         share = device.storage_bytes_per_second / machine.storage_bytes_per_second
         compute = replace(compute, per_byte=compute.per_byte.beside_fewer_reads(min(1.0, share)))
     return Figures(
         device.storage_bytes_per_second,
         compute,
-        None if draft is None else _draft_compute(device, draft, target),
+        None if draft is None else _draft_compute(device, machine, draft, target),
     )
 
 
@@ -199,14 +197,17 @@ def _computes_here(device: DeviceSpec) -> bool:
     return set(device.from_this_machine) >= _ARITHMETIC
 
 
-def _draft_compute(device: DeviceSpec, source: ModelSource, target: ModelSource) -> ModelCompute:
+def _draft_compute(
+    device: DeviceSpec, machine: Machine, source: ModelSource, target: ModelSource
+) -> ModelCompute:
     if _computes_here(device):
         return measure_draft(source)
-    return _compute(device, source, lender=target)
+    return _compute(device, machine, source, lender=target)
 
 
 def _compute(
     device: DeviceSpec,
+    machine: Machine,
     source: ModelSource,
     *,
     beside_reads: bool = False,
@@ -215,15 +216,20 @@ def _compute(
     """The device's own, or where only its storage is known, what is measured here.
 
     lender: whose layers a source without any of its own shares.
+
+    Decoding moves bytes, so it is measured here and takes as much longer there as memory is slower.
     """
     if _computes_here(device):
         return source.measure_compute(beside_reads)
-    layers = source.layers or (() if lender is None else lender.layers)
-    records = [record for layer in layers for record in layer.tensors]
-    records += [r for x in source.experts if x is not None for e in x.tensors for r in e]
-    n_bytes = sum(record.n_bytes for record in records)
-    one = device.pass_compute(records)
-    curve = ComputeCurve.linear(one.fixed_seconds / n_bytes, one.seconds_per_row / n_bytes)
+    whole = source if lender is None or source.layers else lender
+    n_bytes = sum(layer.n_bytes for layer in whole.layers)
+    n_bytes += sum(r.n_bytes for x in whole.experts if x is not None for e in x.tensors for r in e)
+    one = device.pass_compute(whole.multiplied)
+    fixed_seconds, decode_seconds = one.fixed_seconds, whole.decode_seconds()
+    if decode_seconds:
+        slower = machine.dram_bytes_per_second / device.dram_bytes_per_second
+        fixed_seconds += decode_seconds * slower
+    curve = ComputeCurve.linear(fixed_seconds / n_bytes, one.seconds_per_row / n_bytes)
     return ModelCompute(curve, source.head_bytes)
 
 

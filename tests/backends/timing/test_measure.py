@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,3 +22,34 @@ def test_products_are_timed_per_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert found.rows == (1, 4)
     assert found.alone == found.beside_reads == (0.1, 0.1)
     assert set(made) == {1, 4}
+
+
+def test_beside_reads_few_numbers_of_rows_are_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is slower by as much with any number of rows is found without timing all of them."""
+    now, is_reading, timed = 0.0, False, []
+
+    def product(n_rows: int) -> Callable[[], None]:
+        def run() -> None:
+            nonlocal now
+            now += n_rows * (2.0 + n_rows / 10 if is_reading else 1.0)
+            if is_reading:
+                timed.append(n_rows)
+
+        return run
+
+    @contextmanager
+    def reading(path: Path) -> Iterator[None]:
+        nonlocal is_reading
+        is_reading = True
+        yield
+
+    monkeypatch.setattr(measure, "busy_storage", reading)
+    monkeypatch.setattr(measure, "is_measurable", lambda path: True)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
+    rows = (1, 2, 4, 8, 16)
+    found = measure_curve({n: product(n) for n in rows}, 1, tmp_path)
+    assert found.alone == rows
+    assert found.beside_reads == pytest.approx([n * (2.0 + n / 10) for n in rows])
+    assert set(timed) == {1, 4, 16}

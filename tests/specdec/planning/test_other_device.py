@@ -87,6 +87,14 @@ def test_a_whole_device_has_its_own_arithmetic_and_memory(monkeypatch: pytest.Mo
     assert len(values["upgrades"]) == 3
 
 
+def test_decoding_takes_as_much_longer_as_memory_is_slower(monkeypatch: pytest.MonkeyPatch):
+    before = plan("phone").plan.pass_seconds(1)
+    monkeypatch.setattr(PaperModel, "decode_seconds", lambda _: 0.002)
+    slower = 1e12 / 28e9
+    after = plan("phone").plan.pass_seconds(1)
+    assert after - before == pytest.approx(0.002 * slower, rel=0.02)
+
+
 def test_where_nothing_helps_that_is_said(monkeypatch: pytest.MonkeyPatch):
     found = plan("phone")
     best = max(one.tokens_per_second for one in found.upgrades)

@@ -1,0 +1,93 @@
+"""The matrices of a checkpoint that are decoded before they are computed with: those that its files
+call packed, and those that its config says are quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers.configuration_utils import PreTrainedConfig
+
+from backends.contract.backend import UnsupportedModel
+from backends.packed.codec import QUANTISATIONS, Quantisation, check_packed
+from backends.packed.tensor import TORCH_TYPES, PackedTensor
+from offload.formats.tensors import CheckpointError, TensorRecord
+
+_WEIGHT = "weight"
+_REMEDY = "use its bf16, fp16 or fp32 checkpoint"
+
+
+def quantisation_of(config: PreTrainedConfig) -> Quantisation | None:
+    """How a checkpoint is quantised; None where it is not. Raises UnsupportedModel."""
+    settings = getattr(config, "quantization_config", None)
+    if not settings:
+        return None
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method = settings.get("quant_method")
+    found = QUANTISATIONS.get(method) if isinstance(method, str) else None
+    kind = config.model_type
+    if found is None:
+        raise UnsupportedModel(
+            f"{kind} checkpoint is quantised as {str(method)[:40]!r}, and "
+            f"{', '.join(QUANTISATIONS)} are known: {_REMEDY}"
+        )
+    try:
+        found.check_settings(settings)
+    except ValueError as error:
+        raise UnsupportedModel(
+            f"{kind} checkpoint is quantised as {method!r} with {error}: {_REMEDY}"
+        ) from error
+    return found
+
+
+def packed_tensors(
+    index: Mapping[str, TensorRecord], config: PreTrainedConfig, dtype: torch.dtype, directory: Path
+) -> dict[str, PackedTensor]:
+    """By the names of the parameters that they are decoded into.
+
+    Raises CheckpointError for those that cannot be what they are said to be.
+    """
+    found = {name: PackedTensor(record) for name, record in index.items() if record.scheme}
+    quantisation = quantisation_of(config)
+    if quantisation is not None:
+        found |= _quantised(index, quantisation, dtype, directory)
+    for tensor in found.values():
+        check_packed(tensor)
+    return found
+
+
+def _quantised(
+    index: Mapping[str, TensorRecord],
+    quantisation: Quantisation,
+    dtype: torch.dtype,
+    directory: Path,
+) -> dict[str, PackedTensor]:
+    main, *others = quantisation.suffixes
+    number_format = next(name for name, kind in TORCH_TYPES.items() if kind == dtype)
+    found = {}
+    for name, record in index.items():
+        module, _, suffix = name.rpartition(".")
+        if suffix != main or record.scheme or not quantisation.is_main(record):
+            continue
+        for other in others:
+            if f"{module}.{other}" not in index:
+                raise CheckpointError(
+                    f"{directory} lacks {module}.{other}, which {name} is decoded with: the "
+                    "download is incomplete"
+                )
+        beside = [f"{module}.{other}" for other in (*others, *quantisation.optional)]
+        stored = (record, *(index[other] for other in beside if other in index))
+        if len(record.shape) != 2:
+            raise CheckpointError(f"{directory}: {name} has shape {list(record.shape)}, no matrix")
+        logical = replace(
+            record,
+            name=f"{module}.{_WEIGHT}",
+            dtype=number_format,
+            shape=quantisation.shape(stored),
+            n_bytes=sum(part.n_bytes for part in stored),
+            scheme=quantisation.name,
+        )
+        found[logical.name] = PackedTensor(logical, stored)
+    return found

@@ -1,0 +1,81 @@
+"""Four bits as AutoAWQ stores them ("gemm").
+
+qweight int32 [in, out / 8] and qzeros int32 [groups, out / 8], both packed along `out`: of eight
+outputs, the words hold 0, 2, 4, 6, 1, 3, 5 and 7 from the lowest bits on; scales [groups, out].
+W[o, i] = (q[i, o] - zero[g, o]) * scale[g, o], in the number format of the scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from backends.packed.groups import (
+    N_IN_WORD,
+    SCALES,
+    check_groups,
+    nibbles,
+    pieces,
+    scale,
+    scratch_bytes,
+)
+from backends.packed.tensor import PackedTensor, Run, check_parts, typed
+from offload.formats.tensors import TensorRecord
+
+
+class Awq:
+    """See Quantisation."""
+
+    name = "INT4_AWQ"
+    method = "awq"
+    remedy = "download it again"
+    suffixes: tuple[str, ...] = ("qweight", "scales", "qzeros")
+    optional: tuple[str, ...] = ()
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        bits = settings.get("bits", settings.get("w_bit"))
+        if bits != 4:
+            raise ValueError(f"{bits!r} bits, not 4")
+        version = str(settings.get("version", "gemm")).lower()
+        if version != "gemm":
+            raise ValueError(f"version {version!r}, not 'gemm'")
+
+    def is_main(self, record: TensorRecord) -> bool:
+        return True
+
+    def shape(self, stored: Sequence[TensorRecord]) -> tuple[int, ...]:
+        n_in, n_words = stored[0].shape
+        return n_words * N_IN_WORD, n_in
+
+    def example(self, shape: tuple[int, int]) -> list[tuple[str, tuple[int, ...]]]:
+        n_out, n_in = shape
+        scales, zeros = (n_in // 128, n_out), (n_in // 128, n_out // N_IN_WORD)
+        return [("I32", (n_in, n_out // N_IN_WORD)), ("F16", scales), ("I32", zeros)]
+
+    def check(self, tensor: PackedTensor) -> None:
+        n_out, n_in = tensor.record.shape
+        n_groups = check_groups(tensor.parts[1], 0, n_in)
+        n_words = n_out // N_IN_WORD
+        scales = (SCALES, [n_groups, n_out])
+        check_parts(tensor, [(("I32",), [n_in, n_words]), scales, (("I32",), [n_groups, n_words])])
+
+    def scratch_bytes(self, tensor: PackedTensor) -> int:
+        return scratch_bytes(tensor.record.shape[1])
+
+    def decode(
+        self, tensor: PackedTensor, stored: Sequence[torch.Tensor], out: torch.Tensor, run: Run
+    ) -> None:
+        words, scales, packed_zeros = typed(tensor, stored)
+        n_out, n_in = tensor.record.shape
+        zeros = _in_order(packed_zeros)
+        for start, end in pieces(n_out, n_in):
+            values = _in_order(words[:, start // N_IN_WORD : end // N_IN_WORD])
+            scale(out[start:end], values, zeros[start:end], scales[:, start:end].T)
+
+
+def _in_order(words: torch.Tensor) -> torch.Tensor:
+    """uint8 [out, n] of int32 [n, out / 8]."""
+    found = nibbles(words)  # [n, out / 8, 8]: even outputs, then odd ones
+    return found.unflatten(2, (2, 4)).transpose(2, 3).flatten(1).T

@@ -1,0 +1,101 @@
+"""Four bits in groups of a row: compressed-tensors' "pack-quantized".
+
+weight_packed int32 [out, in / 8] holds q + 8, the first of eight in the lowest bits; weight_scale
+[out, groups]; weight_zero_point int32 [out / 8, groups], packed along `out`, where a group has a
+zero of its own. W = (q - zero) * scale, in the number format of the scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from backends.packed.groups import (
+    N_IN_WORD,
+    SCALES,
+    check_groups,
+    nibbles,
+    pieces,
+    scale,
+    scratch_bytes,
+)
+from backends.packed.tensor import PackedTensor, Run, check_parts, typed
+from offload.formats.tensors import TensorRecord
+
+_MIDDLE = 8
+_FORMAT = "pack-quantized"
+
+
+class CompressedInt4:
+    """See Quantisation."""
+
+    name = "INT4_PACK_QUANTIZED"
+    method = "compressed-tensors"
+    remedy = "download it again"
+    suffixes: tuple[str, ...] = ("weight_packed", "weight_scale")
+    optional: tuple[str, ...] = ("weight_zero_point",)
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        if settings.get("format") != _FORMAT:
+            raise ValueError(f"format {settings.get('format')!r}, not {_FORMAT!r}")
+        groups = settings.get("config_groups")
+        if not isinstance(groups, dict) or not all(isinstance(x, dict) for x in groups.values()):
+            raise ValueError("config_groups that are no table of tables")
+        for group in groups.values():
+            _check_group(group)
+
+    def is_main(self, record: TensorRecord) -> bool:
+        return True
+
+    def shape(self, stored: Sequence[TensorRecord]) -> tuple[int, ...]:
+        n_out, n_words = stored[0].shape
+        return n_out, n_words * N_IN_WORD
+
+    def example(self, shape: tuple[int, int]) -> list[tuple[str, tuple[int, ...]]]:
+        n_out, n_in = shape
+        return [("I32", (n_out, n_in // N_IN_WORD)), ("BF16", (n_out, n_in // 128))]
+
+    def check(self, tensor: PackedTensor) -> None:
+        n_out, n_in = tensor.record.shape
+        n_groups = check_groups(tensor.parts[1], 1, n_in)
+        wanted: list[tuple[tuple[str, ...], list[int]]] = [
+            (("I32",), [n_out, n_in // N_IN_WORD]),
+            (SCALES, [n_out, n_groups]),
+            (("I32",), [-(-n_out // N_IN_WORD), n_groups]),
+        ]
+        check_parts(tensor, wanted[: len(tensor.parts)])
+
+    def scratch_bytes(self, tensor: PackedTensor) -> int:
+        return scratch_bytes(tensor.record.shape[1])
+
+    def decode(
+        self, tensor: PackedTensor, stored: Sequence[torch.Tensor], out: torch.Tensor, run: Run
+    ) -> None:
+        words, scales, *packed_zeros = typed(tensor, stored)
+        n_out, n_in = tensor.record.shape
+        zeros = [nibbles(some.T).flatten(1)[:, :n_out].T for some in packed_zeros]
+        for start, end in pieces(n_out, n_in):
+            values = nibbles(words[start:end]).flatten(1)
+            # q and its zero both have 8 added.
+            zero = zeros[0][start:end] if zeros else _MIDDLE
+            scale(out[start:end], values, zero, scales[start:end])
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
+        raise ValueError("a group without weights")
+    if group.get("input_activations"):
+        raise ValueError("activations that are quantised, too")
+    wanted = {
+        "num_bits": (4,),
+        "type": ("int",),
+        "strategy": ("group", "channel"),
+        "actorder": (None, False, "weight", "static"),
+    }
+    for key, values in wanted.items():
+        value = weights.get(key)
+        if value not in values:
+            raise ValueError(f"{key} {value!r}, not {' or '.join(map(repr, values))}")

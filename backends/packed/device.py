@@ -1,0 +1,135 @@
+"""Packed tensors decoded on a device, by torch: the same code on a CPU and on a GPU.
+
+Nothing here waits for the device. What a file may have wrong is looked for on the device too, and
+asked for once in a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+import torch
+
+from backends.packed.by_numpy import BLOCK
+from backends.packed.codec import CODECS, broken
+from backends.packed.decoder import aligned_bytes, room_of
+from backends.packed.tensor import TORCH_TYPES, PackedTensor
+from backends.packed.twelve_bits import MAX_BASE, Planes, TwelveBits
+
+_HALF = BLOCK // 2
+_PIECE_WEIGHTS = 4 << 20
+_SCRATCH_BYTES = 8
+"""For each weight of a piece, at most."""
+_LEFT_BY_7 = 1 << 7
+_SIGN_AND_MANTISSA = -0x7F81
+"""0x807F as int16."""
+
+
+class DeviceDecoder:
+    """Decoder, of a device.
+
+    Args:
+        modules: the packed tensors of each.
+        allocate: makes memory of the device, uint8 [n_bytes]; called once where there are any.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[Sequence[PackedTensor]],
+        allocate: Callable[[int], torch.Tensor],
+    ) -> None:
+        listed = list(modules)
+        self._tensors = [tensor for tensors in listed for tensor in tensors]
+        self._numbers = {tensor.record.name: i for i, tensor in enumerate(self._tensors)}
+        n_bytes = max(map(room_of, listed), default=0)
+        self._buffer = allocate(n_bytes) if n_bytes else None
+        self._first_broken: torch.Tensor | None = None
+
+    def decode(
+        self, tensors: Sequence[PackedTensor], stored: Sequence[Sequence[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """See Decoder, but of bytes that are no packed tensor `check` tells."""
+        assert self._buffer is not None, "a decoder of no modules"
+        starts = accumulate(map(aligned_bytes, tensors), initial=0)
+        decoded = []
+        for tensor, parts, start in zip(tensors, stored, starts, strict=False):
+            raw = self._buffer[start : start + tensor.decoded_bytes]
+            out = raw.view(TORCH_TYPES[tensor.record.dtype]).view(tensor.record.shape)
+            if tensor.record.scheme == TwelveBits.name:
+                self._note(tensor, decode_twelve_bits(parts[0], out.view(-1)))
+            else:
+                try:
+                    CODECS[tensor.record.scheme].decode(tensor, parts, out, _none)
+                except ValueError as error:
+                    raise broken(tensor.record, error) from error
+            decoded.append(out)
+        return decoded
+
+    def check(self) -> None:
+        """Raise CheckpointError where something that was decoded is no packed tensor; waits."""
+        if self._first_broken is None:
+            return
+        number, self._first_broken = int(self._first_broken), None
+        if number < len(self._tensors):
+            why = ValueError("its base or its exceptions are out of range")
+            raise broken(self._tensors[number].record, why)
+
+    def _note(self, tensor: PackedTensor, is_broken: torch.Tensor) -> None:
+        number = torch.where(is_broken, self._numbers[tensor.record.name], len(self._tensors))
+        before = self._first_broken
+        self._first_broken = number if before is None else torch.minimum(before, number)
+
+
+def decode_twelve_bits(stored: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Fill `out` (bf16 [n]) from the bytes of a tensor (docs/packed.md); whether they are none.
+
+    Nothing outside of `out` is written, whatever the bytes are.
+    """
+    n_weights = len(out)
+    planes = Planes(n_weights)
+    base, bits = stored[0], out.view(torch.int16)
+    signs, codes = stored[planes.signs : planes.codes], stored[planes.codes : planes.exceptions]
+    for start in range(0, n_weights, _PIECE_WEIGHTS):
+        end = min(start + _PIECE_WEIGHTS, n_weights)
+        pairs = codes[start // 2 : -(-end // BLOCK) * _HALF].view(-1, _HALF)
+        exponents = torch.stack((pairs & 15, pairs >> 4), dim=1).view(-1)[: end - start]
+        exponents += (exponents != 0) * base
+        weights = exponents.to(torch.int16).mul_(_LEFT_BY_7)
+        # The sign of a signed byte goes on to the left.
+        own = signs[start:end].view(torch.int8).to(torch.int16)
+        weights |= own & _SIGN_AND_MANTISSA
+        bits[start:end] = weights
+    return _put_exceptions(stored, planes, bits) | (base > MAX_BASE)
+
+
+def _put_exceptions(stored: torch.Tensor, planes: Planes, bits: torch.Tensor) -> torch.Tensor:
+    """Whether they are out of order or of range, or not as many as the header says."""
+    found = stored[planes.exceptions :].clone().view(torch.int64)  # a clone is aligned
+    said = stored[8:16].clone().view(torch.int64)[0]
+    is_broken = said != len(found)
+    if not len(found):
+        return is_broken
+    positions, exponents = found >> 8, (found & 255).to(torch.int16)
+    places = positions.clamp(0, planes.n_weights - 1)
+    bits[places] |= exponents.mul_(_LEFT_BY_7)
+    is_outside = (positions != places).any()
+    return is_broken | is_outside | (positions[1:] <= positions[:-1]).any()
+
+
+def device_buffer_bytes(modules: Iterable[Sequence[PackedTensor]]) -> tuple[int, int]:
+    """(of the buffer, of what decoding takes beside); 0 where there are no packed tensors."""
+    listed = list(modules)
+    beside = (_scratch_bytes(tensor) for tensors in listed for tensor in tensors)
+    return max(map(room_of, listed), default=0), max(beside, default=0)
+
+
+def _scratch_bytes(tensor: PackedTensor) -> int:
+    if tensor.record.scheme != TwelveBits.name:
+        return CODECS[tensor.record.scheme].scratch_bytes(tensor)
+    n_exceptions = (tensor.record.n_bytes - Planes(tensor.n_weights).exceptions) // 8
+    return _SCRATCH_BYTES * (min(_PIECE_WEIGHTS, tensor.n_weights) + 6 * n_exceptions)
+
+
+def _none(work: Sequence[Callable[[], None]]) -> None:
+    raise AssertionError("work for threads, on a device")

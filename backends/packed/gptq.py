@@ -1,0 +1,93 @@
+"""Four bits as GPTQ stores them (AutoGPTQ's first format, "gptq").
+
+qweight int32 [in / 8, out], packed along `in`; qzeros int32 [groups, out / 8], packed along `out`,
+one less than the zeros; scales [groups, out]; g_idx int32 [in], the group of each input.
+W[o, i] = (q[i, o] - zero[g, o]) * scale[g, o], in the number format of the scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from backends.packed.groups import (
+    N_IN_WORD,
+    SCALES,
+    check_groups,
+    nibbles,
+    pieces,
+    scale,
+    scratch_bytes,
+)
+from backends.packed.tensor import PackedTensor, Run, check_parts, typed
+from offload.formats.tensors import TensorRecord
+
+
+class Gptq:
+    """See Quantisation."""
+
+    name = "INT4_GPTQ"
+    method = "gptq"
+    remedy = "download it again"
+    suffixes: tuple[str, ...] = ("qweight", "scales", "qzeros")
+    optional: tuple[str, ...] = ("g_idx",)
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        if settings.get("bits") != 4:
+            raise ValueError(f"{settings.get('bits')!r} bits, not 4")
+        if settings.get("checkpoint_format", "gptq") != "gptq":
+            raise ValueError(f"checkpoint_format {settings['checkpoint_format']!r}, not 'gptq'")
+        if settings.get("dynamic"):
+            raise ValueError("bits that differ among modules ('dynamic')")
+
+    def is_main(self, record: TensorRecord) -> bool:
+        return True
+
+    def shape(self, stored: Sequence[TensorRecord]) -> tuple[int, ...]:
+        n_words, n_out = stored[0].shape
+        return n_out, n_words * N_IN_WORD
+
+    def example(self, shape: tuple[int, int]) -> list[tuple[str, tuple[int, ...]]]:
+        n_out, n_in = shape
+        scales, zeros = (n_in // 128, n_out), (n_in // 128, n_out // N_IN_WORD)
+        words = (n_in // N_IN_WORD, n_out)
+        return [("I32", words), ("F16", scales), ("I32", zeros), ("I32", (n_in,))]
+
+    def check(self, tensor: PackedTensor) -> None:
+        n_out, n_in = tensor.record.shape
+        n_groups = check_groups(tensor.parts[1], 0, n_in)
+        wanted = [
+            (("I32",), [n_in // N_IN_WORD, n_out]),
+            (SCALES, [n_groups, n_out]),
+            (("I32",), [n_groups, n_out // N_IN_WORD]),
+            (("I32",), [n_in]),
+        ]
+        check_parts(tensor, wanted[: len(tensor.parts)])
+
+    def scratch_bytes(self, tensor: PackedTensor) -> int:
+        return scratch_bytes(tensor.record.shape[1])
+
+    def decode(
+        self, tensor: PackedTensor, stored: Sequence[torch.Tensor], out: torch.Tensor, run: Run
+    ) -> None:
+        words, scales, packed_zeros, *order = typed(tensor, stored)
+        n_out, n_in = tensor.record.shape
+        zeros = nibbles(packed_zeros).flatten(1) + 1 & 15
+        groups = order[0].long() if order and not _ascends(order[0], len(scales)) else None
+        if groups is not None and (groups.min() < 0 or groups.max() >= len(scales)):
+            raise ValueError(f"its g_idx names a group that is none of {len(scales)}")
+        for start, end in pieces(n_out, n_in):
+            values = nibbles(words[:, start:end]).transpose(0, 1).flatten(1)
+            own, zero = scales[:, start:end].T, zeros[:, start:end].T
+            if groups is not None:  # inputs of a group lie anywhere
+                own, zero = own.index_select(1, groups), zero.index_select(1, groups)
+            scale(out[start:end], values, zero, own)
+
+
+def _ascends(groups: torch.Tensor, n_groups: int) -> bool:
+    """Whether the inputs of each group lie behind each other."""
+    size = len(groups) // n_groups
+    usual = torch.arange(len(groups), device=groups.device, dtype=groups.dtype) // size
+    return torch.equal(groups, usual)

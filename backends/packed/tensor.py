@@ -1,0 +1,66 @@
+"""A tensor that is stored in other bytes than it is computed with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from offload.formats.safetensors import DTYPE_BITS
+from offload.formats.tensors import TensorRecord
+
+Run: TypeAlias = Callable[[Sequence[Callable[[], None]]], None]
+"""Does pieces of work, in threads; all of them are done when it returns."""
+
+TORCH_TYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+}
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """record: its dtype and shape are those of what is decoded, its scheme says from what."""
+
+    record: TensorRecord
+    stored: tuple[TensorRecord, ...] = ()
+    """What files have of it; `record` itself where this is empty."""
+
+    @property
+    def parts(self) -> tuple[TensorRecord, ...]:
+        return self.stored or (self.record,)
+
+    @property
+    def n_weights(self) -> int:
+        return math.prod(self.record.shape)
+
+    @property
+    def decoded_bytes(self) -> int:
+        return self.n_weights * DTYPE_BITS[self.record.dtype] // 8
+
+
+def typed(tensor: PackedTensor, raw: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts as tensors of their numbers, over the same memory."""
+    return [
+        part.view(TORCH_TYPES[record.dtype]).view(record.shape)
+        for part, record in zip(raw, tensor.parts, strict=True)
+    ]
+
+
+def check_parts(tensor: PackedTensor, wanted: Sequence[tuple[tuple[str, ...], list[int]]]) -> None:
+    """Raise ValueError, which says why, for parts that are not of one of these dtypes, of this
+    shape, and where such numbers can lie."""
+    for part, (dtypes, shape) in zip(tensor.parts, wanted, strict=True):
+        if part.dtype not in dtypes or list(part.shape) != shape:
+            name = part.name.rpartition(".")[2]
+            raise ValueError(
+                f"its {name} is {part.dtype}{list(part.shape)}, not {' or '.join(dtypes)}{shape}"
+            )
+        if part.offset % (DTYPE_BITS[part.dtype] // 8):
+            raise ValueError(f"{part.name} lies at the odd offset {part.offset} of its file")

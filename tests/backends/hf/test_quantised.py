@@ -1,0 +1,173 @@
+"""Quantised checkpoints compute what their dequantised form does, to the bit, or are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from quantised_models import awq, compressed, fp8, gptq, save_quantised
+from safetensors.torch import load_file, save_file
+
+from backends.contract.backend import PREFIX, UnsupportedModel
+from backends.contract.source import BackendOptions
+from backends.hf.backend import TorchBackend
+from backends.hf.cpu_weights import CpuWeights
+from backends.hf.model import load_hf_model
+from backends.hf.source import HfSource
+from backends.packed import groups, timing
+from backends.packed.codec import CODECS
+from backends.shapes.hf import hf_shape
+from backends.timing.measure import matrix_formats
+from offload.errors import SpecdecError
+
+FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+INT4: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+}
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+BF16, F16 = torch.bfloat16, torch.float16
+KINDS = {
+    "fp8": (fp8(), FP8, BF16),
+    "fp8 with bf16 scales": (fp8(BF16), FP8, BF16),
+    "int4": (compressed(is_symmetric=True), INT4, BF16),
+    "int4 with zeros": (compressed(is_symmetric=False), INT4, BF16),
+    "int4 of whole rows": (compressed(is_symmetric=True, group=64), INT4, BF16),
+    "gptq": (gptq(is_reordered=False), GPTQ, F16),
+    "gptq in another order": (gptq(is_reordered=True), GPTQ, F16),
+    "awq": (awq, AWQ, F16),
+}
+
+
+def logits(folder: Path, is_streamed: bool) -> list[np.ndarray]:
+    """Of a prompt, and a tree behind it."""
+    model = load_hf_model(folder)
+    layers = model.layer_weights
+    if not is_streamed:
+        layers = tuple(one.with_resident(r.name for r in one.tensors) for one in layers)
+    with TorchBackend(model, CpuWeights(model, layers, 2 * is_streamed)) as backend:
+        return [backend.prefill([5, 9, 44, 3]), *backend.extend([7, 8], [PREFIX, PREFIX])[1]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_dequantised_model(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "_PIECE_WEIGHTS", 1)  # several pieces of a matrix
+    quantised, plain = save_quantised(tmp_path, *KINDS[kind])
+    expected = logits(plain, is_streamed=False)
+    assert all(np.isfinite(one).all() and one.any() for one in expected)
+    for is_streamed in (False, True):
+        for one, other in zip(logits(quantised, is_streamed), expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_fp8_is_dequantised_as_transformers_does() -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    weights = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
+    parts, decoded = fp8()(weights)
+    theirs = Fp8Dequantize(None)._dequantize_one(*parts.values(), output_dtype=BF16)
+    assert torch.equal(decoded, theirs)
+
+
+def test_plans_and_shapes_know_the_stored_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised, plain = save_quantised(tmp_path, *KINDS["int4"])
+    own, other = (HfSource(path, BackendOptions()) for path in (quantised, plain))
+    n_own, n_other = (sum(layer.n_bytes for layer in one.layers) for one in (own, other))
+    assert n_own < n_other / 3
+    assert own.outer_bytes > other.outer_bytes
+    shapes = hf_shape(quantised), hf_shape(plain)
+    stored = [sum(m.n_bytes for m in shape.layers[0].matrices) for shape in shapes]
+    assert stored[0] < stored[1] / 3
+    assert {m.number_format for m in shapes[0].layers[0].matrices} == {"BF16"}
+    assert shapes[0].notes[0].startswith("21 matrices are stored as INT4_PACK_QUANTIZED: ")
+    sizes = [sorted(r.n_bytes for r in one.multiplied) for one in (own, other)]
+    assert sizes[0] == sizes[1]
+    assert matrix_formats(own.multiplied) == ("BF16",)
+    monkeypatch.setattr(timing, "_SHAPE", (128, 512))
+    assert own.decode_seconds() > 0 == other.decode_seconds()
+
+
+@pytest.mark.parametrize("scheme", CODECS)
+def test_every_scheme_is_timed(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_SHAPE", (128, 512))
+    monkeypatch.setattr(timing, "WEIGHT_BYTES", 1)
+    assert timing._time(scheme, 1, None).seconds(1) > 0
+
+
+def with_weights(**changes: Any) -> dict[str, Any]:
+    return {**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, **changes}}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes', and fp8, compressed-tensors, gptq"),
+        ({"bits": 4}, "quantised as 'None'"),
+        ({**FP8, "weight_block_size": None}, "'fp8' with scales of blocks None, not [128, 128]"),
+        ({**INT4, "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized', not"),
+        ({**INT4, "config_groups": [1]}, "config_groups that are no table"),
+        (with_weights(num_bits=8), "num_bits 8, not 4"),
+        (with_weights(actorder="group"), "actorder 'group', not"),
+        (
+            {**INT4, "config_groups": {"a": {"weights": WEIGHTS, "input_activations": {"n": 8}}}},
+            "activations that are quantised, too",
+        ),
+        ({**GPTQ, "bits": 8}, "8 bits, not 4"),
+        ({**GPTQ, "checkpoint_format": "gptq_v2"}, "checkpoint_format 'gptq_v2', not 'gptq'"),
+        ({**GPTQ, "dynamic": {"-:x": {}}}, "bits that differ among modules"),
+        ({**AWQ, "version": "gemv"}, "version 'gemv', not 'gemm'"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(
+    settings: dict[str, Any], named: str, checkpoint_factory: Any, tmp_path: Path
+) -> None:
+    for file in checkpoint_factory("llama").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = settings
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=re.escape(named)) as caught:
+        load_hf_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def damage(folder: Path, change: Any) -> None:
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    change(tensors, "model.layers.1.mlp.up_proj.")
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "named"),
+    [
+        ("gptq", lambda t, m: t.pop(m + "scales"), "lacks model.layers.1.mlp.up_proj.scales"),
+        ("awq", lambda t, m: t.update({m + "scales": t[m + "scales"][:1, :8].clone()}), "scales"),
+        ("int4", lambda t, m: t.update({m + "weight_scale": torch.ones(192, 7)}), "do not divide"),
+        ("int4", lambda t, m: t.update({m + "weight_packed": torch.ones(9)}), "no matrix"),
+        (
+            "fp8",
+            lambda t, m: t.update({m + "weight_scale_inv": torch.ones(3, 3)}),
+            "its weight_scale_inv is F32[3, 3], not F32 or BF16[2, 1]",
+        ),
+        ("gptq in another order", lambda t, m: t[m + "g_idx"].fill_(99), "g_idx names a group"),
+    ],
+)
+def test_broken_tensors_are_refused(kind: str, change: Any, named: str, tmp_path: Path) -> None:
+    quantised, _ = save_quantised(tmp_path, *KINDS[kind])
+    damage(quantised, change)
+    with pytest.raises(SpecdecError, match=re.escape(named)) as caught:
+        logits(quantised, is_streamed=False)
+    assert "\n" not in str(caught.value)
