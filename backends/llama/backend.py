@@ -49,7 +49,8 @@ class LlamaBackend(MendingBackend[TreeSequences]):
         cache_type_k, cache_type_v: f16, f32, bf16, q8_0 or q4_0.
         flash_attention: None takes llama.cpp's default, which is on: it needs little memory for a
             long context; with a cache of f16 a row of several and one alone differ (about 3e-4).
-        residency: which tensors of the layers stay in memory; only for load_mode "stream".
+        residency: which tensors of the layers stay in memory, and how much there is for experts;
+            only for load_mode "stream".
         load_mode: "stream" reads the layers of `residency` through a ring of slots in every pass;
             "mmap" leaves the file to the page cache; "ram" reads it into memory, in the layouts
             that are fastest for this processor (its logits differ from the others' by rounding),
@@ -117,14 +118,14 @@ class LlamaBackend(MendingBackend[TreeSequences]):
         progress: Progress | None,
     ) -> None:
         """What needs closing is registered as soon as it exists; the last one is closed first."""
-        is_streamed = load_mode == "stream" and residency is not None and residency.n_slots > 0
+        is_streamed = load_mode == "stream" and residency is not None and residency.streams
         before = mapped_ranges(model) if is_streamed else ()
         self._model = load_llama_model(model, load_mode, options, progress, is_streamed=is_streamed)
         self._closing.append(self._model.close)
         self.vocab_size = self._model.vocab_size
         self._stream = None
         if is_streamed and residency is not None:
-            self._stream = StreamedLayers(self._model, model, residency.layers, before)
+            self._stream = StreamedLayers(self._model, model, residency, before)
         self._open_context(options)
         if self._stream and residency is not None:
             self._closing.append(self._stream.close)

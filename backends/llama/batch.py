@@ -50,6 +50,11 @@ class Batch:
         self._outputs = np.zeros(self.n_tokens, dtype=np.int8)
         self._outputs[outputs] = 1
 
+    @property
+    def token_ids(self) -> list[int]:
+        """Of all rows, those that fill the pass up among them."""
+        return self._tokens.tolist()
+
     def as_struct(self, library: ModuleType) -> Any:
         """A `llama_batch` that points into this object's arrays."""
         types = dict(library.llama_batch._fields_)

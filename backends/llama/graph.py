@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+
+import numpy as np
 
 from backends.contract.backend import UnsupportedModel
 from backends.ggml.library import LlamaError
 from offload.residency.placement import LayerWeights
 
 _NO_WORK = {b"NONE", b"RESHAPE", b"VIEW", b"PERMUTE", b"TRANSPOSE"}
+_BY_EXPERT = b"MUL_MAT_ID"
 Node = frozenset[int]
 """The layers that a node of the graph reads from."""
+Ranges = Iterable[tuple[int, int, int]]
+"""(start, end, layer) of addresses."""
 
 
 class Tensor(ctypes.Structure):
@@ -40,6 +45,7 @@ _OP, _SRC, _DATA = Tensor.op.offset, Tensor.src.offset, Tensor.data.offset
 _CACHE_NAME = b"cache_k_l"
 """Of the tensors with the keys: so llama.cpp calls them. All of a cache is in one buffer."""
 _Sources = ctypes.c_void_p * 10
+_ID_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,12 @@ class PassSchedule:
 
     n_nodes: int
     ends: Mapping[int, int]  # number of a node -> the layer that it is the last one to read
+    routers: Mapping[int, int]  # number of a node -> the layer whose experts it chooses
 
 
-def make_schedule(nodes: Sequence[Node], layers: Sequence[LayerWeights]) -> PassSchedule:
+def make_schedule(
+    nodes: Sequence[Node], layers: Sequence[LayerWeights], routers: Mapping[int, int] | None = None
+) -> PassSchedule:
     """Find the end of each streamed layer.
 
     Raises:
@@ -70,15 +79,84 @@ def make_schedule(nodes: Sequence[Node], layers: Sequence[LayerWeights]) -> Pass
             )
         behind = readers[-1]
         ends[behind] = layer
-    return PassSchedule(len(nodes), ends)
+    return PassSchedule(len(nodes), ends, routers or {})
+
+
+class _AddressMap:
+    """Which layer's weights lie at an address."""
+
+    def __init__(self, ranges: Ranges) -> None:
+        self._ranges = sorted(ranges)
+        self._starts = [start for start, _, _ in self._ranges]
+
+    def layer_at(self, address: int) -> int | None:
+        i = bisect.bisect_right(self._starts, address) - 1
+        if i < 0 or address >= self._ranges[i][1]:
+            return None
+        return self._ranges[i][2]
+
+
+class RoutedNodes:
+    """Finds the nodes of a graph that choose experts: those whose values the products by expert
+    take as ids. Shown all nodes in order."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        """Address of a node's tensor -> its number."""
+        self._chosen: dict[int, set[int]] = {}
+        """Layer -> addresses of the ids that its experts are multiplied by."""
+
+    def see(self, address: int, layer: int | None, is_by_expert: bool) -> None:
+        """layer: whose experts the node reads.
+
+        Raises UnsupportedModel where it reads them in another way than by chosen experts.
+        """
+        self._numbers[address] = len(self._numbers)
+        if layer is None:
+            return
+        ids = _Sources.from_address(address + _SRC)[2] if is_by_expert else None
+        if ids is None:
+            raise UnsupportedModel(
+                f"llama.cpp reads the experts of layer {layer} in a way that specdec does not "
+                "know: use --load-mode mmap"
+            )
+        self._chosen.setdefault(layer, set()).add(ids)
+
+    def routers(self, layers: Iterable[int]) -> dict[int, int]:
+        """Number of a node -> layer. Raises UnsupportedModel where a layer has not one."""
+        found: dict[int, int] = {}
+        for layer in layers:
+            ids = [self._numbers.get(address) for address in self._chosen.get(layer, ())]
+            if len(ids) != 1 or ids[0] is None or ids[0] in found:
+                raise UnsupportedModel(
+                    f"llama.cpp chooses the experts of layer {layer} {len(ids)} times instead of "
+                    "once in a pass: use --load-mode mmap"
+                )
+            found[ids[0]] = layer
+        return found
+
+
+def chosen_experts(address: int) -> list[int]:
+    """What a node that chooses experts has computed: those of any row, each once."""
+    node = Tensor.from_address(address)
+    n_used, n_rows = node.ne[0], node.ne[1]
+    n_bytes = (n_rows - 1) * node.nb[1] + n_used * _ID_BYTES
+    raw = (ctypes.c_ubyte * n_bytes).from_address(node.data)
+    strides = (node.nb[1], node.nb[0])
+    ids: np.ndarray = np.ndarray((n_rows, n_used), np.int32, raw, strides=strides)
+    return [int(i) for i in np.unique(ids)]
 
 
 class GraphReader:
-    """Tells which layers a node reads, by the addresses of its sources."""
+    """Tells which layers a node reads, by the addresses of its sources.
 
-    def __init__(self, library: ModuleType, ranges: Iterable[tuple[int, int, int]]) -> None:
-        self._ranges = sorted(ranges)  # (start, end, layer)
-        self._starts = [start for start, _, _ in self._ranges]
+    Args:
+        ranges: of the layers' weights.
+        experts: of the layers' routed experts, which are no part of `ranges`.
+    """
+
+    def __init__(self, library: ModuleType, ranges: Ranges, experts: Ranges = ()) -> None:
+        self._weights, self._experts = _AddressMap(ranges), _AddressMap(experts)
         self._lib = library._lib
         for name in ("ggml_get_name", "ggml_op_name"):
             getattr(self._lib, name).restype = ctypes.c_char_p
@@ -94,10 +172,15 @@ class GraphReader:
             self._check_layout(address)
         if self._op_name(ctypes.c_int.from_address(address + _OP).value) in _NO_WORK:
             return frozenset()
-        sources = _Sources.from_address(address + _SRC)
-        data = (ctypes.c_void_p.from_address(at + _DATA).value for at in sources if at)
-        found = (self._layer_at(at) for at in data if at)
+        found = map(self._weights.layer_at, self._read_addresses(address))
         return frozenset(layer for layer in found if layer is not None)
+
+    def show(self, address: int, routed: RoutedNodes) -> None:
+        """Let `routed` see a node, of which `layers_read` was asked before."""
+        name = self._op_name(ctypes.c_int.from_address(address + _OP).value)
+        found = map(self._experts.layer_at, self._read_addresses(address))
+        layer = next((x for x in found if x is not None), None)
+        routed.see(address, None if name in _NO_WORK else layer, name == _BY_EXPERT)
 
     def cache_memory(self, address: int) -> tuple[int, int] | None:
         """(address, bytes) of the KV cache that a node reads from or writes to, if it does.
@@ -113,11 +196,12 @@ class GraphReader:
             return base, self._lib.ggml_backend_buffer_get_size(buffer)
         return None
 
-    def _layer_at(self, address: int) -> int | None:
-        i = bisect.bisect_right(self._starts, address) - 1
-        if i < 0 or address >= self._ranges[i][1]:
-            return None
-        return self._ranges[i][2]
+    def _read_addresses(self, address: int) -> Iterator[int]:
+        """Of the values that a node computes with."""
+        for at in _Sources.from_address(address + _SRC):
+            data = ctypes.c_void_p.from_address(at + _DATA).value if at else None
+            if data:
+                yield data
 
     def _op_name(self, op: int) -> bytes:
         if op not in self._op_names:

@@ -24,7 +24,7 @@ def check_options(
     """Raise for a backend that cannot be."""
     if load_mode not in LOAD_MODES:
         raise ValueError(f"load_mode {load_mode!r} is not one of {', '.join(LOAD_MODES)}")
-    if residency is not None and residency.n_slots and load_mode != "stream":
+    if residency is not None and residency.streams and load_mode != "stream":
         raise ValueError(f"load_mode {load_mode!r} holds the whole model: it takes no residency")
     if options.max_nodes < 1:
         raise ValueError(f"max_nodes must be 1 or more, not {options.max_nodes}")

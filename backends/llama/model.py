@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from backends.contract.backend import UnsupportedModel
@@ -26,6 +27,7 @@ from backends.llama.hparams import (
 )
 from offload.formats.gguf_index import GgufError, GgufIndex
 from offload.formats.tensors import TensorRecord
+from offload.residency.experts import LayerExperts
 from offload.residency.placement import LayerWeights
 
 _ENCODER = "an encoder, which gives embeddings and no next token"
@@ -57,6 +59,7 @@ _HYBRID = frozenset(
 _RECURRENT_KEYS = ("ssm.", "wkv.", "shortconv.", "kda.", "attention.recurrent_layers")
 _RECURRENT_TENSOR = re.compile(r"blk\.\d+\.(ssm_|shortconv\.|time_mix_)")
 _KEY_TENSOR = re.compile(r"blk\.\d+\.attn_(k|v|kv|kv_[ab](_mqa)?|k_b|v_b)\.")
+_EXPERT_TENSOR = re.compile(r"blk\.\d+\.ffn_(gate|up|gate_up|down)_exps\.weight")
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.")
 _ARCHITECTURE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -84,12 +87,41 @@ class GgufModel:
     is_tied: bool
     """The embedding is the head, too."""
     n_experts: int
-    """0 for a dense model; a pass reads all of them."""
+    """Of a layer; 0 for a dense model."""
+    n_experts_used: int
+    """By a token; 0 for a dense model, or where the file does not say."""
     is_recurrent: bool
     """Some layers keep a state that cannot be cut back (Mamba, RWKV, hybrids): no trees."""
     sliding_window: int | None
     """In tokens, as stored; which layers have it, and whether they do, the architecture says."""
     kv_shape: KvShape
+
+    @cached_property
+    def experts(self) -> tuple[LayerExperts | None, ...]:
+        """Of every layer those that a pass may read one by one; () where there are none."""
+        found = tuple(map(self._layer_experts, self.layers))
+        return found if any(found) else ()
+
+    @cached_property
+    def layers_without_experts(self) -> tuple[LayerWeights, ...]:
+        """What every pass reads of the layers."""
+        return tuple(
+            LayerWeights(tuple(r for r in layer.tensors if not self._is_of_experts(r)))
+            for layer in self.layers
+        )
+
+    def _layer_experts(self, layer: LayerWeights) -> LayerExperts | None:
+        stacked = [record for record in layer.tensors if self._is_of_experts(record)]
+        if not stacked:
+            return None
+        experts = (tuple(_slice(r, i) for r in stacked) for i in range(self.n_experts))
+        return LayerExperts(tuple(experts), self.n_experts_used, is_at_once=True)
+
+    def _is_of_experts(self, record: TensorRecord) -> bool:
+        """Whether it is a stack of matrices, one for each expert."""
+        is_stack = len(record.shape) == 3 and record.shape[0] == self.n_experts
+        is_routed = self.n_experts > self.n_experts_used > 0
+        return is_stack and is_routed and _EXPERT_TENSOR.fullmatch(record.name) is not None
 
     def kv_bytes_per_token(
         self, type_k: str = "f16", type_v: str = "f16", *, flash_attention: bool = False
@@ -142,6 +174,7 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
         unused_records=tuple(unused),
         is_tied="output.weight" not in index,
         n_experts=keys.integer("expert_count", 0, MAX_EXPERTS, 0),
+        n_experts_used=keys.integer("expert_used_count", 0, MAX_EXPERTS, 0),
         is_recurrent=is_recurrent,
         sliding_window=keys.integer("attention.sliding_window", 0, MAX_CONTEXT, 0) or None,
         kv_shape=kv_shape,
@@ -194,6 +227,18 @@ def _group(
             f"{missing[0]} is the first): it is incomplete, get it again"
         )
     return layers, outer, unused
+
+
+def _slice(record: TensorRecord, expert: int) -> TensorRecord:
+    """One expert of a tensor that holds all of a layer."""
+    n_bytes = record.n_bytes // record.shape[0]
+    return replace(
+        record,
+        name=f"{record.name}[{expert}]",
+        shape=record.shape[1:],
+        offset=record.offset + expert * n_bytes,
+        n_bytes=n_bytes,
+    )
 
 
 def _vocab_size(index: GgufIndex, hidden_size: int) -> int:

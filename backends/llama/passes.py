@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 
 from backends.contract.backend import BackendError
 from backends.llama.context import LlamaContext
 from offload.process.interruptible import Worker, wait_for, when_interrupted
+
+_SWITCH_SECONDS = 0.0005
 
 
 class PassCancelled(BackendError):
@@ -57,3 +60,33 @@ class PassThread:
     def close(self) -> None:
         self.cancel()
         self._thread.close()
+
+
+class _QuickHandover:
+    """Lets the callbacks have Python's lock soon, where another thread (a drafter) keeps it busy.
+
+    Each of a thousand callbacks may wait for one interval: at the default of 5 ms a pass of 0.45 s
+    took 1.1 s beside a busy thread, at 0.5 ms as long as alone. Passes of several models may run at
+    once; the last one to end puts the interval back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._n_inside = 0
+        self._before = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._n_inside == 0:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, _SWITCH_SECONDS))
+            self._n_inside += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._n_inside -= 1
+            if self._n_inside == 0:
+                sys.setswitchinterval(self._before)
+
+
+QUICK_HANDOVER = _QuickHandover()

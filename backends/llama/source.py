@@ -36,6 +36,7 @@ from offload.errors import SpecdecError
 from offload.formats.fingerprint import fingerprint
 from offload.formats.gguf_header import GGML_TYPES
 from offload.formats.tensors import TensorRecord
+from offload.paging.expert_pages import edge_bytes, outside
 from offload.paging.memory import move_seconds_per_byte
 from offload.paging.plan import paging_overhead_bytes
 from offload.process.cpus import usable_cpus
@@ -47,8 +48,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_CACHE_TYPE = CACHE_TYPES[0]
 _QUANTISED_CACHE_TYPES = ("q8_0", "q4_0")
 _TYPE_IDS = {kind.name: number for number, kind in GGML_TYPES.items()}
-_SAMPLE_ROWS = (1, 2, 3, 5, 9, 17, 33)
-"""A root and a tree of 2**k nodes: ggml's products take a step upwards after each power of two."""
+_SAMPLE_ROWS = (1, 5, 9, 17, 33)
+"""A root and a tree of 2**k nodes: ggml's products take a step upwards after each power of two.
+Two and three rows lie on the line from one to five."""
 _SAMPLE_SHARE = 8
 """Of the memory that the process may have, one part in so many at most is taken to time layers."""
 
@@ -67,12 +69,13 @@ class GgufSource(ModelSource):
             raise recurrent_model(self.model)
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
-        self.layers = self.model.layers
+        self.experts = self.model.experts
+        self.layers = self.model.layers_without_experts if self.experts else self.model.layers
         self._options = options
         self._n_threads = options.n_threads or usable_cpus()
         self._known_run = run
         self._scratch_bytes: dict[ContextOptions, int] = {}
-        if self.model.n_experts:
+        if self.model.n_experts and not self.experts:
             self.warnings = (
                 f"a mixture of {self.model.n_experts} experts: every pass reads all of them, "
                 "although a token uses few",
@@ -128,7 +131,9 @@ class GgufSource(ModelSource):
         return _QUANTISED_CACHE_TYPES[1 + max(map(_QUANTISED_CACHE_TYPES.index, present)) :]
 
     def streaming_overhead_bytes(self, n_slots: int) -> int:
-        return paging_overhead_bytes(self.layers, n_slots, self.model.outer_records)
+        beside = outside(self.experts)
+        others = (*self.model.outer_records, *beside.resident, *beside.untouched)
+        return paging_overhead_bytes(self.layers, n_slots, others) + edge_bytes(self.experts)
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         types = self._run.type_k, self._run.type_v
@@ -174,7 +179,7 @@ class GgufSource(ModelSource):
             return measure_small(self, self._libraries)
         reading = self.weight_file if beside_reads else None
         per_byte = self._measure_layers(reading)
-        head = self._measure_formats(resident_outer_records(self.model), reading)
+        head = self._measure_formats(resident_outer_records(self.model), None)
         moving = move_seconds_per_byte() if beside_reads else 0.0
         return ModelCompute(per_byte, self.head_bytes, moving, head)
 
@@ -189,7 +194,7 @@ class GgufSource(ModelSource):
                 return self._measure_sample(chosen, reading)
             except (SpecdecError, OSError, ValueError, KeyError) as error:  # gguf's, memfd's
                 logger.warning("passes are predicted from single products: %s", error)
-        records = [record for layer in self.layers for record in layer.tensors]
+        records = [record for layer in self.model.layers for record in layer.tensors]
         return self._measure_formats(records, reading)
 
     def _measure_sample(self, layers: tuple[int, ...], reading: Path | None) -> ComputeCurve:

@@ -9,14 +9,15 @@ node is enough, because ggml asks about all nodes first.
     compute 0 .. k     layer i is in memory
     called after k     give layer i back, wait for layer i + 1
     ask k + 1 ...
+
+Of a mixture whose experts are no part of the layers it calls back after the node that chooses them,
+too: those that are missing are read (`PagedExperts`), and what follows multiplies by them.
 """
 
 from __future__ import annotations
 
 import re
-import sys
-import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from backends.contract.backend import StreamUse
@@ -24,25 +25,36 @@ from backends.ggml.library import LlamaError, LlamaModel
 from backends.llama.batch import Batch
 from backends.llama.cells import check_lengths
 from backends.llama.context import LlamaContext
-from backends.llama.graph import GraphReader, Node, PassSchedule, make_schedule
+from backends.llama.graph import (
+    GraphReader,
+    Node,
+    PassSchedule,
+    RoutedNodes,
+    chosen_experts,
+    make_schedule,
+)
 from backends.llama.model import GgufModel
-from backends.llama.passes import PassCancelled
+from backends.llama.passes import QUICK_HANDOVER, PassCancelled
+from offload.experts.cache import ExpertStats
+from offload.experts.kept import keep_exponent
 from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import MappedRange, find_mapping, give_back_zeros
+from offload.paging.expert_pages import outside
+from offload.paging.experts import PagedExperts
 from offload.paging.pager import Pager
+from offload.paging.rows import RowsInPlace
 from offload.process.interruptible import uninterrupted
-from offload.residency.placement import LayerWeights
-from offload.storage.reading import DEFAULT_N_READERS, OpenFiles
+from offload.residency.placement import Placement
+from offload.storage.reading import DEFAULT_N_READERS
 from offload.units import Progress
 
 _EMBEDDING = "token_embd.weight"
-_SWITCH_SECONDS = 0.0005
 
 
 def resident_outer_records(model: GgufModel) -> list[TensorRecord]:
     """Tensors outside of the layers that a streamed model holds in memory.
 
-    An embedding that is not the head stays in the page cache: a pass reads a few of its rows.
+    Of an embedding that is not the head a pass reads the few rows that it uses.
     """
     return [r for r in model.outer_records if model.is_tied or r.name != _EMBEDDING]
 
@@ -52,41 +64,53 @@ class StreamedLayers:
 
     `callback` goes to the context; `start` then takes the layers out of memory. `mapped_before` are
     the `mapped_ranges` before the model was loaded: the same file may be open more than once.
+    Experts are read one by one where `placed` has room for them, and as a part of the layers
+    otherwise.
     """
 
     def __init__(
         self,
         loaded: LlamaModel,
         model: GgufModel,
-        layers: Sequence[LayerWeights],
+        placed: Placement,
         mapped_before: Collection[tuple[Path, MappedRange]],
     ) -> None:
         self._library = loaded.library
-        self._model, self._layers = model, tuple(layers)
+        self._model, self._layers, self._room = model, placed.layers, placed.experts
         self._streamed = [i for i, layer in enumerate(self._layers) if layer.streamed]
         added = mapped_ranges(model) - set(mapped_before)
         self._mappings = {
             path: [mapped for its_path, mapped in added if its_path == path]
             for path in model.index.paths
         }
-        ranges = (
-            (start, start + record.n_bytes, i)
-            for i, layer in enumerate(self._layers)
-            for record in layer.tensors
-            for start in (_address(self._mappings, record),)
-        )
-        self._graph = GraphReader(self._library, ranges)
+        self._graph = GraphReader(self._library, self._layer_ranges(), self._expert_ranges())
         self._schedules: dict[tuple[int, int], PassSchedule] = {}
         self._pager: Pager | None = None
-        self._mapped_files: OpenFiles | None = None
-        """Those of which something stays mapped, and is read in every pass."""
+        self._experts: PagedExperts | None = None
+        self._embedding: list[RowsInPlace] = []
+        """None, where all of it is in memory."""
         self._caches: set[tuple[int, int]] = set()
         """(address, bytes) of the KV caches: of some architectures there are two."""
         self._recording: list[Node] | None = None
+        self._routed = RoutedNodes()
         self._ends: Mapping[int, int] = {}
+        self._routers: Mapping[int, int] = {}
         self._n_asked = 0
         self._error: BaseException | None = None
         self.callback = self._library.ggml_backend_sched_eval_callback(self._on_node)
+
+    def _layer_ranges(self) -> Iterator[tuple[int, int, int]]:
+        for i, layer in enumerate(self._layers):
+            for record in layer.tensors:
+                start = _address(self._mappings, record)
+                yield start, start + record.n_bytes, i
+
+    def _expert_ranges(self) -> Iterator[tuple[int, int, int]]:
+        for i, experts in enumerate(self._room.layers if self._room else ()):
+            if experts is not None:
+                for first, last in zip(experts.tensors[0], experts.tensors[-1], strict=True):
+                    start = _address(self._mappings, first)
+                    yield start, start + last.offset + last.n_bytes - first.offset, i
 
     @uninterrupted  # llama.cpp calls back
     def start(
@@ -105,26 +129,36 @@ class StreamedLayers:
         outer = resident_outer_records(self._model)
         kept = {record.name for record in outer}
         untouched = [r for r in self._model.outer_records if r.name not in kept]
+        beside = outside(self._room.layers if self._room else ())
         self._pager = Pager(
             self._layers,
-            outer,
+            [*outer, *beside.resident],
             self._mappings,
             n_slots,
-            untouched=[*untouched, *self._model.unused_records],
+            untouched=[*untouched, *self._model.unused_records, *beside.untouched],
             n_readers=n_readers or DEFAULT_N_READERS,
             progress=progress,
         )
-        self._mapped_files = OpenFiles(record.path for record in untouched)
+        if self._room is not None:
+            self._experts = PagedExperts(self._room, self._mappings, n_readers=n_readers)
+        for record in untouched:
+            address = _address(self._mappings, record)
+            self._embedding.append(RowsInPlace(record, address, self._pager.resident_ranges))
 
     @property
     def use(self) -> StreamUse:
         if self._pager is None:
             return StreamUse()
-        return StreamUse(self._pager.stats.bytes_read, self._pager.stats.stall_seconds)
+        stats = self._pager.stats
+        experts = self._experts.stats if self._experts is not None else ExpertStats()
+        return StreamUse(
+            stats.bytes_read + experts.bytes_read, stats.stall_seconds + experts.stall_seconds
+        )
 
     @property
     def unread_bytes(self) -> int:
-        return 0 if self._pager is None else self._pager.unread_bytes
+        parts = (self._pager, self._experts)
+        return sum(part.unread_bytes for part in parts if part is not None)
 
     @property
     def held_bytes(self) -> int:
@@ -137,12 +171,12 @@ class StreamedLayers:
     def decode(self, batch: Batch) -> int:
         """One pass; 0, or 2 where it was stopped. What went wrong in it is raised here."""
         schedule = self._schedule(batch.n_tokens, batch.n_outputs)
-        self._ends, self._n_asked, self._error = schedule.ends, 0, None
-        self._walk(0, self._streamed[0])
-        if self._mapped_files is not None:
-            # Just before its rows are read: a page that was cut off would end the process.
-            self._mapped_files.check_unchanged()
-        with _QUICK_HANDOVER:
+        self._ends, self._routers = schedule.ends, schedule.routers
+        self._n_asked, self._error = 0, None
+        self._walk(0, self._streamed[0] if self._streamed else None)
+        for embedding in self._embedding:
+            embedding.read(batch.token_ids)
+        with QUICK_HANDOVER:
             code = self._context.decode(batch)
         if self._error is not None:
             raise self._error
@@ -161,10 +195,13 @@ class StreamedLayers:
 
     def close(self) -> None:
         """Stop the readers. The model may be freed afterwards, and not before."""
+        if self._experts is not None and self._room is not None:
+            self._experts.close()
+            keep_exponent(self._room, self._experts.stats)
         if self._pager is not None:
             self._pager.close()
-        if self._mapped_files is not None:
-            self._mapped_files.close()
+        for embedding in self._embedding:
+            embedding.close()
 
     # --- inside a pass ---------------------------------------------------------------------
 
@@ -174,22 +211,34 @@ class StreamedLayers:
             number = self._n_asked
             self._n_asked = number + 1
             if self._recording is None:
-                return number in self._ends
+                return number in self._ends or number in self._routers
         try:
             if ask:
                 self._record(tensor)
                 return False
-            layer = self._ends[self._n_asked - 1]
-            assert self._pager is not None
-            self._pager.leave(layer)
-            if self._context.is_stopping:
-                return False
-            position = self._streamed.index(layer) + 1
-            is_last = position == len(self._streamed)
-            self._walk(layer + 1, None if is_last else self._streamed[position])
+            number = self._n_asked - 1
+            if number in self._routers:
+                self._bring_experts(self._routers[number], tensor)
+            if number in self._ends:
+                return self._go_on(self._ends[number])
         except BaseException as error:
             self._error = error
             return False
+        return True
+
+    def _bring_experts(self, layer: int, tensor: int) -> None:
+        assert self._experts is not None
+        self._experts.bring(layer, chosen_experts(tensor), self._check_stop)
+
+    def _go_on(self, layer: int) -> bool:
+        """From a layer to the next one that streams; whether the graph is to go on."""
+        assert self._pager is not None
+        self._pager.leave(layer)
+        if self._context.is_stopping:
+            return False
+        position = self._streamed.index(layer) + 1
+        is_last = position == len(self._streamed)
+        self._walk(layer + 1, None if is_last else self._streamed[position])
         return True
 
     def _walk(self, layer: int, to: int | None) -> None:
@@ -211,7 +260,10 @@ class StreamedLayers:
         """The schedule of the graph for such a batch; looks at one where it is the first."""
         key = (n_tokens, n_outputs)
         if key not in self._schedules:
-            self._schedules[key] = make_schedule(self._look(n_tokens, n_outputs), self._layers)
+            nodes = self._look(n_tokens, n_outputs)
+            mixed = [i for i, x in enumerate(self._room.layers) if x] if self._room else ()
+            routers = self._routed.routers(mixed)
+            self._schedules[key] = make_schedule(nodes, self._layers, routers)
         return self._schedules[key]
 
     def _look(self, n_tokens: int, n_outputs: int) -> list[Node]:
@@ -219,6 +271,7 @@ class StreamedLayers:
         rows = range(n_tokens - n_outputs, n_tokens)
         batch = Batch([0] * n_tokens, range(n_tokens), [[self._scratch]] * n_tokens, rows)
         self._recording, self._n_asked, self._error = [], 0, None
+        self._routed = RoutedNodes()
         try:
             with self._context.stopping_at_once():
                 code = self._context.decode(batch)
@@ -235,39 +288,10 @@ class StreamedLayers:
     def _record(self, tensor: int) -> None:
         if self._recording is not None and self._error is None:
             self._recording.append(self._graph.layers_read(tensor))
+            self._graph.show(tensor, self._routed)
             cache = self._graph.cache_memory(tensor)
             if cache is not None:
                 self._caches.add(cache)
-
-
-class _QuickHandover:
-    """Lets the callbacks have Python's lock soon, where another thread (a drafter) keeps it busy.
-
-    Each of a thousand callbacks may wait for one interval: at the default of 5 ms a pass of 0.45 s
-    took 1.1 s beside a busy thread, at 0.5 ms as long as alone. Passes of several models may run at
-    once; the last one to end puts the interval back.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._n_inside = 0
-        self._before = 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._n_inside == 0:
-                self._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before, _SWITCH_SECONDS))
-            self._n_inside += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._n_inside -= 1
-            if self._n_inside == 0:
-                sys.setswitchinterval(self._before)
-
-
-_QUICK_HANDOVER = _QuickHandover()
 
 
 def _check_one_split(log: Iterable[str]) -> None:

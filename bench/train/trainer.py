@@ -1,4 +1,4 @@
-"""The training loop of the embedded pair: Muon and AdamW, scheduled by wall-clock time."""
+"""The training loop of the embedded models: Muon and AdamW, scheduled by wall-clock time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TrainOptions:
 
     minutes: float
     phases: tuple[Phase, ...]
-    muon_lr: float = 0.02
+    muon_lr: float | None = 0.02  # None: AdamW for all parameters
     adam_lr: float = 0.004
     warmup_steps: int = 60
     cooldown_share: float = 0.5  # of the time: linear to zero, after a constant rate
@@ -60,7 +60,9 @@ class TrainState:
 
 
 def build_optimizers(model: nn.Module, options: TrainOptions) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers; AdamW for embeddings and norms."""
+    """Muon for the matrices of the layers; AdamW for embeddings and norms, or for everything."""
+    if options.muon_lr is None:
+        return [_adamw(list(model.parameters()), options)]
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -70,8 +72,12 @@ def build_optimizers(model: nn.Module, options: TrainOptions) -> list[torch.opti
         torch.optim.Muon(
             matrices, lr=options.muon_lr, weight_decay=0.01, momentum=0.95, ns_steps=5
         ),
-        torch.optim.AdamW(others, lr=options.adam_lr, betas=(0.9, 0.97), weight_decay=0.0),
+        _adamw(others, options),
     ]
+
+
+def _adamw(parameters: list[nn.Parameter], options: TrainOptions) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=options.adam_lr, betas=(0.9, 0.97), weight_decay=0.0)
 
 
 @dataclass

@@ -10,6 +10,7 @@ A pass may ask for more experts than there are slots: what it is through with ma
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,11 +21,14 @@ from offload.errors import SpecdecError
 from offload.experts.eviction import Directory, Visit
 from offload.process.interruptible import POLL_SECONDS, check_interrupt
 from offload.residency.experts import ExpertRoom, LayerExperts
+from offload.ring.slots import JOIN_SECONDS
 from offload.storage.aligned import AlignedBuffer
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.layout import Piece
 from offload.storage.reading import OpenFiles
 from offload.trace import READ, WAIT, record_since
+
+logger = logging.getLogger(__name__)
 
 N_READERS = 8
 """Reads in flight: an expert is a few MB, and storage wants several at a time."""
@@ -45,6 +49,11 @@ class ExpertStats:
     """Once all slots were in use, by passes of a few rows."""
     n_hits_full: int = 0
     """Of these."""
+
+
+def is_of_few_rows(n_asked: int, experts: LayerExperts) -> bool:
+    """Whether a pass that asks a layer for so many experts decodes, and reads no prompt."""
+    return n_asked <= _FEW_ROWS * experts.n_used
 
 
 class ExpertCache:
@@ -87,6 +96,10 @@ class ExpertCache:
             self._files.close()
             raise
         self._pool = ThreadPoolExecutor(n_readers or N_READERS, thread_name_prefix="specdec-expert")
+        self._begun: set[Future[int]] = set()
+        """Reads that have not ended."""
+        self._left: deque[tuple[int, _Read]] = deque()
+        """With their layers, of visits that were given up."""
 
     def bring(
         self, layer: int, experts: Collection[int], check: Check | None = None
@@ -101,6 +114,7 @@ class ExpertCache:
             SpecdecError: the cache was closed.
         """
         self.check_open()
+        self._forget_left(check)
         self._directory.visit(layer)
         if self._trace is not None:
             self._trace.append((layer, tuple(sorted(experts))))
@@ -110,7 +124,7 @@ class ExpertCache:
             missing.append(expert) if slot is None else here.append((expert, slot))
         self.stats.n_asked += len(experts)
         self.stats.n_hits += len(here)
-        if self._directory.is_full and len(experts) <= _FEW_ROWS * self._experts(layer).n_used:
+        if self._directory.is_full and is_of_few_rows(len(experts), self._experts(layer)):
             self.stats.n_asked_full += len(experts)
             self.stats.n_hits_full += len(here)
         reads = _Reads(self, layer, {*experts}, deque(self._in_file_order(layer, missing)))
@@ -132,9 +146,27 @@ class ExpertCache:
         """See Directory.admit."""
         return self._directory.admit(layer, expert, kept)
 
-    def forget(self, layer: int, expert: int) -> None:
-        """What was read of it is not whole."""
-        self._directory.forget(layer, expert)
+    def leave(self, layer: int, reads: Collection[_Read]) -> None:
+        """Nobody waits for these any more. A read may never end (a dead network mount): the next
+        visit waits for it, before its slot is used again."""
+        self._left += [(layer, one) for one in reads]
+
+    def _forget_left(self, check: Check | None) -> None:
+        """What is not whole is not kept."""
+        while self._left:
+            layer, one = self._left[0]
+            self.wait_for(one, check)
+            if not one.is_whole():
+                self._directory.forget(layer, one.expert)
+            self._left.popleft()
+
+    def wait_for(self, one: _Read, check: Check | None) -> None:
+        """Until its reads have ended. Raises what `check` does, and SpecdecError after `stop`."""
+        while wait(one.begun, POLL_SECONDS).not_done:
+            check_interrupt()
+            self.check_open()
+            if check is not None:
+                check()
 
     def read(self, layer: int, expert: int, slot: int, begun: list[Future[int]]) -> int:
         """Begin to read an expert into a slot; returns how many reads that takes.
@@ -143,7 +175,10 @@ class ExpertCache:
         """
         extents = self._experts(layer).layouts[expert].extents
         for extent in extents:
-            begun.append(self._pool.submit(self._read, extent, self._slot(slot)))
+            read = self._pool.submit(self._read, extent, self._slot(slot))
+            self._begun.add(read)
+            read.add_done_callback(self._begun.discard)
+            begun.append(read)
         return len(extents)
 
     def _in_file_order(self, layer: int, experts: Collection[int]) -> list[int]:
@@ -186,7 +221,11 @@ class ExpertCache:
     def close(self) -> None:
         """Give threads, files and memory back. Idempotent."""
         self.stop()
-        self._pool.shutdown(cancel_futures=True)  # waits for the running reads: they use the memory
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if wait(tuple(self._begun), JOIN_SECONDS).not_done:
+            # Its file and slot are in use: leaking them is the lesser evil.
+            logger.warning("a read from storage does not return; its memory is not given back")
+            return
         self._files.close()
         self._memory.close()
 
@@ -240,11 +279,7 @@ class _Reads:
         """(expert, slot) of the next one, as soon as it is there."""
         one = self._running[0]
         started = perf_counter()
-        while wait(one.begun, POLL_SECONDS).not_done:
-            check_interrupt()
-            self._cache.check_open()
-            if check is not None:
-                check()
+        self._cache.wait_for(one, check)
         seconds = record_since(started, WAIT, f"wait for experts of layer {self._layer}")
         stats = self._cache.stats
         stats.stall_seconds += seconds
@@ -253,12 +288,9 @@ class _Reads:
         return one.expert, one.slot
 
     def close(self) -> None:
-        """Wait for what still runs; what is not whole is not kept."""
+        """Give up what still runs."""
         for one in self._running:
             for read in one.begun:
                 read.cancel()
-        for one in self._running:
-            wait(one.begun)
-            if not one.is_whole():
-                self._cache.forget(self._layer, one.expert)
+        self._cache.leave(self._layer, self._running)
         self._running.clear()

@@ -94,7 +94,7 @@ class Directory:
 
         kept: experts of this layer that must not. None where all slots hold such.
         """
-        if not self._free and not self._make_room(layer, kept):
+        if not self._free and self.evict(layer, kept) is None:
             return None
         slot = self._free.pop()
         self._slot_of[layer, expert] = slot
@@ -117,16 +117,20 @@ class Directory:
         slots.worth[slot], slots.used_at[slot] = worth, self._now
         slots.n_missed[slot], slots.n_visits[slot] = 0, visit
 
-    def _make_room(self, layer: int, kept: Collection[int]) -> bool:
+    def evict(self, layer: int, kept: Collection[int]) -> tuple[int, int] | None:
+        """Free the slot of the expert that is worth the least; returns (its layer, the expert), or
+        None where only those are left that must not go: `kept` of this layer."""
         slots = self._slots
-        may_go = (slots.layer != layer) | ~np.isin(slots.expert, list(kept))
+        is_kept = (slots.layer == layer) & np.isin(slots.expert, list(kept))
+        may_go = (slots.layer >= 0) & ~is_kept
         if not may_go.any():
-            return False
+            return None
         worth = np.where(may_go, self._rule(slots), np.inf)
         lowest = worth <= worth.min() * (1 + 1e-9)
         victim = int(np.where(lowest, slots.used_at, -1).argmax())
-        self.forget(int(slots.layer[victim]), int(slots.expert[victim]))
-        return True
+        found = int(slots.layer[victim]), int(slots.expert[victim])
+        self.forget(*found)
+        return found
 
 
 Visit = tuple[int, tuple[int, ...]]

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from offload.formats.tensors import TensorRecord
 from offload.storage.aligned import buffer_bytes
-from offload.storage.layout import Layout, make_layout
+from offload.storage.layout import MERGE_GAP_BYTES, Layout, make_layout
 
 _REUSE = 0.7
 """n consecutive tokens are routed to about n ** 0.7 times the experts of one: replays of published
@@ -27,15 +27,18 @@ class LayerExperts:
     """The experts of one layer: of each its tensors, in the order in which they are computed with.
 
     n_used: experts that a token is routed to.
+    is_at_once: whether all that a pass asks a layer for have to be in memory at the same time.
     """
 
     tensors: tuple[tuple[TensorRecord, ...], ...]
     n_used: int
+    is_at_once: bool = False
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """Where each expert's tensors lie in a slot; neighbours in the file are one read."""
-        return tuple(map(make_layout, self.tensors))
+        gap = 0 if self.is_at_once else MERGE_GAP_BYTES  # then between them are other experts
+        return tuple(make_layout(tensors, merge_gap=gap) for tensors in self.tensors)
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -55,7 +58,7 @@ class LayerExperts:
 
     def n_hit(self, n_rows: int) -> float:
         """Different experts that so many rows are likely to be routed to."""
-        return min(float(len(self.tensors)), self.n_used * n_rows**_REUSE)
+        return likely_hit(len(self.tensors), self.n_used, n_rows)
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,7 @@ class ExpertRoom:
     @cached_property
     def hit_rate(self) -> float:
         """Expected share of the experts asked for that are in memory."""
-        share = self.n_slots / self.n_experts
-        return 1.0 if self.holds_all else float(share**self.exponent)
+        return likely_hit_rate(self.n_slots / self.n_experts, self.exponent)
 
     def read_bytes(self, layer: int, n_rows: int) -> float:
         """Expected in a pass of so many rows."""
@@ -104,6 +106,16 @@ class ExpertRoom:
         return sum(self.read_bytes(i, 1) for i in range(len(self.layers)))
 
 
+def likely_hit(n_experts: int, n_used: int, n_rows: int) -> float:
+    """Different experts of a layer that so many rows are likely to be routed to."""
+    return min(float(n_experts), n_used * n_rows**_REUSE)
+
+
+def likely_hit_rate(share: float, exponent: float = ASSUMED_EXPONENT) -> float:
+    """Share of the experts asked for that a cache of a share of all is likely to have."""
+    return 1.0 if share >= 1 else float(share**exponent)
+
+
 def slot_bytes(layers: Sequence[LayerExperts | None]) -> int:
     """Memory of one slot: any expert fits."""
     return buffer_bytes(max((x.slot_bytes for x in layers if x is not None), default=0))
@@ -114,5 +126,7 @@ def count_experts(layers: Sequence[LayerExperts | None]) -> int:
 
 
 def least_slots(layers: Sequence[LayerExperts | None]) -> int:
-    """Slots below which nothing would ever be found: a token's experts of the largest layer."""
-    return max((x.n_used for x in layers if x is not None), default=0)
+    """Slots below which a pass cannot run, or nothing would ever be found: of the largest layer all
+    experts where they are computed at once, else those of a token."""
+    counts = (len(x.tensors) if x.is_at_once else x.n_used for x in layers if x is not None)
+    return max(counts, default=0)

@@ -132,6 +132,12 @@ class Placement:
         return sum(1 for layer in self.layers if layer.slot_bytes)
 
     @property
+    def streams(self) -> bool:
+        """Whether a pass on the CPU may have to read something."""
+        has_all_experts = self.experts is None or self.experts.holds_all
+        return self.n_streamed_layers > 0 or not has_all_experts
+
+    @property
     def streamed_bytes(self) -> int:
         """Read from storage per pass; of experts what one row is expected to miss."""
         missed = 0 if self.experts is None else int(self.experts.bytes_per_token)

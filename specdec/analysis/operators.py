@@ -13,8 +13,8 @@ n rows pass at a time, and `context` keys (the n rows' own among them) are atten
   g the queries that share a key; the products are counted dense, masked scores included, as they
   are computed; softmax, norms, rotations and biases are not counted (below 1 % of the FLOPs);
 - a sliding window: a row meets at most `window` keys, and n rows `window + n - 1` of them;
-- a mixture of experts: FLOPs of the active experts, memory operations of all, because a pass reads
-  a layer as a whole.
+- a mixture of experts: FLOPs of the active experts, memory operations of those that n rows are
+  likely to be routed to, which is an estimate (offload/residency/experts.py).
 
 Bytes count the same elements in their real size: weights as stored (quantised ones too), keys and
 values as cached, activations as computed.
@@ -52,6 +52,8 @@ class Work:
     n_bytes: int = 0
     """The memory operations in bytes."""
     held_bytes: int = 0
+    expert_bytes: int = 0
+    """Of the held bytes, those of experts that rows are routed to."""
     flops_by_format: Mapping[str, int] = field(default_factory=dict)
     """By the number format of weights, or keys."""
 
@@ -76,6 +78,7 @@ def total(parts: Iterable[Work]) -> Work:
         sum(one.held_elements for one in parts),
         sum(one.n_bytes for one in parts),
         sum(one.held_bytes for one in parts),
+        sum(one.expert_bytes for one in parts),
         {name: sum(one.flops_by_format.get(name, 0) for one in parts) for name in formats},
     )
 
@@ -85,13 +88,16 @@ def matrix_work(matrix: Matrix, n_rows: int, activation_bytes: int) -> Work:
     n_products = n_rows * matrix.n_active
     flops = 2 * n_products * matrix.n_in * matrix.n_out
     activations = n_products * (matrix.n_in + matrix.n_out)
+    share = matrix.read_share(n_rows)
+    held, held_bytes = int(share * matrix.n_weights), int(share * matrix.n_bytes)
     return Work(
         n_products=matrix.n_matrices,
         flops=flops,
-        elements=activations + matrix.n_weights,
-        held_elements=matrix.n_weights,
-        n_bytes=activations * activation_bytes + matrix.n_bytes,
-        held_bytes=matrix.n_bytes,
+        elements=activations + held,
+        held_elements=held,
+        n_bytes=activations * activation_bytes + held_bytes,
+        held_bytes=held_bytes,
+        expert_bytes=held_bytes if matrix.is_routed else 0,
         flops_by_format={matrix.number_format: flops},
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import StringIO
 from typing import Any
 
 from backends.shapes.shape import ModelShape
 from offload.units import format_bytes
+from specdec.analysis.experts import ExpertCache, by_memory
 from specdec.analysis.operators import Work, total
 from specdec.analysis.roofline import FREE_SLACK, TIERS, OperatorBound, PassBound, TierShares
 from specdec.devices.spec import DEFAULT_FORMAT, DeviceSpec
@@ -72,6 +73,8 @@ class Analysis:
             "streamed_bytes_per_pass": placement.streamed_bytes,
             "pcie_bytes_per_pass": placement.linked_bytes,
             "missing_bytes": placement.missing_bytes,
+            "experts": None if placement.experts is None else asdict(placement.experts),
+            "experts_by_memory": [asdict(one) for one in self._experts_by_memory()],
             "free_tokens": self.free_tokens,
             "plain_tokens_per_second_limit": 1 / self.decode.seconds,
             "bandwidth_tokens_per_second_limit": self.bandwidth_tokens_per_second,
@@ -98,6 +101,10 @@ class Analysis:
             f"{format_bytes(self.context * model.kv_bytes_per_token)} for {self.context}"
         )
         yield f"layers   {_shares_line(placement)}"
+        if placement.experts is not None:
+            yield f"experts  in {_experts_line(placement.experts)}"
+            for one in self._experts_by_memory():
+                yield f"         in {_experts_line(one)}"
         for note in self._notes():
             yield f"note     {note}"
         yield (
@@ -110,6 +117,9 @@ class Analysis:
             f"free     one pass verifies {_tokens(self.free_tokens)}{most} in the time of 1 "
             f"(+{FREE_SLACK:.0%})"
         )
+
+    def _experts_by_memory(self) -> tuple[ExpertCache, ...]:
+        return by_memory(self.model, self.context) if self.placement.experts is not None else ()
 
     def _notes(self) -> Iterator[str]:
         yield from self.model.notes
@@ -138,13 +148,22 @@ def _device_line(device: DeviceSpec) -> str:
 
 def _shares_line(placement: TierShares) -> str:
     if not placement.streamed_bytes and not placement.linked_bytes:
-        return "all in memory"
+        has_all = placement.experts is None or placement.experts.hit_rate == 1
+        return "all in memory" if has_all else "all but experts in memory"
     parts = []
     if placement.linked_bytes:
         parts.append(f"{format_bytes(placement.linked_bytes)} cross the link")
     if placement.streamed_bytes:
         parts.append(f"{format_bytes(placement.streamed_bytes)} are read from storage")
     return f"{' and '.join(parts)} in every pass, of {format_bytes(placement.layer_bytes)}"
+
+
+def _experts_line(experts: ExpertCache) -> str:
+    return (
+        f"{format_bytes(experts.memory_bytes)} of memory: {format_bytes(experts.held_bytes)} of "
+        f"{format_bytes(experts.n_bytes)}, likely {experts.hit_rate:.0%} of those asked for; "
+        f"{format_bytes(int(experts.bytes_per_token))} read for a token"
+    )
 
 
 def _pass_dict(bound: PassBound) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from backends.shapes.shape import HEAD, ModelShape
+from specdec.analysis.experts import ExpertCache, expert_cache
 from specdec.analysis.operators import ATTENTION, Work, pass_work
 from specdec.devices.spec import DeviceSpec
 
@@ -24,19 +25,26 @@ FREE_SLACK = 0.05
 
 @dataclass(frozen=True)
 class TierShares:
-    """Where a model's bytes lie; the layers are evenly spread over the tiers."""
+    """Where a model's bytes lie; the layers are evenly spread over the tiers.
+
+    Experts that rows are routed to come after all else where a CPU computes: what memory is left
+    is a cache of them. They count as parts of the layers on a GPU.
+    """
 
     layer_bytes: int
     streamed_bytes: int
-    """Of the layers, read from storage in every pass."""
+    """Of the layers, read from storage in every pass; experts in a cache are not among them."""
     linked_bytes: int
     """Of the layers, sent over the link to the GPU in every pass."""
     missing_bytes: int
     """That even without any layer there is no room for."""
+    experts: ExpertCache | None = None
 
     @property
     def storage_share(self) -> float:
-        return self.streamed_bytes / self.layer_bytes
+        """Of what every pass needs of the layers."""
+        expert_bytes = self.experts.n_bytes if self.experts is not None else 0
+        return self.streamed_bytes / (self.layer_bytes - expert_bytes)
 
     @property
     def link_share(self) -> float:
@@ -56,7 +64,11 @@ def place(model: ModelShape, context: int, device: DeviceSpec) -> TierShares:
     if device.pcie_bytes_per_second:
         streamed = max(0, beyond_fast - device.memory_bytes)
         return TierShares(model.layer_bytes, streamed, beyond_fast, missing)
-    return TierShares(model.layer_bytes, beyond_fast, 0, missing)
+    if not model.expert_bytes:
+        return TierShares(model.layer_bytes, beyond_fast, 0, missing)
+    experts = expert_cache(model, context, fast_bytes)
+    beyond_fast = max(0, beyond_fast - model.expert_bytes)
+    return TierShares(model.layer_bytes, beyond_fast, 0, missing, experts)
 
 
 @dataclass(frozen=True)
@@ -141,7 +153,12 @@ def _tier_seconds(
 ) -> dict[str, float]:
     is_in_layers = name not in (ATTENTION, HEAD)  # the cache and the head stay in memory
     linked = work.held_bytes * placement.link_share if is_in_layers else 0.0
-    streamed = work.held_bytes * placement.storage_share if is_in_layers else 0.0
+    missed = 0.0
+    dense_bytes = work.held_bytes
+    if placement.experts is not None:
+        dense_bytes -= work.expert_bytes
+        missed = work.expert_bytes * (1 - placement.experts.hit_rate)
+    streamed = dense_bytes * placement.storage_share + missed if is_in_layers else 0.0
     flops = work.flops_by_format.items()
     return {
         COMPUTE: sum(n / device.flops(number_format) for number_format, n in flops),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from bench.train.mixture import (
     N_EXPERTS,
@@ -23,7 +23,7 @@ def target() -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
-        intermediate_size=2 * N_EXPERTS,
+        intermediate_size=4 * N_EXPERTS,  # grouped products take rows of whole 16 bytes
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
@@ -50,13 +50,29 @@ def test_all_experts_together_are_the_targets_neurons(target) -> None:
         assert torch.allclose(experts(rows, all_of_them, weights), dense(rows), atol=1e-5)
 
 
-def test_training_computes_what_transformers_does(target) -> None:
+def test_training_computes_what_transformers_does(target, tmp_path) -> None:
     model = build_mixture(target, seed=1)
+    model.save_pretrained(tmp_path)
+    loaded = Qwen3MoeForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
     ids = torch.randint(0, 64, (2, 9))
     with torch.no_grad():
-        ours = model(ids).logits
-        model.set_experts_implementation("eager")
-        assert torch.allclose(model(ids).logits, ours, atol=1e-5)
+        assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-5)
+
+
+def test_attention_begins_as_the_targets(target) -> None:
+    model = build_mixture(target, seed=1)
+    for ours, theirs in zip(model.model.layers, target.model.layers, strict=True):
+        wanted = theirs.self_attn.state_dict()
+        found = ours.self_attn.state_dict()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_tokens_experts_begin_with_about_the_same_weight(target) -> None:
+    model = build_mixture(target, seed=1)
+    rows = torch.nn.functional.rms_norm(torch.randn(50, 32), (32,))
+    with torch.no_grad():
+        _, weights, _ = model.model.layers[0].mlp.gate(rows)
+    assert weights.max() < 2 / TOP_K
 
 
 def test_losses_reach_routers_and_experts(target) -> None:

@@ -28,7 +28,7 @@ from bench.train.data import (
 )
 from bench.train.distil import opening_prompts, project_embedding
 from bench.train.model import build_model, draft_config, next_token_loss, target_config
-from bench.train.trainer import Phase, Trainer, TrainOptions
+from bench.train.trainer import Phase, Trainer, TrainOptions, build_optimizers
 
 SOURCE = '''"""A module."""
 
@@ -196,6 +196,13 @@ def test_training_lowers_the_loss_and_resumes(tokenizer, tmp_path: Path) -> None
     assert after < before
     again = train(0.02)  # its time is already used up
     assert again.step == first.step > 0
+
+
+def test_without_muon_every_weight_is_adamws(tokenizer) -> None:
+    model = build_model(draft_config(tokenizer), seed=0)
+    (adamw,) = build_optimizers(model, TrainOptions(1, (Phase(1.0, 4, 32),), muon_lr=None))
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert adamw.param_groups[0]["params"] == list(model.parameters())
 
 
 def test_the_projected_embedding_keeps_the_logit_geometry(tokenizer) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from weight_files import HangingFile
 
 from offload.errors import SpecdecError
+from offload.experts import cache as cache_file
 from offload.experts.cache import ExpertCache, ExpertStats
 from offload.experts.kept import expected_exponent, keep_exponent
 from offload.formats.tensors import TensorRecord
@@ -164,6 +166,40 @@ def test_a_check_that_raises_ends_the_wait(written, cache) -> None:
         list(hanging.bring(0, [0, 1], cancel))
     check(hanging, written, 0, [0, 1])
     hanging.close()
+
+
+@pytest.fixture
+def hanging(written: Written) -> Iterator[ExpertCache]:
+    HangingFile.let_go.clear()
+    made = ExpertCache(written.room(4), storage=HangingFile)
+    yield made
+    HangingFile.let_go.set()
+    made.close()
+
+
+def test_a_visit_ends_while_its_reads_hang(written, hanging) -> None:
+    """The next one waits for them, for their slots, and ends as well."""
+
+    def cancel() -> None:
+        raise KeyError("cancelled")
+
+    for layer in (0, 0, 1):
+        with pytest.raises(KeyError, match="cancelled"):
+            list(hanging.bring(layer, [0, 1], cancel))
+    HangingFile.let_go.set()
+    for layer in range(N_LAYERS):
+        check(hanging, written, layer, [0, 1, 2, 3, 4])
+
+
+def test_a_read_that_never_returns_does_not_block_closing(
+    hanging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    brought = hanging.bring(0, [0], hanging.stop)
+    with pytest.raises(SpecdecError, match="closed"):
+        next(brought)
+    monkeypatch.setattr(cache_file, "JOIN_SECONDS", 0.01)
+    hanging.close()
+    assert "does not return; its memory is not given back" in caplog.text
 
 
 class SlowFile(DirectFile):

@@ -19,6 +19,7 @@ from backends.shapes.shape import (
     Matrix,
     ModelShape,
 )
+from specdec.analysis.experts import by_memory
 from specdec.analysis.operators import ATTENTION, matrix_work, pass_work, total
 from specdec.analysis.roofline import (
     COMPUTE,
@@ -130,14 +131,21 @@ def test_sharing_keys_saves_their_traffic_and_no_flops(n_rows: int, context: int
     assert one.held_bytes == 4 * other.held_bytes
 
 
-def test_experts_compute_for_the_active_and_are_read_whole() -> None:
+def of_experts(matrix: Matrix) -> Matrix:
+    return replace(matrix, n_bytes=8 * matrix.n_bytes, n_matrices=8, n_active=2)
+
+
+def test_experts_compute_for_the_active_and_those_that_are_hit_are_read() -> None:
     dense_matrix = Matrix(FFN, 64, 128, 2 * 64 * 128, "F16")
-    experts = replace(dense_matrix, n_bytes=8 * dense_matrix.n_bytes, n_matrices=8, n_active=2)
-    one, mixture = (matrix_work(matrix, 5, 2) for matrix in (dense_matrix, experts))
-    assert mixture.flops == 2 * one.flops
-    assert mixture.held_elements == 8 * one.held_elements
-    assert mixture.held_bytes == 8 * one.held_bytes
-    assert mixture.elements - mixture.held_elements == 2 * (one.elements - one.held_elements)
+    experts = of_experts(dense_matrix)
+    for n_rows, n_hit in ((1, 2.0), (2, 2 * 2**0.7), (500, 8.0)):
+        one, mixture = (matrix_work(matrix, n_rows, 2) for matrix in (dense_matrix, experts))
+        assert mixture.flops == 2 * one.flops
+        assert mixture.held_elements == pytest.approx(n_hit * one.held_elements, abs=1)
+        assert mixture.held_bytes == mixture.expert_bytes
+        assert mixture.held_bytes == pytest.approx(n_hit * one.held_bytes, abs=1)
+        assert mixture.elements - mixture.held_elements == 2 * (one.elements - one.held_elements)
+        assert one.expert_bytes == 0
 
 
 def test_bytes_are_elements_in_their_real_size() -> None:
@@ -155,6 +163,41 @@ def test_flops_by_format_sum_to_all() -> None:
     work = pass_work(replace(SMALL, layers=(layer, mixed)), 3, 10, 3)
     assert set(work[FFN].flops_by_format) == {"F16", "Q6_K", "Q4_K"}
     assert all(sum(one.flops_by_format.values()) == one.flops for one in work.values())
+
+
+def a_mixture() -> ModelShape:
+    """Three layers whose feed-forward matrices are of eight experts, two of them used."""
+    layer = SMALL.layers[0]
+    matrices = tuple(of_experts(m) if m.role == FFN else m for m in layer.matrices)
+    n_bytes = (
+        layer.n_bytes + sum(m.n_bytes for m in matrices) - sum(m.n_bytes for m in layer.matrices)
+    )
+    return replace(SMALL, layers=(LayerShape(matrices, layer.attention, n_bytes),) * 3)
+
+
+def test_experts_have_what_the_rest_of_a_mixture_leaves() -> None:
+    model = a_mixture()
+    rest = model.weight_bytes - model.expert_bytes + 10 * model.kv_bytes_per_token
+    half = place(model, 10, with_memory(rest + model.expert_bytes // 2))
+    assert half.experts is not None
+    assert (half.streamed_bytes, half.storage_share) == (0, 0.0)
+    assert half.experts.held_bytes == model.expert_bytes // 2
+    assert half.experts.hit_rate == pytest.approx(0.5**0.25)
+    missed = model.expert_bytes / 4 * (1 - 0.5**0.25)
+    assert half.experts.bytes_per_token == pytest.approx(missed)
+    bound = pass_bound(model, with_memory(0), half, 1, 10, 1)
+    storage = DEVICE.storage_bytes_per_second
+    assert bound.tier_seconds(STORAGE) == pytest.approx(missed / storage, rel=0.01)
+    none = place(model, 10, with_memory(rest - 1000))
+    assert none.experts is not None
+    assert (none.streamed_bytes, none.experts.held_bytes) == (1000, 0)
+    assert none.experts.bytes_per_token == model.expert_bytes / 4
+    whole = place(model, 10, with_memory(rest + model.expert_bytes))
+    assert whole.experts is not None
+    assert (whole.experts.hit_rate, whole.experts.bytes_per_token) == (1.0, 0)
+    rates = [one.hit_rate for one in by_memory(model, 10)]
+    assert rates == sorted(rates)
+    assert len(set(rates)) == len(rates) > 3
 
 
 # --- where bytes lie --------------------------------------------------------------------------

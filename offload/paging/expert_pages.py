@@ -1,0 +1,135 @@
+"""Pages of a mixture's tensors of experts, and who needs them.
+
+A tensor holds the same matrix of all experts, one after the other. Pages that neighbours share are
+needed as long as one of them is. Those at a tensor's edges, which other tensors may share, are not
+among them: see `outside`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from offload.formats.tensors import TensorRecord
+from offload.paging.address_space import PAGE_BYTES
+from offload.paging.spans import Span
+from offload.residency.experts import LayerExperts
+
+Pages = tuple[int, int]
+"""(first, behind the last)"""
+
+
+@dataclass(frozen=True)
+class OuterRecords:
+    """What a mixture's tensors of experts are to the pager of everything else."""
+
+    resident: tuple[TensorRecord, ...]
+    """Their first and last bytes, on pages that they share with others."""
+    untouched: tuple[TensorRecord, ...]
+    """Whole pages of experts alone."""
+
+
+def outside(layers: Iterable[LayerExperts | None]) -> OuterRecords:
+    """Every tensor of experts, cut where its own pages begin and end."""
+    resident: list[TensorRecord] = []
+    untouched: list[TensorRecord] = []
+    for layer in layers:
+        for span, record in tensors_of(layer):
+            inner = span.inner
+            middle = inner if inner.start < inner.end else Span(span.path, span.end, span.end)
+            for name, start, end in (
+                ("first", span.start, middle.start),
+                ("own", middle.start, middle.end),
+                ("last", middle.end, span.end),
+            ):
+                part = replace(
+                    record, name=f"{record.name} {name}", offset=start, n_bytes=end - start
+                )
+                (untouched if name == "own" else resident).append(part)
+    resident, untouched = ([r for r in found if r.n_bytes] for found in (resident, untouched))
+    return OuterRecords(tuple(resident), tuple(untouched))
+
+
+def edge_bytes(layers: Iterable[LayerExperts | None]) -> int:
+    """Memory of what is resident of these, and of the page at either end of what lies between."""
+    return sum(4 * PAGE_BYTES for layer in layers for _ in tensors_of(layer))
+
+
+def tensors_of(layer: LayerExperts | None) -> Iterator[tuple[Span, TensorRecord]]:
+    """(all experts' bytes, the first expert's record) of each tensor of a layer."""
+    if layer is None:
+        return
+    for first, last in zip(layer.tensors[0], layer.tensors[-1], strict=True):
+        yield Span(first.path, first.offset, last.offset + last.n_bytes), first
+
+
+@dataclass
+class Region:
+    """The whole pages of one tensor, and how many experts that are in memory have each."""
+
+    span: Span  # of the tensor
+    slice_bytes: int
+    address: int
+    """Of the first page of `span.inner`."""
+    n_users: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.n_users = np.zeros(self.n_bytes // PAGE_BYTES, dtype=np.int32)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.span.inner.end - self.span.inner.start
+
+    def pages_of(self, expert: int) -> Pages:
+        start = self.span.start + expert * self.slice_bytes - self.span.inner.start
+        first = max(0, start // PAGE_BYTES)
+        behind = -(-(start + self.slice_bytes) // PAGE_BYTES)
+        return first, max(first, min(len(self.n_users), behind))
+
+    def use(self, expert: int) -> list[Pages]:
+        """Pages that are needed from now on, and are not there."""
+        first, behind = self.pages_of(expert)
+        self.n_users[first:behind] += 1
+        return _runs(self.n_users[first:behind] == 1, first)
+
+    def leave(self, expert: int) -> list[Pages]:
+        """Pages that are not needed any more."""
+        first, behind = self.pages_of(expert)
+        self.n_users[first:behind] -= 1
+        return _runs(self.n_users[first:behind] == 0, first)
+
+
+def _runs(is_in: np.ndarray, first: int) -> list[Pages]:
+    """Ranges of True, counted from `first` on."""
+    borders = np.flatnonzero(np.diff(np.concatenate(([0], is_in.astype(np.int8), [0]))))
+    return [(first + int(a), first + int(b)) for a, b in borders.reshape(-1, 2)]
+
+
+Brought = tuple[Region, Pages]
+
+
+def n_bytes_of(run: Pages) -> int:
+    return (run[1] - run[0]) * PAGE_BYTES
+
+
+def joined(brought: Iterable[Brought]) -> Iterator[Brought]:
+    """Neighbours become one; of each region they come in order."""
+    by_region: dict[int, tuple[Region, list[Pages]]] = {}
+    for region, run in brought:
+        by_region.setdefault(id(region), (region, []))[1].append(run)
+    for region, runs in by_region.values():
+        start, end = runs[0]
+        for run in runs[1:]:
+            if run[0] != end:
+                yield region, (start, end)
+                start = run[0]
+            end = run[1]
+        yield region, (start, end)
+
+
+def split(run: Pages, n_bytes: int) -> Iterator[Pages]:
+    step = n_bytes // PAGE_BYTES
+    for start in range(run[0], run[1], step):
+        yield start, min(start + step, run[1])

@@ -1,0 +1,251 @@
+"""Experts of a mixture at the addresses where its file is mapped: a cache of their pages.
+
+Somebody else (llama.cpp) has mapped a file and computes from those addresses; of the experts it
+touches those that rows were routed to. A tensor holds the same matrix of all experts, one after the
+other: the pages of those that are in memory are there, all others are address space without access,
+so that computing with what was not brought is a crash, never a wrong result.
+
+    experts.bring(layer, ids)     all of them are at their addresses until the next call
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from time import perf_counter
+
+from offload.errors import SpecdecError
+from offload.experts.cache import N_READERS, ExpertStats, is_of_few_rows
+from offload.experts.eviction import Directory, Visit
+from offload.paging.address_space import (
+    PAGE_BYTES,
+    PROT_READ,
+    PROT_READ_WRITE,
+    free_pages,
+    keep_from_children,
+    prepare,
+    protect,
+    reserve,
+    view,
+)
+from offload.paging.expert_pages import (
+    Brought,
+    Pages,
+    Region,
+    joined,
+    n_bytes_of,
+    split,
+    tensors_of,
+)
+from offload.paging.plan import Mappings, locate
+from offload.process.interruptible import POLL_SECONDS, check_interrupt
+from offload.residency.experts import ExpertRoom
+from offload.ring.slots import JOIN_SECONDS
+from offload.storage.aligned import populate
+from offload.storage.direct_io import DirectFile, OpenStorage
+from offload.storage.layout import Piece
+from offload.storage.reading import OpenFiles
+from offload.trace import READ, WAIT, record_since
+from offload.units import MIB
+
+logger = logging.getLogger(__name__)
+
+_READ_BYTES = 8 * MIB
+Check = Callable[[], None]
+
+
+class PagedExperts:
+    """Experts of one mapped model, for one pass at a time.
+
+    `close` must come before the mapping's owner unmaps the file.
+
+    Args:
+        room: how much memory their pages may take, and all experts.
+        trace: gets the experts that every visit of a layer asked for.
+
+    Raises:
+        AddressSpaceError: a tensor is not mapped exactly once.
+        StorageError: a file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        room: ExpertRoom,
+        mappings: Mappings,
+        *,
+        n_readers: int | None = None,
+        storage: OpenStorage = DirectFile,
+        trace: list[Visit] | None = None,
+    ) -> None:
+        self._room, self._trace = room, trace
+        self._regions: Mapping[int, Sequence[Region]] = {
+            i: [
+                Region(span, first.n_bytes, locate(span.inner, mappings))
+                for span, first in tensors_of(layer)
+            ]
+            for i, layer in enumerate(room.layers)
+            if layer is not None
+        }
+        self._directory = Directory(room.n_experts)
+        self._most_bytes, self._n_used_bytes = room.n_bytes, 0
+        self._was_full = False
+        self._is_stopped = self._is_closed = False
+        self.stats = ExpertStats()
+        self._reads: list[Future[int]] = []
+        self._left: list[tuple[int, int]] = []
+        """(layer, expert) of a visit that was given up while it read them."""
+        self._files = OpenFiles(self._paths(), storage)
+        for region in self._all():
+            reserve(region.n_bytes, region.address)
+            keep_from_children(region.address, region.n_bytes)
+            # All with the same flags, so that neighbours become one mapping again.
+            prepare(region.address, region.n_bytes, huge=False)
+            free_pages(region.address, region.n_bytes)
+        self._pool = ThreadPoolExecutor(n_readers or N_READERS, thread_name_prefix="specdec-expert")
+
+    @property
+    def unread_bytes(self) -> int:
+        """Memory that they may still take."""
+        return max(0, self._most_bytes - self._n_used_bytes)
+
+    def bring(self, layer: int, experts: Collection[int], check: Check | None = None) -> None:
+        """Have these of a layer at their addresses, until the next call.
+
+        check: called again and again while reads are waited for; what it raises ends the wait.
+
+        Raises:
+            StorageError: a read failed, or a file was changed.
+            MemoryError: memory for them cannot be had.
+            SpecdecError: it was closed.
+        """
+        self.check_open()
+        self._forget_left(check)
+        self._directory.visit(layer)
+        if self._trace is not None:
+            self._trace.append((layer, tuple(sorted(experts))))
+        missing = [e for e in sorted(experts) if self._directory.find(layer, e) is None]
+        self._count(layer, len(experts), len(missing))
+        if not missing:
+            return
+        admitted: list[int] = []
+        try:
+            brought = [run for e in missing for run in self._admit(layer, e, experts, admitted)]
+            self._read(layer, brought, check)
+        except BaseException:
+            # A read may never end (a dead network mount): the next visit waits for it, before its
+            # pages are given back.
+            self._left = [(layer, expert) for expert in admitted]
+            for read in self._reads:
+                read.cancel()
+            if not wait(self._reads, 0).not_done:
+                self._forget_left()
+            raise
+
+    def _forget_left(self, check: Check | None = None) -> None:
+        """What a visit that was given up has begun to bring."""
+        if not self._left:
+            return
+        self._until_read(check)
+        for layer, expert in self._left:
+            self._directory.forget(layer, expert)
+            self._drop(layer, expert)
+        self._left = []
+
+    def _count(self, layer: int, n_asked: int, n_missing: int) -> None:
+        stats, own = self.stats, self._room.layers[layer]
+        stats.n_asked += n_asked
+        stats.n_hits += n_asked - n_missing
+        if self._was_full and own is not None and is_of_few_rows(n_asked, own):
+            stats.n_asked_full += n_asked
+            stats.n_hits_full += n_asked - n_missing
+
+    def _admit(
+        self, layer: int, expert: int, kept: Collection[int], admitted: list[int]
+    ) -> list[Brought]:
+        """Make room for an expert, and name the pages that it lacks."""
+        regions = self._regions[layer]
+        pages = (region.pages_of(expert) for region in regions)
+        most = sum(behind - first for first, behind in pages) * PAGE_BYTES
+        while self._n_used_bytes + most > self._most_bytes:
+            self._was_full = True
+            victim = self._directory.evict(layer, kept)
+            if victim is None:
+                raise SpecdecError(
+                    f"layer {layer} needs {len(kept)} experts at once, more than the "
+                    f"{self._most_bytes} bytes for them hold: raise the memory budget"
+                )
+            self._drop(*victim)
+        self._directory.admit(layer, expert, kept)
+        admitted.append(expert)
+        found = [(region, run) for region in regions for run in region.use(expert)]
+        self._n_used_bytes += sum(n_bytes_of(run) for _, run in found)
+        return found
+
+    def _drop(self, layer: int, expert: int) -> None:
+        for region in self._regions[layer]:
+            for run in region.leave(expert):
+                free_pages(region.address + run[0] * PAGE_BYTES, n_bytes_of(run))
+                self._n_used_bytes -= n_bytes_of(run)
+
+    def _read(self, layer: int, brought: Iterable[Brought], check: Check | None) -> None:
+        """All of it, in the order of the file, many reads at a time."""
+        runs = list(joined(brought))
+        for region, run in runs:
+            protect(region.address + run[0] * PAGE_BYTES, n_bytes_of(run), PROT_READ_WRITE)
+        parts = sorted(
+            ((region, part) for region, run in runs for part in split(run, _READ_BYTES)),
+            key=lambda x: (str(x[0].span.path), x[0].span.start, x[1]),
+        )
+        self._reads = [self._pool.submit(self._read_one, *part) for part in parts]
+        started = perf_counter()
+        self._until_read(check)
+        seconds = record_since(started, WAIT, f"wait for experts of layer {layer}")
+        self.stats.stall_seconds += seconds
+        self.stats.bytes_read += sum(read.result() for read in self._reads)
+        self._files.check_unchanged()
+        for region, run in runs:
+            protect(region.address + run[0] * PAGE_BYTES, n_bytes_of(run), PROT_READ)
+
+    def _until_read(self, check: Check | None) -> None:
+        """Raises what `check` does, and SpecdecError once this is closed."""
+        while wait(self._reads, POLL_SECONDS).not_done:
+            check_interrupt()
+            self.check_open()
+            if check is not None:
+                check()
+
+    def _read_one(self, region: Region, run: Pages) -> int:
+        started = perf_counter()
+        at, n_bytes = run[0] * PAGE_BYTES, n_bytes_of(run)
+        populate(region.address + at, n_bytes)
+        piece = Piece(region.span.path, region.span.inner.start + at, 0, n_bytes, n_bytes)
+        n_read = self._files.read(piece, view(region.address + at, n_bytes))
+        record_since(started, READ, "experts", n_read, region.span.path)
+        return n_read
+
+    def _all(self) -> Iterator[Region]:
+        """Those that have pages of their own."""
+        return (r for regions in self._regions.values() for r in regions if r.n_bytes)
+
+    def _paths(self) -> set[Path]:
+        return {region.span.path for region in self._all()}
+
+    def check_open(self) -> None:
+        if self._is_stopped:
+            raise SpecdecError("the model was closed")
+
+    def close(self) -> None:
+        """Give threads, files and memory back; the addresses stay reserved. Idempotent."""
+        self._is_stopped = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if wait(self._reads, JOIN_SECONDS).not_done:
+            # Its file and pages are in use: leaking them is the lesser evil.
+            logger.warning("a read from storage does not return; its memory is not given back")
+            return
+        self._files.close()
+        if not self._is_closed:
+            self._is_closed = True
+            for region in self._all():
+                reserve(region.n_bytes, region.address)

@@ -1,0 +1,142 @@
+"""Of a GGUF mixture the experts that rows are routed to are read: it computes what one in memory
+does."""
+
+import threading
+from itertools import pairwise
+
+import pytest
+from weight_files import FaultyReads
+
+pytest.importorskip("llama_cpp")
+pytest.importorskip("gguf")
+
+from functools import partial
+
+from gguf_streaming import PROMPT, exercise, in_memory, same, streamed_experts
+
+import specdec
+from backends.contract.backend import PREFIX, UnsupportedModel
+from backends.contract.source import BackendOptions
+from backends.llama.graph import RoutedNodes
+from backends.llama.source import GgufSource
+from offload.paging.experts import PagedExperts
+from offload.residency.experts import slot_bytes
+from offload.storage.direct_io import StorageError
+from specdec.planning.placer import CpuPlacer
+
+pytestmark = pytest.mark.gguf
+SHAPE = {"n_layers": 3, "n_experts": 8, "feed_forward": 256}
+
+
+@pytest.mark.parametrize("n_slots", [0, 2])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("mixtral", "Q4_0"), ("qwen3moe", "Q8_0"), ("qwen3moe", "Q4_K")]
+)
+def test_bit_equal_to_the_model_in_memory(family, dtype, n_slots, models, paging):
+    model = models(family, dtype=dtype, hidden=256, **SHAPE)
+    with in_memory(model) as expected, streamed_experts(model, n_slots=n_slots) as found:
+        assert same(exercise(found), exercise(expected))
+
+
+def test_of_split_files_too(models, paging):
+    model = models("qwen3moe", n_splits=3, **SHAPE)
+    with in_memory(model) as expected, streamed_experts(model) as found:
+        assert same(exercise(found), exercise(expected))
+
+
+def test_a_pass_asks_for_the_experts_of_its_rows(models, paging, monkeypatch):
+    trace = []
+    traced = partial(PagedExperts, trace=trace)
+    monkeypatch.setattr("backends.llama.stream.PagedExperts", traced)
+    model = models("qwen3moe", **SHAPE)
+    with streamed_experts(model) as backend:
+        backend.prefill(PROMPT)
+        assert [layer for layer, _ in trace] == [0, 1, 2]
+        counts = [len(experts) for _, experts in trace]
+        assert min(counts[:-1]) > 2 <= max(counts) <= 8  # the last layer has one row
+        trace.clear()
+        backend.extend([7], [PREFIX])
+        assert [len(experts) for _, experts in trace] == [2] * 3
+        before = backend.stream_use.bytes_streamed
+        backend.rollback(len(PROMPT))
+        backend.extend([7], [PREFIX])
+        assert trace[:3] == trace[3:]
+        assert backend.stream_use.bytes_streamed == before  # all of them are in memory
+
+
+def test_the_more_memory_the_less_is_read(models, paging):
+    model = models("qwen3moe", **SHAPE)
+    n_read = []
+    for share in (0.3, 0.6, 0.95):
+        n_bytes = int(share * sum(x.n_bytes for x in model.experts))
+        with streamed_experts(model, n_bytes) as backend:
+            exercise(backend)
+            n_read.append(backend.stream_use.bytes_streamed)
+    assert all(more > less for more, less in pairwise(n_read))
+
+
+def test_a_failing_read_surfaces_and_the_next_pass_is_right(models, paging, monkeypatch):
+    model = models("qwen3moe", **SHAPE)
+    with in_memory(model) as expected:
+        wanted = exercise(expected)
+    armed = threading.Event()
+
+    def fault(call, length):
+        if armed.is_set():
+            raise OSError(5, "Input/output error")
+
+    faulty = partial(PagedExperts, storage=FaultyReads(fault).storage)
+    monkeypatch.setattr("backends.llama.stream.PagedExperts", faulty)
+    with streamed_experts(model) as backend:
+        for _ in range(2):
+            armed.set()
+            with pytest.raises(StorageError, match="Input/output error"):
+                backend.prefill(PROMPT)
+            armed.clear()
+            assert backend.n_committed == 0
+            assert same(exercise(backend), wanted)
+            backend.rollback(0)
+
+
+def test_experts_that_are_chosen_otherwise_are_refused():
+    routed = RoutedNodes()
+    with pytest.raises(UnsupportedModel, match="experts of layer 3 in a way"):
+        routed.see(1, 3, is_by_expert=False)
+    with pytest.raises(UnsupportedModel, match="experts of layer 3 0 times"):
+        RoutedNodes().routers([3])
+
+
+def test_a_plan_holds_what_is_no_expert_and_gives_the_rest_to_experts(models):
+    model = models("qwen3moe", **SHAPE)
+    source = GgufSource(model.path, BackendOptions())
+    names = {record.name for layer in source.layers for record in layer.tensors}
+    assert not any("_exps" in name for name in names)
+    placer = CpuPlacer(source, "auto")
+    placed = placer.place(placer.all_bytes - 9 * slot_bytes(source.experts), 0)
+    assert placed.n_streamed_layers == 0
+    assert 8 <= placed.experts.n_slots < 15
+    least = placer.place(placer.least_bytes(0), 0)
+    assert least.experts.n_slots >= 8
+
+
+def test_texts_are_those_of_the_model_in_memory(models, monkeypatch):
+    """With speculation; where memory is scarce."""
+    path = models("qwen3moe", hidden=256, **SHAPE).path
+    load = partial(specdec.load, path, ctx_size=64, spec_type="ngram")
+    options = {"max_tokens": 12, "ignore_eos": True, "temperature": 0}
+    with load(load_mode="mmap") as llm:
+        expected = llm.generate(PROMPT, **options).token_ids
+    place = CpuPlacer.place
+
+    def with_little(placer, n_bytes, device_bytes):
+        n_missing = 9 * slot_bytes(placer.source.experts)
+        return place(placer, placer.all_bytes - n_missing, device_bytes)
+
+    monkeypatch.setattr(CpuPlacer, "place", with_little)
+    with load() as llm:
+        room = llm.plan.residency.experts
+        assert room.n_slots < room.n_experts
+        assert any("experts in memory" in line for line in llm.plan.lines())
+        found = llm.generate(PROMPT, **options)
+    assert found.token_ids == expected
+    assert found.stats.bytes_streamed > 0

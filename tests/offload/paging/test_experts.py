@@ -1,0 +1,204 @@
+"""Pages of experts over a real file that is mapped: those asked for are there, and no others."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mapped_weights import is_readable, libc, map_file, memory_in
+from weight_files import FaultyReads, HangingFile
+
+from offload.errors import SpecdecError
+from offload.formats.tensors import TensorRecord
+from offload.paging import experts as experts_file
+from offload.paging.address_space import PAGE_BYTES, find_mapping
+from offload.paging.expert_pages import outside
+from offload.paging.experts import PagedExperts
+from offload.residency.experts import ExpertRoom, LayerExperts
+from offload.storage.direct_io import StorageError
+
+N_LAYERS, N_EXPERTS = 3, 12
+SIZES = (9000, 3001, 3 * PAGE_BYTES)
+"""Of an expert's tensors: they share pages, are less than one, or are whole pages."""
+
+
+class Mixture:
+    """A mapped file; every tensor has the experts of a layer one after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        rng, content, layers = np.random.default_rng(0), bytearray(b"header "), []
+        for layer in range(N_LAYERS):
+            parts = []
+            for part, size in enumerate(SIZES):
+                content += rng.bytes(-len(content) % PAGE_BYTES if part == 2 else 40)
+                name, start = f"{layer}.{part}", len(content)
+                content += rng.bytes(N_EXPERTS * size)
+                parts.append(
+                    [
+                        TensorRecord(f"{name}[{e}]", "U8", (size,), path, start + e * size, size)
+                        for e in range(N_EXPERTS)
+                    ]
+                )
+            layers.append(LayerExperts(tuple(zip(*parts, strict=True)), 2, is_at_once=True))
+        self.content = bytes(content) + bytes(PAGE_BYTES)
+        path.write_bytes(self.content)
+        self.layers = tuple(layers)
+        self.address, self.size = map_file(path)
+        self.mappings = {path: find_mapping(path)}
+        self.own = outside(self.layers).untouched
+
+    def room(self, n_slots: int) -> ExpertRoom:
+        return ExpertRoom(self.layers, n_slots)
+
+    def check(self, layer: int, experts: list[int]) -> None:
+        for expert in experts:
+            for record in self.layers[layer].tensors[expert]:
+                found = ctypes.string_at(self.address + record.offset, record.n_bytes)
+                assert found == self.content[record.offset : record.offset + record.n_bytes]
+
+    def n_bytes_there(self) -> int:
+        """Memory of the experts' own pages."""
+        return memory_in([(self.address, self.size)])
+
+    def is_there(self, layer: int, expert: int) -> bool:
+        """Whether the inner page of its last tensor is."""
+        record = self.layers[layer].tensors[expert][2]
+        return is_readable(self.address + record.offset + PAGE_BYTES)
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Iterator[Mixture]:
+    made = Mixture(tmp_path / "experts.bin")
+    yield made
+    libc.munmap(made.address, made.size)
+
+
+@pytest.fixture
+def paged(mixture: Mixture) -> Iterator[PagedExperts]:
+    made = PagedExperts(mixture.room(14), mixture.mappings)
+    yield made
+    made.close()
+
+
+def test_the_bytes_are_the_files_own_and_take_no_more_memory_than_planned(mixture, paged) -> None:
+    rng, most = np.random.default_rng(1), mixture.room(14).n_bytes
+    for step in range(30):
+        experts = rng.choice(N_EXPERTS, int(rng.integers(1, N_EXPERTS + 1)), replace=False).tolist()
+        paged.bring(step % N_LAYERS, experts)
+        mixture.check(step % N_LAYERS, experts)
+        assert mixture.n_bytes_there() == most - paged.unread_bytes <= most
+    assert 0 < paged.stats.n_hits < paged.stats.n_asked
+    assert paged.stats.n_asked_full > 0
+
+
+def test_what_was_not_asked_for_is_not_there(mixture, paged) -> None:
+    paged.bring(1, [2, 3, 7])
+    there = [(i, e) for i in range(N_LAYERS) for e in range(N_EXPERTS) if mixture.is_there(i, e)]
+    assert there == [(1, 2), (1, 3), (1, 7)]
+    before = paged.stats.bytes_read
+    paged.bring(1, [7, 2])
+    assert paged.stats.bytes_read == before
+
+
+def test_a_read_that_fails_leaves_nothing_behind(mixture) -> None:
+    is_broken = False
+
+    def fault(call: int, length: int) -> None:
+        if is_broken and call % 3 == 0:
+            raise OSError(5, "Input/output error")
+
+    paged = PagedExperts(mixture.room(14), mixture.mappings, storage=FaultyReads(fault).storage)
+    try:
+        paged.bring(0, [1, 4])
+        before, is_broken = mixture.n_bytes_there(), True
+        with pytest.raises(StorageError, match="Input/output error"):
+            paged.bring(0, [0, 1, 2, 5, 8, 11])
+        is_broken = False
+        assert mixture.n_bytes_there() == before
+        assert not mixture.is_there(0, 2)
+        mixture.check(0, [1, 4])
+        paged.bring(0, [0, 1, 2, 5])
+        mixture.check(0, [0, 1, 2, 5])
+    finally:
+        paged.close()
+
+
+@pytest.fixture
+def hanging(mixture: Mixture) -> Iterator[PagedExperts]:
+    HangingFile.let_go.clear()
+    made = PagedExperts(mixture.room(14), mixture.mappings, storage=HangingFile)
+    yield made
+    HangingFile.let_go.set()
+    made.close()
+
+
+def test_a_visit_ends_while_its_reads_hang(mixture, hanging) -> None:
+    """The next one waits for them, for their pages, and ends as well."""
+
+    def end() -> None:
+        raise KeyboardInterrupt
+
+    for layer in (0, 0, 1):
+        with pytest.raises(KeyboardInterrupt):
+            hanging.bring(layer, [1, 2], end)
+    HangingFile.let_go.set()
+    hanging.bring(2, [5])
+    mixture.check(2, [5])
+    there = [(i, e) for i in range(N_LAYERS) for e in range(N_EXPERTS) if mixture.is_there(i, e)]
+    assert there == [(2, 5)]
+    assert mixture.n_bytes_there() == mixture.room(14).n_bytes - hanging.unread_bytes
+
+
+def test_a_read_that_never_returns_does_not_block_closing(
+    hanging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def end() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hanging.bring(0, [1], end)
+    monkeypatch.setattr(experts_file, "JOIN_SECONDS", 0.01)
+    hanging.close()
+    assert "does not return; its memory is not given back" in caplog.text
+
+
+def test_a_file_that_was_changed_is_noticed(mixture, paged) -> None:
+    paged.bring(0, [1])
+    mixture.path.write_bytes(bytes(len(mixture.content)))
+    with pytest.raises(StorageError, match="was changed while in use"):
+        paged.bring(0, [2])
+    assert not mixture.is_there(0, 2)
+
+
+def test_too_little_memory_for_a_layer_is_said(mixture) -> None:
+    paged = PagedExperts(mixture.room(2), mixture.mappings)
+    try:
+        with pytest.raises(SpecdecError, match="needs 12 experts at once"):
+            paged.bring(0, range(N_EXPERTS))
+    finally:
+        paged.close()
+
+
+def test_after_the_end_nothing_is_there(mixture, paged) -> None:
+    paged.bring(0, [1, 2])
+    paged.close()
+    paged.close()
+    assert mixture.n_bytes_there() == 0
+    with pytest.raises(SpecdecError, match="closed"):
+        paged.bring(0, [1])
+
+
+def test_the_edges_and_what_lies_between_are_the_whole(mixture) -> None:
+    found = outside(mixture.layers)
+    n_bytes = sum(r.n_bytes for r in (*found.resident, *found.untouched))
+    assert n_bytes == sum(layer.n_bytes for layer in mixture.layers)
+    for record in found.untouched:
+        assert record.offset % PAGE_BYTES == record.n_bytes % PAGE_BYTES == 0
+    one = replace(mixture.layers[0].tensors[0][1], n_bytes=100)
+    tiny = outside([LayerExperts(((one,),), 1)])
+    assert (sum(r.n_bytes for r in tiny.resident), tiny.untouched) == (100, ())
