@@ -13,12 +13,13 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from offload.formats.lease import FileInUse, read_lease
 from offload.formats.safetensors import DTYPE_BITS, read_header_and_metadata
 from offload.formats.tensors import CheckpointError, FileState, TensorRecord, file_state
 from offload.units import MIB
@@ -56,11 +57,22 @@ class MappedFile:
     _file: BinaryIO
     _state: FileState
 
-    def check_unchanged(self) -> None:
-        """Raise CheckpointError where the file was overwritten or cut since it was checked.
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """`buffers` are to be used in this context alone: reading what was cut off would end the
+        process, so that who wants to write to the file waits.
 
-        To be asked before `buffers` are used: reading what was cut off would end the process.
+        Raises CheckpointError where that has happened since it was checked.
         """
+        try:
+            with read_lease(self._file.fileno()):
+                self.check_unchanged()
+                yield
+        except FileInUse as error:
+            raise CheckpointError(f"{self._file.name}: {error.strerror}") from error
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError where the file was overwritten or cut since it was checked."""
         if FileState.of(os.fstat(self._file.fileno())) != self._state:
             raise CheckpointError(f"{self._file.name} was changed since it was read")
 

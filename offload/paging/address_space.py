@@ -198,7 +198,19 @@ def give_back_zeros(address: int, n_bytes: int) -> None:
     end = (address + n_bytes) // PAGE_BYTES * PAGE_BYTES
     if start < end:
         _libc().madvise(start, end - start, _MADV_NOHUGEPAGE)
-        _libc().madvise(start, end - start, _MADV_DONTNEED)
+        give_back(start, end - start)
+
+
+def give_back(address: int, n_bytes: int) -> None:
+    """Free the memory of whole private pages: they are zeros until something is written there."""
+    _libc().madvise(address, n_bytes, _MADV_DONTNEED)
+
+
+def free_pages(address: int, n_bytes: int) -> None:
+    """Take the pages of private memory; they remain reserved, as before `prepare`."""
+    protect(address, n_bytes, PROT_NONE)
+    if _libc().madvise(address, n_bytes, _MADV_DONTNEED) == _FAILED:
+        raise _error("madvise", n_bytes)
 
 
 def keep_from_children(address: int, n_bytes: int) -> None:

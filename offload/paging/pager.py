@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import check_supported
 from offload.paging.memory import Loan, PageMemory, read_resident, reserve_all, reserve_streamed
-from offload.paging.plan import Mappings, plan_paging
+from offload.paging.plan import Mappings, ResidentRange, plan_paging
 from offload.residency.placement import LayerWeights
 from offload.ring.file_supply import RingOptions, walk_files
 from offload.ring.holding import HoldingLender
@@ -105,6 +105,11 @@ class Pager(HoldingLender[HostMemory, None]):
     def resident_bytes(self) -> int:
         """Memory of the resident tensors and of the edges of streamed ones."""
         return self._plan.resident_bytes
+
+    @property
+    def resident_ranges(self) -> tuple[ResidentRange, ...]:
+        """Pages that have memory of their own for good."""
+        return self._plan.resident
 
     @property
     def ring_bytes(self) -> int:

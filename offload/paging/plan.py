@@ -91,7 +91,7 @@ def plan_paging(
     resident = tuple(resident)
     spans = streamed_spans(layers, (*resident, *untouched))
     cut = [
-        [_cut(_locate(span.inner, mappings), span.inner) for span in layer_spans]
+        [_cut(locate(span.inner, mappings), span.inner) for span in layer_spans]
         for layer_spans in _with_pages(spans)
     ]
     body_bytes = max((sum(_body_bytes(c) for c in cuts) for cuts in cut), default=0)
@@ -103,7 +103,7 @@ def plan_paging(
                 span.path,
                 span.outer.start,
                 span.outer.end - span.outer.start,
-                _locate(span.outer, mappings),
+                locate(span.outer, mappings),
                 span.end - span.outer.start,
             )
             for span in resident_spans(layers, resident, spans)
@@ -141,7 +141,7 @@ def paging_overhead_bytes(
     return max(0, n_bytes - planned)
 
 
-def _locate(span: Span, mappings: Mappings) -> int:
+def locate(span: Span, mappings: Mappings) -> int:
     """The address of the span's first byte."""
     found = [
         mapped.address + span.start - mapped.file_offset

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -54,14 +54,17 @@ def save_tiny_gguf(
     feed_forward: int = FEED_FORWARD,
     vocab: int = VOCAB,
     n_ctx: int = N_CTX,
+    n_experts: int | None = None,
 ) -> Path:
     """Write a model; return the path of its (first) file.
 
     dtype: of matrices, where its blocks fit their rows; Q8_0 elsewhere.
+    n_experts: of a mixture, where it is to have others than the family's.
     """
     import gguf
 
     kind = FAMILIES[family]
+    kind = replace(kind, n_experts=n_experts or kind.n_experts)
     writer = gguf.GGUFWriter(
         path,
         kind.architecture,

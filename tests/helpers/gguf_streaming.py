@@ -6,7 +6,9 @@ import numpy as np
 
 from backends.contract.backend import PREFIX
 from backends.llama.backend import LlamaBackend
+from offload.residency.experts import ExpertRoom, least_slots
 from offload.residency.placement import Placement
+from offload.residency.plan import pin_all
 
 PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
 TREE_TOKENS = [7, 20, 30, 21, 22, 31, 40]
@@ -49,3 +51,17 @@ def exercise(backend):
 
 def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def by_experts(model, n_bytes, n_slots=0):
+    """A placement of a mixture: all but the experts in memory (or streamed through so many slots),
+    and about `n_bytes` for these, as many as one layer's at least."""
+    room = ExpertRoom(model.experts, 1)
+    least = least_slots(model.experts)
+    room = ExpertRoom(model.experts, max(least, n_bytes // room.slot_bytes))
+    layers = model.layers_without_experts
+    return Placement(layers if n_slots else pin_all(layers), n_slots, experts=room)
+
+
+def streamed_experts(model, n_bytes=0, n_slots=0, **options):
+    return LlamaBackend(model, residency=by_experts(model, n_bytes, n_slots), **OPTIONS | options)

@@ -76,6 +76,16 @@ def write_weights(
     return Weights(tuple(layers), contents)
 
 
+class HangingFile(DirectFile):
+    """Reads that begin, and end when they are let go."""
+
+    let_go = threading.Event()
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        self.let_go.wait()
+        return super().read_into(view, offset)
+
+
 class FaultyReads:
     """A `read_at` that counts its calls and lets `fault(call number, length)` interfere.
 

@@ -6,7 +6,10 @@ import errno
 import json
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
@@ -139,6 +142,39 @@ def test_a_file_that_is_cut_after_it_was_read(path: Path, n_bytes: int) -> None:
     os.truncate(path, n_bytes % path.stat().st_size)
     with pytest.raises(CheckpointError, match="was changed since it was read"):
         file.check_unchanged()
+
+
+CUT = "import os, sys; os.truncate(sys.argv[1], int(sys.argv[2]))"
+
+
+@pytest.mark.parametrize("n_bytes", [0, 100])
+def test_who_cuts_a_file_waits_while_its_tensors_are_used(path: Path, n_bytes: int) -> None:
+    """At every step of reading them: before, between, and behind the last one."""
+    file = read_mapped(path)
+    with ExitStack() as running:
+        with file.unchanged():
+            command = [sys.executable, "-c", CUT, str(path), str(n_bytes)]
+            cutting = running.enter_context(subprocess.Popen(command))
+            for name, buffer in file.buffers.items():
+                with pytest.raises(subprocess.TimeoutExpired):
+                    cutting.wait(timeout=0.3)
+                assert bytes(buffer) == contents()[name]
+        assert cutting.wait(timeout=60) == 0
+    assert path.stat().st_size == n_bytes
+    with pytest.raises(CheckpointError, match="was changed since it was read"), file.unchanged():
+        raise AssertionError
+
+
+def test_a_file_that_somebody_writes_is_refused(path: Path) -> None:
+    file = read_mapped(path)
+    with (
+        path.open("r+b"),
+        pytest.raises(CheckpointError, match="opened it for writing"),
+        file.unchanged(),
+    ):
+        raise AssertionError
+    with file.unchanged():
+        assert bytes(file.buffers["odd"]) == contents()["odd"]
 
 
 def test_a_file_that_is_cut_while_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,108 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from ring_simulation import BLOCK, RingSimulation, piece
 
-from offload.ring.slots import SlotRing, SlotState, StreamerClosed, Work, poison_memory
+from offload.ring.slots import SlotRing, SlotState, StreamerClosed, Work
 from offload.storage.aligned import AlignedBuffer
-from offload.storage.layout import Piece
-
-BLOCK = 64  # the ring does not care for alignment: small pieces keep the simulation fast
-
-
-def piece(number: int) -> Piece:
-    return Piece(Path("x"), 0, number * BLOCK, BLOCK, BLOCK)
-
-
-class Simulation:
-    """Readers and a consumer that take turns at random; contents name their ticket and piece."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.n_layers = rng.randint(1, 16)
-        self.n_pieces = [rng.randint(1, 4) for _ in range(self.n_layers)]
-        n_slots = rng.randint(1, min(16, self.n_layers))
-        self.ring = SlotRing(
-            [AlignedBuffer(4 * BLOCK) for _ in range(n_slots)],
-            lambda ticket: [piece(i) for i in range(self.n_pieces[ticket % self.n_layers])],
-            poison=poison_memory,
-        )
-        self.running: list[Work] = []
-        self.ticket = 0
-        self.n_consumed = 0
-        self.failed: set[int] = set()  # tickets, since the last restart
-
-    def content(self, ticket: int, number: int) -> bytes:
-        return (f"{ticket}/{number};" * BLOCK).encode()[:BLOCK]
-
-    def begin_read(self) -> None:
-        if len(self.running) < 5:
-            work = self.ring.acquire_for_read(wait=False)
-            if work is not None:
-                self.running.append(work)
-
-    def end_read(self, *, fail: bool = False) -> None:
-        if not self.running:
-            return
-        work = self.running.pop(self.rng.randrange(len(self.running)))
-        if fail:
-            if work.ticket >= self.ticket:
-                self.failed.add(work.ticket)
-            self.ring.publish(work, error=OSError(f"read of {work.ticket}"))
-            return
-        number = work.piece.buffer_offset // BLOCK
-        view = work.slot.buffer.view[work.piece.buffer_offset :][:BLOCK]
-        view[:] = self.content(work.ticket, number)
-        self.ring.publish(work, BLOCK)
-
-    def consume(self) -> None:
-        slot = self.ring.slots[self.ticket % len(self.ring.slots)]
-        is_ready = slot.state is SlotState.READY and slot.ticket == self.ticket
-        if not is_ready and self.ticket not in self.failed:
-            return  # it would wait
-        if not is_ready:
-            with pytest.raises(OSError, match=f"read of {self.ticket}"):
-                self.ring.wait_ready(self.ticket)
-            self.restart()
-            return
-        taken = self.ring.wait_ready(self.ticket)
-        for _ in range(self.rng.randint(0, 6)):  # the readers go on while the layer is used
-            self.rng.choice([self.begin_read, self.end_read])()
-        for number in range(self.n_pieces[self.ticket % self.n_layers]):
-            found = bytes(taken.buffer.view[number * BLOCK :][:BLOCK])
-            assert found == self.content(self.ticket, number)
-        self.ring.release(taken, self.ticket)
-        assert set(bytes(taken.buffer.view)) == {0xFF}
-        self.ticket += 1
-        self.n_consumed += 1
-
-    def restart(self) -> None:
-        self.ticket += 3 * self.n_layers + self.rng.randrange(self.n_layers)
-        self.failed.clear()
-        self.ring.restart(self.ticket)
 
 
 def test_no_order_of_events_shows_stale_content() -> None:
     n_consumed, n_seeds = 0, 3000
     for seed in range(n_seeds):
-        rng = random.Random(seed)
-        simulation = Simulation(rng)
-        for _ in range(80):
-            event = rng.random()
-            if event < 0.35:
-                simulation.begin_read()
-            elif event < 0.7:
-                simulation.end_read()
-            elif event < 0.97:
-                simulation.consume()
-            elif event < 0.985:
-                simulation.end_read(fail=True)
-            else:
-                simulation.restart()
-        n_consumed += simulation.n_consumed
-        simulation.ring.free_buffers()
+        simulation = RingSimulation(random.Random(seed))
+        n_consumed += simulation.run(80)
+        simulation.close()
     assert n_consumed > 3 * n_seeds
 
 
@@ -184,6 +96,22 @@ def test_a_late_release_touches_nothing(ring: SlotRing) -> None:
     assert ring.wait_ready(2) is slot
     ring.release(slot, 0)
     assert slot.state is SlotState.IN_USE
+
+
+def test_a_late_exchange_touches_nothing(ring: SlotRing) -> None:
+    """A layer that was to stay in memory, of a pass that was given up meanwhile."""
+    fill(ring)
+    slot = ring.wait_ready(0)
+    ring.restart(2)
+    fill(ring)
+    assert ring.wait_ready(2) is slot
+    other, lent = AlignedBuffer(2 * BLOCK), slot.buffer
+    assert ring.exchange(slot, 0, other) is None
+    assert (slot.state, slot.buffer) == (SlotState.IN_USE, lent)
+    assert ring.exchange(slot, 2, other) is lent
+    assert (slot.state, slot.buffer) == (SlotState.FREE, other)
+    assert ring.exchange(slot, 2, lent) is None  # again: it is not lent any more
+    lent.close()
 
 
 def test_closed(ring: SlotRing) -> None:

@@ -1,0 +1,96 @@
+"""Tensors in a file without a name: it is gone with the process, whatever ends that.
+
+For what a process writes and reads again itself. Each tensor is mapped by itself and only while it
+is used, so that of a large file a small part is the process's memory at a time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from offload.formats.mapped import TensorShape
+
+_T = TypeVar("_T")
+
+
+class UnnamedFile:
+    """Tensors on the storage.
+
+    Args:
+        fill: writes every tensor's bytes, one tensor after the other.
+
+    Raises:
+        OSError: no room, no permission; whatever `fill` raises. Nothing is left then.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Sequence[TensorShape],
+        fill: Callable[[Mapping[str, memoryview]], None],
+    ) -> None:
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._offsets, self.n_bytes = _places(tensors)
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, self.n_bytes)  # or it were a signal later
+            fill(_Made(self._tensors, self._mapped))
+            os.fdatasync(self._file.fileno())
+            self._forget_pages()
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def saved(self) -> Mapping[str, tuple[TensorShape, memoryview]]:
+        """Tensors by name, each with its bytes; mapped anew whenever it is asked for."""
+        return _Made(self._tensors, lambda name: (self._tensors[name], self._mapped(name)))
+
+    def close(self) -> None:
+        """Give its room back. Idempotent."""
+        if not self._file.closed:
+            self._forget_pages()
+            self._file.close()
+
+    def _mapped(self, name: str) -> memoryview:
+        n_bytes = self._tensors[name].n_bytes
+        if not n_bytes:
+            return memoryview(bytearray())
+        # Unmapped when the last one who uses it lets go of it.
+        return memoryview(mmap.mmap(self._file.fileno(), n_bytes, offset=self._offsets[name]))
+
+    def _forget_pages(self) -> None:
+        """The page cache counts in a memory cgroup, too."""
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class _Made(Mapping[str, _T]):
+    """Values that are made when they are asked for, and not kept."""
+
+    def __init__(self, names: Mapping[str, object], make: Callable[[str], _T]) -> None:
+        self._names, self._make = names, make
+
+    def __getitem__(self, name: str) -> _T:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _places(tensors: Sequence[TensorShape]) -> tuple[dict[str, int], int]:
+    """Offset of each, where a mapping may begin, and the bytes of all."""
+    offsets, end = {}, 0
+    for tensor in tensors:
+        offsets[tensor.name] = end
+        end += -(-tensor.n_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+    return offsets, end

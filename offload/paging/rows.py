@@ -1,0 +1,82 @@
+"""Rows of a tensor that is looked into at a few places, read to their addresses before each pass.
+
+A mapping would bring them by itself, and end the process (SIGBUS) where the file has been cut.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from offload.formats.tensors import FileState, TensorRecord
+from offload.paging.address_space import PAGE_BYTES, give_back, prepare, reserve, view
+from offload.paging.plan import ResidentRange
+from offload.storage.direct_io import StorageError
+
+
+class RowsInPlace:
+    """Puts memory in the place of a tensor's mapping; what no pass has asked for takes none.
+
+    Args:
+        address: where the tensor is mapped.
+        beside: pages that are in memory already; the tensor may begin or end in one of them.
+
+    Rows are read through the page cache, which knows those that are used often. Raises StorageError
+    where the file cannot be opened.
+    """
+
+    def __init__(self, record: TensorRecord, address: int, beside: Sequence[ResidentRange]) -> None:
+        self._record, self._address = record, address
+        self._row_bytes = record.n_bytes // record.shape[0]
+        self._start = address // PAGE_BYTES * PAGE_BYTES
+        self._end = -(-(address + record.n_bytes) // PAGE_BYTES) * PAGE_BYTES
+        for pages in beside:
+            end = pages.address + pages.n_bytes
+            if pages.address <= self._start < end:
+                self._start = end
+            elif pages.address < self._end <= end:
+                self._end = pages.address
+        try:
+            self._file = record.path.open("rb", buffering=0)
+        except OSError as error:
+            raise StorageError(f"cannot open {record.path}: {error.strerror or error}") from error
+        self._state = FileState.of(os.fstat(self._file.fileno()))
+        if self._start < self._end:
+            reserve(self._end - self._start, self._start)
+            prepare(self._start, self._end - self._start, huge=False)
+
+    def read(self, rows: Iterable[int]) -> None:
+        """Bring these rows in, and let go of those before.
+
+        Raises StorageError where the file has not all of them, or was changed.
+        """
+        if self._start < self._end:
+            give_back(self._start, self._end - self._start)
+        for row in sorted(set(rows)):
+            place = self._address + row * self._row_bytes
+            start, end = max(place, self._start), min(place + self._row_bytes, self._end)
+            if start < end:
+                self._read(start, end)
+        if FileState.of(os.fstat(self._file.fileno())) != self._state:
+            raise StorageError(
+                f"{self._record.path} was changed while in use; load the model again"
+            )
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read(self, start: int, end: int) -> None:
+        offset = self._record.offset + start - self._address
+        while start < end:
+            try:
+                n_read = os.preadv(self._file.fileno(), [view(start, end - start)], offset)
+            except OSError as error:
+                raise StorageError(
+                    f"{self._record.path}: {error.strerror or error} at offset {offset}"
+                ) from error
+            if not n_read:
+                raise StorageError(
+                    f"{self._record.path} was changed while in use: it ends at offset {offset}; "
+                    "load the model again"
+                )
+            start, offset = start + n_read, offset + n_read

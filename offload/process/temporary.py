@@ -1,0 +1,38 @@
+"""Where temporary files lie on storage: in many systems /tmp is memory."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+_LASTING = "/var/tmp"  # on storage by the Filesystem Hierarchy Standard, 5.15
+
+
+def temporary_folder(proc: Path = Path("/proc")) -> Path | None:
+    """The folder for temporary files (TMPDIR), or /var/tmp where that one is memory; None: both
+    are, or there is none that can be written to."""
+    try:
+        folders = [tempfile.gettempdir(), _LASTING]
+    except FileNotFoundError:
+        return None
+    for folder in map(Path, folders):
+        if os.access(folder, os.W_OK) and file_system(folder, proc) not in _IN_MEMORY:
+            return folder
+    return None
+
+
+def file_system(path: Path, proc: Path = Path("/proc")) -> str | None:
+    """Kind of the file system that a path lies in ("ext4"), where the system tells."""
+    number = path.stat().st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    try:
+        lines = (proc / "self" / "mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[2] == device:
+            return rest.split()[0]
+    return None
