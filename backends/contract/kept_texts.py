@@ -74,6 +74,12 @@ class KeptTexts:
                 best, length = text, n_common
         return None if best is None else best.fork(length)
 
+    def n_common(self, token_ids: Sequence[int], apart_from: TokenSequence | None = None) -> int:
+        """Of these tokens, the first ones whose KV there is: of all texts but one."""
+        wanted = list(token_ids[:-1])
+        texts = [text for text in (*self._in_use, *self._kept) if text is not apart_from]
+        return max((common_length(list(text.committed_ids), wanted) for text in texts), default=0)
+
     def make_room(self, text: TokenSequence, n_rows: int) -> None:
         wanted = [SequenceRows(text, [0] * max(1, n_rows))]
         while self._kept and self.backend.n_fitting(wanted) < 1:

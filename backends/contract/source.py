@@ -186,6 +186,18 @@ class ModelSource(ABC):
         beside_reads: also while the model's storage is read, which a model in memory need not know.
         """
 
+    @property
+    def multiplied(self) -> tuple[TensorRecord, ...]:
+        """What passes multiply with, experts included: of tensors that are decoded first, with the
+        dtype, shape and bytes of what they are decoded into."""
+        records = [record for layer in self.layers for record in layer.tensors]
+        records += [r for x in self.experts if x is not None for e in x.tensors for r in e]
+        return tuple(records)
+
+    def decode_seconds(self) -> float:
+        """Of a pass on this machine, beside its products: decoding what is stored packed."""
+        return 0.0
+
     def pass_bytes(self, n_rows: int) -> float:
         """Weights of the layers that a pass of so many rows multiplies with: of experts those that
         it is likely to be routed to."""

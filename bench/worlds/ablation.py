@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.worlds.settings import NOT_WORTH_IT, SIX, WORLDS, best_fixed, speeds
 from specdec.config import SpecConfig
-from specdec.policy import calibration, costs, draft_policy, modes
+from specdec.policy import calibration, costs, modes, shared_round
 from specdec.policy.calibration import Calibration, LevelYield
 from specdec.policy.costs import DraftTimes, PassTimes
 from specdec.policy.experience import Lessons
@@ -61,7 +61,7 @@ PARTS: Mapping[str, Sequence[Patch]] = {
     "times by size of the pass (one factor instead)": [(costs, "_CLOSENESS", math.inf)],
     "the bound on what a disturbed pass counts": [
         (costs, "STUMBLE", math.inf),
-        (draft_policy, "STUMBLE", math.inf),
+        (shared_round, "STUMBLE", math.inf),
     ],
     "slow start, and no more candidates than of use": [(Lessons, "n_candidates", ANYTHING)],
     "the credit of a draft": [

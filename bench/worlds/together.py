@@ -20,8 +20,9 @@ from bench.worlds.settings import NOT_WORTH_IT, OTHERS, SIX
 from bench.worlds.world import NEVER, Clock, World, chooser, drafters_of, pass_seconds, text_of
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter
-from specdec.policy.draft_policy import DraftPolicy, observe_together, trim_together
+from specdec.policy.draft_policy import DraftPolicy
 from specdec.policy.experience import Experience, Lessons
+from specdec.policy.shared_round import observe_together, trim_together
 from specdec.verification.acceptance import match_walk
 from specdec.verification.tree import DraftTree
 

@@ -22,6 +22,7 @@ from specdec.drafters.merged import MergedDrafter
 from specdec.policy.costs import PassCost
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.policy.experience import Experience
+from specdec.policy.shared_round import observe_together, should_draft_ahead, trim_together
 from specdec.verification.acceptance import match_walk
 from specdec.verification.tree import ROOT, DraftTree
 
@@ -266,14 +267,14 @@ def simulate(
     result = Outcome([0.0], [start], [])
     while n < n_tokens and len(result.sizes) < n_rounds:
         limits = policy.limits(len(context), NEVER, NEVER)
-        tree = policy.trim(drafter.propose(context, limits))
-        is_ahead = policy.should_draft_ahead()
+        (tree,) = trim_together([policy], [drafter.propose(context, limits)])
+        is_ahead = should_draft_ahead([policy])
         disturbed = 1.0 + world.pass_noise * abs(noise.normal())
         if world.stumbles and noise.random() < world.stumbles:
             disturbed = STUMBLE
         clock.now += pass_seconds(world, len(tree), n, is_ahead) * disturbed
         acceptance = match_walk(tree, chooser(text, tree, len(context)))
-        policy.observe(acceptance, tree)
+        observe_together([policy], [acceptance], [tree])
         tokens = acceptance.emitted(tree)
         context.extend(tokens)
         n += len(tokens)

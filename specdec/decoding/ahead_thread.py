@@ -1,7 +1,8 @@
 """AheadThread: drafting in one thread while the target's pass runs in the caller's.
 
-The thread is started once and kept, because torch and OpenMP hold workers for every thread that
-computes.
+The thread ends before a pass that runs alone. OpenMP holds workers for every thread that computes,
+and where these are more than the cores, all of them fall asleep at once after each product: waking
+them takes 100 us (2 cores of an EPYC), as long as a small model's product.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class AheadThread:
     """Runs one function at a time beside the caller."""
 
     def __init__(self) -> None:
-        self._worker = Worker("specdec-ahead", _be_nice)
+        self._worker: Worker | None = None
 
     @uninterrupted
     def beside(
@@ -49,6 +50,7 @@ class AheadThread:
         was caught: it most likely had the pass cancelled.
         """
         work = _Draft(cancel_pass)
+        self._worker = self._worker or Worker("specdec-ahead", _be_nice)
         drafting = self._worker.submit(lambda: work.run(draft))
         try:
             result = run_pass()
@@ -67,8 +69,10 @@ class AheadThread:
         return result
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
-        self._worker.close()
+        """End the thread, until it is needed again. Idempotent."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
 
 
 class _Draft:

@@ -15,7 +15,7 @@ from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.recorder import StatsRecorder, Totals
 from specdec.decoding.text_decoder import TextDecoder
 from specdec.drafters.lockstep import in_lockstep
-from specdec.policy.draft_policy import observe_together, should_draft_ahead, trim_together
+from specdec.policy.shared_round import observe_together, should_draft_ahead, trim_together
 from specdec.verification.tree import ROOT, DraftTree
 
 Entering = tuple[TextDecoder, SequenceRows]
@@ -64,6 +64,8 @@ class Controller:
         Raises an error of the models; nothing of the round counts then (`TextDecoder.recover`).
         """
         chunks = [rows for _, rows in entering]
+        if texts:
+            self._read(entering, len(texts))
         drafted = self._propose(texts, chunks, most_rows)
         batch = [*(text.tree_rows(tree) for text, tree in drafted), *chunks]
         if self._target.n_fitting(batch) < len(batch):  # the KV cache is about full
@@ -77,6 +79,11 @@ class Controller:
         for (text, _), found in zip(entering, scores[len(drafted) :], strict=True):
             text.take_first(found)
         self._learn([text for text, _ in drafted])
+
+    def _read(self, entering: Sequence[Entering], n_texts: int) -> None:
+        """The drafts of those that enter take the same chunks as the target."""
+        steps = [text.reading(len(rows.token_ids), n_texts) for text, rows in entering]
+        in_lockstep(steps, max_rows=self._max_draft_rows)
 
     def _propose(
         self,
@@ -110,9 +117,10 @@ class Controller:
             return []
         ahead = self._ahead
         can_draft = [text.drafter.can_draft_ahead for text, _ in drafted]
-        if ahead is None or not any(can_draft):
+        if ahead is None:
             return self._pass(drafted, batch)
-        if not should_draft_ahead([text.policy for text, _ in drafted]):
+        if not any(can_draft) or not should_draft_ahead([text.policy for text, _ in drafted]):
+            ahead.close()
             return self._pass(drafted, batch)
 
         def draft(should_stop: Callable[[], bool]) -> None:

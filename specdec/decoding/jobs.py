@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from backends.contract.kv_files import KvFile
 from backends.contract.sequence import SequenceRows, TokenSequence
 from specdec.decoding.text_decoder import TextDecoder
 
@@ -46,10 +47,12 @@ class TextJob(Job):
     """One text.
 
     is_fresh: no KV of other texts is used.
+    kv_file: its KV, where it was set aside and that is in a file.
     """
 
     decoder: TextDecoder
     is_fresh = False
+    kv_file: KvFile | None = None
 
     @abstractmethod
     def take(self) -> None:

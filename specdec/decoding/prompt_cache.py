@@ -107,14 +107,14 @@ class PromptCache:
         file, self._file = self._file, None
         if file is None:
             return
+        both = _by_role(target, draft)
         try:
-            file.check_unchanged()  # loading took a while
+            with file.unchanged():  # loading took a while
+                for role, texts in both.items():
+                    if file.metadata.get(role) == self._fingerprints[role]:
+                        self._fill(role, texts, file)
         except CheckpointError as error:
             raise self._refusal(str(error)) from error
-        both = _by_role(target, draft)
-        for role, texts in both.items():
-            if file.metadata.get(role) == self._fingerprints[role]:
-                self._fill(role, texts, file)
         self._in_file = _held(both)
         reset_peak_rss()  # the file's pages were this process's for a moment
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from backends.contract.backend import Backend
 from backends.contract.kept_texts import KeptTexts
+from backends.contract.kv_files import KvFiles
 from offload.errors import SpecdecError
 from offload.process.interruptible import POLL_SECONDS
 from offload.process.remembered import forget_figures
@@ -27,16 +28,13 @@ from specdec.decoding.engine import Engine
 from specdec.decoding.kept_experience import KeptExperience
 from specdec.decoding.prompt_cache import PromptCache, check_file
 from specdec.decoding.recorder import StatsRecorder, Totals
+from specdec.decoding.room import Room
 from specdec.decoding.scheduler import Scheduler
-from specdec.decoding.spare_memory import SpareMemory
 from specdec.decoding.stats import EngineStats, PassTime
-from specdec.decoding.text_decoder import NoDrafter, TextDecoder
+from specdec.decoding.text_decoder import TextDecoder
+from specdec.drafters.assembly import Drafters
 from specdec.drafters.base import Drafter
-from specdec.drafters.candidates import CandidateRanker
-from specdec.drafters.grammar import GrammarDrafter, within_grammar
-from specdec.drafters.merged import MergedDrafter
-from specdec.drafters.model import ModelDrafter, level_width
-from specdec.drafters.ngram import MatchRates, NgramDrafter
+from specdec.drafters.model import level_width
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.state import GrammarState
 from specdec.planning.early import begin_early, remember_early
@@ -45,6 +43,7 @@ from specdec.planning.parts import DRAFTING_PARTS
 from specdec.planning.plan import budget_of_run, plan_models
 from specdec.planning.run_options import RunOptions
 from specdec.policy.draft_policy import DraftPolicy
+from specdec.policy.spare_memory import SpareMemory
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
@@ -118,8 +117,6 @@ class Session:
             if self.draft is not None:
                 stack.enter_context(self.draft)
             self._target_path = planned.target.source.path.absolute()
-            # What the n-grams learn of their own hit rate, and the policy of these models.
-            self._match_rates = MatchRates()
             self._kept_experience = KeptExperience(planned)
             self.experience = self._kept_experience.experience
             parts = dict(self.plan.parts)
@@ -130,12 +127,16 @@ class Session:
                 activation_bytes=parts.get("target activations", 0),
                 most_rows=self.max_beams,
                 draft_bytes=sum(parts.get(name, 0) for name in DRAFTING_PARTS),
+                is_streamed=self.plan.residency.streamed_bytes > 0,
             )
             self._ahead, self.totals = AheadThread(), Totals()
             self.texts = KeptTexts(self.target, self.options.parallel)
             self.draft_texts: KeptTexts | None = None
             if self.draft is not None:
                 self.draft_texts = KeptTexts(self.draft, self.options.parallel)
+            self._drafters = Drafters(
+                self.draft, self.draft_texts, self.draft_window, self.target.max_context
+            )
             if self._prompt_cache is not None:
                 self._prompt_cache.restore(self.texts, self.draft_texts)
             self.engine = self._engine(spare)
@@ -150,10 +151,17 @@ class Session:
             max_rows=self.max_beams,
             totals=self.totals,
         )
-        scheduler = Scheduler(
-            controller,
+        room = Room(
             self.target,
             self.texts,
+            KvFiles(self.target, make_way=spare.make_way),
+            self.plan.pass_cost,
+            self.totals,
+            self.options.parallel,
+        )
+        scheduler = Scheduler(
+            controller,
+            room,
             spare,
             self.plan.pass_cost,
             max_texts=self.options.parallel,
@@ -271,7 +279,7 @@ class Session:
             np.random.Philox(key=np.array([sampler.seed, _CHAIN_STREAM], dtype=np.uint64))
         )
         if drafter is None:
-            drafter = self._drafter(sampler, spec, rng)
+            drafter = self._drafters.of_text(sampler, spec, rng)
         else:
             drafter.reset()
         policy = DraftPolicy(
@@ -284,32 +292,6 @@ class Session:
             temperature=sampler.params.temperature,
         )
         return TextDecoder(prompt_ids, drafter, sampler, policy, spec, recorder=recorder, rng=rng)
-
-    def _drafter(self, sampler: Sampler, spec: SpecConfig, rng: np.random.Generator) -> Drafter:
-        drafters: list[Drafter] = []
-        if "draft" in spec.drafters and self.draft is not None:
-            chain = (sampler, rng) if spec.draws_chains else None
-            n_tokens = min(sampler.n_tokens, self.draft.vocab_size)
-            drafters.append(
-                ModelDrafter(
-                    self.draft,
-                    n_tokens,
-                    chain=chain,
-                    ranker=CandidateRanker.for_target(sampler, n_tokens),
-                    window=self.draft_window,
-                    texts=self.draft_texts,
-                )
-            )
-        if "ngram" in spec.drafters:
-            ngram = NgramDrafter(rates=self._match_rates)
-            drafters.append(within_grammar(ngram, sampler.grammar))
-        if not drafters:
-            return NoDrafter()
-        if sampler.grammar is not None and not spec.draws_chains:
-            drafters.append(
-                GrammarDrafter(sampler.grammar.fork(), sampler.n_tokens, self.target.max_context)
-            )
-        return drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)
 
     # --- the end -------------------------------------------------------------------------------
 

@@ -161,7 +161,9 @@ class EngineStats:
     queue_seconds: float = 0.0  # see GenerationStats; of all requests that have begun
     first_token_seconds: float = 0.0  # see GenerationStats.time_to_first_token
     set_aside: int = 0  # times that a text gave its KV to others
-    recomputed_tokens: int = 0  # whose KV was computed once more, when it came back
+    restored: int = 0  # times that such a text came back with its KV from a file
+    restored_tokens: int = 0  # of these
+    recomputed_tokens: int = 0  # whose KV was computed once more, when a text came back
     bytes_streamed: int = 0
     bytes_copied_to_device: int = 0
     stall_seconds: float = 0.0

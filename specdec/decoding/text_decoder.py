@@ -19,7 +19,7 @@ from backends.contract.sequence import SequenceRows, SequenceScores, TokenSequen
 from offload.errors import SpecdecError
 from specdec.config import SpecConfig
 from specdec.decoding.recorder import StatsRecorder
-from specdec.drafters.base import Drafter, TreeLimits
+from specdec.drafters.base import Drafter
 from specdec.drafters.lockstep import Steps
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.logprobs import TopLogprobs, logprobs_of_token
@@ -45,13 +45,6 @@ class BadProposal(SpecdecError):
 
     def __init__(self, what: str) -> None:
         super().__init__(f"the drafter proposed {what}: see specdec.drafters.base.Drafter.propose")
-
-
-class NoDrafter(Drafter):
-    """Proposes nothing: plain decoding."""
-
-    def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
-        return DraftTree(context_ids[-1])
 
 
 class TextDecoder:
@@ -132,11 +125,14 @@ class TextDecoder:
     def is_decoding(self) -> bool:
         return self.is_begun and self.n_entering == 0
 
-    def begin(self, text: TokenSequence) -> None:
-        """Take up the KV of a beginning of the context."""
+    def begin(self, text: TokenSequence, *, is_restored: bool = False) -> None:
+        """Take up the KV of a beginning of the context.
+
+        is_restored: it is the text's own, from before it was set aside.
+        """
         self.text = text
         self.recorder.record_admitted()
-        if not self.is_begun:
+        if not self.is_begun and not is_restored:
             self.n_reused = text.n_committed
 
     def entering_rows(self, most: int) -> SequenceRows:
@@ -145,6 +141,14 @@ class TextDecoder:
         chunk = self.wanted_ids[start : start + most]
         is_last = not self.is_begun and len(chunk) == self.n_entering
         return SequenceRows(self.sequence, chunk, rows=None if is_last else [])
+
+    def reading(self, most: int, n_texts: int) -> Steps[None]:
+        """The draft's part of a chunk that enters, beside so many texts that decode."""
+        try:
+            if self.policy.uses_draft(n_texts):
+                yield from self.drafter.reading(self.context, most)
+        except Exception as error:
+            self.error = error
 
     def proposing(self, n_texts: int, max_nodes: int) -> Steps[DraftTree]:
         """The tree of the next round, as far as drafters know.

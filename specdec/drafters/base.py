@@ -51,6 +51,11 @@ class Drafter(ABC):
         return self.propose(context_ids, limits)
         yield  # what makes this a generator
 
+    def reading(self, context_ids: Sequence[int], most: int) -> Steps[None]:
+        """Compute the next `most` tokens of a context that enters, beside others' rounds, in steps:
+        all at once they would hold up the first round that drafts."""
+        yield from ()
+
     @property
     def can_draft_ahead(self) -> bool:
         """Whether `drafting_ahead` would have something to do after the last proposal."""

@@ -36,6 +36,10 @@ class MergedDrafter(Drafter):
             trees.append((yield from drafter.proposing(context_ids, limits)))
         return narrowed(merge_trees(trees), limits.width).best_subset(limits.max_nodes)
 
+    def reading(self, context_ids: Sequence[int], most: int) -> Steps[None]:
+        for drafter in self.drafters:
+            yield from drafter.reading(context_ids, most)
+
     @property
     def can_draft_ahead(self) -> bool:
         return any(drafter.can_draft_ahead for drafter in self.drafters)

@@ -127,6 +127,15 @@ class ModelDrafter(Drafter):
         proposal.n_runs, proposal.n_run_nodes = len(widths), sum(widths)
         return proposal
 
+    def reading(self, context_ids: Sequence[int], most: int) -> Steps[None]:
+        view = self._window.view(context_ids)
+        if self._text is None:
+            self._text = self._texts.begin(view)
+        chunk = self._text.cut_to(view)[:-1][:most]  # the last one's logits are wanted later
+        if chunk:
+            self._texts.make_room(self._text, len(chunk))
+            yield SequenceRows(self._text, chunk, rows=[])
+
     @property
     def can_draft_ahead(self) -> bool:
         """With a tree: a chain's tokens are drawn for the rejection rule, one proposal at a time.

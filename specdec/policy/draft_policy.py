@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.policy.assumptions import best_depth, tokens_of_levels
-from specdec.policy.costs import STUMBLE, PassCost, level_seconds
+from specdec.policy.costs import PassCost, level_seconds
 from specdec.policy.experience import Experience
 from specdec.policy.modes import DraftChoice
-from specdec.policy.shared_pass import choose_nodes
 from specdec.policy.tree_shape import TreeShape
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
@@ -31,7 +30,7 @@ text, or a prompt enters beside it."""
 
 
 @dataclass
-class _Round:
+class Round:
     """One round between `limits` and `observe`."""
 
     began: float
@@ -58,9 +57,8 @@ class DraftPolicy:
     draft or without it, drafting ahead. What has the largest difference also has
     the most tokens per second in the long run (Dinkelbach 1967, on ratios).
 
-    Called in this order every round: `limits`, `trim`, `should_draft_ahead`, `observe`. The time
-    from `limits` to `trim` is drafting that nothing hid, the time from `trim` to `observe` is the
-    pass and what follows it.
+    A round begins with `limits`, and goes on in specdec/policy/shared_round.py, with all texts that
+    share its pass.
 
     Args:
         config: what the user fixed; the rest is chosen here.
@@ -85,10 +83,10 @@ class DraftPolicy:
         temperature: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._config = config
+        self.config = config
         self.max_context = max_context
-        self._clock = clock
-        self._is_chain = config.acceptance != "match"
+        self.clock = clock
+        self.is_chain = config.acceptance != "match"
         if config.num_draft_tokens is not None:
             self._n_nodes = n_likely = config.num_draft_tokens
         else:
@@ -101,7 +99,7 @@ class DraftPolicy:
         self._depth = best_depth(config, config.depth, cost.seconds(1 + n_likely), per_level)
         self._has_model = draft_cost is not None and "draft" in config.drafters
         self._proposes_alone = not self._has_model or "ngram" in config.drafters
-        self._experience = experience or Experience(cost, draft_cost, self._n_nodes)
+        self.experience = experience or Experience(cost, draft_cost, self._n_nodes)
 
         def first_choice(n_texts: int) -> DraftChoice:
             """By what the plan expects of a text's share of a round with the draft model and
@@ -111,7 +109,7 @@ class DraftPolicy:
             planned = (tokens, seconds / n_texts) if self._has_model else None
             return DraftChoice(planned, cost.seconds(n_texts) / n_texts)
 
-        self._lessons = self._experience.lessons(
+        self.lessons = self.experience.lessons(
             (
                 config.drafters,
                 config.acceptance,
@@ -120,8 +118,8 @@ class DraftPolicy:
             ),
             first_choice,
         )
-        self._shape = TreeShape(config, self._experience, self._lessons, self._has_model)
-        self._round = _Round(0.0, False)
+        self.shape = TreeShape(config, self.experience, self.lessons, self._has_model)
+        self.round = Round(0.0, False)
         self._n_rounds = 0
         self._note_plain()
 
@@ -145,27 +143,28 @@ class DraftPolicy:
 
         The last token wanted is never drafted: the target emits it itself.
         """
-        config = self._config
+        config = self.config
         room = min(self.max_context - context_length, max_tokens - 1)
         most = max(0, min(self._n_nodes, node_room - 1))
         is_fixed = config.num_draft_tokens is not None
         is_typical = room >= _TYPICAL_DEPTH and most >= min(_TYPICAL_DEPTH, self._n_nodes)
-        self._round = self._begin(is_fixed, is_typical, n_texts)
+        self.round = self._begin(is_fixed, is_typical, n_texts)
         depth = max(0, min(self._depth if is_fixed else config.depth, room))
         if is_fixed:
             ahead_depth = max(0, min(2 * self._depth + 1, room))
             return TreeLimits(most, depth, config.width, max_ahead_depth=ahead_depth)
-        uses_draft = self._round.uses_draft
+        uses_draft = self.round.uses_draft
         if not uses_draft and not self._proposes_alone:
             return TreeLimits(0, depth, config.width)
-        limits = self._shape.limits(most, depth, uses_draft, n_texts)
+        limits = self.shape.limits(most, depth, uses_draft, n_texts)
         # The next tree begins at the latest one level below this one's last.
         return replace(limits, max_ahead_depth=max(0, min(2 * limits.max_depth + 1, room)))
 
-    def trim(self, tree: DraftTree) -> DraftTree:
-        """The part of the proposed tree that is worth verifying, of a round of one text."""
-        (kept,) = trim_together([self], [tree])
-        return kept
+    def uses_draft(self, n_texts: int) -> bool:
+        """Whether rounds of so many texts draft with the model now."""
+        if self.config.num_draft_tokens is not None:
+            return self._has_model
+        return self._has_model and self.lessons.choice(n_texts).is_draft_better
 
     @property
     def is_whole(self) -> bool:
@@ -175,49 +174,41 @@ class DraftPolicy:
         token that is dropped because it looks unlikely was not drawn from q any more, and the
         emitted tokens would not have the target's distribution.
         """
-        return self._is_chain or self._config.num_draft_tokens is not None
+        return self.is_chain or self.config.num_draft_tokens is not None
 
     @property
     def is_drafting_ahead(self) -> bool:
         """What was decided for the pass of this round."""
-        return self._round.is_ahead
-
-    def should_draft_ahead(self) -> bool:
-        """Whether to draft the next tree while this one is verified."""
-        return should_draft_ahead([self])
-
-    def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
-        """The round of one text is over: `tree`, as verified, and its outcome."""
-        observe_together([self], [acceptance], [tree])
+        return self.round.is_ahead
 
     def learn(self, acceptance: Acceptance, tree: DraftTree, seconds: float) -> None:
         """The outcome of one text's part of a round, whose share of the pass took `seconds`."""
-        this, lessons = self._round, self._lessons
+        this, lessons = self.round, self.lessons
         emitted = acceptance.emitted(tree)
-        if self._is_chain:
+        if self.is_chain:
             lessons.chain.observe(tree.n_drafted, len(tree.follow(emitted)) - 1)
         elif this.candidates is not None:
             lessons.calibration.observe(this.candidates, emitted)
-        if this.is_typical and self._config.num_draft_tokens is None:
+        if this.is_typical and self.config.num_draft_tokens is None:
             self._note_plain()
-            self._choice.record(
+            self.choice.record(
                 this.uses_draft, len(emitted), this.draft_seconds + seconds, this.catch_up_seconds
             )
 
     # --- a round's parts -----------------------------------------------------------------------
 
     @property
-    def _choice(self) -> DraftChoice:
-        return self._lessons.choice(self._round.n_texts)
+    def choice(self) -> DraftChoice:
+        return self.lessons.choice(self.round.n_texts)
 
-    def _begin(self, is_fixed: bool, is_typical: bool, n_texts: int) -> _Round:
-        choice, before = self._lessons.choice(n_texts), self._round
+    def _begin(self, is_fixed: bool, is_typical: bool, n_texts: int) -> Round:
+        choice, before = self.lessons.choice(n_texts), self.round
         uses_draft = self._has_model if is_fixed else choice.is_draft_better
         if is_typical and not is_fixed:
-            uses_draft = choice.next_uses_draft(self._shape.least_draft_seconds(n_texts))
+            uses_draft = choice.next_uses_draft(self.shape.least_draft_seconds(n_texts))
         self._n_rounds += 1
-        return _Round(
-            self._clock(),
+        return Round(
+            self.clock(),
             uses_draft,
             is_first=self._n_rounds == 1,
             is_catching_up=uses_draft and not before.uses_draft,
@@ -227,116 +218,9 @@ class DraftPolicy:
         )
 
     def _note_plain(self) -> None:
-        passes, n_texts = self._experience.passes, self._round.n_texts
+        passes, n_texts = self.experience.passes, self.round.n_texts
         is_known = not self._proposes_alone and passes.is_known(n_texts)
-        self._choice.note_plain(passes.of(n_texts) / n_texts, is_known)
-
-
-def trim_together(
-    policies: Sequence[DraftPolicy],
-    trees: Sequence[DraftTree],
-    n_other_rows: int = 0,
-    max_nodes: int | None = None,
-) -> list[DraftTree]:
-    """The parts of the texts' proposals that are worth verifying in one pass, as many trees.
-
-    n_other_rows: of prompts that enter beside them.
-    max_nodes: most draft tokens of the pass.
-    """
-    _note_drafting(policies, trees)
-    kept = list(trees)
-    weighed = [i for i, policy in enumerate(policies) if not policy.is_whole]
-    n_whole = sum(len(tree) for i, tree in enumerate(trees) if i not in weighed)
-    if weighed:
-        rounds = [policies[i]._round for i in weighed]
-        shapes = [policies[i]._shape for i in weighed]
-        offers = [
-            shape.offer(trees[i], this.uses_draft, this.draft_seconds)
-            for i, shape, this in zip(weighed, shapes, rounds, strict=True)
-        ]
-        n_others = n_other_rows + n_whole
-        n_left = None
-        if max_nodes is not None:
-            n_left = max_nodes - n_whole + len(trees) - len(weighed)
-        passes = policies[0]._experience.passes
-        chosen = choose_nodes(offers, passes, n_others, n_left)
-        for i, shape, this, offer, indices in zip(
-            weighed, shapes, rounds, offers, chosen.kept, strict=True
-        ):
-            kept[i] = shape.cut(offer, indices, chosen.price, this.uses_draft)
-    for policy, tree in zip(policies, kept, strict=True):
-        if policy._is_chain and policy._config.num_draft_tokens is None:
-            policy._lessons.note_kept(tree.n_drafted)
-        policy._round.n_rows = n_other_rows + sum(map(len, kept))
-    return kept
-
-
-def _note_drafting(policies: Sequence[DraftPolicy], trees: Sequence[DraftTree]) -> None:
-    """How long the round's drafting took, and each text's share of it: the same for all that used
-    the draft, but that those pay alone for which it had to catch up."""
-    now, experience = policies[0]._clock(), policies[0]._experience
-    for policy, tree in zip(policies, trees, strict=True):
-        policy._round.drafted_at, policy._round.candidates = now, tree
-    used = [policy._round for policy in policies if policy._round.uses_draft]
-    if not used:
-        policies[0]._round.draft_seconds = now - policies[0]._round.began
-        return
-    n_runs = max(tree.n_runs for tree in trees)
-    seconds = usual = now - min(this.began for this in used)
-    behind = [this for this in used if this.is_catching_up]
-    if behind:  # that much is not what drafting usually takes
-        usual = min(seconds, n_runs * experience.drafts.run_seconds)
-    else:
-        experience.ahead.record_drafting(used[0].follows_ahead, seconds)
-        experience.drafts.observe(n_runs, seconds)
-    for this in used:
-        this.draft_seconds = usual / len(used)
-    for this in behind:
-        if not this.is_first:  # the prompt is not the draft's fault
-            this.catch_up_seconds = (seconds - usual) / len(behind)
-
-
-def should_draft_ahead(policies: Sequence[DraftPolicy]) -> bool:
-    """Whether to draft the texts' next trees while these are verified."""
-    wants = [policy._config.draft_ahead for policy in policies]
-    using = [policy for policy in policies if policy._round.uses_draft]
-    is_ahead = "on" in wants
-    if using and "auto" in wants and not is_ahead:
-        experience = policies[0]._experience
-        rate = sum(policy._choice.rate for policy in policies) / len(policies)
-        seconds = experience.passes.of(using[0]._round.n_rows)
-        is_ahead = experience.ahead.next_is_ahead(rate, seconds)
-    for policy, wanted in zip(policies, wants, strict=True):
-        policy._round.is_ahead = is_ahead and wanted != "off"
-    return is_ahead
-
-
-def observe_together(
-    policies: Sequence[DraftPolicy], acceptances: Sequence[Acceptance], trees: Sequence[DraftTree]
-) -> None:
-    """The round is over: the trees as verified, and their outcomes.
-
-    Of the pass each text pays for one row like all others, and for the rows that it has beyond
-    that.
-    """
-    this, passes = policies[0]._round, policies[0]._experience.passes
-    seconds = _note_pass(policies[0], policies[0]._clock() - this.drafted_at)
-    n_texts, n_more = len(policies), sum(tree.n_drafted for tree in trees)
-    least = min(seconds, passes.of(n_texts)) if n_more else seconds
-    for policy, acceptance, tree in zip(policies, acceptances, trees, strict=True):
-        extra = (seconds - least) * tree.n_drafted / n_more if n_more else 0.0
-        policy.learn(acceptance, tree, least / n_texts + extra)
-
-
-def _note_pass(policy: DraftPolicy, seconds: float) -> float:
-    """The pass's seconds, less what held it up."""
-    this, passes, ahead = policy._round, policy._experience.passes, policy._experience.ahead
-    usual = passes.of(this.n_rows)
-    ahead.record_pass(this.is_ahead, min(seconds, STUMBLE * usual), usual)
-    slowdown = ahead.slowdown if this.is_ahead else 1.0
-    if not (this.is_ahead and ahead.is_on_trial):  # whose slowdown is not known yet
-        passes.observe(this.n_rows, seconds / slowdown)
-    return min(seconds, STUMBLE * slowdown * passes.of(this.n_rows))
+        self.choice.note_plain(passes.of(n_texts) / n_texts, is_known)
 
 
 def _temperature_class(temperature: float) -> float:

@@ -13,7 +13,8 @@ from specdec.config import SpecConfig
 from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.controller import Controller
 from specdec.decoding.recorder import StatsRecorder
-from specdec.decoding.text_decoder import NoDrafter, Round, TextDecoder
+from specdec.decoding.text_decoder import Round, TextDecoder
+from specdec.drafters.assembly import NoDrafter
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.grammar.state import GrammarState
 from specdec.policy.costs import PassCost
@@ -64,7 +65,8 @@ class ScriptedDrafter(Drafter):
 class SteppedAhead(AheadThread):
     """Drafts ahead in the caller's thread, as many levels beside each pass as it is told."""
 
-    def __init__(self, n_levels: Iterable[int]) -> None:  # no thread is started
+    def __init__(self, n_levels: Iterable[int]) -> None:
+        super().__init__()
         self._n_levels = iter(n_levels)
 
     def beside(self, run_pass: Any, cancel_pass: Any, draft: Any, cancel_draft: Any) -> Any:

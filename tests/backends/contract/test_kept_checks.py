@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from backends.contract.kept_checks import KeptChecks
+from backends.contract.kept_checks import KeptChecks, machine
+from backends.ggml.library import let_workers_sleep
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +41,15 @@ def test_settings_of_the_libraries_are_tried_out(
     keep(2)
     monkeypatch.setenv(name, "1")
     assert KeptChecks("library 1", (1, 2)).find("product", lambda: 1) == 1
+
+
+def test_whether_ggml_was_loaded_before_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a prompt cache file would be another machine's in the next run."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    before = machine("library 1")
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    let_workers_sleep()
+    assert machine("library 1") == before
 
 
 def test_a_file_of_rubbish_is_found_out_again(tmp_path: Path) -> None:

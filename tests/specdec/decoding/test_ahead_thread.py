@@ -90,6 +90,16 @@ def test_the_pass_runs_here_and_the_draft_elsewhere(ahead: AheadThread) -> None:
     assert len(set(threads)) == 2, "one thread serves all passes"
 
 
+def test_it_ends_where_it_rests_and_begins_again(ahead: AheadThread) -> None:
+    """A thread that once computed has workers, which slow every product of others."""
+    others = set(threading.enumerate())
+    assert is_usable(ahead)
+    assert set(threading.enumerate()) > others
+    ahead.close()
+    assert set(threading.enumerate()) == others
+    assert is_usable(ahead)
+
+
 def test_a_draft_that_has_begun_something_finishes_it(ahead: AheadThread, draft: Work) -> None:
     """No cancel: its results are wanted."""
     pass_ended = threading.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any
@@ -19,6 +20,7 @@ from table_backend import TableBackend
 from backends.contract.backend import Backend
 from backends.hf.backend import TorchBackend
 from specdec.config import SpecConfig
+from specdec.decoding.ahead_thread import AheadThread
 from specdec.decoding.recorder import StatsRecorder
 from specdec.decoding.stats import GenerationStats
 from specdec.drafters.base import TreeLimits
@@ -94,6 +96,15 @@ def test_the_text_is_plain_decodings(
     ahead = SteppedAhead(levels)
     target = TableBackend(TARGET, VOCAB)
     assert run(target, PROMPT, N_TOKENS, drafter, params, spec=spec, ahead=ahead) == plain
+
+
+def test_a_pass_that_runs_alone_ends_the_thread() -> None:
+    """Its workers would slow the products of the pass."""
+    thread = AheadThread()
+    thread.beside(lambda: None, lambda: None, lambda should_stop: None, lambda: None)
+    assert "specdec-ahead" in {thread.name for thread in threading.enumerate()}
+    run(TableBackend(TARGET, VOCAB), PROMPT, 2, NgramDrafter(), ahead=thread)
+    assert "specdec-ahead" not in {thread.name for thread in threading.enumerate()}
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,6 +14,7 @@ from backends.attention.batch import BLOCK_ROWS
 from specdec.api import LLM
 from specdec.decoding.recorder import Totals
 from specdec.decoding.stats import EngineStats, sum_of
+from specdec.policy.costs import PassCost
 
 PROMPT = [7 + i % 60 for i in range(2 * BLOCK_ROWS + 5)]
 OPTIONS: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
@@ -77,10 +78,12 @@ def test_kv_that_texts_share_is_in_use_once(tmp_path: Path) -> None:
 
 def test_texts_that_are_set_aside_are_counted(tmp_path: Path) -> None:
     with load(tmp_path, kv_tokens=320, num_draft_tokens=0) as llm:
+        llm.session.engine.scheduler.room._cost = PassCost(0.0, 0.0, 1.0)  # files are quicker
         llm.generate([[20, 21], [30, 31], [40, 41]], max_tokens=180, ignore_eos=True)
         found = llm.stats
         assert found.set_aside > 0
-        assert found.recomputed_tokens >= BLOCK_ROWS * found.set_aside
+        assert found.restored == found.set_aside
+        assert found.restored_tokens >= BLOCK_ROWS * found.set_aside
         assert found.prompt_rows == found.recomputed_tokens + found.prompt_tokens
         assert found.generated_tokens == 3 * 180
 

@@ -9,7 +9,7 @@ from tiny_pair import save_model
 
 import specdec
 from specdec.api import LLM
-from specdec.decoding.scheduler import _its_own_errors
+from specdec.decoding.room import its_own_errors
 from specdec.decoding.stream import GenerationStream
 from specdec.decoding.text_decoder import BadProposal
 from specdec.drafters.base import Drafter, TreeLimits
@@ -141,6 +141,6 @@ def test_the_first_error_is_the_one_that_counts(llm: LLM) -> None:
     stream = llm.stream(PROMPT, max_tokens=N_TOKENS)
     (job,) = stream._generation.jobs
     for message in ("first", "second"):
-        with _its_own_errors(job):
+        with its_own_errors(job):
             raise ValueError(message)
     assert str(job.error) == "first"

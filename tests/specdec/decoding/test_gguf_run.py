@@ -87,13 +87,20 @@ def test_a_load_mode_is_obeyed(grown, plain, mode, is_mapped):
         assert llm.generate(PROMPT, GREEDY).token_ids == plain[GREEDY]
 
 
-def test_a_mixture_of_experts_runs_with_a_warning(tmp_path):
+def test_a_mixture_of_experts_runs(tmp_path):
     model = save_tiny_gguf("mixtral", tmp_path / "model.gguf")
     with specdec.load(model, ctx_size=64, spec_type="ngram") as llm:
-        (warning,) = llm.plan.warnings
-        assert warning.startswith("a mixture of 4 experts: every pass reads all of them")
-        assert f"warning: {warning}" in llm.plan.lines()
+        assert any("12 of 12 experts in memory" in line for line in llm.plan.lines())
         assert len(llm.generate([3, 17, 5], max_tokens=4, ignore_eos=True).token_ids) == 4
+
+
+def test_a_mixture_whose_experts_are_not_told_apart_is_read_whole(tmp_path):
+    """All are used by every token."""
+    model = save_tiny_gguf("mixtral", tmp_path / "model.gguf", n_experts=2)
+    with specdec.load(model, ctx_size=64, spec_type="ngram") as llm:
+        (warning,) = llm.plan.warnings
+        assert warning.startswith("a mixture of 2 experts: every pass reads all of them")
+        assert f"warning: {warning}" in llm.plan.lines()
 
 
 def test_a_checkpoint_with_a_gguf_draft():

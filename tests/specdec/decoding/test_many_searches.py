@@ -35,7 +35,7 @@ def alone(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[int, ...
 
 def check_nothing_left(llm: LLM) -> None:
     assert not llm.session.engine._started
-    assert not llm.session.engine.scheduler._searches
+    assert not llm.session.engine.scheduler.room.searches
     assert not llm.session.texts._in_use
 
 
@@ -131,7 +131,7 @@ def test_ctrl_c_of_one_caller_leaves_the_search_of_another(
     def interrupted(new: Any) -> Any:
         nonlocal n_searched
         rows = compute(new)
-        (job,) = llm.session.engine.scheduler._searches
+        (job,) = llm.session.engine.scheduler.room.searches
         n_searched += new[0].kv is job.text.kv  # type: ignore[union-attr]
         if n_searched > n_passes:
             raise KeyboardInterrupt

@@ -119,8 +119,8 @@ def check_nothing_left(llm: LLM) -> None:
     llm.generate(PROMPTS[0], params(0.0))  # streams that were dropped end before this round
     engine = llm.session.engine
     assert not engine._started
-    assert not engine.scheduler._running
-    assert not engine.scheduler._waiting
+    assert not engine.scheduler.room.running
+    assert not engine.scheduler.room.waiting
     assert not llm.session.texts._in_use
     assert not llm.session.draft_texts._in_use
 
@@ -258,6 +258,35 @@ def test_a_long_prompt_enters_in_chunks_beside_others(
         assert batches[0] == [len(LONG)]
 
 
+def test_its_draft_enters_in_chunks_beside_it(
+    fresh: LLM, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round after the prompt's end is no longer than others."""
+    with load(tmp_path_factory, kv_tokens=400) as llm:
+        assert llm.draft is not None
+        batches: list[list[int]] = []
+        run = llm.draft.run
+
+        def noted(batch: Any) -> Any:
+            batches.append([len(one.token_ids) for one in batch if one.parents is None])
+            return run(batch)
+
+        monkeypatch.setattr(llm.draft, "run", noted)
+        cost = PassCost(0.0, 1.0, 0.1)
+        monkeypatch.setattr(llm.session.engine.scheduler, "_cost", cost)
+        decoding = llm.stream([80, 81], params(0.0).replace(max_tokens=60))
+        decoding.start()
+        next(decoding)
+        late = llm.stream(LONG, params(0.0))
+        assert [token for chunk in late for token in chunk.token_ids]
+        assert late.result.token_ids == alone(fresh, (2, 0.0, None))
+        entered = [n_rows for batch in batches for n_rows in batch]
+        assert [n_rows for n_rows in entered if n_rows > 2][:13] == [5] * 13
+        # The other one had no drafts meanwhile, and its draft catches up.
+        assert max(entered) < 2 * 14
+        decoding.cancel()
+
+
 def test_a_prompt_enters_however_long_its_rows_take(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,10 +328,10 @@ def test_whoever_came_last_is_set_aside_and_comes_back(
 ) -> None:
     with load(tmp_path_factory, ctx_size=256, kv_tokens=320, num_draft_tokens=0) as llm:
         set_aside: list[int] = []
-        engine = llm.session.engine.scheduler
-        original = engine._set_aside
+        room = llm.session.engine.scheduler.room
+        original = room._set_aside
         monkeypatch.setattr(
-            engine, "_set_aside", lambda job: set_aside.append(job.number) or original(job)
+            room, "_set_aside", lambda job: set_aside.append(job.number) or original(job)
         )
         wanted = [params(0.0).replace(max_tokens=180) for _ in range(3)]
         prompts = [[20, 21], [30, 31], [40, 41]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,6 @@ def test_readers(model: Path, n_threads: int, monkeypatch: pytest.MonkeyPatch) -
     with specdec.load(model, io_threads=n_threads, spec_type="none", **SIZE) as llm:
         assert llm.plan.residency.n_streamed_layers > 0
         assert len(set(reader_threads()) - before) == n_threads
-
-
-@pytest.fixture
-def _torch_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("_torch_threads")

@@ -14,6 +14,7 @@ from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
 from specdec.policy.costs import PassCost
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
 from specdec.policy.experience import Experience
+from specdec.policy.shared_round import observe_together, trim_together
 from specdec.verification.acceptance import Acceptance, rejection_walk
 from specdec.verification.block import block_walk
 from specdec.verification.tree import DraftTree
@@ -81,9 +82,9 @@ def test_running_the_prompt_is_not_held_against_the_draft():
     node = tree.add(0, 1, -0.1)
     tree.n_runs = tree.n_run_nodes = 1
     clock.now += 100.0  # as long as eleven passes
-    kept = policy.trim(tree)
+    (kept,) = trim_together([policy], [tree])
     clock.now += FREE.seconds(len(kept))
-    policy.observe(Acceptance((0, node), 99, True), kept)
+    observe_together([policy], [Acceptance((0, node), 99, True)], [kept])
     assert policy.limits(12, 64, 1000).max_nodes
 
 
@@ -107,9 +108,9 @@ def test_each_way_of_accepting_learns_for_itself() -> None:
         policy = DraftPolicy(config, cost, 1000, DRAFT, 8, experience=experience, clock=clock)
         for _ in range(n_rounds):
             policy.limits(10, 64, 1000)
-            kept = policy.trim(likely)
+            (kept,) = trim_together([policy], [likely])
             clock.now += cost.seconds(len(kept))
-            policy.observe(Acceptance((0,), 99, False), kept)
+            observe_together([policy], [Acceptance((0,), 99, False)], [kept])
         return kept.n_drafted
 
     assert n_kept(0.1) == 1
@@ -135,14 +136,14 @@ def test_a_number_that_the_user_fixed_is_kept():
         limits = policy.limits(10, 64, 1000)
         assert (limits.max_nodes, limits.width) == (6, 3)
         assert limits.min_level_probability == 0.0
-        assert policy.trim(tree) is tree
-        policy.observe(Acceptance((0,), 99, False), tree)
+        assert trim_together([policy], [tree])[0] is tree
+        observe_together([policy], [Acceptance((0,), 99, False)], [tree])
 
 
 def test_what_is_not_worth_its_row_is_cut():
     policy = DraftPolicy(SpecConfig(), PassCost(0.0, 1.0, 0.1), 1000)
     policy.limits(10, 64, 1000)
-    assert policy.trim(unlikely_chain().best_subset(4)).n_drafted == 0
+    assert trim_together([policy], [unlikely_chain().best_subset(4)])[0].n_drafted == 0
 
 
 # --- chains of the rejection rule ----------------------------------------------------------------
@@ -156,7 +157,7 @@ def test_a_drawn_chain_is_never_cut_and_never_stopped_by_its_own_tokens():
     assert limits.width == 1
     assert limits.min_level_probability == 0.0
     tree = unlikely_chain()
-    assert policy.trim(tree) is tree
+    assert trim_together([policy], [tree])[0] is tree
 
 
 def test_the_length_of_a_chain_follows_the_fate_of_earlier_ones():
@@ -172,10 +173,12 @@ def test_the_length_of_a_chain_follows_the_fate_of_earlier_ones():
                 tree.n_runs += 1
                 tree.n_run_nodes += 1
             clock.now += 0.8 * tree.n_runs
-            tree = policy.trim(tree)
+            (tree,) = trim_together([policy], [tree])
             clock.now += FREE.seconds(len(tree))
             n = min(n_accepted, tree.n_drafted)
-            policy.observe(Acceptance(tuple(range(n + 1)), 99, n == tree.n_drafted), tree)
+            observe_together(
+                [policy], [Acceptance(tuple(range(n + 1)), 99, n == tree.n_drafted)], [tree]
+            )
         return limits.max_nodes
 
     assert length(1) < length(4) < length(20)

@@ -12,8 +12,8 @@ from tiny_pair import save_model
 
 import specdec
 from specdec.api import LLM
-from specdec.decoding import spare_memory
-from specdec.decoding.spare_memory import RESERVE_BYTES, SpareMemory
+from specdec.policy import spare_memory
+from specdec.policy.spare_memory import RESERVE_BYTES, SpareMemory
 
 PROMPT = [5, 6, 7]
 MANY = 1 << 40
@@ -71,6 +71,23 @@ def test_what_is_not_read_yet_is_not_lent(peak: list[int]) -> None:
     spare = SpareMemory(target, draft, 10 * RESERVE_BYTES, activation_bytes=0, most_rows=1)
     spare.lend(n_rows=1, n_tokens=0)
     assert target.held_bytes == 9 * RESERVE_BYTES - 70_300
+
+
+def test_a_file_that_is_mapped_takes_what_was_lent() -> None:
+    target: Any = Target()
+    spare = SpareMemory(target, None, MANY, activation_bytes=0, most_rows=1)
+    target.hold(10)
+    assert spare.make_way(4)
+    assert target.held_bytes == 6
+    assert not spare.make_way(MANY), "not even with all of it"
+    assert target.held_bytes == 0
+
+
+def test_a_target_in_memory_has_nothing_to_hold(peak: list[int]) -> None:
+    target: Any = Target(0)
+    spare = SpareMemory(target, None, MANY, activation_bytes=0, most_rows=1, is_streamed=False)
+    spare.lend(n_rows=1, n_tokens=0)
+    assert not target.asked
 
 
 def test_what_is_held_follows_what_is_taken(peak: list[int]) -> None:

@@ -8,7 +8,7 @@ round, and layers that would stream stay in what is left, until something else a
 from __future__ import annotations
 
 from backends.contract.backend import Backend
-from offload.process.memory import recent_peak_rss
+from offload.process.memory import process_memory, recent_peak_rss
 from offload.units import MIB
 
 RESERVE_BYTES = 64 * MIB
@@ -28,6 +28,7 @@ class SpareMemory:
         activation_bytes: planned for the target's widest pass.
         most_rows: of a pass that decodes.
         draft_bytes: planned for what drafting computes; never lent.
+        is_streamed: whether the target has layers to hold; it is not measured for nothing.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class SpareMemory:
         activation_bytes: int,
         most_rows: int,
         draft_bytes: int = 0,
+        is_streamed: bool = True,
     ) -> None:
-        self._target = target
+        self._target, self._is_streamed = target, is_streamed
         self._backends = (target,) if draft is None else (target, draft)
-        self._budget_bytes = budget_bytes - draft_bytes
+        self._whole_bytes, self._budget_bytes = budget_bytes, budget_bytes - draft_bytes
         self._most_rows, self._activation_bytes = most_rows, activation_bytes
         self._row_bytes = activation_bytes / max(most_rows, _CHUNK_ROWS)
 
@@ -60,9 +62,18 @@ class SpareMemory:
         if left < 0:
             self._target.hold(max(0, held + left))
 
+    def make_way(self, n_bytes: int) -> bool:
+        """Before so many bytes of a file are mapped for a moment, while nothing computes; whether
+        they fit."""
+        held = self._target.held_bytes
+        if held:
+            self._target.hold(max(0, held - n_bytes))
+        return process_memory().rss_bytes + n_bytes <= self._whole_bytes
+
     def begin(self) -> None:
         """Rounds of decoding begin: what was taken before them tells nothing of them."""
-        recent_peak_rss()
+        if self._is_streamed:
+            recent_peak_rss()
 
     def lend(self, n_rows: int, n_tokens: int) -> None:
         """A round of decoding is over, whose pass had so many rows; the text has so many tokens.
@@ -70,6 +81,8 @@ class SpareMemory:
         The next one may have more of them, and the KV caches may have to grow. More is lent as soon
         as there is more; it is asked back once half of the reserve is gone.
         """
+        if not self._is_streamed:
+            return
         to_come = int(max(0, self._most_rows - n_rows) * self._row_bytes)
         left = self._left(to_come, n_tokens)
         held = self._target.held_bytes

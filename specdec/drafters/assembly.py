@@ -1,0 +1,75 @@
+"""Which drafters a text gets, of all that one session has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from backends.contract.backend import Backend
+from backends.contract.kept_texts import KeptTexts
+from specdec.config import SpecConfig
+from specdec.drafters.base import Drafter, TreeLimits
+from specdec.drafters.candidates import CandidateRanker
+from specdec.drafters.grammar import GrammarDrafter, within_grammar
+from specdec.drafters.merged import MergedDrafter
+from specdec.drafters.model import ModelDrafter
+from specdec.drafters.ngram import MatchRates, NgramDrafter
+from specdec.drafters.window import DraftWindow
+from specdec.sampling.sampler import Sampler
+from specdec.verification.tree import DraftTree
+
+
+class NoDrafter(Drafter):
+    """Proposes nothing: plain decoding."""
+
+    def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+        return DraftTree(context_ids[-1])
+
+
+class Drafters:
+    """Those of a session, for one text after the other.
+
+    Args:
+        draft: the model that drafts, if there is one; texts: its KV.
+        window: what its cache holds of a context.
+        max_context: of the target.
+    """
+
+    def __init__(
+        self,
+        draft: Backend | None,
+        texts: KeptTexts | None,
+        window: DraftWindow,
+        max_context: int,
+    ) -> None:
+        self._draft, self._texts, self._window = draft, texts, window
+        self._max_context = max_context
+        self._match_rates = MatchRates()  # what the n-grams learn of their own hit rate
+
+    def of_text(self, sampler: Sampler, spec: SpecConfig, rng: np.random.Generator) -> Drafter:
+        """sampler: the text's own; rng: decides for the rules of chains."""
+        drafters: list[Drafter] = []
+        if "draft" in spec.drafters and self._draft is not None:
+            chain = (sampler, rng) if spec.draws_chains else None
+            n_tokens = min(sampler.n_tokens, self._draft.vocab_size)
+            drafters.append(
+                ModelDrafter(
+                    self._draft,
+                    n_tokens,
+                    chain=chain,
+                    ranker=CandidateRanker.for_target(sampler, n_tokens),
+                    window=self._window,
+                    texts=self._texts,
+                )
+            )
+        if "ngram" in spec.drafters:
+            ngram = NgramDrafter(rates=self._match_rates)
+            drafters.append(within_grammar(ngram, sampler.grammar))
+        if not drafters:
+            return NoDrafter()
+        if sampler.grammar is not None and not spec.draws_chains:
+            drafters.append(
+                GrammarDrafter(sampler.grammar.fork(), sampler.n_tokens, self._max_context)
+            )
+        return drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)

@@ -1,0 +1,123 @@
+"""A round of all texts that share a pass: what each of them verifies, and what it pays for that.
+
+Called in this order behind `DraftPolicy.limits`: `trim_together`, `should_draft_ahead`,
+`observe_together`. The time from `limits` to `trim_together` is drafting that nothing hid, the time
+from there to `observe_together` is the pass and what follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.policy.costs import STUMBLE
+from specdec.policy.draft_policy import DraftPolicy
+from specdec.policy.shared_pass import choose_nodes
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import DraftTree
+
+
+def trim_together(
+    policies: Sequence[DraftPolicy],
+    trees: Sequence[DraftTree],
+    n_other_rows: int = 0,
+    max_nodes: int | None = None,
+) -> list[DraftTree]:
+    """The parts of the texts' proposals that are worth verifying in one pass, as many trees.
+
+    n_other_rows: of prompts that enter beside them.
+    max_nodes: most draft tokens of the pass.
+    """
+    _note_drafting(policies, trees)
+    kept = list(trees)
+    weighed = [i for i, policy in enumerate(policies) if not policy.is_whole]
+    n_whole = sum(len(tree) for i, tree in enumerate(trees) if i not in weighed)
+    if weighed:
+        rounds = [policies[i].round for i in weighed]
+        shapes = [policies[i].shape for i in weighed]
+        offers = [
+            shape.offer(trees[i], this.uses_draft, this.draft_seconds)
+            for i, shape, this in zip(weighed, shapes, rounds, strict=True)
+        ]
+        n_others = n_other_rows + n_whole
+        n_left = None
+        if max_nodes is not None:
+            n_left = max_nodes - n_whole + len(trees) - len(weighed)
+        passes = policies[0].experience.passes
+        chosen = choose_nodes(offers, passes, n_others, n_left)
+        for i, shape, this, offer, indices in zip(
+            weighed, shapes, rounds, offers, chosen.kept, strict=True
+        ):
+            kept[i] = shape.cut(offer, indices, chosen.price, this.uses_draft)
+    for policy, tree in zip(policies, kept, strict=True):
+        if policy.is_chain and policy.config.num_draft_tokens is None:
+            policy.lessons.note_kept(tree.n_drafted)
+        policy.round.n_rows = n_other_rows + sum(map(len, kept))
+    return kept
+
+
+def _note_drafting(policies: Sequence[DraftPolicy], trees: Sequence[DraftTree]) -> None:
+    """How long the round's drafting took, and each text's share of it: the same for all that used
+    the draft, but that those pay alone for which it had to catch up."""
+    now, experience = policies[0].clock(), policies[0].experience
+    for policy, tree in zip(policies, trees, strict=True):
+        policy.round.drafted_at, policy.round.candidates = now, tree
+    used = [policy.round for policy in policies if policy.round.uses_draft]
+    if not used:
+        policies[0].round.draft_seconds = now - policies[0].round.began
+        return
+    n_runs = max(tree.n_runs for tree in trees)
+    seconds = usual = now - min(this.began for this in used)
+    behind = [this for this in used if this.is_catching_up]
+    if behind:  # that much is not what drafting usually takes
+        usual = min(seconds, n_runs * experience.drafts.run_seconds)
+    else:
+        experience.ahead.record_drafting(used[0].follows_ahead, seconds)
+        experience.drafts.observe(n_runs, seconds)
+    for this in used:
+        this.draft_seconds = usual / len(used)
+    for this in behind:
+        if not this.is_first:  # the prompt is not the draft's fault
+            this.catch_up_seconds = (seconds - usual) / len(behind)
+
+
+def should_draft_ahead(policies: Sequence[DraftPolicy]) -> bool:
+    """Whether to draft the texts' next trees while these are verified."""
+    wants = [policy.config.draft_ahead for policy in policies]
+    using = [policy for policy in policies if policy.round.uses_draft]
+    is_ahead = "on" in wants
+    if using and "auto" in wants and not is_ahead:
+        experience = policies[0].experience
+        rate = sum(policy.choice.rate for policy in policies) / len(policies)
+        seconds = experience.passes.of(using[0].round.n_rows)
+        is_ahead = experience.ahead.next_is_ahead(rate, seconds)
+    for policy, wanted in zip(policies, wants, strict=True):
+        policy.round.is_ahead = is_ahead and wanted != "off"
+    return is_ahead
+
+
+def observe_together(
+    policies: Sequence[DraftPolicy], acceptances: Sequence[Acceptance], trees: Sequence[DraftTree]
+) -> None:
+    """The round is over: the trees as verified, and their outcomes.
+
+    Of the pass each text pays for one row like all others, and for the rows that it has beyond
+    that.
+    """
+    this, passes = policies[0].round, policies[0].experience.passes
+    seconds = _note_pass(policies[0], policies[0].clock() - this.drafted_at)
+    n_texts, n_more = len(policies), sum(tree.n_drafted for tree in trees)
+    least = min(seconds, passes.of(n_texts)) if n_more else seconds
+    for policy, acceptance, tree in zip(policies, acceptances, trees, strict=True):
+        extra = (seconds - least) * tree.n_drafted / n_more if n_more else 0.0
+        policy.learn(acceptance, tree, least / n_texts + extra)
+
+
+def _note_pass(policy: DraftPolicy, seconds: float) -> float:
+    """The pass's seconds, less what held it up."""
+    this, passes, ahead = policy.round, policy.experience.passes, policy.experience.ahead
+    usual = passes.of(this.n_rows)
+    ahead.record_pass(this.is_ahead, min(seconds, STUMBLE * usual), usual)
+    slowdown = ahead.slowdown if this.is_ahead else 1.0
+    if not (this.is_ahead and ahead.is_on_trial):  # whose slowdown is not known yet
+        passes.observe(this.n_rows, seconds / slowdown)
+    return min(seconds, STUMBLE * slowdown * passes.of(this.n_rows))

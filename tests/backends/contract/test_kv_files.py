@@ -1,0 +1,86 @@
+"""KV in files: as much as there may be, and to the bit what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_models import save_tiny_gguf
+from tiny_pair import save_model
+
+import specdec
+from backends.contract.backend import Backend
+from backends.contract.kv_files import KvFiles
+
+IDS = [7 + i % 60 for i in range(70)]
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("gguf", marks=pytest.mark.gguf)])
+def backend(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
+    folder = tmp_path_factory.mktemp("model")
+    if request.param == "gguf":
+        pytest.importorskip("llama_cpp")
+        model = save_tiny_gguf("llama", folder / "m.gguf")
+    else:
+        model = save_model(folder, seed=0)
+    with specdec.load(model, ctx_size=128, kv_tokens=512, threads=1) as llm:
+        yield llm.target
+
+
+def test_logits_are_the_same_to_the_bit_beside_other_texts(
+    backend: Backend, tmp_path: Path
+) -> None:
+    files = KvFiles(backend, lambda: tmp_path)
+    text, other = backend.sequence(), backend.sequence()
+    text.prefill(IDS)
+    other.prefill(IDS[::-1])
+    node_ids, _ = text.extend([5, 6], [-1, -1])
+    text.commit(node_ids[1:])
+    file = files.write(text)
+    assert file is not None
+    assert list(file.token_ids) == [*IDS, 6]
+    expected = text.extend([9, 8, 7], [-1, text.next_node_id, -1])[1]
+    text.close()
+    other.prefill([3])
+    again = backend.sequence()
+    assert file.load(again)
+    file.close()
+    assert list(again.committed_ids) == [*IDS, 6]
+    found = again.extend([9, 8, 7], [-1, again.next_node_id, -1])[1]
+    assert np.array_equal(found, expected)
+    again.close()
+    other.close()
+    assert files.n_bytes == 0
+
+
+def test_there_are_so_many_and_no_more(backend: Backend, tmp_path: Path) -> None:
+    text = backend.sequence()
+    assert KvFiles(backend, lambda: tmp_path).write(text) is None, "there is nothing to write"
+    text.prefill(IDS)
+    one = KvFiles(backend, lambda: tmp_path).write(text)
+    assert one is not None
+    files = KvFiles(backend, lambda: tmp_path, most_bytes=one.n_bytes)
+    first = files.write(text)
+    assert first is not None
+    assert files.write(text) is None
+    first.close()
+    second = files.write(text)
+    assert second is not None
+    for file in (one, first, second):
+        file.close()
+    text.close()
+
+
+def test_without_a_folder_or_memory_for_it_there_is_none(backend: Backend, tmp_path: Path) -> None:
+    asked: list[int] = []
+    text = backend.sequence()
+    text.prefill(IDS)
+    largest = max(tensor.n_bytes for tensor in text.prefix_tensors())
+    assert KvFiles(backend, lambda: None).write(text) is None
+    assert KvFiles(backend, lambda: tmp_path / "none").write(text) is None
+    assert KvFiles(backend, lambda: tmp_path, asked.append).write(text) is None  # type: ignore[arg-type,func-returns-value]
+    assert asked == [largest]
+    text.close()

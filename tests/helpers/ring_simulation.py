@@ -1,0 +1,116 @@
+"""The ring's states, driven step by step in one thread, in random orders."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from offload.ring import slots as ring_slots
+from offload.storage.aligned import AlignedBuffer
+from offload.storage.layout import Piece
+
+BLOCK = 64  # the ring does not care for alignment: small pieces keep the simulation fast
+
+
+def piece(number: int) -> Piece:
+    return Piece(Path("x"), 0, number * BLOCK, BLOCK, BLOCK)
+
+
+class RingSimulation:
+    """Readers and a consumer that take turns at random; contents name their ticket and piece."""
+
+    def __init__(self, rng: random.Random, slots: ModuleType = ring_slots) -> None:
+        """slots: the ring's module, or one with a mistake."""
+        self.rng, self.slots = rng, slots
+        self.n_layers = rng.randint(1, 16)
+        self.n_pieces = [rng.randint(1, 4) for _ in range(self.n_layers)]
+        n_slots = rng.randint(1, min(16, self.n_layers))
+        self.ring = slots.SlotRing(
+            [AlignedBuffer(4 * BLOCK) for _ in range(n_slots)],
+            lambda ticket: [piece(i) for i in range(self.n_pieces[ticket % self.n_layers])],
+            poison=slots.poison_memory,
+        )
+        self.running: list[ring_slots.Work] = []
+        self.ticket = 0
+        self.n_consumed = 0
+        self.failed: set[int] = set()  # tickets, since the last restart
+
+    def content(self, ticket: int, number: int) -> bytes:
+        return (f"{ticket}/{number};" * BLOCK).encode()[:BLOCK]
+
+    def begin_read(self) -> None:
+        if len(self.running) < 5:
+            work = self.ring.acquire_for_read(wait=False)
+            if work is not None:
+                self.running.append(work)
+
+    def end_read(self, *, fail: bool = False) -> None:
+        if not self.running:
+            return
+        work = self.running.pop(self.rng.randrange(len(self.running)))
+        if fail:
+            if work.ticket >= self.ticket:
+                self.failed.add(work.ticket)
+            self.ring.publish(work, error=OSError(f"read of {work.ticket}"))
+            return
+        number = work.piece.buffer_offset // BLOCK
+        view = work.slot.buffer.view[work.piece.buffer_offset :][:BLOCK]
+        view[:] = self.content(work.ticket, number)
+        self.ring.publish(work, BLOCK)
+
+    def consume(self) -> None:
+        slot = self.ring.slots[self.ticket % len(self.ring.slots)]
+        is_ready = slot.state is self.slots.SlotState.READY and slot.ticket == self.ticket
+        if not is_ready and self.ticket not in self.failed:
+            return  # it would wait
+        if not is_ready:
+            with pytest.raises(OSError, match=f"read of {self.ticket}"):
+                self.ring.wait_ready(self.ticket)
+            self.restart()
+            return
+        taken = self.ring.wait_ready(self.ticket)
+        for _ in range(self.rng.randint(0, 6)):  # the readers go on while the layer is used
+            self.rng.choice([self.begin_read, self.end_read])()
+        for number in range(self.n_pieces[self.ticket % self.n_layers]):
+            found = bytes(taken.buffer.view[number * BLOCK :][:BLOCK])
+            assert found == self.content(self.ticket, number)
+        self.ring.release(taken, self.ticket)
+        assert set(bytes(taken.buffer.view)) == {0xFF}
+        self.ticket += 1
+        self.n_consumed += 1
+
+    def restart(self) -> None:
+        self.ticket += 3 * self.n_layers + self.rng.randrange(self.n_layers)
+        self.failed.clear()
+        self.ring.restart(self.ticket)
+
+    def run(self, n_events: int) -> int:
+        """Layers that were consumed. Raises AssertionError where one was not as it was read."""
+        for _ in range(n_events):
+            event = self.rng.random()
+            if event < 0.35:
+                self.begin_read()
+            elif event < 0.7:
+                self.end_read()
+            elif event < 0.97:
+                self.consume()
+            elif event < 0.985:
+                self.end_read(fail=True)
+            else:
+                self.restart()
+        return self.n_consumed
+
+    def drain(self) -> None:
+        """Raises AssertionError where the layer that is wanted does not come."""
+        n_before = self.n_consumed
+        for _ in range(25):
+            self.begin_read()
+            self.end_read()
+            self.consume()
+        assert self.n_consumed > n_before
+
+    def close(self) -> None:
+        self.ring.free_buffers()
