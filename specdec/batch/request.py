@@ -14,6 +14,7 @@ from specdec.batch.lines import MAX_LINE_BYTES, BatchError, Line
 from specdec.batch.records import Form, OpenAiForm, PlainForm
 from specdec.checks import ConfigError, check_type
 from specdec.sampling.params import SamplingParams
+from specdec.text import openai
 from specdec.text.prompts import Prompt
 
 MAX_DEPTH = 64
@@ -70,6 +71,11 @@ class LineRequest:
     params: SamplingParams
     model: str | None
     """That the line names."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the prompt is a conversation."""
+        return not isinstance(self.prompt, str) and isinstance(next(iter(self.prompt), 0), Mapping)
 
 
 def line_seed(run_seed: int, number: int) -> int:
@@ -210,34 +216,30 @@ def _refuse_unknown(where: str, value: Mapping[str, Any], known: frozenset[str])
 def _constraint(response_format: Any) -> dict[str, Any]:
     """OpenAI's response_format as options of sampling."""
     kind = response_format.get("type") if isinstance(response_format, dict) else None
-    if kind == "text":
-        return {}
-    if kind == "json_object":
-        return {"json_object": True}
-    told = response_format.get("json_schema") if kind == "json_schema" else None
-    if not isinstance(told, dict) or not isinstance(told.get("schema"), dict):
+    told = response_format.get("json_schema", {}) if kind == "json_schema" else {}
+    schema = told.get("schema") if isinstance(told, dict) else told
+    is_known = kind in ("text", "json_object", "json_schema") and isinstance(told, dict)
+    if not is_known or not isinstance(schema, (dict, type(None))):
         raise BatchError(
             f"response_format is {_shown(response_format)}: its type must be text, json_object, or "
             "json_schema with an object json_schema.schema"
         )
-    return {"json_schema": told["schema"]}
+    return openai.constraint(kind, schema)
 
 
 def _chat_logprobs(fields: dict[str, Any]) -> bool | int:
     wanted, n_top = fields.get("logprobs", False), fields.pop("top_logprobs", 0)
     check_type("logprobs", wanted, bool)
     check_type("top_logprobs", n_top, int)
-    if n_top and not wanted:
-        raise BatchError(f"top_logprobs is {n_top}, but logprobs is not true: set it")
-    return n_top or wanted
+    try:
+        return openai.logprobs(wanted, n_top)
+    except ValueError as error:
+        raise BatchError(str(error)) from error
 
 
 def _completion_logprobs(fields: dict[str, Any]) -> bool | int:
-    """0 is a number here: of the chosen tokens alone."""
-    if "logprobs" not in fields:
-        return False
-    check_type("logprobs", fields["logprobs"], int)
-    return fields["logprobs"] or True
+    check_type("logprobs", fields.get("logprobs"), int, type(None))
+    return openai.completion_logprobs(fields.get("logprobs"))
 
 
 def _prompt(fields: Mapping[str, Any]) -> Prompt:
@@ -261,13 +263,15 @@ def _message(message: Any) -> dict[str, str]:
         )
     given = _given(message)
     _refuse_unknown("a message", given, _OF_MESSAGE)
-    content = given.get("content")
+    content = given.pop("content", None)
     if isinstance(content, list):  # OpenAI's parts
-        given["content"] = "".join(_text_part(part) for part in content)
-    for name in ("role", "content", *("name",)[: "name" in given]):
+        content = [_text_part(part) for part in content]
+    elif content is not None and not isinstance(content, str):
+        raise BatchError(f"content of a message is {_shown(content)}: it must be a text")
+    for name in ("role", *("name",)[: "name" in given]):
         if not isinstance(given.get(name), str):
             raise BatchError(f"{name} of a message is {_shown(given.get(name))}: it must be a text")
-    return given
+    return openai.template_message(given["role"], content, name=given.get("name"))
 
 
 def _text_part(part: Any) -> str:

@@ -54,7 +54,12 @@ _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(_ERROR_STATUSES, _ERROR
 def make_app(service: Service, key: str | None, *, is_debug: bool = False) -> ASGIApp:
     """The application, behind its guard."""
     app = FastAPI(
-        title="specdec", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS
+        title="specdec",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=_ERRORS,
+        redirect_slashes=False,  # to wherever the Host header says
     )
     _add_figures(app, service)
     _add_models(app, service)

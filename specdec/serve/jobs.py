@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.api import LLM
+from specdec.grammar.constraint import Constraint, schema_text
+from specdec.grammar.trial import check_cost
 from specdec.sampling.params import SEED_LIMIT, SamplingParams
 from specdec.serve.errors import bad_request
 from specdec.serve.options import ServeOptions
@@ -21,6 +23,7 @@ from specdec.serve.schema import (
     Tool,
 )
 from specdec.serve.schema import Sampling as SamplingFields
+from specdec.text import openai
 from specdec.text.prompts import check_room, encode_prompt
 
 _DEFAULT_TEMPERATURE = 1.0  # OpenAI's
@@ -69,10 +72,10 @@ def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
     form = llm.tokenizer.chat_format
     wanted = body.max_completion_tokens or body.max_tokens
     params = _params(body, wanted, limits, extra_stops=form.stop)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-    if body.logprobs:
-        params = params.replace(logprobs=body.top_logprobs or True)
+    try:
+        params = params.replace(logprobs=openai.logprobs(body.logprobs, body.top_logprobs))
+    except ValueError as error:
+        raise bad_request(str(error), "top_logprobs") from error
     params = params.replace(**_constraint(body, tools))
     messages = [_plain(message, i) for i, message in enumerate(body.messages)]
     ids = llm.tokenizer.encode_chat(
@@ -94,8 +97,7 @@ def completion_job(body: CompletionRequest, llm: LLM, limits: ServeOptions) -> J
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request("best_of is not supported, unless it equals n: leave it out", "best_of")
     params = _params(body, body.max_tokens or _DEFAULT_COMPLETION_TOKENS, limits)
-    if body.logprobs is not None:
-        params = params.replace(logprobs=body.logprobs or True)
+    params = params.replace(logprobs=openai.completion_logprobs(body.logprobs))
     prompts: Sequence[Any] = [body.prompt] if _is_one(body.prompt) else body.prompt
     _check_choices(len(prompts) * (body.n or 1), limits)
     ids = [encode_prompt(prompt, llm.tokenizer) for prompt in prompts]
@@ -179,30 +181,29 @@ def _params(
 def _plain(message: Message, index: int) -> dict[str, Any]:
     """A message as templates expect it: one text, arguments as objects."""
     param = f"messages[{index}]"
-    role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": _text(message, param)}
-    if message.name is not None:
-        plain["name"] = message.name
-    if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                **({} if call.id is None else {"id": call.id}),
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments, param),
-                },
-            }
-            for call in message.tool_calls
-        ]
-    return plain
+    calls = [
+        {
+            **({} if call.id is None else {"id": call.id}),
+            "type": "function",
+            "function": {
+                "name": call.function.name,
+                "arguments": _arguments(call.function.arguments, param),
+            },
+        }
+        for call in message.tool_calls or ()
+    ]
+    return openai.template_message(
+        message.role,
+        _content(message, param),
+        name=message.name,
+        tool_call_id=message.tool_call_id,
+        tool_calls=calls or None,
+    )
 
 
-def _text(message: Message, param: str) -> str:
+def _content(message: Message, param: str) -> str | list[str] | None:
     if message.content is None or isinstance(message.content, str):
-        return message.content or ""
+        return message.content
     texts = []
     for part in message.content:
         if isinstance(part, OtherPart):
@@ -212,7 +213,7 @@ def _text(message: Message, param: str) -> str:
                 f"{param}.content",
             )
         texts.append(part.text)
-    return "\n".join(texts)
+    return texts
 
 
 def _arguments(text: str, param: str) -> Any:
@@ -252,11 +253,19 @@ def _constraint(body: ChatRequest, tools: Sequence[Tool]) -> Mapping[str, Any]:
     if is_forced and not is_plain:
         raise bad_request("response_format does not go with a forced tool call", "response_format")
     if is_forced:
-        return {"json_schema": _schema_of_calls(tools)}
-    if isinstance(form, SchemaFormat):
-        schema = form.json_schema.schema_
-        return {"json_object": True} if schema is None else {"json_schema": schema}
-    return {} if is_plain else {"json_object": True}
+        return _schema(_schema_of_calls(tools))
+    schema = form.json_schema.schema_ if isinstance(form, SchemaFormat) else None
+    if schema is not None:
+        return _schema(schema)
+    return openai.constraint(None if form is None else form.type, None)
+
+
+def _schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Raises ConfigError for one that would take the server down, which SamplingParams do not."""
+    text = schema_text(schema)
+    if text is not None:
+        check_cost(Constraint("json_schema", text))
+    return {"json_schema": text}
 
 
 def _schema_of_calls(tools: Sequence[Tool]) -> dict[str, Any]:

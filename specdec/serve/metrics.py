@@ -39,6 +39,8 @@ _COUNTED = {
     "accepted_tokens": ("spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
     "queue_seconds": ("queue_seconds", "Seconds that texts have waited for their turn."),
     "set_aside": ("set_aside", "Times that a text gave its KV to others."),
+    "restored": ("restored", "Times that such a text came back with its KV from a file."),
+    "restored_tokens": ("restored_tokens", "Tokens whose KV these files brought."),
     "recomputed_tokens": ("recomputed_tokens", "Tokens computed anew when such texts came back."),
     "bytes_streamed": ("streamed_bytes", "Bytes of weights read from storage."),
     "bytes_copied_to_device": ("copied_bytes", "Bytes of weights copied to a GPU."),

@@ -1,11 +1,34 @@
-"""uvicorn's HTTP connection, with an end to those that stand still."""
+"""uvicorn's HTTP connection, with an end to those that stand still or come in crumbs."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from specdec.serve.errors import bad_request
+
+MAX_PIECES = 16384
+"""Of one body. A chunk costs the event loop the same whether it holds a byte or thousands: a
+megabyte in single bytes kept everybody else waiting for seconds."""
+
+
+class _CountedConnection(h11.Connection):
+    """Refuses a body in too many pieces."""
+
+    _n_pieces = 0
+
+    def next_event(self) -> Any:
+        found = super().next_event()
+        if isinstance(found, h11.Request):
+            self._n_pieces = 0
+        elif isinstance(found, h11.Data):
+            self._n_pieces += 1
+        if self._n_pieces > MAX_PIECES:
+            raise h11.RemoteProtocolError(f"the body comes in more than {MAX_PIECES} pieces")
+        return found
 
 
 class TimedProtocol(H11Protocol):
@@ -19,6 +42,11 @@ class TimedProtocol(H11Protocol):
     write_seconds: float
     _reading: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
+
+    def __init__(self, config: Any, *more: Any, **keywords: Any) -> None:
+        super().__init__(config, *more, **keywords)
+        most = config.h11_max_incomplete_event_size
+        self.conn = _CountedConnection(h11.SERVER, most)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -43,6 +71,20 @@ class TimedProtocol(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP, in the shape of all errors; nothing where an answer has begun."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            told = "this is no HTTP/1.1 request, or one in too many pieces"
+            response = bad_request(told).response()
+            start = h11.Response(
+                status_code=400,
+                reason=b"Bad Request",
+                headers=[*response.raw_headers, (b"connection", b"close")],
+            )
+            for one in (start, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(one) or b"")
+        self.transport.close()
 
     @property
     def _has_request(self) -> bool:

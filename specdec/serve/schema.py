@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_BIASES, MAX_TOOLS = 16, 256, 1024, 128
 MAX_TOP_LOGPROBS = 20
+MAX_MESSAGES, MAX_PARTS = 4096, 1024
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -92,7 +93,11 @@ class MessageToolCall(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | OtherPart] | None = None
+    content: (
+        str
+        | Annotated[list[TextPart | OtherPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+        | None
+    ) = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
@@ -141,7 +146,7 @@ class SchemaFormat(Strict):
 
 
 class ChatRequest(Sampling):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -158,9 +163,12 @@ TokenId = Annotated[int, Field(ge=0)]
 class CompletionRequest(Sampling):
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1)]
+        | Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+        | Annotated[
+            list[Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]],
+            Field(fail_fast=True, min_length=1),
+        ]
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None

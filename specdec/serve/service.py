@@ -19,6 +19,7 @@ from specdec.async_llm import AsyncChunk, AsyncLLM, AsyncStream
 from specdec.checks import ConfigError
 from specdec.decoding.sequences import GenerationResult
 from specdec.decoding.stats import EngineStats
+from specdec.grammar.state import GrammarError
 from specdec.serve.answers import Answer
 from specdec.serve.errors import ApiError, JsonResponse, bad_request, draining, loading
 from specdec.serve.events import DONE, PING, ClientGone, EventStream, event, unless_gone
@@ -29,7 +30,7 @@ from specdec.serve.options import ServeOptions
 from specdec.text.prompts import PromptError
 from specdec.text.tokenizer import TokenizerError
 
-_CLIENTS_FAULT = (ConfigError, PromptError, TokenizerError)
+_CLIENTS_FAULT = (ConfigError, GrammarError, PromptError, TokenizerError)
 _CLIENT_CLOSED = 499  # nginx's; nobody reads it
 _PING_SECONDS = 15.0
 """Without a token for so long, a stream says that it is alive: proxies cut what is silent."""

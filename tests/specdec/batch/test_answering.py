@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,19 @@ def test_a_chat_is_answered_in_openais_format(llm: LLM) -> None:
     assert all(one["bytes"] == list(one["token"].encode()) for one in content)
     assert all(len(one["top_logprobs"]) in (2, 3) for one in content)
     assert body["usage"]["completion_tokens"] == 6
+
+
+def test_what_ends_an_answer_of_a_conversation_ends_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the server has it: a chat format's own stop texts."""
+    messages = [{"role": "user", "content": "hi"}]
+    text = llm.generate(messages, max_tokens=6).text
+    form = replace(llm.tokenizer.chat_format, stop=(text[2:4],))
+    monkeypatch.setattr(llm.tokenizer, "chat_format", form)
+    cut = text[: text.index(text[2:4])]
+    assert record_of(llm, {"messages": messages})["text"] == cut
+    assert record_of(llm, {"messages": messages, "stop": "no"})["text"] == cut
 
 
 def test_a_completion_is_answered_in_openais_format(llm: LLM) -> None:

@@ -98,7 +98,21 @@ def test_a_format_of_openais_is_a_constraint() -> None:
 def test_parts_of_text_are_one_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = read(openai(messages=[{"role": "user", "content": parts}]))
-    assert request.prompt == [{"role": "user", "content": "ab"}]
+    assert request.prompt == [{"role": "user", "content": "a\nb"}]
+
+
+def test_a_message_may_have_no_content() -> None:
+    """As one of an answer that called tools has none; the server takes it, too."""
+    for message in ({"role": "developer"}, {"role": "system", "content": None}):
+        request = read(openai(messages=[message]))
+        assert request.prompt == [{"role": "system", "content": ""}]
+        assert request.is_chat
+    assert not read({"prompt": [5]}).is_chat
+
+
+def test_a_schema_may_be_missing() -> None:
+    told = {"type": "json_schema", "json_schema": {"name": "n"}}
+    assert read(openai(response_format=told)).params.json_object
 
 
 def test_seeds_are_of_the_run_and_of_the_line() -> None:
@@ -136,7 +150,7 @@ def test_seeds_are_of_the_run_and_of_the_line() -> None:
         ({"prompt": "x", "model": 3}, ("model is 3",)),
         ({"messages": "hi"}, ("messages is 'hi'",)),
         ({"messages": [5]}, ("messages holds 5",)),
-        ({"messages": [{"role": "user"}]}, ("content of a message is null",)),
+        ({"messages": [{"role": "user", "content": 5}]}, ("content of a message is 5",)),
         ({"messages": [{"content": "x"}]}, ("role of a message is null",)),
         ({"messages": [{**HI[0], "tool_calls": []}]}, ("a message", '"tool_calls"')),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ("'text'",)),
@@ -149,7 +163,10 @@ def test_seeds_are_of_the_run_and_of_the_line() -> None:
         (openai(tools=[{}], foo=1), ('body has fields that are not known here: "tools", "foo"',)),
         (openai(stream=True), ("stream is true", "only false")),
         (openai(response_format={"type": "xml"}), ("response_format is", "json_object")),
-        (openai(response_format={"type": "json_schema"}), ("json_schema.schema",)),
+        (
+            openai(response_format={"type": "json_schema", "json_schema": 3}),
+            ("json_schema.schema",),
+        ),
         (openai(response_format=3), ("response_format is 3",)),
         (openai(response_format={"type": "json_object"}, regex="a"), ("keeps to one of them",)),
         ({"prompt": "x", "regex": "("}, ("regex cannot be kept to",)),

@@ -58,6 +58,33 @@ def test_a_schema_that_is_none(client: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        (
+            {
+                "allOf": [
+                    {"type": "string", "pattern": f".*{letter}.*"}
+                    for letter in "abcdefghijklmnopqrstuv"
+                ]
+            },
+            "to prepare",
+        ),
+        ({"$ref": "#"}, "cannot be kept to"),  # which allows nothing
+        ({"$ref": "file:///etc/passwd"}, "does not fetch"),
+    ],
+)
+def test_a_schema_that_nothing_can_follow(
+    client: Any, server: Server, schema: dict[str, Any], named: str
+) -> None:
+    """Refused, at a bounded cost: the first one took all memory and never came to an end."""
+    form = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match=named):
+        chat(client, response_format=form)
+    assert server.metric("specdec_requests_inside") == 0
+    assert server.metric("specdec_resident_bytes") < 1 << 30
+
+
+@pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "paint"}}]
 )
 def test_a_forced_call(client: Any, choice: Any) -> None:

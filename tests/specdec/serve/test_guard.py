@@ -106,6 +106,28 @@ def test_a_body_that_is_too_long_is_not_read(locked: Server) -> None:
         assert status_of(raw) == 413
 
 
+def test_a_body_in_crumbs(server: Server) -> None:
+    """Each chunk costs the event loop as much as a long one would."""
+    head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    crumbs = b"1\r\n \r\n" * 20_000
+    with server.connect(*head, "Transfer-Encoding: chunked", body=crumbs) as raw:
+        assert status_of(raw) == 400
+
+
+@pytest.mark.parametrize("head", ["nonsense", "GET /health HTTP/1.1\r\nHost: a\r\nHost : b"])
+def test_what_is_no_http(server: Server, head: str) -> None:
+    with server.connect(head) as raw:
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))  # to its end: the server closes
+    status, _, body = answer.partition(b"\r\n\r\n")
+    assert b" 400 " in status.split(b"\r\n")[0]
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_no_one_is_led_elsewhere(server: Server) -> None:
+    """A redirect would go wherever the request says this server is."""
+    assert server.post("/v1/chat/completions/", CHAT)[0] == 404
+
+
 def test_a_body_that_does_not_come(locked: Server) -> None:
     head = ["POST /v1/completions HTTP/1.1", "Host: x", KEY, "Content-Type: application/json"]
     begin = time.monotonic()
@@ -162,6 +184,15 @@ def test_hostile_bodies(locked: Server, body: bytes) -> None:
             answer += raw.recv(65536)
     assert 400 <= int(answer.split(b" ")[1]) < 500, answer
     assert b'"error"' in answer
+
+
+def test_one_mistake_of_many_is_enough(server: Server) -> None:
+    """All of them were listed: of a megabyte it took seconds, in which nobody else was served."""
+    many = {"messages": [{"role": "user", "content": "x"}] * 5000}
+    assert "at most 4096" in server.post("/v1/chat/completions", many)[1]["error"]["message"]
+    wrong = {"messages": [{}] * 5000}
+    status, answer = server.post("/v1/chat/completions", wrong)
+    assert (status, answer["error"]["param"]) == (400, "messages.0.role")
 
 
 FIELDS = st.sampled_from(

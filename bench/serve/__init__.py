@@ -1,0 +1,1 @@
+"""The server under its clients: many at once, and many that go away."""

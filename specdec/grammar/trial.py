@@ -1,0 +1,77 @@
+"""Whether a stranger's grammar can be prepared at all: tried in a process that may be lost.
+
+llguidance limits what following a grammar costs, not what preparing it does: the intersection of
+twenty patterns doubles time and memory with each of them, and no call of its comes back.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+from specdec.grammar.constraint import Constraint, in_one_line, llguidance
+
+MOST_BYTES = 256 << 20
+MOST_CPU_SECONDS = 5
+_MOST_WALL_SECONDS = 60  # of a machine that is busy elsewhere
+_REFUSED = 3
+
+
+@lru_cache(maxsize=64)
+def check_cost(constraint: Constraint) -> None:
+    """Raises ConfigError where it cannot be prepared, or not within the limits."""
+    llguidance()
+    path = os.pathsep.join(filter(None, sys.path))
+    argv = [sys.executable, "-m", __name__, constraint.kind]
+    try:
+        done = subprocess.run(
+            argv,
+            input=constraint.text.encode(),
+            capture_output=True,
+            env={**os.environ, "PYTHONPATH": path},
+            timeout=_MOST_WALL_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise constraint.refuse(_TOO_MUCH) from error
+    if done.returncode == _REFUSED:
+        raise constraint.refuse(done.stdout.decode())
+    if done.returncode:
+        raise constraint.refuse(_TOO_MUCH)
+
+
+_TOO_MUCH = (
+    f"it takes more than {MOST_CPU_SECONDS} s or {MOST_BYTES >> 20} MiB to prepare: "
+    "ask for fewer patterns and alternatives at one place"
+)
+
+
+def _main() -> int:
+    _lose_this_process_first()
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_SECONDS, MOST_CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    constraint = Constraint(sys.argv[1], sys.stdin.read())
+    try:
+        grammar = constraint.grammar
+    except ValueError as error:
+        reason = str(error).partition("cannot be kept to: ")[2] or str(error)
+        print(in_one_line(reason))
+        return _REFUSED
+    library = llguidance()
+    library.LLMatcher(library.LLTokenizer("byte"), grammar, log_level=0)
+    return 0
+
+
+def _lose_this_process_first() -> None:
+    """Where a cgroup's memory ends, its kernel is to end the trial, not the server."""
+    with suppress(OSError):  # a sandbox without /proc
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
