@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,17 +14,18 @@ from specdec.cli import analyze as cli_analyze
 from specdec.cli import batch as cli_batch
 from specdec.cli import check as cli_check
 from specdec.cli import info as cli_info
+from specdec.cli import models as cli_models
 from specdec.cli import pack as cli_pack
 from specdec.cli import run as cli_run
 from specdec.cli import serve as cli_serve
 from specdec.cli.errors import run_app
+from specdec.cli.input.settings import FILE_VARIABLE, name_variables, read_defaults
 from specdec.cli.libraries import quiet_libraries
 from specdec.cli.output import write_text
 
 app = typer.Typer(
     name="specdec",
     help="Run a language model that is larger than the memory it may use.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -35,6 +37,7 @@ app.command("serve")(cli_serve.serve)
 app.command("plan")(cli_info.plan)
 app.command("analyze")(cli_analyze.analyze)
 app.command("check")(cli_check.check)
+app.command("models")(cli_models.models)
 app.command("profile")(cli_info.profile)
 app.command("pack")(cli_pack.pack)
 # Its options are those of `specdec-bench demo`, the help included.
@@ -49,9 +52,25 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit(0)
 
 
+def _take_defaults(context: typer.Context, path: Path | None) -> None:
+    name_variables(context.command)
+    context.default_map = read_defaults(path, context.command)
+
+
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            envvar=FILE_VARIABLE,
+            callback=_take_defaults,
+            is_eager=True,
+            help="A TOML file with options.",
+            show_default="~/.config/specdec/config.toml",
+        ),
+    ] = None,
     version: Annotated[
         bool,
         typer.Option(

@@ -236,7 +236,7 @@ def _engine_parts(stats: EngineStats | None) -> list[str]:
         f"first token after {stats.mean_time_to_first_token:.1f} s",
     ]
     if stats.set_aside:
-        parts.append(f"{stats.set_aside} times set aside")
+        parts.append(f"{stats.set_aside} times set aside, {stats.restored} times read back")
     return parts
 
 

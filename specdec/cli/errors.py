@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import typer
+from typer.completion import shell_complete
 from typer.exceptions import TyperException
 
 from offload.errors import SpecdecError
@@ -50,6 +51,9 @@ def run_app(app: typer.Typer, name: str, argv: Sequence[str]) -> int:
     """Run a typer app and return the exit code; never raises for a user's mistake."""
     command = typer.main.get_command(app)
     _hide_flag_types(command)
+    asked = f"_{name.replace('-', '_').upper()}_COMPLETE"  # by the script of a shell
+    if asked in os.environ:
+        return shell_complete(command, {}, name, asked, os.environ[asked])
 
     def work() -> None:
         arguments = expand_aliases(argv)

@@ -14,8 +14,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from specdec.cli.input.prompts import read_text
 from specdec.cli.options import Debug, OptionError
-from specdec.cli.prompt_input import read_text
 from specdec.config import MAX_DRAFT_TOKENS, parse_spec_type
 from specdec.option import (
     BEAMS,
@@ -148,7 +148,6 @@ def _names(kind: type[Any], *panels: str, leave_out: tuple[str, ...] = ()) -> tu
 
 _CHAT = _names(RunOptions, MODELS, MEMORY, SPECULATION)
 _SERVED = tuple(name for name in _CHAT if name != "prompt_cache_file")
-_CACHED = tuple(name for name in _CHAT if name != "chat_template")
 _OF_GENERATIONS = ("prompt_cache_file", "chat_template")
 TARGET = _names(RunOptions, MODELS, MEMORY, leave_out=("draft_model", *_OF_GENERATIONS))
 LOAD = _names(RunOptions, MODELS, MEMORY, SPECULATION, leave_out=_OF_GENERATIONS)
@@ -158,12 +157,10 @@ Target = Annotated[RunOptions, Group(RunOptions, TARGET, _one_run)]
 """A target alone."""
 Load = Annotated[RunOptions, Group(RunOptions, LOAD, _one_run)]
 """A target and how it drafts."""
-CachedLoad = Annotated[RunOptions, Group(RunOptions, _CACHED, _one_run)]
-"""The same, with a file for the prompt's KV."""
 ChatLoad = Annotated[RunOptions, Group(RunOptions, _CHAT, _one_run)]
-"""The same, with how a conversation becomes a prompt."""
+"""The same, with how a conversation becomes a prompt, and a file for the KV of one."""
 ServedLoad = Annotated[RunOptions, Group(RunOptions, _SERVED, _one_run)]
-"""The same, without a file for the KV of one prompt."""
+"""The same, without that file."""
 LoadEachDraft = Annotated[list[RunOptions], Group(RunOptions, LOAD, _run_for_each_draft)]
 """One for each draft model that is named, or one without."""
 Roofline = Annotated[RunOptions, Group(RunOptions, _ROOFLINE, _one_run)]

@@ -36,12 +36,12 @@ def note_plan(load: RunOptions, plan: RunPlan) -> None:
         say(f"note: --ctx-size {load.ctx_size} is cut to the model's {plan.ctx_size}")
     if load.exact != OFF and not plan.exactness.is_exact:
         say(f"note: the text may not be plain decoding's to the bit: {plan.exactness.reason}")
-    if not plan.residency.n_streamed_layers:
-        if load.prefetch_depth is not None:
-            say("note: --prefetch-depth has no effect: no layer of the target streams")
-        # The weights of a GGUF file that are not streamed are llama.cpp's to read.
-        if load.io_threads is not None and resolve_headers(load.model).is_file():
-            say("note: --io-threads has no effect: no layer of the target streams")
+    if load.prefetch_depth is not None and not plan.residency.n_streamed_layers:
+        say("note: --prefetch-depth has no effect: no layer of the target streams")
+    # The weights of a GGUF file that are not streamed are llama.cpp's to read.
+    is_read_by_us = plan.residency.streams or not resolve_headers(load.model).is_file()
+    if load.io_threads is not None and not is_read_by_us:
+        say("note: --io-threads has no effect: nothing of the target streams")
     if plan.uses_mmap:
         _note_mapped(load, plan.budget_bytes)
 

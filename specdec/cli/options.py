@@ -39,6 +39,12 @@ OnDevice = Annotated[
         show_default="this machine",
     ),
 ]
+System = Annotated[
+    str | None,
+    typer.Option(
+        "--system", help="What the model is told before the conversation.", metavar="TEXT"
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Debug = Annotated[
     bool,

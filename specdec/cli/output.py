@@ -51,11 +51,18 @@ def loading_progress(title: str) -> Iterator[Progress]:
         yield lambda _done, _total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    bar = Bar(*columns, TransferSpeedColumn(), console=Console(stderr=True), transient=True)
+    speed = (TransferSpeedColumn(), TimeRemainingColumn())
+    bar = Bar(*columns, *speed, console=Console(stderr=True), transient=True)
     task = bar.add_task(title, total=None)
 
     lock = threading.Lock()

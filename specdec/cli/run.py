@@ -14,12 +14,12 @@ from specdec.cli import options
 from specdec.cli.enforce import enforced_bytes, run_enforced
 from specdec.cli.groups import (
     BeamSpan,
-    CachedLoad,
     ChatLoad,
     Sampling,
     SamplingOrBeams,
     with_options,
 )
+from specdec.cli.input.prompts import check_prompt_options, read_line, read_prompts
 from specdec.cli.libraries import import_for_good
 from specdec.cli.notes import (
     check_models,
@@ -28,46 +28,99 @@ from specdec.cli.notes import (
     note_plan,
 )
 from specdec.cli.output import loading_progress, perf_line, say, write_json, write_text
-from specdec.cli.prompt_input import check_prompt_options, read_line, read_prompt
 from specdec.planning.run_options import DEFAULT_BEAM_SPAN, RunOptions
 
 if TYPE_CHECKING:
     from specdec.api import LLM, CompletionOutput, GenerationResult
 
 PromptText = Annotated[
-    str | None,
-    typer.Option("-p", "--prompt", help="The prompt; - reads it from stdin.", show_default=False),
+    list[str] | None,
+    typer.Option(
+        "-p", "--prompt", help="The prompt, or several; - reads stdin.", show_default=False
+    ),
 ]
 PromptFile = Annotated[
-    Path | None,
+    list[Path] | None,
     typer.Option("-f", "--file", help="Read the prompt from this file.", show_default=False),
+]
+IsChat = Annotated[
+    bool,
+    typer.Option(
+        "--chat", help="The prompt is a user's turn: give it as the model's template has."
+    ),
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        "--logprobs",
+        min=0,
+        metavar="K",
+        help="With --json: log-probabilities of the tokens, and of the K likeliest.",
+        show_default="none",
+    ),
 ]
 
 
 @with_options
 def run(
     context: typer.Context,
-    load: CachedLoad,
+    load: ChatLoad,
     sampling: SamplingOrBeams,
     beam_span: BeamSpan = DEFAULT_BEAM_SPAN,
     prompt: PromptText = None,
     file: PromptFile = None,
+    chat: IsChat = False,
+    system: options.System = None,
     max_tokens: options.MaxTokens = 64,
     enforce: options.Enforce = False,
     json: options.Json = False,
+    logprobs: Logprobs = None,
 ) -> None:
-    """Generate text from one prompt."""
-    check_prompt_options(prompt, file)
+    """Generate text from a prompt, or from several one after the other."""
+    check_prompt_options(prompt or [], file or [])
     keywords = {"max_tokens": max_tokens, **sampling}
+    if logprobs is not None:
+        keywords["logprobs"] = _checked_logprobs(logprobs, json, keywords)
+    is_chat = chat or system is not None
+    if load.chat_template is not None and not is_chat:
+        say("note: --chat-template has no effect without --chat or --system")
     loading = with_beams(load, sampling.get("num_beams", 1), beam_span)
     if enforce:
         run_again_enforced(context, load.memory_budget)
-    text = read_prompt(prompt, file)
+    prompts: list[Any] = list(read_prompts(prompt or [], file or []))
+    if is_chat:
+        prompts = [[*system_turn(system), {"role": "user", "content": one}] for one in prompts]
     with open_model(load, loading) as llm:
-        if json:
-            write_json(result_to_dict(llm.generate(text, **keywords)))
-        else:
-            stream_text(llm, text, keywords)
+        if is_chat:
+            keywords |= begin_chat(llm, keywords)
+        for number, one in enumerate(prompts, 1):
+            if json:
+                write_json(result_to_dict(llm.generate(one, **keywords)))
+                continue
+            if len(prompts) > 1:
+                write_text(f"=== {number} of {len(prompts)} ===\n")
+            stream_text(llm, one, keywords)
+
+
+def _checked_logprobs(n_likeliest: int, is_json: bool, keywords: dict[str, Any]) -> bool | int:
+    """Raises SpecdecError, before anything is loaded."""
+    if not is_json:
+        raise options.OptionError("--logprobs is given without --json, which alone has room for it")
+    from specdec.sampling.params import SamplingParams
+
+    wanted = n_likeliest or True
+    SamplingParams(**keywords, logprobs=wanted)
+    return wanted
+
+
+def system_turn(text: str | None) -> list[dict[str, str]]:
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
+def begin_chat(llm: LLM, keywords: dict[str, Any]) -> dict[str, Any]:
+    """What the form of a conversation adds to the options of its answers."""
+    note_plain_transcript(llm)
+    return {"stop": (*keywords.get("stop", ()), *llm.tokenizer.chat_format.stop)}
 
 
 @with_options
@@ -75,6 +128,7 @@ def chat(
     context: typer.Context,
     load: ChatLoad,
     sampling: Sampling,
+    system: options.System = None,
     max_tokens: options.MaxTokens = 512,
     enforce: options.Enforce = False,
 ) -> None:
@@ -84,10 +138,9 @@ def chat(
     from specdec.api import PromptError
 
     keywords = {"max_tokens": max_tokens, **sampling}
-    messages: list[dict[str, str]] = []
+    messages = system_turn(system)
     with open_model(load, load) as llm:
-        note_plain_transcript(llm)
-        keywords["stop"] = (*keywords.get("stop", ()), *llm.tokenizer.chat_format.stop)
+        keywords |= begin_chat(llm, keywords)
         while (line := read_line()) is not None:
             messages.append({"role": "user", "content": line})
             try:
@@ -179,4 +232,12 @@ def _output_to_dict(output: CompletionOutput) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
         "seed": output.seed,
         "score": output.score,
+        **({} if output.logprobs is None else _logprobs_to_dict(output)),
     }
+
+
+def _logprobs_to_dict(output: CompletionOutput) -> dict[str, Any]:
+    """Of each token; of the likeliest ones as [token, its log-probability], the likeliest first."""
+    top = output.top_logprobs
+    likeliest = None if top is None else [[list(pair) for pair in one.items()] for one in top]
+    return {"logprobs": list(output.logprobs or ()), "top_logprobs": likeliest}

@@ -3,6 +3,7 @@
 pair:target                   the embedded pair; pair:target.gguf exports it as GGUF
 path/to/checkpoint            a local directory with safetensors, or with one GGUF model
 path/to/model.gguf            a GGUF file, or the first one of a split model
+ollama:name[:tag]             a model that Ollama has downloaded
 user/repo[@revision]          a Hugging Face hub id, downloaded or taken from the local cache
 user/repo:Q4_K_M[@revision]   the GGUF model of that repository whose file name has this in it
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from backends.contract.backend import one_line
 from offload.errors import SpecdecError
+from specdec.models.found import OLLAMA_PREFIX, ollama_blob
 from specdec.pair import GGUF_SUFFIX, PAIR_PREFIX, pair_path
 
 # Safetensors and what describes them: pickles and code of the repository are never fetched.
@@ -44,6 +46,8 @@ def resolve_model(name: str | Path) -> Path:
         raise ModelNotFound("the model's name is empty: give a directory, a GGUF file or a hub id")
     if text.startswith(PAIR_PREFIX):
         return _embedded(text)
+    if text.startswith(OLLAMA_PREFIX):
+        return _of_ollama(text)
     path = _path(name)
     if path.is_dir():
         return _in_directory(path)
@@ -156,6 +160,16 @@ def _embedded(name: str) -> Path:
         return pair_path(name)
     except (ValueError, FileNotFoundError) as error:
         raise ModelNotFound(str(error)) from error
+
+
+def _of_ollama(name: str) -> Path:
+    blob = ollama_blob(name.removeprefix(OLLAMA_PREFIX))
+    if blob is None or not blob.is_file():
+        raise ModelNotFound(
+            f"Ollama has no model {name} here: `specdec models` lists what there is, "
+            "`ollama pull` fetches another"
+        )
+    return blob
 
 
 def _in_directory(directory: Path, part: str = "") -> Path:

@@ -15,7 +15,6 @@ from backends.contract.backend import one_line
 from backends.contract.source import BackendOptions, ModelSource
 from offload.formats.tensors import CheckpointError
 from specdec.models.names import resolve_model
-from specdec.pair import GGUF_SUFFIX
 from specdec.text.tokenizer import ChatTokenizer, Tokenizer
 from specdec.text.vocabulary import Compatibility, Vocabulary, compare_vocabularies
 
@@ -48,7 +47,7 @@ class OpenedPair:
 
 def is_gguf(path: Path) -> bool:
     """`resolve_model` gives a file for a GGUF model and a directory for a checkpoint."""
-    return path.suffix == GGUF_SUFFIX
+    return path.is_file()
 
 
 def import_libraries(name: str | Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from command_line import Models, expect_error, save_models
 
 from specdec.cli.app import main
-from specdec.cli.prompt_input import read_bounded, read_prompt
+from specdec.cli.input.prompts import read_bounded, read_prompt
 
 
 @pytest.fixture(scope="module")

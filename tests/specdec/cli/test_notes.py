@@ -132,7 +132,7 @@ def test_notes_on_files_that_are_mapped(capsys: pytest.CaptureFixture[str], tmp_
     argv = ["plan", "-m", str(path), "--load-mode", "mmap", "--memory-budget", "1GiB"]
     assert main([*argv, "--io-threads", "2"]) == 0
     assert capsys.readouterr().err == (
-        "specdec: note: --io-threads has no effect: no layer of the target streams\n"
+        "specdec: note: --io-threads has no effect: nothing of the target streams\n"
     )
     os.truncate(path, 2**31)  # what follows the tensors is nobody's, but mapped all the same
     assert main(argv) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,10 +16,18 @@ from specdec.opening import open_now
 MAX_PROMPT_BYTES = 64 * MIB  # far above any context
 
 
-def check_prompt_options(prompt: str | None, file: Path | None) -> None:
-    if (prompt is None) == (file is None):
-        problem = "both -p and -f were given" if prompt is not None else "no prompt was given"
+def check_prompt_options(prompts: Sequence[str], files: Sequence[Path]) -> None:
+    if bool(prompts) == bool(files):
+        problem = "both -p and -f were given" if prompts else "no prompt was given"
         raise OptionError(f"{problem}: use one of -p TEXT, -p - (stdin) or -f FILE")
+
+
+def read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
+    """All that were given in one of the two ways."""
+    return [
+        *(read_prompt(prompt, None) for prompt in prompts),
+        *(read_prompt(None, file) for file in files),
+    ]
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -1,0 +1,95 @@
+"""Options from elsewhere than the command line: SPECDEC_* variables, and a file.
+
+What is typed goes before a variable, a variable before the file, and a command's own section of the
+file before what stands at its top.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from specdec.cli.options import OptionError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PREFIX = "SPECDEC_"
+FILE_VARIABLE = f"{PREFIX}CONFIG"
+# Of one call, or read elsewhere: a key may come from a file instead of its variable.
+_ELSEWHERE = frozenset({"help", "version", "debug", "config", "prompt", "file", "api_key"})
+
+
+def name_variables(command: Any) -> None:
+    """Give every option of every command its variable: --memory-budget SPECDEC_MEMORY_BUDGET."""
+    for sub in command.commands.values():
+        for name, option in _options(sub):
+            option.envvar = PREFIX + name.upper()
+            option.show_envvar = False  # the rule is told once, in the documentation
+
+
+def read_defaults(path: Path | None, command: Any) -> dict[str, dict[str, Any]]:
+    """What a file says for each command; without a path the user's own, where there is one.
+
+    Raises OptionError for what no command has.
+    """
+    found = path or _own_file()
+    if path is None and not found.is_file():
+        return {}
+    try:
+        values = tomllib.loads(found.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OptionError(f"{found} cannot be read as TOML: {reason}") from error
+    known = {name: dict(_options(sub)) for name, sub in command.commands.items()}
+    for_all = {key: one for key, one in values.items() if key not in known}
+    every = {option for options in known.values() for option in options}
+    _check(for_all, every, f"{found}: no command has")
+    defaults = {}
+    for name, options in known.items():
+        own = values.get(name, {})
+        if not isinstance(own, dict):
+            raise OptionError(f"{found}: {name} is a command, write [{name}] for its options")
+        _check(own, set(options), f"{found}: specdec {name} does not have")
+        given = {_field(key): one for key, one in {**for_all, **own}.items()}
+        defaults[name] = {
+            options[key].name: _as_typed(one) for key, one in given.items() if key in options
+        }
+    return defaults
+
+
+def _own_file() -> Path:
+    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(folder) / "specdec" / "config.toml"
+
+
+def _options(command: Any) -> Iterator[tuple[str, Any]]:
+    """The options of a command that may come from elsewhere, by the long form's name."""
+    for one in command.params:
+        names = [_field(text[2:]) for text in one.opts if text.startswith("--")]
+        if names and not _ELSEWHERE.intersection((one.name, *names)):
+            yield names[0], one
+
+
+def _field(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _check(values: Mapping[str, Any], known: set[str], problem: str) -> None:
+    for key, value in values.items():
+        if _field(key) not in known:
+            raise OptionError(f"{problem} an option --{key.replace('_', '-')}")
+        if isinstance(value, dict):
+            raise OptionError(f"{problem} a section [{key}]")
+
+
+def _as_typed(value: Any) -> Any:
+    """As it would stand on the command line, where its type is found out."""
+    if isinstance(value, list):
+        return [_as_typed(one) for one in value]
+    return value if isinstance(value, bool) else str(value)

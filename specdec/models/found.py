@@ -1,0 +1,121 @@
+"""Models that are on this machine already, where other programs keep theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.pair import GGUF_SUFFIX
+
+OLLAMA_PREFIX = "ollama:"
+_MODEL_LAYER = "application/vnd.ollama.image.model"
+_REGISTRY = "registry.ollama.ai"
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """name: what -m takes for it."""
+
+    name: str
+    kind: str
+    n_bytes: int
+    keeper: str
+    """The program whose folder it is in."""
+
+
+def found_models(folder: Path | None = None) -> list[FoundModel]:
+    """All that can be run, of every keeper, and of a folder of the user's."""
+    found = [*_of_hub(), *_of_ollama(), *_of_folders(_program_folders())]
+    if folder is not None:
+        found += _of_folders({"folder": [folder]})
+    return found
+
+
+def ollama_blob(name: str) -> Path | None:
+    """The GGUF file of `NAME[:TAG]`; None where Ollama has no such model here."""
+    path, _, tag = name.partition(":")
+    parts = path.split("/")
+    if not all(parts) or {".", ".."} & {*parts, tag} or "/" in tag:
+        return None
+    before = {1: (_REGISTRY, "library"), 2: (_REGISTRY,)}.get(len(parts), ())
+    manifest = _ollama_folder() / "manifests" / Path(*before, *parts) / (tag or "latest")
+    layer = _model_layer(manifest) if manifest.is_file() else None
+    return None if layer is None else _blob(layer)
+
+
+def _ollama_folder() -> Path:
+    return Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama" / "models")
+
+
+def _of_ollama() -> Iterator[FoundModel]:
+    manifests = _ollama_folder() / "manifests"
+    for path in sorted(manifests.rglob("*")):
+        layer = _model_layer(path) if path.is_file() else None
+        if layer is None or not _blob(layer).is_file():
+            continue
+        registry, *parts, tag = path.relative_to(manifests).parts
+        own = parts[1:] if (registry, *parts[:1]) == (_REGISTRY, "library") else parts
+        words = own if registry == _REGISTRY else [registry, *parts]
+        name = f"{OLLAMA_PREFIX}{'/'.join(words)}:{tag}"
+        yield FoundModel(name, "GGUF", _blob(layer).stat().st_size, "Ollama")
+
+
+def _model_layer(manifest: Path) -> dict[str, Any] | None:
+    """The layer with the weights; None of what is no manifest."""
+    try:
+        layers = json.loads(manifest.read_bytes())["layers"]
+        return next(one for one in layers if one["mediaType"] == _MODEL_LAYER)
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return None
+
+
+def _blob(layer: dict[str, Any]) -> Path:
+    digest = str(layer.get("digest")).replace(":", "-")
+    return _ollama_folder() / "blobs" / Path(digest).name
+
+
+def _of_hub() -> Iterator[FoundModel]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return
+    for repo in sorted(repos, key=lambda one: one.repo_id):
+        if repo.repo_type != "model":
+            continue
+        names = {file.file_name for revision in repo.revisions for file in revision.files}
+        kinds = [
+            kind
+            for kind, suffix in (("safetensors", ".safetensors"), ("GGUF", GGUF_SUFFIX))
+            if any(name.endswith(suffix) for name in names)
+        ]
+        if kinds:
+            yield FoundModel(repo.repo_id, ", ".join(kinds), repo.size_on_disk, "Hugging Face")
+
+
+def _program_folders() -> dict[str, list[Path]]:
+    home = Path.home()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    return {
+        "LM Studio": [home / ".lmstudio" / "models", cache / "lm-studio" / "models"],
+        "llama.cpp": [Path(os.environ.get("LLAMA_CACHE") or cache / "llama.cpp")],
+    }
+
+
+def _of_folders(folders: dict[str, list[Path]]) -> Iterator[FoundModel]:
+    for keeper, paths in folders.items():
+        for folder in paths:
+            for path in sorted(folder.rglob(f"*{GGUF_SUFFIX}")):
+                if path.is_file():
+                    yield FoundModel(str(path), "GGUF", path.stat().st_size, keeper)
+            for path in sorted(folder.rglob("config.json")):
+                weights = list(path.parent.glob("*.safetensors"))
+                if weights:
+                    n_bytes = sum(one.stat().st_size for one in weights)
+                    yield FoundModel(str(path.parent), "safetensors", n_bytes, keeper)
