@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -57,3 +58,13 @@ def checkpoint_factory(tmp_path_factory: pytest.TempPathFactory):
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def _torch_threads() -> Iterator[None]:
+    """For tests that set how many threads torch has: the process has as many as before again."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -23,7 +23,7 @@ ROOMS = {
         "report gpu demo",
         "decode",
         "peers timeline rank worlds",
-        "prompts synth",
+        "prompts synth serve",
         "equal_texts",
         "process figures options table",
         "train",

@@ -24,8 +24,8 @@ from backends.ggml.products import GgmlProducts
 Linear: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(x [..., n_in], weight [n_out, n_in], bias [n_out] or None) -> [..., n_out]"""
 _TYPES = {torch.bfloat16: BF16, torch.float16: F16}
-_SMALL_PRODUCT = 1_000_000
-"""Multiplications (45 us) below which waking a second thread costs more than it brings."""
+_SMALL_PRODUCT = 250_000
+"""Multiplications (25 us) below which a second thread costs what it brings."""
 _OF_THREAD = threading.local()
 
 
@@ -77,8 +77,7 @@ def use_fast_products(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    is_on_cpu = x.device.type == "cpu"
-    linear = linear_of(x.dtype) if is_on_cpu else nn.functional.linear
+    linear = linear_of(x.dtype) if x.is_cpu else nn.functional.linear
     return linear(x, module.weight, module.bias)
 
 
@@ -106,12 +105,20 @@ def _sums_of_ggml(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n_threads: int
 ) -> torch.Tensor:
     n_out, n_in = weight.shape
+    if x.dtype != weight.dtype or x.shape[-1] != n_in or not weight.is_cpu:
+        raise RuntimeError(  # as torch does: ggml would compute with whatever lies there
+            f"rows of {x.shape[-1]} numbers in {x.dtype} do not fit a matrix {tuple(weight.shape)} "
+            f"in {weight.dtype} on {weight.device}"
+        )
     if not x.is_contiguous():
         x = x.contiguous()
+    if not weight.is_contiguous():
+        weight = weight.contiguous()
     result = torch.empty(*x.shape[:-1], n_out)
     addresses = weight.data_ptr(), x.data_ptr(), result.data_ptr()
     shape = x.numel() // n_in, n_in, n_out
-    _products().multiply(_TYPES[weight.dtype], *addresses, shape, n_threads)
+    if result.numel():  # ggml ends the process where there is no row
+        _products().multiply(_TYPES[weight.dtype], *addresses, shape, n_threads)
     if bias is not None:
         result += bias
     return result

@@ -57,7 +57,7 @@ def find_gpu(options: RunOptions, pair: OpenedPair) -> Gpu | None:
 
 
 def _formats(source: ModelSource) -> tuple[str, ...]:
-    return matrix_formats(record for layer in source.layers for record in layer.tensors)
+    return matrix_formats(source.multiplied)
 
 
 def gpu_for(
@@ -94,8 +94,8 @@ def on_gpu(source: ModelSource) -> ModelSource:
         return SharedSource(on_gpu(source.lender))
     if not source.can_use_gpu:
         raise UnsupportedModel(
-            f"{source.path} runs on the CPU only: a GPU is for Hugging Face checkpoints that are "
-            "neither packed nor mixtures of experts, or use --device cpu"
+            f"{source.path} runs on the CPU only: a GPU is for Hugging Face checkpoints "
+            "that are no mixtures of experts, or use --device cpu"
         )
     from backends.cuda.source import HfGpuSource
 

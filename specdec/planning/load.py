@@ -70,7 +70,7 @@ def load_draft(
         max_texts=options.max_texts,
         max_nodes=n_nodes,
         max_rows=level_width(plan.n_draft_tokens),
-        load_mode="stream" if residency.n_slots else "ram",
+        load_mode="stream" if residency.streams else "ram",
         vram_bytes=plan.torch_vram_bytes,
     )
     window = DraftWindow.fitting(wanted, context, target.max_context, n_nodes)
@@ -109,4 +109,4 @@ def _target_load_mode(wanted: str, residency: Placement) -> str:
     """A target that fits is held in the layout of its file, whose logits are a streamed one's."""
     if wanted in ("ram", "mmap"):
         return wanted
-    return "stream" if residency.n_slots else "mmap"
+    return "stream" if residency.streams else "mmap"

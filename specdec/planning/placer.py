@@ -77,7 +77,7 @@ class CpuPlacer(Placer):
 
     @cached_property
     def _least_expert_bytes(self) -> int:
-        """Room for the experts of one row of a layer."""
+        """Room for the experts that a layer has to have at a time."""
         experts = self.source.experts
         return least_slots(experts) * slot_bytes(experts)
 
@@ -106,8 +106,7 @@ class CpuPlacer(Placer):
         dense = plan_residency(self.source.layers, left, n_slots=self.n_slots)
         if not self.source.experts:
             return dense
-        overhead = self._overhead_bytes if dense.n_slots else 0
-        n_expert_bytes = n_bytes - overhead - dense.host_bytes
+        n_expert_bytes = n_bytes - self._overhead_bytes - dense.host_bytes
         return self._with_experts(dense, n_expert_bytes // slot_bytes(self.source.experts))
 
     def parts(self, placed: Placement) -> Parts:
@@ -116,7 +115,7 @@ class CpuPlacer(Placer):
         host = {"pinned layers": placed.resident_bytes, "ring": placed.ring_bytes}
         if placed.experts is not None:
             host["expert cache"] = placed.expert_bytes
-        if placed.n_slots:
+        if placed.streams:
             host["paging"] = self._overhead_bytes
         return Parts(host)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from backends.contract.exactness import Exactness
 from offload.budget import MemoryBudget, format_up
@@ -25,7 +26,7 @@ _OF_MODELS = ("embeddings and head", "KV cache", "pinned layers", "ring", "exper
 def overhead_bytes(budget: MemoryBudget) -> int:
     """What holds neither weights nor KV cache: libraries, activations, and what is set aside.
 
-    While a text is decoded, what of it is not in use holds layers (specdec/decoding/spare_memory).
+    While a text is decoded, what of it is not in use holds layers (specdec/policy/spare_memory).
     """
     return sum(n_bytes for name, n_bytes in budget.table() if not name.endswith(_OF_MODELS))
 
@@ -77,8 +78,13 @@ def expert_line(room: ExpertRoom) -> str:
     held = f"{room.n_slots} of {room.n_experts} experts in memory ({format_bytes(room.n_bytes)})"
     if room.holds_all:
         return held
+    more = replace(room, n_slots=min(2 * room.n_slots, room.n_experts))
+    return f"{held}, {_found(room)}; with {format_bytes(more.n_bytes)} for them {_found(more)}"
+
+
+def _found(room: ExpertRoom) -> str:
     return (
-        f"{held}, expected to be {room.hit_rate:.0%} of those asked for; "
+        f"expected to be {room.hit_rate:.0%} of those asked for, "
         f"{format_bytes(int(room.bytes_per_token))} read for a token"
     )
 

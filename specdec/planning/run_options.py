@@ -83,7 +83,8 @@ class RunOptions:
     """
 
     model: str | Path = required(
-        "Target model: a directory, a .gguf file, a hub id (user/repo) or pair:target.",
+        "Target model: a directory, a .gguf file, a hub id (user/repo), ollama:NAME or "
+        "pair:target.",
         MODELS,
         short="-m",
         shown_default=False,

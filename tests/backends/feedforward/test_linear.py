@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from backends.feedforward.linear import (
 from backends.ggml.library import is_installed
 from backends.hf.self_test import Product, least_rows_of_product
 
+CLOSE = torch.contiguous_format
 HALF = [torch.bfloat16, torch.float16]
 
 
@@ -55,6 +58,32 @@ def test_rows_that_lie_apart_are_brought_together() -> None:
     assert torch.equal(_by_ggml(x, weight), _by_ggml(x.contiguous(), weight))
 
 
+@pytest.mark.parametrize("part", [lambda w: w[:16, :64].T, lambda w: w[::2, :16]])
+def test_a_matrix_may_be_a_part_of_another_one(part: Callable) -> None:
+    weight = part(torch.randn(64, 80).bfloat16())
+    x = torch.randn(5, 16).bfloat16()
+    assert torch.equal(_by_ggml(x, weight), _by_ggml(x, weight.clone(memory_format=CLOSE)))
+
+
+def test_no_row_gives_no_row() -> None:
+    assert _by_ggml(torch.empty(1, 0, 8).half(), torch.randn(4, 8).half()).shape == (1, 0, 4)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.zeros(4, 8, dtype=torch.float16),
+        torch.zeros(4, 16, dtype=torch.bfloat16),
+        torch.empty(4, 8, dtype=torch.bfloat16, device="meta"),
+    ],
+    ids=["of another format", "of another width", "whose layer is not in memory"],
+)
+def test_what_torch_would_refuse_is_refused(weight: torch.Tensor) -> None:
+    """Else other numbers are multiplied, or the process ends."""
+    with pytest.raises(RuntimeError, match="do not fit a matrix"):
+        _by_ggml(torch.zeros(3, 8).bfloat16(), weight)
+
+
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("n_in", [64, 100])
 def test_a_row_has_the_same_bits_in_every_pass_of_enough_rows(
@@ -63,6 +92,20 @@ def test_a_row_has_the_same_bits_in_every_pass_of_enough_rows(
     monkeypatch.setattr(linear_file, "torch_is_slow", HALF.__contains__)
     least = least_rows_of_product(Product(n_in, 128, True, False), dtype)
     assert least is not None  # how many these are is the processor's affair
+
+
+def test_trials_take_any_number_of_threads_that_a_pass_may(monkeypatch) -> None:
+    taken, right = set(), linear_file._sums_of_ggml
+
+    def sums(*inputs: Any) -> torch.Tensor:
+        taken.add(inputs[-1])
+        return right(*inputs)
+
+    monkeypatch.setattr(linear_file, "torch_is_slow", HALF.__contains__)
+    monkeypatch.setattr(linear_file, "_sums_of_ggml", sums)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    least_rows_of_product(Product(64, 16, False, False), torch.bfloat16)
+    assert taken == {1, 3}
 
 
 def test_two_threads_multiply_at_the_same_time() -> None:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from backends.hf import threads
 from backends.hf.threads import use_threads
 
-
-@pytest.fixture(autouse=True)
-def _torch_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("_torch_threads")
 
 
 @pytest.mark.parametrize(
