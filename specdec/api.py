@@ -174,7 +174,7 @@ class LLM:
                     except _OF_ONE_REQUEST as error:
                         yield index, error
                     else:
-                        running[index].start()
+                        running[index].start(is_streamed=False)
                 if running:
                     wait_for_any(list(running.values()))
                 for index in [index for index, stream in running.items() if stream.is_over]:
@@ -202,7 +202,7 @@ class LLM:
                 streams.append(self.stream(prompt, params, **options))
                 stack.callback(streams[-1].cancel)
             for stream in streams:
-                stream.start()
+                stream.start(is_streamed=False)
             for stream in streams:
                 for _ in stream:
                     pass

@@ -61,6 +61,7 @@ class Generation:
     def __init__(self, session: Session, request: Request) -> None:
         self._session, self._request = session, request
         self.is_eager = False  # computed on also while nobody takes its chunks
+        self.is_streamed = True  # somebody reads its chunks as they come
         params = request.params
         self._limit = _token_limit(params, len(request.prompt_ids), session.target.max_context)
         self._recorder = self._new_recorder()
@@ -264,7 +265,7 @@ class Continuation(TextJob):
     def __init__(self, generation: Generation, sequence: GeneratedSequence, index: int) -> None:
         self._generation, self._sequence, self._index = generation, sequence, index
         self.decoder = generation.decoder(sequence)
-        self.is_fresh = generation.is_fresh
+        self.is_fresh, self.is_streamed = generation.is_fresh, generation.is_streamed
 
     @property
     def is_wanted(self) -> bool:

@@ -47,11 +47,13 @@ class TextJob(Job):
     """One text.
 
     is_fresh: no KV of other texts is used.
+    is_streamed: somebody reads its tokens as they come, so that gaps between them are noticed.
     kv_file: its KV, where it was set aside and that is in a file.
     """
 
     decoder: TextDecoder
     is_fresh = False
+    is_streamed = True
     kv_file: KvFile | None = None
 
     @abstractmethod

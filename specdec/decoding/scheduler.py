@@ -5,10 +5,10 @@
        └───── set aside, where the KV cache is full ───────┘
 
 Continuous batching as in Orca (Yu et al. 2022): whoever is ready shares the next pass. Long prompts
-enter in chunks beside the others' decoding (Sarathi, Agrawal et al. 2023), so that nobody waits for
-them much longer than for a pass. Where the KV cache has no room for all, the text that came last is
-set aside and comes back later, its KV read from a file or computed anew (see Room): the text goes
-on as if nothing had been.
+enter in chunks beside the others' decoding (Sarathi, Agrawal et al. 2023), so that nobody who reads
+along waits for them much longer than for a pass. Where the KV cache has no room for all, the text
+that came last is set aside and comes back later, its KV read from a file or computed anew (see
+Room): the text goes on as if nothing had been.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from backends.contract.sequence import SequenceRows
 from specdec.decoding.controller import Controller, Entering
 from specdec.decoding.jobs import Job, SearchJob, TextJob
 from specdec.decoding.room import Room, its_own_errors, rank
-from specdec.policy.costs import PassCost
+from specdec.policy.costs import MOST_TIMED_ROWS, PassCost
 from specdec.policy.spare_memory import SpareMemory
 
 LONGEST_PASS = 1.5
@@ -116,7 +116,7 @@ class Scheduler:
         jobs = [job for job in wanted if job.decoder.text is not None]
         decoding = [job for job in jobs if job.decoder.is_decoding]
         others = [job for job in jobs if not job.decoder.is_decoding]
-        most_rows = self._most_rows(len(decoding)) if others and decoding else None
+        most_rows = self._most_rows(decoding) if others and decoding else None
         entering = self._chunks(others, most_rows, len(decoding))
         n_entering = sum(len(rows.token_ids) for _, rows in entering)
         if entering:
@@ -179,11 +179,13 @@ class Scheduler:
             found.append((job, rows))
         return found
 
-    def _most_rows(self, n_rows: int) -> int:
-        """Of a pass in which prompts enter beside so many rows, draft tokens included: the prompt
+    def _most_rows(self, decoding: Sequence[TextJob]) -> int:
+        """Of a pass in which prompts enter beside these texts, draft tokens included: the prompt
         comes first, for its rows and those of drafts cost the others the same. One row more there
         is in any case: it has to get in some day."""
-        cost = self._cost
+        cost, n_rows = self._cost, len(decoding)
+        if not any(job.is_streamed for job in decoding):
+            return max(n_rows + 1, min(self._max_entering, MOST_TIMED_ROWS))
         seconds = max(LONGEST_PASS * cost.seconds(n_rows), UNNOTICED_SECONDS)
         n_most = (seconds - cost.row_free_seconds) / cost.seconds_per_row
         return max(n_rows + 1, int(n_most + 1e-6))

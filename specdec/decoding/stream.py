@@ -30,10 +30,14 @@ class GenerationStream:
             raise StopIteration
         return chunk
 
-    def start(self) -> None:
+    def start(self, *, is_streamed: bool = True) -> None:
         """Let it share the next rounds, whoever asks for them, also while nobody waits for its
-        chunks."""
-        self._generation.is_eager = True
+        chunks.
+
+        is_streamed: they are read as they come; else only the whole text is, and prompts of others
+            may enter as quickly as they can.
+        """
+        self._generation.is_eager, self._generation.is_streamed = True, is_streamed
         self._session.engine.start(self._generation)
 
     @property

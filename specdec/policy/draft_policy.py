@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
@@ -46,6 +47,14 @@ class Round:
     candidates: DraftTree | None = None  # before it was cut
     n_texts: int = 1  # that share its drafting and its pass
     n_rows: int = 1  # of its pass, of all texts
+
+
+class Outcome(NamedTuple):
+    """Of one text's part of a round; `extra_seconds` for having begun to use the draft again."""
+
+    n_tokens: float
+    seconds: float
+    extra_seconds: float
 
 
 class DraftPolicy:
@@ -103,9 +112,10 @@ class DraftPolicy:
 
         def first_choice(n_texts: int) -> DraftChoice:
             """By what the plan expects of a text's share of a round with the draft model and
-            without."""
-            tokens = tokens_of_levels(min(self._depth, n_likely))
-            seconds = cost.seconds(n_texts * (1 + n_likely)) + self._depth * per_level
+            without: the nodes that one text would have are shared."""
+            n_nodes = max(1, (1 + n_likely) // n_texts - 1)
+            tokens = tokens_of_levels(min(self._depth, n_nodes))
+            seconds = cost.seconds(n_texts * (1 + n_nodes)) + self._depth * per_level
             planned = (tokens, seconds / n_texts) if self._has_model else None
             return DraftChoice(planned, cost.seconds(n_texts) / n_texts)
 
@@ -181,19 +191,19 @@ class DraftPolicy:
         """What was decided for the pass of this round."""
         return self.round.is_ahead
 
-    def learn(self, acceptance: Acceptance, tree: DraftTree, seconds: float) -> None:
-        """The outcome of one text's part of a round, whose share of the pass took `seconds`."""
+    def learn(self, acceptance: Acceptance, tree: DraftTree, seconds: float) -> Outcome | None:
+        """What one text's part of a round, whose share of the pass took `seconds`, tells of the
+        choice; None where it tells nothing."""
         this, lessons = self.round, self.lessons
         emitted = acceptance.emitted(tree)
         if self.is_chain:
             lessons.chain.observe(tree.n_drafted, len(tree.follow(emitted)) - 1)
         elif this.candidates is not None:
             lessons.calibration.observe(this.candidates, emitted)
-        if this.is_typical and self.config.num_draft_tokens is None:
-            self._note_plain()
-            self.choice.record(
-                this.uses_draft, len(emitted), this.draft_seconds + seconds, this.catch_up_seconds
-            )
+        if not this.is_typical or self.config.num_draft_tokens is not None:
+            return None
+        self._note_plain()
+        return Outcome(len(emitted), this.draft_seconds + seconds, this.catch_up_seconds)
 
     # --- a round's parts -----------------------------------------------------------------------
 

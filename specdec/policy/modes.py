@@ -41,9 +41,10 @@ class Way:
         self._sums = _PLAN_WEIGHT * np.array([1.0, tokens, seconds])
         self.credit = credit
 
-    def add(self, n_tokens: int, seconds: float) -> None:
-        """A round of this way brought so many tokens in so many seconds."""
-        self._sums = LASTING * self._sums + (1.0, n_tokens, seconds)
+    def add(self, n_tokens: float, seconds: float, n_texts: int = 1) -> None:
+        """A round of this way brought each of so many texts so many tokens, and took so many
+        seconds for each."""
+        self._sums = LASTING**n_texts * self._sums + n_texts * np.array([1.0, n_tokens, seconds])
 
     def kept(self) -> list[float]:
         return [*self._sums.tolist(), self.credit]
@@ -141,15 +142,20 @@ class DraftChoice:
         return draft.credit >= price and not is_tried
 
     def record(
-        self, uses_draft: bool, n_tokens: int, seconds: float, extra_seconds: float = 0.0
+        self,
+        uses_draft: bool,
+        n_tokens: float,
+        seconds: float,
+        extra_seconds: float = 0.0,
+        n_texts: int = 1,
     ) -> None:
-        """A round brought so many tokens in so many seconds.
+        """A round brought so many tokens in so many seconds, as a mean over texts that shared it.
 
         extra_seconds: that it took beyond those for having changed the mode.
         """
         draft, alone = self._draft, self._alone
         if draft is None:
-            alone.add(n_tokens, seconds)
+            alone.add(n_tokens, seconds, n_texts)
             return
         is_trial = uses_draft != self.is_draft_better
         all_seconds = seconds + extra_seconds
@@ -163,7 +169,7 @@ class DraftChoice:
             if is_trial and n_tokens <= all_seconds * self.rate:
                 gain = min(gain, -_LEAST_STAKE)
             way.credit = max(way.credit + gain, -_FIRST_CREDIT)
-        way.add(n_tokens, seconds)
+        way.add(n_tokens, seconds, n_texts)
         self._was_alone |= not uses_draft
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from specdec.policy.costs import STUMBLE
-from specdec.policy.draft_policy import DraftPolicy
+from specdec.policy.draft_policy import DraftPolicy, Outcome
 from specdec.policy.shared_pass import choose_nodes
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
@@ -101,15 +103,24 @@ def observe_together(
     """The round is over: the trees as verified, and their outcomes.
 
     Of the pass each text pays for one row like all others, and for the rows that it has beyond
-    that.
+    that. Texts that choose by the same lessons are one outcome, their mean: the choice was made
+    once for all of them.
     """
     this, passes = policies[0].round, policies[0].experience.passes
     seconds = _note_pass(policies[0], policies[0].clock() - this.drafted_at)
     n_texts, n_more = len(policies), sum(tree.n_drafted for tree in trees)
+    seconds *= passes.of(n_texts + n_more) / passes.of(this.n_rows)  # prompts pay for themselves
     least = min(seconds, passes.of(n_texts)) if n_more else seconds
+    outcomes: dict[tuple[int, bool], list[tuple[DraftPolicy, Outcome]]] = {}
     for policy, acceptance, tree in zip(policies, acceptances, trees, strict=True):
         extra = (seconds - least) * tree.n_drafted / n_more if n_more else 0.0
-        policy.learn(acceptance, tree, least / n_texts + extra)
+        outcome = policy.learn(acceptance, tree, least / n_texts + extra)
+        if outcome is not None:
+            key = id(policy.choice), policy.round.uses_draft
+            outcomes.setdefault(key, []).append((policy, outcome))
+    for (_, uses_draft), own in outcomes.items():
+        tokens, own_seconds, more = np.mean([outcome for _, outcome in own], axis=0).tolist()
+        own[0][0].choice.record(uses_draft, tokens, own_seconds, more, len(own))
 
 
 def _note_pass(policy: DraftPolicy, seconds: float) -> float:

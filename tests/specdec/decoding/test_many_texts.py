@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,15 +288,21 @@ def test_its_draft_enters_in_chunks_beside_it(
         decoding.cancel()
 
 
+def streamed(n: int) -> list[Any]:
+    return [SimpleNamespace(is_streamed=True)] * n
+
+
 def test_a_prompt_enters_however_long_its_rows_take(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with load(tmp_path_factory, kv_tokens=400) as llm:
         scheduler = llm.session.engine.scheduler
         monkeypatch.setattr(scheduler, "_cost", PassCost(0.0, 0.0, 1.0))
-        assert [scheduler._most_rows(n) for n in (1, 2, 8)] == [2, 3, 12]
+        assert [scheduler._most_rows(streamed(n)) for n in (1, 2, 8)] == [2, 3, 12]
         monkeypatch.setattr(scheduler, "_cost", PassCost(0.0, 0.05, 0.01))  # in memory
-        assert [scheduler._most_rows(n) for n in (1, 20)] == [20, 32]
+        assert [scheduler._most_rows(streamed(n)) for n in (1, 20)] == [20, 32]
+        # Texts that nobody reads along notice no gaps.
+        assert scheduler._most_rows([SimpleNamespace(is_streamed=False)] * 20) == llm.max_context
 
 
 def test_a_pass_has_no_more_rows_of_logits_than_memory_was_set_aside_for(

@@ -1,0 +1,86 @@
+"""What texts that share a round learn from it together, and what prompts beside them pay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from bench.worlds.world import Clock
+from specdec.config import SpecConfig
+from specdec.policy.costs import PassCost
+from specdec.policy.draft_policy import DraftPolicy
+from specdec.policy.experience import Experience
+from specdec.policy.shared_round import observe_together, trim_together
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import DraftTree
+
+COST = PassCost(read_seconds=1.0, row_free_seconds=0.0, seconds_per_row=0.01)
+DRAFT = PassCost(read_seconds=0.01, row_free_seconds=0.0, seconds_per_row=1e-6)
+
+
+def round_of(n_texts: int, is_right: bool) -> tuple[Experience, DraftPolicy]:
+    """One round in which every draft has one node, accepted or not."""
+    clock, experience = Clock(), Experience(COST, DRAFT, 64, max_rows=1024)
+    policies = [
+        DraftPolicy(SpecConfig(("draft",)), COST, 1000, DRAFT, experience=experience, clock=clock)
+        for _ in range(n_texts)
+    ]
+    trees = []
+    for policy in policies:
+        policy.limits(10, 64, 1000, n_texts)
+        tree = DraftTree(0)
+        tree.add(0, 1, -0.01)
+        tree.n_runs = tree.n_run_nodes = 1
+        trees.append(tree)
+    clock.now += 0.01
+    kept = trim_together(policies, trees)
+    clock.now += COST.seconds(sum(map(len, kept)))
+    path = (0, 1) if is_right else (0,)
+    outcomes = [Acceptance(path[: len(tree)], 99, is_right) for tree in kept]
+    observe_together(policies, outcomes, kept)
+    return experience, policies[0]
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+def test_a_round_of_equal_texts_counts_as_one_of_them(is_right: bool) -> None:
+    """Credits are tokens of one text: a trial that all make at once is one trial."""
+    credits = []
+    for n_texts in (2, 3):  # which share a choice
+        _, policy = round_of(n_texts, is_right)
+        [alone, draft] = policy.choice.kept()
+        credits.append((alone[-1], draft[-1]))
+    assert credits[0] == pytest.approx(credits[1], abs=0.02)
+
+
+def test_the_plan_shares_the_free_rows_among_the_texts() -> None:
+    """With 100 free rows twenty texts have four draft tokens each, which cost nothing."""
+    _, policy = round_of(1, is_right=True)
+    for n_texts in (1, 4, 20):
+        assert policy.uses_draft(n_texts)
+    rates = [policy.lessons.choice(n).rate for n in (1, 4, 20)]
+    assert rates == sorted(rates)
+    assert rates[-1] > 3 * 20 / 1.2  # more than three tokens a text in little more than the reads
+
+
+def seconds_of_round(n_entering: int, note: Callable[[float], None]) -> None:
+    clock, experience = Clock(), Experience(COST, DRAFT, 64, max_rows=1024)
+    policy = DraftPolicy(
+        SpecConfig(("draft",)), COST, 1000, DRAFT, experience=experience, clock=clock
+    )
+    policy.limits(10, 64, 1000)
+    tree = DraftTree(0)
+    (kept,) = trim_together([policy], [tree], n_entering)
+    clock.now += COST.seconds(1 + n_entering)
+    record = policy.choice.record
+    policy.choice.record = lambda uses, tokens, seconds, *rest: (  # type: ignore[method-assign]
+        note(seconds), record(uses, tokens, seconds, *rest)
+    )  # fmt: skip
+    observe_together([policy], [Acceptance((0,), 99, False)], [kept])
+
+
+def test_prompts_that_enter_pay_for_their_own_rows() -> None:
+    found: list[float] = []
+    for n_entering in (0, 100, 900):
+        seconds_of_round(n_entering, found.append)
+    assert found == pytest.approx([1.0, 1.0, 1.0])
