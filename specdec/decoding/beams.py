@@ -76,7 +76,7 @@ class BeamDecoder:
         params = sampler.params
         self._target, self._sampler, self._prompt = target, sampler, list(prompt_ids)
         self._limit = max_new_tokens
-        self.n_reused = 0  # tokens of the prompt whose KV was there
+        self.n_reused: int | None = None  # tokens of the prompt whose KV was there
         self._parents: dict[int, int] = {}  # live node -> its parent
         self._nodes: dict[tuple[int, int], int] = {}  # of the last pass: (parent, token) -> node
         self._rows: dict[int, NDArray[np.float32]] = {}  # of the last pass, until the beams advance
@@ -95,11 +95,20 @@ class BeamDecoder:
             by_score if params.is_greedy else self._drawn,
         )
 
-    def start(self) -> None:
-        """Run the prompt and choose the beams' first tokens."""
-        self.n_reused, row = self._target.prefill_from(self._prompt)
+    def start(self, most: int | None = None) -> bool:
+        """Run the prompt, or so many tokens more of it; at its end choose the beams' first tokens.
+
+        Returns whether it has come to its end.
+        """
+        lacking = self._target.cut_to(self._prompt)
+        if self.n_reused is None:
+            self.n_reused = len(self._prompt) - len(lacking)
+        row = self._target.prefill(lacking[:most])
+        if len(self._target.committed_ids) < len(self._prompt):
+            return False
         self._rows = {PREFIX: row}
         self._advance([PREFIX] * len(self.search.running))
+        return True
 
     @property
     def is_over(self) -> bool:

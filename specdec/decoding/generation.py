@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -164,20 +164,28 @@ class Generation:
             stops = TextStream(tokenizer, prompt_ids=prompt_ids, stop=request.params.stop)
         return BeamDecoder(text, sampler, prompt_ids, self._limit, stops)
 
-    def note_pass(self, decoder: BeamDecoder, run: Callable[[], None]) -> None:
-        """A step of beam search; the first one is the prompt's."""
-        totals, began = self._session.totals, time.perf_counter()
-        if run == decoder.start:
-            run()
-            self._recorder.record_first_token(decoder.n_reused)
-            n_rows = len(self.prompt_ids) - decoder.n_reused
-            totals.add(prompt_rows=n_rows)
-        else:
-            with self._recorder.verifying():
-                run()
-            self._recorder.record_round(*_ONE_TOKEN)
-            n_rows = self._request.params.num_beams
-        totals.add(passes=1, pass_rows=n_rows, pass_seconds=time.perf_counter() - began)
+    def start_beams(self, decoder: BeamDecoder, text: TokenSequence, most: int | None) -> bool:
+        """A pass over the prompt, or so many tokens of it; whether it has come to its end."""
+        n_before, began = text.n_committed, time.perf_counter()
+        is_there = decoder.start(most)
+        if is_there:
+            self._recorder.record_first_token(decoder.n_reused or 0)
+        n_rows = text.n_committed - n_before
+        self._session.totals.add(prompt_rows=n_rows)
+        self._note_pass(n_rows, began)
+        return is_there
+
+    def step_beams(self, decoder: BeamDecoder) -> None:
+        """A pass that brings every beam a token."""
+        began = time.perf_counter()
+        with self._recorder.verifying():
+            decoder.step()
+        self._recorder.record_round(*_ONE_TOKEN)
+        self._note_pass(self._request.params.num_beams, began)
+
+    def _note_pass(self, n_rows: int, began: float) -> None:
+        seconds = time.perf_counter() - began
+        self._session.totals.add(passes=1, pass_rows=n_rows, pass_seconds=seconds)
 
     def take_beams(self, decoder: BeamDecoder) -> None:
         """The search is over."""
@@ -305,11 +313,15 @@ class Beams(SearchJob):
         above, tokens = zip(*self._decoder.pending, strict=True)
         return SequenceRows(self.text, tokens, above)
 
-    def run(self) -> None:
+    def run(self, most: int | None) -> None:
         decoder = self._decoder
+        assert self.text is not None, "it has begun"
         assert decoder is not None, "it has begun"
-        self._generation.note_pass(decoder, decoder.step if self._is_started else decoder.start)
-        self._is_started, self.is_complete = True, decoder.is_over
+        if self._is_started:
+            self._generation.step_beams(decoder)
+        else:
+            self._is_started = self._generation.start_beams(decoder, self.text, most)
+        self.is_complete = self._is_started and decoder.is_over
 
     def end(self) -> None:
         if self._decoder is not None:

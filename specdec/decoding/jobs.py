@@ -85,8 +85,8 @@ class SearchJob(Job):
         """Of its next pass."""
 
     @abstractmethod
-    def run(self) -> None:
-        """One pass."""
+    def run(self, most: int | None) -> None:
+        """One pass; most: tokens of the prompt in it."""
 
     @abstractmethod
     def end(self) -> None:

@@ -204,7 +204,8 @@ class Scheduler:
             if search.text is None:
                 search.begin(room.texts.begin(search.prompt_ids, is_fresh=search.is_fresh))
             room.make_room_for(search)
-            search.run()
+            decoding = [job for job in room.running if job.is_wanted and job.decoder.is_decoding]
+            search.run(self._most_rows(decoding) if decoding else None)
         except Exception as error:
             search.error = error
         except BaseException:  # Ctrl-C of who runs the round: its beams are gone

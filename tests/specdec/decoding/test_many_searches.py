@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from tiny_pair import save_model
 
 import specdec
 from specdec.api import LLM
+from specdec.policy.costs import PassCost
 from specdec.sampling.params import SamplingParams
 
 LONG = [7 + i % 60 for i in range(240)]
@@ -64,6 +66,28 @@ def test_texts_that_fill_the_cache_make_room_for_a_search_and_come_back(llm: LLM
     for stream, tokens in zip(streams, expected, strict=True):
         assert sum(1 for _ in stream)
         assert stream.result.token_ids == tokens
+    check_nothing_left(llm)
+
+
+def test_a_search_enters_in_chunks_beside_a_text_that_is_read_along(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = LONG[100:200]
+    expected, beams = alone(llm, [80, 9], TEXT), alone(llm, prompt, SEARCH)
+    monkeypatch.setattr(llm.session.engine.scheduler, "_cost", PassCost(0.0, 1.0, 0.1))
+    beside = llm.stream([80, 9], TEXT)
+    beside.start()
+    taken = list(next(beside).token_ids)
+    before = llm.stats
+    assert llm.generate(prompt, SEARCH).token_ids == beams
+    after = llm.stats
+    assert after.prompt_rows - before.prompt_rows == len(prompt)
+    # Six rows make a pass half as long again as one row; every other pass is the text's.
+    n_chunks = math.ceil(len(prompt) / 6)
+    assert after.passes - before.passes >= n_chunks + SEARCH.max_tokens - 1
+    for chunk in beside:
+        taken += chunk.token_ids
+    assert tuple(taken) == expected
     check_nothing_left(llm)
 
 
