@@ -26,6 +26,7 @@ from specdec.decoding.stats import EngineStats
 from specdec.decoding.stream import GenerationStream, wait_for_any
 from specdec.drafters.base import Drafter
 from specdec.grammar.state import GrammarError
+from specdec.models.drafts import named_draft
 from specdec.planning.load import check_spec
 from specdec.planning.run_options import LoadKeywords, RunOptions
 from specdec.sampling.params import SamplingParams
@@ -71,7 +72,8 @@ def load(
 
     Args:
         model: directory, GGUF file, hub id or `pair:target`; layers stream where they do not fit.
-        draft_model: a small model with the same vocabulary, of either format.
+        draft_model: a small model with the same vocabulary, of either format; "auto" takes one that
+            is on this machine (`best_draft` of specdec/models/drafts.py).
         progress: called with (bytes done, bytes in total) by threads that read weights, some of
             which go on while the first prompt is computed.
         options: memory, device, how to draft; docs/api.md says what each one means, and so do the
@@ -82,7 +84,7 @@ def load(
     """
     refuse_unknown(options, RunOptions, "load()")
     check_type("progress", progress, Callable, type(None))  # type: ignore[arg-type]  # an ABC
-    return LLM(RunOptions(model, draft_model, **options), progress)
+    return LLM(RunOptions(model, named_draft(model, draft_model), **options), progress)
 
 
 class LLM:

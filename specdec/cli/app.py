@@ -38,6 +38,8 @@ app.command("plan")(cli_info.plan)
 app.command("analyze")(cli_analyze.analyze)
 app.command("check")(cli_check.check)
 app.command("models")(cli_models.models)
+app.command("pull")(cli_models.pull)
+app.command("rm")(cli_models.rm)
 app.command("profile")(cli_info.profile)
 app.command("pack")(cli_pack.pack)
 # Its options are those of `specdec-bench demo`, the help included.

@@ -7,7 +7,7 @@ below as a parameter, and `with_options` turns it into the options that typer se
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -17,6 +17,7 @@ import typer
 from specdec.cli.input.prompts import read_text
 from specdec.cli.options import Debug, OptionError
 from specdec.config import MAX_DRAFT_TOKENS, parse_spec_type
+from specdec.models.drafts import named_draft
 from specdec.option import (
     BEAMS,
     LIMITS,
@@ -82,7 +83,8 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_run(values: dict[str, Any]) -> RunOptions:
-    return RunOptions(**_given(values))
+    asked = RunOptions(**_given(values))  # what is wrong with it is told before models are opened
+    return replace(asked, draft_model=named_draft(asked.model, asked.draft_model))
 
 
 def _run_for_each_draft(values: dict[str, Any]) -> list[RunOptions]:

@@ -1,4 +1,4 @@
-"""`specdec models`: what is on this machine already, and which of it go together."""
+"""`specdec models`, `pull` and `rm`: what is on this machine, and what is to be."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 
-from offload.errors import SpecdecError
 from offload.units import format_bytes
 from specdec.cli import options
-from specdec.cli.output import say, write_json, write_text
-from specdec.models.found import FoundModel, found_models
+from specdec.cli.output import write_json, write_text
+from specdec.models.found import found_models
 
 Folder = Annotated[
     Path | None,
@@ -35,7 +34,9 @@ def models(
         raise options.OptionError(f"{folder} is no folder: name one that holds models")
     found = found_models(folder)
     if fits is not None:
-        found = [one for one in found if _may_draft(one, fits)]
+        from specdec.models.drafts import drafts_for
+
+        found = drafts_for(fits, found)
     if json:
         write_json({"models": [asdict(one) for one in found]})
         return
@@ -49,17 +50,31 @@ def models(
         )
 
 
-def _may_draft(one: FoundModel, target: str) -> bool:
-    """Whether it is another model with the target's vocabulary; one that cannot be read is told."""
-    from specdec.models.names import resolve_model
-    from specdec.models.opened import read_vocabulary
-    from specdec.text.vocabulary import compare_vocabularies
+def pull(
+    model: Annotated[str, typer.Argument(help="A hub id: user/repo, or user/repo:Q4_K_M of GGUF.")],
+    debug: options.Debug = False,
+) -> None:
+    """Download a model from the Hugging Face hub into its cache, where -m finds it."""
+    from specdec.models.names import is_hub_id, resolve_model
 
-    wanted = read_vocabulary(target)
-    try:
-        if resolve_model(one.name) == resolve_model(target):
-            return False
-        return compare_vocabularies(wanted, read_vocabulary(one.name)).problem is None
-    except SpecdecError as error:
-        say(f"note: {one.name} is left out: {error}")
-        return False
+    if not is_hub_id(model):
+        path = resolve_model(model)  # says what is wrong with a name that leads nowhere
+        raise options.OptionError(f"{model} is on this disk already: {path}")
+    path = resolve_model(model)
+    write_text(f"{path}\n")
+
+
+def rm(
+    model: Annotated[str, typer.Argument(help="A hub id, as `specdec models` lists it.")],
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    debug: options.Debug = False,
+) -> None:
+    """Remove a model from the Hugging Face hub's cache; other programs' models are theirs."""
+    from specdec.models.cached import cached_model
+
+    found = cached_model(model)
+    size = format_bytes(found.n_bytes)
+    if not yes and not typer.confirm(f"remove {found.name} ({size})?", err=True):
+        raise typer.Exit(1)
+    found.remove()
+    write_text(f"removed {found.name}: {size} are free again\n")

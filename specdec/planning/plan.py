@@ -18,6 +18,7 @@ from offload.process.memory import memory_limit, process_memory
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes, format_exactly, parse_bytes
 from specdec.checks import ConfigError, refuse_unknown
+from specdec.models.drafts import named_draft
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedModel, OpenedPair, open_model
 from specdec.planning.base import measure_base
@@ -54,7 +55,7 @@ def plan_run(
     Raises BudgetExceeded, ModelNotFound, CheckpointError, UnsupportedModel, VocabularyMismatch.
     """
     refuse_unknown(options, RunOptions, "plan_run()")
-    return plan_models(RunOptions(model, draft_model, **options)).plan
+    return plan_models(RunOptions(model, named_draft(model, draft_model), **options)).plan
 
 
 def plan_models(

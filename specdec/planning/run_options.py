@@ -91,7 +91,8 @@ class RunOptions:
     )
     draft_model: str | Path | None = option(
         None,
-        "Draft model with the same vocabulary, named in the same ways; pair:draft.",
+        "Draft model with the same vocabulary, named in the same ways; pair:draft; auto takes one "
+        "that is on this machine.",
         MODELS,
         short="-md",
         shown_default=False,

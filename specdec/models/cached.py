@@ -1,0 +1,54 @@
+"""Removing a model from the hub's cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from backends.contract.backend import one_line
+from specdec.models.found import OLLAMA_PREFIX
+from specdec.models.names import ModelNotFound
+
+if TYPE_CHECKING:
+    from huggingface_hub import DeleteCacheStrategy
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """n_bytes: that removing it frees."""
+
+    name: str
+    n_bytes: int
+    _strategy: DeleteCacheStrategy
+
+    def remove(self) -> None:
+        """Raises ModelNotFound where the cache cannot be written."""
+        try:
+            self._strategy.execute()
+        except OSError as error:
+            raise ModelNotFound(f"{self.name} cannot be removed: {one_line(error)}") from error
+
+
+def cached_model(name: str) -> CachedModel:
+    """All revisions of a repository in the hub's cache.
+
+    Raises ModelNotFound where there is none of that name.
+    """
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    if name.startswith(OLLAMA_PREFIX):
+        own = name.removeprefix(OLLAMA_PREFIX)
+        raise ModelNotFound(f"{name} is Ollama's to remove: `ollama rm {own}`")
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound as error:
+        raise ModelNotFound(f"the hub's cache has no model {name}: it is empty") from error
+    repos = [one for one in cache.repos if one.repo_type == "model" and one.repo_id == name]
+    if not repos:
+        raise ModelNotFound(
+            f"the hub's cache has no model {name}: `specdec models` lists what it has; other "
+            "files are removed by the program that keeps them"
+        )
+    strategy = cache.delete_revisions(*(one.commit_hash for one in repos[0].revisions))
+    return CachedModel(name, strategy.expected_freed_size, strategy)

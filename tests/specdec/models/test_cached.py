@@ -1,0 +1,95 @@
+"""Models of the hub's cache: drafts that are found there, and removing them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+from tiny_pair import save_model
+
+import specdec
+from specdec.cli.app import main
+from specdec.models.drafts import best_draft, drafts_for
+from specdec.models.found import found_models
+from specdec.models.names import ModelNotFound, resolve_model
+
+
+@pytest.fixture(autouse=True)
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of a user who has nothing else."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cache = tmp_path / "hub"
+    cache.mkdir()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return cache
+
+
+def add(hub: Path, name: str, model: Path) -> None:
+    """As the hub's client lays it out: blobs are linked to by snapshots."""
+    repo = hub / f"models--{name.replace('/', '--')}"
+    shutil.copytree(model, repo / "blobs")
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for path in (repo / "blobs").iterdir():
+        (snapshot / path.name).symlink_to(path)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+
+
+def test_the_embedded_draft_drafts_for_the_embedded_target(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert best_draft("pair:target") == "pair:draft"
+    arguments = ["run", "-m", "pair:target", "-md", "auto", "-p", "def f():", "-n", "2"]
+    assert main(arguments) == 0
+    assert "the draft model is pair:draft" in capsys.readouterr().err
+
+
+def test_the_largest_of_a_quarter_is_taken(hub: Path) -> None:
+    add(hub, "me/draft", resolve_model("pair:draft"))
+    add(hub, "me/same", resolve_model("pair:target"))
+    add(hub, "me/other", save_model(hub.parent / "tiny", seed=1))
+    fitting = drafts_for("pair:target", found_models())
+    assert [one.name for one in fitting] == ["me/draft", "me/same"]
+    assert best_draft("pair:target") in ("pair:draft", "me/draft")  # of equal size
+
+
+def test_a_target_without_a_draft(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = save_model(hub.parent / "tiny", seed=1)
+    with pytest.raises(ModelNotFound, match="no model on this machine has the vocabulary"):
+        specdec.load(target, "auto")
+    capsys.readouterr()
+    assert main(["plan", "-m", str(target), "-md", "auto"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_pull_says_where_it_is(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add(hub, "me/draft", resolve_model("pair:draft"))
+    assert main(["pull", "me/draft"]) == 0
+    assert capsys.readouterr().out.strip() == str(resolve_model("me/draft"))
+    assert main(["pull", "me/none"]) == 2
+    assert main(["pull", "pair:draft"]) == 2
+    assert "on this disk already" in capsys.readouterr().err
+
+
+def test_rm(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("me/draft", "me/kept"):
+        add(hub, name, resolve_model("pair:draft"))
+    assert main(["rm", "me/draft", "--yes"]) == 0
+    assert [one.name for one in found_models()] == ["me/kept"]
+    assert not (hub / "models--me--draft").exists()
+    assert "are free again" in capsys.readouterr().out
+    assert main(["rm", "me/draft", "--yes"]) == 2
+    assert main(["rm", "ollama:tiny", "--yes"]) == 2
+    assert "ollama rm tiny" in capsys.readouterr().err
+
+
+def test_rm_asks(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(hub, "me/draft", resolve_model("pair:draft"))
+    monkeypatch.setattr("typer.confirm", lambda question, **_: False)
+    assert main(["rm", "me/draft"]) == 1
+    assert [one.name for one in found_models()] == ["me/draft"]
