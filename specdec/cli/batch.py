@@ -17,7 +17,7 @@ from offload.errors import SpecdecError
 from specdec.cli import options
 from specdec.cli.groups import Load, Sampling, with_options
 from specdec.cli.notes import check_models
-from specdec.cli.output import say, write_json
+from specdec.cli.output import SHOWN, say, say_figures, write_json
 from specdec.cli.run import open_model, run_again_enforced
 from specdec.planning.run_options import RunOptions
 
@@ -67,9 +67,6 @@ Workers = Annotated[
         show_default="one a machine",
     ),
 ]
-Quiet = Annotated[
-    bool, typer.Option("-q", "--quiet", help="No progress and no line of figures on stderr.")
-]
 
 
 @with_options
@@ -84,7 +81,8 @@ def batch(
     enforce: options.Enforce = False,
     ray: Ray = None,
     workers: Workers = None,
-    quiet: Quiet = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
     json: options.Json = False,
 ) -> None:
     """Answer a file of prompts. The same command again goes on where it was broken off."""
@@ -109,7 +107,7 @@ def batch(
     decided = {**decisive, "model": rules.model, "weights": weights, **rules.sampling, "seed": seed}
     work, figures = Batch(source, output_file, order, decided), BatchFigures()
     try:
-        with _progress(figures, is_shown=not quiet) as told:
+        with _progress(figures) as told:
             work.run(lambda: _answerer(load, rules, ray, workers), figures, told)
     except (KeyboardInterrupt, SpecdecError):
         if 0 < figures.n_answered < figures.n_lines:
@@ -121,8 +119,8 @@ def batch(
     _note(figures, rules.model, output_file)
     if json:
         write_json(_summary(figures))
-    elif not quiet:
-        say(_figures_line(figures))
+    else:
+        say_figures(_figures_line(figures))
 
 
 def _weights(load: RunOptions, *, is_elsewhere: bool) -> str | None:
@@ -167,9 +165,9 @@ def _local(load: RunOptions, rules: Rules) -> Iterator[Answerer]:
 
 
 @contextmanager
-def _progress(figures: BatchFigures, *, is_shown: bool) -> Iterator[Callable[[], None]]:
+def _progress(figures: BatchFigures) -> Iterator[Callable[[], None]]:
     """A bar of lines, tokens per second and the time left, on a terminal, from the first answer."""
-    if not is_shown or not sys.stderr.isatty():
+    if not SHOWN.figures or not sys.stderr.isatty():
         yield lambda: None
         return
     from rich.console import Console

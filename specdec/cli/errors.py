@@ -21,7 +21,7 @@ from typer.completion import shell_complete
 from typer.exceptions import TyperException
 
 from offload.errors import SpecdecError
-from specdec.cli.output import OutputError, write_text
+from specdec.cli.output import SHOWN, OutputError, write_text
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -54,6 +54,8 @@ def run_app(app: typer.Typer, name: str, argv: Sequence[str]) -> int:
     asked = f"_{name.replace('-', '_').upper()}_COMPLETE"  # by the script of a shell
     if asked in os.environ:
         return shell_complete(command, {}, name, asked, os.environ[asked])
+
+    SHOWN.figures, SHOWN.plan = True, False
 
     def work() -> None:
         arguments = expand_aliases(argv)

@@ -38,9 +38,20 @@ def quiet_libraries() -> None:
         logging.getLogger("transformers").setLevel(logging.ERROR)  # where it is imported already
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for logger in _OURS:
+        logger.setLevel(logging.WARNING)
         if not any(isinstance(one, _Notes) for one in logger.handlers):
-            logger.addHandler(_Notes(logging.WARNING))
+            logger.addHandler(_Notes())
     warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub)\b")
+
+
+def loud_libraries() -> None:
+    """What they have to say is shown, from their warnings on."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "warning"
+    logging.getLogger("transformers").setLevel(logging.WARNING)
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "0"
+    for logger in _OURS:
+        logger.setLevel(logging.INFO)
+    warnings.filterwarnings("default", module=r"(torch|transformers|huggingface_hub)\b")
 
 
 def import_for_good(load: RunOptions) -> None:

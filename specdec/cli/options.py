@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from offload.errors import SpecdecError
+from specdec.cli.libraries import loud_libraries
+from specdec.cli.output import SHOWN
 from specdec.option import MEMORY
 
 
@@ -43,6 +45,40 @@ System = Annotated[
     str | None,
     typer.Option(
         "--system", help="What the model is told before the conversation.", metavar="TEXT"
+    ),
+]
+
+
+def _set_quiet(is_quiet: bool) -> bool:
+    SHOWN.figures = not is_quiet
+    return is_quiet
+
+
+def _set_verbose(is_verbose: bool) -> bool:
+    SHOWN.plan = is_verbose
+    if is_verbose:
+        loud_libraries()
+    return is_verbose
+
+
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "-q",
+        "--quiet",
+        callback=_set_quiet,
+        expose_value=False,
+        help="No progress and no line of figures on stderr; notes and errors stay.",
+    ),
+]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "-v",
+        "--verbose",
+        callback=_set_verbose,
+        expose_value=False,
+        help="Also show the plan, and what the libraries log, on stderr.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]

@@ -7,10 +7,26 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from offload.errors import SpecdecError
 from offload.units import GIB, Progress
+
+
+@dataclass
+class Shown:
+    """What goes to stderr beside notes and errors; of this command, `run_app` begins anew.
+
+    figures: bars of progress, and lines of figures. plan: what goes where in memory, and what
+    libraries log.
+    """
+
+    figures: bool = True
+    plan: bool = False
+
+
+SHOWN = Shown()
 
 
 class OutputError(SpecdecError):
@@ -39,6 +55,11 @@ def say(line: str, stream: TextIO | None = None) -> None:
     print(f"specdec: {line}", file=stream or sys.stderr)
 
 
+def say_figures(line: str) -> None:
+    if SHOWN.figures:
+        say(line)
+
+
 @contextmanager
 def loading_progress(title: str) -> Iterator[Progress]:
     """A bar of bytes and their speed on stderr, from the first call of what it yields.
@@ -47,7 +68,7 @@ def loading_progress(title: str) -> Iterator[Progress]:
     what is read beside the first pass is not shown any more. An error raised before the first call
     is not printed below an empty bar.
     """
-    if not sys.stderr.isatty():
+    if not SHOWN.figures or not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
     from rich.console import Console

@@ -27,7 +27,15 @@ from specdec.cli.notes import (
     note_plain_transcript,
     note_plan,
 )
-from specdec.cli.output import loading_progress, perf_line, say, write_json, write_text
+from specdec.cli.output import (
+    SHOWN,
+    loading_progress,
+    perf_line,
+    say,
+    say_figures,
+    write_json,
+    write_text,
+)
 from specdec.planning.run_options import DEFAULT_BEAM_SPAN, RunOptions
 
 if TYPE_CHECKING:
@@ -75,6 +83,8 @@ def run(
     enforce: options.Enforce = False,
     json: options.Json = False,
     logprobs: Logprobs = None,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
 ) -> None:
     """Generate text from a prompt, or from several one after the other."""
     check_prompt_options(prompt or [], file or [])
@@ -131,6 +141,8 @@ def chat(
     system: options.System = None,
     max_tokens: options.MaxTokens = 512,
     enforce: options.Enforce = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer; Ctrl-D or /exit ends the conversation."""
     if enforce:
@@ -195,6 +207,8 @@ def open_model(asked: RunOptions, loaded: RunOptions) -> Iterator[LLM]:
     with llm:
         note_plan(asked, llm.plan)
         note_left_out(llm.plan)
+        for line in llm.plan.lines() if SHOWN.plan else ():
+            say(line)
         yield llm
 
 
@@ -211,7 +225,7 @@ def stream_text(llm: LLM, prompt: Any, keywords: dict[str, Any]) -> GenerationRe
     if not last.endswith("\n"):
         write_text("\n")
     result = stream.result
-    say(perf_line(result.stats.to_dict()))
+    say_figures(perf_line(result.stats.to_dict()))
     return result
 
 

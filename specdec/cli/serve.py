@@ -27,6 +27,7 @@ def serve(
     load: ServedLoad,
     server: Serving,
     enforce: options.Enforce = False,
+    verbose: options.Verbose = False,
 ) -> None:
     """Serve a model over HTTP, for the clients of OpenAI's interface."""
     server.key()  # before anything is started

@@ -1,0 +1,39 @@
+"""What -q and -v change on stderr; stdout is the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.cli.app import main
+
+RUN = ["run", "-m", "pair:target", "-p", "def f(x):", "-n", "3", "--chat-template", "chatml"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[str, str]:
+    assert main([*RUN, *more]) == 0
+    found = capsys.readouterr()
+    return found.out, found.err
+
+
+def test_quiet_leaves_notes_and_verbose_shows_the_plan(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text, usual = run(capsys)
+    assert "tok/s" in usual
+    assert "memory budget" not in usual
+    same, quiet = run(capsys, "-q")
+    assert same == text
+    assert "tok/s" not in quiet
+    assert "--chat-template has no effect" in quiet
+    same, verbose = run(capsys, "-v")
+    assert same == text
+    assert "tok/s" in verbose
+    assert "target KV cache" in verbose
+    _, after = run(capsys)  # of the next command as ever
+    assert "tok/s" in after
+    assert "target KV cache" not in after
+
+
+def test_errors_are_told_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-m", "no/such-model.gguf", "-p", "x", "-q"]) == 2
+    assert "no such model" in capsys.readouterr().err
