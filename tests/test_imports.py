@@ -54,7 +54,7 @@ ROOMS = {
     "backends": (
         "cuda shapes",
         "hf llama",
-        "kv",
+        "checkpoint kv",
         "attention feedforward packed",
         "ggml",
         "timing",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from backends.attention.batch import BLOCK_ROWS
-from backends.hf.config import kv_values_per_token
+from backends.checkpoint.config import kv_values_per_token
 from backends.hf.model import HfModel
 from backends.kv.pool import blocks_of
 from offload.units import MIB

@@ -15,9 +15,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from backends.attention.blocks import BLOCK_KEYS, MAX_SCRATCH_BYTES, value_width
 from backends.attention.interface import KEYS_BY_ROW
 from backends.attention.segments import MAX_SCORE_BYTES
+from backends.checkpoint.config import head_shape
 from backends.feedforward.linear import sum_bytes
 from backends.hf.backend import CHUNK_ROWS
-from backends.hf.config import head_shape
 from backends.hf.layer_runner import MAX_MASK_BYTES
 from backends.hf.model import HfModel
 

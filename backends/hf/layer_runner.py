@@ -17,7 +17,7 @@ from torch import nn
 
 from backends.attention.batch import BatchLayout
 from backends.attention.interface import KeyMask
-from backends.hf.model import TORCH_DTYPES, BoundTensor, packed_by_module
+from backends.checkpoint.records import TORCH_DTYPES, BoundTensor, packed_by_module
 from backends.hf.weights import DecodesTensors, RawTensors
 from offload.formats.tensors import TensorRecord
 from offload.ring.slots import Check

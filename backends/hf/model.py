@@ -6,9 +6,8 @@ is refused by name, before anything is allocated.
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,21 +16,29 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 
 from backends.attention.families import adapt
 from backends.attention.interface import KEYS_BY_ROW
+from backends.checkpoint.config import context_limit, declared, kv_values_per_token, load_config
+from backends.checkpoint.layer_count import check_layers_used, refuse_absurd_count
+from backends.checkpoint.quantised import packed_tensors, quantisation_of
+from backends.checkpoint.raw_config import refuse_nonsense
+from backends.checkpoint.records import (
+    TORCH_DTYPES,
+    BoundTensor,
+    check_record,
+    converted_bytes,
+    find_record,
+    packed_by_module,
+    records_by_parameter,
+    tied_names,
+)
+from backends.checkpoint.skeleton import build_skeleton, decoder_layers
 from backends.contract.backend import UnsupportedModel
 from backends.feedforward.elementwise import steady_activations
 from backends.feedforward.linear import use_fast_products
 from backends.feedforward.records import STACKED, find_experts, is_experts
 from backends.feedforward.routing import steady_routing
-from backends.hf.config import context_limit, declared, kv_values_per_token, load_config
-from backends.hf.layer_count import check_layers_used, refuse_absurd_count
-from backends.hf.quantised import packed_tensors, quantisation_of
-from backends.hf.raw_config import refuse_nonsense
-from backends.hf.skeleton import build_skeleton, decoder_layers
 from backends.packed.decoder import decode_buffer_bytes
 from backends.packed.tensor import PackedTensor
 from offload.formats.checkpoint import WeightIndex
@@ -39,29 +46,9 @@ from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.residency.experts import LayerExperts
 from offload.residency.placement import LayerWeights
 
-TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _CORRECTION = "e_score_correction_bias"
 _SLIDING_MASK = "create_sliding_window_causal_mask"
 """What the code of a family with sliding windows takes from transformers."""
-
-
-@dataclass(frozen=True)
-class BoundTensor:
-    """Where one tensor of the checkpoint belongs: an attribute of a module."""
-
-    module: nn.Module
-    attribute: str
-    record: TensorRecord
-    packed: PackedTensor | None = None
-    """How it is stored, where it is decoded before it is computed with."""
-
-    @property
-    def stored(self) -> tuple[TensorRecord, ...]:
-        return (self.record,) if self.packed is None else self.packed.parts
-
-    @property
-    def computed_bytes(self) -> int:
-        return self.record.n_bytes if self.packed is None else self.packed.decoded_bytes
 
 
 @dataclass(frozen=True)
@@ -169,15 +156,6 @@ class HfModel:
         return [kv_values_per_token(self.config, layer) * itemsize for layer in self.layers]
 
 
-def packed_by_module(layer: Iterable[BoundTensor]) -> list[list[BoundTensor]]:
-    """The packed ones among the tensors of a layer, those of a module together."""
-    modules: dict[int, list[BoundTensor]] = {}
-    for bound in layer:
-        if bound.packed:
-            modules.setdefault(id(bound.module), []).append(bound)
-    return list(modules.values())
-
-
 def layer_window(model: PreTrainedModel, layer: int) -> int | None:
     """Sliding window of a layer in tokens, or None for full attention.
 
@@ -189,18 +167,6 @@ def layer_window(model: PreTrainedModel, layer: int) -> int | None:
     if types is not None and types[layer] != "sliding_attention":
         return None
     return getattr(model.config, "sliding_window", None)
-
-
-def is_view(record: TensorRecord, dtype: torch.dtype) -> bool:
-    """Whether a tensor of `dtype` can be a view of the record's bytes as they lie in the file, or
-    as they are decoded."""
-    stored = TORCH_DTYPES.get(record.dtype)
-    return stored == dtype and (bool(record.scheme) or record.offset % dtype.itemsize == 0)
-
-
-def converted_bytes(records: Iterable[TensorRecord], dtype: torch.dtype) -> int:
-    """Bytes of the copies that these tensors need."""
-    return sum(math.prod(r.shape) * dtype.itemsize for r in records if not is_view(r, dtype))
 
 
 def load_hf_model(directory: Path) -> HfModel:
@@ -242,20 +208,20 @@ def match_checkpoint(
     known = {**index, **{name: tensor.record for name, tensor in packed.items()}}
     layers_name, layers = decoder_layers(model)
     tied = tied_names(model)
-    records = _by_parameter(known, model, tied)
+    stacked = _stacked_names(model)
+    records = records_by_parameter(known, model, tied, stacked)
     check_layers_used(model, layers_name, len(layers), records, directory)
     per_layer: list[list[BoundTensor]] = [[] for _ in layers]
     outer: list[BoundTensor] = []
     missing = []
-    stacked = _stacked_names(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in stacked:
             continue
-        record = _find(records, tied.get(name, name), model.base_model_prefix)
+        record = find_record(records, tied.get(name, name), model.base_model_prefix)
         if record is None:
             missing.append(name)
             continue
-        _check(record, parameter, name, directory)
+        check_record(record, parameter, name, directory)
         module_name, _, attribute = name.rpartition(".")
         module = model.get_submodule(module_name)
         bound = BoundTensor(module, attribute, record, packed.get(record.name))
@@ -295,41 +261,6 @@ def match_checkpoint(
     )
 
 
-def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Parameters that share another's tensor, by name."""
-    tied = getattr(model, "_tied_weights_keys", None)
-    if not getattr(model.config, "tie_word_embeddings", False) or not isinstance(tied, dict):
-        return {}
-    return dict(tied)
-
-
-def _by_parameter(
-    index: Mapping[str, TensorRecord], model: PreTrainedModel, tied: Mapping[str, str]
-) -> Mapping[str, TensorRecord]:
-    """The checkpoint's tensors by today's names, which most checkpoints have: transformers takes a
-    fifth of a second to make its list of older ones."""
-    stacked = _stacked_names(model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    names = (tied.get(name, name) for name in parameters if name not in stacked)
-    has_all = all(_find(index, name, model.base_model_prefix) is not None for name in names)
-    return index if has_all else _renamed(index, model)
-
-
-def _renamed(index: Mapping[str, TensorRecord], model: PreTrainedModel) -> dict[str, TensorRecord]:
-    """The checkpoint's tensors under the names that this transformers gives its parameters.
-
-    Tensors that transformers would merge or split while loading keep their old names, and are
-    then reported as missing: they cannot be streamed from where they lie.
-    """
-    renamings = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
-    renamed = {}
-    for name, record in index.items():
-        for renaming in renamings:
-            name, _ = renaming.rename_source_key(name)
-        renamed[name] = record
-    return renamed
-
-
 def _stacked_names(model: PreTrainedModel) -> set[str]:
     """Parameters that hold all experts of a layer: a checkpoint may have a tensor for each."""
     modules = [name for name, module in model.named_modules() if is_experts(module)]
@@ -357,7 +288,7 @@ def _experts(
                 f"{layers_name}.{index}.{name}",
                 module,
                 int(model.config.num_experts_per_tok),
-                lambda name: _find(records, name, model.base_model_prefix),
+                lambda name: find_record(records, name, model.base_model_prefix),
                 str(directory),
             )
         )
@@ -373,30 +304,14 @@ def _fill_buffers(
         buffer = module._buffers.get(_CORRECTION)
         if buffer is None:
             continue
-        record = _find(records, f"{name}.{_CORRECTION}", model.base_model_prefix)
+        record = find_record(records, f"{name}.{_CORRECTION}", model.base_model_prefix)
         if record is None or record.scheme:
             raise CheckpointError(
                 f"{directory} lacks {name}.{_CORRECTION}: the download is incomplete or the "
                 "config is another model's"
             )
-        _check(record, buffer, record.name, directory)
+        check_record(record, buffer, record.name, directory)
         with record.path.open("rb") as file:
             file.seek(record.offset)
             values = torch.frombuffer(bytearray(file.read(record.n_bytes)), dtype=torch.uint8)
         module._buffers[_CORRECTION] = values.view(TORCH_DTYPES[record.dtype]).float()
-
-
-def _find(index: Mapping[str, TensorRecord], name: str, prefix: str) -> TensorRecord | None:
-    """Checkpoints of the bare base model lack its prefix."""
-    return index.get(name) or index.get(name.removeprefix(prefix + "."))
-
-
-def _check(record: TensorRecord, parameter: torch.Tensor, name: str, directory: Path) -> None:
-    if tuple(record.shape) != tuple(parameter.shape):
-        raise CheckpointError(
-            f"{directory}: {record.name} has shape {list(record.shape)}, "
-            f"the config asks for {list(parameter.shape)}: "
-            "take the config.json that belongs to these weights"
-        )
-    if record.dtype not in TORCH_DTYPES:
-        raise UnsupportedModel(f"{directory}: {name} is stored as {record.dtype}")

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from backends.attention.batch import rows_in_pool, runs_of
+from backends.checkpoint.config import kv_values_per_token
+from backends.checkpoint.records import TORCH_DTYPES
 from backends.contract.backend import BackendError
 from backends.contract.sequence import SavedTensors
-from backends.hf.config import kv_values_per_token
-from backends.hf.model import TORCH_DTYPES, HfModel
+from backends.hf.model import HfModel
 from backends.kv.pool import KvPool
 from backends.kv.sequence import SequenceKv
 from offload.formats.mapped import TensorShape

@@ -22,21 +22,23 @@ from backends.attention.batch import BatchLayout
 from backends.attention.blocked_mask import blocked_mask
 from backends.attention.blocks import BLOCK_KEYS, USUAL_LIMITS, ProductLimits
 from backends.attention.layout import CausalLayout, PassLayout
+from backends.checkpoint.config import HeadShape, head_shape
 from backends.contract.exactness import Exactness
 from backends.contract.kept_checks import KeptChecks
 from backends.feedforward.linear import library_of, tried_linear_of
 from backends.feedforward.records import is_experts
 from backends.feedforward.routing import GATE_OUTPUTS, is_router
-from backends.hf.config import HeadShape, head_shape
 from backends.hf.model import HfModel
 
 CANDIDATES = (1, 2, 4, 8, 16, 32)
 """Rows that a pass may be filled up to, and rows that a product of the attention may be."""
-_COUNTS = (33, 17, 16, 15, 12, 9, 8, 7, 5, 4, 3, 2, 1)
-_N_ROWS = 64
+_COUNTS = (101, 63, 33, 17, 16, 15, 12, 9, 8, 7, 5, 4, 3, 2, 1)
+_N_ROWS = 128
 _TRIED_OUTPUTS = 128
 """Of a matrix that has more: which kernel is taken depends on the number of rows, on the number of
 terms, and on whether outputs fill whole vectors."""
+_SMALL_BIAS = 1e-7
+"""As large as what is left of terms that cancel: a larger one would hide it."""
 _FEW = (2, 3, 5, 7, 29)
 _TRIED_KV_HEADS = 4
 """Of a model that has more: heads are products of one batch, each of them computed like the next
@@ -153,9 +155,10 @@ def least_rows_of_product(product: Product, dtype: torch.dtype) -> int | None:
     """Rows from which on a product gives each row the same bits; None where that is not found."""
     generator = torch.Generator().manual_seed(product.n_in)
     n_out = product.n_out
-    weight = torch.randn(n_out, product.n_in, generator=generator).to(dtype)
-    bias = torch.randn(n_out, generator=generator).to(dtype) if product.has_bias else None
-    rows = torch.randn(_N_ROWS, product.n_in, generator=generator).to(dtype)
+    weight, rows = _terms_that_cancel(n_out, product.n_in, generator, dtype)
+    bias = None
+    if product.has_bias:
+        bias = (_SMALL_BIAS * torch.randn(n_out, generator=generator)).to(dtype)
     transposed = weight.T.contiguous()
     linear = nn.functional.linear if product.is_torch else tried_linear_of(dtype)
 
@@ -166,6 +169,27 @@ def least_rows_of_product(product: Product, dtype: torch.dtype) -> int | None:
         return linear(x[None], weight, bias)[0]
 
     return _least(run)
+
+
+def _terms_that_cancel(
+    n_out: int, n_in: int, generator: torch.Generator, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weight [n_out, n_in], rows [_N_ROWS, n_in]) whose products are sums of terms and of the same
+    terms with the other sign, at places of chance.
+
+    Of such a sum nothing is left but what its additions were rounded by. So another order of the
+    terms gives another result, which shows in bf16, too; of other sums a result in bf16 hides that
+    in all cases but one of ten thousand.
+    """
+    half = n_in // 2
+    places = torch.randperm(n_in, generator=generator)
+    first, second = places[:half], places[half : 2 * half]
+    weight, rows = torch.zeros(n_out, n_in), torch.zeros(_N_ROWS, n_in)
+    terms = torch.randn(n_out, half, generator=generator)
+    weight[:, first] = weight[:, second] = terms
+    terms = torch.randn(_N_ROWS, half, generator=generator)
+    rows[:, first], rows[:, second] = terms, -terms
+    return weight.to(dtype), rows.to(dtype)
 
 
 def _least(run: Callable[[int, int], torch.Tensor]) -> int | None:

@@ -17,18 +17,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
+from backends.checkpoint.config import context_limit, declared, kv_values_per_token, load_config
+from backends.checkpoint.layer_count import refuse_absurd_count
+from backends.checkpoint.quantised import packed_tensors
+from backends.checkpoint.raw_config import refuse_nonsense
+from backends.checkpoint.records import TORCH_DTYPES, tied_names
+from backends.checkpoint.skeleton import build_model, decoder_layers
 from backends.contract.backend import UnsupportedModel
-from backends.hf.config import context_limit, declared, kv_values_per_token, load_config
-from backends.hf.layer_count import refuse_absurd_count
 from backends.hf.model import (
-    TORCH_DTYPES,
     layer_window,
     main_dtype,
-    tied_names,
 )
-from backends.hf.quantised import packed_tensors
-from backends.hf.raw_config import refuse_nonsense
-from backends.hf.skeleton import build_model, decoder_layers
 from backends.packed.tensor import PackedTensor
 from backends.shapes.shape import (
     FFN,

@@ -141,7 +141,7 @@ def _measure_ggml(name: str, n_threads: int | None) -> tuple[ComputeCurve, float
 
 def _torch_format(name: str) -> Any:
     """The dtype of torch that weight files call so. Raises DeviceError where there is none."""
-    from backends.hf.model import TORCH_DTYPES
+    from backends.checkpoint.records import TORCH_DTYPES
 
     if name not in TORCH_DTYPES:
         raise DeviceError(

@@ -87,9 +87,9 @@ def read_vocabulary(name: str | Path) -> Vocabulary:
     path = resolve_model(name)
     if is_gguf(path):
         return _open_gguf(path, BackendOptions()).vocabulary
-    from backends.hf.config import load_config
-    from backends.hf.layer_count import refuse_absurd_count
-    from backends.hf.raw_config import refuse_nonsense
+    from backends.checkpoint.config import load_config
+    from backends.checkpoint.layer_count import refuse_absurd_count
+    from backends.checkpoint.raw_config import refuse_nonsense
 
     refuse_nonsense(path)
     refuse_absurd_count(path)

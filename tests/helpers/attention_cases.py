@@ -12,8 +12,8 @@ from backends.attention.batch import BatchLayout
 from backends.attention.blocked_mask import blocked_mask
 from backends.attention.blocks import ProductLimits
 from backends.attention.layout import CausalLayout, PassLayout
+from backends.checkpoint.config import HeadShape
 from backends.contract.kept_checks import KeptChecks
-from backends.hf.config import HeadShape
 from backends.hf.self_test import CANDIDATES, find_limits
 
 CPU = torch.device("cpu")

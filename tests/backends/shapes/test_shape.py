@@ -16,8 +16,8 @@ from checkpoints import FAMILIES, save_tiny_checkpoint
 from gguf_models import FEED_FORWARD, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, save_tiny_gguf
 from torch.utils.flop_counter import FlopCounterMode
 
+from backends.checkpoint.skeleton import build_model
 from backends.contract.backend import UnsupportedModel
-from backends.hf.skeleton import build_model
 from backends.shapes.gguf import gguf_shape
 from backends.shapes.hf import hf_shape, shape_of
 from backends.shapes.shape import FFN, ModelShape

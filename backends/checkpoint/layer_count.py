@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from backends.hf.raw_config import read_raw
+from backends.checkpoint.raw_config import read_raw
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import CheckpointError
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from checkpoints import save_tiny_checkpoint
 
-from backends.hf.config import load_config
+from backends.checkpoint.config import load_config
 from backends.hf.model import load_hf_model
 from offload.errors import SpecdecError
 

@@ -14,8 +14,8 @@ from checkpoints import FAMILIES
 from torch import nn
 from transformers import initialization
 
+from backends.checkpoint.skeleton import build_model, decoder_layers
 from backends.contract.backend import UnsupportedModel
-from backends.hf.skeleton import build_model, decoder_layers
 
 
 def tiny_config(family: str = "llama") -> transformers.PreTrainedConfig:

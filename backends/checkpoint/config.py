@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from backends.checkpoint.quantised import quantisation_of
 from backends.contract.backend import UnsupportedModel, one_line
-from backends.hf.quantised import quantisation_of
 from offload.formats.tensors import CheckpointError
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
