@@ -8,7 +8,7 @@ Four things decide it:
 - Attention. llama.cpp sums over the cells of the cache in their order and passes over the ones that
   a row does not see, but not with a cache of f16, which has other kernels for one row and for
   many: with a cache of bf16 there is one kernel.
-- Cells. They must lie in the order of positions: see cells in cache.py.
+- Cells. They must lie in the order of positions: see cells.py.
 - Layouts. A model "in ram" is repacked for the processor, and repacked formats sum in another
   order (measured: Q4_0, Q4_K; Q8_0 kept its bits). An exact backend keeps the file's layout, so
   that the budget decides nothing. On two cores with AVX2, passes of 1, 8 and 32 rows then took
