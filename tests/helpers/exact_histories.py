@@ -60,12 +60,18 @@ class ExactMachine(RuleBasedStateMachine):
 
     backend: Any
     plain: Plain
+    beginning: Sequence[int] = ()
+    """Of every text, and so far behind position 0 does everything take place."""
+
+    @property
+    def context(self):
+        return CONTEXT + len(self.beginning)
 
     @initialize(prompt=st.lists(TOKENS, min_size=1, max_size=20))
     def begin(self, prompt):
         self.backend.rollback(0)
         self.text, self.live = [], {}
-        self.prefill(prompt)
+        self.prefill([*self.beginning, *prompt])
 
     def check(self, row, text):
         assert np.array_equal(row, self.plain.row(text))
@@ -79,7 +85,7 @@ class ExactMachine(RuleBasedStateMachine):
             tokens.append(data.draw(TOKENS))
             paths[first + i] = (*{**self.live, **paths}.get(parent, ()), tokens[-1])
         depth = max(len(path) for path in paths.values())
-        if len(self.live) + n > MAX_NODES or len(self.text) + depth > CONTEXT:
+        if len(self.live) + n > MAX_NODES or len(self.text) + depth > self.context:
             return
         rows = data.draw(st.none() | st.lists(st.integers(0, n - 1), min_size=1, max_size=n))
         ids, logits = self.backend.extend(tokens, parents, rows)
@@ -111,13 +117,14 @@ class ExactMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def rollback(self, data):
-        self.text = self.text[: data.draw(st.integers(0, len(self.text)))]
+        least = max(0, len(self.beginning) - CONTEXT)
+        self.text = self.text[: data.draw(st.integers(least, len(self.text)))]
         self.backend.rollback(len(self.text))
         self.live = {}
 
     @rule(tokens=st.lists(TOKENS, min_size=1, max_size=12))
     def prefill(self, tokens):
-        if len(self.text) + len(tokens) <= CONTEXT:
+        if len(self.text) + len(tokens) <= self.context:
             self.text, self.live = [*self.text, *tokens], {}
             self.check(self.backend.prefill(tokens), self.text)
 
@@ -132,8 +139,9 @@ class ExactMachine(RuleBasedStateMachine):
         self.live = {}
 
 
-def try_histories(backend, plain, **options):
-    machine = type("Machine", (ExactMachine,), {"backend": backend, "plain": Plain(plain)})
+def try_histories(backend, plain, beginning=(), **options):
+    parts = {"backend": backend, "plain": Plain(plain), "beginning": beginning}
+    machine = type("Machine", (ExactMachine,), parts)
     run_state_machine_as_test(
         machine,
         settings=settings(

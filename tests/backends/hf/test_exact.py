@@ -48,6 +48,24 @@ def long_text(n_tokens: int) -> list[int]:
     return np.random.default_rng(0).integers(3, 96, n_tokens).tolist()
 
 
+LONG_FAMILIES = {
+    "llama": {"max_position_embeddings": 512},
+    "gemma2": {"max_position_embeddings": 512, "sliding_window": 70},  # an edge within a block
+    "bloom": {},
+    "gpt-oss": {"max_position_embeddings": 512, "sliding_window": 70},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("family", LONG_FAMILIES)
+def test_any_history_behind_several_blocks(family, dtype, checkpoint_factory, tmp_path) -> None:
+    """Trees, commits and rollbacks on both sides of where a block of keys ends."""
+    directory = in_dtype(checkpoint_factory(family, **LONG_FAMILIES[family]), tmp_path, dtype)
+    beginning = long_text(100)
+    with load(make_source(directory), 256) as backend, load(make_source(directory), 256) as plain:
+        try_histories(backend, plain, beginning, max_examples=8)
+
+
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
 def test_long_prefixes(family, n_threads, checkpoint_factory, monkeypatch) -> None:
