@@ -55,7 +55,22 @@ def check(
         _compare(load, json)
         return
     # Measuring belongs to the benchmark, as the demonstration does.
-    run_benchmark("rank", context.obj.argv[1:])
+    run_benchmark("rank", _words(context))
+
+
+def _words(context: typer.Context) -> list[str]:
+    """The options of this call, wherever they come from: the benchmark reads neither variables
+    nor the file of settings, and what was typed may have `--config FILE` in front."""
+    words: list[str] = []
+    for one in context.command.params:
+        value = context.params[str(one.name)]
+        source = context.get_parameter_source(str(one.name))
+        if source is None or source.name == "DEFAULT" or value is False:
+            continue
+        option = max(one.opts, key=len)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        words += [option] if value is True else [f"{option}={each}" for each in values]
+    return words
 
 
 def _compare(named: list[RunOptions], json: bool) -> None:

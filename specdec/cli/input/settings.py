@@ -39,7 +39,7 @@ def read_defaults(path: Path | None, command: Any) -> dict[str, dict[str, Any]]:
     Raises OptionError for what no command has.
     """
     found = path or _own_file()
-    if path is None and not found.is_file():
+    if found is None:
         return {}
     try:
         values = tomllib.loads(found.read_text(encoding="utf-8"))
@@ -58,14 +58,21 @@ def read_defaults(path: Path | None, command: Any) -> dict[str, dict[str, Any]]:
         _check(own, set(options), f"{found}: specdec {name} does not have")
         given = {_field(key): one for key, one in {**for_all, **own}.items()}
         defaults[name] = {
-            options[key].name: _as_typed(one) for key, one in given.items() if key in options
+            options[key].name: _as_typed(one, options[key], f"{found}: {key}")
+            for key, one in given.items()
+            if key in options
         }
     return defaults
 
 
-def _own_file() -> Path:
-    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(folder) / "specdec" / "config.toml"
+def _own_file() -> Path | None:
+    """The user's own; None without one."""
+    try:
+        folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+        file = Path(folder) / "specdec" / "config.toml"
+        return file if file.is_file() else None
+    except (OSError, RuntimeError):  # a home of somebody else's, that is shut; a user without one
+        return None
 
 
 def _options(command: Any) -> Iterator[tuple[str, Any]]:
@@ -88,8 +95,17 @@ def _check(values: Mapping[str, Any], known: set[str], problem: str) -> None:
             raise OptionError(f"{problem} a section [{key}]")
 
 
-def _as_typed(value: Any) -> Any:
-    """As it would stand on the command line, where its type is found out."""
+def _as_typed(value: Any, option: Any, whose: str) -> Any:
+    """As it would stand on the command line, where its type is found out.
+
+    Raises OptionError for a list where one value is taken.
+    """
+    if option.multiple:
+        return [_word(one) for one in (value if isinstance(value, list) else [value])]
     if isinstance(value, list):
-        return [_as_typed(one) for one in value]
-    return value if isinstance(value, bool) else str(value)
+        raise OptionError(f"{whose} is a list, but takes one value")
+    return value if option.is_flag and isinstance(value, bool) else _word(value)
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

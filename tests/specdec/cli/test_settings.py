@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from command_line import expect_error
 
+from specdec.cli import check
 from specdec.cli.app import main
 
 SERVE = ["serve", "-m", "pair:target"]
@@ -44,6 +45,15 @@ def test_typed_before_variable_before_file(
     assert host(capsys, *SERVE, "--host", "10.0.0.5") == "10.0.0.5"
 
 
+@pytest.mark.parametrize("value", ["'./none'", "['./none']"])
+def test_one_value_where_several_may_be(
+    value: str, capsys: pytest.CaptureFixture[str], own_folder: Path
+) -> None:
+    text = f"host = '10.0.0.1'\nspec-type = 'draft'\ndraft-model = {value}\n"
+    (own_folder / "config.toml").write_text(text)
+    assert host(capsys, *SERVE) == "10.0.0.1"
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -54,6 +64,8 @@ def test_typed_before_variable_before_file(
         ("api-key = 'secret'", "--api-key"),
         ("a = = 1", "cannot be read as TOML"),
         ("[serve]\nthreads = 'x'", "threads"),
+        ("[serve]\nthreads = [1]", "config.toml: threads is a list, but takes one value"),
+        ("exact = true", "exact is 'true', must be one of"),
     ],
 )
 def test_a_file_that_is_wrong(
@@ -75,3 +87,58 @@ def test_a_shell_is_told_what_may_come(
     monkeypatch.setenv("COMP_CWORD", "2")
     assert main([]) == 0
     assert capsys.readouterr().out.split() == ["--memory-budget"]
+
+
+def test_a_ranking_is_told_all_of_them(
+    own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`check --rank` becomes another program, which reads neither variables nor the file."""
+    file = tmp_path / "other.toml"
+    file.write_text('model = "pair:target"\n[check]\nexact = "off"\nn-prompts = 2\n')
+    monkeypatch.setenv("SPECDEC_MEMORY_BUDGET", "1GiB")
+    monkeypatch.setenv("SPECDEC_DRAFT_MODEL", "a b")
+    handed: list[str] = []
+    monkeypatch.setattr(check, "run_benchmark", lambda name, words: handed.extend([name, *words]))
+    typed = ["--rank", "--prompts", "-p.jsonl", "--seed", "3", "-n", "4"]
+    assert main(["--config", str(file), "check", *typed]) == 0
+    assert handed[0] == "rank"
+    assert sorted(handed[1:]) == [
+        "--draft-model=a",
+        "--draft-model=b",
+        "--exact=off",
+        "--max-tokens=4",
+        "--memory-budget=1GiB",
+        "--model=pair:target",
+        "--n-prompts=2",
+        "--prompts=-p.jsonl",
+        "--rank",
+        "--seed=3",
+    ]
+
+
+def test_a_user_without_a_home_has_no_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container under a number that /etc/passwd does not have."""
+
+    def nobody(_number: int) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("specdec ")
+
+
+def test_a_home_that_is_shut_has_no_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `sudo -u` leaves HOME with some settings."""
+
+    def shut(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", shut)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("specdec ")
