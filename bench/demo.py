@@ -23,6 +23,7 @@ from bench.prompts.workloads import BUILT_IN, read_prompts
 from bench.synth.stand_in import StandIn, smallest_budget
 from offload.budget import format_up
 from offload.errors import SpecdecError
+from offload.process.remembered import cache_folder
 from offload.units import MIB, format_bytes, parse_bytes
 from specdec.models.names import resolve_model
 from specdec.models.weight_files import largest_weight_file, weight_files
@@ -209,8 +210,7 @@ def _remove_empty(folders: list[Path]) -> None:
 
 def _cache_directory() -> Path:
     """Not the temporary folder: that one is often in memory, and storage is what is shown."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "specdec"
+    return cache_folder()
 
 
 def text_of_first_prompt(result: dict[str, Any]) -> str:

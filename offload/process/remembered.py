@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from offload.process.home import home_folder
+
 logger = logging.getLogger(__name__)
 
 _MAX_AGE_SECONDS = 30 * 86400
@@ -26,7 +28,7 @@ def cache_folder() -> Path:
     """$XDG_CACHE_HOME/specdec, by default below ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The specification says that a relative path is to be ignored.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "specdec"
+    return (Path(base) if os.path.isabs(base) else home_folder() / ".cache") / "specdec"
 
 
 def recall(path: Path) -> Any:

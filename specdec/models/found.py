@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offload.process.home import home_folder
 from specdec.pair import GGUF_SUFFIX
 
 OLLAMA_PREFIX = "ollama:"
 _MODEL_LAYER = "application/vnd.ollama.image.model"
 _REGISTRY = "registry.ollama.ai"
+SPLIT = re.compile(r"-(?P<number>\d{5})(?P<end>-of-\d{5}\.gguf)$")
+"""The end of the name of one file of a split GGUF model."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ def ollama_blob(name: str) -> Path | None:
 
 
 def _ollama_folder() -> Path:
-    return Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama" / "models")
+    return Path(os.environ.get("OLLAMA_MODELS") or home_folder() / ".ollama" / "models")
 
 
 def _of_ollama() -> Iterator[FoundModel]:
@@ -84,7 +88,7 @@ def _of_hub() -> Iterator[FoundModel]:
 
     try:
         repos = scan_cache_dir().repos
-    except CacheNotFound:
+    except (CacheNotFound, ValueError):  # not there, or a file
         return
     for repo in sorted(repos, key=lambda one: one.repo_id):
         if repo.repo_type != "model":
@@ -100,7 +104,7 @@ def _of_hub() -> Iterator[FoundModel]:
 
 
 def _program_folders() -> dict[str, list[Path]]:
-    home = Path.home()
+    home = home_folder()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     return {
         "LM Studio": [home / ".lmstudio" / "models", cache / "lm-studio" / "models"],
@@ -112,10 +116,30 @@ def _of_folders(folders: dict[str, list[Path]]) -> Iterator[FoundModel]:
     for keeper, paths in folders.items():
         for folder in paths:
             for path in sorted(folder.rglob(f"*{GGUF_SUFFIX}")):
-                if path.is_file():
-                    yield FoundModel(str(path), "GGUF", path.stat().st_size, keeper)
+                parts = _parts(path)
+                if parts:
+                    yield FoundModel(str(path), "GGUF", _n_bytes(parts), keeper)
             for path in sorted(folder.rglob("config.json")):
                 weights = list(path.parent.glob("*.safetensors"))
                 if weights:
-                    n_bytes = sum(one.stat().st_size for one in weights)
-                    yield FoundModel(str(path.parent), "safetensors", n_bytes, keeper)
+                    yield FoundModel(str(path.parent), "safetensors", _n_bytes(weights), keeper)
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of a GGUF model; none of a later file of a split one, by which -m does not go."""
+    split = SPLIT.search(path.name)
+    if not path.is_file() or (split is not None and int(split["number"]) > 1):
+        return []
+    if split is None:
+        return [path]
+    stem, end = path.name[: split.start()], split["end"]
+    return [
+        one
+        for one in path.parent.glob(f"*{end}")
+        if re.fullmatch(rf"{re.escape(stem)}-\d{{5}}{re.escape(end)}", one.name)
+    ]
+
+
+def _n_bytes(files: list[Path]) -> int:
+    """Of those that are there: a link may lead to a blob that was removed."""
+    return sum(one.stat().st_size for one in files if one.is_file())

@@ -16,13 +16,12 @@ from pathlib import Path
 
 from backends.contract.backend import one_line
 from offload.errors import SpecdecError
-from specdec.models.found import OLLAMA_PREFIX, ollama_blob
+from specdec.models.found import OLLAMA_PREFIX, SPLIT, ollama_blob
 from specdec.pair import GGUF_SUFFIX, PAIR_PREFIX, pair_path
 
 # Safetensors and what describes them: pickles and code of the repository are never fetched.
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.txt", "*.jinja")
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(:(?P<file>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
-_SPLIT = re.compile(r"-(?P<number>\d{5})-of-\d{5}\.gguf$")
 
 
 SELF_DRAFT = "self:"
@@ -199,7 +198,7 @@ def _refuse_special_files(directory: Path) -> None:
 
 
 def _is_later_split(path: Path) -> bool:
-    split = _SPLIT.search(path.name)
+    split = SPLIT.search(path.name)
     return split is not None and int(split["number"]) > 1
 
 

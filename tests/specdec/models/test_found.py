@@ -92,3 +92,20 @@ def test_folders_of_programs_and_ones_own(home: Path, capsys: pytest.CaptureFixt
     assert str(home / "mine" / "other") in out
     assert "tiny  " not in out
     assert "a.gguf is left out" in err
+
+
+def test_a_split_model_is_one(home: Path) -> None:
+    (home / "mine").mkdir()
+    for number in (1, 2, 3):
+        (home / "mine" / f"big[q4]-0000{number}-of-00003.gguf").write_bytes(b"GGUF")
+    (home / "mine" / "big-00001-of-00002.gguf").write_bytes(b"GGUF")
+    found = [(Path(one.name).name, one.n_bytes) for one in found_models(home / "mine")]
+    assert found == [("big-00001-of-00002.gguf", 4), ("big[q4]-00001-of-00003.gguf", 12)]
+
+
+def test_what_leads_nowhere_does_not_end_the_list(home: Path) -> None:
+    model = save_model(home / "mine" / "tiny", seed=1)
+    (model / "more.safetensors").symlink_to(home / "gone")
+    (home / "mine" / "a.gguf").symlink_to(home / "gone")
+    (found,) = found_models(home / "mine")
+    assert found.name == str(model)

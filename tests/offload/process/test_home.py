@@ -1,0 +1,23 @@
+"""What lies in a home folder, of a user who has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offload.process.home import NoHome
+from offload.process.remembered import cache_folder
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_number: int) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    with pytest.raises(NoHome, match="set HOME"):
+        cache_folder()
+    monkeypatch.setenv("HOME", "/there")
+    assert cache_folder() == Path("/there/.cache/specdec")
