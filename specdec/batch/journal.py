@@ -155,8 +155,15 @@ class Journal:
             return
         self._write(record)
         if time.monotonic() - self._synced_at >= SYNC_SECONDS:
-            os.fsync(self._descriptor)
+            self._sync()
             self._synced_at = time.monotonic()
+
+    def _sync(self) -> None:
+        """Some file systems tell only now that there was no room."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise self._not_written(error) from error
 
     def _write(self, data: bytes) -> None:
         left = memoryview(data)
@@ -167,16 +174,19 @@ class Journal:
             with suppress(OSError):
                 os.ftruncate(self._descriptor, self._n_bytes)
             if isinstance(error, OSError):
-                raise BatchError(
-                    f"cannot write to {self.partial}: {error.strerror}; what was answered before "
-                    "is in it: make room, and the same command goes on"
-                ) from error
+                raise self._not_written(error) from error
             raise
         self._n_bytes += len(data)
 
+    def _not_written(self, error: OSError) -> BatchError:
+        return BatchError(
+            f"cannot write to {self.partial}: {error.strerror}; what was answered before "
+            "is in it: make room, and the same command goes on"
+        )
+
     def finish(self, order: str) -> None:
         """Put OUT in its place. Raises BatchError where it cannot be written."""
-        os.fsync(self._descriptor)
+        self._sync()
         whole = self.out.with_name(self.out.name + ".whole")
         paths = [path for path in (self.out, self.partial) if path.exists()]
         try:
@@ -229,7 +239,13 @@ def _check_regular(path: Path) -> None:
 def _open_locked(path: Path) -> int:
     """A descriptor that appends, with the lock of this process on the file."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise BatchError(
+                f"cannot write {path}: {error.strerror}; name an output file in a folder that is "
+                "there and can be written"
+            ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

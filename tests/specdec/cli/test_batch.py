@@ -15,7 +15,7 @@ from command_line import Models, expect_error, save_models, start
 from tiny_pair import save_model
 
 from specdec.batch.journal import Journal
-from specdec.batch.lines import LineKey
+from specdec.batch.lines import BatchError, LineKey
 from specdec.cli.app import main
 
 
@@ -143,11 +143,32 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     expect_error(capsys, argv(models, source)[:-2], "output-file")
     no_model = models._replace(target=tmp_path / "none")
     expect_error(capsys, argv(no_model, source), "none")
+    # Before the weights are looked for, too, which may be a download.
+    expect_error(capsys, argv(no_model, tmp_path / "typo.jsonl"), "typo.jsonl: No such file")
+    elsewhere = str(tmp_path / "gone" / "out.jsonl")
+    expect_error(
+        capsys, argv(models, source, "-o", elsewhere), "out.jsonl.partial: No such", "folder"
+    )
     assert list(tmp_path.glob("out*")) == []
     out = tmp_path / "out.jsonl"
     out.write_text("mine")
     expect_error(capsys, argv(models, source), "specdec batch did not write it")
     assert out.read_text() == "mine"
+
+
+def test_a_disk_that_is_full_at_the_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where room is given late (a network's disk, say), a write succeeds and its sync does not."""
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    told = "out.jsonl.partial: No space left on device; what was answered before is in it"
+    with Journal(tmp_path / "out.jsonl", {}, 100) as journal:
+        journal.append(LineKey(1, 1), b"{}\n")
+        with pytest.raises(BatchError, match=told):
+            journal.finish("input")
+    assert (tmp_path / "out.jsonl.partial").is_file()
 
 
 def test_ctrl_c_keeps_what_was_answered(models: Models, tmp_path: Path) -> None:
