@@ -32,7 +32,8 @@ def test_readers(model: Path, n_threads: int, monkeypatch: pytest.MonkeyPatch) -
     before = set(reader_threads())
     with specdec.load(model, io_threads=n_threads, spec_type="none", **SIZE) as llm:
         assert llm.plan.residency.n_streamed_layers > 0
-        assert len(set(reader_threads()) - before) == n_threads
+        own = set(reader_threads()) - before  # beside those that load what stays in memory
+        assert sum(one.name.startswith("specdec-reader") for one in own) == n_threads
 
 
 @pytest.mark.usefixtures("_torch_threads")
