@@ -7,7 +7,8 @@ BLOCK_KEYS positions, aligned to position 0:
     output    = ( o(0)   +  o(1)     +  o(2)      +  o(3) ) / l
 
     m    = the largest score of the row            (a maximum has no order)
-    p(k) = exp(score(k) - m)                       0 for a key that the row does not see
+    p(k) = exp(score(k) - m)                       0 for a key that the row does not see, and below
+                                                   e^LEAST_EXPONENT
     o(b) = sum of p(k) v(k) over the keys of block b, by one product of matrices
     l    = the same sums with v(k) = 1: one more column of the values
 
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from backends.attention.batch import BLOCK_ROWS
 from offload.units import MIB
@@ -35,6 +37,10 @@ LEAST_PRODUCTS = 2
 VALUE_COLUMNS = 16
 """Columns of the values are a multiple of it: for 5 to 11, or as many left over for one of the
 threads, libraries sum in another order too (MKL on AVX2)."""
+LEAST_EXPONENT = -87.0
+"""Exponentials below it are denormals, which libraries compute in ten times the time and multiply
+slowly; they are 0 here. A sum over the keys is 1 at least."""
+_LARGEST_OF_NONE = 1.01 * math.exp(LEAST_EXPONENT)
 MAX_SCRATCH_BYTES = 32 * MIB
 """Of float32 keys and values together, and of scores."""
 
@@ -245,7 +251,7 @@ class Scores:
             own, sinks = of_rows(largest), self.sinks.unsqueeze(-1)
             torch.maximum(own, sinks, out=own)
             share = torch.exp(sinks - own)
-        sums = of_rows(self._sums(scores.sub_(largest).exp_()))
+        sums = of_rows(self._sums(_exponentials(scores.sub_(largest))))
         total = sums[..., -1:]
         return sums[..., : self._value_dim] / (total if share is None else total + share)
 
@@ -273,6 +279,12 @@ class Scores:
         """Shares and values of every block, in the order of positions."""
         widths, values = self._group.widths, self._values.expand(len(shares), -1, -1)
         return zip(shares.split(widths, dim=2), values.split(widths, dim=1), strict=True)
+
+
+def _exponentials(scores: torch.Tensor) -> torch.Tensor:
+    """In place, of scores that are 0 at most; 0 where that would be a denormal number."""
+    scores.clamp_min_(LEAST_EXPONENT).exp_()
+    return nn.functional.threshold_(scores, _LARGEST_OF_NONE, 0.0)
 
 
 def value_width(value_dim: int) -> int:

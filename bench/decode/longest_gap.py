@@ -2,7 +2,7 @@
 
     python -m bench.decode.longest_gap -m MODEL -md DRAFT --memory-budget 3.5GiB --output-file FILE
 
-Some texts decode; then long prompts come, and enter in chunks beside them. A gap of the others is
+Inside a memory cgroup of the budget. Some texts decode; then long prompts come, and enter in chunks beside them. A gap of the others is
 the time from the end of one pass to the end of the next one, drafting included. It is told twice:
 as measured, in units of the median gap while nobody enters, and as planned from the rows of its
 pass, in units of a pass with one row for each text, which does not depend on what else runs here.
@@ -22,6 +22,7 @@ import typer
 
 from bench import options
 from bench.prompts.workloads import BUILT_IN, read_prompts
+from offload.process.memory import process_memory
 from specdec.cli.errors import run_app
 
 WARM_PASSES = 12
@@ -115,8 +116,8 @@ def summarise(passes: Sequence[Pass], cost: Any) -> dict[str, Any]:
 @app.command()
 def main(
     model: Annotated[str, typer.Option("-m", "--model")],
+    memory_budget: Annotated[str, typer.Option("--memory-budget")],
     draft_model: Annotated[str | None, typer.Option("-md", "--draft-model")] = None,
-    memory_budget: Annotated[str, typer.Option("--memory-budget")] = "auto",
     n_texts: Annotated[int, typer.Option("--texts", min=1, help="That decode.")] = 4,
     n_prompts: Annotated[int, typer.Option("--prompts", min=1, help="That enter.")] = 2,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=32)] = 1500,
@@ -125,7 +126,10 @@ def main(
 ) -> None:
     """The longest gap of texts that decode while long prompts enter."""
     import specdec
+    from specdec.cli.enforce import enforced_bytes, run_enforced
 
+    if enforced_bytes() is None:
+        raise typer.Exit(run_enforced("bench.decode.longest_gap", sys.argv[1:], memory_budget))
     ctx_size = prompt_tokens + max_tokens
     prompts = [prompt.text for prompt in read_prompts(BUILT_IN)]
     with specdec.load(
@@ -143,6 +147,8 @@ def main(
         sampling = {"max_tokens": max_tokens, "ignore_eos": True}
         passes = measure(llm, short, long, sampling)
         result = summarise(passes, llm.plan.pass_cost)
+        result["memory_limit_bytes"] = enforced_bytes()
+        result["peak_rss_bytes"] = process_memory().peak_rss_bytes
     told = json.dumps(result, indent=1)
     if output_file is not None:
         output_file.write_text(told + "\n", encoding="utf-8")
