@@ -2,10 +2,11 @@
 
     python -m bench.decode.longest_gap -m MODEL -md DRAFT --memory-budget 3.5GiB --output-file FILE
 
-Inside a memory cgroup of the budget. Some texts decode; then long prompts come, and enter in chunks beside them. A gap of the others is
-the time from the end of one pass to the end of the next one, drafting included. It is told twice:
-as measured, in units of the median gap while nobody enters, and as planned from the rows of its
-pass, in units of a pass with one row for each text, which does not depend on what else runs here.
+Inside a memory cgroup of the budget. Some texts decode; then long prompts come, and enter in chunks
+beside them. A gap of the others is the time from the end of one pass to the end of the next one,
+drafting included. It is told twice: as measured, in units of the median gap while nobody enters,
+and as planned from the rows of its pass, in units of a pass with one row for each text, which does
+not depend on what else runs here.
 """
 
 from __future__ import annotations
