@@ -9,7 +9,7 @@ import typer
 
 from bench.synth.files import refuse_folder, refuse_gguf_file
 from bench.synth.recipes import RECIPES
-from bench.synth.shapes import SHAPES, Storage, SynthError, choose_shape, named_shape
+from bench.synth.shapes import MIXTURES, SHAPES, Storage, SynthError, choose_shape, named_shape
 from offload.units import format_bytes, parse_bytes
 from specdec.cli.output import loading_progress
 
@@ -29,12 +29,18 @@ def synth_command(
     source: Annotated[
         str,
         typer.Option(
-            "--from", metavar="MODEL", help="Small Llama: a folder, hub id, or pair:target."
+            "--from",
+            metavar="MODEL",
+            help="Small Llama or Qwen3-MoE: a folder, hub id, or pair:target.",
         ),
     ] = "pair:target",
     like: Annotated[
         str | None,
-        typer.Option("--like", metavar="NAME", help=f"Shape to take: {', '.join(SHAPES)}."),
+        typer.Option(
+            "--like",
+            metavar="NAME",
+            help=f"Shape to take: {', '.join(SHAPES)}; of mixtures {', '.join(MIXTURES)}.",
+        ),
     ] = None,
     size: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""Grows a small Llama-architecture checkpoint to the bytes, FLOPs and shapes of a large one.
+"""Grows a small checkpoint (Llama, Qwen3-MoE) to the bytes, FLOPs and shapes of a large one.
 
 The grown model computes the same function as the small one (`bench.synth.growth` has the maths), so
 text and acceptance are the small model's while the cost of a pass is the large model's. That
@@ -25,9 +25,10 @@ from bench.synth.files import (
     write_side_files,
 )
 from bench.synth.formats import BF16, F32, WeightFormat
-from bench.synth.growth import GrowthPlanner, TensorPlan
+from bench.synth.growth import GrowthPlanner
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.source import SourceModel
+from bench.synth.tensors import TensorPlan
 from bench.synth.weights import TensorMaker
 from offload.storage.unfinished import unfinished
 from offload.units import Progress
@@ -74,7 +75,7 @@ def grow(
     """Writes a checkpoint of `shape` that computes the same function as the one in `source_dir`.
 
     Args:
-        source_dir: a Hugging Face checkpoint of the Llama architecture, in safetensors.
+        source_dir: a Hugging Face checkpoint of a Llama or a Qwen3-MoE, in safetensors.
         out_dir: where the grown checkpoint goes; must be empty or absent unless `force`.
         shape: the wanted sizes. Heads are re-cut to the source's head dimension. A tied shape
             stays untied if the source's head differs from its embedding.
@@ -88,7 +89,7 @@ def grow(
         with_data: False leaves holes for the tensors: enough to plan on, and no space on disk.
 
     Raises:
-        SynthError: the source is no plain Llama, does not fit the shape, the disk lacks room, or
+        SynthError: the source is neither of them, does not fit the shape, the disk lacks room, or
             `out_dir` is not empty.
     """
     if dtype not in FORMATS:
@@ -117,7 +118,7 @@ def grow(
 
 def fit_shape(source: SourceModel, shape: LlamaShape, vocab_size: int | None) -> LlamaShape:
     """The shape that will be written: head size, vocabulary and tying adapted to the source."""
-    shape = shape.with_head_dim(source.shape.head_dim)
+    shape = shape.with_head_dim(source.shape.head_dim).with_routing_of(source.shape)
     return replace(
         shape,
         vocab_size=shape.vocab_size if vocab_size is None else vocab_size,

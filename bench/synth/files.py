@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bench.synth.shapes import LlamaShape, SynthError
+from bench.synth.shapes import Experts, LlamaShape, SynthError
 from bench.synth.source import SourceModel
 from offload.units import MIB, format_bytes
 
@@ -57,6 +57,17 @@ def grown_config(source: SourceModel, shape: LlamaShape, dtype: str) -> dict[str
         "tie_word_embeddings": shape.tied,
         "rms_norm_eps": epsilon * source.shape.hidden_size / shape.hidden_size,
         "dtype": _CONFIG_DTYPES.get(dtype),
+        **_expert_config(shape),
+    }
+
+
+def _expert_config(shape: LlamaShape) -> dict[str, Any]:
+    if shape.experts is None:
+        return {}
+    return {
+        "num_experts": shape.experts.n,
+        "num_experts_per_tok": shape.experts.n_used,
+        "moe_intermediate_size": shape.experts.intermediate_size,
     }
 
 
@@ -89,7 +100,14 @@ random numbers (seed {seed}) that are multiplied by zero.
 | head dimension | {shape.head_dim} | {small.head_dim} |
 | vocabulary | {shape.vocab_size}, ids from {small.vocab_size} on are padding | {small.vocab_size} |
 | output head | {"tied" if shape.tied else "untied"} | {"tied" if small.tied else "untied"} |
+| experts of a layer | {_told(shape.experts)} | {_told(small.experts)} |
 """
+
+
+def _told(experts: Experts | None) -> str:
+    if experts is None:
+        return "none"
+    return f"{experts.n} of size {experts.intermediate_size}, {experts.n_used} for a token"
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Grows a small Llama to a large one's size as one GGUF file, as `checkpoint` does for folders.
+"""Grows a small model to a large one's size as one GGUF file, as `checkpoint` does for folders.
 
 Types are llama-quantize's (`bench.synth.recipes`), and so are the bytes of what comes from the
 source: ggml quantises them. No float copy of the model is made, in memory or on disk.
@@ -6,7 +6,9 @@ source: ggml quantises them. No float copy of the model is made, in memory or on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,14 +16,16 @@ import numpy as np
 
 from bench.synth.checkpoint import GrowReport, fit_shape
 from bench.synth.files import check_gguf_file, grown_config, model_card
-from bench.synth.growth import GrowthPlanner, TensorPlan
+from bench.synth.growth import GrowthPlanner
 from bench.synth.recipes import RECIPES, Recipe
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.source import SourceModel
+from bench.synth.tensors import EXPERTS, TensorPlan
 from bench.synth.weights import TensorMaker
 from offload.storage.unfinished import unfinished
 from offload.units import Progress
 from specdec.pair.gguf_file import (
+    ARCHITECTURES,
     GgufTensor,
     gguf_name,
     interleave_rotary,
@@ -65,7 +69,9 @@ def grow_gguf(
     out_file = Path(out_file).expanduser().absolute()
     source = SourceModel(Path(source_dir))
     grown = fit_shape(source, shape, vocab_size)
-    maker = TensorMaker(partial(_read_interleaved, source), partial(recipe.format_of, grown), seed)
+    is_llama = source.shape.experts is None  # of which llama.cpp rotates neighbours
+    read = partial(_read_interleaved, source) if is_llama else source.read
+    maker = TensorMaker(read, partial(recipe.format_of, grown), seed)
     tensors = _tensors(GrowthPlanner(source.shape, grown).tensors(), grown, maker, recipe)
     n_bytes = sum(tensor.n_bytes for tensor in tensors)
 
@@ -81,7 +87,8 @@ def grow_gguf(
         check_gguf_file(out_file, n_bytes if with_data else 0, force)
         try:
             out_file.parent.mkdir(parents=True, exist_ok=True)
-            write_gguf(path, add_metadata, tensors, progress, with_data)
+            architecture = ARCHITECTURES[source.config["model_type"]]
+            write_gguf(path, add_metadata, tensors, progress, with_data, architecture)
             path.replace(out_file)
         except OSError as error:
             raise SynthError(f"cannot write {out_file}: {error.strerror or error}") from error
@@ -102,11 +109,22 @@ def _read_interleaved(source: SourceModel, name: str, rows: range) -> np.ndarray
 def _tensors(
     plans: list[TensorPlan], grown: LlamaShape, maker: TensorMaker, recipe: Recipe
 ) -> list[GgufTensor]:
-    tensors = []
+    """In the order of the plans; a layer's experts are one tensor for each of their matrices."""
+    same: dict[str, list[TensorPlan]] = {}
     for plan in plans:
         name = gguf_name(plan.name)
         assert name is not None
-        form = recipe.format_of(grown, plan)
-        n_bytes, chunks = maker.n_bytes(plan), partial(maker.chunks, plan)
-        tensors.append(GgufTensor(name, plan.shape, form.name, n_bytes, chunks))
+        same.setdefault(name, []).append(plan)
+    tensors = []
+    for name, parts in same.items():
+        form, shape = recipe.format_of(grown, parts[0]), parts[0].shape
+        if EXPERTS in parts[0].name:
+            shape = (len(parts), *shape)
+        n_bytes = sum(map(maker.n_bytes, parts))
+        chunks = partial(_chunks, maker, parts)
+        tensors.append(GgufTensor(name, shape, form.name, n_bytes, chunks))
     return tensors
+
+
+def _chunks(maker: TensorMaker, parts: list[TensorPlan]) -> Iterator[memoryview]:
+    return chain.from_iterable(map(maker.chunks, parts))

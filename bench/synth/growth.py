@@ -10,7 +10,7 @@ zeros in the others, after every layer. That needs exact zeros in two places onl
 
 Everything else that is new multiplies a zero, or is multiplied by one, and is random. An RMS norm
 over D dimensions of which D - d are zero sees a mean square smaller by d / D, so its weight is
-scaled by sqrt(d / D) and its epsilon by d / D.
+scaled by sqrt(d / D) and its epsilon by d / D. bench/synth/mixture.py has the layers of experts.
 
 Query head i of the small model belongs to its key/value head i // g. It goes to a slot of the
 grown model whose group reads a copy of that key/value head; if the grown groups are smaller, the
@@ -21,59 +21,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
 
+from bench.synth.mixture import mixture_plans
 from bench.synth.shapes import LlamaShape, SynthError
-
-
-class Fill(Enum):
-    """What a new tensor holds where nothing is written into it."""
-
-    ZERO = "zero"
-    RANDOM = "random"  # like a trained matrix: normal, small
-    GAIN = "gain"  # like a norm weight: near `TensorPlan.gain`
-
-
-@dataclass(frozen=True)
-class Patch:
-    """A rectangle copied from a tensor of the source, times `scale`.
-
-    Rows and columns are half-open; a norm weight counts as one row. `source` None writes random
-    values instead.
-    """
-
-    row: int
-    column: int
-    n_rows: int
-    n_columns: int
-    source: str | None = None
-    source_row: int = 0
-    source_column: int = 0
-    scale: float = 1.0
-
-    @property
-    def end_column(self) -> int:
-        return self.column + self.n_columns
-
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """How to make one tensor of the grown model."""
-
-    name: str
-    shape: tuple[int, ...]
-    fill: Fill
-    patches: tuple[Patch, ...] = ()
-    gain: float = 1.0
-
-    @property
-    def n_weights(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def rows_and_columns(self) -> tuple[int, int]:
-        """The shape with two dimensions: a vector is one row."""
-        return (1, *self.shape)[-2:]  # type: ignore[return-value]
+from bench.synth.tensors import Fill, Patch, TensorPlan
 
 
 @dataclass(frozen=True)
@@ -132,6 +83,16 @@ def check_growable(source: LlamaShape, grown: LlamaShape) -> None:
             raise SynthError(
                 f"a model cannot be grown to less than it has: {what} {small} > {large}"
             )
+    mixtures = source.experts, grown.experts
+    if (mixtures[0] is None) != (mixtures[1] is None):
+        raise SynthError("a dense model cannot be grown to a mixture of experts, nor the reverse")
+    if mixtures[0] is not None and mixtures[1] is not None:
+        sizes = mixtures[0].intermediate_size, mixtures[1].intermediate_size
+        if sizes[0] > sizes[1]:
+            raise SynthError(
+                f"a model cannot be grown to less than it has: size of an expert {sizes[0]} > "
+                f"{sizes[1]}"
+            )
     if source.head_dim != grown.head_dim:
         raise SynthError(f"head dimensions differ: {source.head_dim} and {grown.head_dim}")
     if grown.n_heads % grown.n_kv_heads:
@@ -152,14 +113,14 @@ class GrowthPlanner:
         check_growable(source, grown)
         self.source, self.grown = source, grown
         self.heads = map_heads(source, grown)
+        self.places = layer_places(source.n_layers, grown.n_layers)
         self.norm_scale = math.sqrt(source.hidden_size / grown.hidden_size)
 
     def tensors(self) -> list[TensorPlan]:
         """All tensors: embedding, layers, final norm, and the head unless it is tied."""
-        places = layer_places(self.source.n_layers, self.grown.n_layers)
         plans = [self._table("model.embed_tokens.weight", "model.embed_tokens.weight", Fill.ZERO)]
         for index in range(self.grown.n_layers):
-            plans += self._layer(index, places.get(index))
+            plans += self._layer(index, self.places.get(index))
         plans.append(self._norm("model.norm.weight", "model.norm.weight"))
         if not self.grown.tied:
             head = "model.embed_tokens.weight" if self.source.tied else "lm_head.weight"
@@ -184,8 +145,7 @@ class GrowthPlanner:
         """One decoder layer; without a source layer it is an exact no-op."""
         prefix = f"model.layers.{index}."
         origin = None if source_index is None else f"model.layers.{source_index}."
-        d, f = self.source.hidden_size, self.source.intermediate_size
-        big_d, big_f = self.grown.hidden_size, self.grown.intermediate_size
+        big_d = self.grown.hidden_size
 
         def plan(name: str, shape: tuple[int, int], fill: Fill, patches: list[Patch]) -> TensorPlan:
             return TensorPlan(prefix + name, shape, fill, tuple(patches) if origin else ())
@@ -196,14 +156,21 @@ class GrowthPlanner:
         q_rows = self.grown.n_heads * self.grown.head_dim
         kv_rows = self.grown.n_kv_heads * self.grown.head_dim
         q, k, v, o = (f"self_attn.{x}_proj.weight" for x in "qkvo")
-        gate, up, down = (f"mlp.{x}_proj.weight" for x in ("gate", "up", "down"))
         source = origin or ""
-        return [
+        attention = [
             norm("input_layernorm.weight"),
             plan(q, (q_rows, big_d), Fill.RANDOM, self._query_patches(source + q)),
             plan(k, (kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + k)),
             plan(v, (kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + v)),
             plan(o, (big_d, q_rows), Fill.ZERO, self._output_patches(source + o)),
+        ]
+        if self.grown.experts is not None:
+            return attention + mixture_plans(self.source, self.grown, index, self.places)
+        d, f = self.source.hidden_size, self.source.intermediate_size
+        big_f = self.grown.intermediate_size
+        gate, up, down = (f"mlp.{x}_proj.weight" for x in ("gate", "up", "down"))
+        return [
+            *attention,
             norm("post_attention_layernorm.weight"),
             plan(gate, (big_f, big_d), Fill.RANDOM, [Patch(0, 0, f, d, source + gate)]),
             plan(up, (big_f, big_d), Fill.RANDOM, [Patch(0, 0, f, d, source + up)]),

@@ -1,4 +1,4 @@
-"""Which format llama-quantize stores each tensor of a dense Llama in, for each of its file types.
+"""Which format llama-quantize stores each tensor in, for each of its file types.
 
 The rules are those of `llama_tensor_get_type` and `tensor_type_fallback` in llama.cpp's
 llama-quant.cpp, without an importance matrix (no file type here demands one).
@@ -16,6 +16,7 @@ from bench.synth.formats import (
     F32,
     IQ4_NL,
     IQ4_XS,
+    MXFP4,
     Q4_0,
     Q4_K,
     Q5_0,
@@ -25,15 +26,17 @@ from bench.synth.formats import (
     Q8_0,
     WeightFormat,
 )
-from bench.synth.growth import GrowthPlanner, TensorPlan
+from bench.synth.growth import GrowthPlanner
 from bench.synth.shapes import LlamaShape
+from bench.synth.tensors import EXPERTS, TensorPlan
 
 Rule = Callable[[int, LlamaShape], WeightFormat]
 """A layer's format: its index, the model's shape."""
 
 _LAYERS_OF_70B = 80
 _LARGE_GROUP = 4  # query heads of a key/value head, whose V is small: better formats cost little
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.*)\.weight")
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.*?)(?:\.experts\.\d+)?\.(\w+)\.weight")
+_ROUTER = "mlp.gate"
 # Of blocks that do not fill a row; of blocks of 32 it is F16.
 _FALLBACKS = {Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0, IQ4_XS: IQ4_NL}
 
@@ -47,6 +50,7 @@ class Recipe:
     head: WeightFormat  # of the output head, which a tied embedding is too
     attn_v: Rule | None = None
     ffn_down: Rule | None = None
+    experts: WeightFormat | None = None  # where it is another than other matrices'
 
     def format_of(self, grown: LlamaShape, plan: TensorPlan) -> WeightFormat:
         """The format of one tensor of a model."""
@@ -57,9 +61,14 @@ class Recipe:
     def _wanted(self, grown: LlamaShape, name: str) -> WeightFormat:
         if name == ("model.embed_tokens.weight" if grown.tied else "lm_head.weight"):
             return self.head
-        rules = {"self_attn.v_proj": self.attn_v, "mlp.down_proj": self.ffn_down}
         found = _LAYER_NAME.fullmatch(name)
-        rule = found and rules.get(found[2])
+        kind = f"{found[2]}.{found[3]}" if found else ""
+        if kind == _ROUTER:
+            return F32
+        if self.experts is not None and EXPERTS in name:
+            return self.experts
+        rules = {"self_attn.v_proj": self.attn_v, "mlp.down_proj": self.ffn_down}
+        rule = rules.get(kind)
         return rule(int(found[1]), grown) if found and rule else self.form
 
     @property
@@ -117,8 +126,7 @@ RECIPES = {
     "q5_k_m": Recipe("MOSTLY_Q5_K_M", Q5_K, Q6_K, _more_bits(Q6_K, Q5_K), _more_bits(Q6_K, Q5_K)),
     "q6_k": Recipe("MOSTLY_Q6_K", Q6_K, Q6_K),
     "iq4_xs": Recipe("MOSTLY_IQ4_XS", IQ4_XS, Q6_K, _iq4_xs_attn_v, _first_eighth(Q5_K, IQ4_XS)),
-    # Experts alone are in MXFP4, and a dense Llama has none.
-    "mxfp4": Recipe("MOSTLY_MXFP4_MOE", Q8_0, Q8_0),
+    "mxfp4": Recipe("MOSTLY_MXFP4_MOE", Q8_0, Q8_0, experts=MXFP4),
     "q8_0": Recipe("MOSTLY_Q8_0", Q8_0, Q8_0),
     "f16": Recipe("MOSTLY_F16", F16, F16),
     "bf16": Recipe("MOSTLY_BF16", BF16, BF16),

@@ -1,4 +1,4 @@
-"""Shapes of well-known Llama models, and shapes of a wished size.
+"""Shapes of well-known models, and shapes of a wished size.
 
 Only shapes: no weight of these models is used. Notation: D hidden size, F intermediate size,
 N layers, H query heads, K key/value heads, E head dimension, V vocabulary.
@@ -19,8 +19,17 @@ class SynthError(SpecdecError, ValueError):
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The routed experts of each layer of a mixture."""
+
+    n: int
+    n_used: int  # for a token
+    intermediate_size: int  # of one
+
+
+@dataclass(frozen=True)
 class LlamaShape:
-    """The sizes of one Llama-architecture model."""
+    """The sizes of one Llama, or of a mixture with the same attention (Qwen3-MoE)."""
 
     hidden_size: int
     intermediate_size: int
@@ -30,13 +39,18 @@ class LlamaShape:
     head_dim: int
     vocab_size: int
     tied: bool  # the output head is the embedding
+    experts: Experts | None = None  # in the MLP's place
 
     @property
     def layer_parameters(self) -> int:
         """Parameters of one decoder layer."""
         attention = 2 * self.hidden_size * self.head_dim * (self.n_heads + self.n_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        return attention + mlp + 2 * self.hidden_size  # 2 norms
+        norms = 2 * self.hidden_size
+        if self.experts is None:
+            return attention + 3 * self.hidden_size * self.intermediate_size + norms
+        expert = 3 * self.hidden_size * self.experts.intermediate_size
+        routed = self.experts.n * (expert + self.hidden_size)  # with the router's row
+        return attention + routed + norms + 2 * self.head_dim  # of queries and keys, too
 
     @property
     def parameters(self) -> int:
@@ -71,6 +85,21 @@ class LlamaShape:
             head_dim=head_dim,
         )
 
+    def with_routing_of(self, source: LlamaShape) -> LlamaShape:
+        """The same bytes of experts, cut into as many experts as the source has, of which a token
+        takes as many as it takes there: routing is the source's. Raises SynthError."""
+        if (self.experts is None) != (source.experts is None):
+            kinds = {True: "dense", False: "a mixture of experts"}
+            raise SynthError(
+                f"the shape is {kinds[self.experts is None]} and the source "
+                f"{kinds[source.experts is None]}: choose another --like, or another --from"
+            )
+        if self.experts is None or source.experts is None:
+            return self
+        size = self.experts.n * self.experts.intermediate_size // source.experts.n
+        experts = replace(source.experts, intermediate_size=size // _EXPERT_STEP * _EXPERT_STEP)
+        return replace(self, experts=experts)
+
 
 class Storage(Protocol):
     """How a model's weights are stored."""
@@ -93,7 +122,14 @@ SHAPES: dict[str, LlamaShape] = {
     "llama-2-13b": LlamaShape(5120, 13_824, 40, 40, 40, 128, 32_000, False),
     "llama-2-70b": LlamaShape(8192, 28_672, 80, 64, 8, 128, 32_000, False),
 }
+#                             D      F    N   H   K   E       V   tied          n  used  F of one
+MIXTURES: dict[str, LlamaShape] = {
+    "qwen3-30b-a3b": LlamaShape(2048, 6144, 48, 32, 4, 128, 151_936, False, Experts(128, 8, 768)),
+    "gpt-oss-20b": LlamaShape(2880, 2880, 24, 64, 8, 64, 201_088, False, Experts(32, 4, 2880)),
+    "mixtral-8x7b": LlamaShape(4096, 14_336, 32, 32, 8, 128, 32_000, False, Experts(8, 2, 14_336)),
+}
 MAX_LAYERS = 1024  # of a GGUF file that is read, far above any real model
+_EXPERT_STEP = 32  # of their intermediate sizes: the smallest block of a quantised row
 _FFN_STEP = 64  # keeps rows aligned for every matmul kernel
 _ROUNDS_OF_SIZING = 3  # formats differ from layer to layer, so a weight's mean bytes do with size
 
@@ -102,12 +138,13 @@ def named_shape(name: str) -> LlamaShape:
     """Returns a well-known shape.
 
     Raises:
-        SynthError: the name is not in `SHAPES`.
+        SynthError: the name is not in `SHAPES` or `MIXTURES`.
     """
+    known = SHAPES | MIXTURES
     try:
-        return SHAPES[name.lower()]
+        return known[name.lower()]
     except KeyError:
-        raise SynthError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}") from None
+        raise SynthError(f"unknown shape {name!r}; known: {', '.join(known)}") from None
 
 
 def shape_of_size(
@@ -177,6 +214,8 @@ def choose_shape(
     if n_bytes is None:
         assert base is not None
         return base
+    if source.experts is not None:
+        raise SynthError("a mixture is grown to a shape, not to a size: give --like")
     known = [base] if base else list(SHAPES.values())
     candidates = [
         replace(

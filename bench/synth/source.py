@@ -8,15 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from bench.synth.shapes import LlamaShape, SynthError
+from bench.synth.shapes import Experts, LlamaShape, SynthError
 from offload.formats.checkpoint import WeightIndex
 from specdec.pair.float_weights import read_float32
 
 _MAX_FIGURE = 2**24  # far above any model
+_NOT_IN_EVERY_LAYER = ("mlp_only_layers", "use_sliding_window")
+
+
+MIXTURE = "qwen3_moe"
+"""The architecture of mixtures that are grown."""
 
 
 class SourceModel:
-    """A Llama-architecture checkpoint in safetensors; tensors are read when asked for."""
+    """A checkpoint of a Llama or a Qwen3-MoE in safetensors; tensors are read when asked for."""
 
     def __init__(self, folder: Path) -> None:
         """Raises a SynthError or CheckpointError if `folder` holds nothing that can be grown."""
@@ -43,14 +48,14 @@ def source_shape(config: dict[str, Any]) -> LlamaShape:
     """The sizes in a Hugging Face config.
 
     Raises:
-        SynthError: not a plain Llama.
+        SynthError: neither a plain Llama nor a plain Qwen3-MoE.
     """
     kind = config.get("model_type")
-    if kind != "llama":
-        raise SynthError(f"only Llama-architecture models can be grown, not {kind!r}")
-    for option in ("attention_bias", "mlp_bias", "quantization_config"):
+    if kind not in ("llama", MIXTURE):
+        raise SynthError(f"only Llama and Qwen3-MoE models can be grown, not {kind!r}")
+    for option in ("attention_bias", "mlp_bias", "quantization_config", *_NOT_IN_EVERY_LAYER):
         if config.get(option):
-            raise SynthError(f"a Llama with {option} cannot be grown")
+            raise SynthError(f"a model with {option} cannot be grown")
     n_heads = _figure(config, "num_attention_heads")
     hidden_size = _figure(config, "hidden_size")
     return LlamaShape(
@@ -62,7 +67,15 @@ def source_shape(config: dict[str, Any]) -> LlamaShape:
         head_dim=_figure(config, "head_dim", hidden_size // n_heads),
         vocab_size=_figure(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
+        experts=_experts(config) if kind == MIXTURE else None,
     )
+
+
+def _experts(config: dict[str, Any]) -> Experts:
+    if not config.get("norm_topk_prob") or config.get("decoder_sparse_step", 1) != 1:
+        raise SynthError("a mixture is grown with norm_topk_prob and experts in every layer")
+    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    return Experts(*(_figure(config, name) for name in names))
 
 
 def _figure(config: dict[str, Any], name: str, default: int | None = None) -> int:

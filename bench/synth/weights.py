@@ -9,8 +9,8 @@ from functools import lru_cache
 import numpy as np
 
 from bench.synth.formats import WeightFormat
-from bench.synth.growth import Fill, Patch, TensorPlan
 from bench.synth.shapes import SynthError
+from bench.synth.tensors import Fill, Patch, TensorPlan
 from offload.units import MIB
 
 _CHUNK_BYTES = 32 * MIB
@@ -52,7 +52,7 @@ class TensorMaker:
         """
         form, n_columns = self._format_of(plan), plan.rows_and_columns[1]
         group = form.zero_group
-        edges = {edge for patch in plan.patches for edge in (patch.column, patch.end_column)}
+        edges = _open_edges(plan.patches)
         if plan.fill is Fill.ZERO and any(edge % group for edge in edges - {n_columns}):
             raise SynthError(
                 f"the source's weights in {plan.name} do not fill groups of {group}, so that the "
@@ -120,7 +120,7 @@ class TensorMaker:
         """What a patch writes into these rows of the grown tensor, float32."""
         if patch.source is None:
             drawn = self._normal.standard_normal((len(rows), patch.n_columns), np.float32)
-            return drawn * np.float32(_STD)
+            return drawn * np.float32(_STD * patch.scale)
         skipped = patch.source_row - patch.row
         part = self._source(patch.source, range(rows.start + skipped, rows.stop + skipped))
         columns = slice(patch.source_column, patch.source_column + patch.n_columns)
@@ -131,6 +131,13 @@ class TensorMaker:
         if self._loaded is None or self._loaded[0] != (name, rows):
             self._loaded = ((name, rows), self._read(name, rows))
         return self._loaded[1]
+
+
+def _open_edges(patches: tuple[Patch, ...]) -> set[int]:
+    """Columns where patches begin or end beside what is not one of the same rows."""
+    starts = {(patch.row, patch.n_rows, patch.column) for patch in patches}
+    ends = {(patch.row, patch.n_rows, patch.end_column) for patch in patches}
+    return {column for _, _, column in starts ^ ends}
 
 
 def _bands(patches: tuple[Patch, ...], form: WeightFormat) -> list[list[Patch]]:

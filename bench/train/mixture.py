@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 N_EXPERTS = 64
-TOP_K = 8
+TOP_K = 4
 _GROUPED = "grouped_mm"  # transformers' products over rows sorted by expert
 _ROUTER_SCALE = 0.25
 """Norm of the rows of the router's first weights: the experts of a token then count about alike, as

@@ -22,10 +22,14 @@ from offload.process.remembered import cache_folder
 from specdec.pair import GGUF_SUFFIX, PAIR_NAMES, PAIR_PREFIX, pair_path
 from specdec.pair.float_weights import read_float32
 from specdec.pair.gguf_file import (
+    ARCHITECTURES,
+    EXPERTS,
+    ROUTER,
     GgufExportError,
     GgufTensor,
     gguf_name,
     interleave_rotary,
+    natural_order,
     write_gguf,
 )
 from specdec.pair.gguf_metadata import add_model, add_tokenizer
@@ -66,37 +70,48 @@ def pair_gguf_path(name: str) -> Path:
 
 
 def export_f16(folder: Path, path: Path, name: str) -> None:
-    """Writes a Llama checkpoint as GGUF: matrices in F16, norms in F32."""
+    """Writes a Llama or a Qwen3-MoE as GGUF: matrices in F16, norms and routers in F32."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    heads = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
+    is_llama = config["model_type"] == "llama"  # of which llama.cpp rotates neighbours
+    heads = (int(config["num_attention_heads"]), int(config["num_key_value_heads"]))
 
     def add_metadata(writer: GGUFWriter) -> None:
         add_model(writer, config, name=name, file_type="MOSTLY_F16")
         add_tokenizer(writer, folder, config["vocab_size"])
 
-    tensors = []
+    same: dict[str, list[TensorRecord]] = {}
     for record in WeightIndex.from_directory(folder).values():
         new_name = gguf_name(record.name)
         if new_name is None or (config.get("tie_word_embeddings") and new_name == "output.weight"):
             continue
-        tensors.append(_tensor(record, new_name, *heads))
-    write_gguf(path, add_metadata, tensors)
+        same.setdefault(new_name, []).append(record)
+    tensors = [_tensor(name, parts, heads if is_llama else None) for name, parts in same.items()]
+    write_gguf(path, add_metadata, tensors, architecture=ARCHITECTURES[config["model_type"]])
 
 
-def _tensor(record: TensorRecord, new_name: str, n_heads: int, n_kv_heads: int) -> GgufTensor:
-    is_matrix = len(record.shape) == 2
-    dtype = np.dtype(np.float16 if is_matrix else np.float32)
+def _tensor(name: str, parts: list[TensorRecord], heads: tuple[int, int] | None) -> GgufTensor:
+    """parts: one, or a matrix of each expert.
+
+    heads: of queries, and of keys and values, where neighbours of their rows are to be rotated.
+    """
+    parts.sort(key=lambda record: natural_order(record.name))
+    is_float = len(parts[0].shape) == 1 or name.endswith(ROUTER)
+    dtype = np.dtype(np.float32 if is_float else np.float16)
 
     def chunks() -> Iterator[memoryview]:
-        weights = interleave_rotary(record.name, read_float32(record), n_heads, n_kv_heads)
-        with np.errstate(over="ignore"):
-            values = np.ascontiguousarray(weights, dtype=dtype)
-        if not np.isfinite(values).all():
-            raise GgufExportError(f"{record.name} has weights that F16 cannot hold")
-        yield values.data.cast("B")
+        for record in parts:
+            weights = read_float32(record)
+            if heads is not None:
+                weights = interleave_rotary(record.name, weights, *heads)
+            with np.errstate(over="ignore"):
+                values = np.ascontiguousarray(weights, dtype=dtype)
+            if not np.isfinite(values).all():
+                raise GgufExportError(f"{record.name} has weights that F16 cannot hold")
+            yield values.data.cast("B")
 
-    n_bytes = int(np.prod(record.shape)) * dtype.itemsize
-    return GgufTensor(new_name, record.shape, "F16" if is_matrix else "F32", n_bytes, chunks)
+    n_bytes = sum(int(np.prod(record.shape)) for record in parts) * dtype.itemsize
+    shape = parts[0].shape if EXPERTS not in name else (len(parts), *parts[0].shape)
+    return GgufTensor(name, shape, "F32" if is_float else "F16", n_bytes, chunks)
 
 
 def _export_atomically(folder: Path, path: Path, name: str) -> None:

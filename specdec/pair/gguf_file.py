@@ -1,4 +1,4 @@
-"""Writing a GGUF file of the llama architecture: names, layout, header, data.
+"""Writing a GGUF file of a Llama or a Qwen3-MoE: names, layout, header, data.
 
 The header is the `gguf` package's work; the data is written in chunks, so that a file of any size
 takes no memory.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 ALIGNMENT = 32
+ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
+"""Of a checkpoint's `model_type`, llama.cpp's name."""
+ROUTER = "ffn_gate_inp.weight"
+EXPERTS = "_exps.weight"
+"""Ends the name of a tensor that has a matrix of each expert."""
 _OUTER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -37,7 +43,11 @@ _LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
 }
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight")
 # What other checkpoints carry and llama.cpp computes itself.
 _DERIVED = "rotary_emb.inv_freq"
 
@@ -58,19 +68,28 @@ class GgufTensor:
 
 
 def gguf_name(name: str) -> str | None:
-    """llama.cpp's name of a tensor of a Hugging Face Llama; None for derived ones.
+    """llama.cpp's name of a tensor of a checkpoint; None for derived ones.
+
+    That of a routed expert's is the name of the tensor that holds all of a layer.
 
     Raises:
-        GgufExportError: no Llama has such a tensor.
+        GgufExportError: neither a Llama nor a Qwen3-MoE has such a tensor.
     """
     if name in _OUTER_NAMES:
         return _OUTER_NAMES[name]
     if name.endswith(_DERIVED):
         return None
+    if expert := _EXPERT.fullmatch(name):
+        return f"blk.{expert[1]}.ffn_{expert[2]}_exps.weight"
     words = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
     if name.startswith("model.layers.") and len(words) == 2 and words[1] in _LAYER_NAMES:
         return f"blk.{words[0]}.{_LAYER_NAMES[words[1]]}.weight"
     raise GgufExportError(f"tensor {name!r} is no part of a plain Llama")
+
+
+def natural_order(name: str) -> list[str | int]:
+    """A key that sorts names by the numbers in them."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def interleave_rotary(name: str, tensor: np.ndarray, n_heads: int, n_kv_heads: int) -> np.ndarray:
@@ -94,6 +113,7 @@ def write_gguf(
     tensors: Iterable[GgufTensor],
     progress: Progress | None = None,
     with_data: bool = True,
+    architecture: str = "llama",
 ) -> None:
     """Writes one GGUF file; the caller removes it when an error leaves it unfinished.
 
@@ -103,9 +123,10 @@ def write_gguf(
         tensors: in the order in which they shall lie in the file.
         progress: called after each chunk.
         with_data: False leaves a hole for the tensors: enough to plan on, and no space on disk.
+        architecture: llama.cpp's name of it.
     """
     gguf = import_gguf()
-    writer = gguf.GGUFWriter(None, "llama")
+    writer = gguf.GGUFWriter(None, architecture)
     add_metadata(writer)
     tensors = list(tensors)
     for tensor in tensors:

@@ -20,7 +20,7 @@ _SPECIAL_ROLES = ("bos", "eos", "pad", "unk")
 
 
 def add_model(writer: GGUFWriter, config: Mapping[str, Any], *, name: str, file_type: str) -> None:
-    """Adds sizes and constants of a Llama.
+    """Adds sizes and constants of a Llama or a Qwen3-MoE.
 
     Args:
         config: as in config.json.
@@ -47,6 +47,10 @@ def add_model(writer: GGUFWriter, config: Mapping[str, Any], *, name: str, file_
     writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(_rope_theta(config))
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:

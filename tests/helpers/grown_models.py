@@ -1,4 +1,4 @@
-"""Small random Llamas to grow, and shapes to grow them to."""
+"""Small random models to grow, and shapes to grow them to."""
 
 from __future__ import annotations
 
@@ -16,10 +16,18 @@ LARGE = LlamaShape(240, 112, 5, 6, 3, HEAD_DIM, 96, tied=False)
 
 
 def save_source(folder: Path, shape: LlamaShape, seed: int = 0, **options: object) -> Path:
-    """Write a random fp32 Llama with weights large enough to tell layers apart."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Write a random fp32 Llama, or Qwen3-MoE where the shape has experts, with weights large
+    enough to tell layers apart."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-    config = LlamaConfig(
+    if shape.experts is not None:
+        options |= {
+            "num_experts": shape.experts.n,
+            "num_experts_per_tok": shape.experts.n_used,
+            "moe_intermediate_size": shape.experts.intermediate_size,
+            "norm_topk_prob": True,
+        }
+    config = (LlamaConfig if shape.experts is None else Qwen3MoeConfig)(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -32,7 +40,7 @@ def save_source(folder: Path, shape: LlamaShape, seed: int = 0, **options: objec
         max_position_embeddings=128,
         **options,
     )
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

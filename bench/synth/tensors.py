@@ -1,0 +1,60 @@
+"""What a tensor of a grown model is made of: pieces of the source's, zeros and random numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+EXPERTS = ".mlp.experts."
+"""In the name of a routed expert's tensor, before its number."""
+
+
+class Fill(Enum):
+    """What a new tensor holds where nothing is written into it."""
+
+    ZERO = "zero"
+    RANDOM = "random"  # like a trained matrix: normal, small
+    GAIN = "gain"  # like a norm weight: near `TensorPlan.gain`
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A rectangle copied from a tensor of the source, times `scale`.
+
+    Rows and columns are half-open; a norm weight counts as one row. `source` None writes random
+    values instead; a scale of 0 writes zeros.
+    """
+
+    row: int
+    column: int
+    n_rows: int
+    n_columns: int
+    source: str | None = None
+    source_row: int = 0
+    source_column: int = 0
+    scale: float = 1.0
+
+    @property
+    def end_column(self) -> int:
+        return self.column + self.n_columns
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How to make one tensor of the grown model."""
+
+    name: str
+    shape: tuple[int, ...]
+    fill: Fill
+    patches: tuple[Patch, ...] = ()
+    gain: float = 1.0
+
+    @property
+    def n_weights(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def rows_and_columns(self) -> tuple[int, int]:
+        """The shape with two dimensions: a vector is one row."""
+        return (1, *self.shape)[-2:]  # type: ignore[return-value]
