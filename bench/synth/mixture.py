@@ -2,8 +2,8 @@
 
 Experts are as many as in the source, and a token takes the same ones: the router's new columns
 multiply zeros. An expert's neurons are the source's first; the others are random, and write to
-nothing. Quantised rows hold exact zeros only where all of a group are zeros, so neurons up to the
-end of the source's last group are made to put out zero instead: their gate is 0.
+nothing. Where rows are quantised, weights are rounded in groups and what they are multiplied with
+in blocks. So neurons up to the end of the source's last block put out zero: their gate is 0.
 
 An added layer adds nothing, but routes as the source's layer before it does, by the same numbers:
 its experts are read like any others.
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from bench.synth.shapes import LlamaShape
 from bench.synth.tensors import Fill, Patch, TensorPlan
 
-_GROUP = 32  # weights of a quantised row in which zeros are exact together, at most
+_BLOCK = 256  # numbers that llama.cpp rounds together, at most (Q8_K)
 
 
 def mixture_plans(
@@ -57,7 +57,7 @@ def _expert(
     assert grown.experts is not None
     f, big_f = source.experts.intermediate_size, grown.experts.intermediate_size
     d, big_d = source.hidden_size, grown.hidden_size
-    n_silent = min(big_f, f + -f % _GROUP) - f
+    n_silent = min(big_f, f + -f % _BLOCK) - f
     gate, up, down = (f"{name}_proj.weight" for name in ("gate", "up", "down"))
 
     def plan(name: str, shape: tuple[int, int], fill: Fill, *patches: Patch) -> TensorPlan:
