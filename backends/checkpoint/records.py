@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from backends.contract.backend import UnsupportedModel
+from backends.packed.decoder import PackedModule
 from backends.packed.tensor import PackedTensor
 from offload.formats.tensors import CheckpointError, TensorRecord
 
@@ -46,6 +47,13 @@ def packed_by_module(layer: Iterable[BoundTensor]) -> list[list[BoundTensor]]:
         if bound.packed:
             modules.setdefault(id(bound.module), []).append(bound)
     return list(modules.values())
+
+
+def packed_module(tensors: Sequence[BoundTensor]) -> PackedModule:
+    """tensors: the packed ones of one module."""
+    packed = tuple(bound.packed for bound in tensors if bound.packed)
+    is_linear = type(tensors[0].module) is nn.Linear and tensors[0].attribute == "weight"
+    return PackedModule(packed, in_pieces=is_linear and len(packed) == 1)
 
 
 def is_view(record: TensorRecord, dtype: torch.dtype) -> bool:

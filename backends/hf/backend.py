@@ -29,8 +29,9 @@ from backends.contract.text_kv import NewRows
 from backends.feedforward.experts import ExpertsRunner
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.forward import mask_maker, prepare_buffers, run_model
-from backends.hf.layer_runner import LayerRunner, PassState, as_tensor, bind, unbind
+from backends.hf.layer_runner import LayerRunner, PassState, as_tensor, bind
 from backends.hf.model import HfModel, load_hf_model
+from backends.hf.packed_forward import unbind
 from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
 from backends.hf.self_test import TorchExactness
 from backends.hf.weights import TorchWeights

@@ -18,6 +18,7 @@ from torch import nn
 from backends.attention.batch import BatchLayout
 from backends.attention.interface import KeyMask
 from backends.checkpoint.records import TORCH_DTYPES, BoundTensor, packed_by_module
+from backends.hf.packed_forward import packed_forward, unbind
 from backends.hf.weights import DecodesTensors, RawTensors
 from offload.formats.tensors import TensorRecord
 from offload.ring.slots import Check
@@ -94,7 +95,7 @@ class LayerRunner:
         self._forward = module.forward
         self._signature = inspect.signature(module.forward)
         self._tensors = [bound for bound in tensors if bound.packed is None]
-        self._packed = [PackedModule(same, decoder, dtype) for same in packed_by_module(tensors)]
+        self._packed = [packed_forward(same, decoder, dtype) for same in packed_by_module(tensors)]
         self._open_layer = open_layer
         self._window = window
         self._dtype = dtype
@@ -162,43 +163,6 @@ class LayerRunner:
         return adapted
 
 
-class PackedModule:
-    """The forward of a module whose tensors are packed: they are decoded for it each time, to where
-    those of the next such module are decoded."""
-
-    def __init__(
-        self, tensors: Sequence[BoundTensor], decoder: DecodesTensors, dtype: torch.dtype
-    ) -> None:
-        self._tensors, self._decoder, self._dtype = tensors, decoder, dtype
-        self._packed = [bound.packed for bound in tensors if bound.packed]
-        self._stored: list[list[torch.Tensor]] = []
-        self._module = tensors[0].module
-        self._forward = self._module.forward
-        self._module.forward = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._stored, "the module is used outside its layer's time"
-        decoded = self._decoder.decode(self._packed, self._stored)
-        for bound, tensor in zip(self._tensors, decoded, strict=True):
-            self._module._parameters[bound.attribute] = tensor.to(self._dtype)
-        try:
-            return self._forward(*args, **kwargs)
-        finally:
-            unbind(self._tensors)
-
-    def bind(self, tensors: RawTensors) -> None:
-        """Let these be what is decoded."""
-        self._stored = [[tensors[part.name] for part in one.parts] for one in self._packed]
-
-    def unbind(self) -> None:
-        self._stored = []
-
-    def detach(self) -> None:
-        """Give the module its own forward back; may be repeated."""
-        self.unbind()
-        self._module.forward = self._forward
-
-
 def bind(bound: Sequence[BoundTensor], tensors: RawTensors, dtype: torch.dtype) -> None:
     """Let the modules' parameters be views of `tensors`."""
     made: dict[str, torch.Tensor] = {}  # a tied tensor serves in several places
@@ -207,12 +171,6 @@ def bind(bound: Sequence[BoundTensor], tensors: RawTensors, dtype: torch.dtype) 
         if name not in made:
             made[name] = as_tensor(tensors[name], item.record, dtype)
         item.module._parameters[item.attribute] = made[name]
-
-
-def unbind(bound: Sequence[BoundTensor]) -> None:
-    """Leave meta tensors behind, so that a use outside the layer's time fails loudly."""
-    for item in bound:
-        item.module._parameters[item.attribute] = torch.empty(item.record.shape, device="meta")
 
 
 def as_tensor(raw: torch.Tensor, record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:

@@ -30,6 +30,7 @@ from backends.checkpoint.records import (
     converted_bytes,
     find_record,
     packed_by_module,
+    packed_module,
     records_by_parameter,
     tied_names,
 )
@@ -39,7 +40,7 @@ from backends.feedforward.elementwise import steady_activations
 from backends.feedforward.linear import use_fast_products
 from backends.feedforward.records import STACKED, find_experts, is_experts
 from backends.feedforward.routing import steady_routing
-from backends.packed.decoder import decode_buffer_bytes
+from backends.packed.decoder import PackedModule, decode_buffer_bytes
 from backends.packed.tensor import PackedTensor
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import CheckpointError, TensorRecord
@@ -129,10 +130,10 @@ class HfModel:
         return decode_buffer_bytes(self.packed_modules)
 
     @property
-    def packed_modules(self) -> list[list[PackedTensor]]:
-        """The packed tensors of each module that has any."""
+    def packed_modules(self) -> list[PackedModule]:
+        """Those that have packed tensors."""
         return [
-            [bound.packed for bound in tensors if bound.packed]
+            packed_module(tensors)
             for layer in self.layer_tensors
             for tensors in packed_by_module(layer)
         ]

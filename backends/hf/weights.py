@@ -6,7 +6,7 @@ them there for the time in which they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -37,6 +37,14 @@ class DecodesTensors(Protocol):
         """Valid until the next call. stored: of each, its parts as uint8 [n_bytes].
 
         Raises CheckpointError for bytes that are no packed tensor.
+        """
+
+    def decode_pieces(
+        self, tensor: PackedTensor, stored: Sequence[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        """A matrix [n_out, n_in], some rows after the others, each valid until the next.
+
+        Raises CheckpointError as `decode` does.
         """
 
 

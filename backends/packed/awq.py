@@ -15,13 +15,13 @@ import torch
 from backends.packed.groups import (
     N_IN_WORD,
     SCALES,
+    by_pieces,
     check_groups,
     nibbles,
-    pieces,
-    scale,
+    scaled,
     scratch_bytes,
 )
-from backends.packed.tensor import PackedTensor, Run, check_parts, typed
+from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, typed
 from offload.formats.tensors import TensorRecord
 
 
@@ -64,15 +64,15 @@ class Awq:
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         return scratch_bytes(tensor.record.shape[1])
 
-    def decode(
-        self, tensor: PackedTensor, stored: Sequence[torch.Tensor], out: torch.Tensor, run: Run
-    ) -> None:
+    def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
         words, scales, packed_zeros = typed(tensor, stored)
-        n_out, n_in = tensor.record.shape
         zeros = _in_order(packed_zeros)
-        for start, end in pieces(n_out, n_in):
+
+        def decode(start: int, end: int) -> torch.Tensor:
             values = _in_order(words[:, start // N_IN_WORD : end // N_IN_WORD])
-            scale(out[start:end], values, zeros[start:end], scales[:, start:end].T)
+            return scaled(values, zeros[start:end], scales[:, start:end].T)
+
+        return by_pieces(tensor.record.shape[1], decode)
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:

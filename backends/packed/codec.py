@@ -17,7 +17,7 @@ from backends.packed.awq import Awq
 from backends.packed.compressed_int4 import CompressedInt4
 from backends.packed.fp8_blocks import Fp8Blocks
 from backends.packed.gptq import Gptq
-from backends.packed.tensor import PackedTensor, Run
+from backends.packed.tensor import DecodeRows, PackedTensor
 from backends.packed.twelve_bits import TwelveBits
 from offload.formats.safetensors import DTYPE_BITS
 from offload.formats.tensors import CheckpointError, TensorRecord
@@ -34,23 +34,19 @@ class Codec(Protocol):
     def check(self, tensor: PackedTensor) -> None:
         """Raise ValueError, which says why, where what headers say of it cannot be."""
 
-    def decode(
-        self, tensor: PackedTensor, stored: Sequence[torch.Tensor], out: torch.Tensor, run: Run
-    ) -> None:
-        """Fill `out` with the tensor.
+    def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
+        """What decodes the rows of a tensor, in its number format.
 
-        Args:
-            stored: uint8 [n_bytes] of each of its parts.
-            out: in the shape and the number format of the record.
+        stored: uint8 [n_bytes] of each of its parts.
 
         Raises ValueError, which says why, for bytes that are no tensor of this scheme.
         """
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
-        """Memory that `decode` takes beside."""
+        """Memory that decoding takes beside."""
 
     def example(self, shape: tuple[int, int]) -> list[tuple[str, tuple[int, ...]]]:
-        """(dtype, shape) of what a matrix [n_out, n_in] is stored as, to time `decode` with."""
+        """(dtype, shape) of what a matrix [n_out, n_in] is stored as, to time decoding with."""
 
 
 class Quantisation(Codec, Protocol):

@@ -15,13 +15,13 @@ import torch
 from backends.packed.groups import (
     N_IN_WORD,
     SCALES,
+    by_pieces,
     check_groups,
     nibbles,
-    pieces,
-    scale,
+    scaled,
     scratch_bytes,
 )
-from backends.packed.tensor import PackedTensor, Run, check_parts, typed
+from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, typed
 from offload.formats.tensors import TensorRecord
 
 _MIDDLE = 8
@@ -70,17 +70,18 @@ class CompressedInt4:
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         return scratch_bytes(tensor.record.shape[1])
 
-    def decode(
-        self, tensor: PackedTensor, stored: Sequence[torch.Tensor], out: torch.Tensor, run: Run
-    ) -> None:
+    def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
         words, scales, *packed_zeros = typed(tensor, stored)
         n_out, n_in = tensor.record.shape
         zeros = [nibbles(some.T).flatten(1)[:, :n_out].T for some in packed_zeros]
-        for start, end in pieces(n_out, n_in):
+
+        def decode(start: int, end: int) -> torch.Tensor:
             values = nibbles(words[start:end]).flatten(1)
             # q and its zero both have 8 added.
             zero = zeros[0][start:end] if zeros else _MIDDLE
-            scale(out[start:end], values, zero, scales[start:end])
+            return scaled(values, zero, scales[start:end])
+
+        return by_pieces(n_in, decode)
 
 
 def _check_group(group: Mapping[str, Any]) -> None:

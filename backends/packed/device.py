@@ -6,14 +6,14 @@ asked for once in a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
 
 from backends.packed.by_numpy import BLOCK
 from backends.packed.codec import CODECS, broken
-from backends.packed.decoder import aligned_bytes, room_of
+from backends.packed.decoder import PackedModule, aligned_bytes, room_of
 from backends.packed.tensor import TORCH_TYPES, PackedTensor
 from backends.packed.twelve_bits import MAX_BASE, Planes, TwelveBits
 
@@ -30,16 +30,15 @@ class DeviceDecoder:
     """Decoder, of a device.
 
     Args:
-        modules: the packed tensors of each.
         allocate: makes memory of the device, uint8 [n_bytes]; called once where there are any.
     """
 
     def __init__(
         self,
-        modules: Iterable[Sequence[PackedTensor]],
+        modules: Iterable[PackedModule],
         allocate: Callable[[int], torch.Tensor],
     ) -> None:
-        listed = list(modules)
+        listed = [module.tensors for module in modules]
         self._tensors = [tensor for tensors in listed for tensor in tensors]
         self._numbers = {tensor.record.name: i for i, tensor in enumerate(self._tensors)}
         n_bytes = max(map(room_of, listed), default=0)
@@ -60,11 +59,18 @@ class DeviceDecoder:
                 self._note(tensor, decode_twelve_bits(parts[0], out.view(-1)))
             else:
                 try:
-                    CODECS[tensor.record.scheme].decode(tensor, parts, out, _none)
+                    decode = CODECS[tensor.record.scheme].open(tensor, parts)
+                    decode(0, len(out), out, _none)
                 except ValueError as error:
                     raise broken(tensor.record, error) from error
             decoded.append(out)
         return decoded
+
+    def decode_pieces(
+        self, tensor: PackedTensor, stored: Sequence[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        """The matrix as a whole: a GPU's caches hold no piece worth a product of its own."""
+        yield self.decode([tensor], [stored])[0]
 
     def check(self) -> None:
         """Raise CheckpointError where something that was decoded is no packed tensor; waits."""
@@ -117,9 +123,9 @@ def _put_exceptions(stored: torch.Tensor, planes: Planes, bits: torch.Tensor) ->
     return is_broken | is_outside | (positions[1:] <= positions[:-1]).any()
 
 
-def device_buffer_bytes(modules: Iterable[Sequence[PackedTensor]]) -> tuple[int, int]:
+def device_buffer_bytes(modules: Iterable[PackedModule]) -> tuple[int, int]:
     """(of the buffer, of what decoding takes beside); 0 where there are no packed tensors."""
-    listed = list(modules)
+    listed = [module.tensors for module in modules]
     beside = (_scratch_bytes(tensor) for tensors in listed for tensor in tensors)
     return max(map(room_of, listed), default=0), max(beside, default=0)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from backends.packed.groups import pieces, scratch_bytes
-from backends.packed.tensor import PackedTensor, Run, check_parts, typed
+from backends.packed.groups import by_pieces, scratch_bytes
+from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, typed
 from offload.formats.tensors import TensorRecord
 
 _BLOCK = 128
@@ -49,13 +49,14 @@ class Fp8Blocks:
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         return scratch_bytes(tensor.record.shape[1])
 
-    def decode(
-        self, tensor: PackedTensor, stored: Sequence[torch.Tensor], out: torch.Tensor, run: Run
-    ) -> None:
+    def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
         weight, scales = typed(tensor, stored)
-        n_out, n_in = weight.shape
-        for start, end in pieces(n_out, n_in):
+        n_in = weight.shape[1]
+
+        def decode(start: int, end: int) -> torch.Tensor:
             own = scales[start // _BLOCK : -(-end // _BLOCK)].float()
             own = own.repeat_interleave(_BLOCK, 1)[:, :n_in]
             own = own.repeat_interleave(_BLOCK, 0)[: end - start]
-            out[start:end] = weight[start:end].float().mul_(own)
+            return weight[start:end].float().mul_(own)
+
+        return by_pieces(n_in, decode)

@@ -15,13 +15,13 @@ import torch
 from backends.packed.groups import (
     N_IN_WORD,
     SCALES,
+    by_pieces,
     check_groups,
     nibbles,
-    pieces,
-    scale,
+    scaled,
     scratch_bytes,
 )
-from backends.packed.tensor import PackedTensor, Run, check_parts, typed
+from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, typed
 from offload.formats.tensors import TensorRecord
 
 
@@ -69,21 +69,21 @@ class Gptq:
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         return scratch_bytes(tensor.record.shape[1])
 
-    def decode(
-        self, tensor: PackedTensor, stored: Sequence[torch.Tensor], out: torch.Tensor, run: Run
-    ) -> None:
+    def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
         words, scales, packed_zeros, *order = typed(tensor, stored)
-        n_out, n_in = tensor.record.shape
         zeros = nibbles(packed_zeros).flatten(1) + 1 & 15
         groups = order[0].long() if order and not _ascends(order[0], len(scales)) else None
         if groups is not None and (groups.min() < 0 or groups.max() >= len(scales)):
             raise ValueError(f"its g_idx names a group that is none of {len(scales)}")
-        for start, end in pieces(n_out, n_in):
+
+        def decode(start: int, end: int) -> torch.Tensor:
             values = nibbles(words[:, start:end]).transpose(0, 1).flatten(1)
             own, zero = scales[:, start:end].T, zeros[:, start:end].T
             if groups is not None:  # inputs of a group lie anywhere
                 own, zero = own.index_select(1, groups), zero.index_select(1, groups)
-            scale(out[start:end], values, zero, own)
+            return scaled(values, zero, own)
+
+        return by_pieces(tensor.record.shape[1], decode)
 
 
 def _ascends(groups: torch.Tensor, n_groups: int) -> bool:

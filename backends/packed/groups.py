@@ -5,17 +5,16 @@ Nothing here is a device's: the same code decodes on a CPU and on a GPU, with th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 
+from backends.packed.tensor import ROW_STEP, DecodeRows, Run
 from offload.formats.tensors import TensorRecord
 
 N_IN_WORD = 8
 SCALES = ("F16", "BF16", "F32")
 _PIECE_WEIGHTS = 1 << 20
-_ROWS = 128
-"""Pieces begin at multiples of it, the rows of a block of fp8."""
 _SCRATCH_BYTES = 24
 """For each weight of a piece, at most, while it is decoded."""
 
@@ -27,11 +26,16 @@ def check_groups(scales: TensorRecord, dim: int, n_in: int) -> int:
     return scales.shape[dim]
 
 
-def pieces(n_rows: int, n_columns: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of rows that are decoded at a time."""
+def by_pieces(n_columns: int, decode: Callable[[int, int], torch.Tensor]) -> DecodeRows:
+    """decode: the rows start..end, so few that what they take beside is little."""
     step = _piece_rows(n_columns)
-    for start in range(0, n_rows, step):
-        yield start, min(start + step, n_rows)
+
+    def decode_rows(start: int, end: int, out: torch.Tensor, run: Run) -> None:
+        for first in range(start, end, step):
+            last = min(first + step, end)
+            out[first - start : last - start] = decode(first, last)
+
+    return decode_rows
 
 
 def scratch_bytes(n_columns: int) -> int:
@@ -39,7 +43,7 @@ def scratch_bytes(n_columns: int) -> int:
 
 
 def _piece_rows(n_columns: int) -> int:
-    return max(1, _PIECE_WEIGHTS // n_columns // _ROWS) * _ROWS
+    return max(1, _PIECE_WEIGHTS // n_columns // ROW_STEP) * ROW_STEP
 
 
 def nibbles(words: torch.Tensor) -> torch.Tensor:
@@ -48,10 +52,8 @@ def nibbles(words: torch.Tensor) -> torch.Tensor:
     return torch.stack((as_bytes & 15, as_bytes >> 4), dim=-1).flatten(-2)
 
 
-def scale(
-    out: torch.Tensor, values: torch.Tensor, zeros: torch.Tensor | int, scales: torch.Tensor
-) -> None:
-    """out = (values - zeros) * scales, in the numbers of the scales.
+def scaled(values: torch.Tensor, zeros: torch.Tensor | int, scales: torch.Tensor) -> torch.Tensor:
+    """(values - zeros) * scales, in the numbers of the scales.
 
     Args:
         values: [rows, columns], small whole numbers.
@@ -61,4 +63,4 @@ def scale(
     grouped = values.unflatten(1, (scales.shape[1], -1)).to(scales.dtype)
     if isinstance(zeros, torch.Tensor):
         zeros = zeros.to(scales.dtype)[:, :, None]
-    out.copy_(((grouped - zeros) * scales[:, :, None]).flatten(1))
+    return ((grouped - zeros) * scales[:, :, None]).flatten(1)

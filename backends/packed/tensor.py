@@ -15,6 +15,12 @@ from offload.formats.tensors import TensorRecord
 Run: TypeAlias = Callable[[Sequence[Callable[[], None]]], None]
 """Does pieces of work, in threads; all of them are done when it returns."""
 
+DecodeRows: TypeAlias = Callable[[int, int, torch.Tensor, Run], None]
+"""(start, end, out, run): fills `out` with the rows start..end of a tensor, the first of which is a
+multiple of ROW_STEP. Raises ValueError, which says why, for bytes that are no such tensor."""
+ROW_STEP = 128
+"""Rows of a block of fp8, and enough for whole blocks of twelve bits."""
+
 TORCH_TYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -39,6 +45,11 @@ class PackedTensor:
     @property
     def n_weights(self) -> int:
         return math.prod(self.record.shape)
+
+    @property
+    def row_weights(self) -> int:
+        """Of one row, of as many as the shape has first."""
+        return self.n_weights // self.record.shape[0] if self.n_weights else 0
 
     @property
     def decoded_bytes(self) -> int:

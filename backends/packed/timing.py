@@ -10,7 +10,7 @@ import torch
 
 from backends.contract.curve import ComputeCurve
 from backends.packed.codec import example
-from backends.packed.decoder import Decoder
+from backends.packed.decoder import Decoder, PackedModule
 from backends.packed.device import DeviceDecoder
 from backends.packed.kernels import fastest_kernels
 from backends.timing.kept import kept_curve
@@ -28,7 +28,7 @@ def measure_decoding(scheme: str, n_threads: int, reading: Path | None = None) -
 @cache
 def _measure(scheme: str, n_threads: int, reading: Path | None) -> ComputeCurve:
     kernels = fastest_kernels().__name__.rpartition(".")[2]
-    what = f"decode {scheme} {kernels} {n_threads} threads {_SHAPE}"
+    what = f"decode {scheme} in pieces {kernels} {n_threads} threads {_SHAPE}"
     return kept_curve(what, lambda: _time(scheme, n_threads, reading), reading)
 
 
@@ -44,7 +44,8 @@ def _time_on_device(scheme: str, device: torch.device) -> ComputeCurve:
     tensor = example(scheme, _SHAPE)
     stored = [torch.zeros(x.n_bytes, dtype=torch.uint8, device=device) for x in tensor.parts]
     decoder = DeviceDecoder(
-        [[tensor]], lambda n_bytes: torch.empty(n_bytes, dtype=torch.uint8, device=device)
+        [PackedModule((tensor,))],
+        lambda n_bytes: torch.empty(n_bytes, dtype=torch.uint8, device=device),
     )
 
     def decode() -> None:
@@ -63,9 +64,14 @@ def _time(scheme: str, n_threads: int, reading: Path | None) -> ComputeCurve:
         for _ in range(max(2, WEIGHT_BYTES // n_bytes))
     ]
     turns = itertools.cycle(stored)
-    decoder = Decoder([[tensor]], n_threads)
+    decoder = Decoder([PackedModule((tensor,), in_pieces=True)], n_threads)
+
+    def decode() -> None:
+        for _ in decoder.decode_pieces(tensor, next(turns)):
+            pass
+
     try:
-        products: dict[int, Product] = {1: lambda: decoder.decode([tensor], [next(turns)])}
+        products: dict[int, Product] = {1: decode}
         with torch.inference_mode():
             return measure_curve(products, n_bytes, reading)
     finally:

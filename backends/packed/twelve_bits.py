@@ -18,7 +18,7 @@ import torch
 
 from backends.packed.by_numpy import BLOCK
 from backends.packed.kernels import fastest_kernels
-from backends.packed.tensor import PackedTensor, Run
+from backends.packed.tensor import DecodeRows, PackedTensor, Run
 
 HEADER_BYTES = 64
 EXCEPTION_BYTES = 8
@@ -97,19 +97,24 @@ class TwelveBits:
             raise ValueError(f"it holds {self.number_format}, not {tensor.record.dtype}")
         self.check_size(tensor.n_weights, tensor.record.n_bytes)
 
-    def decode(
-        self, tensor: PackedTensor, stored: Sequence[torch.Tensor], out: torch.Tensor, run: Run
-    ) -> None:
-        n, written = tensor.n_weights, out.view(-1).view(torch.uint8).numpy()
-        decode = self.opened(stored[0].numpy(), n)
-        starts = range(0, n, self.piece_weights)
-        parts = [(start, min(start + self.piece_weights, n)) for start in starts]
-        run(
-            [
-                partial(decode, i, j, written[self.itemsize * i : self.itemsize * j])
-                for i, j in parts
-            ]
-        )
+    def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
+        decode = self.opened(stored[0].numpy(), tensor.n_weights)
+        n_in = tensor.row_weights
+
+        def decode_rows(start: int, end: int, out: torch.Tensor, run: Run) -> None:
+            written = out.view(-1).view(torch.uint8).numpy()
+            first, n = start * n_in, (end - start) * n_in
+            ends = [min(i + self.piece_weights, n) for i in range(0, n, self.piece_weights)]
+            run(
+                [
+                    partial(
+                        decode, first + i, first + j, written[self.itemsize * i : self.itemsize * j]
+                    )
+                    for i, j in zip([0, *ends], ends, strict=False)
+                ]
+            )
+
+        return decode_rows
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         return 0
@@ -120,8 +125,7 @@ class TwelveBits:
     def opened(self, stored: np.ndarray, n_weights: int) -> DecodePiece:
         """What decodes a part of a tensor that is stored as these bytes (uint8).
 
-        It is called with starts that are multiples of `piece_weights`. Threads may call it at the
-        same time.
+        It is called with starts that begin a block. Threads may call it at the same time.
 
         Raises ValueError, which says why, for bytes that are no tensor of this scheme.
         """

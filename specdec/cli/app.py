@@ -18,8 +18,8 @@ from specdec.cli import models as cli_models
 from specdec.cli import pack as cli_pack
 from specdec.cli import run as cli_run
 from specdec.cli import serve as cli_serve
-from specdec.cli.errors import run_app
-from specdec.cli.input.settings import FILE_VARIABLE, name_variables, read_defaults
+from specdec.cli.errors import DEFAULTS_FILE, run_app
+from specdec.cli.input.settings import FILE_VARIABLE, name_variables, own_file, read_defaults
 from specdec.cli.libraries import quiet_libraries
 from specdec.cli.output import write_text
 
@@ -56,7 +56,10 @@ def _print_version(wanted: bool) -> None:
 
 def _take_defaults(context: typer.Context, path: Path | None) -> None:
     name_variables(context.command)
-    context.default_map = read_defaults(path, context.command)
+    file = path or own_file()
+    if file is not None:
+        context.default_map = read_defaults(file, context.command)
+        context.meta[DEFAULTS_FILE] = file
 
 
 @app.callback(invoke_without_command=True)

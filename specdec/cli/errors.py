@@ -36,6 +36,9 @@ ALIASES = {
     "--model-draft": "--draft-model",
     "--spec-draft-n-max": "--num-draft-tokens",
 }
+DEFAULTS_FILE = "specdec.defaults"
+"""In a context's `meta`: the file that its default values come from."""
+
 # What follows these is text of the user's own, which may look like an option.
 _TAKES_TEXT = ("-p", "--prompt", "--stop")
 
@@ -106,7 +109,8 @@ def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
     except BrokenPipeError:
         return _forget_stdout()
     except TyperException as error:
-        return _fail(name, f"{_with_value(error)} (see {_command_path(name, error)} --help)")
+        told = f"{_file_of(error)}{_with_value(error)}"
+        return _fail(name, f"{told} (see {_command_path(name, error)} --help)")
     except OutputError as error:
         _forget_stdout()
         return _fail(name, str(error), debug)
@@ -150,6 +154,16 @@ def _with_value(error: TyperException) -> str:
     if list_errors is None:
         return message
     return message.replace("Input should", f"{list_errors()[0]['input']!r} should", 1)
+
+
+def _file_of(error: TyperException) -> str:
+    """Where the value stands that is wrong, if that is a file."""
+    option, context = getattr(error, "param", None), getattr(error, "ctx", None)
+    if option is None or context is None:
+        return ""
+    source = context.get_parameter_source(option.name)
+    is_from_file = source is not None and source.name == "DEFAULT_MAP"
+    return f"{context.meta[DEFAULTS_FILE]}: " if is_from_file else ""
 
 
 def _command_path(name: str, error: TyperException) -> str:

@@ -33,40 +33,37 @@ def name_variables(command: Any) -> None:
             option.show_envvar = False  # the rule is told once, in the documentation
 
 
-def read_defaults(path: Path | None, command: Any) -> dict[str, dict[str, Any]]:
-    """What a file says for each command; without a path the user's own, where there is one.
+def read_defaults(path: Path, command: Any) -> dict[str, dict[str, Any]]:
+    """What a file says for each command.
 
     Raises OptionError for what no command has.
     """
-    found = path or _own_file()
-    if found is None:
-        return {}
     try:
-        values = tomllib.loads(found.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise OptionError(f"{found} cannot be read as TOML: {reason}") from error
+        raise OptionError(f"{path} cannot be read as TOML: {reason}") from error
     known = {name: dict(_options(sub)) for name, sub in command.commands.items()}
     for_all = {key: one for key, one in values.items() if key not in known}
     every = {option for options in known.values() for option in options}
-    _check(for_all, every, f"{found}: no command has")
+    _check(for_all, every, f"{path}: no command has")
     defaults = {}
     for name, options in known.items():
         own = values.get(name, {})
         if not isinstance(own, dict):
-            raise OptionError(f"{found}: {name} is a command, write [{name}] for its options")
-        _check(own, set(options), f"{found}: specdec {name} does not have")
+            raise OptionError(f"{path}: {name} is a command, write [{name}] for its options")
+        _check(own, set(options), f"{path}: specdec {name} does not have")
         given = {_field(key): one for key, one in {**for_all, **own}.items()}
         defaults[name] = {
-            options[key].name: _as_typed(one, options[key], f"{found}: {key}")
+            options[key].name: _as_typed(one, options[key], f"{path}: {key}")
             for key, one in given.items()
             if key in options
         }
     return defaults
 
 
-def _own_file() -> Path | None:
-    """The user's own; None without one."""
+def own_file() -> Path | None:
+    """The user's own file; None without one."""
     try:
         folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
         file = Path(folder) / "specdec" / "config.toml"

@@ -9,8 +9,9 @@ import pytest
 import torch
 from packed_tensors import packed, weights_of
 
+from backends.packed import decoder as decoder_module
 from backends.packed.codec import check_packed
-from backends.packed.decoder import Decoder, decode_buffer_bytes
+from backends.packed.decoder import Decoder, PackedModule, decode_buffer_bytes, pieces
 from backends.packed.tensor import PackedTensor
 from backends.packed.twelve_bits import TwelveBits
 from offload.formats.tensors import CheckpointError, TensorRecord
@@ -29,13 +30,13 @@ def test_modules_are_decoded_one_after_the_other(
     weights = [weights_of(i, n, [0, 118, 120, 255]) for i, n in enumerate((5000, 777, 9001))]
     stored = [packed(TwelveBits(), w, 110) for w in weights]
     tensors = [tensor(str(i), len(w), len(stored[i])) for i, w in enumerate(weights)]
-    modules = [tensors[:2], tensors[2:]]
+    modules = [PackedModule(tuple(tensors[:2])), PackedModule(tuple(tensors[2:]))]
     decoder = Decoder(modules, n_threads)
     try:
         assert decoder.n_bytes == decode_buffer_bytes(modules)
         for module in modules * 2:
-            numbers = [int(one.record.name) for one in module]
-            found = decoder.decode(module, [[torch.from_numpy(stored[i])] for i in numbers])
+            numbers = [int(one.record.name) for one in module.tensors]
+            found = decoder.decode(module.tensors, [[torch.from_numpy(stored[i])] for i in numbers])
             for i, out in zip(numbers, found, strict=True):
                 np.testing.assert_array_equal(
                     out.view(torch.int16).numpy().view(np.uint16), weights[i]
@@ -50,7 +51,7 @@ def test_broken_tensors_are_refused_by_name() -> None:
     stored = packed(TwelveBits(), weights_of(0, 5000, [120]), 110)
     stored[0] = 255
     one = tensor("layers.0.up", 5000, len(stored))
-    decoder = Decoder([[one]], 1)
+    decoder = Decoder([PackedModule((one,))], 1)
     try:
         with pytest.raises(CheckpointError, match=r"'layers.0.up' is no BF16_12.*base is 255"):
             decoder.decode([one], [[torch.from_numpy(stored)]])
@@ -73,3 +74,28 @@ def test_what_a_header_alone_tells_is_refused(one: PackedTensor, match: str) -> 
     with pytest.raises(CheckpointError, match=match) as caught:
         check_packed(one)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(300, 96), (256, 64), (7, 40), (300, 36)])
+def test_a_matrix_is_decoded_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(decoder_module, "PIECE_BYTES", 128 * shape[1] * 2)
+    n = shape[0] * shape[1]
+    weights = weights_of(1, n, [0, 118, 120, 255])
+    stored = packed(TwelveBits(), weights, 110)
+    path = Path("m.safetensors")
+    record = TensorRecord("up", "BF16", shape, path, 0, len(stored), "BF16_12")
+    module = PackedModule((PackedTensor(record),), in_pieces=True)
+    is_cut = shape[0] > 128 and shape[1] % 8 == 0
+    assert len(pieces(module.tensors[0])) == (-(-shape[0] // 128) if is_cut else 1)
+    decoder = Decoder([module], 2)
+    try:
+        if is_cut:
+            assert decoder.n_bytes < 2 * n
+        parts = [torch.from_numpy(stored)]
+        found = [x.clone() for x in decoder.decode_pieces(module.tensors[0], parts)]
+        whole = torch.cat(found).reshape(-1).view(torch.int16).numpy().view(np.uint16)
+        np.testing.assert_array_equal(whole, weights)
+    finally:
+        decoder.close()

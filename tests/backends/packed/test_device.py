@@ -18,6 +18,7 @@ from backends.cuda.source import HfGpuSource
 from backends.hf.backend import TorchBackend
 from backends.hf.source import HfSource
 from backends.packed import device as on_a_device
+from backends.packed.decoder import PackedModule
 from backends.packed.device import DeviceDecoder
 from backends.packed.tensor import PackedTensor
 from backends.packed.timing import _time_on_device
@@ -44,7 +45,8 @@ KINDS = {
 
 def decoder_of(tensor: PackedTensor, device: str) -> DeviceDecoder:
     return DeviceDecoder(
-        [[tensor]], lambda n: torch.full((n,), 0xAA, dtype=torch.uint8, device=device)
+        [PackedModule((tensor,))],
+        lambda n: torch.full((n,), 0xAA, dtype=torch.uint8, device=device),
     )
 
 

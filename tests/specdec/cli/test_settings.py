@@ -63,7 +63,7 @@ def test_one_value_where_several_may_be(
         ("serve = 1", "write [serve]"),
         ("api-key = 'secret'", "--api-key"),
         ("a = = 1", "cannot be read as TOML"),
-        ("[serve]\nthreads = 'x'", "threads"),
+        ("[serve]\nthreads = 'x'", "config.toml: Invalid value for '--threads'"),
         ("[serve]\nthreads = [1]", "config.toml: threads is a list, but takes one value"),
         ("exact = true", "exact is 'true', must be one of"),
     ],

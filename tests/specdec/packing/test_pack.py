@@ -25,6 +25,7 @@ from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.model import load_hf_model
 from backends.hf.source import HfSource
+from backends.packed import decoder
 from backends.packed.decoder import Decoder
 from backends.packed.twelve_bits import TwelveBits
 from backends.packed.writer import PackError
@@ -66,10 +67,12 @@ def test_logits_are_equal_in_every_bit(family: str, tmp_path: Path) -> None:
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("piece_bytes", [decoder.PIECE_BYTES, 128 * 384 * 2])
 def test_a_packed_model_is_a_model_like_any_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
     """The embedded target, which streams: text, session and fingerprint."""
+    monkeypatch.setattr(decoder, "PIECE_BYTES", piece_bytes)
     report = pack(pair_path("pair:target"), tmp_path / "packed")
     assert report.n_bytes < 0.79 * report.source_bytes
     assert not report.not_packed
@@ -288,13 +291,13 @@ def test_the_plan_knows_packed_sizes_and_the_buffer(tmp_path: Path) -> None:
     own, other = (HfSource(tmp_path / name, BackendOptions()) for name in ("packed", "plain"))
     n_own, n_other = (sum(layer.n_bytes for layer in one.layers) for one in (own, other))
     assert n_own < 0.8 * n_other
-    decoder = Decoder(own.model.packed_modules, 1)
+    decoding = Decoder(own.model.packed_modules, 1)
     try:
-        assert decoder.n_bytes == own.model.decode_buffer_bytes
-        assert decoder.n_bytes < max(layer.n_bytes for layer in other.layers)
-        assert own.outer_bytes - other.outer_bytes == decoder.n_bytes
+        assert decoding.n_bytes == own.model.decode_buffer_bytes
+        assert decoding.n_bytes < max(layer.n_bytes for layer in other.layers)
+        assert own.outer_bytes - other.outer_bytes == decoding.n_bytes
     finally:
-        decoder.close()
+        decoding.close()
     assert own.can_use_gpu
 
 

@@ -1,0 +1,87 @@
+"""Modules whose weights are packed: decoded for each forward (backends/packed/decoder.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from backends.checkpoint.records import BoundTensor, packed_module
+from backends.feedforward.linear import linear_of
+from backends.hf.weights import DecodesTensors, RawTensors
+
+
+class PackedForward:
+    """The forward of a module whose tensors are decoded for it each time, to where those of the
+    next such module are decoded.
+
+    tensors: the packed ones of the module.
+    """
+
+    def __init__(
+        self, tensors: Sequence[BoundTensor], decoder: DecodesTensors, dtype: torch.dtype
+    ) -> None:
+        self._tensors, self._decoder, self._dtype = tensors, decoder, dtype
+        self._packed = [bound.packed for bound in tensors if bound.packed]
+        self._stored: list[list[torch.Tensor]] = []
+        self._module = tensors[0].module
+        self._forward = self._module.forward
+        self._module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_bound()
+        decoded = self._decoder.decode(self._packed, self._stored)
+        for bound, tensor in zip(self._tensors, decoded, strict=True):
+            self._module._parameters[bound.attribute] = tensor.to(self._dtype)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            unbind(self._tensors)
+
+    def bind(self, tensors: RawTensors) -> None:
+        """Let these be what is decoded."""
+        self._stored = [[tensors[part.name] for part in one.parts] for one in self._packed]
+
+    def unbind(self) -> None:
+        self._stored = []
+
+    def detach(self) -> None:
+        """Give the module its own forward back; may be repeated."""
+        self.unbind()
+        self._module.forward = self._forward
+
+    def _check_bound(self) -> None:
+        assert self._stored, "the module is used outside its layer's time"
+
+
+class PackedLinear(PackedForward):
+    """A linear layer, computed in pieces of its outputs: each is a product with one row of the
+    matrix, so they are the same bits."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self._check_bound()
+        linear = linear_of(x.dtype) if x.is_cpu else nn.functional.linear
+        bias: torch.Tensor | None = self._module._parameters["bias"]
+        outputs, start = [], 0
+        for weight in self._decoder.decode_pieces(self._packed[0], self._stored[0]):
+            end = start + len(weight)
+            own = None if bias is None else bias[start:end]
+            outputs.append(linear(x, weight.to(self._dtype), own))
+            start = end
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+def packed_forward(
+    tensors: Sequence[BoundTensor], decoder: DecodesTensors, dtype: torch.dtype
+) -> PackedForward:
+    """Replaces the forward of a module that has these packed tensors."""
+    kind = PackedLinear if packed_module(tensors).in_pieces else PackedForward
+    return kind(tensors, decoder, dtype)
+
+
+def unbind(bound: Sequence[BoundTensor]) -> None:
+    """Leave meta tensors behind, so that a use outside the layer's time fails loudly."""
+    for item in bound:
+        item.module._parameters[item.attribute] = torch.empty(item.record.shape, device="meta")
