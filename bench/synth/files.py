@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.synth.shapes import Experts, LlamaShape, SynthError
-from bench.synth.source import SourceModel
+from bench.synth.source import OTHER_NAME_OF_EXPERTS, SourceModel
 from offload.units import MIB, format_bytes
 
 _MARGIN_BYTES = 16 * MIB  # headers, config, tokenizer, index, file-system blocks
@@ -44,7 +44,8 @@ def write_side_files(
 
 def grown_config(source: SourceModel, shape: LlamaShape, dtype: str) -> dict[str, Any]:
     """The source's config with the sizes of `shape`; rotary parameters stay the source's."""
-    config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
+    renewed = ("torch_dtype", OTHER_NAME_OF_EXPERTS)
+    config = {key: value for key, value in source.config.items() if key not in renewed}
     epsilon = float(config.get("rms_norm_eps", 1e-6))
     return config | {
         "hidden_size": shape.hidden_size,

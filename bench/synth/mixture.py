@@ -5,6 +5,9 @@ multiply zeros. An expert's neurons are the source's first; the others are rando
 nothing. Where rows are quantised, weights are rounded in groups and what they are multiplied with
 in blocks. So neurons up to the end of the source's last block put out zero: their gate is 0.
 
+The norms of a head's queries and keys keep their width, but have the model's epsilon, which is
+scaled for the others: of 1e-5, as trained models have, nothing of that can be seen.
+
 An added layer adds nothing, but routes as the source's layer before it does, by the same numbers:
 its experts are read like any others.
 """

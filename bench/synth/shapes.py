@@ -96,9 +96,10 @@ class LlamaShape:
             )
         if self.experts is None or source.experts is None:
             return self
-        size = self.experts.n * self.experts.intermediate_size // source.experts.n
-        experts = replace(source.experts, intermediate_size=size // _EXPERT_STEP * _EXPERT_STEP)
-        return replace(self, experts=experts)
+        size = self.experts.intermediate_size
+        if self.experts.n != source.experts.n:
+            size = self.experts.n * size // source.experts.n // _EXPERT_STEP * _EXPERT_STEP
+        return replace(self, experts=replace(source.experts, intermediate_size=size))
 
 
 class Storage(Protocol):

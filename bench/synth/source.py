@@ -20,6 +20,10 @@ MIXTURE = "qwen3_moe"
 """The architecture of mixtures that are grown."""
 
 
+OTHER_NAME_OF_EXPERTS = "num_local_experts"
+"""What transformers 5 writes for `num_experts`."""
+
+
 class SourceModel:
     """A checkpoint of a Llama or a Qwen3-MoE in safetensors; tensors are read when asked for."""
 
@@ -74,7 +78,8 @@ def source_shape(config: dict[str, Any]) -> LlamaShape:
 def _experts(config: dict[str, Any]) -> Experts:
     if not config.get("norm_topk_prob") or config.get("decoder_sparse_step", 1) != 1:
         raise SynthError("a mixture is grown with norm_topk_prob and experts in every layer")
-    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    n_experts = "num_experts" if "num_experts" in config else OTHER_NAME_OF_EXPERTS
+    names = (n_experts, "num_experts_per_tok", "moe_intermediate_size")
     return Experts(*(_figure(config, name) for name in names))
 
 

@@ -86,8 +86,12 @@ class Generation:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the next round is to bring more: nobody has to wait, but nothing piles up."""
-        return self.is_eager or not self.chunks
+        """Whether the next round is to bring more: nobody has to wait, but nothing piles up.
+
+        A chunk of each sequence may be left: of several threads one leads the next round before
+        the others have had time to take theirs.
+        """
+        return self.is_eager or len(self.chunks) <= len(self._sequences)
 
     @property
     def jobs(self) -> list[Job]:

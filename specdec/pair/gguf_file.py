@@ -84,7 +84,7 @@ def gguf_name(name: str) -> str | None:
     words = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
     if name.startswith("model.layers.") and len(words) == 2 and words[1] in _LAYER_NAMES:
         return f"blk.{words[0]}.{_LAYER_NAMES[words[1]]}.weight"
-    raise GgufExportError(f"tensor {name!r} is no part of a plain Llama")
+    raise GgufExportError(f"tensor {name!r} is no part of a plain Llama or Qwen3-MoE")
 
 
 def natural_order(name: str) -> list[str | int]:

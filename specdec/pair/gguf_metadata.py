@@ -47,8 +47,9 @@ def add_model(writer: GGUFWriter, config: Mapping[str, Any], *, name: str, file_
     writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(_rope_theta(config))
-    if "num_experts" in config:
-        writer.add_expert_count(config["num_experts"])
+    n_experts = config.get("num_experts") or config.get("num_local_experts")
+    if n_experts:
+        writer.add_expert_count(n_experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 

@@ -26,6 +26,8 @@ def save_source(folder: Path, shape: LlamaShape, seed: int = 0, **options: objec
             "num_experts_per_tok": shape.experts.n_used,
             "moe_intermediate_size": shape.experts.intermediate_size,
             "norm_topk_prob": True,
+            # Norms of heads have it too, though their width stays: growing changes what it does.
+            "rms_norm_eps": 1e-7,
         }
     config = (LlamaConfig if shape.experts is None else Qwen3MoeConfig)(
         vocab_size=shape.vocab_size,
@@ -36,9 +38,8 @@ def save_source(folder: Path, shape: LlamaShape, seed: int = 0, **options: objec
         num_key_value_heads=shape.n_kv_heads,
         head_dim=shape.head_dim,
         tie_word_embeddings=shape.tied,
-        rms_norm_eps=1e-3,  # large, so that a wrong epsilon shows
         max_position_embeddings=128,
-        **options,
+        **{"rms_norm_eps": 1e-3, **options},  # large, so that a wrong epsilon shows
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)

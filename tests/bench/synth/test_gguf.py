@@ -167,8 +167,9 @@ def test_heads_share_blocks_where_zeros_beside_them_stay_zeros(tmp_path: Path) -
     wanted = ungrown(folder, tmp_path, "q8_0", head_dim=16)
     got = logits_of(grow_gguf(folder, tmp_path / "grown.gguf", large, dtype="q8_0").path)
     assert np.abs(got - wanted).max() < 0.15 * wanted.std()
+    apart = save_source_with_tokenizer(tmp_path / "apart", altered(small, n_kv_heads=4))
     with pytest.raises(SynthError, match="do not fill groups of 32, .* exact in Q4_K; choose q4_0"):
-        grow_gguf(folder, tmp_path / "grown-k.gguf", large, dtype="q4_k_m")
+        grow_gguf(apart, tmp_path / "grown-k.gguf", large, dtype="q4_k_m")
 
 
 def test_destinations_are_spared(source: Path, tmp_path: Path) -> None:

@@ -124,7 +124,9 @@ def test_other_tokenizers_are_refused(tmp_path: Path, old: str, new: str, rule: 
 def test_strange_tensors_are_refused() -> None:
     assert gguf_name("model.layers.3.self_attn.q_proj.weight") == "blk.3.attn_q.weight"
     assert gguf_name("model.layers.3.self_attn.rotary_emb.inv_freq") is None
-    for name in ("model.layers.0.self_attn.q_norm.weight", "visual.proj.weight"):
+    expert = "model.layers.12.mlp.experts.7.down_proj.weight"
+    assert gguf_name(expert) == "blk.12.ffn_down_exps.weight"
+    for name in ("model.layers.0.mlp.shared_expert.up_proj.weight", "visual.proj.weight"):
         with pytest.raises(GgufExportError, match="no part of a plain Llama"):
             gguf_name(name)
 
