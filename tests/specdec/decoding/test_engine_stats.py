@@ -134,3 +134,17 @@ def test_cells_that_texts_share_are_in_use_once(tmp_path: Path) -> None:
         other.close()
         assert llm.target.kv_use == (4, 0)
         text.close()
+
+
+def test_a_text_whose_chunk_nobody_has_taken_yet_shares_the_next_pass(tmp_path: Path) -> None:
+    """Of several readers one begins the next pass before the others are back; but nothing piles up
+    for one that stays away."""
+    with load(tmp_path, kv_tokens=1024, parallel=2) as llm:
+        away, reader = (llm.stream(ids, speculative=False, **OPTIONS) for ids in ([5, 6], [7, 8]))
+        next(away)
+        n_tokens = []
+        for _ in range(5):
+            next(reader)
+            n_tokens.append(len(away.result.token_ids))
+        assert n_tokens == [2, 3, 3, 3, 3]
+        assert len(list(away)) == OPTIONS["max_tokens"] - 1
