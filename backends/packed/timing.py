@@ -67,8 +67,7 @@ def _time(scheme: str, n_threads: int, reading: Path | None) -> ComputeCurve:
     decoder = Decoder([PackedModule((tensor,), in_pieces=True)], n_threads)
 
     def decode() -> None:
-        for _ in decoder.decode_pieces(tensor, next(turns)):
-            pass
+        decoder.each_piece(tensor, next(turns), lambda start, end, weight: None)
 
     try:
         products: dict[int, Product] = {1: decode}
