@@ -27,7 +27,7 @@ PIECE_BYTES = 3 * MIB
 and 3.6 for bf16 that is not packed, all beside other work; idle 5.9 where all threads decode the
 matrix before all of them multiply with it, and 2.4 for bf16 (EPYC Zen 4, 2 cores)."""
 UsePiece = Callable[[int, int, torch.Tensor], None]
-"""(start, end, weight): computes with the rows start..end of a matrix, [end - start, n_in], which are
+"""(start, end, weight): computes with these rows of a matrix, [end - start, n_in], which are
 valid until it returns. Several threads call it at the same time."""
 _ALIGNMENT = 64
 _BLOCK_STEP = 8  # weights of a row that ROW_STEP rows make whole blocks of (docs/packed.md)
