@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from backends.contract.backend import Backend
+from backends.contract.backend import Backend, BackendError
 from backends.contract.sequence import SequenceRows, TokenSequence, common_length
 
 
@@ -18,7 +18,10 @@ class Texts(Protocol):
     """Where the KV of texts comes from, and where it goes."""
 
     def begin(self, token_ids: Sequence[int]) -> TokenSequence:
-        """A sequence with as much of these tokens' KV as there is, and nothing else."""
+        """A sequence with as much of these tokens' KV as there is, and nothing else.
+
+        Raises BackendError where there is no room for one more.
+        """
 
     def make_room(self, text: TokenSequence, n_rows: int) -> None:
         """Let go of what is kept, the oldest first, until so many rows fit behind this text's."""
@@ -60,9 +63,16 @@ class KeptTexts:
         """See Texts.begin; the last token's KV is left out, since its logits are wanted.
 
         is_fresh: nothing of other texts is used.
+        What is kept goes, the oldest first, where the backend has no room for one more.
         """
-        text = None if is_fresh else self._forked(list(token_ids[:-1]))
-        text = text or self.backend.sequence()
+        wanted = [] if is_fresh else list(token_ids[:-1])
+        while True:
+            try:
+                text = self._forked(wanted) or self.backend.sequence()
+                break
+            except BackendError:
+                if not self.drop_oldest():
+                    raise
         self._in_use.append(text)
         return text
 

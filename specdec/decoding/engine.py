@@ -67,6 +67,7 @@ class Engine:
         self._check_open = check_open
         self._turn = threading.Condition()
         self._leader: int | None = None  # the thread inside of a round
+        self._n_between = 0  # threads that wait for the end of one, or are behind it
         self._started: list[Waiting] = []
         self.at_the_end: Callable[[], None] | None = None
         """Called after the round that this thread is inside of."""
@@ -106,7 +107,7 @@ class Engine:
         """
         while not is_there():
             try:
-                if self._leader is None:
+                if self._leader is None and not self._n_between:
                     self._lead()
                 else:
                     self._turn.wait()
@@ -133,6 +134,7 @@ class Engine:
     def _lead(self) -> None:
         """One round, without the lock."""
         self._leader = threading.get_ident()
+        self._cancel_jobs()
         self._turn.release()
         try:
             self.scheduler.round()
@@ -152,11 +154,15 @@ class Engine:
             if at_the_end is not None:
                 at_the_end()
 
-    def _let_go(self) -> None:
+    def _cancel_jobs(self) -> None:
+        """Of those that nobody wants any more."""
         for one in self._started:
             if one.is_cancelled or any(job.error is not None for job in one.jobs):
                 for job in one.jobs:
                     job.is_cancelled = True
+
+    def _let_go(self) -> None:
+        self._cancel_jobs()
         self.scheduler.dismiss()
         over = [one for one in self._started if all(job.is_over for job in one.jobs)]
         self._started = [one for one in self._started if one not in over]
@@ -175,10 +181,13 @@ class Engine:
                 self._cancel_pass(unwanted)
                 return
             with self._turn:
+                if unwanted.is_over:  # who leads may run many more rounds for others
+                    return
+                if unwanted not in self._started:
+                    unwanted.end()  # it never began
+                    return
                 if self._leader is None:
                     self._tidy()
-                    if not unwanted.is_over:
-                        unwanted.end()  # it never began
                     return
                 self._cancel_pass(unwanted)
                 self._turn.wait(POLL_SECONDS)
@@ -204,13 +213,18 @@ class Engine:
 
     @contextmanager
     def between_rounds(self) -> Iterator[None]:
-        """A block beside which no round runs."""
+        """A block beside which no round runs: behind the one that runs now, if there is one."""
         if self.is_leading_here:
             raise CalledFromInside
         with self._turn:
-            while self._leader is not None:
-                self._turn.wait()
-            yield
+            self._n_between += 1
+            try:
+                while self._leader is not None:
+                    self._turn.wait()
+                yield
+            finally:
+                self._n_between -= 1
+                self._turn.notify_all()
 
     def end_all(self, poll_seconds: float) -> None:
         """End everything that has begun, and wait for it."""

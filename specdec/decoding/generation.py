@@ -88,8 +88,8 @@ class Generation:
     def is_wanted(self) -> bool:
         """Whether the next round is to bring more: nobody has to wait, but nothing piles up.
 
-        A chunk of each sequence may be left: of several threads one leads the next round before
-        the others have had time to take theirs.
+        What one round brought may lie there while the next one runs: whoever leads begins it before
+        the other readers have come to take theirs.
         """
         return self.is_eager or len(self.chunks) <= len(self._sequences)
 

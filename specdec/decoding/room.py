@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from backends.contract.backend import Backend
+from backends.contract.backend import Backend, BackendError
 from backends.contract.kept_texts import KeptTexts
 from backends.contract.kv_files import KvFiles
 from backends.contract.sequence import SequenceRows, TokenSequence, common_length
@@ -108,7 +108,9 @@ class Room:
     def _begin(self, job: TextJob) -> bool:
         """With as much of its KV as is in memory, if there is room for the rest."""
         wanted = job.decoder.wanted_ids
-        text = self.texts.begin(wanted, is_fresh=job.is_fresh)
+        text = self._new_text(wanted, job.is_fresh)
+        if text is None:
+            return False
         if self._has_room(len(wanted) - text.n_committed, text):
             job.decoder.begin(text)
             return True
@@ -119,7 +121,9 @@ class Room:
         """With the KV that its file has, if there is room."""
         wanted, file = job.decoder.wanted_ids, job.kv_file
         assert file is not None, "whoever has none begins"
-        text = self.texts.begin(wanted, is_fresh=True)
+        text = self._new_text(wanted, is_fresh=True)
+        if text is None:
+            return False
         has_room = self._has_room(len(wanted), text)
         if has_room:  # it may be alone: what is kept goes then
             self.texts.make_room(text, len(wanted))
@@ -134,6 +138,15 @@ class Room:
         _close_file(job)  # it cannot be read
         return self._begin(job)
 
+    def _new_text(self, token_ids: Sequence[int], is_fresh: bool) -> TokenSequence | None:
+        """None where the backend has no room for one more beside those that run."""
+        try:
+            return self.texts.begin(token_ids, is_fresh=is_fresh)
+        except BackendError:
+            if self.running or self.search_begun is not None:
+                return None
+            raise
+
     def _has_room(self, n_tokens: int, text: TokenSequence) -> bool:
         """For it, and for the others to grow. Alone it is let in: more room there will never be."""
         search = self.search_begun
@@ -142,7 +155,9 @@ class Room:
         batch = [_rows(text, n_tokens + _ROOM_TO_GROW)]
         if search is not None:
             batch.append(search.rows)
-        batch += [_rows(other.decoder.sequence, _ROOM_TO_GROW) for other in self.running]
+        for other in self.running:
+            decoder = other.decoder
+            batch.append(_rows(decoder.sequence, decoder.n_entering + _ROOM_TO_GROW))
         return self._target.n_fitting(batch) == len(batch)
 
     def _waits_for_another(self, job: TextJob) -> bool:
@@ -169,11 +184,17 @@ class Room:
             batch = [_rows(one.decoder.sequence, max(1, one.decoder.n_entering)) for one in jobs]
             if self._target.n_fitting(batch) == len(batch):
                 return
-            if self._set_aside_unwanted():
+            if self.texts.drop_oldest() or self._set_aside_unwanted():
                 continue
             if len(jobs) < 2 and self.search_begun is None:
                 return  # more room there will never be: the pass says what is full
             self._set_aside(jobs.pop())  # the last one in rank
+
+    def text_of(self, search: SearchJob) -> TokenSequence:
+        """For one that begins; texts are set aside where the backend has no room for one more."""
+        while (text := self._new_text(search.prompt_ids, search.is_fresh)) is None:
+            self._set_aside(max(self.running, key=rank))
+        return text
 
     def make_room_for(self, search: SearchJob) -> None:
         """Its beams cannot come back as a text does: texts are set aside for them."""

@@ -114,7 +114,7 @@ class Scheduler:
         wanted = wanted[: self._max_texts]
         self.room.make_room(wanted, self._controller.max_rows)
         jobs = [job for job in wanted if job.decoder.text is not None]
-        decoding = [job for job in jobs if job.decoder.is_decoding]
+        decoding = self._with_nodes([job for job in jobs if job.decoder.is_decoding])
         others = [job for job in jobs if not job.decoder.is_decoding]
         most_rows = self._most_rows(decoding) if others and decoding else None
         entering = self._chunks(others, most_rows, len(decoding))
@@ -126,6 +126,12 @@ class Scheduler:
         rounds = [job.decoder.round for job in decoding]
         n_rows = n_entering + sum(len(one.tree) for one in rounds if one is not None)
         self._lend(n_rows, has_entered=bool(entering))
+
+    def _with_nodes(self, decoding: Sequence[TextJob]) -> Sequence[TextJob]:
+        """Those that a node each is left for: beams may hold nearly all of them until they end."""
+        if self.room.search_begun is None:
+            return decoding
+        return decoding[: decoding[0].decoder.sequence.node_room] if decoding else decoding
 
     def _step(
         self,
@@ -193,16 +199,18 @@ class Scheduler:
     # --- searches ------------------------------------------------------------------------------
 
     def _search(self) -> bool:
-        """A pass of the search that came first; whether texts wait for no other one beside it."""
+        """A pass of the search that is first in rank; whether texts wait for no other one beside
+        it."""
         room = self.room
-        search = room.search_begun or next((one for one in room.searches if one.is_wanted), None)
+        wanted = (one for one in room.searches if one.is_wanted)
+        search = room.search_begun or min(wanted, key=rank, default=None)
         if search is None:
             return False
         self._spare.give_back()
         self.in_pass = (search,)
         try:
             if search.text is None:
-                search.begin(room.texts.begin(search.prompt_ids, is_fresh=search.is_fresh))
+                search.begin(room.text_of(search))
             room.make_room_for(search)
             decoding = [job for job in room.running if job.is_wanted and job.decoder.is_decoding]
             search.run(self._most_rows(decoding) if decoding else None)

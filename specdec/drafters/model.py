@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.contract.backend import Backend
+from backends.contract.backend import Backend, BackendError
 from backends.contract.kept_texts import OwnText, Texts
 from backends.contract.sequence import SequenceRows, TokenSequence
 from specdec.drafters.base import Drafter, TreeLimits
@@ -129,8 +129,9 @@ class ModelDrafter(Drafter):
 
     def reading(self, context_ids: Sequence[int], most: int) -> Steps[None]:
         view = self._window.view(context_ids)
-        if self._text is None:
-            self._text = self._texts.begin(view)
+        if not self._has_begun(view):
+            return
+        assert self._text is not None, "it has begun"
         chunk = self._text.cut_to(view)[:-1][:most]  # the last one's logits are wanted later
         if chunk:
             self._texts.make_room(self._text, len(chunk))
@@ -206,12 +207,22 @@ class ModelDrafter(Drafter):
 
     def _advance(self, view: Sequence[int]) -> Steps[NDArray[np.float32] | None]:
         """Run what the cache lacks of the view; logits after the pending token [vocab]."""
-        if self._text is None:
-            self._text = self._texts.begin(view)
+        if not self._has_begun(view):
+            return None
+        assert self._text is not None, "it has begun"
         rows = self._text.rows_to(view)
         self._texts.make_room(self._text, len(rows.token_ids) + self._limits.max_nodes)
         scores = yield rows
         return None if scores is None else scores.logits[0]
+
+    def _has_begun(self, view: Sequence[int]) -> bool:
+        """False where others' texts and trees leave no room for one more."""
+        if self._text is None:
+            try:
+                self._text = self._texts.begin(view)
+            except BackendError:
+                return False
+        return True
 
     def _best_level(self, tree: GrownTree, frontier: Frontier) -> Level:
         """What has to be run before the best nodes are known; empty when they are.

@@ -167,3 +167,38 @@ def test_ctrl_c_of_one_caller_leaves_the_search_of_another(
             llm.generate([80, 81], TEXT)
     assert [chunk.token_ids for chunk in search] == [expected]
     check_nothing_left(llm)
+
+
+def test_the_search_of_the_larger_priority_goes_first(llm: LLM) -> None:
+    low = llm.stream([80, 81], SEARCH)
+    high = llm.stream([90, 91], SEARCH, priority=1)
+    for stream in (low, high):
+        stream.start()
+    assert list(high)
+    assert not low.is_over
+    assert list(low)
+    check_nothing_left(llm)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_beams_that_hold_all_live_nodes_end_no_text(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    """Texts wait until a node each is left for them."""
+    target = save_model(tmp_path_factory.mktemp("target"), seed=0)
+    size: dict[str, Any] = {"ctx_size": 256, "kv_tokens": 1000, "num_beams": 7, "beam_span": 2}
+    with specdec.load(target, parallel=4, num_draft_tokens=0, **size) as llm:
+        streams = [llm.stream([80 + i, 9], TEXT) for i in range(4)]
+        expected = [alone(llm, [80 + i, 9], TEXT) for i in range(4)]
+        for stream in streams:
+            stream.start()
+            next(stream)
+        wide = SamplingParams(
+            max_tokens=40, num_beams=7, temperature=1.0, seed=seed, ignore_eos=True
+        )
+        with pytest.raises(specdec.SpecdecError, match="7 beams need"):
+            llm.generate(LONG[:20], wide)
+        for stream, tokens in zip(streams, expected, strict=True):
+            assert sum(1 for _ in stream)
+            assert stream.result.token_ids == tokens
+        check_nothing_left(llm)

@@ -1,0 +1,133 @@
+"""Whoever waits for something between two rounds gets it, though another thread leads on."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tiny_pair import save_model
+
+import specdec
+from specdec.api import LLM
+from specdec.decoding.stream import wait_for_any
+from specdec.sampling.params import SamplingParams
+
+N_TOKENS = 60
+LONG = SamplingParams(max_tokens=N_TOKENS, ignore_eos=True)
+SOON_SECONDS = 5.0
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    target = save_model(tmp_path_factory.mktemp("target"), seed=0)
+    with specdec.load(target, ctx_size=256, kv_tokens=512, num_draft_tokens=0) as loaded:
+        yield loaded
+
+
+def texts_of_passes(llm: LLM, patch: pytest.MonkeyPatch) -> list[int]:
+    """How many share each pass from now on."""
+    found: list[int] = []
+    run = llm.target.run
+
+    def noted(batch: Any) -> Any:
+        found.append(len(batch))
+        return run(batch)
+
+    patch.setattr(llm.target, "run", noted)
+    return found
+
+
+class Meanwhile:
+    """A logits processor that has another thread do something from its fifth call on.
+
+    Its text is read as a whole, so whoever reads it leads all of its rounds.
+    """
+
+    def __init__(self, action: Any) -> None:
+        self.n_calls = 0
+        self.was_done_before_the_end = False
+        self._done = threading.Event()
+        self._action = action
+        self._thread = threading.Thread(target=self._act)
+
+    def _act(self) -> None:
+        self._action()
+        self._done.set()
+
+    def __call__(self, ids: Any, scores: Any) -> Any:
+        self.n_calls += 1
+        if self.n_calls == 5:
+            self._thread.start()
+            self._thread.join(0.05)  # it has come to where it waits for this round's end
+        if self.n_calls == N_TOKENS - 5:
+            self.was_done_before_the_end = self._done.wait(SOON_SECONDS)
+        return scores
+
+    def read(self, llm: LLM) -> None:
+        stream = llm.stream([5, 6, 7], LONG, logits_processors=[self])
+        stream.start()
+        wait_for_any([stream])
+        self._thread.join()
+
+
+def test_a_cancel_returns_with_the_round(llm: LLM) -> None:
+    other = llm.stream([80, 81], LONG)
+    next(other)
+    meanwhile = Meanwhile(other.cancel)
+    meanwhile.read(llm)
+    assert meanwhile.was_done_before_the_end
+    assert other.is_over
+
+
+def test_a_cancel_of_what_never_began_returns(llm: LLM) -> None:
+    other = llm.stream([80, 81], LONG)
+    meanwhile = Meanwhile(other.cancel)
+    meanwhile.read(llm)
+    assert meanwhile.was_done_before_the_end
+    assert other.is_over
+
+
+def test_what_runs_between_rounds_comes_next(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm.generate([80, 81], max_tokens=1)  # so that there is something to forget
+    meanwhile = Meanwhile(llm.session.forget_prompt)
+    rounds: list[int] = []
+    drop = llm.session.texts.drop_oldest
+
+    def noted() -> bool:
+        rounds.append(meanwhile.n_calls)
+        return drop()
+
+    monkeypatch.setattr(llm.session.texts, "drop_oldest", noted)
+    meanwhile.read(llm)
+    assert meanwhile.was_done_before_the_end
+    assert rounds[0] == 5
+
+
+def test_a_stream_that_nobody_holds_takes_part_in_no_more_rounds(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = llm.stream([80, 81], LONG)
+    next(other)
+    n_texts = texts_of_passes(llm, monkeypatch)
+    del other
+    gc.collect()
+    llm.generate([5, 6, 7], max_tokens=3, ignore_eos=True)
+    assert n_texts == [1, 1, 1]
+
+
+def test_texts_share_the_next_round_though_nobody_has_taken_what_the_last_one_brought(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their readers are other threads, which come a moment after whoever leads; but nothing piles
+    up."""
+    first, second = llm.stream([5, 6, 7], LONG), llm.stream([80, 81], LONG)
+    next(first), next(second)
+    n_texts = texts_of_passes(llm, monkeypatch)
+    for _ in range(6):
+        next(second)
+    assert n_texts == [2, 1, 1, 1, 1, 1]
+    for stream in (first, second):
+        stream.cancel()
