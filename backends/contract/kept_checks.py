@@ -11,7 +11,7 @@ from typing import Any
 
 from offload.process.remembered import cache_folder, recall, remember
 
-_VERSION = 2  # of the checks: what another one found is found out again
+_VERSION = 3  # of the checks: what another one found is found out again
 _UNKNOWN: Any = "unknown"
 _SETTINGS = ("ATEN_", "DNNL_", "GGML_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
 """Beginnings of environment variables that make libraries take other kernels, or other numbers of

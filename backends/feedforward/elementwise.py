@@ -8,6 +8,9 @@ that one thread takes them all, of a width that whole vectors fill.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable
 from itertools import pairwise
 from math import gcd
@@ -22,6 +25,8 @@ _VECTOR_ELEMENTS = 64
 _SERIAL_ELEMENTS = 0x4000
 """Of a tensor that one thread takes: torch divides gelu above that (others above 0x8000)."""
 _ROOMS = ("transformers.activations", "torch.nn.modules.activation")
+_UNSTEADY = frozenset("elu gelu hardswish logsigmoid mish selu sigmoid silu softplus".split())
+"""Functions that depend on an element's place, in fp32 at least."""
 
 
 def steady_activations(model: nn.Module) -> None:
@@ -29,6 +34,20 @@ def steady_activations(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__module__ in _ROOMS:
             module.forward = _by_rows(module.forward)
+
+
+def unsteady_function(module: nn.Module) -> str | None:
+    """A function that depends on an element's place, and that a model's own code calls as it is."""
+    own = type(module)
+    if not own.__module__.startswith("transformers.models.") or "forward" in vars(module):
+        return None
+    try:
+        code = ast.parse(textwrap.dedent(inspect.getsource(own.forward)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    calls = (node.func for node in ast.walk(code) if isinstance(node, ast.Call))
+    names = (func.attr for func in calls if isinstance(func, ast.Attribute))
+    return next((name for name in names if name in _UNSTEADY), None)
 
 
 def _by_rows(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -25,21 +25,25 @@ from backends.attention.layout import CausalLayout, PassLayout
 from backends.checkpoint.config import HeadShape, head_shape
 from backends.contract.exactness import Exactness
 from backends.contract.kept_checks import KeptChecks
+from backends.feedforward.elementwise import unsteady_function
 from backends.feedforward.linear import library_of, tried_linear_of
 from backends.feedforward.records import is_experts
 from backends.feedforward.routing import GATE_OUTPUTS, is_router
 from backends.hf.model import HfModel
 from backends.packed.decoder import start_single_threads
 
-CANDIDATES = (1, 2, 4, 8, 16, 32)
+CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 """Rows that a pass may be filled up to, and rows that a product of the attention may be."""
-_COUNTS = (101, 63, 33, 17, 16, 15, 12, 9, 8, 7, 5, 4, 3, 2, 1)
+_COUNTS = (101, 64, 63, 33, 32, 17, 16, 15, 12, 9, 8, 7, 5, 4, 3, 2, 1)
 _N_ROWS = 128
 _TRIED_OUTPUTS = 128
 """Of a matrix that has more: which kernel is taken depends on the number of rows, on the number of
 terms, and on whether outputs fill whole vectors."""
 _SMALL_BIAS = 1e-7
 """As large as what is left of terms that cancel: a larger one would hide it."""
+_FEW_TERMS = 64
+"""Sums of so few terms or less are often the same in any order: more rows are tried."""
+_MANY_PLACES = 16
 _FEW = (2, 3, 5, 7, 29)
 _TRIED_KV_HEADS = 4
 """Of a model that has more: heads are products of one batch, each of them computed like the next
@@ -93,7 +97,7 @@ def find_exactness(model: HfModel) -> TorchExactness:
 
 
 class _UnknownProduct(Exception):
-    """A module with a matrix of which nothing is known."""
+    """A module that computes in a way of which nothing is known."""
 
 
 def _find(model: HfModel, checks: KeptChecks) -> TorchExactness:
@@ -126,6 +130,8 @@ def _products(model: HfModel) -> Iterator[Product]:
             if is_experts(module):
                 yield from _products_of_experts(module)
                 continue
+            if name := unsteady_function(module):
+                raise _UnknownProduct(f"{type(module).__name__} calls {name}() in code of its own")
             weight = getattr(module, "weight", None)
             if weight is None or weight.ndim < 2:
                 continue
@@ -173,10 +179,11 @@ def least_rows_of_product(product: Product, dtype: torch.dtype) -> int | None:
             return torch.addmm(transposed.new_zeros(n_out) if bias is None else bias, x, transposed)
         return linear(x[None], weight, bias)[0]
 
+    least = partial(_least, run, _MANY_PLACES if product.n_in <= _FEW_TERMS else 1)
     if not product.is_alone:
-        return _least(run)
+        return least()
     with start_single_threads(1, "specdec-trial") as threads:
-        return threads.submit(_least, run).result()
+        return threads.submit(least).result()
 
 
 def _terms_that_cancel(
@@ -200,15 +207,20 @@ def _terms_that_cancel(
     return weight.to(dtype), rows.to(dtype)
 
 
-def _least(run: Callable[[int, int], torch.Tensor]) -> int | None:
-    """run: results [n, ...] of rows start .. start + n - 1 that are computed together."""
+def _least(run: Callable[[int, int], torch.Tensor], n_places: int) -> int | None:
+    """run: results [n, ...] of rows start .. start + n - 1 that are computed together.
+
+    n_places: where each number of rows is tried.
+    """
     with torch.inference_mode():
         expected, n_bad = run(0, _N_ROWS), 0
         for i, n_rows in enumerate(_COUNTS):  # the most first: fewer tell nothing where they differ
-            start = 37 * i % (_N_ROWS - n_rows + 1)
-            found = run(start, n_rows)
-            if n_rows > n_bad and not torch.equal(found, expected[start : start + n_rows]):
-                n_bad = n_rows
+            for place in range(i, i + n_places):
+                start = 37 * place % (_N_ROWS - n_rows + 1)
+                found = run(start, n_rows)
+                if not torch.equal(found, expected[start : start + n_rows]):
+                    n_bad = max(n_bad, n_rows)
+                    break
             if n_bad >= CANDIDATES[-1]:
                 return None
     return next(n for n in CANDIDATES if n > n_bad)

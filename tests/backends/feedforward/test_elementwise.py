@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from backends.feedforward.elementwise import steady_activations
+from backends.feedforward.elementwise import steady_activations, unsteady_function
 
 NAMES = ("gelu", "gelu_pytorch_tanh", "gelu_new", "silu", "relu", "relu2", "quick_gelu", "swish")
 
@@ -43,3 +43,28 @@ def test_rows_together_have_the_bits_of_rows_alone(name, dtype, width, n_threads
 def test_as_they_are_they_differ() -> None:
     rows = torch.randn(400, 44, generator=torch.Generator().manual_seed(0))
     assert not torch.equal(nn.functional.silu(rows), alone(nn.functional.silu, rows))
+
+
+class Gated(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x)
+
+
+class OfAModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.act_fn(x)
+
+
+def test_functions_that_a_family_calls_by_itself_are_found(monkeypatch) -> None:
+    """As Beam gates its attention: no module is there that could be given another forward."""
+    for kind in (Gated, OfAModule):
+        monkeypatch.setattr(kind, "__module__", "transformers.models.own.modeling_own")
+    assert unsteady_function(Gated()) == "sigmoid"
+    assert unsteady_function(OfAModule()) is None
+    given_another = Gated()
+    given_another.forward = torch.relu
+    assert unsteady_function(given_another) is None

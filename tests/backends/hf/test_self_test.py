@@ -42,3 +42,26 @@ def test_another_order_of_one_row_is_found_behind_rounded_sums(monkeypatch, has_
     monkeypatch.setattr(self_test, "tried_linear_of", lambda dtype: linear)
     product = Product(2048, 128, has_bias, False)
     assert least_rows_of_product(product, torch.bfloat16) == 2
+
+
+def test_sums_of_few_terms_are_tried_in_many_rows(monkeypatch) -> None:
+    """Most of them are the same in any order: torch's bf16 sums of 24 to 40 terms on AVX-512."""
+
+    def linear(x, weight, bias):
+        ones = x.new_ones(*x.shape[:-1], len(weight))
+        return torch.where((x[..., :1] > 0.9) & (x.shape[-2] <= 2), 2 * ones, ones)
+
+    monkeypatch.setattr(self_test, "tried_linear_of", lambda dtype: linear)
+    assert least_rows_of_product(Product(24, 64, False, False), torch.bfloat16) == 4
+
+
+@pytest.mark.parametrize(("n_bad", "found"), [(16, 32), (32, 64), (64, None)])
+def test_no_number_of_rows_is_left_out_up_to_the_most(n_bad, found, monkeypatch) -> None:
+    """torch takes other kernels up to 4 096 multiplications: 32 rows of 32 terms and 4 outputs."""
+
+    def linear(x, weight, bias):
+        ones = x.new_ones(*x.shape[:-1], len(weight))
+        return ones if x.shape[-2] > n_bad else 2 * ones
+
+    monkeypatch.setattr(self_test, "tried_linear_of", lambda dtype: linear)
+    assert least_rows_of_product(Product(32, 4, False, False), torch.bfloat16) == found
