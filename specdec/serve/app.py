@@ -13,42 +13,23 @@ from starlette.types import ASGIApp
 
 from specdec import __version__
 from specdec.serve.answers import ChatAnswer, CompletionAnswer
-from specdec.serve.errors import ApiError, JsonResponse, bad_request
+from specdec.serve.described import (
+    CHAT,
+    COMPLETION,
+    ERRORS,
+    HEALTH,
+    MODEL,
+    MODELS,
+    PLAN,
+    with_limits,
+)
+from specdec.serve.errors import ApiError, JsonResponse, bad_request, broken
 from specdec.serve.gate import READY
 from specdec.serve.guard import OPEN_PATH, Guard
-from specdec.serve.jobs import chat_job, completion_job
+from specdec.serve.jobs import chat_job, completion_job, trial
 from specdec.serve.page import add_page
 from specdec.serve.schema import ChatRequest, CompletionRequest, Sampling
 from specdec.serve.service import Service
-
-_ERROR = {
-    "description": "An error",
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["error"],
-                "properties": {
-                    "error": {
-                        "type": "object",
-                        "required": ["message", "type", "param", "code"],
-                        "properties": {
-                            "message": {"type": "string"},
-                            "type": {"type": "string"},
-                            "param": {"type": ["string", "null"]},
-                            "code": {"type": ["string", "null"]},
-                        },
-                    }
-                },
-            }
-        }
-    },
-}
-_TEXT: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/json": {}, "text/event-stream": {}}}
-}
-_ERROR_STATUSES = (400, 401, 403, 404, 405, 408, 413, 422, 429, 431, 500, 503)
-_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(_ERROR_STATUSES, _ERROR)
 
 
 def make_app(service: Service, key: str | None, *, is_debug: bool = False) -> ASGIApp:
@@ -58,7 +39,7 @@ def make_app(service: Service, key: str | None, *, is_debug: bool = False) -> AS
         version=__version__,
         docs_url=None,
         redoc_url=None,
-        responses=_ERRORS,
+        responses=ERRORS,
         redirect_slashes=False,  # to wherever the Host header says
     )
     _add_figures(app, service)
@@ -66,13 +47,15 @@ def make_app(service: Service, key: str | None, *, is_debug: bool = False) -> AS
     _add_completions(app, service)
     add_page(app)
     _add_errors(app)
+    told_schema = app.openapi
+    app.openapi = lambda: with_limits(told_schema(), service.options)  # type: ignore[method-assign]
     paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
     told = service.metrics.add_request
     return Guard(app, service.options, key, paths, told, is_debug)
 
 
 def _add_figures(app: FastAPI, service: Service) -> None:
-    @app.get(OPEN_PATH)
+    @app.get(OPEN_PATH, responses=HEALTH)
     async def health() -> Response:
         """starting, ready or draining."""
         state = service.gate.state
@@ -83,7 +66,7 @@ def _add_figures(app: FastAPI, service: Service) -> None:
         """For Prometheus."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/plan")
+    @app.get("/v1/plan", responses=PLAN)
     async def plan() -> Response:
         """What lies where in memory, and the predicted speed."""
         return JsonResponse(service.llm.llm.plan.to_dict())
@@ -100,32 +83,34 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "has_chat_template": service.has_chat_template,
         }
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=MODELS)
     async def models() -> Response:
         return JsonResponse({"object": "list", "data": [card()]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=MODEL)
     async def model(name: str) -> Response:
         _check_model(name, service)
         return JsonResponse(card())
 
 
 def _add_completions(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", responses=_TEXT)
+    @app.post("/v1/chat/completions", responses=CHAT)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         _check_model(body.model, service)
         return await service.answer(
             request,
+            trial(body),
             lambda llm: chat_job(body, llm, service.options),
             lambda job, llm: ChatAnswer(service.name, job, llm.tokenizer),
             **_streaming(body),
         )
 
-    @app.post("/v1/completions", responses=_TEXT)
+    @app.post("/v1/completions", responses=COMPLETION)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check_model(body.model, service)
         return await service.answer(
             request,
+            None,
             lambda llm: completion_job(body, llm, service.options),
             lambda job, llm: CompletionAnswer(service.name, job, llm.tokenizer),
             **_streaming(body),
@@ -159,6 +144,11 @@ def _add_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return _describe(error).response()
 
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        """Else the framework tells it as plain text. It comes to the guard all the same."""
+        return broken().response()
+
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         headers = dict(error.headers or {})
@@ -174,4 +164,6 @@ def _describe(error: RequestValidationError) -> ApiError:
     if not place:
         return bad_request("send a JSON object, with Content-Type: application/json")
     param = ".".join(place)[:200]
+    if first["type"] == "union_tag_invalid":  # its own message repeats what was written
+        return bad_request(f"{param}.type must be one of {first['ctx']['expected_tags']}", param)
     return bad_request(f"{param}: {first['msg']}", param)

@@ -75,5 +75,9 @@ def draining() -> ApiError:
     )
 
 
+def broken() -> ApiError:
+    return ApiError(500, "an error inside the server; its log says where")
+
+
 def loading() -> ApiError:
     return ApiError(503, "the model is being loaded: ask again", headers={"Retry-After": "5"})

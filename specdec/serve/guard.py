@@ -14,7 +14,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload.units import format_bytes
-from specdec.serve.errors import ApiError, bad_request
+from specdec.serve.errors import ApiError, bad_request, broken
 from specdec.serve.options import ServeOptions
 
 OPEN_PATH = "/health"
@@ -70,8 +70,7 @@ class Guard:
             self._report(error)
             if status:
                 raise _Ended from None  # cut off: the client must not take it for whole
-            told = ApiError(500, "an error inside the server; its log says where")
-            await told.response()(scope, receive, noted)
+            await broken().response()(scope, receive, noted)
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._told(path, status, time.monotonic() - begin)

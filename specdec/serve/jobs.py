@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,15 @@ def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
     )
 
 
+def trial(body: ChatRequest) -> Callable[[], object] | None:
+    """What raises ApiError or SpecdecError where the request's constraint cannot be prepared, and
+    may take seconds to; None where there is none. `chat_job` asks again, at no cost."""
+    is_free = body.tool_choice in (None, "none", "auto")
+    if is_free and not isinstance(body.response_format, SchemaFormat):
+        return None
+    return lambda: _constraint(body, _offered(body))
+
+
 def completion_job(body: CompletionRequest, llm: LLM, limits: ServeOptions) -> Job:
     """Raises ApiError, SpecdecError."""
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -145,8 +154,8 @@ def _job(
 def _check_choices(n_choices: int, limits: ServeOptions) -> None:
     if n_choices > limits.max_choices:
         raise bad_request(
-            f"the request asks for {n_choices} texts, this server gives at most "
-            f"{limits.max_choices}: lower n, or send several requests",
+            f"the request asks for more than {limits.max_choices} texts, the most that this "
+            "server gives: lower n, or send several requests",
             "n",
         )
 
@@ -275,11 +284,16 @@ def _schema_of_calls(tools: Sequence[Tool]) -> dict[str, Any]:
             "type": "object",
             "properties": {
                 "name": {"const": tool.function.name},
-                "arguments": tool.function.parameters or {"type": "object"},
+                "arguments": _document(tool.function.parameters or {"type": "object"}, f"tool:{i}"),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for i, tool in enumerate(tools)
     ]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _document(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """A part of a schema in which `#/$defs/...` is a place in that part, as its writer meant."""
+    return {"$id": name, **schema}

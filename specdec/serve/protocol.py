@@ -6,9 +6,10 @@ import asyncio
 from typing import Any
 
 import h11
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specdec.serve.errors import bad_request
+from specdec.serve.errors import ApiError, bad_request
 
 MAX_PIECES = 16384
 """Of one body. A chunk costs the event loop the same whether it holds a byte or thousands: a
@@ -31,15 +32,24 @@ class _CountedConnection(h11.Connection):
         return found
 
 
+async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application of connections beyond the limit: its answer is the same to all."""
+    headers = {"Retry-After": "5", "Connection": "close"}
+    told = ApiError(503, "this server has too many open connections: ask again", headers=headers)
+    await told.response()(scope, receive, send)
+
+
 class TimedProtocol(H11Protocol):
     """A connection whose request head is not there after `read_seconds`, or that takes nothing of
-    its answer for `write_seconds`, is cut.
+    its answer for `write_seconds`, is cut; one beyond the `most_connections` is told so.
 
-    uvicorn itself waits for both without end: few slow clients would take all connections.
+    uvicorn itself waits for both without end: few slow clients would take all connections. Its own
+    limit of them answers in plain text, and those that came before are turned away, too.
     """
 
     read_seconds: float
     write_seconds: float
+    most_connections: int
     _reading: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
 
@@ -50,6 +60,8 @@ class TimedProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if len(self.connections) > self.most_connections:
+            self.app = crowded
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
@@ -109,6 +121,12 @@ class TimedProtocol(H11Protocol):
             self.transport.abort()
 
 
-def protocol_with_limits(read_seconds: float, write_seconds: float) -> type[H11Protocol]:
-    values = {"read_seconds": read_seconds, "write_seconds": write_seconds}
+def protocol_with_limits(
+    read_seconds: float, write_seconds: float, most_connections: int
+) -> type[H11Protocol]:
+    values = {
+        "read_seconds": read_seconds,
+        "write_seconds": write_seconds,
+        "most_connections": most_connections,
+    }
     return type("LimitedProtocol", (TimedProtocol,), values)

@@ -85,7 +85,9 @@ class Serving:
 
     def _config(self, app: object) -> uvicorn.Config:
         options = self._options
-        http = protocol_with_limits(options.read_timeout, options.write_timeout)
+        http = protocol_with_limits(
+            options.read_timeout, options.write_timeout, options.max_connections
+        )
         return uvicorn.Config(
             app,  # type: ignore[arg-type]  # starlette's and uvicorn's types of an application
             http=http,
@@ -97,7 +99,6 @@ class Serving:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=options.max_connections,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(_LAST_SECONDS),
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_BIASES, MAX_TOOLS = 16, 256, 1024, 128
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES, MAX_PARTS = 4096, 1024
 
+
+def _no_number(value: Any) -> Any:
+    """Else 0 passes for False, which is equal to it."""
+    return value if isinstance(value, bool) else str(value)
+
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+No = Annotated[Literal[False], BeforeValidator(_no_number)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
@@ -64,7 +71,7 @@ class Sampling(Strict):
     service_tier: Literal["auto", "default"] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    store: Literal[False] | None = None  # nothing is stored
+    store: No | None = None  # nothing is stored
 
 
 class TextPart(Strict):
@@ -99,7 +106,7 @@ class Message(Strict):
         | None
     ) = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     # What an answer of OpenAI's carries, when a client sends it back.
     refusal: None = None
@@ -145,16 +152,19 @@ class SchemaFormat(Strict):
     json_schema: JsonSchema
 
 
+ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
+
+
 class ChatRequest(Sampling):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    response_format: PlainFormat | SchemaFormat | None = None
+    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
 
 TokenId = Annotated[int, Field(ge=0)]

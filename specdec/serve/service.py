@@ -53,9 +53,18 @@ class Service:
         # Long prompts take their time, beside which others are served. One after the other: a
         # tokenizer need not bear two threads.
         self._encoder = ThreadPoolExecutor(1, "specdec-encode")
+        # Schemas that cannot be prepared take seconds to be refused: others wait for that only if
+        # they have one, too.
+        self._trials = ThreadPoolExecutor(1, "specdec-trial")
 
-    async def in_encoder(self, make_job: Callable[[LLM], Job], llm: LLM) -> Job:
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, make_job, llm)
+    async def job(
+        self, trial: Callable[[], object] | None, make_job: Callable[[LLM], Job], llm: LLM
+    ) -> Job:
+        """What a request asks for. Raises what the trial and the making of it raise."""
+        loop = asyncio.get_running_loop()
+        if trial is not None:
+            await loop.run_in_executor(self._trials, trial)
+        return await loop.run_in_executor(self._encoder, make_job, llm)
 
     def open(self, llm: LLM) -> None:
         """Let requests in."""
@@ -90,17 +99,21 @@ class Service:
     async def answer(
         self,
         request: Request,
+        trial: Callable[[], object] | None,
         make_job: Callable[[LLM], Job],
         make_answer: Callable[[Job, LLM], Answer],
         *,
         is_streamed: bool,
         has_usage: bool,
     ) -> Response:
-        """Run a request; raises ApiError."""
+        """Run a request; raises ApiError.
+
+        trial: goes before all else, in a thread of such trials; whatever it returns is not used.
+        """
         run = _Run(self, request, has_usage)
         try:
             with self.translated():
-                return await run.answer(self.llm, make_job, make_answer, is_streamed)
+                return await run.answer(self.llm, trial, make_job, make_answer, is_streamed)
         except ClientGone:
             run.end()
             return Response(status_code=_CLIENT_CLOSED)
@@ -148,7 +161,12 @@ class Service:
             raise draining() from error
         except asyncio.TimeoutError as error:
             limit = self.options.request_timeout
-            raise ApiError(408, f"the request took more than {limit:g} s: ask for less") from error
+            raise ApiError(
+                408,
+                f"the request took more than {limit:g} s: ask for less",
+                # OpenAI's clients repeat whatever ends with 408, and this one would end so again.
+                headers={"X-Should-Retry": "false"},
+            ) from error
         except SpecdecError as error:
             self._log(f"error: {error}")
             raise ApiError(500, "the model failed; the server's log says why") from error
@@ -166,11 +184,13 @@ class _Run:
     async def answer(
         self,
         llm: AsyncLLM,
+        trial: Callable[[], object] | None,
         make_job: Callable[[LLM], Job],
         make_answer: Callable[[Job, LLM], Answer],
         is_streamed: bool,
     ) -> Response:
-        job = await self._service.in_encoder(make_job, llm.llm)
+        making = self._service.job(trial, make_job, llm.llm)
+        job = await unless_gone(self._request.receive, making, self._left)
         answer = make_answer(job, llm.llm)
         self._streams = [llm.stream(ids, job.params, priority=job.priority) for ids in job.prompts]
         self._service.adopt(self._streams)

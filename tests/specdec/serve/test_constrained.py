@@ -51,6 +51,18 @@ def test_any_json_object(client: Any) -> None:
     assert text.lstrip()[0] == "{"
 
 
+def test_a_format_that_is_wrong_is_told_by_its_own_kind(client: Any) -> None:
+    for form, named in (
+        ({"type": "json_schema", "json_schema": {"name": "c", "schema": True}}, "schema.schema: "),
+        ({"type": "json_schema"}, "json_schema: Field required"),
+        ({"type": "s3cret"}, "must be one of 'text', 'json_object', 'json_schema'"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            chat(client, response_format=form)
+        assert named in caught.value.message
+        assert "s3cret" not in caught.value.message
+
+
 def test_a_schema_that_is_none(client: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "c", "schema": {"type": "colour"}}}
     with pytest.raises(openai.BadRequestError, match="json_schema"):
@@ -101,6 +113,24 @@ def test_a_forced_call(client: Any, choice: Any) -> None:
     assert told.function.name == "paint"
     assert told.function.arguments == call.function.arguments
     assert not any(event.delta.content for event in events)
+
+
+def test_a_forced_call_whose_schema_names_its_parts(client: Any) -> None:
+    """As pydantic writes schemas: `#` is the tool's schema, not what is made of several."""
+    schema = {
+        "$defs": {"Colour": {"enum": ["red", "green"]}},
+        "type": "object",
+        "properties": {"colour": {"$ref": "#/$defs/Colour"}},
+        "required": ["colour"],
+        "additionalProperties": False,
+    }
+    other = {**schema, "$defs": {"Colour": {"enum": ["blue"]}}}
+    tools = [tool("paint", schema), tool("wash", other)]
+    for seed in range(4):
+        answer = chat(client, tools=tools, tool_choice="required", seed=seed)
+        call = answer.choices[0].message.tool_calls[0].function
+        allowed = ["red", "green"] if call.name == "paint" else ["blue"]
+        assert json.loads(call.arguments)["colour"] in allowed
 
 
 def test_a_forced_call_of_one_of_several(client: Any) -> None:

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from serving import Server, ask
+
+from specdec.serve.schema import ChatRequest
 
 ROUTES = [
     ("GET", "/"),
@@ -190,9 +193,25 @@ def test_one_mistake_of_many_is_enough(server: Server) -> None:
     """All of them were listed: of a megabyte it took seconds, in which nobody else was served."""
     many = {"messages": [{"role": "user", "content": "x"}] * 5000}
     assert "at most 4096" in server.post("/v1/chat/completions", many)[1]["error"]["message"]
-    wrong = {"messages": [{}] * 5000}
-    status, answer = server.post("/v1/chat/completions", wrong)
-    assert (status, answer["error"]["param"]) == (400, "messages.0.role")
+    talk = [{"role": "user", "content": "x"}]
+    calls = [{"role": "assistant", "tool_calls": [1] * 5000}]
+    for wrong, param in (
+        ({"messages": [{}] * 5000}, "messages.0.role"),
+        ({"messages": calls}, "messages.0.tool_calls.0"),
+        ({"messages": talk, "modalities": ["x"] * 5000}, "modalities.0"),
+    ):
+        status, answer = server.post("/v1/chat/completions", wrong)
+        assert (status, answer["error"]["param"]) == (400, param)
+        with pytest.raises(ValidationError) as caught:
+            ChatRequest.model_validate(wrong)
+        assert caught.value.error_count() == 1
+
+
+def test_a_number_that_python_does_not_print(server: Server) -> None:
+    """Of more than 4300 digits; in a request it has at most as many."""
+    body = {"prompt": ["a", "b"], "n": 10**4300 - 1}
+    status, answer = server.post("/v1/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "n")
 
 
 FIELDS = st.sampled_from(

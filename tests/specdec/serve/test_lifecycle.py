@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -116,6 +117,20 @@ def test_a_full_queue_says_so(small: Server) -> None:
     assert small.get("/health")[0] == 200
 
 
+def test_connections_beyond_the_limit_are_told(served_model: Path) -> None:
+    """In the shape of all errors; those that came before are served."""
+    more = ("--max-connections", "2", "--read-timeout", "120")
+    with Server(served_model, *more) as server:
+        at = ("127.0.0.1", server.ready().port)
+        with socket.create_connection(at) as first, socket.create_connection(at):
+            status, text = server.get("/v1/models")
+            error = json.loads(text)["error"]
+            assert (status, error["type"]) == (503, "service_unavailable_error")
+            first.settimeout(60)
+            first.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b" 200 " in first.recv(4096)
+
+
 def test_many_at_once_are_not_mixed_up(server: Server) -> None:
     prompts = [f"number {i}: " for i in range(12)]
     body = {"max_tokens": 10, "temperature": 0}
@@ -141,6 +156,9 @@ def test_a_request_has_its_time(served_model: Path) -> None:
         long = {**LONG, "max_tokens": 16000}
         status, answer = server.post(COMPLETIONS, long)
         assert (status, answer["error"]["type"]) == (408, "timeout_error")
+        with server.post_raw(COMPLETIONS, long) as raw:
+            raw.settimeout(60)
+            assert b"x-should-retry: false" in raw.recv(65536).lower()  # by OpenAI's clients
         with server.post_raw(COMPLETIONS, {**long, "stream": True}) as raw:
             raw.settimeout(60)
             text = b""

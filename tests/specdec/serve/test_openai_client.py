@@ -219,6 +219,8 @@ def test_text_in_parts(client: Any) -> None:
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "context"),
         ({"extra_body": {"best_of_all": 1}}, "best_of_all"),
         ({"functions": []}, "functions"),
+        ({"store": True}, "store"),
+        ({"extra_body": {"store": 0}}, "store"),
     ],
 )
 def test_what_is_wrong_is_named(client: Any, options: dict[str, Any], named: str) -> None:

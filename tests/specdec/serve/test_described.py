@@ -1,0 +1,55 @@
+"""What the server answers is what its /openapi.json says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from serving import Server
+
+jsonschema = pytest.importorskip("jsonschema")
+
+TALK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+TEXT = {"prompt": "hi", "max_tokens": 3}
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ASKED = [
+    ("get", "/health", None),
+    ("get", "/v1/models", None),
+    ("get", "/v1/plan", None),
+    ("post", CHAT, TALK),
+    ("post", CHAT, {**TALK, "logprobs": True, "top_logprobs": 2, "n": 2}),
+    ("post", CHAT, {**TALK, "n": 0}),
+    ("post", CHAT, {**TALK, "model": "other"}),
+    ("post", COMPLETIONS, TEXT),
+    ("post", COMPLETIONS, {**TEXT, "logprobs": 0}),
+    ("post", COMPLETIONS, {**TEXT, "logprobs": 2, "temperature": 0, "n": 2}),
+    ("post", COMPLETIONS, {**TEXT, "stop": []}),
+    ("post", COMPLETIONS, {"prompt": []}),
+]
+
+
+@pytest.fixture(scope="module")
+def described(server: Server) -> Any:
+    return json.loads(server.get("/openapi.json")[1])["paths"]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), ASKED)
+def test_an_answer_has_the_form_that_is_told(
+    server: Server, described: Any, method: str, path: str, body: Any
+) -> None:
+    if body is None:
+        status, text = server.get(path)
+        answer = json.loads(text)
+    else:
+        status, answer = server.post(path, body)
+    schema = described[path][method]["responses"][str(status)]["content"]["application/json"]
+    assert schema["schema"], "says nothing"
+    jsonschema.validate(answer, schema["schema"])
+
+
+def test_the_servers_own_limits_are_told(server: Server) -> None:
+    schemas = json.loads(server.get("/openapi.json")[1])["components"]["schemas"]
+    for request in ("ChatRequest", "CompletionRequest"):
+        fields = schemas[request]["properties"]
+        assert [fields[name]["anyOf"][0]["maximum"] for name in ("n", "max_tokens")] == [8, 16384]

@@ -1,0 +1,69 @@
+"""The service without a server: who is let in, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("prometheus_client")
+
+from specdec.serve.options import ServeOptions
+from specdec.serve.service import Service
+
+
+class Gone:
+    """A request whose client has gone away."""
+
+    async def receive(self) -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+
+def test_clients_that_go_away_while_prompts_are_read_are_not_waited_for() -> None:
+    """Prompts are read one after the other: those behind a long one are not read at all then."""
+    service = Service(ServeOptions(), "m", print)
+    service.open(object())  # never asked
+    may_end = threading.Event()
+    asked: list[int] = []
+
+    async def ask(number: int) -> int:
+        def read(llm: object) -> None:
+            asked.append(number)
+            may_end.wait(60)
+
+        response = await service.answer(
+            Gone(), None, read, None, is_streamed=False, has_usage=False
+        )
+        return response.status_code
+
+    async def work() -> None:
+        statuses = await asyncio.gather(*map(ask, range(3)))
+        assert statuses == [499] * 3
+        assert service.gate.n_inside == 0
+
+    try:
+        asyncio.run(asyncio.wait_for(work(), 30))
+    finally:
+        may_end.set()
+    assert asked == [0]
+
+
+def test_prompts_do_not_wait_for_trials_of_schemas() -> None:
+    """One that cannot be prepared takes seconds to be refused."""
+    service = Service(ServeOptions(), "m", print)
+    may_end = threading.Event()
+
+    async def work() -> None:
+        tried = asyncio.create_task(service.job(lambda: may_end.wait(60), lambda llm: 1, None))
+        await asyncio.sleep(0)
+        assert await service.job(None, lambda llm: 2, None) == 2
+        may_end.set()
+        assert await tried == 1
+
+    try:
+        asyncio.run(asyncio.wait_for(work(), 30))
+    finally:
+        may_end.set()
