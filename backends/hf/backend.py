@@ -35,7 +35,7 @@ from backends.hf.packed_forward import unbind
 from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
 from backends.hf.self_test import TorchExactness
 from backends.hf.weights import TorchWeights
-from backends.kv.pool import KvPool, blocks_of
+from backends.kv.pool import KvPool, blocks_of, most_new_blocks
 from backends.kv.rows import rows_of_pass, take_rows
 from backends.kv.sequence import SequenceKv
 from offload.formats.mapped import TensorShape
@@ -161,14 +161,15 @@ class TorchBackend(MendingBackend[SequenceKv]):
         return self._pool.n_bytes
 
     def kv_growth_bytes(self, n_tokens: int) -> int:
-        """Blocks that were never in use."""
+        """Blocks that were never in use: texts of the same length begin new ones in one pass."""
         if self._weights.device.type != "cpu":
             return 0
-        n_rows = n_tokens + (self.max_nodes or 0)
-        n_rows += self._exactness.n_least_rows
-        n_blocks = min(blocks_of(n_rows), self._pool.n_blocks)
-        n_new = max(0, n_blocks - self._pool.n_touched)
-        return n_new * BLOCK_ROWS * self._model.kv_bytes_per_token
+        pool, kvs = self._pool, [one.kv for one in self._sequences]
+        n_rows = max(0, n_tokens - sum(kv.table.n_committed for kv in kvs))
+        n_rows += (self.max_nodes or 0) + self._exactness.n_least_rows
+        n_new = most_new_blocks([left for kv in kvs for left in kv.rows_left], n_rows)
+        n_new = min(n_new + pool.n_blocks - pool.n_free, pool.n_blocks) - pool.n_touched
+        return max(0, n_new) * BLOCK_ROWS * self._model.kv_bytes_per_token
 
     @property
     def n_kv_allocated(self) -> int:

@@ -220,6 +220,20 @@ def blocks_of(n_rows: int) -> int:
     return -(-n_rows // BLOCK_ROWS)
 
 
+def most_new_blocks(rows_left: Sequence[int], n_rows: int) -> int:
+    """That so many more rows may take, however they are shared out.
+
+    rows_left: of blocks that are begun, which are filled before another one is taken.
+    """
+    n_begun = 0
+    for left in sorted(rows_left):
+        if n_rows <= left:
+            return n_begun
+        n_rows -= left + 1
+        n_begun += 1
+    return n_begun + blocks_of(n_rows)
+
+
 def _rows(states: torch.Tensor, n_rows: int) -> torch.Tensor:
     """Room for rows like `states` [1, heads, n, dim]."""
     shape = (1, states.shape[1], n_rows, states.shape[3])

@@ -52,6 +52,15 @@ class SequenceKv:
             n_free -= 1  # for a copy of it
         return max(0, n_free * BLOCK_ROWS + (-n_rows % BLOCK_ROWS if n_free >= 0 else 0))
 
+    @property
+    def rows_left(self) -> list[int]:
+        """Rows that may be written before another block is taken; and again after that, where the
+        first one taken is a copy of a shared one."""
+        n_left = -self.table.n_rows % BLOCK_ROWS
+        if n_left and self._pool.is_shared(self._blocks[blocks_of(self.table.n_rows) - 1]):
+            return [0, n_left - 1]
+        return [n_left]
+
     def n_blocks_for(self, n_rows: int) -> int:
         """Blocks that so many rows behind those of the table take from the pool."""
         first = self.table.n_rows

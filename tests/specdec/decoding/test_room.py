@@ -74,3 +74,26 @@ def test_more_texts_than_llama_cpp_has_sequences_for(tmp_path: Path) -> None:
             alone = llm.generate(prompts[i], params, speculative=False, cache_prompt=False)
             assert results[i].token_ids == alone.token_ids
         assert llm.stats.set_aside == 0
+
+
+def test_blocks_that_texts_begin_in_one_pass_are_foreseen(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of one length do so together; memory that is lent meanwhile has to leave room."""
+    with specdec.load(target, ctx_size=256, kv_tokens=2048, parallel=16, num_draft_tokens=0) as llm:
+        backend: Any = llm.target
+        run = backend.run
+        new: list[tuple[int, int]] = []
+
+        def noted(batch: Any) -> Any:
+            n_tokens = llm.session.texts.n_committed + sum(len(one.token_ids) for one in batch)
+            foreseen, before = backend.kv_growth_bytes(n_tokens), backend.kv_bytes
+            found = run(batch)
+            new.append((backend.kv_bytes - before, foreseen))
+            return found
+
+        monkeypatch.setattr(backend, "run", noted)
+        llm.generate([[5 + i, 6, 7] for i in range(16)], SHORT.replace(max_tokens=70))
+        llm.generate(prompt(70, 3), SHORT.replace(n=8, temperature=1.0, seed=1))
+        assert max(new)[0] > 10 * backend._pool.block_bytes
+        assert all(grown <= foreseen for grown, foreseen in new[1:])
