@@ -165,8 +165,8 @@ class TorchBackend(MendingBackend[SequenceKv]):
         if self._weights.device.type != "cpu":
             return 0
         pool, kvs = self._pool, [one.kv for one in self._sequences]
-        n_rows = max(0, n_tokens - sum(kv.table.n_committed for kv in kvs))
-        n_rows += (self.max_nodes or 0) + self._exactness.n_least_rows
+        n_rows = n_tokens + (self.max_nodes or 0) + self._exactness.n_least_rows
+        n_rows = max(0, n_rows - sum(kv.table.n_committed for kv in kvs))
         n_new = most_new_blocks([left for kv in kvs for left in kv.rows_left], n_rows)
         n_new = min(n_new + pool.n_blocks - pool.n_free, pool.n_blocks) - pool.n_touched
         return max(0, n_new) * BLOCK_ROWS * self._model.kv_bytes_per_token

@@ -226,12 +226,12 @@ def most_new_blocks(rows_left: Sequence[int], n_rows: int) -> int:
     rows_left: of blocks that are begun, which are filled before another one is taken.
     """
     n_begun = 0
-    for left in sorted(rows_left):
+    for left in sorted(rows_left or (0,)):
         if n_rows <= left:
             return n_begun
         n_rows -= left + 1
         n_begun += 1
-    return n_begun + blocks_of(n_rows)
+    return n_begun + n_rows // BLOCK_ROWS  # each of these has BLOCK_ROWS - 1 left by now
 
 
 def _rows(states: torch.Tensor, n_rows: int) -> torch.Tensor:
