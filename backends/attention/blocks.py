@@ -31,6 +31,8 @@ from torch import nn
 from backends.attention.batch import BLOCK_ROWS
 from offload.units import MIB
 
+REVISION = 2
+"""Of what attention computes, to the bit: keys and values of another one are not gone on from."""
 BLOCK_KEYS = BLOCK_ROWS
 LEAST_PRODUCTS = 2
 """Products of a batch: the rows of one alone are divided among threads, a few for each."""

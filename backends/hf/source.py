@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from backends.attention.batch import BLOCK_ROWS
+from backends.attention.blocks import REVISION
 from backends.contract.backend import Backend, UnsupportedModel
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import NOT_ASKED
@@ -83,7 +84,7 @@ class HfSource(ModelSource):
         description = json.dumps(config, sort_keys=True, default=str)
         description += f" {self.model.dtype} {torch.__version__}"
         if self.exactness.is_exact:
-            description += f" exact {machine(self._libraries)}"
+            description += f" exact {REVISION} {machine(self._libraries)}"
         layers = [record for layer in self.layers for record in layer.tensors]
         experts = [expert[0] for x in self.experts if x is not None for expert in x.tensors]
         return fingerprint((*self.model.outer_records, *layers, *experts), description)
