@@ -105,7 +105,7 @@ def loading_progress(title: str) -> Iterator[Progress]:
 
 
 def perf_line(stats: Mapping[str, Any]) -> str:
-    """One line: speed, tokens per pass, traffic, stall share, memory; and that it is lossy, if so."""
+    """One line: speed, tokens per pass, traffic, stall share, memory; and whether it is lossy."""
     parts = [
         f"{stats['tokens_per_second']:.2f} tok/s",
         f"{stats['mean_acceptance_length']:.2f} tokens/pass",
