@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -67,7 +68,8 @@ class Guard:
             error.headers.setdefault("Connection", "close")  # what is unread is not read
             await error.response()(scope, receive, noted)
         except Exception as error:
-            self._report(error)
+            with suppress(OSError):  # nobody reads the log any more
+                self._report(error)
             if status:
                 raise _Ended from None  # cut off: the client must not take it for whole
             await broken().response()(scope, receive, noted)

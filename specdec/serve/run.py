@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 
@@ -56,7 +56,8 @@ class Serving:
         *,
         is_debug: bool = False,
     ) -> None:
-        self._options, self._name, self._load, self._say = options, name, load, say
+        self._options, self._name, self._load = options, name, load
+        self._told = say
         self._is_debug = is_debug
         self._key = options.key()
         self._error: BaseException | None = None
@@ -69,6 +70,11 @@ class Serving:
         if self._error is not None:
             raise self._error
         return self._signal
+
+    def _say(self, line: str) -> None:
+        """A log that nobody reads any more, or a full disk, is no reason not to end, say."""
+        with suppress(OSError):
+            self._told(line)
 
     async def _serve(self, listener: socket.socket) -> None:
         self._service = Service(self._options, self._name, self._say)
@@ -128,7 +134,8 @@ class Serving:
         is_second, self._signal = bool(self._signal), number
         is_loading = self._service.is_loading
         if is_second or is_loading:  # nobody waits for an answer, or nobody shall
-            sys.stderr.flush()
+            with suppress(OSError):
+                sys.stderr.flush()
             os._exit(128 + number if is_second or number == signal.SIGINT else 0)
         self._draining = self._loop.create_task(self._drain())
 

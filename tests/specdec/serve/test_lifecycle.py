@@ -222,6 +222,29 @@ def test_a_second_signal_does_not_wait(served_model: Path) -> None:
         assert server.end() == 128 + signal.SIGTERM
 
 
+def test_it_ends_when_nobody_reads_its_log_any_more(served_model: Path) -> None:
+    """As in `specdec serve 2>&1 | tee log`, of which Ctrl-C ends tee, too: it drained for ever."""
+    argv = [sys.executable, "-m", "specdec", "serve", "-m", str(served_model), "--port", "0"]
+    with subprocess.Popen([*argv, *SMALL], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            ready = next(line for line in process.stderr if "ready: " in line)
+            process.stderr.close()
+            at = ("127.0.0.1", int(ready.rpartition(":")[2].removesuffix("/v1\n")))
+            body = json.dumps({**LONG, "stream": True})
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            with socket.create_connection(at) as raw:
+                raw.settimeout(60)
+                raw.sendall((head + body).encode())
+                assert b" 200 " in raw.recv(65536)
+                process.send_signal(signal.SIGTERM)
+                assert b"[DONE]" in b"".join(iter(lambda: raw.recv(65536), b""))
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
 def test_ctrl_c_is_130(mortal: Server) -> None:
     assert mortal.end(signal.SIGINT) == 130
 
