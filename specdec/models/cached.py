@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from backends.contract.backend import one_line
@@ -50,5 +50,6 @@ def cached_model(name: str) -> CachedModel:
             f"the hub's cache has no model {name}: `specdec models` lists what it has; other "
             "files are removed by the program that keeps them"
         )
-    strategy = cache.delete_revisions(*(one.commit_hash for one in repos[0].revisions))
+    own = replace(cache, repos=frozenset(repos))  # copies of a repository have its commits, too
+    strategy = own.delete_revisions(*(one.commit_hash for one in repos[0].revisions))
     return CachedModel(name, strategy.expected_freed_size, strategy)
