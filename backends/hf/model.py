@@ -127,7 +127,7 @@ class HfModel:
     @property
     def decode_buffer_bytes(self) -> int:
         """Memory that packed tensors are decoded into, those of a module at a time."""
-        return decode_buffer_bytes(self.packed_modules, torch.get_num_threads())
+        return decode_buffer_bytes(self.packed_modules)
 
     @property
     def packed_modules(self) -> list[PackedModule]:

@@ -57,20 +57,20 @@ class PackedForward:
 
 
 class PackedLinear(PackedForward):
-    """A linear layer, computed in pieces of its outputs."""
+    """A linear layer, computed in pieces of its outputs: each is a product with one row of the
+    matrix, so they are the same bits."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         self._check_bound()
         linear = linear_of(x.dtype) if x.is_cpu else nn.functional.linear
         bias: torch.Tensor | None = self._module._parameters["bias"]
-        output = x.new_empty(*x.shape[:-1], self._packed[0].record.shape[0])
-
-        def use(start: int, end: int, weight: torch.Tensor) -> None:
+        outputs, start = [], 0
+        for weight in self._decoder.decode_pieces(self._packed[0], self._stored[0]):
+            end = start + len(weight)
             own = None if bias is None else bias[start:end]
-            output[..., start:end] = linear(x, weight.to(self._dtype), own)
-
-        self._decoder.each_piece(self._packed[0], self._stored[0], use)
-        return output
+            outputs.append(linear(x, weight.to(self._dtype), own))
+            start = end
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 def packed_forward(

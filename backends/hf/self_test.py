@@ -30,7 +30,6 @@ from backends.feedforward.linear import library_of, tried_linear_of
 from backends.feedforward.records import is_experts
 from backends.feedforward.routing import GATE_OUTPUTS, is_router
 from backends.hf.model import HfModel
-from backends.packed.decoder import start_single_threads
 
 CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 """Rows that a pass may be filled up to, and rows that a product of the attention may be."""
@@ -69,7 +68,6 @@ class Product:
     is_transposed: as GPT-2 has its weights.
     is_float32: computed so, whatever the model's own format.
     is_torch: computed by torch in any case: routers are, in their families' code.
-    is_alone: each thread computes some of the outputs by itself (backends/packed/decoder.py).
     """
 
     n_in: int
@@ -78,7 +76,6 @@ class Product:
     is_transposed: bool
     is_float32: bool = False
     is_torch: bool = False
-    is_alone: bool = False
 
 
 def find_exactness(model: HfModel) -> TorchExactness:
@@ -124,7 +121,6 @@ def _find(model: HfModel, checks: KeptChecks) -> TorchExactness:
 
 def _products(model: HfModel) -> Iterator[Product]:
     head = model.model.get_output_embeddings()
-    packed = {id(one.module) for layer in model.layer_tensors for one in layer if one.packed}
     for part in (*model.layers, head):
         for module in part.modules():
             if is_experts(module):
@@ -145,8 +141,7 @@ def _products(model: HfModel) -> Iterator[Product]:
             is_transposed = isinstance(module, Conv1D)
             n_in, n_out = weight.shape if is_transposed else weight.shape[::-1]
             n_out = n_out if n_out > 1 else GATE_OUTPUTS
-            has_bias, is_alone = module.bias is not None, id(module) in packed
-            yield Product(n_in, _n_tried(n_out), has_bias, is_transposed, is_alone=is_alone)
+            yield Product(n_in, _n_tried(n_out), module.bias is not None, is_transposed)
 
 
 def _products_of_experts(module: nn.Module) -> Iterator[Product]:
@@ -179,11 +174,7 @@ def least_rows_of_product(product: Product, dtype: torch.dtype) -> int | None:
             return torch.addmm(transposed.new_zeros(n_out) if bias is None else bias, x, transposed)
         return linear(x[None], weight, bias)[0]
 
-    least = partial(_least, run, _MANY_PLACES if product.n_in <= _FEW_TERMS else 1)
-    if not product.is_alone:
-        return least()
-    with start_single_threads(1, "specdec-trial") as threads:
-        return threads.submit(least).result()
+    return _least(run, _MANY_PLACES if product.n_in <= _FEW_TERMS else 1)
 
 
 def _terms_that_cancel(

@@ -6,7 +6,7 @@ them there for the time in which they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from backends.contract.backend import StreamUse
-from backends.packed.decoder import UsePiece
 from backends.packed.tensor import PackedTensor
 from offload.ring.slots import Check
 
@@ -40,10 +39,10 @@ class DecodesTensors(Protocol):
         Raises CheckpointError for bytes that are no packed tensor.
         """
 
-    def each_piece(
-        self, tensor: PackedTensor, stored: Sequence[torch.Tensor], use: UsePiece
-    ) -> None:
-        """Call `use` with all rows of a matrix [n_out, n_in], some at a time.
+    def decode_pieces(
+        self, tensor: PackedTensor, stored: Sequence[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        """A matrix [n_out, n_in], some rows after the others, each valid until the next.
 
         Raises CheckpointError as `decode` does.
         """

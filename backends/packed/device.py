@@ -6,14 +6,14 @@ asked for once in a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
 
 from backends.packed.by_numpy import BLOCK
 from backends.packed.codec import CODECS, broken
-from backends.packed.decoder import PackedModule, UsePiece, aligned_bytes, room_of
+from backends.packed.decoder import PackedModule, aligned_bytes, room_of
 from backends.packed.tensor import TORCH_TYPES, PackedTensor
 from backends.packed.twelve_bits import MAX_BASE, Planes, TwelveBits
 
@@ -66,12 +66,11 @@ class DeviceDecoder:
             decoded.append(out)
         return decoded
 
-    def each_piece(
-        self, tensor: PackedTensor, stored: Sequence[torch.Tensor], use: UsePiece
-    ) -> None:
-        """Call `use` with the matrix as a whole: threads of a GPU share its memory in any case."""
-        (weight,) = self.decode([tensor], [stored])
-        use(0, len(weight), weight)
+    def decode_pieces(
+        self, tensor: PackedTensor, stored: Sequence[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        """The matrix as a whole: a GPU's caches hold no piece worth a product of its own."""
+        yield self.decode([tensor], [stored])[0]
 
     def check(self) -> None:
         """Raise CheckpointError where something that was decoded is no packed tensor; waits."""

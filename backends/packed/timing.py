@@ -67,7 +67,8 @@ def _time(scheme: str, n_threads: int, reading: Path | None) -> ComputeCurve:
     decoder = Decoder([PackedModule((tensor,), in_pieces=True)], n_threads)
 
     def decode() -> None:
-        decoder.each_piece(tensor, next(turns), lambda start, end, weight: None)
+        for _ in decoder.decode_pieces(tensor, next(turns)):
+            pass
 
     try:
         products: dict[int, Product] = {1: decode}
