@@ -21,9 +21,7 @@ from offload.units import MIB
 
 PIECE_BYTES = 8 * MIB
 """Decoded, of a matrix. 50 MB with 2 rows take 5.9 ms whole and 4.2 in pieces of 6 to 12 MiB (plain
-bf16 2.4), 16 rows 7.2 and 5.3; each piece costs 0.2 ms (EPYC Zen 4, 2 cores, cache of 32 MiB). Threads that
-decode and multiply each for itself take 3.4 alone, but 6 GB streamed so has 0.86 tokens/s plain and
-3.4 with drafts, in place of 1.04 and 4.8."""
+bf16 2.4), 16 rows 7.2 and 5.3; each piece costs 0.2 ms (EPYC Zen 4, 2 cores, cache of 32 MiB)."""
 _ALIGNMENT = 64
 _BLOCK_STEP = 8  # weights of a row that ROW_STEP rows make whole blocks of (docs/packed.md)
 
