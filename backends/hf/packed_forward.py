@@ -57,8 +57,10 @@ class PackedForward:
 
 
 class PackedLinear(PackedForward):
-    """A linear layer, computed in pieces of its outputs: each is a product with one row of the
-    matrix, so they are the same bits."""
+    """A linear layer, computed in pieces of its outputs, each a product with one row of the matrix.
+
+    Their bits were those of the whole product wherever both were computed.
+    """
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         self._check_bound()
