@@ -22,8 +22,8 @@ TOP_K = 4
 _GROUPED = "grouped_mm"  # transformers' products over rows sorted by expert
 _ROUTER_SCALE = 0.25
 """Norm of the rows of the router's first weights: the experts of a token then count about alike, as
-the target's neurons do. At 4 one expert of a token's eight got half the weight, and the loss began 1.2 nats
-higher."""
+the target's neurons do. At 4 (with 8 experts for a token) one of them got half the weight, and the
+loss began 1.2 nats higher."""
 
 
 def mixture_config(target: LlamaForCausalLM) -> Qwen3MoeConfig:
