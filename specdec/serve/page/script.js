@@ -173,7 +173,7 @@ async function* events(answer) {
   let held = "";
   for (const reader = answer.body.getReader(); ; ) {
     const { done, value } = await reader.read();
-    if (done) return;
+    if (done) throw new Error("the connection ended in the middle of the answer: ask again");
     held += decoder.decode(value, { stream: true });
     const blocks = held.split("\n\n");
     held = blocks.pop();

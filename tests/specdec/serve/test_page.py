@@ -140,6 +140,16 @@ def test_what_goes_wrong_is_shown(page: Any) -> None:
     assert page.locator("#log b").count() == 0
 
 
+def test_an_answer_that_is_cut_off_does_not_look_finished(page: Any) -> None:
+    page.get_by_text("ready", exact=True).wait_for()
+    cut = 'data: {"choices": [{"index": 0, "delta": {"content": "Paris is"}}]}\n\n'
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=200, body=cut))
+    send(page, "hello")
+    page.get_by_role("alert").wait_for()
+    assert "ended in the middle" in page.get_by_role("alert").inner_text()
+    assert page.locator(".assistant .text").inner_text() == "Paris is"
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_can_be_read_and_used_without_a_mouse(page: Any, scheme: str) -> None:
     page.emulate_media(color_scheme=scheme)
