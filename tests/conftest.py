@@ -32,8 +32,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans count what a fresh process takes, not what the suite has taken before this test; and
-    nothing was learnt of any models."""
+    """Plans count what a fresh process takes, not what the suite has taken before this test;
+    nothing was learnt of any models; and tests beside this one do not keep it from keeping what
+    was measured."""
     from offload.process.memory import ProcessMemory
 
     fresh = ProcessMemory(
@@ -41,6 +42,7 @@ def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr("specdec.planning.base.process_memory", lambda: fresh)
     monkeypatch.setattr("specdec.decoding.kept_experience.recall", lambda path: None)
+    monkeypatch.setattr("offload.process.others.seconds_of_others", lambda: 0.0)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Measured curves, kept from run to run: measuring takes seconds, and starts should not.
 
 A read limit in force (`offload.storage.read_limit`) is not the machine's: under one, what is timed
-beside reads is neither kept nor recalled.
+beside reads is neither kept nor recalled. What was timed while other programs computed is not kept.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from backends.contract.curve import ComputeCurve
 from backends.contract.kept_checks import processor
+from offload.process.others import beside_others
 from offload.process.remembered import cache_folder, recall_figure, remember_figure
 from offload.storage.read_limit import read_limit_in_force
 
@@ -33,9 +34,12 @@ def kept_curve(
     machine = f"{what} {device} {os.cpu_count()} {processor()}"
     digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
     path = cache_folder() / f"times-{digest}.json"
-    curve = _read(recall_figure(path) or {})
-    if curve is None:
+    known = _read(recall_figure(path) or {})
+    if known is not None:
+        return known
+    with beside_others() as others:
         curve = measure()
+    if not others.are_busy:
         kinds = {"rows": curve.rows, "alone": curve.alone, "beside_reads": curve.beside_reads}
         remember_figure(path, kinds, "how fast this machine computes")
     return curve

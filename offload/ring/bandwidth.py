@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.formats.tensors import TensorRecord
+from offload.process.others import beside_others
 from offload.process.remembered import cache_folder, recall_figure, remember_figure
 from offload.residency.placement import LayerWeights
 from offload.ring.slots import StreamerClosed
@@ -79,10 +80,11 @@ def measure_storage(
     direct = file.direct
     file.drop_cached()  # what somebody read or wrote lately would be no storage's speed
     file.close()
-    figures = _stream(path, n_bytes, seconds, read_bytes, n_readers)
+    with beside_others() as others:
+        figures = _stream(path, n_bytes, seconds, read_bytes, n_readers)
     bandwidth = figures.bytes_read / max(figures.read_seconds, 1e-9)
     profile = DeviceProfile(bandwidth, read_bytes, n_readers, direct, time.time(), device)
-    if figures.bytes_read >= _LEAST_BYTES and not is_limited:
+    if figures.bytes_read >= _LEAST_BYTES and not is_limited and not others.are_busy:
         remember_figure(cache, asdict(profile), "the measured storage speed")
     return profile
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from backends.contract.curve import ComputeCurve
 from backends.timing import kept
 from backends.timing.kept import kept_curve
-from offload.process import remembered
+from offload.process import others, remembered
 
 CURVE = ComputeCurve((1, 4), (0.25, 0.5), (0.25, 1.0))
 
@@ -43,6 +44,17 @@ def test_a_curve_is_measured_once_for_all_that_it_depends_on(find, measured, mon
     assert [find(), find(), find("that"), find("that")] == [CURVE] * 4
     assert len(measured) == 2
     monkeypatch.setattr(kept, "processor", lambda: "another one")
+    find()
+    assert len(measured) == 3
+
+
+def test_a_curve_measured_beside_other_programs_is_not_kept(find, measured, monkeypatch) -> None:
+    counted = count()  # seconds, of a measurement that takes none
+    monkeypatch.setattr(others, "seconds_of_others", lambda: float(next(counted)))
+    assert [find(), find()] == [CURVE] * 2
+    assert len(measured) == 2
+    monkeypatch.setattr(others, "seconds_of_others", lambda: 0.0)
+    find()
     find()
     assert len(measured) == 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offload.process import others
 from offload.ring import bandwidth as profile
 from offload.ring.bandwidth import DeviceProfile, measure_storage
 from offload.ring.streamer import StreamStats
@@ -78,6 +80,17 @@ def test_measured_once(weights: Path, tmp_path: Path, measurements: list[int]) -
     measure_storage(weights, cache_dir=tmp_path / "cache", n_readers=1)
     assert len(measurements) == 3
     assert len(list((tmp_path / "cache").iterdir())) == 2  # and no temporary file
+
+
+def test_what_was_measured_beside_other_programs_is_not_kept(
+    weights: Path, tmp_path: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(others, "seconds_of_others", lambda: float(next(seconds)))
+    measure_storage(weights, cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    measure_storage(weights, cache_dir=tmp_path / "cache")
+    assert len(measurements) == 2
 
 
 @pytest.mark.parametrize(
