@@ -12,6 +12,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from math import gcd
 from typing import Any
@@ -41,6 +42,12 @@ def unsteady_function(module: nn.Module) -> str | None:
     own = type(module)
     if not own.__module__.startswith("transformers.models.") or "forward" in vars(module):
         return None
+    return _unsteady_call(own)
+
+
+@cache
+def _unsteady_call(own: type[nn.Module]) -> str | None:
+    """Of a class: to read its code takes half a millisecond, and models have hundreds of modules."""
     try:
         code = ast.parse(textwrap.dedent(inspect.getsource(own.forward)))
     except (OSError, TypeError, SyntaxError):
