@@ -47,7 +47,7 @@ def unsteady_function(module: nn.Module) -> str | None:
 
 @cache
 def _unsteady_call(own: type[nn.Module]) -> str | None:
-    """Of a class: to read its code takes half a millisecond, and models have hundreds of modules."""
+    """Of a class: reading its code takes half a millisecond, and models have many modules."""
     try:
         code = ast.parse(textwrap.dedent(inspect.getsource(own.forward)))
     except (OSError, TypeError, SyntaxError):
