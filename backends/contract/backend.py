@@ -196,9 +196,12 @@ class Backend(Text):
     def kv_use(self) -> KvUse:
         """What texts hold of these positions; any thread may ask."""
 
-    def kv_growth_bytes(self, n_tokens: int) -> int:
+    def kv_growth_bytes(self, n_tokens: int, n_new_texts: int = 0) -> int:
         """What the KV cache may take beside what it takes now, by the end of a pass over nodes
-        that follow a text of so many tokens, should it lack some of them."""
+        that follow texts of so many tokens together, should it lack some of them.
+
+        n_new_texts: of these, that have no sequence yet.
+        """
         return 0
 
     @property

@@ -115,6 +115,11 @@ class KeptTexts:
         return True
 
     @property
+    def n_in_use(self) -> int:
+        """Texts that are not over."""
+        return len(self._in_use)
+
+    @property
     def newest(self) -> TokenSequence | None:
         """The text that began or ended last."""
         return (*self._kept, *self._in_use)[-1] if self._kept or self._in_use else None

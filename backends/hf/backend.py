@@ -160,14 +160,15 @@ class TorchBackend(MendingBackend[SequenceKv]):
     def kv_bytes(self) -> int:
         return self._pool.n_bytes
 
-    def kv_growth_bytes(self, n_tokens: int) -> int:
+    def kv_growth_bytes(self, n_tokens: int, n_new_texts: int = 0) -> int:
         """Blocks that were never in use: texts of the same length begin new ones in one pass."""
         if self._weights.device.type != "cpu":
             return 0
         pool, kvs = self._pool, [one.kv for one in self._sequences]
         n_rows = n_tokens + (self.max_nodes or 0) + self._exactness.n_least_rows
         n_rows = max(0, n_rows - sum(kv.table.n_committed for kv in kvs))
-        n_new = most_new_blocks([left for kv in kvs for left in kv.rows_left], n_rows)
+        rows_left = [left for kv in kvs for left in kv.rows_left] + [0] * n_new_texts
+        n_new = most_new_blocks(rows_left, n_rows)
         n_new = min(n_new + pool.n_blocks - pool.n_free, pool.n_blocks) - pool.n_touched
         return max(0, n_new) * BLOCK_ROWS * self._model.kv_bytes_per_token
 

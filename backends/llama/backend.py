@@ -198,7 +198,7 @@ class LlamaBackend(MendingBackend[TreeSequences]):
     def stream_use(self) -> StreamUse:
         return self._stream.use if self._stream else StreamUse()
 
-    def kv_growth_bytes(self, n_tokens: int) -> int:
+    def kv_growth_bytes(self, n_tokens: int, n_new_texts: int = 0) -> int:
         """A streamed model's cells take memory once they are written; page by page, without flash
         attention, each of which has the values of so many cells."""
         if self._stream is None:

@@ -120,7 +120,7 @@ class Scheduler:
         entering = self._chunks(others, most_rows, len(decoding))
         n_entering = sum(len(rows.token_ids) for _, rows in entering)
         if entering:
-            self._spare.make_room(self.room.texts.n_committed + n_entering)
+            self._spare.make_room(self.room.texts.n_committed + n_entering, len(self.room.running))
         if not self._step(decoding, entering, most_rows):
             return
         rounds = [job.decoder.round for job in decoding]
@@ -168,7 +168,7 @@ class Scheduler:
         if has_entered:
             self._spare.begin()
         else:
-            self._spare.lend(n_rows, self.room.texts.n_committed)
+            self._spare.lend(n_rows, self.room.texts.n_committed, len(self.room.running))
 
     def _chunks(
         self, jobs: Sequence[TextJob], most_rows: int | None, n_decoding: int

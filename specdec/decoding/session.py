@@ -119,6 +119,10 @@ class Session:
             self._target_path = planned.target.source.path.absolute()
             self._kept_experience = KeptExperience(planned)
             self.experience = self._kept_experience.experience
+            self.texts = KeptTexts(self.target, self.options.parallel)
+            self.draft_texts: KeptTexts | None = None
+            if self.draft is not None:
+                self.draft_texts = KeptTexts(self.draft, self.options.parallel)
             parts = dict(self.plan.parts)
             spare = SpareMemory(
                 self.target,
@@ -128,14 +132,15 @@ class Session:
                 most_rows=self.max_beams,
                 draft_bytes=sum(parts.get(name, 0) for name in DRAFTING_PARTS),
                 is_streamed=self.plan.residency.streamed_bytes > 0,
+                draft_texts=self.draft_texts,
             )
             self._ahead, self.totals = AheadThread(), Totals()
-            self.texts = KeptTexts(self.target, self.options.parallel)
-            self.draft_texts: KeptTexts | None = None
-            if self.draft is not None:
-                self.draft_texts = KeptTexts(self.draft, self.options.parallel)
             self._drafters = Drafters(
-                self.draft, self.draft_texts, self.draft_window, self.target.max_context
+                self.draft,
+                self.draft_texts,
+                self.draft_window,
+                self.target.max_context,
+                self.options.parallel,
             )
             if self._prompt_cache is not None:
                 self._prompt_cache.restore(self.texts, self.draft_texts)

@@ -10,7 +10,7 @@ from backends.contract.backend import Backend
 from backends.contract.kept_texts import KeptTexts
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter, TreeLimits
-from specdec.drafters.candidates import CandidateRanker
+from specdec.drafters.candidates import CandidateRanker, NoiseRows, noise_positions
 from specdec.drafters.grammar import GrammarDrafter, within_grammar
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
@@ -34,6 +34,7 @@ class Drafters:
         draft: the model that drafts, if there is one; texts: its KV.
         window: what its cache holds of a context.
         max_context: of the target.
+        n_texts: that share a pass.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class Drafters:
         texts: KeptTexts | None,
         window: DraftWindow,
         max_context: int,
+        n_texts: int,
     ) -> None:
         self._draft, self._texts, self._window = draft, texts, window
         self._max_context = max_context
         self._match_rates = MatchRates()  # what the n-grams learn of their own hit rate
+        self._noise = NoiseRows(noise_positions(n_texts))
 
     def of_text(self, sampler: Sampler, spec: SpecConfig, rng: np.random.Generator) -> Drafter:
         """sampler: the text's own; rng: decides for the rules of chains."""
@@ -58,7 +61,7 @@ class Drafters:
                     self._draft,
                     n_tokens,
                     chain=chain,
-                    ranker=CandidateRanker.for_target(sampler, n_tokens),
+                    ranker=CandidateRanker.for_target(sampler, n_tokens, self._noise),
                     window=self._window,
                     texts=self._texts,
                 )

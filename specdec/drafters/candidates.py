@@ -13,7 +13,7 @@ where s stands for how far the draft's logits are off the target's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,9 @@ SHARPNESS = 0.5
 """s above. The target takes the likeliest token (noise included), so the probability that a
 candidate is the one is sharper than the draft's own."""
 MAX_NOISE_POSITIONS = 32
-"""Positions whose noise is kept, [n_tokens] each: a tree needs it again at every level."""
+"""Positions whose noise is kept, [n_tokens] each: a tree needs it again at every level. Beside
+other texts a tree has fewer levels:"""
+_NOISE_POSITIONS_OF_MORE = 8
 _HEAD_TOKENS = 512
 """Likeliest tokens that a filter looks at; a larger nucleus is left whole."""
 _STRIPE = 64
@@ -40,22 +42,54 @@ Candidates = list[tuple[int, float]]
 """(token, log of the probability that the target chooses it), likeliest first."""
 
 
-class TargetNoise:
-    """T · g of a position, float32 [n_tokens]: what the target adds to its logits there."""
+class NoiseRows:
+    """Noise of the positions of all texts that are drafted for, as many rows as a plan sets aside.
 
-    def __init__(self, seed: int, temperature: float, n_tokens: int) -> None:
-        self._seed, self._temperature, self._n_tokens = seed, temperature, n_tokens
-        self._rows: dict[int, Row] = {}
+    Args:
+        most: rows; the one that was used longest ago goes first.
+    """
 
-    def at(self, position: int) -> Row:
-        row = self._rows.pop(position, None)
+    def __init__(self, most: int = MAX_NOISE_POSITIONS) -> None:
+        self._most = most
+        self._rows: dict[tuple[float, ...], Row] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def of(self, key: tuple[float, ...], make: Callable[[], Row]) -> Row:
+        row = self._rows.pop(key, None)
         if row is None:
-            noise = gumbel_noise(self._seed, position, self._n_tokens)
-            row = np.asarray(self._temperature * noise, dtype=np.float32)
-        self._rows[position] = row  # the last one used is the last one dropped
-        if len(self._rows) > MAX_NOISE_POSITIONS:
+            row = make()
+        self._rows[key] = row  # the last one used is the last one dropped
+        if len(self._rows) > self._most:
             del self._rows[next(iter(self._rows))]
         return row
+
+
+def noise_positions(n_texts: int) -> int:
+    """Rows of noise that are kept for so many texts at a time."""
+    return MAX_NOISE_POSITIONS + _NOISE_POSITIONS_OF_MORE * (n_texts - 1)
+
+
+class TargetNoise:
+    """T · g of a position, float32 [n_tokens]: what the target adds to its logits there.
+
+    rows: of other texts, too; its own when None.
+    """
+
+    def __init__(
+        self, seed: int, temperature: float, n_tokens: int, rows: NoiseRows | None = None
+    ) -> None:
+        self._seed, self._temperature, self._n_tokens = seed, temperature, n_tokens
+        self._rows = NoiseRows() if rows is None else rows
+
+    def at(self, position: int) -> Row:
+        key = (self._seed, self._temperature, self._n_tokens, position)
+        return self._rows.of(key, lambda: self._made(position))
+
+    def _made(self, position: int) -> Row:
+        noise = gumbel_noise(self._seed, position, self._n_tokens)
+        return np.asarray(self._temperature * noise, dtype=np.float32)
 
 
 class CandidateRanker:
@@ -85,13 +119,15 @@ class CandidateRanker:
         self._params = params if params is not None and _has_filters(params) else None
 
     @classmethod
-    def for_target(cls, sampler: Sampler, n_tokens: int) -> CandidateRanker:
-        """The ranker of a draft whose target chooses with `sampler`."""
+    def for_target(
+        cls, sampler: Sampler, n_tokens: int, rows: NoiseRows | None = None
+    ) -> CandidateRanker:
+        """The ranker of a draft whose target chooses with `sampler`; rows: see TargetNoise."""
         grammar = None if sampler.grammar is None else sampler.grammar.fork()
         if sampler.is_greedy:
             return cls(n_tokens, sharpness=SHARPNESS, grammar=grammar)
         params = sampler.params
-        noise = TargetNoise(sampler.seed, params.temperature, n_tokens)
+        noise = TargetNoise(sampler.seed, params.temperature, n_tokens, rows)
         return cls(n_tokens, sharpness=SHARPNESS, noise=noise, params=params, grammar=grammar)
 
     def rank(

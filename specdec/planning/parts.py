@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from backends.contract.nodes import table_bytes
 from backends.contract.source import ModelSource
 from specdec.config import SpecConfig
-from specdec.drafters.candidates import MAX_NOISE_POSITIONS
+from specdec.drafters.candidates import noise_positions
 from specdec.drafters.model import level_width
 from specdec.drafters.window import draft_context_size
 from specdec.planning.run_options import RunOptions
@@ -111,17 +111,21 @@ class PartsOfRun:
     def _probability_bytes(self, draft: ModelSource, n_drafted: int, n_run: int) -> int:
         """What drafting keeps beside the draft's logits.
 
-        The rules of chains keep the row that each token was drawn from. A tree's level is ranked
-        on a copy of its logits, whose order is one int64 for each, with the noise of the
-        positions that its nodes may have; the likeliest are listed, and kept for each node.
+        The rules of chains keep the row that each token was drawn from, of all texts of a pass. A
+        tree's level is ranked on a copy of its logits, whose order is one int64 for each, with the
+        noise of the positions that its nodes may have; the likeliest are listed, and kept for each
+        node.
         """
         spec, n_tokens = self.options.spec, min(draft.vocab_size, self.target.vocab_size)
         if spec.draws_chains:
-            return min(n_drafted, spec.depth) * n_tokens * _PROBABILITY_BYTES
+            n_drawn = self.options.parallel * min(n_drafted, spec.depth)
+            n_rows = min(n_drawn, self.options.target_rows(n_drafted) - 1)
+            return n_rows * n_tokens * _PROBABILITY_BYTES
         n_abreast, width = level_width(n_drafted), min(planned_width(spec), n_tokens)
         listed = n_abreast * width * _LISTED_BYTES + n_run * width * _KEPT_BYTES
         ranked = n_abreast * n_tokens * _RANKED_LOGIT_BYTES
-        return listed + ranked + MAX_NOISE_POSITIONS * n_tokens * _NOISE_BYTES
+        n_noise = noise_positions(self.options.parallel)
+        return listed + ranked + n_noise * n_tokens * _NOISE_BYTES
 
 
 def _place(

@@ -8,6 +8,7 @@ round, and layers that would stream stay in what is left, until something else a
 from __future__ import annotations
 
 from backends.contract.backend import Backend
+from backends.contract.kept_texts import KeptTexts
 from offload.process.memory import process_memory, recent_peak_rss
 from offload.units import MIB
 
@@ -23,7 +24,8 @@ class SpareMemory:
 
     Args:
         target: whose layers are held.
-        draft: may have rested so far, and have to compute the whole text in the next round.
+        draft: may have rested so far, and have to compute the whole text in the next round;
+            draft_texts: those that it has KV of.
         budget_bytes: of the process.
         activation_bytes: planned for the target's widest pass.
         most_rows: of a pass that decodes.
@@ -41,9 +43,10 @@ class SpareMemory:
         most_rows: int,
         draft_bytes: int = 0,
         is_streamed: bool = True,
+        draft_texts: KeptTexts | None = None,
     ) -> None:
         self._target, self._is_streamed = target, is_streamed
-        self._backends = (target,) if draft is None else (target, draft)
+        self._draft, self._draft_texts = draft, draft_texts
         self._whole_bytes, self._budget_bytes = budget_bytes, budget_bytes - draft_bytes
         self._most_rows, self._activation_bytes = most_rows, activation_bytes
         self._row_bytes = activation_bytes / max(most_rows, _CHUNK_ROWS)
@@ -52,13 +55,14 @@ class SpareMemory:
         """Before anything that may take all that was planned."""
         self._target.hold(0)
 
-    def make_room(self, n_tokens: int) -> None:
-        """Before a pass in which prompts enter, after which texts have so many tokens: it may take
-        what was planned for the widest pass, and the KV caches may grow. Nothing is lent here."""
+    def make_room(self, n_tokens: int, n_texts: int = 1) -> None:
+        """Before a pass in which prompts enter, after which so many texts have so many tokens: it
+        may take what was planned for the widest pass, and the KV caches may grow. Nothing is lent
+        here."""
         held = self._target.held_bytes
         if not held:
             return
-        left = self._left(self._activation_bytes, n_tokens)
+        left = self._left(self._activation_bytes, n_tokens, n_texts)
         if left < 0:
             self._target.hold(max(0, held + left))
 
@@ -75,8 +79,8 @@ class SpareMemory:
         if self._is_streamed:
             recent_peak_rss()
 
-    def lend(self, n_rows: int, n_tokens: int) -> None:
-        """A round of decoding is over, whose pass had so many rows; the text has so many tokens.
+    def lend(self, n_rows: int, n_tokens: int, n_texts: int = 1) -> None:
+        """A round of decoding is over, whose pass had so many rows; the texts have so many tokens.
 
         The next one may have more of them, and the KV caches may have to grow. More is lent as soon
         as there is more; it is asked back once half of the reserve is gone.
@@ -84,13 +88,16 @@ class SpareMemory:
         if not self._is_streamed:
             return
         to_come = int(max(0, self._most_rows - n_rows) * self._row_bytes)
-        left = self._left(to_come, n_tokens)
+        left = self._left(to_come, n_tokens, n_texts)
         held = self._target.held_bytes
         if left > 0 or (held and left < -RESERVE_BYTES // 2):
             self._target.hold(max(0, held + left))
 
-    def _left(self, to_come: int, n_tokens: int) -> int:
+    def _left(self, to_come: int, n_tokens: int, n_texts: int) -> int:
         """Bytes that nobody takes, where so many are to come beside what was taken of late."""
-        for backend in self._backends:
-            to_come += backend.unread_bytes + backend.kv_growth_bytes(n_tokens)
+        to_come += self._target.unread_bytes + self._target.kv_growth_bytes(n_tokens)
+        if self._draft is not None:
+            n_begun = 0 if self._draft_texts is None else self._draft_texts.n_in_use
+            n_new = max(0, n_texts - n_begun)  # each of which begins a block of its own
+            to_come += self._draft.unread_bytes + self._draft.kv_growth_bytes(n_tokens, n_new)
         return self._budget_bytes - recent_peak_rss() - to_come - RESERVE_BYTES

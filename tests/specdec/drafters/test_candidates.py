@@ -15,6 +15,7 @@ from specdec.drafters.candidates import (
     MAX_NOISE_POSITIONS,
     SHARPNESS,
     CandidateRanker,
+    NoiseRows,
     TargetNoise,
     likeliest,
     lowest_kept,
@@ -119,12 +120,24 @@ def test_the_likeliest_are_found_in_stripes(n_tokens, width, n_banned, seed) -> 
 
 
 def test_noise_is_kept_for_the_positions_in_use_only() -> None:
-    noise = TargetNoise(3, 0.7, VOCAB)
+    rows = NoiseRows()
+    noise = TargetNoise(3, 0.7, VOCAB, rows)
     first = noise.at(5)
     assert noise.at(5) is first
     for position in range(100):
         assert noise.at(position) == pytest.approx(0.7 * gumbel_noise(3, position, VOCAB), abs=1e-5)
-    assert len(noise._rows) == MAX_NOISE_POSITIONS
+    assert len(rows) == MAX_NOISE_POSITIONS
+
+
+def test_texts_share_the_room_for_their_noise() -> None:
+    """Else a list of prompts would take 32 rows of the vocabulary for each of them."""
+    rows = NoiseRows(7)
+    texts = [TargetNoise(seed, 0.7, VOCAB, rows) for seed in range(5)]
+    for position in range(20):
+        for seed, noise in enumerate(texts):
+            expected = 0.7 * gumbel_noise(seed, position, VOCAB)
+            assert noise.at(position) == pytest.approx(expected, abs=1e-5)
+    assert len(rows) == 7
 
 
 # --- what it is worth, on the embedded pair -----------------------------------------------------

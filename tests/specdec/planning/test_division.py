@@ -99,8 +99,26 @@ def test_ram_takes_no_less_than_the_whole_model_and_mmap_counts_none_of_it():
 def test_rejection_sets_memory_aside_for_the_rows_its_chain_was_drawn_from() -> None:
     """Whole rows of float64: at a large vocabulary more than the draft's KV cache."""
     models = PaperModel("target", 6, 8 * MIB), PaperModel("draft", 3, 2 * MIB)
-    division = divider(*models, acceptance="rejection", draft_depth=256).divide(2 * GIB, Shape(200))
-    assert dict(division.budget.table())["draft probabilities"] == 200 * 32000 * 8
+
+    def n_rows(n_texts: int, depth: int = 256) -> float:
+        options = {"acceptance": "rejection", "draft_depth": depth, "parallel": n_texts}
+        division = divider(*models, **options).divide(2 * GIB, Shape(200))
+        return dict(division.budget.table())["draft probabilities"] / (32000 * 8)
+
+    assert n_rows(1) == 200
+    assert n_rows(1, depth=32) == 32
+    assert n_rows(4, depth=32) == 4 * 32  # chains of four texts
+    assert n_rows(8, depth=32) == 200 + 7 + 7  # that is all that a pass has room for
+
+
+def test_each_further_text_has_noise_of_its_own() -> None:
+    models = PaperModel("target", 6, 8 * MIB), PaperModel("draft", 3, 2 * MIB)
+    found = []
+    for n_texts in (1, 2, 32):
+        division = divider(*models, parallel=n_texts).divide(2 * GIB, Shape(8))
+        found.append(dict(division.budget.table())["draft probabilities"])
+    assert found[1] - found[0] == 8 * 32000 * 4
+    assert found[2] - found[0] == 31 * 8 * 32000 * 4
 
 
 def test_the_smallest_budget_is_that_of_a_small_tree_whatever_is_planned() -> None:

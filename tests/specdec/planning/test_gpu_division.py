@@ -212,5 +212,5 @@ def test_logits_of_a_gpu_come_to_the_host():
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_chains_are_drawn_on_the_host(rule: str):
-    host, _ = parts("cuda", 16, acceptance=rule, spec_type="draft")
+    host, _ = parts("cuda", 16, acceptance=rule, spec_type="draft", parallel=1)
     assert host["draft probabilities"] == 16 * PaperModel.vocab_size * 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,8 +28,8 @@ class Target:
         self._kv_growth_bytes = kv_growth_bytes
         self.asked: list[int] = []
 
-    def kv_growth_bytes(self, n_tokens: int) -> int:
-        return self._kv_growth_bytes + n_tokens
+    def kv_growth_bytes(self, n_tokens: int, n_new_texts: int = 0) -> int:
+        return self._kv_growth_bytes * max(1, n_new_texts) + n_tokens
 
     def hold(self, n_bytes: int) -> None:
         self.held_bytes = n_bytes
@@ -62,6 +63,20 @@ def test_what_a_draft_may_take_that_rested_so_far_is_not_lent(peak: list[int]) -
     )
     spare.lend(n_rows=1, n_tokens=300)
     assert target.held_bytes == 9 * RESERVE_BYTES - 300 - 5300 - 7000
+
+
+def test_each_text_that_a_draft_has_no_kv_of_yet_begins_a_block(peak: list[int]) -> None:
+    target: Any = Target(0)
+    draft: Any = Target(5000)
+    texts: Any = SimpleNamespace(n_in_use=3)
+    spare = SpareMemory(
+        target, draft, 10 * RESERVE_BYTES, activation_bytes=0, most_rows=1, draft_texts=texts
+    )
+    spare.lend(n_rows=1, n_tokens=0, n_texts=20)
+    assert target.held_bytes == 9 * RESERVE_BYTES - 17 * 5000
+    peak[0] = target.held_bytes
+    spare.make_room(n_tokens=0, n_texts=30)
+    assert target.held_bytes == 9 * RESERVE_BYTES - 27 * 5000
 
 
 def test_what_is_not_read_yet_is_not_lent(peak: list[int]) -> None:
@@ -175,6 +190,28 @@ def check_given_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spare_memory, "recent_peak_rss", lambda: MANY)
     llm.generate(PROMPT, max_tokens=2)
     assert seen[0] == 0
+
+
+def test_texts_that_a_draft_has_no_kv_of_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_streaming(monkeypatch)
+    monkeypatch.setattr(spare_memory, "recent_peak_rss", lambda: -MANY)
+    model = save("checkpoint", tmp_path)
+    with specdec.load(model, model, ctx_size=128, kv_tokens=1024, num_draft_tokens=4) as llm:
+        draft: Any = llm.draft
+        seen: list[int] = []
+        growth = draft.kv_growth_bytes
+
+        def noted(n_tokens: int, n_new_texts: int = 0) -> int:
+            seen.append(n_new_texts)
+            return growth(n_tokens, n_new_texts)
+
+        llm.generate([5, 6, 7], max_tokens=8, ignore_eos=True)
+        assert llm.target.held_bytes > 0
+        monkeypatch.setattr(draft, "kv_growth_bytes", noted)
+        llm.generate([[5 + i, 6, 7] for i in range(6)], max_tokens=8, ignore_eos=True)
+        assert (seen[0], seen[-1]) == (6, 0)
 
 
 @pytest.mark.gguf
