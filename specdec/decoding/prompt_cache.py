@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -123,14 +124,22 @@ class PromptCache:
 
         Raises PromptCacheError, and leaves the file as it was.
         """
-        both = _by_role(target, draft)
-        held = _held(both)
+        try:
+            with ExitStack() as stack:
+                both = _by_role(target, draft).items()
+                self._save({role: stack.enter_context(_at_rest(texts)) for role, texts in both})
+        except BackendError as error:
+            raise self._not_written(str(error)) from error
+
+    def _save(self, newest: Mapping[str, TokenSequence | None]) -> None:
+        texts = {role: text for role, text in newest.items() if text is not None}
+        held = {role: list(text.committed_ids) for role, text in texts.items() if text.n_committed}
         if held == self._in_file or _TARGET not in held:
             return
         tensors = []
         for role, token_ids in held.items():
             tensors.append(TensorShape(f"{role}.{_TOKENS}", "I32", (len(token_ids),)))
-            for tensor in _newest(both[role]).prefix_tensors():
+            for tensor in texts[role].prefix_tensors():
                 name = f"{role}.{tensor.name}"
                 tensors.append(TensorShape(name, tensor.dtype, tensor.shape))
 
@@ -138,16 +147,13 @@ class PromptCache:
             for role, token_ids in held.items():
                 own = _below(role, buffers)
                 own.pop(_TOKENS)[:] = np.array(token_ids, dtype="<i4").tobytes()
-                _newest(both[role]).save_prefix(own)
+                texts[role].save_prefix(own)
 
         metadata = {role: self._fingerprints[role] for role in held}
         try:
             write_mapped(self.path, tensors, {"format": _FORMAT, **metadata}, fill)
         except OSError as error:
-            raise PromptCacheError(
-                f"cannot write the prompt cache {self.path}: {error.strerror or error}: "
-                "name another file"
-            ) from error
+            raise self._not_written(f"{error.strerror or error}: name another file") from error
         self._in_file = held
 
     def _fill(self, role: str, texts: KeptTexts, file: MappedFile) -> None:
@@ -185,6 +191,9 @@ class PromptCache:
         }
         return ids.tolist(), tensors
 
+    def _not_written(self, reason: str) -> PromptCacheError:
+        return PromptCacheError(f"cannot write the prompt cache {self.path}: {reason}")
+
     def _refusal(self, reason: str) -> PromptCacheError:
         return _refusal(self.path, reason)
 
@@ -205,10 +214,16 @@ def _by_role(target: KeptTexts, draft: KeptTexts | None) -> dict[str, KeptTexts]
     return {_TARGET: target, _DRAFT: draft}
 
 
-def _newest(texts: KeptTexts) -> TokenSequence:
+@contextmanager
+def _at_rest(texts: KeptTexts) -> Iterator[TokenSequence | None]:
+    """The newest text, for its live nodes to be dropped, as saving does: of one that is in use,
+    whose drafter or beams go on with theirs, another sequence with the same prefix."""
     newest = texts.newest
-    assert newest is not None, "only what is there is saved"
-    return newest
+    if newest is None or newest in texts.kept:
+        yield newest
+        return
+    with closing(newest.fork()) as other:
+        yield other
 
 
 def _held(both: Mapping[str, KeptTexts]) -> dict[str, list[int]]:

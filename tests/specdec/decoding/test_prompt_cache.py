@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,6 +137,25 @@ def test_a_file_that_is_up_to_date_is_left_alone(llm: LLM, opened: Opened, copy:
     assert saved != before
     prompt_cache.save(*kept(llm))
     assert copy.stat().st_ino == saved
+
+
+@pytest.mark.parametrize("kind", ["drafted ahead", "beams"])
+def test_a_text_that_still_runs_goes_on(pair: Pair, tmp_path: Path, kind: str) -> None:
+    """Saving drops live nodes: those of its drafter, or its beams, are not touched."""
+    path = tmp_path / "prompt.safetensors"
+    asked: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    if kind == "beams":
+        asked["num_beams"] = 3
+    with specdec.load(
+        pair.target, pair.target, prompt_cache_file=path, num_beams=3, draft_ahead="on", **OPTIONS
+    ) as llm:
+        expected = llm.generate(PROMPT, cache_prompt=False, **asked).token_ids
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(lambda: llm.generate(PROMPT, cache_prompt=False, **asked))
+            while wait([running], timeout=0.001).not_done:
+                llm.save_prompt_cache()
+        assert running.result().token_ids == expected
+    assert path.exists()
 
 
 def test_an_error_in_the_block_saves_nothing(pair: Pair, copy: Path) -> None:
