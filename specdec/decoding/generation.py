@@ -160,6 +160,7 @@ class Generation:
         One that began before, and was cut short, counts for nothing.
         """
         request, sampler = self._request, self._sequences[0].sampler
+        self._recorder.record_admitted()
         if self._recorder.stats().generated_tokens:
             self._recorder = StatsRecorder(len(request.prompt_ids))
         stops, prompt_ids = None, request.prompt_ids
@@ -181,11 +182,11 @@ class Generation:
 
     def step_beams(self, decoder: BeamDecoder) -> None:
         """A pass that brings every beam a token."""
-        began = time.perf_counter()
-        with self._recorder.verifying():
+        n_rows, began = len(decoder.pending), time.perf_counter()
+        with self._recorder.verifying(n_rows):
             decoder.step()
         self._recorder.record_round(*_ONE_TOKEN)
-        self._note_pass(self._request.params.num_beams, began)
+        self._note_pass(n_rows, began)
 
     def _note_pass(self, n_rows: int, began: float) -> None:
         seconds = time.perf_counter() - began

@@ -107,6 +107,15 @@ def test_beams_count_their_passes(tmp_path: Path) -> None:
         found = llm.stats
         assert found.passes == 1 + result.stats.passes
         assert found.pass_rows == 3 + 2 * result.stats.passes
+        assert result.stats.pass_rows == 2 * result.stats.passes
+        assert {one.n_rows for one in result.stats.pass_times} == {2}
+
+
+def test_what_a_beam_search_waited_is_told(tmp_path: Path) -> None:
+    with load(tmp_path, num_beams=2) as llm:
+        result = llm.generate([5, 6, 7], num_beams=2, max_tokens=5, ignore_eos=True)
+        assert 0.0 < result.stats.queue_seconds < result.stats.time_to_first_token
+        assert llm.stats.queue_seconds == result.stats.queue_seconds
 
 
 def test_the_sum_of_several_machines() -> None:
