@@ -43,7 +43,7 @@ def throughput_command(
     ignore_eos: options.IgnoreEos = False,
     output_file: options.OutputFile = None,
 ) -> None:
-    """Tokens per second of many texts in one pass, each equal to its run alone."""
+    """Tokens per second of many texts in one pass; a prompt's text is the same in every one."""
     from bench.decode.throughput import (
         ThroughputSpec,
         refuse_differences,

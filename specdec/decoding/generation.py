@@ -245,7 +245,7 @@ class Generation:
         before = self._use_before or use
         kv_bytes = sum(backend.kv_bytes for backend in session.backends)
         flops = session.model_flops
-        recorded = self._recorder.stats()
+        recorded, of_all = self._recorder.stats(), session.stats
         return replace(
             recorded,
             bytes_streamed=use.bytes_streamed - before.bytes_streamed,
@@ -258,7 +258,8 @@ class Generation:
             memory_budget_bytes=plan.budget_bytes,
             kv_bytes=kv_bytes,
             held_bytes=sum(backend.held_bytes for backend in session.backends),
-            kv_used_fraction=ratio(session.stats.kv_used_bytes, kv_bytes),
+            kv_used_fraction=ratio(of_all.kv_used_bytes, kv_bytes),
+            kv_shared_bytes=of_all.kv_shared_bytes,
             model_flops=0 if flops is None else self._decoded_flops(flops, recorded),
             peak_flops_per_second=0.0 if flops is None else flops.peak_flops_per_second,
             is_lossless=self._request.spec.is_lossless,

@@ -66,7 +66,8 @@ class GenerationStats:
     peak_memory_bytes: int = 0
     memory_budget_bytes: int = 0
     kv_bytes: int = 0  # allocated for KV caches
-    kv_used_fraction: float = 0.0  # of kv_bytes, at the end
+    kv_used_fraction: float = 0.0  # of kv_bytes, by all texts, at the end
+    kv_shared_bytes: int = 0  # that all texts would need in addition without sharing, at the end
     held_bytes: int = 0  # layers that were to stream and were in unused memory, at the end
     model_flops: int = 0  # of the target for the tokens of decode_seconds; see utilization
     peak_flops_per_second: float = 0.0  # of this machine, measured; 0: not known
@@ -251,6 +252,7 @@ LARGEST = (
     "vram_peak_bytes",
     "vram_budget_bytes",
     "kv_bytes",
+    "kv_shared_bytes",
     "held_bytes",
     "peak_flops_per_second",
 )
