@@ -133,6 +133,7 @@ class Batch:
         figures.n_answered = figures.n_before = n_found
 
     def _check_apart(self) -> None:
-        for path in (self.out, Path(f"{os.path.realpath(self.out)}.partial")):
+        real = os.path.realpath(self.out)
+        for path in (self.out, Path(f"{real}.partial"), Path(f"{real}.whole")):
             if path.exists() and path.samefile(self.source):
                 raise BatchError(f"{path} is the input: name another output file")

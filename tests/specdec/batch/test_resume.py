@@ -301,6 +301,12 @@ def test_the_input_is_no_output(source: Path) -> None:
     for path in (source, link):
         with pytest.raises(BatchError, match="is the input"):
             run(source, path)
+    for ending in (".partial", ".whole"):  # what the output is made in
+        named = write_prompts(source.with_name("out.jsonl" + ending), 3)
+        before = named.read_bytes()
+        with pytest.raises(BatchError, match="is the input"):
+            run(named, source.with_name("out.jsonl"))
+        assert named.read_bytes() == before
     with pytest.raises(BatchError, match="is no regular file"):
         run(source, Path("/dev/null"))
 
