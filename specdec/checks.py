@@ -18,7 +18,10 @@ class ConfigError(SpecdecError, ValueError):
 def as_float(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{name} is {value!r}, must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        raise ConfigError(f"{name} is an integer too large to compute with: lower it") from None
 
 
 def check(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ def _checked(values: dict[str, Any], path: Path) -> DeviceFigures:
 
 
 def _speed(value: Any, key: str, path: Path) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 < value <= _MOST:
+    if type(value) not in (int, float) or not 0 < value <= _MOST:
         raise DeviceError(f"{path}: {key} is {_shown(value)}, must be a number above 0")
     return float(value)
 

@@ -209,7 +209,7 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
         if params.exponential_decay_length_penalty is not None:
             start, factor = params.exponential_decay_length_penalty
             new["exponential_decay_length_penalty"] = (int(start), float(factor))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"a sampling option has the wrong shape: {error}") from error
     return new
 

@@ -122,6 +122,7 @@ def test_a_pass_is_bound_by_memory_first_and_by_arithmetic_then() -> None:
         ({**WHOLE, "storage_bytes_per_second": "fast"}, "above 0"),
         ('{"storage_bytes_per_second": Infinity}', "above 0"),
         ('{"storage_bytes_per_second": NaN}', "above 0"),
+        ({**WHOLE, "storage_bytes_per_second": 10**400}, "above 0"),  # no float can hold it
         ({**WHOLE, "dram_bytes_per_second": -1}, "dram_bytes_per_second is -1"),
         ({**WHOLE, "memory_bytes": 0}, "memory_bytes is 0"),
         ({**WHOLE, "memory_bytes": 2.5}, "memory_bytes is 2.5"),
