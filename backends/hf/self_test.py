@@ -120,8 +120,7 @@ def _find(model: HfModel, checks: KeptChecks) -> TorchExactness:
 
 
 def _products(model: HfModel) -> Iterator[Product]:
-    head = model.model.get_output_embeddings()
-    for part in (*model.layers, head):
+    for part in (*model.layers, *_outer_linears(model)):
         for module in part.modules():
             if is_experts(module):
                 yield from _products_of_experts(module)
@@ -142,6 +141,15 @@ def _products(model: HfModel) -> Iterator[Product]:
             n_in, n_out = weight.shape if is_transposed else weight.shape[::-1]
             n_out = n_out if n_out > 1 else GATE_OUTPUTS
             yield Product(n_in, _n_tried(n_out), module.bias is not None, is_transposed)
+
+
+def _outer_linears(model: HfModel) -> Iterator[nn.Module]:
+    """The head, and what is beside the layers: OPT of 350 M makes its embeddings wider."""
+    yield model.model.get_output_embeddings()
+    inner = {id(module) for layer in model.layers for module in layer.modules()}
+    for module in model.model.modules():
+        if isinstance(module, nn.Linear | Conv1D) and id(module) not in inner:
+            yield module
 
 
 def _products_of_experts(module: nn.Module) -> Iterator[Product]:

@@ -65,3 +65,10 @@ def test_no_number_of_rows_is_left_out_up_to_the_most(n_bad, found, monkeypatch)
 
     monkeypatch.setattr(self_test, "tried_linear_of", lambda dtype: linear)
     assert least_rows_of_product(Product(32, 4, False, False), torch.bfloat16) == found
+
+
+def test_products_beside_the_layers_are_tried(checkpoint_factory) -> None:
+    """OPT of 350 M has narrower embeddings than layers."""
+    model = load_hf_model(checkpoint_factory("opt", word_embed_proj_dim=16))
+    found = {(one.n_in, one.n_out) for one in self_test._products(model)}
+    assert {(16, 32), (32, 16)} <= found
