@@ -42,14 +42,14 @@ def unsteady_function(module: nn.Module) -> str | None:
     own = type(module)
     if not own.__module__.startswith("transformers.models.") or "forward" in vars(module):
         return None
-    return _unsteady_call(own)
+    return _unsteady_call(own.forward)
 
 
 @cache
-def _unsteady_call(own: type[nn.Module]) -> str | None:
-    """Of a class: reading its code takes half a millisecond, and models have many modules."""
+def _unsteady_call(forward: Callable[..., Any]) -> str | None:
+    """Of a class's: reading its code takes half a millisecond, and models have many modules."""
     try:
-        code = ast.parse(textwrap.dedent(inspect.getsource(own.forward)))
+        code = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
         return None
     calls = (node.func for node in ast.walk(code) if isinstance(node, ast.Call))
