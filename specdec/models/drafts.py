@@ -37,7 +37,7 @@ def best_draft(target: str) -> str:
     Raises ModelNotFound where there is none.
     """
     n_bytes = sum(path.stat().st_size for path in weight_files(resolve_model(target)))
-    found = drafts_for(target, [_embedded(), *found_models()])
+    found = drafts_for(target, found_models())
     small = [one for one in found if one.n_bytes <= _LARGEST_SHARE * n_bytes]
     if not small:
         raise ModelNotFound(
@@ -49,9 +49,10 @@ def best_draft(target: str) -> str:
 
 
 def drafts_for(target: str, models: Iterable[FoundModel]) -> list[FoundModel]:
-    """Those other models that have the target's vocabulary; what cannot be read is logged."""
+    """Those other models, and of the embedded pair, that have the target's vocabulary; what cannot
+    be read is logged."""
     wanted, path, fitting = read_vocabulary(target), resolve_model(target), []
-    for one in models:
+    for one in (_embedded(), *models):
         try:
             is_other = resolve_model(one.name) != path
             if is_other and compare_vocabularies(wanted, read_vocabulary(one.name)).problem is None:

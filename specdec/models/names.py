@@ -135,7 +135,8 @@ def _hub_id(name: str | Path) -> re.Match[str] | None:
     text = str(name)
     if text.startswith((PAIR_PREFIX, *_PATH_STARTS)) or _path(name).exists():
         return None
-    return None if text.endswith(GGUF_SUFFIX) else _HUB_ID.fullmatch(text)
+    found = _HUB_ID.fullmatch(text)
+    return None if found and text.endswith(GGUF_SUFFIX) and not found["file"] else found
 
 
 def check_local_name(name: str | Path) -> None:
@@ -172,12 +173,16 @@ def _of_ollama(name: str) -> Path:
 
 
 def _in_directory(directory: Path, part: str = "") -> Path:
-    """The directory itself, or its GGUF model where that is what it holds."""
+    """The directory itself, or its GGUF model where that is what it holds.
+
+    part: of a GGUF file's name, or of its folder's: repositories have split models in folders.
+    """
     if not part and (directory / "config.json").exists():
         _refuse_special_files(directory)
         return directory
-    files = sorted(path for path in directory.glob("*.gguf") if part.lower() in path.name.lower())
-    models = [path for path in files if not _is_later_split(path)]
+    files = directory.rglob("*.gguf") if part else directory.glob("*.gguf")
+    named = (path for path in files if part.lower() in str(path.relative_to(directory)).lower())
+    models = [path for path in sorted(named) if not _is_later_split(path)]
     if len(models) > 1:
         names = ", ".join(path.name for path in models[:5])
         raise ModelNotFound(f"{directory} holds {len(models)} GGUF models: name one of {names}")

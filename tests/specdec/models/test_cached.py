@@ -54,7 +54,7 @@ def test_the_largest_of_a_quarter_is_taken(hub: Path) -> None:
     add(hub, "me/same", resolve_model("pair:target"))
     add(hub, "me/other", save_model(hub.parent / "tiny", seed=1))
     fitting = drafts_for("pair:target", found_models())
-    assert [one.name for one in fitting] == ["me/draft", "me/same"]
+    assert [one.name for one in fitting] == ["pair:draft", "me/draft", "me/same"]
     assert best_draft("pair:target") in ("pair:draft", "me/draft")  # of equal size
 
 

@@ -94,6 +94,14 @@ def test_folders_of_programs_and_ones_own(home: Path, capsys: pytest.CaptureFixt
     assert "a.gguf is left out" in err
 
 
+def test_the_embedded_draft_fits_the_embedded_target(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is what `-md auto` would take, and was not in the list."""
+    for target, is_listed in (("pair:target", True), ("pair:draft", False)):
+        assert main(["models", "--fits", target, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["models"]
+        assert ("pair:draft" in [one["name"] for one in found]) is is_listed
+
+
 def test_a_split_model_is_one(home: Path) -> None:
     (home / "mine").mkdir()
     for number in (1, 2, 3):

@@ -12,6 +12,7 @@ from specdec.models.names import (
     ModelNotFound,
     check_local_draft,
     check_local_name,
+    is_hub_id,
     is_self_draft,
     resolve_draft,
     resolve_headers,
@@ -119,6 +120,26 @@ def test_a_hub_id_with_a_part_of_the_file_name(tmp_path: Path) -> None:
     assert resolve_model("someone/tiny-GGUF:Q8_0").name == "tiny-Q8_0.gguf"
     assert resolve_model("someone/tiny-GGUF:q4_0@main").name == "tiny-Q4_0.gguf"
     assert resolve_model("someone/tiny-GGUF:tiny-Q4_0.gguf").name == "tiny-Q4_0.gguf"
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_hub_id_of_a_model_in_a_folder_of_its_repository(tmp_path: Path) -> None:
+    """As those have it whose files are split: it was downloaded, and then not found."""
+    folder = tmp_path / "models--someone--tiny-GGUF" / "snapshots" / ("0" * 40) / "Q6_K"
+    folder.mkdir()
+    for number in (1, 2):
+        (folder / f"tiny-Q6_K-{number:05d}-of-00002.gguf").write_bytes(b"GGUF")
+    found = resolve_model("someone/tiny-GGUF:Q6_K")
+    assert found == folder / "tiny-Q6_K-00001-of-00002.gguf"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [("a/b", True), ("a/b:Q4_0", True), ("a/b:tiny-Q4_0.gguf", True), ("a/b.gguf", False)],
+)
+def test_what_is_a_hub_id(name: str, is_one: bool) -> None:
+    """`specdec pull` of a file by its whole name fetched it, and said that it was there before."""
+    assert is_hub_id(name) is is_one
 
 
 @pytest.mark.usefixtures("hub")
