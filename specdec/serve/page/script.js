@@ -185,8 +185,14 @@ async function* events(answer) {
   }
 }
 
+// What is wrong with a setting is shown beside it, for which it must be in sight.
+function settingsAreRight() {
+  const settings = $("settings");
+  if (!settings.checkValidity()) settings.closest("details").open = true;
+  return settings.reportValidity();
+}
+
 async function answer() {
-  if (!$("settings").reportValidity()) return;
   const body = addMessage("assistant", "");
   const figures = new Figures();
   running = new AbortController();
@@ -239,7 +245,7 @@ function showButtons() {
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("prompt").value;
-  if (running || !text.trim()) return;
+  if (running || !text.trim() || !settingsAreRight()) return;
   $("prompt").value = "";
   messages.push({ role: "user", content: text });
   addMessage("user", text);
@@ -253,6 +259,7 @@ $("prompt").addEventListener("keydown", (event) => {
 });
 $("stop").addEventListener("click", () => running?.abort());
 $("again").addEventListener("click", () => {
+  if (!settingsAreRight()) return;
   if (messages.at(-1)?.role === "assistant") {
     messages.pop();
     $("log").lastElementChild.remove();

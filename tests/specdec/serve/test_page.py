@@ -140,6 +140,22 @@ def test_what_goes_wrong_is_shown(page: Any) -> None:
     assert page.locator("#log b").count() == 0
 
 
+def test_a_setting_that_is_wrong_is_shown_before_anything_is_sent(page: Any) -> None:
+    """The message went into the conversation, and nothing answered it."""
+    page.get_by_text("ready", exact=True).wait_for()
+    page.get_by_text("Settings").click()
+    page.get_by_label("Temperature").fill("9")
+    page.get_by_text("Settings").click()
+    send(page, "hello")
+    assert page.get_by_label("Temperature").is_visible()
+    assert page.locator("#log li").count() == 0
+    assert page.get_by_label("Your message").input_value() == "hello"
+    page.get_by_label("Temperature").fill("0.75")
+    send(page, "hello")
+    settle(page)
+    assert page.locator(".assistant .text").inner_text()
+
+
 def test_an_answer_that_is_cut_off_does_not_look_finished(page: Any) -> None:
     page.get_by_text("ready", exact=True).wait_for()
     cut = 'data: {"choices": [{"index": 0, "delta": {"content": "Paris is"}}]}\n\n'
