@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -17,12 +18,17 @@ megabyte in single bytes kept everybody else waiting for seconds."""
 
 
 class _CountedConnection(h11.Connection):
-    """Refuses a body in too many pieces."""
+    """Refuses a body in too many pieces, and tells a head that is too long from what is no HTTP."""
 
     _n_pieces = 0
+    is_head_too_long = False
 
     def next_event(self) -> Any:
-        found = super().next_event()
+        try:
+            found = super().next_event()
+        except h11.RemoteProtocolError as error:
+            self.is_head_too_long = error.error_status_hint == 431
+            raise
         if isinstance(found, h11.Request):
             self._n_pieces = 0
         elif isinstance(found, h11.Data):
@@ -41,7 +47,8 @@ async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
 
 class TimedProtocol(H11Protocol):
     """A connection whose request head is not there after `read_seconds`, or that takes nothing of
-    its answer for `write_seconds`, is cut; one beyond the `most_connections` is told so.
+    its answer for `write_seconds`, is cut; one beyond the `most_connections` is told so, and beyond
+    twice as many it is cut.
 
     uvicorn itself waits for both without end: few slow clients would take all connections. Its own
     limit of them answers in plain text, and those that came before are turned away, too.
@@ -50,6 +57,7 @@ class TimedProtocol(H11Protocol):
     read_seconds: float
     write_seconds: float
     most_connections: int
+    conn: _CountedConnection
     _reading: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
 
@@ -60,6 +68,9 @@ class TimedProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if len(self.connections) > 2 * self.most_connections:
+            self._cut()  # to be told takes a connection, too, until the request is there
+            return
         if len(self.connections) > self.most_connections:
             self.app = crowded
         self._wait_for_head()
@@ -83,20 +94,38 @@ class TimedProtocol(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_writing()
+        self._let_go()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._let_go()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """A closed connection stays until its client has taken the end of the answer, which may be
+        too short for `pause_writing`."""
+        if self.transport.is_closing() and self._writing is None:
+            self._writing = self.loop.call_later(self.write_seconds, self._cut)
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP, in the shape of all errors; nothing where an answer has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            told = "this is no HTTP/1.1 request, or one in too many pieces"
-            response = bad_request(told).response()
+            told = bad_request("this is no HTTP/1.1 request, or one in too many pieces")
+            if self.conn.is_head_too_long:
+                told = ApiError(431, "the headers are longer than this server takes")
+            response = told.response()
             start = h11.Response(
-                status_code=400,
-                reason=b"Bad Request",
+                status_code=told.status,
+                reason=HTTPStatus(told.status).phrase,
                 headers=[*response.raw_headers, (b"connection", b"close")],
             )
             for one in (start, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(one) or b"")
         self.transport.close()
+        self._let_go()
 
     @property
     def _has_request(self) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,31 @@ def test_a_head_that_does_not_come(locked: Server) -> None:
             answer += raw.recv(4096)
         raw.sendall(b"GET /")  # of a second request
         assert raw.recv(4096) == b""
+
+
+def test_two_hundred_slow_connections(locked: Server) -> None:
+    """Half of them with a head, half with a body that never ends: others are served, they end."""
+    post = ["POST /v1/completions HTTP/1.1", "Host: x", KEY, "Content-Type: application/json"]
+    with ExitStack() as stack:
+        raws = [
+            stack.enter_context(locked.connect(*post, "Content-Length: 10", body=b"{"))
+            for _ in range(100)
+        ]
+        for _ in range(100):
+            raws.append(stack.enter_context(socket.create_connection(("127.0.0.1", locked.port))))
+            raws[-1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        status, _ = locked.post("/v1/chat/completions", CHAT, {"Authorization": "Bearer s3cret"})
+        assert status == 200
+        for i, raw in enumerate(raws):
+            raw.settimeout(60)
+            answer = b"".join(iter(lambda raw=raw: raw.recv(4096), b""))
+            assert b" 408 " in answer if i < 100 else answer == b""
+
+
+def test_a_head_without_end(locked: Server) -> None:
+    with socket.create_connection(("127.0.0.1", locked.port)) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nX: " + b"1" * 40_000)
+        assert status_of(raw) == 431
 
 
 def test_many_and_long_headers(locked: Server) -> None:

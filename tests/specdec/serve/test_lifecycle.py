@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,44 @@ def test_connections_beyond_the_limit_are_told(served_model: Path) -> None:
             assert b" 200 " in first.recv(4096)
 
 
+def test_connections_that_cannot_even_be_told_are_closed(served_model: Path) -> None:
+    """They ask for nothing, and would take all files that the process may open."""
+    more = ("--max-connections", "2", "--read-timeout", "120")
+    with Server(served_model, *more) as server, ExitStack() as stack:
+        at = ("127.0.0.1", server.ready().port)
+        *_, last = (stack.enter_context(socket.create_connection(at, 60)) for _ in range(5))
+        assert last.recv(1) == b""
+
+
+def test_a_hundred_at_once_before_a_queue_of_32(served_model: Path) -> None:
+    """Nobody is left without an answer, and who was let in has the text that it has alone."""
+    more = ("--spec-type", "none", "-c", "256", "--kv-tokens", "4096", "--max-queue", "32")
+    body, prompts = {**LONG, "max_tokens": 200}, [f"{i} is " for i in range(100)]
+    with Server(served_model, *more) as server, ExitStack() as stack:
+        server.ready()
+        raws = [
+            stack.enter_context(server.post_raw(COMPLETIONS, {**body, "prompt": one}))
+            for one in prompts
+        ]
+        told = [answer_of(raw) for raw in raws]
+        let_in = [i for i, (status, _) in enumerate(told) if status == 200]
+        assert {status for status, _ in told} == {200, 429}
+        assert len(let_in) >= 32
+        for first in range(0, len(let_in), 8):
+            some = let_in[first : first + 8]
+            _, alone = server.post(COMPLETIONS, {**body, "prompt": [prompts[i] for i in some]})
+            texts = [choice["text"] for choice in alone["choices"]]
+            assert [told[i][1]["choices"][0]["text"] for i in some] == texts
+        assert server.metric("specdec_requests_inside") == 0
+
+
+def answer_of(raw: socket.socket) -> tuple[int, Any]:
+    raw.settimeout(120)
+    response = HTTPResponse(raw)
+    response.begin()
+    return response.status, json.loads(response.read())
+
+
 def test_many_at_once_are_not_mixed_up(server: Server) -> None:
     prompts = [f"number {i}: " for i in range(12)]
     body = {"max_tokens": 10, "temperature": 0}
@@ -179,6 +219,22 @@ def test_a_client_that_reads_nothing_is_cut(small: Server) -> None:
         small.wait_until_free(240)
     assert small.metric("specdec_generated_tokens_total") - before < 480
     assert small.post(COMPLETIONS, SHORT)[0] == 200
+
+
+def test_clients_that_do_not_take_the_end_of_an_answer_are_cut(small: Server) -> None:
+    """It was in the server's hands, too short to be waited for: the connection stayed for ever."""
+    files = Path(f"/proc/{small.process.pid}/fd")
+    before = len(list(files.iterdir()))
+    with ExitStack() as stack:
+        for n_answers in range(2, 242, 3):  # what the kernel holds of them is unknown
+            raw = stack.enter_context(socket.socket())
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            raw.connect(("127.0.0.1", small.port))
+            raw.sendall(b"GET /page/script.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * n_answers)
+        end = time.monotonic() + 120
+        while len(list(files.iterdir())) > before:
+            assert time.monotonic() < end, "a connection is still open"
+            time.sleep(0.2)
 
 
 def test_sigterm_ends_an_idle_server_at_once(mortal: Server) -> None:
