@@ -105,7 +105,8 @@ def completion_job(body: CompletionRequest, llm: LLM, limits: ServeOptions) -> J
     """Raises ApiError, SpecdecError."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request("best_of is not supported, unless it equals n: leave it out", "best_of")
-    params = _params(body, body.max_tokens or _DEFAULT_COMPLETION_TOKENS, limits)
+    default = min(_DEFAULT_COMPLETION_TOKENS, limits.max_output_tokens)
+    params = _params(body, body.max_tokens or default, limits)
     params = params.replace(logprobs=openai.completion_logprobs(body.logprobs))
     prompts: Sequence[Any] = [body.prompt] if _is_one(body.prompt) else body.prompt
     _check_choices(len(prompts) * (body.n or 1), limits)
@@ -167,9 +168,9 @@ def _params(
     extra_stops: Sequence[str] = (),
 ) -> SamplingParams:
     if max_tokens is not None and max_tokens > limits.max_output_tokens:
+        name = "max_tokens" if max_tokens == body.max_tokens else "max_completion_tokens"
         raise bad_request(
-            f"max_tokens is {max_tokens}, this server gives at most {limits.max_output_tokens}",
-            "max_tokens",
+            f"{name} is {max_tokens}, this server gives at most {limits.max_output_tokens}", name
         )
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream: true", "stream_options")

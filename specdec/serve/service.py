@@ -256,9 +256,9 @@ class _Run:
             while asked:
                 seconds = min(_PING_SECONDS, self._left)
                 done, _ = await asyncio.wait(asked, timeout=seconds, return_when=FIRST_COMPLETED)
+                if not self._left:  # also where chunks lie ready for a client that reads slowly
+                    raise asyncio.TimeoutError
                 if not done:
-                    if not self._left:
-                        raise asyncio.TimeoutError
                     yield None, None
                 for task in done:
                     index, chunk = asked.pop(task), task.result()

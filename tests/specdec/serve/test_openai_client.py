@@ -164,6 +164,21 @@ def test_options_that_only_others_have(client: Any) -> None:
     chat(client, extra_body={"min_p": 0.1, "top_k": -1, "repetition_penalty": 1.2})
 
 
+def test_the_most_tokens_by_their_newer_name(client: Any) -> None:
+    options = {"model": "tiny", "messages": TALK, "temperature": 0}
+    answer = client.chat.completions.create(**options, max_completion_tokens=3)
+    assert answer.usage.completion_tokens == 3
+    with pytest.raises(openai.BadRequestError, match="max_completion_tokens is") as caught:
+        client.chat.completions.create(**options, max_completion_tokens=10**9)
+    assert caught.value.param == "max_completion_tokens"
+
+
+def test_the_likeliest_tokens_alone(client: Any) -> None:
+    likeliest = chat(client).choices[0].message.content
+    narrow = chat(client, temperature=1.0, seed=3, top_p=1e-6, extra_body={"priority": 5})
+    assert narrow.choices[0].message.content == likeliest
+
+
 def test_penalties_and_biases(client: Any) -> None:
     assert chat(client, logit_bias={"70": 100}, max_tokens=3).choices[0].message.content == "ddd"
     plain = chat(client, max_tokens=40).choices[0].message.content

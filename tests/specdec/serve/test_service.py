@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
+from specdec.async_llm import AsyncChunk
+from specdec.serve.jobs import completion_job
 from specdec.serve.options import ServeOptions
-from specdec.serve.service import Service
+from specdec.serve.schema import CompletionRequest
+from specdec.serve.service import Service, _Run
 
 
 class Gone:
@@ -67,3 +71,39 @@ def test_prompts_do_not_wait_for_trials_of_schemas() -> None:
         asyncio.run(asyncio.wait_for(work(), 30))
     finally:
         may_end.set()
+
+
+class Ready:
+    """A text whose next chunk is always there, as it is for a client that reads slowly."""
+
+    is_cancelled = False
+
+    def __aiter__(self) -> Ready:
+        return self
+
+    async def __anext__(self) -> AsyncChunk:
+        return AsyncChunk("x", (1,))
+
+
+def test_a_client_that_reads_slowly_has_no_more_time_than_others() -> None:
+    """Its time was looked at where no chunk was there, which for such a client is never."""
+    service = Service(ServeOptions(request_timeout=0.01), "m", print)
+    service.open(object())  # never asked
+
+    async def work() -> None:
+        run = _Run(service, Gone(), False)
+        with pytest.raises(asyncio.TimeoutError):
+            async for _ in run._chunks([Ready()]):
+                pass
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_a_completion_that_does_not_say_how_long_keeps_to_the_servers_limit() -> None:
+    """It was refused for 16 tokens, OpenAI's default, for which it had not asked."""
+    tokenizer = SimpleNamespace(encode=lambda text: [1], n_tokens=9)
+    llm: Any = SimpleNamespace(tokenizer=tokenizer, max_context=64)
+    for most, expected in ((8, 8), (100, 16)):
+        limits = ServeOptions(max_output_tokens=most)
+        job = completion_job(CompletionRequest(prompt="x"), llm, limits)
+        assert job.params.max_tokens == expected
