@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -65,6 +66,8 @@ class Serving:
 
     def run(self) -> int:
         """Serve until a signal comes; returns its number. Raises what loading raised."""
+        # Its warnings have words of clients' schemas in them.
+        logging.getLogger("specdec.grammar").setLevel(logging.ERROR)
         with _listening(self._options) as listener:
             asyncio.run(self._serve(listener))
         if self._error is not None:
