@@ -12,6 +12,7 @@ from specdec.grammar.constraint import Constraint, schema_text
 from specdec.grammar.trial import check_cost
 from specdec.sampling.params import SEED_LIMIT, SamplingParams
 from specdec.serve.errors import bad_request
+from specdec.serve.limits import check_choices, check_room, with_few_logprobs
 from specdec.serve.options import ServeOptions
 from specdec.serve.schema import (
     ChatRequest,
@@ -24,7 +25,7 @@ from specdec.serve.schema import (
 )
 from specdec.serve.schema import Sampling as SamplingFields
 from specdec.text import openai
-from specdec.text.prompts import check_room, encode_prompt
+from specdec.text.prompts import encode_prompt
 
 _DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
@@ -81,7 +82,7 @@ def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
     ids = llm.tokenizer.encode_chat(
         messages, [tool.model_dump(exclude_none=True) for tool in tools]
     )
-    _check_room([ids], llm)
+    check_room([ids], llm)
     return _job(
         body,
         [list(ids)],
@@ -109,9 +110,9 @@ def completion_job(body: CompletionRequest, llm: LLM, limits: ServeOptions) -> J
     params = _params(body, body.max_tokens or default, limits)
     params = params.replace(logprobs=openai.completion_logprobs(body.logprobs))
     prompts: Sequence[Any] = [body.prompt] if _is_one(body.prompt) else body.prompt
-    _check_choices(len(prompts) * (body.n or 1), limits)
+    check_choices(len(prompts) * (body.n or 1), limits)
     ids = [encode_prompt(prompt, llm.tokenizer) for prompt in prompts]
-    _check_room(ids, llm)
+    check_room(ids, llm)
     echoed: tuple[str, ...] = ()
     if body.echo:
         if body.logprobs is not None:
@@ -127,15 +128,6 @@ def _is_one(prompt: Any) -> bool:
     return isinstance(prompt, str) or isinstance(prompt[0], int)
 
 
-def _check_room(prompts: Sequence[Sequence[int]], llm: LLM) -> None:
-    for ids in prompts:
-        if len(ids) >= llm.max_context:
-            try:
-                check_room(len(ids), llm.max_context, llm.session.model_context)
-            except Exception as error:
-                raise bad_request(str(error), code="context_length_exceeded") from error
-
-
 def _job(
     body: SamplingFields,
     prompts: list[list[int]],
@@ -144,21 +136,13 @@ def _job(
     **more: Any,
 ) -> Job:
     n = body.n or 1
-    _check_choices(len(prompts) * n, limits)
+    check_choices(len(prompts) * n, limits)
+    params = with_few_logprobs(body, params, len(prompts) * n, limits)
     wanted = body.stream_options
     more["tells_draft"] = wanted is not None and bool(wanted.include_draft)
     if params.is_greedy:
         return Job(tuple(prompts), params, body.priority, n_copies=n, **more)
     return Job(tuple(prompts), params.replace(n=n), body.priority, **more)
-
-
-def _check_choices(n_choices: int, limits: ServeOptions) -> None:
-    if n_choices > limits.max_choices:
-        raise bad_request(
-            f"the request asks for more than {limits.max_choices} texts, the most that this "
-            "server gives: lower n, or send several requests",
-            "n",
-        )
 
 
 def _params(

@@ -49,6 +49,12 @@ class ServeOptions:
     max_output_tokens: int = option(
         16384, "Most tokens that a request may ask for, for each of its texts.", LIMITS, at_least=1
     )
+    max_logprobs: int = option(
+        20000,
+        "Most log-probabilities of one request: texts x tokens x (top_logprobs + 1).",
+        LIMITS,
+        at_least=1,
+    )
     max_queue: int = option(
         32, "Most requests that run or wait; one more is told to come back.", LIMITS, at_least=1
     )

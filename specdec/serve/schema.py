@@ -22,6 +22,11 @@ def _no_number(value: Any) -> Any:
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 No = Annotated[Literal[False], BeforeValidator(_no_number)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
+"""With OpenAI's limits."""
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
@@ -67,7 +72,7 @@ class Sampling(Strict):
     ignore_eos: bool | None = None
     # Without effect here, and without harm.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     service_tier: Literal["auto", "default"] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None

@@ -227,7 +227,7 @@ async function answer() {
     }
   }
   running = null;
-  messages.push({ role: "assistant", content: text });
+  if (text) messages.push({ role: "assistant", content: text });
   $("state").textContent = "ready";
   showButtons();
 }
@@ -247,6 +247,7 @@ $("composer").addEventListener("submit", (event) => {
   const text = $("prompt").value;
   if (running || !text.trim() || !settingsAreRight()) return;
   $("prompt").value = "";
+  if (messages.at(-1)?.role === "user") messages.pop(); // it got no answer
   messages.push({ role: "user", content: text });
   addMessage("user", text);
   answer();
@@ -260,10 +261,8 @@ $("prompt").addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", () => running?.abort());
 $("again").addEventListener("click", () => {
   if (!settingsAreRight()) return;
-  if (messages.at(-1)?.role === "assistant") {
-    messages.pop();
-    $("log").lastElementChild.remove();
-  }
+  if (messages.at(-1)?.role === "assistant") messages.pop();
+  $("log").lastElementChild.remove();
   answer();
 });
 $("clear").addEventListener("click", () => {

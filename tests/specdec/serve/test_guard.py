@@ -234,6 +234,31 @@ def test_one_mistake_of_many_is_enough(server: Server) -> None:
         assert caught.value.error_count() == 1
 
 
+@pytest.mark.parametrize(
+    "metadata", [{str(i): "" for i in range(17)}, {"a" * 65: ""}, {"a": "b" * 513}]
+)
+def test_metadata_are_few(server: Server, metadata: dict[str, str]) -> None:
+    """They stay in memory until the answer ends."""
+    body = {"prompt": "x", "max_tokens": 1, "metadata": metadata}
+    assert server.post("/v1/completions", body)[0] == 400
+
+
+def test_log_probabilities_are_bounded(served_model: Path) -> None:
+    """Eight texts of 2 000 tokens with 20 each took 168 MiB beside the plan."""
+    chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "temperature": 0}
+    with Server(served_model, "--max-logprobs", "60") as server:
+        server.ready()
+        too_many = chat | {"top_logprobs": 2, "max_tokens": 21}
+        status, told = server.post("/v1/chat/completions", too_many)
+        assert status == 400
+        assert "63 log-probabilities" in told["error"]["message"]
+        fits = chat | {"top_logprobs": 2, "max_tokens": 10, "n": 2}
+        assert server.post("/v1/chat/completions", fits)[0] == 200
+        status, told = server.post("/v1/chat/completions", chat | {"top_logprobs": 2})
+        assert status == 200
+        assert told["usage"]["completion_tokens"] <= 20
+
+
 def test_a_number_that_python_does_not_print(server: Server) -> None:
     """Of more than 4300 digits; in a request it has at most as many."""
     body = {"prompt": ["a", "b"], "n": 10**4300 - 1}

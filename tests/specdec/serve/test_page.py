@@ -138,6 +138,10 @@ def test_what_goes_wrong_is_shown(page: Any) -> None:
     page.get_by_role("alert").wait_for()
     assert "leaves no room" in page.get_by_role("alert").inner_text()
     assert page.locator("#log b").count() == 0
+    send(page, "hello")  # what got no answer is in nobody's way
+    page.locator("#acceptance", has_text="%").wait_for()
+    settle(page)
+    assert page.locator(".assistant .text").last.inner_text()
 
 
 def test_a_setting_that_is_wrong_is_shown_before_anything_is_sent(page: Any) -> None:
