@@ -40,6 +40,11 @@ def cached_model(name: str) -> CachedModel:
     if name.startswith(OLLAMA_PREFIX):
         own = name.removeprefix(OLLAMA_PREFIX)
         raise ModelNotFound(f"{name} is Ollama's to remove: `ollama rm {own}`")
+    repository, _, file = name.partition(":")
+    if file:
+        raise ModelNotFound(
+            f"a repository is removed with all its files: `specdec rm {repository}`"
+        )
     try:
         cache = scan_cache_dir()
     except CacheNotFound as error:

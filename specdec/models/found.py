@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,14 +93,23 @@ def _of_hub() -> Iterator[FoundModel]:
     for repo in sorted(repos, key=lambda one: one.repo_id):
         if repo.repo_type != "model":
             continue
-        names = {file.file_name for revision in repo.revisions for file in revision.files}
-        kinds = [
-            kind
-            for kind, suffix in (("safetensors", ".safetensors"), ("GGUF", GGUF_SUFFIX))
-            if any(name.endswith(suffix) for name in names)
-        ]
-        if kinds:
-            yield FoundModel(repo.repo_id, ", ".join(kinds), repo.size_on_disk, "Hugging Face")
+        files = {file.file_name: file for revision in repo.revisions for file in revision.files}
+        sizes = {name: file.size_on_disk for name, file in files.items()}
+        yield from _of_repository(repo.repo_id, sizes)
+
+
+def _of_repository(name: str, sizes: Mapping[str, int]) -> Iterator[FoundModel]:
+    """sizes: bytes of its files. A GGUF model goes by its file's name: there may be several."""
+    weights = [size for file, size in sizes.items() if file.endswith(".safetensors")]
+    if weights:
+        yield FoundModel(name, "safetensors", sum(weights), "Hugging Face")
+    for file in sorted(sizes):
+        split = SPLIT.search(file)
+        if not file.endswith(GGUF_SUFFIX) or (split is not None and int(split["number"]) > 1):
+            continue
+        stem, end = (file, "") if split is None else (file[: split.start()], split["end"])
+        parts = [size for one, size in sizes.items() if one.startswith(stem) and one.endswith(end)]
+        yield FoundModel(f"{name}:{file}", "GGUF", sum(parts), "Hugging Face")
 
 
 def _program_folders() -> dict[str, list[Path]]:

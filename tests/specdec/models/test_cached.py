@@ -49,6 +49,20 @@ def test_the_embedded_draft_drafts_for_the_embedded_target(
     assert "the draft model is pair:draft" in capsys.readouterr().err
 
 
+def test_every_gguf_model_of_a_repository_is_listed_by_a_name_that_m_takes(hub: Path) -> None:
+    """A repository of several was listed by a name that -m refused for that."""
+    model = hub.parent / "several"
+    model.mkdir()
+    parts = [f"big-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for name in ("tiny-Q4_0.gguf", *parts):
+        (model / name).write_bytes(b"GGUF")
+    add(hub, "me/several", model)
+    found = {one.name: one.n_bytes for one in found_models()}
+    assert found == {"me/several:big-Q8_0-00001-of-00002.gguf": 8, "me/several:tiny-Q4_0.gguf": 4}
+    for name in found:
+        assert resolve_model(name).name == name.partition(":")[2]
+
+
 def test_the_largest_of_a_quarter_is_taken(hub: Path) -> None:
     add(hub, "me/draft", resolve_model("pair:draft"))
     add(hub, "me/same", resolve_model("pair:target"))
@@ -87,6 +101,8 @@ def test_rm(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rm", "me/draft", "--yes"]) == 2
     assert main(["rm", "ollama:tiny", "--yes"]) == 2
     assert "ollama rm tiny" in capsys.readouterr().err
+    assert main(["rm", "me/kept-0:a.gguf", "--yes"]) == 2
+    assert "`specdec rm me/kept-0`" in capsys.readouterr().err
 
 
 def test_rm_asks(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
