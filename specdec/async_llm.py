@@ -189,7 +189,7 @@ class AsyncStream:
             return AsyncChunk(chunk.text, chunk.token_ids, chunk.index)
         begin = self._n_tokens[chunk.index]
         end = self._n_tokens[chunk.index] = begin + len(chunk.token_ids)
-        output = stream.result.outputs[chunk.index]
+        output = stream.outputs[chunk.index]
         self._may_have_logprobs = output.logprobs is not None
         return AsyncChunk(
             chunk.text,

@@ -128,7 +128,8 @@ class Scratch:
             if name not in self._buffers or len(self._buffers[name]) < n_numbers:
                 self._views.pop(name, None)
                 self._buffers.pop(name, None)
-                self._buffers[name] = torch.empty(n_numbers)
+                # Of no dtype it would be torch's default, which whoever builds a model replaces.
+                self._buffers[name] = torch.empty(n_numbers, dtype=torch.float32)
             view = self._buffers[name][:n_numbers].view(shape).fill_(1.0)
             self._views[name] = view
         return view

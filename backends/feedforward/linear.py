@@ -114,7 +114,7 @@ def _sums_of_ggml(
         x = x.contiguous()
     if not weight.is_contiguous():
         weight = weight.contiguous()
-    result = torch.empty(*x.shape[:-1], n_out)
+    result = torch.empty(*x.shape[:-1], n_out, dtype=torch.float32)  # whatever torch's default is
     addresses = weight.data_ptr(), x.data_ptr(), result.data_ptr()
     shape = x.numel() // n_in, n_in, n_out
     if result.numel():  # ggml ends the process where there is no row

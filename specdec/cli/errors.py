@@ -65,7 +65,12 @@ def run_app(app: typer.Typer, name: str, argv: Sequence[str]) -> int:
         with command.make_context(name, arguments, obj=Invocation(tuple(argv))) as context:
             command.invoke(context)
 
-    return guard(name, work, debug="--debug" in argv)
+    return guard(name, work, debug=wants_debug(argv))
+
+
+def wants_debug(argv: Sequence[str]) -> bool:
+    """Whether errors are to be shown with all they say."""
+    return "--debug" in argv or os.environ.get("SPECDEC_DEBUG", "") not in ("", "0")
 
 
 def _hide_flag_types(command: Any) -> None:
@@ -92,7 +97,7 @@ def _hide_flag_types(command: Any) -> None:
 
 def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
     """Call `work`; turn the ways in which it may end into exit codes and at most one line."""
-    debug = debug or os.environ.get("SPECDEC_DEBUG", "") not in ("", "0")
+    debug = debug or wants_debug(())
     is_stdout_closed = _open_standard_streams()
     _make_streams_robust()
     try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from specdec.cli import options
+from specdec.cli.errors import wants_debug
 from specdec.cli.groups import ServedLoad, Serving, with_options
 from specdec.cli.notes import note_plain_transcript
 from specdec.cli.output import say
@@ -42,7 +43,7 @@ def serve(
             note_plain_transcript(llm)
             return llm
 
-        is_debug = "--debug" in context.obj.argv
+        is_debug = wants_debug(context.obj.argv)
         number = run(server, _name(server, load), open_it, say, is_debug=is_debug).run()
     if number == signal.SIGINT:
         raise KeyboardInterrupt

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -135,6 +134,7 @@ class Session:
                 draft_texts=self.draft_texts,
             )
             self._ahead, self.totals = AheadThread(), Totals()
+            self._model_flops: tuple[ModelFlops | None] | None = None  # not asked for yet
             self._drafters = Drafters(
                 self.draft,
                 self.draft_texts,
@@ -174,9 +174,22 @@ class Session:
         )
         return Engine(scheduler, controller, self.check_open)
 
-    @cached_property
+    @property
     def model_flops(self) -> ModelFlops | None:
-        """Asked for behind a text: building the model's shape would be between it and its start."""
+        """Asked for behind a text: building the model's shape would be between it and its start.
+
+        Beside no pass: transformers builds with torch's default dtype replaced, which is the whole
+        process's. A cached property would lock out the thread that is waited for (Python 3.11).
+        """
+        if self._model_flops is None:
+            if self.engine.is_leading_here or self.is_forked:  # nobody else computes
+                self._model_flops = (self._read_flops(),)
+            else:
+                with self.engine.between_rounds():
+                    self._model_flops = self._model_flops or (self._read_flops(),)
+        return self._model_flops[0]
+
+    def _read_flops(self) -> ModelFlops | None:
         compute = self.plan.chosen.target.compute
         return model_flops(self._target_path, self.options.backend, compute)
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from specdec.decoding.generation import Generation, Request
-from specdec.decoding.sequences import GenerationResult, StreamChunk
+from specdec.decoding.sequences import CompletionOutput, GenerationResult, StreamChunk
 from specdec.decoding.session import ModelElsewhere, Session
 
 
@@ -66,7 +66,12 @@ class GenerationStream:
     @property
     def result(self) -> GenerationResult:
         """The text so far; complete once the iterator is exhausted."""
-        return GenerationResult(self._generation.outputs, self._generation.stats())
+        return GenerationResult(self.outputs, self._generation.stats())
+
+    @property
+    def outputs(self) -> tuple[CompletionOutput, ...]:
+        """Those of `result`, which takes longer: it has figures, too."""
+        return self._generation.outputs
 
 
 def wait_for_any(streams: Sequence[GenerationStream]) -> None:

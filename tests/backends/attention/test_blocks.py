@@ -259,3 +259,13 @@ def test_keys_that_are_too_many_for_one_product_are_found() -> None:
     case.limits = replace(case.limits, most_keys=10_000)
     if not case.differing(rows):
         pytest.skip("this library adds all terms of a product one after the other")
+
+
+def test_scratch_is_float32_whatever_torchs_default_is() -> None:
+    """Whoever builds a model in another thread has replaced it for a moment."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert Scratch().take("scores", 2, 3).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)

@@ -52,6 +52,25 @@ def test_products_are_those_of_float64(
     assert torch.allclose(found.double(), expected, rtol=step, atol=8 * step)
 
 
+def test_sums_have_their_room_whatever_torchs_default_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever builds a model in another thread has replaced it for a moment. ggml writes floats."""
+
+    class Products:
+        def multiply(self, *_: Any) -> None:
+            """Writes nothing: there may be no room for it."""
+
+    monkeypatch.setattr(linear_file, "_products", Products)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        sums = linear_file._sums_of_ggml(
+            torch.ones(2, 8).bfloat16(), torch.ones(4, 8).bfloat16(), None, 1
+        )
+    finally:
+        torch.set_default_dtype(before)
+    assert sums.dtype == torch.float32
+
+
 def test_rows_that_lie_apart_are_brought_together() -> None:
     weight = torch.randn(16, 8).bfloat16()
     x = torch.randn(5, 24).bfloat16()[:, 8:16]

@@ -252,3 +252,22 @@ def test_a_prompt_from_a_pipe_that_does_not_block_is_read_to_its_end() -> None:
 def _write_and_close(descriptor: int, text: bytes) -> None:
     with os.fdopen(descriptor, "wb") as stream:
         stream.write(text)
+
+
+def test_serve_shows_errors_with_the_variable_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specdec.cli import serve
+
+    told: list[bool] = []
+
+    class Serving:
+        def __init__(self, *_: object, is_debug: bool) -> None:
+            told.append(is_debug)
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr(serve, "_import_server", lambda: Serving)
+    for value in ("1", "0"):
+        monkeypatch.setenv("SPECDEC_DEBUG", value)
+        assert main(["serve", "-m", "pair:target"]) == 0
+    assert told == [True, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from streaming import reader_threads
 from tiny_pair import save_model
 
 import specdec
+from specdec.decoding import session as session_file
 
 SIZE = {"ctx_size": 64, "num_draft_tokens": 4}
 
@@ -53,3 +55,35 @@ def test_llama_cpps_threads(tmp_path: Path) -> None:
         for backend in llm.session.backends:
             assert llama_cpp.llama_n_threads(backend._context.handle) == 3
             assert llama_cpp.llama_n_threads_batch(backend._context.handle) == 3
+
+
+def test_no_model_is_built_beside_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape is asked for behind the first text, or by who looks at one that is not over. While
+    transformers builds, torch's default dtype is another one: passes computed with that."""
+    asked: list[bool] = []
+    monkeypatch.setattr(session_file, "model_flops", lambda *_: asked.append(True))
+    with specdec.load(save_model(tmp_path / "model", seed=0), spec_type="none", **SIZE) as llm:
+        is_inside, may_end = threading.Event(), threading.Event()
+        scheduler = llm.session.engine.scheduler
+        one_round = scheduler.round
+
+        def waits() -> None:
+            is_inside.set()
+            assert may_end.wait(60)
+            one_round()
+
+        monkeypatch.setattr(scheduler, "round", waits)
+        computing = threading.Thread(target=lambda: llm.generate([1, 2], max_tokens=3))
+        looking = threading.Thread(target=lambda: llm.session.model_flops)
+        computing.start()
+        assert is_inside.wait(60)
+        looking.start()
+        looking.join(0.3)
+        were_asked = list(asked)
+        may_end.set()
+        computing.join(60)
+        looking.join(60)
+        assert not computing.is_alive()
+        assert not looking.is_alive()
+    assert were_asked == []
+    assert asked == [True]
