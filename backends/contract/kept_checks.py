@@ -16,8 +16,9 @@ _UNKNOWN: Any = "unknown"
 _SETTINGS = ("ATEN_", "DNNL_", "GGML_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
 """Beginnings of environment variables that make libraries take other kernels, or other numbers of
 threads (MKL_CBWR=COMPATIBLE, OMP_THREAD_LIMIT=1)."""
-_DECIDES_NOTHING = "OMP_WAIT_POLICY"
-"""How threads wait for work. It is set as ggml is loaded, which may be before or after this."""
+_DECIDE_NOTHING = ("OMP_WAIT_POLICY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+"""How threads wait for work, and how many kernels are kept. They are set as ggml is loaded, or a
+checkpoint is opened, which may be before or after this."""
 
 
 class KeptChecks:
@@ -63,7 +64,7 @@ def machine(libraries: str) -> str:
 
 def _settings() -> str:
     names = sorted(name for name in os.environ if name.startswith(_SETTINGS))
-    names = [name for name in names if name != _DECIDES_NOTHING]
+    names = [name for name in names if name not in _DECIDE_NOTHING]
     return " ".join(f"{name}={os.environ[name]}" for name in names)
 
 

@@ -26,7 +26,7 @@ from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.self_test import TorchExactness, find_exactness
-from backends.hf.threads import use_threads
+from backends.hf.threads import keep_few_kernels, use_threads
 from backends.hf.timing import measure_compute
 from backends.kv.pool import blocks_of
 from backends.packed.kernels import decoding_warnings
@@ -53,6 +53,7 @@ class HfSource(ModelSource):
                 "cache types are for GGUF models: the KV cache of a Hugging Face checkpoint has "
                 "the dtype of its weights"
             )
+        keep_few_kernels()
         use_threads(options.n_threads)
         self._is_exact = options.is_exact
         self.path = directory

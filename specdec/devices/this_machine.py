@@ -152,9 +152,10 @@ def _torch_format(name: str) -> Any:
 
 
 def _measure_torch(name: str, n_threads: int | None) -> tuple[ComputeCurve, float]:
-    from backends.hf.threads import use_threads
+    from backends.hf.threads import keep_few_kernels, use_threads
     from backends.hf.timing import measure_compute
 
     dtype = _torch_format(name)
+    keep_few_kernels()
     use_threads(n_threads)
     return measure_compute(dtype), dtype.itemsize
