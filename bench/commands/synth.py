@@ -15,7 +15,7 @@ from specdec.cli.output import loading_progress
 
 DEFAULT_SIZE = "6GB"
 # The first is the default.
-_DTYPES = {"hf": ("bf16", "fp32"), "gguf": tuple(RECIPES)}
+_DTYPES = {"hf": ("bf16", "fp32", "fp8", "int4"), "gguf": tuple(RECIPES)}
 _ALIASES = {"f32": "fp32", "fp16": "f16"}
 
 
@@ -83,13 +83,14 @@ def synth_command(
     (refuse_gguf_file if format == "gguf" else refuse_folder)(out.expanduser(), force)
 
     # Takes its time: a mistyped option should not have to wait for it.
-    from bench.synth.checkpoint import FORMATS, grow
+    from bench.synth.checkpoint import grow
     from bench.synth.gguf import grow_gguf
+    from bench.synth.layouts import LAYOUTS
     from bench.synth.source import SourceModel
     from specdec.models.names import resolve_model
 
     folder = resolve_model(source)
-    storage: Storage = RECIPES[dtype] if format == "gguf" else FORMATS[dtype]
+    storage: Storage = RECIPES[dtype] if format == "gguf" else LAYOUTS[dtype]
     small = SourceModel(folder).shape
     shape = choose_shape(small, base, n_bytes, vocab_size, storage)
     with loading_progress(out.name) as progress:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,8 @@ from bench.synth.files import (
     write_json,
     write_side_files,
 )
-from bench.synth.formats import BF16, F32, WeightFormat
 from bench.synth.growth import GrowthPlanner
+from bench.synth.layouts import LAYOUTS, Layout, StoredTensor
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.source import SourceModel
 from bench.synth.tensors import TensorPlan
@@ -36,7 +38,6 @@ from specdec.pair.gguf_file import reserve_blocks
 
 DEFAULT_SHARD_BYTES = 1_500_000_000
 _HEADER_ALIGNMENT = 8  # safetensors pads its header to this many bytes
-FORMATS = {"bf16": BF16, "fp32": F32}
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def grow(
         shape: the wanted sizes. Heads are re-cut to the source's head dimension. A tied shape
             stays untied if the source's head differs from its embedding.
         vocab_size: replaces the shape's vocabulary; ids beyond the source's are padding.
-        dtype: "bf16", or "fp32" where logits are to be compared exactly.
+        dtype: one of `LAYOUTS`: "fp32" where logits are to be compared exactly; "fp8" and "int4"
+            round what the layers compute.
         seed: of the random weights.
         force: replaces an existing checkpoint in `out_dir`.
         shard_bytes: a new file begins where the present one would exceed this.
@@ -92,24 +94,26 @@ def grow(
         SynthError: the source is neither of them, does not fit the shape, the disk lacks room, or
             `out_dir` is not empty.
     """
-    if dtype not in FORMATS:
-        raise SynthError(f"unknown dtype {dtype!r}; known: {', '.join(FORMATS)}")
-    form = FORMATS[dtype]
+    if dtype not in LAYOUTS:
+        raise SynthError(f"unknown dtype {dtype!r}; known: {', '.join(LAYOUTS)}")
+    layout = LAYOUTS[dtype]
     out_dir = Path(out_dir).expanduser().absolute()
     source = SourceModel(Path(source_dir))
     grown = fit_shape(source, shape, vocab_size)
-    shards = split_shards(
-        GrowthPlanner(source.shape, grown).tensors(), form.block_bytes, shard_bytes
-    )
-    n_bytes = form.n_bytes(grown.parameters)
+    if layout.scheme is not None and grown.experts is not None:
+        raise SynthError(f"a mixture of experts is not grown in {dtype}: choose bf16 or fp32")
+    plans = GrowthPlanner(source.shape, grown).tensors()
+    shards = split_shards(plans, layout, shard_bytes)
+    n_bytes = sum(map(layout.n_bytes, plans))
     with unfinished(out_dir) as partial:
         check_folder(out_dir, source.folder, n_bytes if with_data else 0, force)
         try:
             partial.mkdir(parents=True)
-            maker = TensorMaker(source.read, lambda plan: form, seed)
-            write_shards(partial, shards, maker, form, n_bytes, progress, with_data)
+            maker = TensorMaker(source.read, layout.form_of, seed)
+            write_shards(partial, shards, maker, layout, n_bytes, progress, with_data)
             card = model_card(source, grown, dtype, n_bytes, seed, source_name)
-            write_side_files(partial, source, grown_config(source, grown, dtype), card)
+            config = grown_config(source, grown, dtype) | layout.config
+            write_side_files(partial, source, config, card)
             _replace_folder(partial, out_dir)
         except OSError as error:
             raise SynthError(f"cannot write {out_dir}: {error.strerror or error}") from error
@@ -126,12 +130,12 @@ def fit_shape(source: SourceModel, shape: LlamaShape, vocab_size: int | None) ->
     )
 
 
-def split_shards(plans: list[TensorPlan], bytes_per_weight: int, shard_bytes: int) -> list[Shard]:
+def split_shards(plans: list[TensorPlan], layout: Layout, shard_bytes: int) -> list[Shard]:
     """Splits tensors, in their order, into files of at most `shard_bytes` (or one tensor)."""
     groups: list[list[TensorPlan]] = [[]]
     size = 0
     for plan in plans:
-        n_bytes = plan.n_weights * bytes_per_weight
+        n_bytes = layout.n_bytes(plan)
         if groups[-1] and size + n_bytes > shard_bytes:
             groups.append([])
             size = 0
@@ -147,7 +151,7 @@ def write_shards(
     folder: Path,
     shards: list[Shard],
     maker: TensorMaker,
-    form: WeightFormat,
+    layout: Layout,
     n_bytes: int,
     progress: Progress | None = None,
     with_data: bool = True,
@@ -155,8 +159,8 @@ def write_shards(
     """Writes all shards and, if there are several, their index."""
     n_written = 0
     for shard in shards:
-        header = shard_header(shard, form)
-        shard_bytes = len(header) + _shard_bytes(shard, form)
+        header = shard_header(shard, layout)
+        shard_bytes = len(header) + sum(map(layout.n_bytes, shard.plans))
         with open(folder / shard.name, "wb") as file:
             file.write(header)
             if not with_data:
@@ -164,7 +168,7 @@ def write_shards(
                 continue
             reserve_blocks(file.fileno(), shard_bytes)
             for plan in shard.plans:
-                for chunk in maker.chunks(plan):
+                for chunk in layout.chunks(plan, maker):
                     file.write(chunk)
                     n_written += chunk.nbytes
                     if progress is not None:
@@ -172,20 +176,20 @@ def write_shards(
             file.flush()
             os.fsync(file.fileno())  # a full disk must be noticed here, not when reading
     if len(shards) > 1:
-        names = {plan.name: shard.name for shard in shards for plan in shard.plans}
+        names = {one.name: shard.name for shard in shards for one in _stored(shard, layout)}
         index = {"metadata": {"total_size": n_bytes}, "weight_map": names}
         write_json(folder / "model.safetensors.index.json", index)
 
 
-def shard_header(shard: Shard, form: WeightFormat) -> bytes:
+def shard_header(shard: Shard, layout: Layout) -> bytes:
     """The safetensors header: its length (8 bytes, little-endian), then JSON, padded."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for plan in shard.plans:
-        end = offset + form.n_bytes(plan.n_weights)
-        entries[plan.name] = {
-            "dtype": form.name,
-            "shape": list(plan.shape),
+    for stored in _stored(shard, layout):
+        end = offset + stored.n_bytes
+        entries[stored.name] = {
+            "dtype": stored.dtype,
+            "shape": list(stored.shape),
             "data_offsets": [offset, end],
         }
         offset = end
@@ -194,8 +198,8 @@ def shard_header(shard: Shard, form: WeightFormat) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _shard_bytes(shard: Shard, form: WeightFormat) -> int:
-    return sum(form.n_bytes(plan.n_weights) for plan in shard.plans)
+def _stored(shard: Shard, layout: Layout) -> Iterator[StoredTensor]:
+    return chain.from_iterable(map(layout.stored, shard.plans))
 
 
 def _replace_folder(partial: Path, out_dir: Path) -> None:

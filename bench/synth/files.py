@@ -15,7 +15,8 @@ from bench.synth.source import OTHER_NAME_OF_EXPERTS, SourceModel
 from offload.units import MIB, format_bytes
 
 _MARGIN_BYTES = 16 * MIB  # headers, config, tokenizer, index, file-system blocks
-_CONFIG_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of a folder; GGUF has its own key
+# What a folder's model computes in; GGUF has its own key.
+_CONFIG_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp8": "bfloat16", "int4": "bfloat16"}
 _WRITTEN_HERE = {"config.json", "README.md"}
 _WEIGHT_FILES = (
     ".safetensors",

@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 
 from backends.ggml.operators import load_ggml
-from bench.synth.shapes import LlamaShape
 from specdec.pair.gguf_file import import_gguf
 
 
@@ -35,10 +34,6 @@ class WeightFormat:
         """Bytes of so many weights, which must fill whole blocks."""
         assert n_weights % self.block_size == 0
         return n_weights // self.block_size * self.block_bytes
-
-    def model_bytes(self, shape: LlamaShape) -> int:
-        """Bytes of all weights of a model of this shape, if all are stored alike."""
-        return self.n_bytes(shape.parameters)
 
 
 def _encode_float(dtype: str, blocks: np.ndarray) -> np.ndarray:

@@ -226,12 +226,14 @@ def choose_shape(
         )
         for shape in known
     ]
-    shape = candidates[0]
+    # Of all, so that the width does not change from round to round.
+    shape = min(candidates, key=lambda s: abs(math.log(storage.model_bytes(s) / max(1, n_bytes))))
+    nearest = shape
     for _ in range(_ROUNDS_OF_SIZING):
         shape = shape_of_size(
             n_bytes,
             storage.model_bytes(shape) / shape.parameters,
-            candidates,
+            [nearest],
             min_layers=source.n_layers,
             min_intermediate_size=source.intermediate_size,
             width_step=max(_FFN_STEP, storage.block_size),

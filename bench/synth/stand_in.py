@@ -60,15 +60,16 @@ def _plan(stand_in: StandIn) -> int:
 
 
 def _grow(stand_in: StandIn, folder: Path) -> Path:
-    from bench.synth.checkpoint import FORMATS, grow
+    from bench.synth.checkpoint import grow
     from bench.synth.gguf import grow_gguf
+    from bench.synth.layouts import LAYOUTS
     from bench.synth.recipes import RECIPES
     from bench.synth.source import SourceModel
     from specdec.models.names import resolve_model
 
     is_gguf = stand_in.format == "gguf"
     source, dtype, vocab_size = resolve_model(stand_in.source), stand_in.dtype, stand_in.vocab_size
-    storage: Storage = RECIPES[dtype] if is_gguf else FORMATS[dtype]
+    storage: Storage = RECIPES[dtype] if is_gguf else LAYOUTS[dtype]
     small = SourceModel(source).shape
     shape = choose_shape(small, None, stand_in.n_bytes, vocab_size, storage)
     target = folder / ("target.gguf" if is_gguf else "target")

@@ -61,12 +61,12 @@ class TensorMaker:
             )
         return form.n_bytes(plan.n_weights)
 
-    def chunks(self, plan: TensorPlan) -> Iterator[memoryview]:
-        """Yields the bytes of a tensor in order, a few rows at a time."""
+    def chunks(self, plan: TensorPlan, row_step: int = 1) -> Iterator[memoryview]:
+        """Yields the bytes of a tensor in order, a few times `row_step` rows at a time."""
         form = self._format_of(plan)
         n_rows, n_columns = plan.rows_and_columns
         n_blocks = n_columns // form.block_size
-        step = max(1, _CHUNK_BYTES // (n_blocks * form.block_bytes))
+        step = row_step * max(1, _CHUNK_BYTES // (row_step * n_blocks * form.block_bytes))
         bands = _bands(plan.patches, form)
         for first in range(0, n_rows, step):
             shape = (min(step, n_rows - first), n_blocks, form.block_bytes)

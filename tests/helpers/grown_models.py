@@ -73,3 +73,18 @@ def save_source_with_tokenizer(folder: Path, shape: LlamaShape, seed: int = 0) -
     settings = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([[3, 14, 15, 92, 65, 35, 89, 79, 3, 2, 38]])
+    with torch.no_grad():
+        return model(ids).logits[0]
+
+
+def assert_same_function(source: Path, grown: Path, n_vocab: int = SMALL.vocab_size) -> None:
+    wanted, got = logits_of(source), logits_of(grown)[:, :n_vocab]
+    assert wanted.std() > 0.1  # else equality would say little
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)

@@ -8,28 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from grown_models import HEAD_DIM, LARGE, SMALL, altered, save_source
+from grown_models import HEAD_DIM, LARGE, SMALL, altered, assert_same_function, save_source
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.synth.checkpoint import grow
 from bench.synth.growth import layer_places, map_heads
 from bench.synth.shapes import LlamaShape, SynthError
-
-
-def logits_of(folder: Path) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.tensor([[3, 14, 15, 92, 65, 35, 89, 79, 3, 2, 38]])
-    with torch.no_grad():
-        return model(ids).logits[0]
-
-
-def assert_same_function(source: Path, grown: Path, n_vocab: int = SMALL.vocab_size) -> None:
-    wanted, got = logits_of(source), logits_of(grown)[:, :n_vocab]
-    assert wanted.std() > 0.1  # else equality would say little
-    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
