@@ -18,6 +18,11 @@ _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separato
 """JSON as `json.dumps` writes it. Where any white space may stand between two tokens, nothing is
 forced, and a model that has lost its way writes blanks to the end."""
 _OWN_FORM = "x-guidance"  # a schema's own words on it, instead of ours; {} allows any white space
+_SHORT_ESCAPES = {"json_allowed_escapes": 'bfnrt"\\'}
+"""No \\u0061: llguidance compares names as they are written, so that "\\u0061" would be none of the
+properties, and its value not what the schema asks of "a"."""
+_VALUES = ("const", "default", "enum", "examples")  # keywords whose values are no schemas
+_CONTROLS = re.compile(r"\\u00[01]|\\\\x[01]")  # which a schema asks for, and need \u
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,30 @@ def _grammar(constraint: Constraint) -> str:
 
 
 def _from_schema(text: str) -> str:
-    form = {} if _OWN_FORM in json.loads(text) else _ONE_LINE
+    _check_names(json.loads(text))
+    form: dict[str, Any] = {} if _OWN_FORM in json.loads(text) else {**_ONE_LINE}
+    if text != _ANY_OBJECT and not _CONTROLS.search(text):
+        form |= _SHORT_ESCAPES
     return str(llguidance().LLMatcher.grammar_from_json_schema(text, defaults=form))
+
+
+def _check_names(schema: Any) -> None:
+    """Raises ValueError where an answer could have fewer names than it must: llguidance takes one
+    that comes twice for two, unless the schema requires it by name."""
+    todo = [schema]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, list):
+            todo += one
+        elif isinstance(one, dict):
+            least, required = one.get("minProperties"), one.get("required")
+            n_required = len(required) if isinstance(required, list) else 0
+            if isinstance(least, int | float) and least > n_required + 1:
+                raise ValueError(
+                    f"minProperties is {least} beside {n_required} required names, but a name that "
+                    "comes twice would count twice: require the names, or ask for fewer"
+                )
+            todo += [value for key, value in one.items() if key not in _VALUES]
 
 
 def _from_regex(text: str) -> str:

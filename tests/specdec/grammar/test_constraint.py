@@ -25,6 +25,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"type": "string", "pattern": "(?=a)"}}, "look-around"),
     ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 1}}, "Unsatisfiable"),
     ({"json_schema": {"$ref": "http://a/b"}}, "does not fetch"),
+    ({"json_schema": {"minProperties": 2}}, "a name that comes twice would count twice"),
+    ({"json_schema": {"anyOf": [{"required": ["a"], "minProperties": 3}]}}, "minProperties is 3"),
     ({"regex": "[a"}, "regex cannot be kept to: unclosed character class"),
     ({"regex": 3}, "regex is 3"),
     ({"grammar": 'start: "a" x'}, "grammar cannot be kept to: at 1(8): unknown name"),
@@ -45,6 +47,19 @@ def test_what_cannot_be_kept_to_is_refused_in_one_line(options: dict[str, Any], 
         SamplingParams(**options)
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"minProperties": 1},
+        {"required": ["a", "b"], "minProperties": 3},
+        {"const": {"minProperties": 9}},
+        {"properties": {"minProperties": {"const": 9}}},
+    ],
+)
+def test_names_that_cannot_be_counted_twice_may_be_counted(schema: dict[str, Any]) -> None:
+    assert SamplingParams(json_schema=schema).constraint is not None
 
 
 def test_a_schema_is_kept_as_its_text_so_that_parameters_stay_hashable() -> None:

@@ -146,3 +146,24 @@ def test_a_token_that_the_vocabulary_does_not_have_is_refused(tmp_path: Path) ->
         small.begin(Constraint("grammar", 'start: <|call|> "a"'), 0, (2,))
     assert "\n" not in str(caught.value)
     small.begin(Constraint("grammar", 'start: <s> "a"'), 0, (2,))
+
+
+NUMBER = {"type": "integer"}
+ESCAPES: list[tuple[dict[str, Any], str, bool]] = [
+    ({"properties": {"a": NUMBER}}, '{"a": "x"}', False),
+    ({"properties": {"a": NUMBER}}, r'{"\u0061": "x"}', False),
+    ({"properties": {"a": NUMBER}, "x-guidance": {}}, r'{"\u0061": "x"}', False),
+    ({"patternProperties": {"^a": NUMBER}}, r'{"\u0061b": "x"}', False),
+    ({"properties": {"a": NUMBER}}, r'{"b\n\"\\": "\t"}', True),
+    ({"const": "a\x1b"}, r'"a\u001b"', True),
+    ({"type": "string", "pattern": r"^\x1b$"}, r'"\u001b"', True),
+    ({"type": "object"}, r'{"\u001b": 1}', True),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "may_be"), ESCAPES)
+def test_a_name_is_no_other_one_in_other_letters(
+    schema: dict[str, Any], text: str, may_be: bool
+) -> None:
+    """A reader of JSON takes \\u0061 for the letter a, and its value for that of a property."""
+    assert keeps(schema, text) == may_be
