@@ -30,7 +30,7 @@ COMPLETIONS = "/v1/completions"
 
 SMALL = ("--spec-type", "none", "-c", "512", "--max-queue", "3", "--drain-timeout", "30")
 """Room for three requests, and texts that take a while."""
-IMPATIENT = ("--write-timeout", "1", "--max-choices", "200")
+IMPATIENT = ("--write-timeout", "1", "--max-choices", "200", "--max-logprobs", "10000000")
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,9 @@ def test_a_client_that_reads_nothing_is_cut(small: Server) -> None:
     before = small.metric("specdec_generated_tokens_total")
     # A greedy text is computed once and sent `n` times: few tokens fill all that the kernel holds.
     with small.post_raw(COMPLETIONS, {**LONG, "stream": True, "logprobs": 20, "n": 200}):
+        end = time.monotonic() + 60
         while not small.metric("specdec_requests_inside"):
+            assert time.monotonic() < end, "it was not let in"
             time.sleep(0.01)
         small.wait_until_free(240)
     assert small.metric("specdec_generated_tokens_total") - before < 480
