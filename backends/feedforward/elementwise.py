@@ -47,7 +47,8 @@ def unsteady_function(module: nn.Module) -> str | None:
 
 @cache
 def _unsteady_call(forward: Callable[..., Any]) -> str | None:
-    """Of a class's: reading its code takes half a millisecond, and models have many modules."""
+    """The same of a class's forward. Reading its code takes half a millisecond, and a model has
+    hundreds of modules of few classes."""
     try:
         code = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):

@@ -27,9 +27,10 @@ SHARPNESS = 0.5
 """s above. The target takes the likeliest token (noise included), so the probability that a
 candidate is the one is sharper than the draft's own."""
 MAX_NOISE_POSITIONS = 32
-"""Positions whose noise is kept, [n_tokens] each: a tree needs it again at every level. Beside
-other texts a tree has fewer levels:"""
+"""Positions whose noise is kept, [n_tokens] each: a tree needs it again at every level."""
 _NOISE_POSITIONS_OF_MORE = 8
+"""The same for each further text of a pass: texts share its rows, so their trees have fewer levels.
+Noise that was dropped is drawn again, and is the same."""
 _HEAD_TOKENS = 512
 """Likeliest tokens that a filter looks at; a larger nucleus is left whole."""
 _STRIPE = 64

@@ -99,8 +99,9 @@ def _grammar(constraint: Constraint) -> str:
 
 
 def _from_schema(text: str) -> str:
-    _check_names(json.loads(text))
-    form: dict[str, Any] = {} if _OWN_FORM in json.loads(text) else {**_ONE_LINE}
+    schema = json.loads(text)
+    _check_names(schema)
+    form: dict[str, Any] = {} if _OWN_FORM in schema else {**_ONE_LINE}
     if text != _ANY_OBJECT and not _CONTROLS.search(text):
         form |= _SHORT_ESCAPES
     return str(llguidance().LLMatcher.grammar_from_json_schema(text, defaults=form))
