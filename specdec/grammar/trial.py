@@ -6,14 +6,11 @@ twenty patterns doubles time and memory with each of them, and no call of its co
 
 from __future__ import annotations
 
-import os
-import resource
 import subprocess
 import sys
-from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path
 
+from offload.process.expendable import allow_cpu_seconds, become_expendable, module_environment
 from specdec.grammar.constraint import Constraint, in_one_line, llguidance
 
 MOST_BYTES = 256 << 20
@@ -26,14 +23,13 @@ _REFUSED = 3
 def check_cost(constraint: Constraint) -> None:
     """Raises ConfigError where it cannot be prepared, or not within the limits."""
     llguidance()
-    path = os.pathsep.join(filter(None, sys.path))
     argv = [sys.executable, "-m", __name__, constraint.kind]
     try:
         done = subprocess.run(
             argv,
             input=constraint.text.encode(),
             capture_output=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env=module_environment(sys.path),
             timeout=_MOST_WALL_SECONDS,
         )
     except subprocess.TimeoutExpired as error:
@@ -51,10 +47,8 @@ _TOO_MUCH = (
 
 
 def _main() -> int:
-    _lose_this_process_first()
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_SECONDS, MOST_CPU_SECONDS))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    become_expendable(MOST_BYTES)
+    allow_cpu_seconds(MOST_CPU_SECONDS)
     constraint = Constraint(sys.argv[1], sys.stdin.read())
     try:
         grammar = constraint.grammar
@@ -65,12 +59,6 @@ def _main() -> int:
     library = llguidance()
     library.LLMatcher(library.LLTokenizer("byte"), grammar, log_level=0)
     return 0
-
-
-def _lose_this_process_first() -> None:
-    """Where a cgroup's memory ends, its kernel is to end the trial, not the server."""
-    with suppress(OSError):  # a sandbox without /proc
-        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 if __name__ == "__main__":

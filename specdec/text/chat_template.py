@@ -1,100 +1,135 @@
-"""Chat templates: programs of the checkpoint, run by jinja2 in its sandbox.
+"""Chat templates: programs of the checkpoint, run in a process that may be lost.
 
-The environment offers what transformers' does, so that the templates of Hugging Face checkpoints,
-which GGUF files carry along, give the same text.
+jinja2's sandbox keeps a template from files and from other programs, not from running without end
+or from filling the memory: that is left to the kernel's limits. transformers' own way to run one
+would bring torch along, 250 MB and three seconds of it.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
+from contextlib import suppress
 from typing import Any
 
+from offload.process.expendable import module_environment
 from specdec.text.chat_format import ChatTemplateError
+from specdec.text.template_worker import MOST_BYTES, MOST_CPU_SECONDS
+
+_MOST_WALL_SECONDS = 60  # of a machine that is busy elsewhere
+_READ_BYTES = 1 << 16
 
 
 def render_chat(
     template: str,
     messages: Sequence[Mapping[str, Any]],
-    special_tokens: Mapping[str, str],
+    special_tokens: Mapping[str, Any],
     tools: Sequence[Any] = (),
 ) -> str:
     """The text of a conversation, up to where the assistant's answer begins.
 
     Args:
         template: jinja2 source.
-        messages: with `role` and `content`.
+        messages: with `role` and `content`, as JSON has them.
         special_tokens: `bos_token`, `eos_token`, ...
         tools: in OpenAI's form, for templates that tell the model of them.
 
     Raises:
-        ChatTemplateError: whatever goes wrong in the template.
+        ChatTemplateError: whatever goes wrong in the template, and where it takes more than
+            MOST_CPU_SECONDS or MOST_BYTES.
     """
+    asked = {
+        "template": template,
+        "messages": [dict(message) for message in messages],
+        "special_tokens": dict(special_tokens),
+        "tools": list(tools) or None,
+    }
     try:
-        import jinja2  # noqa: F401
-    except ImportError as error:
-        raise ChatTemplateError(
-            "chat templates need jinja2: pip install 'specdec[gguf]'"
-        ) from error
+        line = json.dumps(asked).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ChatTemplateError(f"messages and tools must be JSON: {error}") from error
+    answer = json.loads(_WORKER.ask(line))
+    if "error" in answer:
+        raise ChatTemplateError(answer["error"])
+    return str(answer["text"])
+
+
+class _Worker:
+    """The process, started when it is first asked, and again after it was lost. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, line: bytes) -> bytes:
+        """Its answer. Raises ChatTemplateError where there is none in time."""
+        with self._lock:
+            if self._process is None:
+                self._process = _start()
+            try:
+                return _exchange(self._process, line)
+            except BaseException:  # an interrupt, too: the answer would be taken for the next one's
+                self._end()
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):  # what it has not read
+                assert pipe is not None
+                pipe.close()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "specdec.text.template_worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=module_environment(sys.path),
+        start_new_session=True,  # a terminal's Ctrl-C is not for it
+    )
+
+
+def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
-        return _compile(template).render(
-            messages=[dict(message) for message in messages],
-            tools=list(tools) or None,
-            documents=None,
-            add_generation_prompt=True,
-            **special_tokens,
-        )
-    except Exception as error:  # templates are programs of the checkpoint
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ChatTemplateError(reason[0]) from error
+        process.stdin.write(line + b"\n")
+        process.stdin.flush()
+    except BrokenPipeError as error:
+        raise ChatTemplateError(_LOST) from error
+    end = time.monotonic() + _MOST_WALL_SECONDS
+    answer, output = bytearray(), process.stdout.fileno()
+    readable = select.poll()
+    readable.register(output, select.POLLIN)
+    while not answer.endswith(b"\n"):
+        is_ready = readable.poll(1000 * max(end - time.monotonic(), 0.0))
+        piece = os.read(output, _READ_BYTES) if is_ready else b""
+        if not piece:
+            raise ChatTemplateError(_LOST)
+        answer += piece
+    return bytes(answer)
 
 
-@lru_cache(maxsize=4)
-def _compile(template: str) -> Any:
-    from jinja2.exceptions import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.nodes import Node
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} marks the assistant's text for training: here it is only text."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Parser) -> list[Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def strftime_now(pattern: str) -> str:
-        return datetime.now().strftime(pattern)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment.from_string(template)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON; jinja2's own filter escapes HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+_LOST = (
+    f"it takes more than {MOST_CPU_SECONDS} s of a core or {MOST_BYTES >> 20} MiB: take the "
+    "original model's template, or name another one with --chat-template"
+)
+_WORKER = _Worker()
+atexit.register(_WORKER.close)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from backends.contract.backend import one_line
 from offload.errors import SpecdecError
 from specdec.text.chat_format import PLAIN, ChatFormat, plain_transcript
+from specdec.text.chat_template import render_chat
 
 # transformers makes a tokenizer from any of these.
 _TOKENIZER_FILES = (
@@ -156,15 +157,7 @@ class Tokenizer:
     def _render(
         self, template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
     ) -> str:
-        return str(
-            self.hf_tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) or None,
-                chat_template=template,
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        )
+        return render_chat(template, messages, self.hf_tokenizer.special_tokens_map, tools)
 
     def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
         """llguidance's LLTokenizer of this vocabulary. Raises ValueError where it has none."""

@@ -1,0 +1,31 @@
+"""Processes that may be lost: they do a stranger's work, within limits that the kernel keeps."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from contextlib import suppress
+from pathlib import Path
+
+
+def become_expendable(most_bytes: int) -> None:
+    """Hold this process to so much memory; where a cgroup's ends, it goes before the others."""
+    with suppress(OSError):  # a sandbox without /proc
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def allow_cpu_seconds(seconds: int) -> None:
+    """Let the kernel end this process after so many more seconds of computing (one at least)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    wanted = int(time.process_time()) + 1 + seconds
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (wanted, hard))
+
+
+def module_environment(path: list[str]) -> dict[str, str]:
+    """The environment in which `python -m` finds what is found along this path."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}

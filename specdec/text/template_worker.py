@@ -1,0 +1,109 @@
+"""The process that runs chat templates, as jinja2's sandbox does: a line in, a line out.
+
+The environment offers what transformers' does, so that the templates of Hugging Face checkpoints,
+which GGUF files carry along, give the same text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from offload.process.expendable import allow_cpu_seconds, become_expendable
+
+MOST_BYTES = 512 << 20
+MOST_CPU_SECONDS = 5
+MOST_CHARACTERS = 16 << 20
+
+
+def main() -> None:
+    """Answer every line of stdin, an object of what `_render` takes, with an object that has a
+    `text` or an `error`."""
+    become_expendable(MOST_BYTES)
+    for line in sys.stdin.buffer:
+        allow_cpu_seconds(MOST_CPU_SECONDS)
+        answer = _answer(json.loads(line))
+        sys.stdout.buffer.write(json.dumps(answer).encode("ascii") + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _answer(asked: Mapping[str, Any]) -> dict[str, str]:
+    try:
+        text = _render(**asked)
+    except MemoryError:
+        os._exit(1)  # whatever holds it all
+    except Exception as error:  # templates are programs of the checkpoint
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return {"error": reason[0]}
+    if len(text) > MOST_CHARACTERS:
+        return {"error": f"it gives {len(text)} characters, more than {MOST_CHARACTERS}"}
+    return {"text": text}
+
+
+def _render(template: str, messages: Any, special_tokens: Mapping[str, Any], tools: Any) -> str:
+    text: str = _compile(template).render(
+        messages=messages,
+        tools=tools,
+        documents=None,
+        add_generation_prompt=True,
+        **special_tokens,
+    )
+    return text
+
+
+@lru_cache(maxsize=4)
+def _compile(template: str) -> Any:
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks the assistant's text for training: here it is only text."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def strftime_now(pattern: str) -> str:
+        return datetime.now().strftime(pattern)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment.from_string(template)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON; jinja2's own filter escapes HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Chat templates in a process of their own: the text is transformers', and nothing lasts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jinja2")
+
+from specdec.pair import pair_path
+from specdec.text import chat_template
+from specdec.text.chat_format import NAMED, ChatTemplateError
+from specdec.text.chat_template import render_chat
+from specdec.text.template_worker import MOST_CHARACTERS
+from specdec.text.tokenizer import Tokenizer
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "é <hi> \ud800"},
+    {
+        "role": "assistant",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": {"a": [1, "ü"]}}}
+        ],
+    },
+    {"role": "tool", "content": "3", "tool_call_id": "c"},
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+TEMPLATES = [
+    NAMED["chatml"].template,
+    "{{ bos_token }}{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
+    "{% else %}{{ m.content | trim }}{% endif %}{{ eos_token }}\n{% endfor %}",
+    "{% for t in tools or [] %}{{ t | tojson(indent=2) }}{% break %}{% endfor %}{{ documents }}",
+    "{% generation %}  {{ messages | length }}{% endgeneration %}\n"
+    "{%- if add_generation_prompt %} and {% endif %}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("tools", [[], TOOLS])
+def test_the_text_is_transformers(template: str, tools: list[Any]) -> None:
+    tokenizer = Tokenizer.from_pretrained(pair_path("pair:draft")).hf_tokenizer
+    expected = tokenizer.apply_chat_template(
+        TALK,
+        tools=tools or None,
+        chat_template=template,
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    assert render_chat(template, TALK, tokenizer.special_tokens_map, tools) == expected
+
+
+ENDLESS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 10 ** (10 ** 10) }}",
+]
+HUGE = [
+    "{{ 'x' * 10 ** 10 }}",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "{{ '%01000000000d' % 1 }}",
+]
+
+
+@pytest.mark.parametrize("template", [*ENDLESS, *HUGE])
+def test_a_template_without_end_is_ended(template: str) -> None:
+    """It kept the server from reading any prompt, and filled the memory."""
+    with pytest.raises(ChatTemplateError, match="it takes more than 5 s of a core or 512 MiB"):
+        render_chat(template, TALK, {})
+    assert render_chat("{{ messages | length }}", TALK, {}) == "4"
+
+
+def test_a_text_that_is_too_long() -> None:
+    with pytest.raises(ChatTemplateError, match=f"more than {MOST_CHARACTERS}"):
+        render_chat("{{ 'x' * 20000000 }}", TALK, {})
+
+
+def test_what_is_no_json_is_refused() -> None:
+    with pytest.raises(ChatTemplateError, match="must be JSON"):
+        render_chat("x", [{"role": "user", "content": object()}], {})
+
+
+def test_the_process_is_kept_and_replaced_when_it_is_lost() -> None:
+    def number() -> int:
+        process = chat_template._WORKER._process
+        assert process is not None
+        return process.pid
+
+    assert render_chat("a", TALK, {}) == "a"
+    first = number()
+    with pytest.raises(ChatTemplateError):
+        render_chat("{{ 1 / 0 }}", TALK, {})
+    assert render_chat("b" * 300_000, TALK, {}) == "b" * 300_000
+    assert number() == first
+    assert chat_template._WORKER._process is not None
+    chat_template._WORKER._process.kill()
+    time.sleep(0.1)
+    with pytest.raises(ChatTemplateError):
+        render_chat("c", TALK, {})
+    assert render_chat("d", TALK, {}) == "d"
+    assert number() != first
+
+
+def test_threads_get_their_own_texts() -> None:
+    texts: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        texts[i] = render_chat(f"{i} {{{{ messages | length }}}}", TALK[: i % 4], {})
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {i: f"{i} {i % 4}" for i in range(16)}
