@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
@@ -21,15 +20,16 @@ from specdec.serve.described import (
     MODEL,
     MODELS,
     PLAN,
-    with_limits,
+    takes,
+    with_requests,
 )
 from specdec.serve.errors import ApiError, JsonResponse, bad_request, broken
 from specdec.serve.gate import READY
 from specdec.serve.guard import OPEN_PATH, Guard
-from specdec.serve.jobs import chat_job, completion_job, trial
+from specdec.serve.jobs import chat_job, completion_job, constraint_to_try
 from specdec.serve.page import add_page
-from specdec.serve.schema import ChatRequest, CompletionRequest, Sampling
-from specdec.serve.service import Service
+from specdec.serve.schema import ChatRequest, CompletionRequest, read_request
+from specdec.serve.service import Endpoint, Service
 
 
 def make_app(service: Service, key: str | None, *, is_debug: bool = False) -> ASGIApp:
@@ -48,7 +48,7 @@ def make_app(service: Service, key: str | None, *, is_debug: bool = False) -> AS
     add_page(app)
     _add_errors(app)
     told_schema = app.openapi
-    app.openapi = lambda: with_limits(told_schema(), service.options)  # type: ignore[method-assign]
+    app.openapi = lambda: with_requests(told_schema(), service.options)  # type: ignore[method-assign]
     paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
     told = service.metrics.add_request
     return Guard(app, service.options, key, paths, told, is_debug)
@@ -94,35 +94,45 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _add_completions(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", responses=CHAT)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        _check_model(body.model, service)
-        return await service.answer(
-            request,
-            trial(body),
-            lambda llm: chat_job(body, llm, service.options),
-            lambda job, llm: ChatAnswer(service.name, job, llm.tokenizer),
-            **_streaming(body),
-        )
+    def chat(body: bytearray) -> ChatRequest:
+        request = read_request(body, ChatRequest)
+        _check_model(request.model, service)
+        return request
 
-    @app.post("/v1/completions", responses=COMPLETION)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        _check_model(body.model, service)
-        return await service.answer(
-            request,
-            None,
-            lambda llm: completion_job(body, llm, service.options),
-            lambda job, llm: CompletionAnswer(service.name, job, llm.tokenizer),
-            **_streaming(body),
-        )
+    def completion(body: bytearray) -> CompletionRequest:
+        request = read_request(body, CompletionRequest)
+        _check_model(request.model, service)
+        return request
+
+    of_chats = Endpoint(
+        lambda body: constraint_to_try(chat(body)),
+        lambda body, llm: chat_job(chat(body), llm, service.options),
+        lambda job, llm: ChatAnswer(service.name, job, llm.tokenizer),
+    )
+    of_completions = Endpoint(
+        lambda body: None,
+        lambda body, llm: completion_job(completion(body), llm, service.options),
+        lambda job, llm: CompletionAnswer(service.name, job, llm.tokenizer),
+    )
+
+    @app.post("/v1/chat/completions", responses=CHAT, openapi_extra=takes(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        _check_content_type(request)
+        return await service.answer(request, of_chats)
+
+    @app.post("/v1/completions", responses=COMPLETION, openapi_extra=takes(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        _check_content_type(request)
+        return await service.answer(request, of_completions)
 
 
-def _streaming(body: Sampling) -> dict[str, bool]:
-    wanted = body.stream_options
-    return {
-        "is_streamed": bool(body.stream),
-        "has_usage": wanted is not None and bool(wanted.include_usage),
-    }
+def _check_content_type(request: Request) -> None:
+    """Of other types browsers send what a page of another site wants."""
+    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (
+        kind.startswith("application/") and kind.endswith("+json")
+    ):
+        raise bad_request("send a JSON object, with Content-Type: application/json")
 
 
 def _check_model(name: str | None, service: Service) -> None:
@@ -140,10 +150,6 @@ def _add_errors(app: FastAPI) -> None:
     async def told(request: Request, error: ApiError) -> Response:
         return error.response()
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _describe(error).response()
-
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> Response:
         """Else the framework tells it as plain text. It comes to the guard all the same."""
@@ -153,17 +159,3 @@ def _add_errors(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> Response:
         headers = dict(error.headers or {})
         return ApiError(error.status_code, str(error.detail), headers=headers).response()
-
-
-def _describe(error: RequestValidationError) -> ApiError:
-    """The first mistake; never what the client wrote, but for names of fields."""
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        return bad_request("the body is no JSON")
-    if not place:
-        return bad_request("send a JSON object, with Content-Type: application/json")
-    param = ".".join(place)[:200]
-    if first["type"] == "union_tag_invalid":  # its own message repeats what was written
-        return bad_request(f"{param}.type must be one of {first['ctx']['expected_tags']}", param)
-    return bad_request(f"{param}: {first['msg']}", param)

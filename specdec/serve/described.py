@@ -1,4 +1,4 @@
-"""The served schema's part on answers: documentation, which the answers are tested against.
+"""The served schema's part on requests and answers: these are tested against it.
 
 Fields may be added to any of these objects: clients skip those that they do not know.
 """
@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
 from specdec.serve.options import ServeOptions
+from specdec.serve.schema import ChatRequest, CompletionRequest
 
 Schema = dict[str, Any]
 Responses = dict[int | str, dict[str, Any]]
@@ -178,16 +182,32 @@ HEALTH: Responses = {
 }
 
 
-def with_limits(schema: Schema, limits: ServeOptions) -> Schema:
-    """A served schema, changed so that it tells this server's own limits of numbers, too."""
+# --- requests ----------------------------------------------------------------------------------
+
+_PLACE = "#/components/schemas/{model}"
+_REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest)
+
+
+def takes(form: type[BaseModel]) -> dict[str, Any]:
+    """A route's part of the schema that says what its requests are."""
+    reference = {"$ref": _PLACE.format(model=form.__name__)}
+    content = {"application/json": {"schema": reference}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def with_requests(schema: Schema, limits: ServeOptions) -> Schema:
+    """A served schema that tells what requests are, too, with this server's own limits."""
+    _, made = models_json_schema([(form, "validation") for form in _REQUESTS], ref_template=_PLACE)
+    forms = schema.setdefault("components", {}).setdefault("schemas", {})
+    forms.update(made["$defs"])
     most = {
         "n": limits.max_choices,
         "best_of": limits.max_choices,
         "max_tokens": limits.max_output_tokens,
         "max_completion_tokens": limits.max_output_tokens,
     }
-    for request in ("ChatRequest", "CompletionRequest"):
-        fields = schema["components"]["schemas"][request]["properties"]
+    for request in _REQUESTS:
+        fields = forms[request.__name__]["properties"]
         for name in most.keys() & fields.keys():
             number, _ = fields[name]["anyOf"]  # or null
             number["maximum"] = most[name]

@@ -1,4 +1,4 @@
-"""Who may come in: the server's state, and how many requests are inside."""
+"""Who may come in: the server's state, how many requests are inside, and how long all are."""
 
 from __future__ import annotations
 
@@ -60,3 +60,34 @@ class Visit:
         gate, self._gate = self._gate, None
         if gate is not None:
             gate.leave()
+
+
+class Bodies:
+    """How many bytes the requests hold together that have not been read into jobs yet."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.n_bytes = most_bytes, 0
+
+
+class Body:
+    """One request's body, as it arrives; it is held until it is dropped."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self.content = bytearray()
+        self._bodies = bodies
+
+    def add(self, piece: bytes) -> None:
+        """Raises ApiError where all requests together would be too long."""
+        if self._bodies.n_bytes + len(piece) > self._bodies.most_bytes:
+            raise ApiError(
+                503,
+                "this server has too many long requests to read: ask again",
+                headers={"Retry-After": "5"},
+            )
+        self._bodies.n_bytes += len(piece)
+        self.content += piece
+
+    def drop(self) -> None:
+        """Idempotent."""
+        self._bodies.n_bytes -= len(self.content)
+        self.content = bytearray()

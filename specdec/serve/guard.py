@@ -16,21 +16,28 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload.units import format_bytes
 from specdec.serve.errors import ApiError, bad_request, broken
+from specdec.serve.gate import Bodies, Body
 from specdec.serve.options import ServeOptions
 
 OPEN_PATH = "/health"
 """The one that needs no key: what watches a server has none."""
 MAX_HEAD_BYTES = 32 << 10
+MOST_BODIES = 16
+"""Bodies of the longest size that are held at once: one that is read makes room for another."""
+BODY = "specdec.body"
+"""Where an application finds the `Body` in the scope: `receive` tells only when the client goes."""
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class Guard:
     """ASGI middleware.
 
-    A body is read whole, within its limits, before the application sees the request. Without a key
-    only this machine's programs may ask, and of those no page of another site that a browser shows:
-    the Host header must name this machine (DNS rebinding), and a JSON body needs its content type,
-    which browsers send to other sites only where these allow it (no CORS here).
+    A body is taken in whole, within its limits, before the application sees the request, and finds
+    it in the scope (BODY). HEAD is answered as GET: the server itself leaves the body out.
+
+    Without a key only this machine's programs may ask, and of those no page of another site that a
+    browser shows: the Host header must name this machine (DNS rebinding), and a JSON body needs its
+    content type, which browsers send to other sites only where these allow it (no CORS here).
 
     told: called with (path of the route or "other", status, seconds) at the end of each request.
     """
@@ -47,12 +54,13 @@ class Guard:
         self._app, self._options, self._paths, self._told = app, options, paths, told
         self._digest = None if key is None else _digest(key.encode("ascii"))
         self._is_debug = is_debug
+        self._bodies = Bodies(MOST_BODIES * options.max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin, status = time.monotonic(), 0
+        begin, status, body = time.monotonic(), 0, Body(self._bodies)
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -62,8 +70,9 @@ class Guard:
 
         try:
             self._check_head(scope)
-            body = await self._read(scope, receive)
-            await self._app(scope, _replayed(body, receive), noted)
+            await self._take_in(body, scope, receive)
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            await self._app({**scope, "method": method, BODY: body}, receive, noted)
         except ApiError as error:
             error.headers.setdefault("Connection", "close")  # what is unread is not read
             await error.response()(scope, receive, noted)
@@ -74,6 +83,7 @@ class Guard:
                 raise _Ended from None  # cut off: the client must not take it for whole
             await broken().response()(scope, receive, noted)
         finally:
+            body.drop()
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._told(path, status, time.monotonic() - begin)
 
@@ -111,29 +121,28 @@ class Guard:
         name = name if colon and port.isdigit() else host
         return name.lower() in {*_LOCAL_NAMES, self._options.host}
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+    async def _take_in(self, body: Body, scope: Scope, receive: Receive) -> None:
         limit = self._options.max_body_bytes
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]
         if lengths and lengths[0].isdigit() and int(lengths[0][:20]) > limit:
             raise self._too_large()
         try:
-            return await asyncio.wait_for(self._collect(receive), self._options.read_timeout)
+            await asyncio.wait_for(self._collect(body, receive), self._options.read_timeout)
         except asyncio.TimeoutError:
             raise ApiError(
                 408, f"the request did not arrive within {self._options.read_timeout:g} s"
             ) from None
 
-    async def _collect(self, receive: Receive) -> bytes:
-        body = bytearray()
+    async def _collect(self, body: Body, receive: Receive) -> None:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise bad_request("the client went away")
-            body += message.get("body", b"")
-            if len(body) > self._options.max_body_bytes:
+            body.add(message.get("body", b""))
+            if len(body.content) > self._options.max_body_bytes:
                 raise self._too_large()
             if not message.get("more_body", False):
-                return bytes(body)
+                return
 
     def _too_large(self) -> ApiError:
         limit = format_bytes(self._options.max_body_bytes)
@@ -170,17 +179,3 @@ def _key_of(header: bytes) -> bytes:
 def _digest(key: bytes) -> bytes:
     """Of one length, so that comparing takes as long for every key."""
     return hashlib.sha256(key).digest()
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """`receive` of a request whose body was read already."""
-    is_told = False
-
-    async def replay() -> Message:
-        nonlocal is_told
-        if is_told:
-            return await receive()
-        is_told = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay

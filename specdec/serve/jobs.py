@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specdec.api import LLM
 from specdec.grammar.constraint import Constraint, schema_text
-from specdec.grammar.trial import check_cost
 from specdec.sampling.params import SEED_LIMIT, SamplingParams
 from specdec.serve.errors import bad_request
 from specdec.serve.limits import check_choices, check_room, with_few_logprobs
@@ -55,8 +54,13 @@ class Job:
     most_calls: int | None = None
     echoed: tuple[str, ...] = ()
     """Texts of the prompts, where the answer repeats them."""
+    is_streamed: bool = False
+    tells_usage: bool = False
+    """Whether the last event of a stream says what the answer cost."""
     tells_draft: bool = False
     """Whether events say how much of their text had been drafted."""
+    tells_timings: bool = False
+    """Whether events say what the answer cost so far."""
 
     @property
     def n_choices(self) -> int:
@@ -68,7 +72,7 @@ class Job:
 
 
 def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
-    """Raises ApiError, SpecdecError."""
+    """Raises ApiError, SpecdecError. What `constraint_to_try` names must have been tried before."""
     tools = _offered(body)
     form = llm.tokenizer.chat_format
     wanted = body.max_completion_tokens or body.max_tokens
@@ -93,13 +97,11 @@ def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
     )
 
 
-def trial(body: ChatRequest) -> Callable[[], object] | None:
-    """What raises ApiError or SpecdecError where the request's constraint cannot be prepared, and
-    may take seconds to; None where there is none. `chat_job` asks again, at no cost."""
-    is_free = body.tool_choice in (None, "none", "auto")
-    if is_free and not isinstance(body.response_format, SchemaFormat):
-        return None
-    return lambda: _constraint(body, _offered(body))
+def constraint_to_try(body: ChatRequest) -> Constraint | None:
+    """A schema of the client's, which may take this process down when it is prepared here; None
+    where there is none. Raises ApiError, ConfigError."""
+    schema = _constraint(body, _offered(body)).get("json_schema")
+    return None if schema is None else Constraint("json_schema", schema)
 
 
 def completion_job(body: CompletionRequest, llm: LLM, limits: ServeOptions) -> Job:
@@ -139,7 +141,10 @@ def _job(
     check_choices(len(prompts) * n, limits)
     params = with_few_logprobs(body, params, len(prompts) * n, limits)
     wanted = body.stream_options
+    more["is_streamed"] = bool(body.stream)
+    more["tells_usage"] = wanted is not None and bool(wanted.include_usage)
     more["tells_draft"] = wanted is not None and bool(wanted.include_draft)
+    more["tells_timings"] = bool(body.timings_per_token)
     if params.is_greedy:
         return Job(tuple(prompts), params, body.priority, n_copies=n, **more)
     return Job(tuple(prompts), params.replace(n=n), body.priority, **more)
@@ -196,6 +201,8 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
 
 
 def _content(message: Message, param: str) -> str | list[str] | None:
+    if message.content is None and message.role != "assistant":
+        raise bad_request(f"{param} has no content, which only an assistant's may lack", param)
     if message.content is None or isinstance(message.content, str):
         return message.content
     texts = []
@@ -247,19 +254,11 @@ def _constraint(body: ChatRequest, tools: Sequence[Tool]) -> Mapping[str, Any]:
     if is_forced and not is_plain:
         raise bad_request("response_format does not go with a forced tool call", "response_format")
     if is_forced:
-        return _schema(_schema_of_calls(tools))
+        return {"json_schema": schema_text(_schema_of_calls(tools))}
     schema = form.json_schema.schema_ if isinstance(form, SchemaFormat) else None
     if schema is not None:
-        return _schema(schema)
+        return {"json_schema": schema_text(schema)}
     return openai.constraint(None if form is None else form.type, None)
-
-
-def _schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Raises ConfigError for one that would take the server down, which SamplingParams do not."""
-    text = schema_text(schema)
-    if text is not None:
-        check_cost(Constraint("json_schema", text))
-    return {"json_schema": text}
 
 
 def _schema_of_calls(tools: Sequence[Tool]) -> dict[str, Any]:

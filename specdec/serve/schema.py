@@ -6,9 +6,13 @@ Limits that are the server's own are checked where a request is made into a job.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from specdec.serve.errors import ApiError, bad_request
 
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_BIASES, MAX_TOOLS = 16, 256, 1024, 128
 MAX_TOP_LOGPROBS = 20
@@ -70,6 +74,7 @@ class Sampling(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-4, le=1e4)] | None = None
     ignore_eos: bool | None = None
+    timings_per_token: bool | None = None  # llama.cpp's: every event of a stream has `timings`
     # Without effect here, and without harm.
     user: str | None = None
     metadata: Metadata | None = None
@@ -189,3 +194,52 @@ class CompletionRequest(Sampling):
     echo: bool | None = None
     suffix: None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
+
+
+# --- from a body to a request ------------------------------------------------------------------
+
+_R = TypeVar("_R", bound=BaseModel)
+_DISCRIMINATED = "response_format"  # behind which pydantic puts the type, as if it were a field
+
+
+def read_request(body: bytes | bytearray, form: type[_R]) -> _R:
+    """Raises ApiError with a mistake; never what the client wrote, but for names of fields."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise bad_request("the body is no JSON") from error
+    try:
+        return form.model_validate(value)
+    except ValidationError as error:
+        raise _told(error) from error
+
+
+def _told(error: ValidationError) -> ApiError:
+    """The mistake that lies deepest: where a value may be of several kinds, it was meant to be of
+    that kind which it has come furthest with."""
+    found = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
+    param = ".".join(_place(found["loc"], found["type"] == "extra_forbidden"))[:200]
+    if not param:
+        return bad_request("send a JSON object")
+    if found["type"] == "union_tag_invalid":  # its own message repeats what was written
+        return bad_request(f"{param}.type must be one of {found['ctx']['expected_tags']}", param)
+    return bad_request(f"{param}: {found['msg']}", param)
+
+
+def _place(location: Sequence[str | int], is_unknown: bool) -> list[str]:
+    """Without pydantic's names for the kinds that a value may be of. is_unknown: the last part is a
+    field that there is not."""
+    known = [
+        str(part)
+        for before, part in zip(("", *location), location, strict=False)
+        if isinstance(part, int) or (part in _FIELDS and before != _DISCRIMINATED)
+    ]
+    return [*known, str(location[-1])] if is_unknown else known
+
+
+def _fields(form: type[BaseModel]) -> set[str]:
+    own = {field.alias or name for name, field in form.model_fields.items()}
+    return own.union(*(_fields(one) for one in form.__subclasses__()))
+
+
+_FIELDS = _fields(Strict) | _fields(OtherPart)

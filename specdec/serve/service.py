@@ -8,6 +8,7 @@ from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -19,11 +20,14 @@ from specdec.async_llm import AsyncChunk, AsyncLLM, AsyncStream
 from specdec.checks import ConfigError
 from specdec.decoding.sequences import GenerationResult
 from specdec.decoding.stats import EngineStats
+from specdec.grammar.constraint import Constraint
 from specdec.grammar.state import GrammarError
-from specdec.serve.answers import Answer
+from specdec.grammar.trial import check_cost
+from specdec.serve.answers import Answer, timings
 from specdec.serve.errors import ApiError, JsonResponse, bad_request, draining, loading
 from specdec.serve.events import DONE, PING, ClientGone, EventStream, event, unless_gone
-from specdec.serve.gate import READY, Gate, Visit
+from specdec.serve.gate import READY, Body, Gate, Visit
+from specdec.serve.guard import BODY
 from specdec.serve.jobs import Job
 from specdec.serve.metrics import Metrics
 from specdec.serve.options import ServeOptions
@@ -34,6 +38,20 @@ _CLIENTS_FAULT = (ConfigError, GrammarError, PromptError, TokenizerError)
 _CLIENT_CLOSED = 499  # nginx's; nobody reads it
 _PING_SECONDS = 15.0
 """Without a token for so long, a stream says that it is alive: proxies cut what is silent."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """How the requests of a route are read and answered. What its functions raise, the client is
+    told.
+
+    constraint: of a body, what may take a process down that prepares it; None is nothing.
+    job: of the body, too; its constraint has been tried.
+    """
+
+    constraint: Callable[[bytearray], Constraint | None]
+    job: Callable[[bytearray, LLM], Job]
+    answer: Callable[[Job, LLM], Answer]
 
 
 class Service:
@@ -51,20 +69,21 @@ class Service:
         self._streams: set[AsyncStream] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         # Long prompts take their time, beside which others are served. One after the other: a
-        # tokenizer need not bear two threads.
+        # tokenizer need not bear two threads, and a body that is parsed takes ten times its bytes.
         self._encoder = ThreadPoolExecutor(1, "specdec-encode")
         # Schemas that cannot be prepared take seconds to be refused: others wait for that only if
         # they have one, too.
         self._trials = ThreadPoolExecutor(1, "specdec-trial")
 
-    async def job(
-        self, trial: Callable[[], object] | None, make_job: Callable[[LLM], Job], llm: LLM
-    ) -> Job:
-        """What a request asks for. Raises what the trial and the making of it raise."""
-        loop = asyncio.get_running_loop()
-        if trial is not None:
-            await loop.run_in_executor(self._trials, trial)
-        return await loop.run_in_executor(self._encoder, make_job, llm)
+    async def job(self, body: Body, endpoint: Endpoint, llm: LLM) -> Job:
+        """What a request asks for; its body is dropped then."""
+        loop, content = asyncio.get_running_loop(), body.content
+        constraint = await loop.run_in_executor(self._encoder, endpoint.constraint, content)
+        if constraint is not None:
+            await loop.run_in_executor(self._trials, check_cost, constraint)
+        job = await loop.run_in_executor(self._encoder, endpoint.job, content, llm)
+        body.drop()
+        return job
 
     def open(self, llm: LLM) -> None:
         """Let requests in."""
@@ -96,24 +115,12 @@ class Service:
         for stream in list(self._streams):
             stream.cancel()
 
-    async def answer(
-        self,
-        request: Request,
-        trial: Callable[[], object] | None,
-        make_job: Callable[[LLM], Job],
-        make_answer: Callable[[Job, LLM], Answer],
-        *,
-        is_streamed: bool,
-        has_usage: bool,
-    ) -> Response:
-        """Run a request; raises ApiError.
-
-        trial: goes before all else, in a thread of such trials; whatever it returns is not used.
-        """
-        run = _Run(self, request, has_usage)
+    async def answer(self, request: Request, endpoint: Endpoint) -> Response:
+        """Run a request; raises ApiError."""
+        run = _Run(self, request)
         try:
             with self.translated():
-                return await run.answer(self.llm, trial, make_job, make_answer, is_streamed)
+                return await run.answer(self.llm, endpoint)
         except ClientGone:
             run.end()
             return Response(status_code=_CLIENT_CLOSED)
@@ -175,26 +182,19 @@ class Service:
 class _Run:
     """One request on its way. Raises ApiError where it is not let in."""
 
-    def __init__(self, service: Service, request: Request, has_usage: bool) -> None:
-        self._service, self._request, self._has_usage = service, request, has_usage
+    def __init__(self, service: Service, request: Request) -> None:
+        self._service, self._request = service, request
         self._visit = service.gate.enter()
         self._deadline = time.monotonic() + service.options.request_timeout
         self._streams: list[AsyncStream] = []
 
-    async def answer(
-        self,
-        llm: AsyncLLM,
-        trial: Callable[[], object] | None,
-        make_job: Callable[[LLM], Job],
-        make_answer: Callable[[Job, LLM], Answer],
-        is_streamed: bool,
-    ) -> Response:
-        making = self._service.job(trial, make_job, llm.llm)
+    async def answer(self, llm: AsyncLLM, endpoint: Endpoint) -> Response:
+        making = self._service.job(self._request.scope[BODY], endpoint, llm.llm)
         job = await unless_gone(self._request.receive, making, self._left)
-        answer = make_answer(job, llm.llm)
+        answer = endpoint.answer(job, llm.llm)
         self._streams = [llm.stream(ids, job.params, priority=job.priority) for ids in job.prompts]
         self._service.adopt(self._streams)
-        if is_streamed:
+        if job.is_streamed:
             # What is wrong with the request is told by its status: it is known by then.
             await unless_gone(self._request.receive, self._streams[0].started(), self._left)
             return EventStream(self._told(answer, job), self.end)
@@ -242,8 +242,10 @@ class _Run:
             base = index * job.n_per_prompt
             copies = [base + copy * job.params.n for copy in range(job.n_copies)]
             for one in _events_of(streams[index], chunk, answer, copies):
+                if job.tells_timings:
+                    one["timings"] = timings([stream.result for stream in streams])
                 yield event(one)
-        if self._has_usage:
+        if job.tells_usage:
             yield event(answer.usage_event([stream.result for stream in streams]))
 
     async def _chunks(

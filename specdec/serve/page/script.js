@@ -141,10 +141,14 @@ class Figures {
       `${last.length} passes, ${mean.toFixed(2)} tokens each on average, ${top} at most`);
   }
 
+  // The server's own figures of speed are told at the end: before, it may be ahead of the reader.
   finish(timings) {
-    const share = timings.draft_n ? timings.draft_n_accepted / timings.draft_n : 0;
     $("speed").textContent = timings.predicted_per_second.toFixed(1);
     $("per-pass").textContent = timings.tokens_per_pass.toFixed(2);
+  }
+
+  show(timings) {
+    const share = timings.draft_n ? timings.draft_n_accepted / timings.draft_n : 0;
     $("acceptance").textContent =
       `${timings.draft_n_accepted} of ${timings.draft_n} (${(100 * share).toFixed(0)} %)`;
     $("streamed").textContent = size(timings.bytes_streamed);
@@ -160,6 +164,7 @@ function requestBody() {
     messages: [...messages],
     stream: true,
     stream_options: { include_usage: true, include_draft: true },
+    timings_per_token: true,
   };
   if (given.system.trim()) body.messages.unshift({ role: "system", content: given.system });
   for (const name of ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"]) {
@@ -209,7 +214,8 @@ async function answer() {
     for await (const event of events(reply)) {
       if (event.error) throw new Error(event.error.message);
       if (event.draft) figures.addPass(event.draft);
-      if (event.timings) figures.finish(event.timings);
+      if (event.timings) figures.show(event.timings);
+      if (event.usage) figures.finish(event.timings);
       const piece = event.choices[0]?.delta.content ?? "";
       const nRight = event.draft?.n_accepted_characters ?? 0;
       const characters = [...piece]; // as the server counts them

@@ -13,11 +13,13 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
 from specdec.serve.app import make_app
+from specdec.serve.gate import Body
+from specdec.serve.guard import BODY, MOST_BODIES, Guard
 from specdec.serve.options import ServeOptions
 from specdec.serve.service import Service
 
 
-def get(app: Any, path: str) -> list[dict[str, Any]]:
+def get(app: Any, path: str, method: str = "GET") -> list[dict[str, Any]]:
     """The messages of the answer."""
     sent: list[dict[str, Any]] = []
 
@@ -29,7 +31,7 @@ def get(app: Any, path: str) -> list[dict[str, Any]]:
 
     scope = {
         "type": "http",
-        "method": "GET",
+        "method": method,
         "path": path,
         "query_string": b"",
         "headers": [(b"host", b"localhost")],
@@ -57,3 +59,52 @@ def test_an_error_of_ours_has_the_shape_of_all_errors(
     log = capsys.readouterr().err
     assert "RuntimeError at fail" in log
     assert "prompt" not in log
+
+
+def test_head_is_answered_as_get() -> None:
+    """Programs that watch a server ask so; whoever serves the application leaves the body out."""
+    app = make_app(Service(ServeOptions(), "m", print), None)
+    for method in ("GET", "HEAD"):
+        assert get(app, "/health", method)[0]["status"] == 503
+    assert get(app, "/v1/completions", "HEAD")[0]["status"] == 405
+
+
+def test_all_bodies_together_have_a_limit() -> None:
+    """Of 256 connections each may send one of the longest at the same time."""
+    limits = ServeOptions(max_body="1KiB")
+    may_end = asyncio.Event()
+    inside: list[Body] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        inside.append(scope[BODY])
+        await may_end.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    guard = Guard(app, limits, None, frozenset(), lambda path, status, seconds: None)
+    scope = {"type": "http", "method": "POST", "path": "/x", "headers": [(b"host", b"localhost")]}
+
+    async def post() -> int:
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"x" * 1024, "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await guard(scope, receive, send)
+        return int(sent[0]["status"])
+
+    async def work() -> None:
+        first = [asyncio.create_task(post()) for _ in range(MOST_BODIES)]
+        while len(inside) < MOST_BODIES:
+            await asyncio.sleep(0)
+        assert await post() == 503
+        inside[0].drop()  # it is read
+        last = asyncio.create_task(post())
+        may_end.set()
+        assert await asyncio.gather(*first, last) == [200] * (MOST_BODIES + 1)
+        assert guard._bodies.n_bytes == 0
+
+    asyncio.run(asyncio.wait_for(work(), 30))

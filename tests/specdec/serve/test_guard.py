@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.request import Request
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from serving import Server, ask
+from serving import JSON, Server, ask
 
 from specdec.serve.schema import ChatRequest
 
@@ -33,6 +34,7 @@ ROUTES = [
     ("GET", "//health"),
 ]
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0}
+TOOL = {"type": "function", "function": {"name": "a", "parameters": "HERE"}}
 
 
 @pytest.fixture(scope="module")
@@ -200,8 +202,6 @@ def test_many_and_long_headers(locked: Server) -> None:
         b'{"n": ' + b"9" * 5000 + b"}",
         b'{"max_tokens": 1e400, "messages": [{"role": "user", "content": "x"}]}',
         b'{"messages": [{"role": "user", "content": "x"}], "seed": 1.5}',
-        b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", '
-        b'"function": {"name": "a", "parameters": ' + b'{"a":' * 900 + b"{}" + b"}" * 900 + b"}}]}",
     ],
     ids=lambda body: repr(body[:24]),
 )
@@ -309,3 +309,17 @@ def test_the_server_wrote_down_nothing_of_all_this(locked: Server) -> None:
     assert "error" not in told
     assert "Traceback" not in told
     assert "s3cret" not in told
+
+
+@pytest.mark.parametrize("depth", [100, 250, 500, 900, 980, 1500, 10_000])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_deep_tools_are_taken_or_refused(server: Server, depth: int, choice: str) -> None:
+    """Each library on the way has a depth of its own that is too much for it."""
+    if choice == "required":
+        pytest.importorskip("llguidance")
+    parameters = '{"a":' * depth + "{}" + "}" * depth
+    text = json.dumps({**CHAT, "tool_choice": choice, "tools": [TOOL]}).replace(
+        '"HERE"', parameters
+    )
+    status, answer = ask(Request(server.url + "/v1/chat/completions", text.encode(), JSON))
+    assert status in (200, 400), answer

@@ -62,6 +62,26 @@ def test_a_chat_as_a_stream(client: Any) -> None:
     assert events[-1].usage.completion_tokens == 20
 
 
+def test_events_with_figures_so_far(client: Any) -> None:
+    """llama.cpp's field; the page shows them while the text comes."""
+    stream = chat(client, max_tokens=40, stream=True, extra_body={"timings_per_token": True})
+    told = [event.timings for event in stream if hasattr(event, "timings")]
+    assert len(told) > 3
+    for before, after in zip(told, told[1:], strict=False):
+        assert before["passes"] <= after["passes"]
+        assert before["draft_n_accepted"] <= after["draft_n_accepted"]
+    assert told[-1]["predicted_n"] == 40
+    assert all(not hasattr(event, "timings") for event in chat(client, stream=True))
+
+
+def test_only_an_assistants_message_may_lack_content(client: Any) -> None:
+    for role in ("user", "system", "tool"):
+        with pytest.raises(openai.BadRequestError, match=r"messages\[0\] has no content"):
+            chat(client, messages=[{"role": role}])
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    assert chat(client, messages=[*TALK, {"role": "assistant", "tool_calls": [call]}]).choices
+
+
 def test_several_texts_of_one_seed(client: Any) -> None:
     options = {"temperature": 1.0, "seed": 7, "n": 3}
     texts = [choice.message.content for choice in chat(client, **options).choices]

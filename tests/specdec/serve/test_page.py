@@ -128,7 +128,7 @@ STOP_AT_FIRST_TEXT = """() => {
     if (!document.querySelector(".assistant .text span")) return;
     clearInterval(timer);
     const button = document.getElementById("stop");
-    window.wasRunning = !button.disabled;
+    button.dataset.wasRunning = String(!button.disabled);
     button.click();
   }, 5);
 }"""
@@ -139,8 +139,8 @@ def test_an_answer_can_be_stopped(page: Any, server: Server) -> None:
     page.get_by_text("ready", exact=True).wait_for()
     page.evaluate(STOP_AT_FIRST_TEXT)
     send(page, "hello")
-    page.wait_for_function("window.wasRunning !== undefined")
-    assert page.evaluate("window.wasRunning")
+    page.locator("#stop[data-was-running]").wait_for(state="attached")
+    assert page.locator("#stop").get_attribute("data-was-running") == "true"
     settle(page)
     server.wait_until_free()
 

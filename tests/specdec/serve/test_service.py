@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +14,31 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
 from specdec.async_llm import AsyncChunk
+from specdec.grammar.constraint import Constraint
+from specdec.serve import service as services
+from specdec.serve.gate import Bodies, Body
+from specdec.serve.guard import BODY
 from specdec.serve.jobs import completion_job
 from specdec.serve.options import ServeOptions
 from specdec.serve.schema import CompletionRequest
-from specdec.serve.service import Service, _Run
+from specdec.serve.service import Endpoint, Service, _Run
+
+
+def body(content: bytes = b"") -> Body:
+    made = Body(Bodies(1 << 20))
+    made.add(content)
+    return made
+
+
+def endpoint(read: Any, constraint: Constraint | None = None) -> Endpoint:
+    return Endpoint(lambda content: constraint, read, lambda job, llm: None)  # type: ignore
 
 
 class Gone:
     """A request whose client has gone away."""
+
+    def __init__(self) -> None:
+        self.scope = {BODY: body()}
 
     async def receive(self) -> dict[str, Any]:
         return {"type": "http.disconnect"}
@@ -34,13 +52,12 @@ def test_clients_that_go_away_while_prompts_are_read_are_not_waited_for() -> Non
     asked: list[int] = []
 
     async def ask(number: int) -> int:
-        def read(llm: object) -> None:
+        def read(content: object) -> None:
             asked.append(number)
             may_end.wait(60)
 
-        response = await service.answer(
-            Gone(), None, read, None, is_streamed=False, has_usage=False
-        )
+        made = replace(endpoint(lambda content, llm: None), constraint=read)
+        response = await service.answer(Gone(), made)  # type: ignore[arg-type]
         return response.status_code
 
     async def work() -> None:
@@ -55,22 +72,48 @@ def test_clients_that_go_away_while_prompts_are_read_are_not_waited_for() -> Non
     assert asked == [0]
 
 
-def test_prompts_do_not_wait_for_trials_of_schemas() -> None:
+def test_prompts_do_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that cannot be prepared takes seconds to be refused."""
     service = Service(ServeOptions(), "m", print)
-    may_end = threading.Event()
+    has_begun, may_end = threading.Event(), threading.Event()
+    llm: Any = None
+
+    def check(constraint: Constraint) -> None:
+        has_begun.set()
+        may_end.wait(60)
+
+    monkeypatch.setattr(services, "check_cost", check)
+    tried = endpoint(lambda content, llm: 1, Constraint("json_schema", "{}"))
+    free = endpoint(lambda content, llm: 2)
 
     async def work() -> None:
-        tried = asyncio.create_task(service.job(lambda: may_end.wait(60), lambda llm: 1, None))
-        await asyncio.sleep(0)
-        assert await service.job(None, lambda llm: 2, None) == 2
+        waiting = asyncio.create_task(service.job(body(), tried, llm))
+        while not has_begun.is_set():
+            await asyncio.sleep(0.01)
+        assert await service.job(body(), free, llm) == 2
         may_end.set()
-        assert await tried == 1
+        assert await waiting == 1
 
     try:
         asyncio.run(asyncio.wait_for(work(), 30))
     finally:
         may_end.set()
+
+
+def test_a_body_is_dropped_once_it_is_read() -> None:
+    """Parsed, 32 of a megabyte each took 350 MiB until their answers ended."""
+    service = Service(ServeOptions(), "m", print)
+    bodies = Bodies(100)
+    held = Body(bodies)
+    held.add(b"x" * 60)
+    llm: Any = None
+
+    async def work() -> None:
+        read = endpoint(lambda content, llm: bytes(content))
+        assert await service.job(held, read, llm) == b"x" * 60
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+    assert (bodies.n_bytes, len(held.content)) == (0, 0)
 
 
 class Ready:
@@ -91,7 +134,7 @@ def test_a_client_that_reads_slowly_has_no_more_time_than_others() -> None:
     service.open(object())  # never asked
 
     async def work() -> None:
-        run = _Run(service, Gone(), False)
+        run = _Run(service, Gone())  # type: ignore[arg-type]
         with pytest.raises(asyncio.TimeoutError):
             async for _ in run._chunks([Ready()]):
                 pass
