@@ -38,7 +38,7 @@ $(VENV)/bin/python:
 
 # Stamp files: what is installed is not installed again until the requirements change.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) -e .
+	$(PIP) -e ".[serve]"
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
