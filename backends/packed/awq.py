@@ -18,7 +18,7 @@ from backends.packed.groups import (
     by_pieces,
     check_groups,
     nibbles,
-    scaled,
+    scale,
     scratch_bytes,
 )
 from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, typed
@@ -68,11 +68,11 @@ class Awq:
         words, scales, packed_zeros = typed(tensor, stored)
         zeros = _in_order(packed_zeros)
 
-        def decode(start: int, end: int) -> torch.Tensor:
-            values = _in_order(words[:, start // N_IN_WORD : end // N_IN_WORD])
-            return scaled(values, zeros[start:end], scales[:, start:end].T)
+        def decode(start: int, end: int, numbers: torch.Tensor, room: torch.Tensor) -> None:
+            numbers.copy_(_in_order(words[:, start // N_IN_WORD : end // N_IN_WORD]))
+            scale(numbers, zeros[start:end], scales[:, start:end].T)
 
-        return by_pieces(tensor.record.shape[1], decode)
+        return by_pieces(tensor.record.shape[1], decode, scales.dtype)
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:

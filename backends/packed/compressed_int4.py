@@ -18,7 +18,7 @@ from backends.packed.groups import (
     by_pieces,
     check_groups,
     nibbles,
-    scaled,
+    scale,
     scratch_bytes,
 )
 from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, typed
@@ -75,13 +75,13 @@ class CompressedInt4:
         n_out, n_in = tensor.record.shape
         zeros = [nibbles(some.T).flatten(1)[:, :n_out].T for some in packed_zeros]
 
-        def decode(start: int, end: int) -> torch.Tensor:
-            values = nibbles(words[start:end]).flatten(1)
+        def decode(start: int, end: int, numbers: torch.Tensor, room: torch.Tensor) -> None:
+            pairs = room[:, : n_in // 2].unflatten(1, (-1, N_IN_WORD // 2))
+            numbers.copy_(nibbles(words[start:end], pairs).flatten(1))
             # q and its zero both have 8 added.
-            zero = zeros[0][start:end] if zeros else _MIDDLE
-            return scaled(values, zero, scales[start:end])
+            scale(numbers, zeros[0][start:end] if zeros else _MIDDLE, scales[start:end])
 
-        return by_pieces(n_in, decode)
+        return by_pieces(n_in, decode, scales.dtype)
 
 
 def _check_group(group: Mapping[str, Any]) -> None:

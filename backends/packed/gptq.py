@@ -18,7 +18,7 @@ from backends.packed.groups import (
     by_pieces,
     check_groups,
     nibbles,
-    scaled,
+    scale,
     scratch_bytes,
 )
 from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, typed
@@ -76,14 +76,14 @@ class Gptq:
         if groups is not None and (groups.min() < 0 or groups.max() >= len(scales)):
             raise ValueError(f"its g_idx names a group that is none of {len(scales)}")
 
-        def decode(start: int, end: int) -> torch.Tensor:
-            values = nibbles(words[:, start:end]).transpose(0, 1).flatten(1)
+        def decode(start: int, end: int, numbers: torch.Tensor, room: torch.Tensor) -> None:
+            numbers.copy_(nibbles(words[:, start:end]).transpose(0, 1).flatten(1))
             own, zero = scales[:, start:end].T, zeros[:, start:end].T
             if groups is not None:  # inputs of a group lie anywhere
                 own, zero = own.index_select(1, groups), zero.index_select(1, groups)
-            return scaled(values, zero, own)
+            scale(numbers, zero, own)
 
-        return by_pieces(tensor.record.shape[1], decode)
+        return by_pieces(tensor.record.shape[1], decode, scales.dtype)
 
 
 def _ascends(groups: torch.Tensor, n_groups: int) -> bool:

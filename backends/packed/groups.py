@@ -6,6 +6,7 @@ Nothing here is a device's: the same code decodes on a CPU and on a GPU, with th
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
@@ -14,9 +15,13 @@ from offload.formats.tensors import TensorRecord
 
 N_IN_WORD = 8
 SCALES = ("F16", "BF16", "F32")
-_PIECE_WEIGHTS = 1 << 20
-_SCRATCH_BYTES = 24
+_PIECE_WEIGHTS = 1 << 19
+"""That are decoded at a time: in float32 they stay in the processor's cache."""
+_SCRATCH_BYTES = 16
 """For each weight of a piece, at most, while it is decoded."""
+DecodePiece: TypeAlias = Callable[[int, int, torch.Tensor, torch.Tensor], None]
+"""(start, end, numbers, room): fills `numbers`, float32 [rows, columns], with the rows start..end.
+room: int16, memory for as many columns at least, for any use."""
 
 
 def check_groups(scales: TensorRecord, dim: int, n_in: int) -> int:
@@ -26,14 +31,20 @@ def check_groups(scales: TensorRecord, dim: int, n_in: int) -> int:
     return scales.shape[dim]
 
 
-def by_pieces(n_columns: int, decode: Callable[[int, int], torch.Tensor]) -> DecodeRows:
-    """decode: the rows start..end, so few that what they take beside is little."""
+def by_pieces(
+    n_columns: int, decode: DecodePiece, rounded: torch.dtype = torch.float32
+) -> DecodeRows:
+    """rounded: the number format that a weight is rounded to before that of the model."""
     step = _piece_rows(n_columns)
 
     def decode_rows(start: int, end: int, out: torch.Tensor, run: Run) -> None:
+        # For all pieces: memory for each would come from the system anew, page by page.
+        numbers = torch.empty(min(step, end - start), n_columns, device=out.device)
         for first in range(start, end, step):
             last = min(first + step, end)
-            out[first - start : last - start] = decode(first, last)
+            some, piece = numbers[: last - first], out[first - start : last - start]
+            decode(first, last, some, piece.view(torch.int16))
+            piece.copy_(some if rounded in (torch.float32, out.dtype) else some.to(rounded))
 
     return decode_rows
 
@@ -46,21 +57,28 @@ def _piece_rows(n_columns: int) -> int:
     return max(1, _PIECE_WEIGHTS // n_columns // ROW_STEP) * ROW_STEP
 
 
-def nibbles(words: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., 8] of int32 [...], the lowest four bits first."""
+def nibbles(words: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+    """uint8 [..., 8] of int32 [...], the lowest four bits first.
+
+    room: int16 [..., 4], where they are made.
+    """
     as_bytes = words.contiguous().view(torch.uint8).view(*words.shape, 4)
-    return torch.stack((as_bytes & 15, as_bytes >> 4), dim=-1).flatten(-2)
+    pairs = torch.empty_like(as_bytes, dtype=torch.int16) if room is None else room
+    pairs.copy_(as_bytes)
+    return pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.uint8)
 
 
-def scaled(values: torch.Tensor, zeros: torch.Tensor | int, scales: torch.Tensor) -> torch.Tensor:
-    """(values - zeros) * scales, in the numbers of the scales.
+def scale(numbers: torch.Tensor, zeros: torch.Tensor | int, scales: torch.Tensor) -> None:
+    """numbers = (numbers - zeros) * scales.
+
+    In float32, in which torch is quickest, and as if in the numbers of the scales: a whole number
+    of five bits times a scale of eleven is exact there, and rounded once, to those.
 
     Args:
-        values: [rows, columns], small whole numbers.
+        numbers: float32 [rows, columns], small whole numbers.
         zeros: of each group [rows, groups], or of all.
         scales: [rows, groups]
     """
-    grouped = values.unflatten(1, (scales.shape[1], -1)).to(scales.dtype)
-    if isinstance(zeros, torch.Tensor):
-        zeros = zeros.to(scales.dtype)[:, :, None]
-    return ((grouped - zeros) * scales[:, :, None]).flatten(1)
+    grouped = numbers.unflatten(1, (scales.shape[1], -1))
+    grouped -= zeros[:, :, None] if isinstance(zeros, torch.Tensor) else zeros
+    grouped *= scales.float()[:, :, None]

@@ -1,0 +1,64 @@
+"""Quantised numbers: each code, against torch's own arithmetic in the format of the scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backends.packed.fp8_blocks import _widen
+from backends.packed.groups import by_pieces, nibbles, scale
+
+
+def test_every_code_of_float8() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    expected = codes.view(torch.float8_e4m3fn).float()
+    assert expected.isnan().sum() == 2
+    found = torch.empty(2, 128)
+    for some in (codes, codes.masked_fill((codes & 127) == 127, 0)):
+        _widen(some.view(torch.int8), found, torch.empty(2, 130, dtype=torch.int16)[:, :128])
+        wanted = some.view(torch.float8_e4m3fn).float()
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+        is_number = ~wanted.isnan()
+        assert torch.equal(found.signbit()[is_number], wanted.signbit()[is_number])  # of zero, too
+
+
+def test_nibbles_come_from_the_lowest_on() -> None:
+    words = torch.tensor([[0x76543210, -1], [0, -0x12345679]], dtype=torch.int32)
+    found = nibbles(words)
+    assert found.dtype == torch.uint8
+    assert found[0].tolist() == [list(range(8)), [15] * 8]
+    assert found[1].tolist() == [[0] * 8, [7, 8, 9, 10, 11, 12, 13, 14]]
+    assert torch.equal(nibbles(words, torch.zeros(2, 2, 8, dtype=torch.int16)[..., :4]), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_scaled_as_if_in_the_numbers_of_the_scales(dtype: torch.dtype, has_zeros: bool) -> None:
+    """All values, with scales that are subnormal, huge, negative, infinite or no number."""
+    torch.manual_seed(0)
+    values = torch.arange(16).repeat(64, 8)  # [rows, 8 groups of 16]
+    scales = torch.randn(64, 8).mul(10.0 ** torch.randint(-9, 5, (64, 8))).to(dtype)
+    scales[0, :4] = torch.tensor([torch.inf, torch.nan, 0.0, -0.0], dtype=dtype)
+    zeros = torch.randint(0, 16, (64, 8), dtype=torch.uint8) if has_zeros else 8
+    shown = zeros.to(dtype)[:, :, None] if isinstance(zeros, torch.Tensor) else zeros
+    wanted = ((values.unflatten(1, (8, 16)).to(dtype) - shown) * scales[:, :, None]).flatten(1)
+    numbers = values.float()
+    scale(numbers, zeros, scales)
+    torch.testing.assert_close(numbers.to(dtype), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_weight_is_rounded_to_the_scales_format_and_then_to_the_models(
+    out_dtype: torch.dtype,
+) -> None:
+    whole = torch.randn(300, 40)
+
+    def decode(start: int, end: int, numbers: torch.Tensor, room: torch.Tensor) -> None:
+        assert room.dtype == torch.int16
+        assert room.shape[1] >= 40
+        room.fill_(-1)
+        numbers.copy_(whole[start:end])
+
+    out = torch.zeros(172, 40, dtype=out_dtype)
+    by_pieces(40, decode, torch.float16)(128, 300, out, lambda work: None)
+    assert torch.equal(out, whole[128:].half().to(out_dtype))
