@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from backends.contract.backend import UnsupportedModel
-from backends.packed.codec import QUANTISATIONS, Quantisation, check_packed
+from backends.packed.codec import QUANTISATIONS, Quantisation, broken, check_packed
 from backends.packed.tensor import TORCH_TYPES, PackedTensor
 from offload.formats.tensors import CheckpointError, TensorRecord
 
@@ -21,10 +22,9 @@ _REMEDY = "use its bf16, fp16 or fp32 checkpoint"
 
 def quantisation_of(config: PreTrainedConfig) -> Quantisation | None:
     """How a checkpoint is quantised; None where it is not. Raises UnsupportedModel."""
-    settings = getattr(config, "quantization_config", None)
+    settings = _settings(config)
     if not settings:
         return None
-    settings = settings if isinstance(settings, dict) else settings.to_dict()
     method = settings.get("quant_method")
     found = QUANTISATIONS.get(method) if isinstance(method, str) else None
     kind = config.model_type
@@ -42,6 +42,13 @@ def quantisation_of(config: PreTrainedConfig) -> Quantisation | None:
     return found
 
 
+def _settings(config: PreTrainedConfig) -> Mapping[str, Any]:
+    """Of the quantisation, empty where there is none."""
+    settings = getattr(config, "quantization_config", None) or {}
+    found: Mapping[str, Any] = settings if isinstance(settings, dict) else settings.to_dict()
+    return found
+
+
 def packed_tensors(
     index: Mapping[str, TensorRecord], config: PreTrainedConfig, dtype: torch.dtype, directory: Path
 ) -> dict[str, PackedTensor]:
@@ -55,6 +62,11 @@ def packed_tensors(
         found |= _quantised(index, quantisation, dtype, directory)
     for tensor in found.values():
         check_packed(tensor)
+        if quantisation is not None and tensor.stored:
+            try:
+                quantisation.check_described(tensor, _settings(config))
+            except ValueError as error:
+                raise broken(tensor.record, error) from error
     return found
 
 
@@ -79,11 +91,19 @@ def _quantised(
                 )
         beside = [f"{module}.{other}" for other in (*others, *quantisation.optional)]
         stored = (record, *(index[other] for other in beside if other in index))
+        whole = f"{module}.{_WEIGHT}"
+        if whole != name and whole in index:
+            raise CheckpointError(f"{directory} has both {name} and {whole}: which is meant?")
+        if any(part.scheme for part in stored):
+            raise CheckpointError(
+                f"{directory}: a part that {name} is decoded with is packed itself: take the "
+                "checkpoint as it was published"
+            )
         if len(record.shape) != 2:
             raise CheckpointError(f"{directory}: {name} has shape {list(record.shape)}, no matrix")
         logical = replace(
             record,
-            name=f"{module}.{_WEIGHT}",
+            name=whole,
             dtype=number_format,
             shape=quantisation.shape(stored),
             n_bytes=sum(part.n_bytes for part in stored),

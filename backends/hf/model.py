@@ -226,6 +226,10 @@ def match_checkpoint(
         module_name, _, attribute = name.rpartition(".")
         module = model.get_submodule(module_name)
         bound = BoundTensor(module, attribute, record, packed.get(record.name))
+        if bound.packed and bound.packed.stored and not isinstance(module, nn.Linear):
+            # Others lie the other way round.
+            kind = type(module).__name__
+            raise UnsupportedModel(f"{directory}: {name} is quantised, and of a {kind}, no Linear")
         place = name.removeprefix(layers_name + ".") if name.startswith(layers_name + ".") else ""
         if record.scheme and not place:
             raise UnsupportedModel(

@@ -16,12 +16,13 @@ from backends.packed.groups import (
     N_IN_WORD,
     SCALES,
     by_pieces,
+    check_group_sizes,
     check_groups,
     nibbles,
     scale,
     scratch_bytes,
 )
-from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, typed
+from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, shown, typed
 from offload.formats.tensors import TensorRecord
 
 
@@ -37,10 +38,13 @@ class Awq:
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         bits = settings.get("bits", settings.get("w_bit"))
         if bits != 4:
-            raise ValueError(f"{bits!r} bits, not 4")
-        version = str(settings.get("version", "gemm")).lower()
-        if version != "gemm":
-            raise ValueError(f"version {version!r}, not 'gemm'")
+            raise ValueError(f"{shown(bits)} bits, not 4")
+        for key in ("version", "format"):  # the second is what newer libraries write
+            value = settings.get(key)
+            if value is not None and str(value).lower() != "gemm":
+                raise ValueError(f"{key} {shown(value)}, not 'gemm'")
+        if settings.get("backend") == "llm-awq":  # which has an order of its own
+            raise ValueError("backend 'llm-awq'")
 
     def is_main(self, record: TensorRecord) -> bool:
         return True
@@ -60,6 +64,10 @@ class Awq:
         n_words = n_out // N_IN_WORD
         scales = (SCALES, [n_groups, n_out])
         check_parts(tensor, [(("I32",), [n_in, n_words]), scales, (("I32",), [n_groups, n_words])])
+
+    def check_described(self, tensor: PackedTensor, settings: Mapping[str, Any]) -> None:
+        size = settings.get("group_size", settings.get("q_group_size"))
+        check_group_sizes([size], tensor.record.shape[1], tensor.parts[1].shape[0])
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         return scratch_bytes(tensor.record.shape[1])

@@ -1,9 +1,13 @@
 """Twelve-bit planes in compiled loops: see by_numpy, which gives the same bits.
 
-Compiled once for each machine, and kept by numba beside this file or in the user's cache folder.
+Compiled once for each machine, and kept by numba beside this file or in the user's cache folder;
+for each process anew where neither can be written to.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
@@ -16,7 +20,19 @@ _BYTES = numba.types.Array(numba.uint8, 1, "C", readonly=True)
 _WEIGHTS = numba.types.Array(numba.uint16, 1, "C", readonly=True)
 
 
-@numba.njit(numba.void(_BYTES, _BYTES, numba.uint16, numba.uint16[::1]), nogil=True, cache=True)
+def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        found: Callable[..., Any]
+        try:
+            found = numba.njit(signature, nogil=True, cache=True)(function)
+        except (RuntimeError, OSError):  # no folder to keep it in, or no room there
+            found = numba.njit(signature, nogil=True)(function)
+        return found
+
+    return compiled
+
+
+@_compiled(numba.void(_BYTES, _BYTES, numba.uint16, numba.uint16[::1]))
 def _decode(signs, codes, base, out):  # type: ignore[no-untyped-def]
     for start in range(0, len(out), BLOCK):
         pairs = codes[start // 2 : start // 2 + _HALF]
@@ -37,11 +53,7 @@ def _decode(signs, codes, base, out):  # type: ignore[no-untyped-def]
             weights[i] = sign | _U16(exponent << _U16(7)) | _U16(own[i] & _U8(0x7F))
 
 
-@numba.njit(
-    numba.int64[::1](_WEIGHTS, numba.uint16, numba.uint8[::1], numba.uint8[::1]),
-    nogil=True,
-    cache=True,
-)
+@_compiled(numba.int64[::1](_WEIGHTS, numba.uint16, numba.uint8[::1], numba.uint8[::1]))
 def _encode(weights, base, signs, codes):  # type: ignore[no-untyped-def]
     # Loops over slices, one result each: what the compiler makes vectors of.
     found, n_found = np.empty(len(weights), np.int64), 0

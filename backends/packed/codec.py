@@ -62,6 +62,9 @@ class Quantisation(Codec, Protocol):
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         """Raise ValueError, which names what is not known."""
 
+    def check_described(self, tensor: PackedTensor, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError where a matrix that `check` passed is not what settings say of it."""
+
     def is_main(self, record: TensorRecord) -> bool:
         """Whether a tensor of the main name is quantised."""
 

@@ -16,12 +16,13 @@ from backends.packed.groups import (
     N_IN_WORD,
     SCALES,
     by_pieces,
+    check_group_sizes,
     check_groups,
     nibbles,
     scale,
     scratch_bytes,
 )
-from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, typed
+from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, shown, typed
 from offload.formats.tensors import TensorRecord
 
 _MIDDLE = 8
@@ -39,7 +40,9 @@ class CompressedInt4:
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         if settings.get("format") != _FORMAT:
-            raise ValueError(f"format {settings.get('format')!r}, not {_FORMAT!r}")
+            raise ValueError(f"format {shown(settings.get('format'))}, not {_FORMAT!r}")
+        if settings.get("transform_config"):
+            raise ValueError("rotations of activations ('transform_config')")
         groups = settings.get("config_groups")
         if not isinstance(groups, dict) or not all(isinstance(x, dict) for x in groups.values()):
             raise ValueError("config_groups that are no table of tables")
@@ -66,6 +69,15 @@ class CompressedInt4:
             (("I32",), [-(-n_out // N_IN_WORD), n_groups]),
         ]
         check_parts(tensor, wanted[: len(tensor.parts)])
+
+    def check_described(self, tensor: PackedTensor, settings: Mapping[str, Any]) -> None:
+        groups = [group["weights"] for group in settings["config_groups"].values()]
+        has_zeros = len(tensor.parts) > len(self.suffixes)
+        if groups and not has_zeros and all(one.get("symmetric") is False for one in groups):
+            raise ValueError("it has no weight_zero_point, and the weights are not symmetric")
+        sizes = [-1 if x["strategy"] == "channel" else x.get("group_size") for x in groups]
+        if sizes:
+            check_group_sizes(sizes, tensor.record.shape[1], tensor.parts[1].shape[1])
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         return scratch_bytes(tensor.record.shape[1])
@@ -99,4 +111,4 @@ def _check_group(group: Mapping[str, Any]) -> None:
     for key, values in wanted.items():
         value = weights.get(key)
         if value not in values:
-            raise ValueError(f"{key} {value!r}, not {' or '.join(map(repr, values))}")
+            raise ValueError(f"{key} {shown(value)}, not {' or '.join(map(repr, values))}")

@@ -15,13 +15,14 @@ from backends.packed.by_numpy import BLOCK
 from backends.packed.codec import CODECS, broken
 from backends.packed.decoder import PackedModule, aligned_bytes, room_of
 from backends.packed.tensor import TORCH_TYPES, PackedTensor
-from backends.packed.twelve_bits import MAX_BASE, Planes, TwelveBits
+from backends.packed.twelve_bits import HEADER_BYTES, MAX_BASE, Planes, TwelveBits
 
 _HALF = BLOCK // 2
 _PIECE_WEIGHTS = 4 << 20
 _SCRATCH_BYTES = 8
 """For each weight of a piece, at most."""
 _LEFT_BY_7 = 1 << 7
+_EXPONENT = 0x7F80
 _SIGN_AND_MANTISSA = -0x7F81
 """0x807F as int16."""
 
@@ -106,7 +107,9 @@ def decode_twelve_bits(stored: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         own = signs[start:end].view(torch.int8).to(torch.int16)
         weights |= own & _SIGN_AND_MANTISSA
         bits[start:end] = weights
-    return _put_exceptions(stored, planes, bits) | (base > MAX_BASE)
+    unused = torch.cat((stored[1:8], stored[16:HEADER_BYTES]))
+    is_broken = (base > MAX_BASE) | (unused != 0).any()
+    return _put_exceptions(stored, planes, bits) | is_broken
 
 
 def _put_exceptions(stored: torch.Tensor, planes: Planes, bits: torch.Tensor) -> torch.Tensor:
@@ -118,8 +121,9 @@ def _put_exceptions(stored: torch.Tensor, planes: Planes, bits: torch.Tensor) ->
         return is_broken
     positions, exponents = found >> 8, (found & 255).to(torch.int16)
     places = positions.clamp(0, planes.n_weights - 1)
-    bits[places] |= exponents.mul_(_LEFT_BY_7)
-    is_outside = (positions != places).any()
+    own = bits[places]
+    bits[places] = own | exponents.mul_(_LEFT_BY_7)
+    is_outside = (positions != places).any() | (own & _EXPONENT).any()
     return is_broken | is_outside | (positions[1:] <= positions[:-1]).any()
 
 

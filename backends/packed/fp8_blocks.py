@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from backends.packed.groups import by_pieces, scratch_bytes
-from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, typed
+from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, shown, typed
 from offload.formats.tensors import TensorRecord
 
 _BLOCK = 128
@@ -30,7 +30,7 @@ class Fp8Blocks:
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         block = settings.get("weight_block_size")
         if block != [_BLOCK, _BLOCK]:
-            raise ValueError(f"scales of blocks {block}, not [{_BLOCK}, {_BLOCK}]")
+            raise ValueError(f"scales of blocks {shown(block)}, not [{_BLOCK}, {_BLOCK}]")
 
     def is_main(self, record: TensorRecord) -> bool:
         return record.dtype.startswith("F8_")
@@ -46,6 +46,9 @@ class Fp8Blocks:
         n_out, n_in = tensor.record.shape
         blocks = [-(-n_out // _BLOCK), -(-n_in // _BLOCK)]
         check_parts(tensor, [(("F8_E4M3",), [n_out, n_in]), (("F32", "BF16"), blocks)])
+
+    def check_described(self, tensor: PackedTensor, settings: Mapping[str, Any]) -> None:
+        """The size of blocks is all that they say, and there is one."""
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         return scratch_bytes(tensor.record.shape[1])

@@ -16,12 +16,13 @@ from backends.packed.groups import (
     N_IN_WORD,
     SCALES,
     by_pieces,
+    check_group_sizes,
     check_groups,
     nibbles,
     scale,
     scratch_bytes,
 )
-from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, typed
+from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, shown, typed
 from offload.formats.tensors import TensorRecord
 
 
@@ -36,9 +37,10 @@ class Gptq:
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         if settings.get("bits") != 4:
-            raise ValueError(f"{settings.get('bits')!r} bits, not 4")
-        if settings.get("checkpoint_format", "gptq") != "gptq":
-            raise ValueError(f"checkpoint_format {settings['checkpoint_format']!r}, not 'gptq'")
+            raise ValueError(f"{shown(settings.get('bits'))} bits, not 4")
+        for key in ("checkpoint_format", "format"):  # the second is what newer libraries write
+            if settings.get(key) not in (None, "gptq"):
+                raise ValueError(f"{key} {shown(settings[key])}, not 'gptq'")
         if settings.get("dynamic"):
             raise ValueError("bits that differ among modules ('dynamic')")
 
@@ -58,6 +60,8 @@ class Gptq:
     def check(self, tensor: PackedTensor) -> None:
         n_out, n_in = tensor.record.shape
         n_groups = check_groups(tensor.parts[1], 0, n_in)
+        if n_out % N_IN_WORD:
+            raise ValueError(f"{n_out} outputs, and zeros are packed by {N_IN_WORD}")
         wanted = [
             (("I32",), [n_in // N_IN_WORD, n_out]),
             (SCALES, [n_groups, n_out]),
@@ -65,6 +69,13 @@ class Gptq:
             (("I32",), [n_in]),
         ]
         check_parts(tensor, wanted[: len(tensor.parts)])
+
+    def check_described(self, tensor: PackedTensor, settings: Mapping[str, Any]) -> None:
+        n_in, n_groups = tensor.record.shape[1], tensor.parts[1].shape[0]
+        is_in_order = len(tensor.parts) == len(self.suffixes)
+        if is_in_order and n_groups > 1 and settings.get("desc_act"):
+            raise ValueError("it has no g_idx, and desc_act says that inputs lie in any order")
+        check_group_sizes([settings.get("group_size")], n_in, n_groups, is_in_order)
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         return scratch_bytes(tensor.record.shape[1])

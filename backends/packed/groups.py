@@ -5,12 +5,12 @@ Nothing here is a device's: the same code decodes on a CPU and on a GPU, with th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Collection
+from typing import Any, TypeAlias
 
 import torch
 
-from backends.packed.tensor import ROW_STEP, DecodeRows, Run
+from backends.packed.tensor import ROW_STEP, DecodeRows, Run, shown
 from offload.formats.tensors import TensorRecord
 
 N_IN_WORD = 8
@@ -31,6 +31,30 @@ def check_groups(scales: TensorRecord, dim: int, n_in: int) -> int:
     return scales.shape[dim]
 
 
+def check_group_sizes(
+    sizes: Collection[Any], n_in: int, n_groups: int, is_in_order: bool = True
+) -> None:
+    """Raise ValueError where rows of `n_in` weights in so many groups are of none of these sizes.
+
+    Args:
+        sizes: of a group in weights as settings say: -1 and what is as long as a row are rows, and
+            with None any will do. The last group of a row may be shorter.
+        is_in_order: which group an input is of is not listed, so all have to be as long.
+    """
+    if any(size is None or _are_groups(size, n_in, n_groups, is_in_order) for size in sizes):
+        return
+    names = " or ".join(map(shown, sizes))
+    raise ValueError(f"rows of {n_in} weights have {n_groups} groups, and group_size is {names}")
+
+
+def _are_groups(size: Any, n_in: int, n_groups: int, is_in_order: bool) -> bool:
+    if size == -1:
+        return n_groups == 1
+    if type(size) is not int or size < 1 or -(-n_in // size) != n_groups:
+        return False
+    return n_groups == 1 or n_in % size == 0 or not is_in_order
+
+
 def by_pieces(
     n_columns: int, decode: DecodePiece, rounded: torch.dtype = torch.float32
 ) -> DecodeRows:
@@ -39,7 +63,8 @@ def by_pieces(
 
     def decode_rows(start: int, end: int, out: torch.Tensor, run: Run) -> None:
         # For all pieces: memory for each would come from the system anew, page by page.
-        numbers = torch.empty(min(step, end - start), n_columns, device=out.device)
+        shape = (min(step, end - start), n_columns)
+        numbers = torch.empty(shape, dtype=torch.float32, device=out.device)
         for first in range(start, end, step):
             last = min(first + step, end)
             some, piece = numbers[: last - first], out[first - start : last - start]

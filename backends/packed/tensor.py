@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -62,6 +62,12 @@ def typed(tensor: PackedTensor, raw: Sequence[torch.Tensor]) -> list[torch.Tenso
         part.view(TORCH_TYPES[record.dtype]).view(record.shape)
         for part, record in zip(raw, tensor.parts, strict=True)
     ]
+
+
+def shown(value: Any) -> str:
+    """A value of somebody's config.json, as part of one line."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:56] + " ..."
 
 
 def check_parts(tensor: PackedTensor, wanted: Sequence[tuple[tuple[str, ...], list[int]]]) -> None:

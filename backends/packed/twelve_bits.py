@@ -30,6 +30,7 @@ MOST_EXCEPTIONS = 0.01
 DecodePiece = Callable[[int, int, np.ndarray], None]
 """(start, end, out): fills out (uint8) with the bytes of these weights."""
 _HEADER = struct.Struct("<B7xQ48x")
+_EXPONENT = np.uint16(0x7F80)
 _SAMPLE = 1 << 20
 
 
@@ -139,7 +140,11 @@ class TwelveBits:
             end_of_codes = -(-end // BLOCK) * BLOCK // 2
             self.kernels.decode(signs[start:end], codes[start // 2 : end_of_codes], base, weights)
             first, last = np.searchsorted(positions, (start, end))
-            weights[positions[first:last] - start] |= exponents[first:last] << np.uint16(7)
+            places = positions[first:last] - start
+            own = weights[places]
+            if np.any(own & _EXPONENT):
+                raise ValueError("an exception has a code, too")
+            weights[places] = own | exponents[first:last] << np.uint16(7)
 
         return decode
 
@@ -173,6 +178,8 @@ def _checked_parts(stored: np.ndarray, planes: Planes) -> tuple[int, np.ndarray,
     base, n_exceptions = _HEADER.unpack(stored[:HEADER_BYTES].tobytes())
     if base > MAX_BASE:
         raise ValueError(f"its base is {base}, at most {MAX_BASE} leaves room for all codes")
+    if stored[1:8].any() or stored[16:HEADER_BYTES].any():
+        raise ValueError("bytes of its header are not 0 that mean nothing")
     if planes.n_bytes(n_exceptions) != len(stored):
         raise ValueError(
             f"with {n_exceptions} exceptions it has {planes.n_bytes(n_exceptions)} bytes, "

@@ -92,7 +92,8 @@ def fp8(scales: torch.dtype = torch.float32) -> Quantise:
 
 def compressed(is_symmetric: bool, group: int = GROUP) -> Quantise:
     def quantise(weights: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        values, zeros, scales = rounded(weights, group, torch.bfloat16)
+        size = weights.shape[1] if group == -1 else group
+        values, zeros, scales = rounded(weights, size, torch.bfloat16)
         zeros = torch.full_like(zeros, 8) if is_symmetric else zeros
         parts = {
             "weight_packed": words_of(values),
@@ -101,7 +102,7 @@ def compressed(is_symmetric: bool, group: int = GROUP) -> Quantise:
         }
         if not is_symmetric:
             parts["weight_zero_point"] = words_of(zeros.T).T
-        return parts, dequantised(values, zeros, scales, in_order(weights.shape[1], group))
+        return parts, dequantised(values, zeros, scales, in_order(weights.shape[1], size))
 
     return quantise
 

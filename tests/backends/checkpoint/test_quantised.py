@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import save_tiny_checkpoint
 from quantised_models import awq, compressed, fp8, gptq, save_quantised
 from safetensors.torch import load_file, save_file
 
@@ -24,6 +25,7 @@ from backends.packed.codec import CODECS
 from backends.shapes.hf import hf_shape
 from backends.timing.measure import matrix_formats
 from offload.errors import SpecdecError
+from offload.formats.tensors import CheckpointError
 
 FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
@@ -32,6 +34,7 @@ INT4: dict[str, Any] = {
     "format": "pack-quantized",
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
 }
+ROWS = {**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "strategy": "channel"}}}}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 BF16, F16 = torch.bfloat16, torch.float16
@@ -40,7 +43,7 @@ KINDS = {
     "fp8 with bf16 scales": (fp8(BF16), FP8, BF16),
     "int4": (compressed(is_symmetric=True), INT4, BF16),
     "int4 with zeros": (compressed(is_symmetric=False), INT4, BF16),
-    "int4 of whole rows": (compressed(is_symmetric=True, group=64), INT4, BF16),
+    "int4 of whole rows": (compressed(is_symmetric=True, group=-1), ROWS, BF16),
     "gptq": (gptq(is_reordered=False), GPTQ, F16),
     "gptq in another order": (gptq(is_reordered=True), GPTQ, F16),
     "awq": (awq, AWQ, F16),
@@ -115,6 +118,11 @@ def with_weights(**changes: Any) -> dict[str, Any]:
     [
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes', and fp8, compressed-tensors, gptq"),
         ({"bits": 4}, "quantised as 'None'"),
+        ({**FP8, "weight_block_size": "a\n" * 99}, "'fp8' with scales of blocks 'a\\na\\n"),
+        ({**INT4, "transform_config": {"config_groups": {"u": {}}}}, "rotations of activations"),
+        ({**GPTQ, "format": "gptq_v2"}, "format 'gptq_v2', not 'gptq'"),
+        ({**AWQ, "version": None, "format": "gemv_fast"}, "format 'gemv_fast', not 'gemm'"),
+        ({**AWQ, "backend": "llm-awq"}, "backend 'llm-awq'"),
         ({**FP8, "weight_block_size": None}, "'fp8' with scales of blocks None, not [128, 128]"),
         ({**INT4, "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized', not"),
         ({**INT4, "config_groups": [1]}, "config_groups that are no table"),
@@ -131,7 +139,7 @@ def with_weights(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_what_is_not_known_is_refused_by_name(
-    settings: dict[str, Any], named: str, checkpoint_factory: Any, tmp_path: Path
+    settings: Any, named: str, checkpoint_factory: Any, tmp_path: Path
 ) -> None:
     for file in checkpoint_factory("llama").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -163,6 +171,11 @@ def damage(folder: Path, change: Any) -> None:
             "its weight_scale_inv is F32[3, 3], not F32 or BF16[2, 1]",
         ),
         ("gptq in another order", lambda t, m: t[m + "g_idx"].fill_(99), "g_idx names a group"),
+        (
+            "gptq",
+            lambda t, m: t.update({m + "weight": torch.ones(192, 64)}),
+            "has both model.layers.1.mlp.up_proj.qweight and model.layers.1.mlp.up_proj.weight",
+        ),
     ],
 )
 def test_broken_tensors_are_refused(kind: str, change: Any, named: str, tmp_path: Path) -> None:
@@ -171,3 +184,103 @@ def test_broken_tensors_are_refused(kind: str, change: Any, named: str, tmp_path
     with pytest.raises(SpecdecError, match=re.escape(named)) as caught:
         logits(quantised, is_streamed=False)
     assert "\n" not in str(caught.value)
+
+
+def halved(tensors: dict[str, torch.Tensor], module: str, names: str) -> None:
+    """Groups of twice as many weights."""
+    for name in names.split():
+        tensors[module + name] = tensors[module + name][::2].clone()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "change", "named"),
+    [
+        ("gptq", GPTQ, lambda t, m: (halved(t, m, "scales qzeros"), t.pop(m + "g_idx")), "groups"),
+        ("awq", AWQ, lambda t, m: halved(t, m, "scales qzeros"), "have 1 groups, and group_size"),
+        (
+            "int4",
+            INT4,
+            lambda t, m: t.update({m + "weight_scale": t[m + "weight_scale"][:, :1].clone()}),
+            "rows of 64 weights have 1 groups, and group_size is 32",
+        ),
+        ("gptq", {**GPTQ, "group_size": "x"}, lambda *_: None, "group_size is 'x'"),
+        (
+            "gptq in another order",
+            {**GPTQ, "desc_act": True},
+            lambda t, m: t.pop(m + "g_idx"),
+            "it has no g_idx, and desc_act says",
+        ),
+        (
+            "int4 with zeros",
+            with_weights(symmetric=False),
+            lambda t, m: t.pop(m + "weight_zero_point"),
+            "it has no weight_zero_point",
+        ),
+    ],
+)
+def test_parts_are_held_against_the_config(
+    kind: str, settings: Any, change: Any, named: str, tmp_path: Path
+) -> None:
+    """Each would be decoded, to other weights."""
+    quantise, _, dtype = KINDS[kind]
+    quantised, _ = save_quantised(tmp_path, quantise, settings, dtype)
+    damage(quantised, change)
+    with pytest.raises(CheckpointError, match=re.escape(named)) as caught:
+        load_hf_model(quantised)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_last_group_may_be_short_where_groups_are_listed() -> None:
+    groups.check_group_sizes([128], 192, 2, is_in_order=False)
+    groups.check_group_sizes([128], 64, 1)
+    groups.check_group_sizes([-1], 64, 1)
+    groups.check_group_sizes([64, 32], 192, 6)
+    with pytest.raises(ValueError, match="rows of 192 weights have 2 groups"):
+        groups.check_group_sizes([128], 192, 2)
+
+
+def test_zeros_are_packed_by_eight(tmp_path: Path) -> None:
+    quantised, _ = save_quantised(tmp_path, *KINDS["gptq"])
+
+    def narrow(tensors: dict[str, torch.Tensor], module: str) -> None:
+        for name in ("qweight", "scales"):
+            tensors[module + name] = tensors[module + name][:, :188].clone()
+        tensors[module + "qzeros"] = tensors[module + "qzeros"][:, :23].clone()
+
+    damage(quantised, narrow)
+    with pytest.raises(CheckpointError, match="188 outputs, and zeros are packed by 8"):
+        load_hf_model(quantised)
+
+
+def test_a_part_that_is_packed_itself_is_refused(tmp_path: Path) -> None:
+    quantised, _ = save_quantised(tmp_path, *KINDS["int4"])
+    name = "model.layers.1.mlp.up_proj.weight_scale"
+    entry = {"scheme": "BF16_12", "dtype": "BF16", "shape": [192, 2]}
+    (path,) = quantised.glob("*.safetensors")
+    tensors = {**load_file(path), name: torch.zeros(64 + 1536, dtype=torch.uint8)}
+    packed = json.dumps({"version": 1, "tensors": {name: entry}})
+    save_file(tensors, path, metadata={"specdec.packed": packed})
+    with pytest.raises(CheckpointError, match="is packed itself"):
+        load_hf_model(quantised)
+
+
+def test_quantised_modules_are_linear(tmp_path: Path) -> None:
+    """GPT-2's square matrices would be taken the wrong way round."""
+    save_tiny_checkpoint("gpt2", tmp_path, n_embd=64)
+    name = "transformer.h.1.attn.c_proj.weight"
+    for path in tmp_path.glob("*.safetensors"):
+        tensors = load_file(path)
+        if name in tensors:
+            parts, _ = gptq(is_reordered=False)(tensors.pop(name))
+            module = name.removesuffix("weight")
+            tensors |= {module + key: part.contiguous() for key, part in parts.items()}
+            save_file(tensors, path, metadata={"format": "pt"})
+    index = tmp_path / "model.safetensors.index.json"
+    held = {
+        tensor: path.name for path in tmp_path.glob("*.safetensors") for tensor in load_file(path)
+    }
+    index.write_text(json.dumps({"weight_map": held}))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": GPTQ}))
+    with pytest.raises(UnsupportedModel, match=r"c_proj.weight is quantised, and of a Conv1D"):
+        load_hf_model(tmp_path)

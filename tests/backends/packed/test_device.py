@@ -22,7 +22,7 @@ from backends.packed.decoder import PackedModule
 from backends.packed.device import DeviceDecoder
 from backends.packed.tensor import PackedTensor
 from backends.packed.timing import _time_on_device
-from backends.packed.twelve_bits import TwelveBits
+from backends.packed.twelve_bits import Planes, TwelveBits
 from offload.formats.tensors import CheckpointError, TensorRecord
 from specdec.packing.pack import pack
 
@@ -71,7 +71,7 @@ def test_twelve_bits_are_the_same_bits(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("place", ["base", "count", "position", "order"])
+@pytest.mark.parametrize("place", ["base", "count", "position", "order", "header", "code"])
 def test_broken_tensors_are_told_of(device: str, place: str) -> None:
     weights = weights_of(0, 5000, [120])
     weights[[7, 9]] = 0x7F80
@@ -80,6 +80,10 @@ def test_broken_tensors_are_told_of(device: str, place: str) -> None:
         stored[0] = 255
     elif place == "count":
         stored[8] += 1
+    elif place == "header":
+        stored[63] = 1
+    elif place == "code":
+        stored[Planes(5000).codes + 7] |= 3
     else:
         stored[-7] = 0xFF if place == "position" else 1
         stored[-6] = 0xFF if place == "position" else 0

@@ -108,6 +108,8 @@ def broken(change: str) -> np.ndarray:
     }
     if change in pairs:
         stored[at:] = np.frombuffer(struct.pack("<QQ", *pairs[change]), np.uint8)
+    elif change in ("early", "late"):
+        stored[1 if change == "early" else 63] = 1
     elif change == "base":
         stored[0] = MAX_BASE + 1
     elif change == "count":
@@ -125,6 +127,8 @@ def broken(change: str) -> np.ndarray:
         ("twice", "do not ascend"),
         ("descending", "do not ascend"),
         ("base", "its base is 241, at most 240"),
+        ("early", "bytes of its header are not 0"),
+        ("late", "bytes of its header are not 0"),
         ("count", "with 18446744073709551615 exceptions"),
         ("cut", "3135 bytes end before 3136"),
     ],
@@ -132,3 +136,30 @@ def broken(change: str) -> np.ndarray:
 def test_hostile_bytes_are_refused(change: str, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         TwelveBits().opened(broken(change), 2000)
+
+
+def test_an_exception_has_no_code() -> None:
+    weights = np.full(2000, 0x3C00, np.uint16)
+    weights[10] = 0x7F80
+    stored = packed(TwelveBits(), weights, 110)
+    stored[Planes(2000).codes + 10] |= 3
+    decode = TwelveBits().opened(stored, 2000)
+    with pytest.raises(ValueError, match="an exception has a code"):
+        decode(0, 2000, np.zeros(4000, np.uint8))
+
+
+@pytest.mark.skipif(not has_numba(), reason="needs numba")
+def test_loops_are_compiled_where_they_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user who has no folder of their own, of an installation that belongs to root."""
+    import numba
+
+    compile_one = numba.njit
+
+    def njit(signature: object, cache: bool = False, **options: object) -> object:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return compile_one(signature, **options)
+
+    monkeypatch.setattr(numba, "njit", njit)
+    anew = by_numba._compiled(numba.int64(numba.int64))(lambda x: x + 1)
+    assert anew(2) == 3
