@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import resource
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +26,12 @@ def allow_cpu_seconds(seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (wanted, hard))
 
 
-def module_environment(path: list[str]) -> dict[str, str]:
-    """The environment in which `python -m` finds what is found along this path."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+def command_of(module: str) -> list[str]:
+    """What runs a module's `main`, and finds modules where this process does.
+
+    `python -m` would look into the working directory before anything else: a folder of downloaded
+    files may have a `json.py` in it.
+    """
+    path = [str(one) for one in sys.path]
+    code = f"import sys; sys.path[:] = {path!r}; from {module} import main; sys.exit(main())"
+    return [sys.executable, "-c", code]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from functools import lru_cache
 
-from offload.process.expendable import allow_cpu_seconds, become_expendable, module_environment
+from offload.process.expendable import allow_cpu_seconds, become_expendable, command_of
 from specdec.grammar.constraint import Constraint, in_one_line, llguidance
 
 MOST_BYTES = 256 << 20
@@ -23,13 +23,13 @@ _REFUSED = 3
 def check_cost(constraint: Constraint) -> None:
     """Raises ConfigError where it cannot be prepared, or not within the limits."""
     llguidance()
-    argv = [sys.executable, "-m", __name__, constraint.kind]
+    argv = [*command_of(__name__), constraint.kind]
     try:
         done = subprocess.run(
             argv,
             input=constraint.text.encode(),
             capture_output=True,
-            env=module_environment(sys.path),
+            start_new_session=True,  # a terminal's Ctrl-C is not for it
             timeout=_MOST_WALL_SECONDS,
         )
     except subprocess.TimeoutExpired as error:
@@ -46,7 +46,7 @@ _TOO_MUCH = (
 )
 
 
-def _main() -> int:
+def main() -> int:
     become_expendable(MOST_BYTES)
     allow_cpu_seconds(MOST_CPU_SECONDS)
     constraint = Constraint(sys.argv[1], sys.stdin.read())
@@ -59,7 +59,3 @@ def _main() -> int:
     library = llguidance()
     library.LLMatcher(library.LLTokenizer("byte"), grammar, log_level=0)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main())

@@ -12,14 +12,13 @@ import json
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from offload.process.expendable import module_environment
+from offload.process.expendable import command_of
 from specdec.text.chat_format import ChatTemplateError
 from specdec.text.template_worker import MOST_BYTES, MOST_CPU_SECONDS
 
@@ -71,6 +70,8 @@ class _Worker:
     def ask(self, line: bytes) -> bytes:
         """Its answer. Raises ChatTemplateError where there is none in time."""
         with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self._end()  # lost while nobody asked: it is the first to go where memory ends
             if self._process is None:
                 self._process = _start()
             try:
@@ -82,6 +83,10 @@ class _Worker:
     def close(self) -> None:
         with self._lock:
             self._end()
+
+    def forget(self) -> None:
+        """In a fork, which may not read its parent's answers: the process is the parent's."""
+        self._lock, self._process = threading.Lock(), None
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -97,11 +102,10 @@ class _Worker:
 
 def _start() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "specdec.text.template_worker"],
+        command_of("specdec.text.template_worker"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=module_environment(sys.path),
         start_new_session=True,  # a terminal's Ctrl-C is not for it
     )
 
@@ -133,3 +137,4 @@ _LOST = (
 )
 _WORKER = _Worker()
 atexit.register(_WORKER.close)
+os.register_at_fork(after_in_child=_WORKER.forget)

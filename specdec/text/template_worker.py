@@ -103,7 +103,3 @@ def _to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
-
-
-if __name__ == "__main__":
-    main()
