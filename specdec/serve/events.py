@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -75,3 +76,17 @@ async def unless_gone(
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def made_in(thread: Executor, call: Callable[..., T], *given: Any) -> T:
+    """What a call gives that is made in this thread, in its turn.
+
+    Of a client that goes away before, it is not made, and what it was given is let go at once: an
+    executor would keep it in its queue, where nobody counts it any more.
+    """
+    held = [given]
+    loop = asyncio.get_running_loop()
+    try:
+        return await loop.run_in_executor(thread, lambda: call(*held.pop()))
+    finally:
+        held.clear()

@@ -229,9 +229,10 @@ def _told(error: ValidationError) -> ApiError:
 def _place(location: Sequence[str | int], is_unknown: bool) -> list[str]:
     """Without pydantic's names for the kinds that a value may be of. is_unknown: the last part is a
     field that there is not."""
+    named = location[:-1] if is_unknown else location
     known = [
         str(part)
-        for before, part in zip(("", *location), location, strict=False)
+        for before, part in zip(("", *named), named, strict=False)
         if isinstance(part, int) or (part in _FIELDS and before != _DISCRIMINATED)
     ]
     return [*known, str(location[-1])] if is_unknown else known

@@ -25,7 +25,15 @@ from specdec.grammar.state import GrammarError
 from specdec.grammar.trial import check_cost
 from specdec.serve.answers import Answer, timings
 from specdec.serve.errors import ApiError, JsonResponse, bad_request, draining, loading
-from specdec.serve.events import DONE, PING, ClientGone, EventStream, event, unless_gone
+from specdec.serve.events import (
+    DONE,
+    PING,
+    ClientGone,
+    EventStream,
+    event,
+    made_in,
+    unless_gone,
+)
 from specdec.serve.gate import READY, Body, Gate, Visit
 from specdec.serve.guard import BODY
 from specdec.serve.jobs import Job
@@ -77,11 +85,10 @@ class Service:
 
     async def job(self, body: Body, endpoint: Endpoint, llm: LLM) -> Job:
         """What a request asks for; its body is dropped then."""
-        loop, content = asyncio.get_running_loop(), body.content
-        constraint = await loop.run_in_executor(self._encoder, endpoint.constraint, content)
+        constraint = await made_in(self._encoder, endpoint.constraint, body.content)
         if constraint is not None:
-            await loop.run_in_executor(self._trials, check_cost, constraint)
-        job = await loop.run_in_executor(self._encoder, endpoint.job, content, llm)
+            await made_in(self._trials, check_cost, constraint)
+        job = await made_in(self._encoder, endpoint.job, body.content, llm)
         body.drop()
         return job
 
@@ -241,10 +248,11 @@ class _Run:
                 continue
             base = index * job.n_per_prompt
             copies = [base + copy * job.params.n for copy in range(job.n_copies)]
-            for one in _events_of(streams[index], chunk, answer, copies):
+            for told in _events_of(streams[index], chunk, answer, copies):
                 if job.tells_timings:
-                    one["timings"] = timings([stream.result for stream in streams])
-                yield event(one)
+                    begun = [stream for stream in streams if stream.has_begun]
+                    told["timings"] = timings([stream.result for stream in begun])
+                yield event(told)
         if job.tells_usage:
             yield event(answer.usage_event([stream.result for stream in streams]))
 

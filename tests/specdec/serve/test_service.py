@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +16,15 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
 from specdec.async_llm import AsyncChunk
+from specdec.decoding.sequences import GenerationResult
+from specdec.decoding.stats import GenerationStats
 from specdec.grammar.constraint import Constraint
+from specdec.sampling.params import SamplingParams
 from specdec.serve import service as services
+from specdec.serve.answers import CompletionAnswer
 from specdec.serve.gate import Bodies, Body
 from specdec.serve.guard import BODY
-from specdec.serve.jobs import completion_job
+from specdec.serve.jobs import Job, completion_job
 from specdec.serve.options import ServeOptions
 from specdec.serve.schema import CompletionRequest
 from specdec.serve.service import Endpoint, Service, _Run
@@ -116,6 +122,40 @@ def test_a_body_is_dropped_once_it_is_read() -> None:
     assert (bodies.n_bytes, len(held.content)) == (0, 0)
 
 
+def test_what_a_client_sent_is_let_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stayed in the queue of the thread, uncounted: behind a schema of seconds as much
+    as anybody sends in that time."""
+    service = Service(ServeOptions(), "m", print)
+    may_end, made = threading.Event(), []
+    llm: Any = None
+    monkeypatch.setattr(services, "check_cost", lambda constraint: may_end.wait(60))
+
+    def read(content: bytearray) -> Constraint:
+        constraint = Constraint("json_schema", "{}")
+        made.append(weakref.ref(constraint))
+        return constraint
+
+    tried = replace(endpoint(lambda content, llm: 1), constraint=read)
+
+    async def work() -> None:
+        first = asyncio.create_task(service.job(body(), tried, llm))
+        second = asyncio.create_task(service.job(body(), tried, llm))
+        while not service._trials._work_queue.qsize():
+            await asyncio.sleep(0.01)
+        second.cancel()
+        await asyncio.wait([second])
+        del second
+        gc.collect()
+        assert [one() is not None for one in made] == [True, False]
+        may_end.set()
+        assert await first == 1
+
+    try:
+        asyncio.run(asyncio.wait_for(work(), 30))
+    finally:
+        may_end.set()
+
+
 class Ready:
     """A text whose next chunk is always there, as it is for a client that reads slowly."""
 
@@ -150,3 +190,38 @@ def test_a_completion_that_does_not_say_how_long_keeps_to_the_servers_limit() ->
         limits = ServeOptions(max_output_tokens=most)
         job = completion_job(CompletionRequest(prompt="x"), llm, limits)
         assert job.params.max_tokens == expected
+
+
+class Begun(Ready):
+    has_begun = True
+    result = GenerationResult((), GenerationStats(passes=3))
+
+
+class NotBegun(Ready):
+    """A text that waits behind another one of its request."""
+
+    has_begun = False
+
+    @property
+    def result(self) -> GenerationResult:
+        raise AssertionError("there is none yet")
+
+    async def __anext__(self) -> AsyncChunk:
+        await asyncio.Event().wait()
+        raise StopAsyncIteration
+
+
+def test_figures_so_far_are_of_the_texts_that_have_begun() -> None:
+    """Where another one had not, the stream ended with a 500."""
+    service = Service(ServeOptions(), "m", print)
+    service.open(object())  # never asked
+    job = Job(([1], [2]), SamplingParams(), tells_timings=True)
+
+    async def work() -> None:
+        run = _Run(service, Gone())  # type: ignore[arg-type]
+        run._streams = [Begun(), NotBegun()]  # type: ignore[list-item]
+        tokenizer: Any = None  # never asked
+        events = run._events(CompletionAnswer("m", job, tokenizer), job)
+        assert b'"passes":3' in await events.__anext__()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
