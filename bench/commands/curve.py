@@ -39,8 +39,8 @@ def curve_command(
     log: options.Log = None,
 ) -> None:
     """Speedup against acceptance rate, with a drafter of known accuracy."""
+    from bench.checks.equal_texts import check_equal_texts
     from bench.decode.curve import CurveError, CurveSettings, CurveSpec, run_curve
-    from bench.equal_texts import check_equal_texts
     from bench.process.results import CURVE
 
     settings = CurveSettings(parse_rates(rates), parse_lengths(sizes), max_tokens, ignore_eos, seed)

@@ -26,8 +26,8 @@ def demo_command(
     ] = "hf",
 ) -> None:
     """A grown target of at least twice its budget, plain against speculative; about two minutes."""
+    from bench.checks.equal_texts import check_equal_texts, percent_equal
     from bench.demo import run_demo, text_of_first_prompt
-    from bench.equal_texts import check_equal_texts, percent_equal
     from bench.process.results import SPEEDUP
     from bench.report.tables import VERDICT_WIDTH
     from bench.table import labelled

@@ -90,7 +90,7 @@ def peers_command(
     output_file: options.OutputFile = None,
 ) -> None:
     """specdec against other programs: same weights, prompts, threads and memory limit."""
-    from bench.equal_texts import check_equal_texts
+    from bench.checks.equal_texts import check_equal_texts
     from bench.peers.compare import compare
     from bench.peers.runs import settings_for
     from bench.process.results import PEERS as KIND

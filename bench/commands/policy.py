@@ -38,9 +38,9 @@ def policy_command(
     log: options.Log = None,
 ) -> None:
     """The automatic size of trees against fixed ones, in one process."""
+    from bench.checks.equal_texts import check_equal_texts
     from bench.decode.policy import run_policy
     from bench.decode.ways import parse_sizes
-    from bench.equal_texts import check_equal_texts
     from bench.process.provenance import collect
     from bench.process.results import POLICY
 

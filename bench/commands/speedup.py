@@ -34,9 +34,9 @@ def speedup_command(
     log: options.Log = None,
 ) -> None:
     """Plain streamed decoding against speculative decoding of the same target."""
+    from bench.checks.equal_texts import check_equal_texts
     from bench.decode.measure import MeasureSpec
     from bench.decode.speedup import run_speedup
-    from bench.equal_texts import check_equal_texts
     from bench.process.results import SPEEDUP
 
     if peer is not None:

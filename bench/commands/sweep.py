@@ -88,7 +88,7 @@ def sweep_command(
     reference: Reference = None,
 ) -> None:
     """Budgets x storage speeds x tree sizes; interrupted, it goes on where it was."""
-    from bench.equal_texts import check_equal_texts
+    from bench.checks.equal_texts import check_equal_texts
     from bench.peers.registry import Weights
     from bench.peers.runs import settings_for
     from bench.peers.sweep import (

@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from bench.checks.equal_texts import are_exact
+from bench.checks.near_ties import examine
 from bench.decode.curve_figures import summarise
 from bench.decode.known_drafter import KnownAccuracyDrafter
-from bench.decode.near_ties import examine
-from bench.equal_texts import are_exact
 from bench.figures import first_mismatch
 from bench.process.child import measure_for_parent, result_of_child
 from bench.process.provenance import collect
@@ -119,7 +119,7 @@ def measure_curve(
 
     Returns:
         the keys of `curve_figures.summarise`, and
-        is_exact        every text must be plain decoding's to the bit (`bench.equal_texts`)
+        is_exact        every text must be plain decoding's to the bit (`bench.checks.equal_texts`)
         differences     texts that are not plain decoding's: prompt, rate, n_draft_tokens, position;
                         where the target is not exact the rest of `near_ties.NearTie`
         n_texts         that were compared

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bench.decode.near_ties import examine
+from bench.checks.equal_texts import are_exact
+from bench.checks.near_ties import examine
 from bench.decode.ways import PLAIN, SPECULATIVE, keywords_of
-from bench.equal_texts import are_exact
 from bench.process.child import measure_for_parent, result_of_child
 from bench.process.probe import BUFFER_BYTES, probe_bandwidth
 from bench.process.results import Record, append_line

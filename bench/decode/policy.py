@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.checks.equal_texts import are_exact
 from bench.decode.measure import MeasureSpec, measure_in_child
 from bench.decode.ways import AUTO, PLAIN, TreeSize
-from bench.equal_texts import are_exact
 from bench.figures import aggregate_stats, of_mode
 from bench.prompts.workloads import Prompt
 from specdec.decoding.stats import ratio

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.checks.equal_texts import are_exact
 from bench.decode.measure import MeasureSpec, measure_in_child
-from bench.equal_texts import are_exact
 from bench.figures import (
     RecordDict,
     aggregate_stats,
@@ -37,7 +37,7 @@ def run_speedup(spec: MeasureSpec, argv: Sequence[str], *, enforce: bool) -> dic
 def build_report(spec: MeasureSpec, measured: dict[str, Any]) -> dict[str, Any]:
     """The figures of our own runs.
 
-    is_exact: every text must be plain decoding's to the bit (`bench.equal_texts`).
+    is_exact: every text must be plain decoding's to the bit (`bench.checks.equal_texts`).
     """
     records = measured["records"]
     plain, speculative = (of_mode(records, mode) for mode in ("plain", "speculative"))

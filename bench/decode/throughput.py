@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from bench.equal_texts import TextsDiffer
+from bench.checks.equal_texts import TextsDiffer
 from bench.process.child import measure_for_parent, result_of_child
 from bench.prompts.workloads import Prompt
 from specdec.decoding.stats import ratio

@@ -22,7 +22,7 @@ _N_ROWS = 8
 
 def drift(s: Settings, note: Note) -> None:
     """bf16 logits of layers that move against those of layers that stay where they are computed."""
-    from bench.decode.identity import record
+    from bench.checks.identity import record
 
     resident = record({"model": s.small_target, **_staying(s)}, streamed=False)
     moves = _moving(s, s.small_target, None)

@@ -14,7 +14,7 @@ The result (JSON; `null` where there is nothing to say):
         peak_anonymous_bytes, cgroup_peak_bytes, peak_rss_bytes, load_seconds
                                 the largest of its processes
         token_match             share of tokens equal to specdec-plain's on the same weights
-        is_exact                its texts must be specdec-plain's to the bit (bench.equal_texts)
+        is_exact                its texts must be specdec-plain's to the bit (checks/equal_texts.py)
         by_category             category -> the figures of `summarise`
         settings, trials        how the program was set up; what was tried for that
         rewrite_seconds         for the weights in a format of its own, beforehand; else null
@@ -35,7 +35,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.equal_texts import are_exact
+from bench.checks.equal_texts import are_exact
 from bench.figures import by_category, compare_tokens, pairwise_ratios, summarise
 from bench.peers.registry import PEERS, Peer, Weights, why_not
 from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings

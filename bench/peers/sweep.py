@@ -14,7 +14,7 @@ Every setting is one line of a JSON Lines file, written when it is finished:
                 compared with the first setting's texts, or with those of an earlier report, as far
                 as both go
     is_lossless, is_exact, sampling
-                is_exact: texts of one call of the command must be equal (bench.equal_texts)
+                is_exact: texts of one call of the command must be equal (bench.checks.equal_texts)
     prediction, storage_bytes_per_second_after
                 with --prediction: see bench.peers.prediction
     bytes_per_pass, predicted_tokens_per_second, smallest_budget_bytes     of specdec's own plan
@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.equal_texts import are_exact
+from bench.checks.equal_texts import are_exact
 from bench.figures import first_mismatch, of_mode, summarise
 from bench.peers.registry import PEERS, Weights
 from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings

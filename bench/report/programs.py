@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bench.equal_texts import percent_equal
+from bench.checks.equal_texts import percent_equal
 from bench.figures import describe_ratio
 from bench.peers.agreement import Agreement
 from bench.peers.compare import NOT_RUN, label

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.equal_texts import percent_equal
+from bench.checks.equal_texts import percent_equal
 from bench.figures import lossy_mark
 from bench.process.results import CURVE, PEERS, POLICY, SPEEDUP, SWEEP
 from bench.report.data import series_name

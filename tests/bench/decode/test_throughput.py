@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tiny_pair import save_model
 
+from bench.checks.equal_texts import TextsDiffer
 from bench.commands.app import main
 from bench.decode.throughput import refuse_differences
-from bench.equal_texts import TextsDiffer
 
 
 @pytest.fixture

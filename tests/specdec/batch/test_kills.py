@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tiny_pair import save_model
 
-from bench.decode import kills
+from bench.checks import kills
 
 N_KILLS = 3
-"""Ten, of a larger model, are `python -m bench.decode.kills`."""
+"""Ten, of a larger model, are `python -m bench.checks.kills`."""
 
 
 def write_requests(path: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import specdec
-from bench.decode import schemas
+from bench.checks import schemas
 from bench.options import UsageMistake
 from specdec.api import LLM
 from specdec.checks import ConfigError

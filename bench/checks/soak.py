@@ -1,6 +1,6 @@
 """Generate for a long time inside the memory limit and watch what the process takes.
 
-    python -m bench.decode.soak -m MODEL -md DRAFT --memory-budget 3.5GiB --minutes 60 --output FILE
+    python -m bench.checks.soak -m MODEL -md DRAFT --memory-budget 3.5GiB --minutes 60 --output FILE
 
 Prompt after prompt, greedy and sampled in turns, in a process that the kernel limits. Anonymous
 memory (what cannot be reclaimed) must not grow after the first minute, and nothing may be written
@@ -102,7 +102,7 @@ def main(
     from specdec.cli.enforce import enforced_bytes, run_enforced
 
     if enforced_bytes() is None:
-        raise typer.Exit(run_enforced("bench.decode.soak", sys.argv[1:], memory_budget))
+        raise typer.Exit(run_enforced("bench.checks.soak", sys.argv[1:], memory_budget))
     load = {
         "model": model,
         "draft_model": draft_model,
@@ -116,4 +116,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(app, "bench.decode.soak", sys.argv[1:]))
+    sys.exit(run_app(app, "bench.checks.soak", sys.argv[1:]))

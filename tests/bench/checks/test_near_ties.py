@@ -5,7 +5,7 @@ from checkpoints import save_tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
 from backends.hf.backend import TorchBackend
-from bench.decode.near_ties import examine
+from bench.checks.near_ties import examine
 
 PROMPT = [5, 17, 60, 33, 8]
 

@@ -4,7 +4,7 @@ For targets that are not exact to the bit (--exact off, and GPUs): their sums of
 rows may have different orders, so a token's logits depend a little on what else was in its pass.
 Where the best two tokens are closer than that drift, either may win, with or without a draft. This
 measures both figures at the first difference of a pair of decodings. An exact target has no drift:
-there every difference is an error (bench/equal_texts.py).
+there every difference is an error (bench/checks/equal_texts.py).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bench.decode import equality, identity, soak
-from bench.equal_texts import TextsDiffer
+from bench.checks import equality, identity, soak
+from bench.checks.equal_texts import TextsDiffer
 from offload.units import MIB
 
 RUN = CliRunner()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.equal_texts import TextsDiffer, are_exact, check_equal_texts, percent_equal
+from bench.checks.equal_texts import TextsDiffer, are_exact, check_equal_texts, percent_equal
 
 
 def record(tokens: list[int], prompt: str = "a", is_exact: bool = True, end: str = "") -> Any:

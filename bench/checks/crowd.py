@@ -1,6 +1,6 @@
 """Many texts, long prompts among them, in a budget that the kernel keeps: is anybody killed?
 
-    python -m bench.decode.crowd -m MODEL -md DRAFT --memory-budget 3.5GiB --texts 64 --output FILE
+    python -m bench.checks.crowd -m MODEL -md DRAFT --memory-budget 3.5GiB --texts 64 --output FILE
 
 Short prompts decode; long ones come in between and enter beside them. With less room for KV than
 all of them need, texts are set aside and come back (--kv-tokens). Layers stay held meanwhile, so
@@ -72,7 +72,7 @@ def main(
     from specdec.cli.enforce import enforced_bytes, run_enforced
 
     if enforced_bytes() is None:
-        raise typer.Exit(run_enforced("bench.decode.crowd", sys.argv[1:], memory_budget))
+        raise typer.Exit(run_enforced("bench.checks.crowd", sys.argv[1:], memory_budget))
     load = {
         "model": model,
         "draft_model": draft_model,
@@ -92,4 +92,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(app, "bench.decode.crowd", sys.argv[1:]))
+    sys.exit(run_app(app, "bench.checks.crowd", sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Are a streamed model's logits, bit for bit, those of the same model held in memory?
 
-    python -m bench.decode.identity MODEL --memory-budget 3.5GiB
+    python -m bench.checks.identity MODEL --memory-budget 3.5GiB
 
 Runs the same passes twice, a prompt, a tree and what follows a commit and a rollback: first
 streamed within the budget, then with the whole model in memory in the layout of its file (which
@@ -76,4 +76,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(app, "bench.decode.identity", sys.argv[1:]))
+    sys.exit(run_app(app, "bench.checks.identity", sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Answers that keep to JSON schemas: is each complete one valid, and are they plain decoding's?
 
-    python -m bench.decode.schemas -m MODEL -md DRAFT
+    python -m bench.checks.schemas -m MODEL -md DRAFT
 
 The schemas are a public test suite's (tests/schemas). Each is answered greedily and sampled, with
 the default way to draft and plainly. What is complete is judged by the `jsonschema` package, which
@@ -278,4 +278,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(app, "bench.decode.schemas", sys.argv[1:]))
+    sys.exit(run_app(app, "bench.checks.schemas", sys.argv[1:]))

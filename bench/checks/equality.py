@@ -1,6 +1,6 @@
 """Is a text the same in every way of decoding it, token for token?
 
-    python -m bench.decode.equality TARGET DRAFT --memory-budgets 1.5GiB,2.5GiB,3.5GiB
+    python -m bench.checks.equality TARGET DRAFT --memory-budgets 1.5GiB,2.5GiB,3.5GiB
 
 The reference is plain decoding with the whole model in memory. Each prompt is then decoded in some
 of the WAYS at some of the budgets: both take turns. At the end of each budget the process starts
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bench import options
-from bench.equal_texts import TextsDiffer, percent_equal
+from bench.checks.equal_texts import TextsDiffer, percent_equal
 from bench.figures import first_mismatch
 from bench.prompts.workloads import BUILT_IN, Prompt, read_prompts
 from bench.table import Table, text_of
@@ -197,4 +197,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(app, "bench.decode.equality", sys.argv[1:]))
+    sys.exit(run_app(app, "bench.checks.equality", sys.argv[1:]))

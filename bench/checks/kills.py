@@ -1,6 +1,6 @@
 """Kill `specdec batch` again and again, and see whether its output is an undisturbed run's.
 
-    python -m bench.decode.kills -m pair:target -md pair:draft --prompts FILE --output-file FILE
+    python -m bench.checks.kills -m pair:target -md pair:draft --prompts FILE --output-file FILE
 
 SIGKILL comes at random: while the models are loaded, between answers, right behind one. At the end
 every line has to be answered once, and the output has to be an undisturbed run's byte by byte.
@@ -165,4 +165,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(app, "bench.decode.kills", sys.argv[1:]))
+    sys.exit(run_app(app, "bench.checks.kills", sys.argv[1:]))
