@@ -54,7 +54,7 @@ ROOMS = {
     "backends": (
         "cuda shapes",
         "hf llama",
-        "checkpoint kv",
+        "checkpoint gguf kv",
         "attention feedforward packed",
         "ggml",
         "timing",

@@ -17,12 +17,12 @@ from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.mending import MendingBackend
 from backends.contract.sequence import SavedTensors, SequenceRows
 from backends.contract.text_kv import NewRows
+from backends.gguf.model import GgufModel
 from backends.llama.batch import Batch
 from backends.llama.cache import MIN_IN_USE, TreeSequences
 from backends.llama.cells import Cells
 from backends.llama.context import ContextOptions, LlamaContext
 from backends.llama.loading import check_options, load_llama_model
-from backends.llama.model import GgufModel
 from backends.llama.passes import PassThread
 from backends.llama.prefix import LlamaPrefix, SequenceState
 from backends.llama.rows import PassRows

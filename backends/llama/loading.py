@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from backends.contract.backend import UnsupportedModel
 from backends.ggml.library import LlamaModel
+from backends.gguf.hparams import MAX_CONTEXT, Keys
+from backends.gguf.model import GgufModel, recurrent_model
 from backends.llama.context import ContextOptions
-from backends.llama.hparams import MAX_CONTEXT, Keys
-from backends.llama.model import GgufModel, recurrent_model
 from backends.llama.unread import map_unread
 from offload.residency.placement import Placement
 from offload.units import Progress

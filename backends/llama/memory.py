@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass
 
 from backends.ggml.library import LlamaError, LlamaModel
+from backends.gguf.model import GgufModel
 from backends.llama.cells import MOVED_CELLS
 from backends.llama.context import ContextOptions, LlamaContext
-from backends.llama.model import GgufModel
 from offload.units import MIB
 
 _SIZE = re.compile(r"(compute|output) buffer size = +([0-9.]+) MiB")

@@ -17,6 +17,9 @@ from backends.contract.kept_checks import machine
 from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from backends.ggml.library import LlamaModel, llama_version
 from backends.ggml.timing import measure_ggml_compute
+from backends.gguf.exactness import ExactRun, find_exact_run
+from backends.gguf.model import GgufModel, load_gguf_model, recurrent_model
+from backends.gguf.timed_sample import can_be_sampled, sample_file, spread_layers
 from backends.llama.backend import LlamaBackend
 from backends.llama.context import (
     MAX_LEAVES,
@@ -24,11 +27,8 @@ from backends.llama.context import (
     LlamaContext,
     WithoutFlashAttention,
 )
-from backends.llama.exactness import ExactRun, find_exact_run
 from backends.llama.memory import context_memory
-from backends.llama.model import GgufModel, load_gguf_model, recurrent_model
 from backends.llama.stream import resident_outer_records
-from backends.llama.timed_sample import can_be_sampled, sample_file, spread_layers
 from backends.timing.kept import kept_curve
 from backends.timing.measure import WEIGHT_BYTES, matrix_formats
 from backends.timing.passes import is_small, measure_passes, measure_small

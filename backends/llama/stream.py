@@ -22,6 +22,7 @@ from pathlib import Path
 
 from backends.contract.backend import StreamUse
 from backends.ggml.library import LlamaError, LlamaModel
+from backends.gguf.model import GgufModel
 from backends.llama.batch import Batch
 from backends.llama.cells import check_lengths
 from backends.llama.context import LlamaContext
@@ -33,7 +34,6 @@ from backends.llama.graph import (
     chosen_experts,
     make_schedule,
 )
-from backends.llama.model import GgufModel
 from backends.llama.passes import QUICK_HANDOVER, PassCancelled
 from offload.experts.cache import ExpertStats
 from offload.experts.kept import keep_exponent

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from backends.ggml.library import LOG, LlamaError, LlamaModel
-from backends.llama.model import GgufModel
+from backends.gguf.model import GgufModel
 from offload.formats.gguf_header import GgufFile
 from offload.paging.address_space import AddressSpaceError, find_mapping, map_over
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from backends.contract.backend import UnsupportedModel
-from backends.llama.hparams import (
+from backends.gguf.hparams import (
     CACHE_TYPES,
     MAX_CONTEXT,
     MAX_EXPERTS,
@@ -17,7 +17,7 @@ from backends.llama.hparams import (
     Keys,
     KvShape,
 )
-from backends.llama.model import GgufModel, load_gguf_model
+from backends.gguf.model import GgufModel, load_gguf_model
 from backends.shapes.shape import (
     FFN,
     HEAD,

@@ -2,7 +2,7 @@
 
 What a pass takes beside its products (the interpreter, starting some hundred small operations) is
 nothing for a model of gigabytes and nearly all for one of a few megabytes, which is timed itself.
-Of a large one a few layers may be (backends/llama/timed_sample.py).
+Of a large one a few layers may be (backends/gguf/timed_sample.py).
 """
 
 from __future__ import annotations

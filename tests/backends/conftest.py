@@ -12,7 +12,7 @@ def models(tmp_path_factory):
     """models(family, **options) -> GgufModel, written once."""
     from gguf_models import save_tiny_gguf
 
-    from backends.llama.model import load_gguf_model
+    from backends.gguf.model import load_gguf_model
 
     made = {}
 

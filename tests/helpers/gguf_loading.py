@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf_bytes as gb
 import pytest
 
-from backends.llama.model import GgufModel, load_gguf_model
+from backends.gguf.model import GgufModel, load_gguf_model
 from offload.formats.gguf_index import GgufError
 
 

@@ -48,8 +48,8 @@ def on_device(checkpoint_factory: Callable[..., Any], _: Any) -> Backend:
 
 def llama_backend(_: Any, tmp_path_factory: pytest.TempPathFactory) -> Backend:
     pytest.importorskip("llama_cpp")
+    from backends.gguf.model import load_gguf_model
     from backends.llama.backend import LlamaBackend
-    from backends.llama.model import load_gguf_model
 
     path = save_tiny_gguf("llama", tmp_path_factory.mktemp("gguf") / "m.gguf", n_layers=N_LAYERS)
     model = load_gguf_model(path)

@@ -21,11 +21,11 @@ from backends.contract.exactness import Exactness
 from backends.contract.source import BackendOptions
 from backends.ggml.library import LlamaError, LlamaLog, LlamaModel, load_library
 from backends.ggml.operators import load_ggml
+from backends.gguf.model import load_gguf_model
 from backends.llama.backend import LlamaBackend
 from backends.llama.batch import Batch
 from backends.llama.context import ContextOptions, LlamaContext
 from backends.llama.memory import context_memory, logged_sizes
-from backends.llama.model import load_gguf_model
 from backends.llama.passes import PassCancelled
 from backends.llama.source import GgufSource
 from offload.formats.gguf_index import GgufError
@@ -276,7 +276,7 @@ def test_options_bound_the_outputs():
 def test_neither_torch_nor_transformers_is_imported(path):
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
-from backends.llama.model import load_gguf_model
+from backends.gguf.model import load_gguf_model
 from backends.llama.backend import LlamaBackend
 from backends.llama.context import ContextOptions
 from backends.ggml.library import LlamaModel

@@ -18,8 +18,8 @@ pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
 from backends.contract.backend import PREFIX, BackendError, ContextFull
+from backends.gguf.model import load_gguf_model
 from backends.llama.backend import LlamaBackend
-from backends.llama.model import load_gguf_model
 
 pytestmark = pytest.mark.gguf
 

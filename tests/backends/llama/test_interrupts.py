@@ -16,8 +16,8 @@ pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
 from backends.contract.backend import PREFIX
+from backends.gguf.model import load_gguf_model
 from backends.llama.backend import LlamaBackend
-from backends.llama.model import load_gguf_model
 from offload.residency.placement import Placement
 
 # An interrupt inside of what is being dropped is reported, not raised.

@@ -14,8 +14,8 @@ pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
 from backends.contract.backend import PREFIX, BackendError
+from backends.gguf.model import load_gguf_model
 from backends.llama.backend import LlamaBackend
-from backends.llama.model import load_gguf_model
 from offload.formats.mapped import TensorShape
 
 pytestmark = pytest.mark.gguf

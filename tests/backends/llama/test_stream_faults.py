@@ -170,7 +170,7 @@ sys.path[:0] = sys.argv[2:]
 from gguf_models import save_tiny_gguf
 from gguf_streaming import PROMPT, streamed
 from backends.llama.context import LlamaContext
-from backends.llama.model import load_gguf_model
+from backends.gguf.model import load_gguf_model
 from offload.storage.direct_io import StorageError
 
 path = save_tiny_gguf("llama", Path(sys.argv[1]) / "m.gguf", n_layers=2, hidden=256)

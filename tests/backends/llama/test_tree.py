@@ -11,8 +11,8 @@ from typing import Any
 import gguf_bytes as gb
 import pytest
 
-from backends.llama.hparams import KvLayer, KvShape
-from backends.llama.model import GgufModel, load_gguf_model
+from backends.gguf.hparams import KvLayer, KvShape
+from backends.gguf.model import GgufModel, load_gguf_model
 from offload.formats.gguf_index import GgufError
 
 

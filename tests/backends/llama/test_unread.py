@@ -15,8 +15,8 @@ pytest.importorskip("gguf")
 from gguf_streaming import exercise, in_memory, same, streamed
 
 from backends.ggml.library import LOG, LlamaError, LlamaModel
+from backends.gguf.model import GgufModel, load_gguf_model
 from backends.llama import unread
-from backends.llama.model import GgufModel, load_gguf_model
 from backends.llama.unread import map_unread
 from offload.paging.address_space import PAGE_BYTES, find_mapping
 from offload.storage.page_cache import drop_cached, is_cached

@@ -113,8 +113,8 @@ def test_beam_sampling_equals_generate_with_the_same_draws(seed, pair, monkeypat
 def test_gguf_beams_equal_those_computed_anew(family, is_streamed, tmp_path):
     """The tree of a llama.cpp cache against one prompt for every row."""
     pytest.importorskip("llama_cpp")
+    from backends.gguf.model import load_gguf_model
     from backends.llama.backend import LlamaBackend
-    from backends.llama.model import load_gguf_model
     from offload.residency.placement import Placement
 
     model = load_gguf_model(save_tiny_gguf(family, tmp_path / "model.gguf", seed=4))

@@ -268,8 +268,8 @@ def models(request: Any, tmp_path_factory: Any, checkpoint_factory: Any) -> Iter
         ):
             yield target, draft, fresh
         return
+    from backends.gguf.model import load_gguf_model
     from backends.llama.backend import LlamaBackend
-    from backends.llama.model import load_gguf_model
 
     path = save_tiny_gguf("llama", tmp_path_factory.mktemp("gguf") / "m.gguf")
     size = {"max_context": 256, "max_nodes": 128}

@@ -14,9 +14,9 @@ from tiny_pair import save_model
 
 import specdec
 from backends.contract.backend import Backend, BackendError
+from backends.gguf.model import load_gguf_model
 from backends.hf.backend import TorchBackend
 from backends.llama.backend import LlamaBackend
-from backends.llama.model import load_gguf_model
 from specdec.checks import ConfigError
 
 OPTIONS = {

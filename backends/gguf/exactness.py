@@ -39,8 +39,8 @@ from backends.ggml.row_checks import (
     least_rows,
     product_runs,
 )
-from backends.llama.hparams import CACHE_TYPES
-from backends.llama.model import GgufModel
+from backends.gguf.hparams import CACHE_TYPES
+from backends.gguf.model import GgufModel
 from offload.formats.gguf_header import GGML_TYPES
 from offload.formats.tensors import TensorRecord
 

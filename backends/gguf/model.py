@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from backends.contract.backend import UnsupportedModel
-from backends.llama.hparams import (
+from backends.gguf.hparams import (
     MAX_CONTEXT,
     MAX_EXPERTS,
     MAX_HIDDEN_SIZE,

@@ -13,9 +13,9 @@ from open_files import n_open_files
 
 from backends.contract.source import BackendOptions, Loading
 from backends.ggml.library import LlamaError
+from backends.gguf.model import load_gguf_model
+from backends.gguf.timed_sample import SAMPLED_ARCHITECTURES, sample_file, spread_layers
 from backends.llama import source as gguf_source
-from backends.llama.model import load_gguf_model
-from backends.llama.timed_sample import SAMPLED_ARCHITECTURES, sample_file, spread_layers
 from offload.formats.gguf_index import GgufIndex
 from offload.residency.plan import plan_residency
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from backends.llama.model import GgufModel
+from backends.gguf.model import GgufModel
 from offload.formats.tensors import TensorRecord
 from offload.residency.plan import spread
 

@@ -15,10 +15,10 @@ from backends.contract.source import BackendOptions
 from backends.ggml import row_checks
 from backends.ggml.library import LOG, LlamaError
 from backends.ggml.row_checks import fewer_outputs, least_rows
-from backends.llama import exactness
+from backends.gguf import exactness
+from backends.gguf.exactness import find_exact_run
+from backends.gguf.hparams import KvLayer, KvShape
 from backends.llama.context import ContextOptions
-from backends.llama.exactness import find_exact_run
-from backends.llama.hparams import KvLayer, KvShape
 from backends.llama.source import GgufSource
 
 pytestmark = pytest.mark.gguf

@@ -9,10 +9,7 @@ import pytest
 from gguf_loading import load, refused
 
 from backends.contract.backend import UnsupportedModel
-from backends.llama import model as gguf_model
-from backends.llama.context import ContextOptions
-from backends.llama.loading import check_options
-from backends.llama.model import load_gguf_model
+from backends.gguf import model as gguf_model
 
 
 @pytest.mark.parametrize("architecture", sorted(gguf_model._REFUSED))
@@ -160,17 +157,3 @@ def test_the_names_are_those_of_llama_cpp() -> None:
     content = library.read_bytes()
     names = {*gguf_model._REFUSED, *gguf_model._RECURRENT, *gguf_model._HYBRID}
     assert [name for name in sorted(names) if name.encode() + b"\0" not in content] == []
-
-
-def test_a_cache_for_several_texts_leaves_each_its_rotary_factors(tmp_path: Path) -> None:
-    """llama.cpp takes those for long contexts where the cache has more cells."""
-    tensors = gb.model_tensors() | {"rope_factors_long.weight": ("F32", (8,))}
-    metadata = gb.model_metadata(
-        context_length=("u32", 8192), rope__scaling__original_context_length=("u32", 1024)
-    )
-    model = load_gguf_model(gb.write_model(tmp_path / "m.gguf", metadata, tensors))
-    check_options(model, ContextOptions(512, 16), None, "mmap")
-    check_options(model, ContextOptions(512, 16, kv_rows=1024), None, "mmap")
-    check_options(model, ContextOptions(2048, 16, kv_rows=4096), None, "mmap")
-    with pytest.raises(UnsupportedModel, match="more than 1024 tokens, and 1280 were wanted"):
-        check_options(model, ContextOptions(512, 16, kv_rows=1025), None, "mmap")

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backends.contract.backend import UnsupportedModel
-from backends.llama.model import load_gguf_model
+from backends.gguf.model import load_gguf_model
 from offload.formats.gguf_index import GgufError
 
 
