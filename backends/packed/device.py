@@ -1,7 +1,8 @@
 """Packed tensors decoded on a device, by torch: the same code on a CPU and on a GPU.
 
-Nothing here waits for the device. What a file may have wrong is looked for on the device too, and
-asked for once in a pass.
+What a file in twelve bits may have wrong is looked for on the device too, and asked for once in a
+pass. Decoding waits for the device only where values say how to go on: in each piece of fp8, and
+when a gptq matrix is opened.
 """
 
 from __future__ import annotations
