@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,26 @@ def write_prompts(path: Path, n_lines: int, start: int = 0) -> Path:
         for index in range(start, start + n_lines):
             file.write(json.dumps({"prompt": f"prompt {index}"}) + "\n")
     return path
+
+
+def whole(source: Path, order: str = "input") -> bytes:
+    """The output of a run that nothing disturbs."""
+    out = source.parent / "undisturbed.jsonl"
+    out.unlink(missing_ok=True)
+    run(source, out, order=order)
+    return out.read_bytes()
+
+
+def partial_of(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
+def mixed(lines: Iterable[Line]) -> Iterator[Line]:
+    """Three at a time in the machine, finished in another order."""
+    lines = iter(lines)
+    while some := list(islice(lines, 3)):
+        yield from reversed(some)
+
+
+def files_in(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}

@@ -54,3 +54,11 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delitem(peers.PEERS, name)
     for name, peer in made.items():
         monkeypatch.setitem(peers.PEERS, name, peer)
+
+
+def install_as_specdec(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, and specdec itself is played by "fast", plain decoding by "slow"."""
+    install(folder, monkeypatch)
+    for name, module in (("specdec", "fake_fast"), ("specdec-plain", "fake_slow")):
+        peer = Peer(name, module, ("hf",), "", speculates=name == "specdec")
+        monkeypatch.setitem(peers.PEERS, name, peer)

@@ -19,6 +19,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 JSON = {"Content-Type": "application/json"}
 
+LONG = {"prompt": "x", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
+SHORT = {**LONG, "max_tokens": 2}
+COMPLETIONS = "/v1/completions"
+SMALL = ("--spec-type", "none", "-c", "512", "--max-queue", "3", "--drain-timeout", "30")
+"""Room for three requests, and texts that take a while."""
+
 
 class Server:
     """A server of a model, from its start to the end of a `with` block."""
@@ -111,6 +117,16 @@ class Server:
         while self.metric("specdec_requests_inside"):
             assert time.monotonic() < end, "a request is still inside"
             time.sleep(0.05)
+
+
+def begun(server: Server, **more: Any) -> socket.socket:
+    """A stream whose first text has come."""
+    raw = server.post_raw(COMPLETIONS, {**LONG, "stream": True, **more})
+    raw.settimeout(60)
+    answer = b""
+    while b'"text"' not in answer:
+        answer += raw.recv(65536)
+    return raw
 
 
 def ask(request: urllib.request.Request) -> tuple[int, str]:

@@ -21,11 +21,6 @@ PROMPTS = (Prompt("a", "def f(x):", "code"), Prompt("b", "return", "code"))
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("programs") / "target", seed=1)
-
-
-@pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same weights: every guess is right."""
     return save_model(tmp_path_factory.mktemp("programs") / "draft", seed=1)

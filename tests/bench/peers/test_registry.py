@@ -49,11 +49,6 @@ KEYS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("peers") / "target", seed=1)
-
-
 @pytest.fixture(autouse=True)
 def _fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_peers.install(tmp_path, monkeypatch)

@@ -2,101 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import random
-import resource
-import signal
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 import pytest
-from batches import Killed, Machine, run, write_prompts
+from batches import Killed, Machine, files_in, mixed, partial_of, run, whole, write_prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.batch.journal import FINISHED, INPUT, ORDERS
+from specdec.batch.journal import INPUT, ORDERS
 from specdec.batch.lines import BatchError, Line
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_prompts(tmp_path / "in.jsonl", 8)
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out.jsonl"
-
-
-def whole(source: Path, order: str = INPUT) -> bytes:
-    """The output of a run that nothing disturbs."""
-    out = source.parent / "undisturbed.jsonl"
-    out.unlink(missing_ok=True)
-    run(source, out, order=order)
-    return out.read_bytes()
-
-
-def partial_of(out: Path) -> Path:
-    return out.with_name(out.name + ".partial")
 
 
 def backwards(lines: Iterable[Line]) -> Iterator[Line]:
     return reversed(list(lines))
-
-
-def mixed(lines: Iterable[Line]) -> Iterator[Line]:
-    """Three at a time in the machine, finished in another order."""
-    lines = iter(lines)
-    while some := list(islice(lines, 3)):
-        yield from reversed(some)
-
-
-def files_in(directory: Path) -> set[str]:
-    return {path.name for path in directory.iterdir()}
-
-
-# --- a run -----------------------------------------------------------------------------------
-
-
-def test_records_are_in_the_order_of_the_input(source: Path, out: Path) -> None:
-    figures = run(source, out, Machine(mixed))
-    records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [one["line"] for one in records] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert out.read_bytes() == whole(source)
-    assert (figures.n_lines, figures.n_answered, figures.n_before, figures.n_errors) == (8, 8, 0, 1)
-    assert (figures.n_prompt_tokens, figures.n_generated_tokens) == (16, 24)
-
-
-def test_records_are_in_the_order_in_which_they_were_finished(source: Path, out: Path) -> None:
-    machine = Machine(mixed)
-    run(source, out, machine, FINISHED)
-    records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [one["line"] for one in records] == machine.numbers == [3, 2, 1, 6, 5, 4, 8, 7]
-
-
-def test_nothing_else_is_left(source: Path, out: Path) -> None:
-    run(source, out)
-    assert files_in(source.parent) == {"in.jsonl", "out.jsonl"}
-
-
-def test_an_empty_input_gives_an_empty_output(tmp_path: Path, out: Path) -> None:
-    run(write_prompts(tmp_path / "empty.jsonl", 0), out)
-    assert out.read_bytes() == b""
-    run(tmp_path / "empty.jsonl", out)
-
-
-def test_the_output_does_not_appear_before_its_end(source: Path, out: Path) -> None:
-    def looking(lines: Iterable[Line]) -> Iterator[Line]:
-        for line in lines:
-            assert not out.exists()
-            yield line
-
-    run(source, out, Machine(looking))
-    assert out.exists()
 
 
 # --- a kill ----------------------------------------------------------------------------------
@@ -275,104 +199,7 @@ def test_other_options_are_named(source: Path, out: Path) -> None:
         run(source, out, temperature=0.7, model="m")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"my notes\n", b'{"a": 1}\n', b"notes without an end", b"[" * 5000, b"[1]\n", b"{\n"],
-)
-def test_files_of_others_are_left_alone(source: Path, out: Path, content: bytes) -> None:
-    for path in (out, partial_of(out)):
-        path.write_bytes(content)
-        with pytest.raises(BatchError, match="name another output file"):
-            run(source, out)
-        assert path.read_bytes() == content
-        path.unlink()
-        assert files_in(source.parent) == {"in.jsonl"}
-
-
 def test_a_number_that_is_far_off_takes_no_memory(source: Path, out: Path) -> None:
     out.write_text(json.dumps({"line": 10**17, "digest": "0" * 15 + "1"}) + "\n")
     with pytest.raises(BatchError, match="answers another line 100000000000000000"):
         run(source, out)
-
-
-def test_the_input_is_no_output(source: Path) -> None:
-    link = source.with_name("link.jsonl")
-    link.symlink_to(source)
-    for path in (source, link):
-        with pytest.raises(BatchError, match="is the input"):
-            run(source, path)
-    for ending in (".partial", ".whole"):  # what the output is made in
-        named = write_prompts(source.with_name("out.jsonl" + ending), 3)
-        before = named.read_bytes()
-        with pytest.raises(BatchError, match="is the input"):
-            run(named, source.with_name("out.jsonl"))
-        assert named.read_bytes() == before
-    with pytest.raises(BatchError, match="is no regular file"):
-        run(source, Path("/dev/null"))
-
-
-def test_a_link_stays_one(source: Path, out: Path) -> None:
-    link = out.with_name("link.jsonl")
-    link.symlink_to(out)
-    run(source, link)
-    assert link.is_symlink()
-    assert out.read_bytes() == whole(source)
-
-
-# --- others on the machine -------------------------------------------------------------------
-
-
-def test_two_processes_do_not_write_to_one_output(source: Path, out: Path) -> None:
-    def second(lines: Iterable[Line]) -> Iterator[Line]:
-        with pytest.raises(BatchError, match="another process writes to"):
-            run(source, out)
-        yield from lines
-
-    run(source, out, Machine(second))
-    assert out.read_bytes() == whole(source)
-
-
-def test_a_lock_on_a_file_that_was_removed_is_none(
-    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process that had it ended between our opening the file and locking it."""
-    real, n_calls = fcntl.flock, 0
-
-    def flock(descriptor: int, operation: int) -> None:
-        nonlocal n_calls
-        n_calls += 1
-        if n_calls == 1:
-            partial_of(out).unlink()
-        real(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    run(source, out)
-    assert n_calls == 2
-    assert out.read_bytes() == whole(source)
-
-
-@contextmanager
-def file_size_limit(n_bytes: int) -> Iterator[None]:
-    """Writes beyond it fail, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
-
-
-def test_a_full_disk_at_any_byte(source: Path, out: Path) -> None:
-    expected = whole(source)
-    for n_bytes in range(40, len(expected), 7):
-        said = "cannot write .* make room"
-        with file_size_limit(n_bytes), pytest.raises(BatchError, match=said):
-            run(source, out)
-        left = partial_of(out)
-        assert not left.exists() or left.read_bytes().endswith(b"\n")
-        assert files_in(source.parent) <= {"in.jsonl", "undisturbed.jsonl", left.name}
-        run(source, out)
-        assert out.read_bytes() == expected
-        out.unlink()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from forced_streaming import force_streaming
+from many_texts import load
 from tiny_pair import save_model
 
 import specdec
@@ -25,3 +26,10 @@ def small_llm(request: Any, small_target: Path, monkeypatch: pytest.MonkeyPatch)
         force_streaming(monkeypatch)
     with specdec.load(small_target, ctx_size=256) as loaded:
         yield loaded
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """The pair of `many_texts`, for texts alone."""
+    with load(tmp_path_factory) as llm:
+        yield llm
