@@ -14,7 +14,6 @@ import numpy as np
 
 from backends.contract.backend import Backend
 from backends.contract.kept_texts import KeptTexts
-from backends.contract.kv_files import KvFiles
 from offload.errors import SpecdecError
 from offload.process.interruptible import POLL_SECONDS
 from offload.process.remembered import forget_figures
@@ -22,27 +21,21 @@ from specdec.analysis.utilization import ModelFlops, model_flops
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.decoding.ahead_thread import AheadThread
-from specdec.decoding.controller import Controller
-from specdec.decoding.engine import Engine
+from specdec.decoding.assembly import engine_of
 from specdec.decoding.kept_experience import KeptExperience
 from specdec.decoding.prompt_cache import PromptCache, check_file
 from specdec.decoding.recorder import StatsRecorder, Totals
-from specdec.decoding.room import Room
-from specdec.decoding.scheduler import Scheduler
 from specdec.decoding.stats import EngineStats, PassTime
 from specdec.decoding.text_decoder import TextDecoder
 from specdec.drafters.assembly import Drafters
 from specdec.drafters.base import Drafter
-from specdec.drafters.model import level_width
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.state import GrammarState
 from specdec.planning.early import begin_early, remember_early
 from specdec.planning.load import load_draft, load_target
-from specdec.planning.parts import DRAFTING_PARTS
 from specdec.planning.plan import budget_of_run, plan_models
 from specdec.planning.run_options import RunOptions
 from specdec.policy.draft_policy import DraftPolicy
-from specdec.policy.spare_memory import SpareMemory
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
@@ -122,18 +115,18 @@ class Session:
             self.draft_texts: KeptTexts | None = None
             if self.draft is not None:
                 self.draft_texts = KeptTexts(self.draft, self.options.parallel)
-            parts = dict(self.plan.parts)
-            spare = SpareMemory(
+            self._ahead, self.totals = AheadThread(), Totals()
+            self.engine = engine_of(
+                self.plan,
+                self.options,
                 self.target,
                 self.draft,
-                self.plan.budget_bytes,
-                activation_bytes=parts.get("target activations", 0),
-                most_rows=self.max_beams,
-                draft_bytes=sum(parts.get(name, 0) for name in DRAFTING_PARTS),
-                is_streamed=self.plan.residency.streamed_bytes > 0,
-                draft_texts=self.draft_texts,
+                self.texts,
+                self.draft_texts,
+                self._ahead,
+                self.totals,
+                self.check_open,
             )
-            self._ahead, self.totals = AheadThread(), Totals()
             self._model_flops: tuple[ModelFlops | None] | None = None  # not asked for yet
             self._drafters = Drafters(
                 self.draft,
@@ -144,35 +137,7 @@ class Session:
             )
             if self._prompt_cache is not None:
                 self._prompt_cache.restore(self.texts, self.draft_texts)
-            self.engine = self._engine(spare)
             stack.pop_all()  # from here on `close` does it
-
-    def _engine(self, spare: SpareMemory) -> Engine:
-        controller = Controller(
-            self.target,
-            self.draft,
-            self._ahead,
-            max_draft_rows=level_width(self.plan.n_draft_tokens),
-            max_rows=self.max_beams,
-            totals=self.totals,
-        )
-        room = Room(
-            self.target,
-            self.texts,
-            KvFiles(self.target, make_way=spare.make_way),
-            self.plan.pass_cost,
-            self.totals,
-            self.options.parallel,
-        )
-        scheduler = Scheduler(
-            controller,
-            room,
-            spare,
-            self.plan.pass_cost,
-            max_texts=self.options.parallel,
-            max_entering=self.plan.ctx_size,
-        )
-        return Engine(scheduler, controller, self.check_open)
 
     @property
     def model_flops(self) -> ModelFlops | None:
