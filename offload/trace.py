@@ -26,6 +26,8 @@ WAIT = "wait"
 """A pass stood still until a layer was in memory."""
 LAYER = "layer"
 """A layer's weights were in use."""
+ROUTED = "routed"
+"""A pass asked a mixture's layer for experts: the name is the layer's number and theirs."""
 
 MAX_EVENTS = 1_000_000  # about 200 MB; a pass of a large model makes a few hundred
 

@@ -21,7 +21,7 @@ ROOMS = {
         "__main__",
         "commands",
         "report gpu demo",
-        "decode",
+        "decode experts",
         "peers timeline rank worlds",
         "checks",
         "prompts synth serve",

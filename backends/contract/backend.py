@@ -62,6 +62,10 @@ class StreamUse(NamedTuple):
     """Copied from host memory to a GPU."""
     copy_stall_seconds: float = 0.0
     """The GPU had nothing to compute, because a layer was not there yet: storage and copies."""
+    experts_asked: int = 0
+    """Experts that passes asked a mixture's layers for, where not all of them stay in memory."""
+    experts_found: int = 0
+    """Of these, those that were in memory."""
 
 
 class KvUse(NamedTuple):

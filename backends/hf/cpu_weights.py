@@ -102,7 +102,10 @@ class CpuWeights:
             return StreamUse(stats.bytes_read, stats.stall_seconds)
         experts = self._experts.stats
         return StreamUse(
-            stats.bytes_read + experts.bytes_read, stats.stall_seconds + experts.stall_seconds
+            stats.bytes_read + experts.bytes_read,
+            stats.stall_seconds + experts.stall_seconds,
+            experts_asked=experts.n_asked,
+            experts_found=experts.n_hits,
         )
 
     @property

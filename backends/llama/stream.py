@@ -152,7 +152,10 @@ class StreamedLayers:
         stats = self._pager.stats
         experts = self._experts.stats if self._experts is not None else ExpertStats()
         return StreamUse(
-            stats.bytes_read + experts.bytes_read, stats.stall_seconds + experts.stall_seconds
+            stats.bytes_read + experts.bytes_read,
+            stats.stall_seconds + experts.stall_seconds,
+            experts_asked=experts.n_asked,
+            experts_found=experts.n_hits,
         )
 
     @property

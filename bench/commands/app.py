@@ -10,6 +10,7 @@ import typer
 
 from bench.commands.curve import curve_command
 from bench.commands.demo import demo_command
+from bench.commands.experts import experts_command
 from bench.commands.peers import peers_command
 from bench.commands.policy import policy_command
 from bench.commands.rank import rank_command
@@ -43,6 +44,7 @@ app.command("speedup")(with_options(speedup_command))
 app.command("timeline")(with_options(timeline_command))
 app.command("curve")(with_options(curve_command))
 app.command("demo")(with_options(demo_command))
+app.command("experts")(with_options(experts_command))
 app.command("peers")(with_options(peers_command))
 app.command("policy")(with_options(policy_command))
 app.command("rank")(with_options(rank_command))

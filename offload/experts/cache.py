@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from offload.errors import SpecdecError
-from offload.experts.eviction import Directory, Visit
+from offload.experts.eviction import Directory, record_visit
 from offload.process.interruptible import POLL_SECONDS, check_interrupt
 from offload.residency.experts import ExpertRoom, LayerExperts
 from offload.ring.slots import JOIN_SECONDS
@@ -59,9 +59,6 @@ def is_of_few_rows(n_asked: int, experts: LayerExperts) -> bool:
 class ExpertCache:
     """Experts of one model, for one pass at a time.
 
-    Args:
-        trace: gets the experts that every visit of a layer asked for.
-
     Raises:
         StorageError: a file cannot be opened.
         MemoryError: the memory cannot be had.
@@ -73,9 +70,8 @@ class ExpertCache:
         *,
         n_readers: int | None = None,
         storage: OpenStorage = DirectFile,
-        trace: list[Visit] | None = None,
     ) -> None:
-        self._room, self._trace = room, trace
+        self._room = room
         self._layers = room.layers
         self._last_layer = max(i for i, layer in enumerate(room.layers) if layer is not None)
         self._directory = Directory(room.n_slots)
@@ -116,8 +112,7 @@ class ExpertCache:
         self.check_open()
         self._forget_left(check)
         self._directory.visit(layer)
-        if self._trace is not None:
-            self._trace.append((layer, tuple(sorted(experts))))
+        record_visit(layer, experts)
         here, missing = [], []
         for expert in experts:
             slot = self._directory.find(layer, expert)

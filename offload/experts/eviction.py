@@ -13,9 +13,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
+
+from offload.trace import ROUTED, Trace, record_since
 
 _KEPT = 0.9
 """Of what a use is worth, at each visit of its layer. A cache of a fifth of a small model's experts
@@ -135,6 +138,17 @@ class Directory:
 
 Visit = tuple[int, tuple[int, ...]]
 """(layer, experts that a pass asked it for)"""
+
+
+def record_visit(layer: int, experts: Collection[int]) -> None:
+    """For `visits_of` a recording."""
+    record_since(perf_counter(), ROUTED, " ".join(map(str, (layer, *sorted(experts)))))
+
+
+def visits_of(trace: Trace) -> list[Visit]:
+    """What the passes of a recording asked for; of one mixture, if several ran."""
+    names = (event.name.split() for event in trace.events if event.kind == ROUTED)
+    return [(int(layer), tuple(map(int, experts))) for layer, *experts in names]
 
 
 def replay(trace: Iterable[Visit], n_slots: int, rule: Rule = decayed_uses) -> float:

@@ -18,7 +18,7 @@ from time import perf_counter
 
 from offload.errors import SpecdecError
 from offload.experts.cache import N_READERS, ExpertStats, is_of_few_rows
-from offload.experts.eviction import Directory, Visit
+from offload.experts.eviction import Directory, record_visit
 from offload.paging.address_space import (
     PAGE_BYTES,
     PROT_READ,
@@ -63,7 +63,6 @@ class PagedExperts:
 
     Args:
         room: how much memory their pages may take, and all experts.
-        trace: gets the experts that every visit of a layer asked for.
 
     Raises:
         AddressSpaceError: a tensor is not mapped exactly once.
@@ -77,9 +76,8 @@ class PagedExperts:
         *,
         n_readers: int | None = None,
         storage: OpenStorage = DirectFile,
-        trace: list[Visit] | None = None,
     ) -> None:
-        self._room, self._trace = room, trace
+        self._room = room
         self._regions: Mapping[int, Sequence[Region]] = {
             i: [
                 Region(span, first.n_bytes, locate(span.inner, mappings))
@@ -123,8 +121,7 @@ class PagedExperts:
         self.check_open()
         self._forget_left(check)
         self._directory.visit(layer)
-        if self._trace is not None:
-            self._trace.append((layer, tuple(sorted(experts))))
+        record_visit(layer, experts)
         missing = [e for e in sorted(experts) if self._directory.find(layer, e) is None]
         self._count(layer, len(experts), len(missing))
         if not missing:

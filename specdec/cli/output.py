@@ -111,6 +111,7 @@ def perf_line(stats: Mapping[str, Any]) -> str:
         f"{stats['mean_acceptance_length']:.2f} tokens/pass",
         f"{stats['bytes_streamed'] / 1e9:.1f} GB streamed",
         *_copied(stats),
+        *_experts(stats),
         f"stall {stall_share(stats):.0%}",
         _memory("peak", stats["peak_memory_bytes"], stats["memory_budget_bytes"]),
         *_vram(stats),
@@ -124,6 +125,12 @@ def stall_share(stats: Mapping[str, Any]) -> float:
     n_decoded = max(stats["generated_tokens"] - 1, 0)
     seconds = stats["time_to_first_token"] + n_decoded * stats["time_per_output_token"]
     return min(stats["stall_seconds"] / seconds, 1.0) if seconds > 0 else 0.0
+
+
+def _experts(stats: Mapping[str, Any]) -> list[str]:
+    if not stats.get("experts_asked"):
+        return []
+    return [f"{stats['expert_hit_rate']:.0%} of experts in memory"]
 
 
 def _copied(stats: Mapping[str, Any]) -> list[str]:

@@ -252,6 +252,8 @@ class Generation:
             stall_seconds=use.stall_seconds - before.stall_seconds,
             bytes_copied_to_device=use.bytes_copied - before.bytes_copied,
             copy_stall_seconds=use.copy_stall_seconds - before.copy_stall_seconds,
+            experts_asked=use.experts_asked - before.experts_asked,
+            experts_found=use.experts_found - before.experts_found,
             vram_peak_bytes=vram_peak_bytes() if plan.device == CUDA else 0,
             vram_budget_bytes=plan.vram_budget_bytes,
             peak_memory_bytes=process_memory().peak_rss_bytes,

@@ -61,6 +61,8 @@ class GenerationStats:
     bytes_streamed: int = 0
     bytes_copied_to_device: int = 0  # of weights, from host memory to a GPU
     copy_stall_seconds: float = 0.0  # the GPU computed nothing, because a layer was not there yet
+    experts_asked: int = 0  # that passes asked a mixture's layers for
+    experts_found: int = 0  # of these, in memory
     vram_peak_bytes: int = 0  # most that torch's allocator reserved, of the whole process so far
     vram_budget_bytes: int = 0
     peak_memory_bytes: int = 0
@@ -91,6 +93,11 @@ class GenerationStats:
     def mean_acceptance_length(self) -> float:
         """Tokens per decode pass: 1 + accepted / passes (the recovered or bonus token counts)."""
         return 1.0 + ratio(self.accepted_tokens, self.passes)
+
+    @property
+    def expert_hit_rate(self) -> float:
+        """Share of the experts asked for that were in memory; 0 where none are read as needed."""
+        return ratio(self.experts_found, self.experts_asked)
 
     @property
     def rows_per_pass(self) -> float:
@@ -236,6 +243,7 @@ RATES = (
     "tokens_per_second",
     "time_per_output_token",
     "mean_acceptance_length",
+    "expert_hit_rate",
     "acceptance_rate",
     "flops_rejected_fraction",
     "model_flops_utilization",

@@ -1,7 +1,7 @@
-"""The embedded pair: a small real target and its distilled draft, shipped as package data.
+"""The embedded pair, a small target and its distilled draft, and a mixture of experts beside it.
 
-Models are named `pair:target` and `pair:draft` wherever a model folder is accepted. This module
-only knows paths: it imports neither torch nor transformers.
+All are package data. Models are named `pair:target`, `pair:draft` and `pair:moe` wherever a model
+folder is accepted. This module only knows paths: it imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 PAIR_PREFIX = "pair:"
-PAIR_NAMES = ("pair:target", "pair:draft")
+PAIR_NAMES = ("pair:target", "pair:draft", "pair:moe")
 GGUF_SUFFIX = ".gguf"
 """Of a GGUF file, and of the name of an embedded model as one."""
 
@@ -18,7 +18,7 @@ def pair_path(name: str) -> Path:
     """Returns the folder of an embedded model.
 
     Args:
-        name: `pair:target` or `pair:draft`.
+        name: one of `PAIR_NAMES`.
 
     Raises:
         ValueError: the name is not one of `PAIR_NAMES`.

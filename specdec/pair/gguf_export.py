@@ -46,7 +46,7 @@ def pair_gguf_path(name: str) -> Path:
     """Returns the file of an embedded model as GGUF in F16, writing it if it is not there.
 
     Args:
-        name: `pair:target.gguf` or `pair:draft.gguf`.
+        name: `pair:target.gguf`, `pair:draft.gguf` or `pair:moe.gguf`.
 
     Raises:
         ValueError: the name is not one of `PAIR_GGUF_NAMES`.

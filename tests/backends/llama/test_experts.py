@@ -19,9 +19,11 @@ from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.contract.source import BackendOptions
 from backends.llama.graph import RoutedNodes
 from backends.llama.source import GgufSource
+from offload.experts.eviction import visits_of
 from offload.paging.experts import PagedExperts
 from offload.residency.experts import slot_bytes
 from offload.storage.direct_io import StorageError
+from offload.trace import recording
 from specdec.planning.placer import CpuPlacer
 
 pytestmark = pytest.mark.gguf
@@ -44,24 +46,28 @@ def test_of_split_files_too(models, paging):
         assert same(exercise(found), exercise(expected))
 
 
-def test_a_pass_asks_for_the_experts_of_its_rows(models, paging, monkeypatch):
-    trace = []
-    traced = partial(PagedExperts, trace=trace)
-    monkeypatch.setattr("backends.llama.stream.PagedExperts", traced)
+def test_a_pass_asks_for_the_experts_of_its_rows(models, paging):
     model = models("qwen3moe", **SHAPE)
     with streamed_experts(model) as backend:
-        backend.prefill(PROMPT)
-        assert [layer for layer, _ in trace] == [0, 1, 2]
-        counts = [len(experts) for _, experts in trace]
+        with recording() as trace:
+            backend.prefill(PROMPT)
+        asked = visits_of(trace)
+        assert [layer for layer, _ in asked] == [0, 1, 2]
+        counts = [len(experts) for _, experts in asked]
         assert min(counts[:-1]) > 2 <= max(counts) <= 8  # the last layer has one row
-        trace.clear()
-        backend.extend([7], [PREFIX])
-        assert [len(experts) for _, experts in trace] == [2] * 3
-        before = backend.stream_use.bytes_streamed
+        with recording() as trace:
+            backend.extend([7], [PREFIX])
+        first = visits_of(trace)
+        assert [len(experts) for _, experts in first] == [2] * 3
+        before = backend.stream_use
+        assert before.experts_asked == sum(counts) + 6
         backend.rollback(len(PROMPT))
-        backend.extend([7], [PREFIX])
-        assert trace[:3] == trace[3:]
-        assert backend.stream_use.bytes_streamed == before  # all of them are in memory
+        with recording() as trace:
+            backend.extend([7], [PREFIX])
+        assert visits_of(trace) == first
+        after = backend.stream_use  # all of them are in memory
+        assert after.bytes_streamed == before.bytes_streamed
+        assert after.experts_found == before.experts_found + 6
 
 
 def test_the_more_memory_the_less_is_read(models, paging):

@@ -12,10 +12,12 @@ from weight_files import HangingFile
 from offload.errors import SpecdecError
 from offload.experts import cache as cache_file
 from offload.experts.cache import ExpertCache, ExpertStats
+from offload.experts.eviction import visits_of
 from offload.experts.kept import expected_exponent, keep_exponent
 from offload.formats.tensors import TensorRecord
 from offload.residency.experts import ASSUMED_EXPONENT, ExpertRoom, LayerExperts
 from offload.storage.direct_io import DirectFile, StorageError
+from offload.trace import recording
 
 N_LAYERS, N_EXPERTS = 3, 6
 SIZES = (5000, 3001, 9000)  # gate, up and down: neighbours, aligned nowhere
@@ -126,11 +128,11 @@ def test_a_pass_that_ends_early_leaves_whole_experts_only(written, cache) -> Non
 
 
 def test_a_trace_has_what_was_asked_for(written) -> None:
-    trace: list = []
-    cache = ExpertCache(written.room(4), trace=trace)
-    check(cache, written, 2, [5, 1])
+    cache = ExpertCache(written.room(4))
+    with recording() as trace:
+        check(cache, written, 2, [5, 1])
     cache.close()
-    assert trace == [(2, (1, 5))]
+    assert visits_of(trace) == [(2, (1, 5))]
 
 
 class FailingFile(DirectFile):

@@ -18,17 +18,16 @@ def test_the_pair_is_there_and_complete(name: str) -> None:
 
 def test_the_pair_is_small() -> None:
     sizes = [(pair_path(name) / "model.safetensors").stat().st_size for name in PAIR_NAMES]
-    assert sum(sizes) < 36_000_000
+    assert sum(sizes) < 60_000_000
 
 
-def test_both_share_one_tokenizer() -> None:
-    target, draft = ((pair_path(name) / "tokenizer.json").read_bytes() for name in PAIR_NAMES)
-    assert target == draft
+def test_they_share_one_tokenizer() -> None:
+    assert len({(pair_path(name) / "tokenizer.json").read_bytes() for name in PAIR_NAMES}) == 1
 
 
 @pytest.mark.parametrize("name", ["pair:", "pair:oracle", "target"])
 def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="known: pair:target, pair:draft"):
+    with pytest.raises(ValueError, match="known: pair:target, pair:draft, pair:moe"):
         pair_path(name)
 
 

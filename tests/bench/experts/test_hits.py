@@ -1,0 +1,57 @@
+"""`specdec-bench experts`: a run on the embedded mixture, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.commands.app import main
+from bench.experts.hits import measure
+from specdec.pair import pair_path
+
+PROMPTS = ["def area(r):", "import os\n"]
+
+
+def test_a_mixture_that_fits_reads_every_expert_once() -> None:
+    load = {"model": str(pair_path("pair:moe")), "memory_budget": "4GiB", "ctx_size": 128}
+    found = measure({"load": load, "prompts": PROMPTS, "max_tokens": 6})
+    assert found["n_slots"] == found["n_experts"] == 6 * 64
+    assert 0.0 < found["hit_rate"] < 1.0  # the second prompt asks for some that nobody had
+    for rate in ("own_rule", "least_recently_used", "belady"):
+        assert 0.0 < found[rate] <= found["hit_rate"]  # replayed from an empty cache
+    assert found["own_rule"] == found["belady"]
+    assert [len(ids) for ids in found["token_ids"]] == [6]
+    assert found["bytes_read"] > 0
+    assert found["bytes_per_read"] > 0
+
+
+def test_the_command_measures_every_budget_in_a_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in PROMPTS))
+    argv = ["experts", "-m", "pair:moe", "--prompts", str(prompts), "--n-prompts", "2", "-n", "4"]
+    assert main([*argv, "-c", "128", "--budgets", "2GiB,4GiB", "--output-file", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert [row["memory_budget"] for row in result["rows"]] == [2 << 30, 4 << 30]
+    first, second = result["rows"]
+    assert first["token_ids"] == second["token_ids"]
+    assert all(row["storage_bytes_per_second"] > 0 for row in result["rows"])
+    assert "Belady" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["-m", "pair:moe", "--budgets", "auto"], "give sizes, such as 2GiB,4GiB"),
+        (["-m", "pair:moe", "--budgets", "0GiB"], "a budget of 0 bytes holds nothing"),
+        (["-m", "pair:target", "--budgets", "2GiB"], "no mixture of experts"),
+    ],
+)
+def test_bad_options_are_told(
+    options: list[str], told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["experts", *options]) == 2
+    assert told in capfd.readouterr().err
