@@ -56,7 +56,7 @@ class WeightIndex(TensorIndex):
         shard_of: dict[str, str] = {}
         states: dict[Path, FileState] = {}
         for shard in dict.fromkeys(weight_map.values()):
-            path = _resolve_shard(root, shard)
+            path = resolve_within(root, shard)
             states[path] = file_state(path)
             metadata, found = read_header_and_metadata(path)
             for name, record in with_packed(path, metadata, found).items():
@@ -136,9 +136,12 @@ def _is_plain_shard_name(shard: str) -> bool:
     return shard.endswith(".safetensors") and not shard.startswith(".")
 
 
-def _resolve_shard(root: Path, shard: str) -> Path:
-    """The shard's real path, which must lie in `root` or in the cache that `root` belongs to."""
-    path = root / shard
+def resolve_within(root: Path, name: str) -> Path:
+    """The file's real path, which must lie in `root` or in the cache that `root` belongs to.
+
+    Raises CheckpointError.
+    """
+    path = root / name
     try:
         real = path.resolve(strict=True)
         real_root = root.resolve(strict=True)

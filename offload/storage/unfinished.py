@@ -19,8 +19,10 @@ def unfinished(destination: Path) -> Iterator[Path]:
     """A path beside `destination`, for the block to make a file or folder of and to rename.
 
     What is left there is removed: after the block, also where Ctrl-C, SIGTERM or SIGHUP ends it,
-    and before it what a process that was killed has left.
+    and before it what a process that was killed has left. Folders above it that the block makes
+    stay only where something is in them.
     """
+    missing = [path for path in destination.parents if not path.exists()]  # the innermost first
     hidden = f".{destination.name}.partial-"
     for path in destination.parent.glob(f"{glob.escape(hidden)}*"):
         if _is_dead(path.name.removeprefix(hidden)):
@@ -32,6 +34,9 @@ def unfinished(destination: Path) -> Iterator[Path]:
             yield partial
         finally:
             _remove(partial)
+            with suppress(OSError):  # not made, or the destination is in it
+                for path in missing:
+                    path.rmdir()
 
 
 def _end(number: int, frame: FrameType | None) -> None:

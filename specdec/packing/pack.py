@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.formats.checkpoint import resolve_within
 from offload.process.cpus import usable_cpus
 from offload.storage.unfinished import unfinished
 from offload.units import MIB, Progress, format_bytes
@@ -78,38 +79,41 @@ def pack(
         progress: called by several threads.
 
     Raises:
-        SpecdecError: the model cannot be read or packed, `out` is there already, the disk lacks
-            room; one line, and nothing is left behind.
+        SpecdecError: `out` is there already, lies in the model or cannot be written, all found
+            before the model is read; the model cannot be read or packed, the disk lacks room; one
+            line, and nothing is left behind.
     """
     from backends.hf.model import load_hf_model
     from backends.packed.writer import PackError, is_worth_packing
+    from specdec.packing.destination import place_of, refuse_inside, writing
 
+    place = place_of(out)
+    out = Path(out).expanduser().absolute()
     directory = resolve_model(model)
     if is_gguf(directory):
         raise PackError(f"{directory} is GGUF, which has packed formats of its own (Q4_K_M, Q8_0)")
-    out = Path(out).expanduser().absolute()
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise PackError(f"{out} is there already: name another folder, or remove it")
-    source = load_hf_model(directory)
-    _check_packable(source, directory)
-    wanted = frozenset(
-        bound.record.name
-        for layer in source.layer_tensors
-        for bound in layer
-        if is_worth_packing(bound.record)
-    )
-    if not wanted:
-        raise PackError(f"{directory} has no matrix that is large enough to be packed")
-    with unfinished(out) as partial:
-        _check_room(source, wanted, out)
-        try:
+    refuse_inside(out, place, directory)
+    with unfinished(place) as partial:
+        with writing(out):
             partial.mkdir(parents=True)
+        others = _others(directory)
+        source = load_hf_model(directory)
+        _check_packable(source, directory)
+        wanted = frozenset(
+            bound.record.name
+            for layer in source.layer_tensors
+            for bound in layer
+            if is_worth_packing(bound.record)
+        )
+        if not wanted:
+            raise PackError(f"{directory} has no matrix that is large enough to be packed")
+        _check_room(source, wanted, out)
+        with writing(out):
             written = _write_weights(source, wanted, partial, verify, progress)
-            _copy_others(directory, partial)
+            for name, path in others.items():
+                shutil.copyfile(path, partial / name)
             source.index.check_unchanged()
-            partial.rename(out)
-        except OSError as error:
-            raise PackError(f"cannot write {out}: {error.strerror or error}") from error
+            partial.rename(place)
     return _report(out, written, verify)
 
 
@@ -185,11 +189,24 @@ def _write_weights(
     return written
 
 
-def _copy_others(directory: Path, folder: Path) -> None:
-    """Config, tokenizer, licence: whatever describes the weights."""
+def _others(directory: Path) -> dict[str, Path]:
+    """Config, tokenizer, licence, by name: whatever describes the weights.
+
+    Links are held to the rule for weights. Raises SpecdecError.
+    """
+    from backends.packed.writer import PackError
+
+    found = {}
     for path in sorted({path for pattern in _ALONG for path in directory.glob(pattern)}):
-        if path.is_file() and not path.name.endswith(_WEIGHT_LISTS):
-            shutil.copyfile(path, folder / path.name)
+        if path.name.endswith(_WEIGHT_LISTS) or (path.is_dir() and not path.is_symlink()):
+            continue
+        found[path.name] = resolve_within(directory, path.name)
+        if not found[path.name].is_file():
+            raise PackError(
+                f"{path} leads to {found[path.name]}, which is not a regular file: remove it, or "
+                "replace it by a file"
+            )
+    return found
 
 
 def _report(out: Path, written: list[WrittenTensor], verify: bool) -> PackReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -179,6 +180,120 @@ def test_room_is_looked_for_before(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(PackError, match="1.00 MiB free: make room"):
         pack(plain, tmp_path / "packed")
     assert {path.name for path in tmp_path.iterdir()} == {"plain"}
+
+
+def test_folders_made_for_it_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were there before stay, and what is in them."""
+    plain = save_packable("llama", tmp_path / "plain")
+    (tmp_path / "mine").mkdir()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "_write_weights", full)
+        with pytest.raises(PackError, match=r"cannot write .*: No space left on device"):
+            pack(plain, tmp_path / "mine" / "a" / "b" / "packed")
+    assert list((tmp_path / "mine").iterdir()) == []
+    pack(plain, tmp_path / "mine" / "a" / "b" / "packed")
+    assert (tmp_path / "mine" / "a" / "b" / "packed" / "config.json").is_file()
+
+
+def folders_that_cannot_be(tmp_path: Path) -> dict[str, Path]:
+    """By what is said of them."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    return {
+        "file is there already": tmp_path / "file",
+        "file is a file: name a folder elsewhere": tmp_path / "file" / "a" / "packed",
+        "nowhere is a link that leads nowhere": tmp_path / "nowhere",
+        "cannot write .*circle": tmp_path / "circle",
+        "plain is there already": tmp_path / "plain",
+        "packed lies in the model's own folder": tmp_path / "plain" / "a" / "packed",
+        "/proc/packed": Path("/proc/packed"),
+        "File name too long": tmp_path / ("x" * 300),
+        "cannot write ~nobody-has-this-name": Path("~nobody-has-this-name"),
+    }
+
+
+@pytest.mark.parametrize("n", range(9))
+def test_where_it_cannot_go_is_found_before_reading(
+    n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backends.hf import model
+
+    plain = save_packable("llama", tmp_path / "plain")
+    match, out = list(folders_that_cannot_be(tmp_path).items())[n]
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(model, "load_hf_model", lambda _: pytest.fail("it was read"))
+    with pytest.raises(PackError, match=match):
+        pack(plain, out)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_mounted_file_system_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "disk")
+    with pytest.raises(PackError, match="is where a file system is mounted: name a folder in it"):
+        pack(tmp_path / "plain", tmp_path / "disk")
+
+
+def test_a_link_to_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "packed").symlink_to(tmp_path / "disk")
+    report = pack(save_packable("llama", tmp_path / "plain"), tmp_path / "packed")
+    assert report.path == tmp_path / "packed"
+    assert (tmp_path / "packed").is_symlink()
+    assert (tmp_path / "disk" / "config.json").is_file()
+
+
+def as_the_hub_caches_it(plain: Path, cache: Path) -> Path:
+    """The snapshot: links into the blobs."""
+    snapshot, blobs = cache / "models--me--it" / "snapshots" / "1", cache / "models--me--it/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in plain.iterdir():
+        path.rename(blobs / f"{path.name}-hash")
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}-hash")
+    return snapshot
+
+
+def test_links_of_the_hub_s_cache_become_files(tmp_path: Path) -> None:
+    plain = save_packable("llama", tmp_path / "plain")
+    (plain / "LICENSE").write_text("MIT")
+    pack(as_the_hub_caches_it(plain, tmp_path / "cache"), tmp_path / "packed")
+    assert (tmp_path / "packed" / "LICENSE").read_text() == "MIT"
+    assert not any(path.is_symlink() for path in (tmp_path / "packed").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("target", "match"),
+    [
+        ("../letter.txt", "is a link to .*letter.txt, outside of the checkpoint's folder"),
+        ("gone.txt", "notes.txt is missing or cannot be resolved"),
+        ("notes.txt", "notes.txt is missing or cannot be resolved"),
+        ("folder", "notes.txt leads to .*folder, which is not a regular file"),
+        ("/dev/zero", "notes.txt is not a regular file"),
+    ],
+)
+def test_links_that_lead_elsewhere_are_refused(tmp_path: Path, target: str, match: str) -> None:
+    plain = save_packable("llama", tmp_path / "plain")
+    (plain / "folder").mkdir()
+    (tmp_path / "letter.txt").write_text("dear")
+    (plain / "notes.txt").symlink_to(target)
+    with pytest.raises(SpecdecError, match=match):
+        pack(plain, tmp_path / "a" / "packed")
+    assert {path.name for path in tmp_path.iterdir()} == {"plain", "letter.txt"}
+
+
+def test_folders_do_not_come_along(tmp_path: Path) -> None:
+    plain = save_packable("llama", tmp_path / "plain")
+    (plain / "LICENSES").mkdir()
+    pack(plain, tmp_path / "packed")
+    assert not (tmp_path / "packed" / "LICENSES").exists()
 
 
 def test_what_does_not_come_back_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
