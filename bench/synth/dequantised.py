@@ -8,7 +8,6 @@ numbers that the quantised ones stand for, by the plain formulas of bench.synth.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import sys
@@ -18,17 +17,19 @@ from typing import Annotated
 
 import torch
 import typer
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from bench.synth.files import check_folder, write_json
 from bench.synth.layouts import LAYOUTS, Scheme
 from bench.synth.shapes import SynthError
+from bench.synth.source import read_json
 from offload.formats.checkpoint import WeightIndex
 from offload.storage.unfinished import unfinished
 from specdec.cli.errors import run_app
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NOT_COPIED = (".safetensors", ".safetensors.index.json", "README.md")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -40,12 +41,17 @@ def dequantise(folder: Path, out: Path) -> None:
     Matrices are stored in the number format that config.json names, the rest as it is.
 
     Raises:
-        SynthError: `folder` is not quantised as `synth` does, `out` is not empty, the disk lacks
-            room.
+        SynthError, CheckpointError: `folder` is not quantised as `synth` does, `out` is not empty,
+            the disk lacks room.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    dtype: torch.dtype = getattr(torch, config["dtype"])
+    config = read_json(folder / "config.json")
     scheme = _scheme_of(config.pop("quantization_config", None), folder)
+    dtype = _DTYPES.get(str(config.get("dtype")))
+    if dtype is None:
+        raise SynthError(
+            f"{folder}/config.json: dtype is {config.get('dtype')!r}, must be one of "
+            f"{', '.join(_DTYPES)}"
+        )
     files = {name: record.path for name, record in WeightIndex.from_directory(folder).items()}
     stored = _stored(files, scheme)
     by_layer: dict[str, list[str]] = defaultdict(list)
@@ -60,7 +66,7 @@ def dequantise(folder: Path, out: Path) -> None:
         partial.mkdir(parents=True)
         for layer, names in by_layer.items():
             tensors = {name: _tensor(scheme, stored[name], files, dtype) for name in names}
-            save_file(tensors, partial / f"{layer}.safetensors", metadata={"format": "pt"})
+            _save(tensors, partial / f"{layer}.safetensors", out)
             weight_map |= dict.fromkeys(names, f"{layer}.safetensors")
             n_bytes += sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
@@ -89,17 +95,34 @@ def _stored(files: dict[str, Path], scheme: Scheme) -> dict[str, list[str]]:
             stored[f"{module}.weight"] = parts
         elif suffix == "weight":
             stored[name] = [name]
+    left = set(files).difference(*stored.values())
+    if left:
+        raise SynthError(f"{min(left)} lacks what goes with it: grow the checkpoint again")
     return stored
 
 
 def _tensor(
     scheme: Scheme, parts: list[str], files: dict[str, Path], dtype: torch.dtype
 ) -> torch.Tensor:
-    loaded = []
-    for name in parts:
-        with safe_open(files[name], framework="pt") as file:
-            loaded.append(file.get_tensor(name))
-    return scheme.dequantise(loaded, dtype) if len(loaded) > 1 else loaded[0]
+    try:
+        loaded = []
+        for name in parts:
+            with safe_open(files[name], framework="pt") as file:
+                loaded.append(file.get_tensor(name))
+        tensor = scheme.dequantise(loaded, dtype) if len(loaded) > 1 else loaded[0]
+    # Of torch, where shapes or number formats do not go together.
+    except (SafetensorError, RuntimeError, TypeError, ValueError) as error:
+        raise SynthError(f"{' and '.join(parts)} cannot be dequantised: {error}") from error
+    if tensor.dtype not in _DTYPES.values():
+        raise SynthError(f"{parts[0]} lacks what goes with it: grow the checkpoint again")
+    return tensor
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path, out: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # so it tells of a full disk, too
+        raise SynthError(f"cannot write {out}: {error}") from error
 
 
 @app.command()

@@ -30,7 +30,7 @@ class SourceModel:
     def __init__(self, folder: Path) -> None:
         """Raises a SynthError or CheckpointError if `folder` holds nothing that can be grown."""
         self.folder = folder.expanduser()
-        self.config = _read_json(self.folder / "config.json")
+        self.config = read_json(self.folder / "config.json")
         self.shape = source_shape(self.config)
         self._records = WeightIndex.from_directory(self.folder)
         # Old checkpoints may tie without storing it, or store a head that config.json ties.
@@ -98,7 +98,8 @@ def _figure(config: dict[str, Any], name: str, default: int | None = None) -> in
     return value
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """An object of a checkpoint's file. Raises SynthError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
