@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -74,7 +75,18 @@ def rm(
 
     found = cached_model(model)
     size = format_bytes(found.n_bytes)
-    if not yes and not typer.confirm(f"remove {found.name} ({size})?", err=True):
-        raise typer.Exit(1)
+    if not yes and not _is_wanted(f"remove {found.name} ({size})?"):
+        print(f"{found.name} is kept", file=sys.stderr)
+        return
     found.remove()
     write_text(f"removed {found.name}: {size} are free again\n")
+
+
+def _is_wanted(question: str) -> bool:
+    """Raises OptionError where nobody answers."""
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort as stop:
+        if isinstance(stop.__context__, EOFError):  # else it was Ctrl-C
+            raise options.OptionError("nobody answers: pass --yes to remove it") from None
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from pathlib import Path
 
@@ -105,8 +106,27 @@ def test_rm(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "`specdec rm me/kept-0`" in capsys.readouterr().err
 
 
-def test_rm_asks(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("answer", "code", "told"),
+    [
+        ("n\n", 0, "me/draft is kept"),
+        ("\n", 0, "me/draft is kept"),
+        ("", 2, "nobody answers: pass --yes"),
+    ],
+)
+def test_rm_asks(
+    hub: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answer: str,
+    code: int,
+    told: str,
+) -> None:
     add(hub, "me/draft", resolve_model("pair:draft"))
-    monkeypatch.setattr("typer.confirm", lambda question, **_: False)
-    assert main(["rm", "me/draft"]) == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    assert main(["rm", "me/draft"]) == code
+    assert told in capsys.readouterr().err
     assert [one.name for one in found_models()] == ["me/draft"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert main(["rm", "me/draft"]) == 0
+    assert found_models() == []
