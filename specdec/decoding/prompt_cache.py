@@ -53,6 +53,10 @@ def check_file(path: str | Path) -> None:
     if path.is_dir() or not path.parent.is_dir():
         problem = "is a folder" if path.is_dir() else "lies in a folder that is not there"
         raise PromptCacheError(f"the prompt cache file {path} {problem}: name another file")
+    if path.exists() and not path.is_file():  # a device or a FIFO, which nobody shall remove
+        raise PromptCacheError(
+            f"the prompt cache file {path} is not a regular file: name another file"
+        )
     if not os.path.lexists(path):
         return
     try:

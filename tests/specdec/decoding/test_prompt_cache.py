@@ -21,7 +21,7 @@ from offload.errors import SpecdecError
 from offload.formats.mapped import TensorShape, read_mapped, write_mapped
 from specdec.api import LLM, GenerationResult
 from specdec.cli.app import main
-from specdec.decoding.prompt_cache import PromptCache, PromptCacheError
+from specdec.decoding.prompt_cache import PromptCache, PromptCacheError, check_file
 from specdec.models.opened import OpenedModel, open_model
 
 PROMPT = list(range(10, 40))
@@ -331,6 +331,15 @@ def test_on_the_command_line(
     assert path.read_text() == "notes of mine"
     argv[argv.index(str(path))] = str(tmp_path / "nowhere" / "prompt")
     expect_error(capsys, argv, "folder that is not there")
+
+
+def test_devices_and_fifos_are_no_files(tmp_path: Path) -> None:
+    """The advice is not to remove them."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("/dev/null")
+    for path in ("/dev/null", tmp_path / "fifo", tmp_path / "link"):
+        with pytest.raises(PromptCacheError, match=r"is not a regular file: name another file$"):
+            check_file(path)
 
 
 def test_saving_needs_a_file(llm: LLM) -> None:
