@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec.checks import ConfigError
 from specdec.grammar.constraint import Constraint, in_one_line, llguidance
+from specdec.grammar.kept import Kept
 from specdec.grammar.state import GrammarState
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class GrammarCompiler:
 
     def __init__(self, make_tokenizer: MakeTokenizer) -> None:
         self._tokenizer = lru_cache(maxsize=2)(make_tokenizer)
-        self._matcher = lru_cache(maxsize=_MOST_KEPT)(self._make_matcher)
+        self._matcher = Kept(self._make_matcher, most=_MOST_KEPT)
 
     def begin(
         self, constraint: Constraint, prompt_length: int, end_ids: tuple[int, ...]

@@ -6,10 +6,10 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from specdec.checks import ConfigError, check_type
+from specdec.grammar.kept import Kept
 
 KINDS = ("json_schema", "json_object", "regex", "grammar")
 """The options of SamplingParams that are one; `json_object` is the schema of any object."""
@@ -51,7 +51,7 @@ class Constraint:
 
         Special tokens that a grammar names are looked up once there is a tokenizer.
         """
-        return _grammar(self)
+        return _GRAMMARS(self)
 
     def refuse(self, reason: object) -> ConfigError:
         """The error that says in one line why this cannot be kept to."""
@@ -85,7 +85,6 @@ def llguidance() -> Any:
     return library
 
 
-@lru_cache(maxsize=32)
 def _grammar(constraint: Constraint) -> str:
     matcher = llguidance().LLMatcher
     try:
@@ -96,6 +95,9 @@ def _grammar(constraint: Constraint) -> str:
     if is_wrong:
         raise constraint.refuse(messages[0])
     return grammar
+
+
+_GRAMMARS = Kept(_grammar, most=32)
 
 
 def _from_schema(text: str) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import lru_cache
 
 from offload.process.expendable import allow_cpu_seconds, become_expendable, command_of
 from specdec.grammar.constraint import Constraint, in_one_line, llguidance
+from specdec.grammar.kept import Kept
 
 MOST_BYTES = 256 << 20
 MOST_CPU_SECONDS = 5
@@ -19,9 +19,12 @@ _MOST_WALL_SECONDS = 60  # of a machine that is busy elsewhere
 _REFUSED = 3
 
 
-@lru_cache(maxsize=64)
 def check_cost(constraint: Constraint) -> None:
     """Raises ConfigError where it cannot be prepared, or not within the limits."""
+    _PASSED(constraint)
+
+
+def _try(constraint: Constraint) -> None:
     llguidance()
     argv = [*command_of(__name__), constraint.kind]
     try:
@@ -40,6 +43,7 @@ def check_cost(constraint: Constraint) -> None:
         raise constraint.refuse(_TOO_MUCH)
 
 
+_PASSED = Kept(_try, most=64)
 _TOO_MUCH = (
     f"it takes more than {MOST_CPU_SECONDS} s or {MOST_BYTES >> 20} MiB to prepare: "
     "ask for fewer patterns and alternatives at one place"
