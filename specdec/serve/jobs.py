@@ -28,6 +28,7 @@ from specdec.text.prompts import encode_prompt
 
 _DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
+_ANY_SEED = -1  # llama.cpp's way to say a new one each time
 _SAME_NAME = (
     "top_p",
     "min_p",
@@ -172,7 +173,7 @@ def _params(
         top_k=max(body.top_k or 0, 0),  # -1 is vLLM's way to say none
         max_tokens=limits.max_output_tokens if max_tokens is None else max_tokens,
         stop=(*stops, *extra_stops),
-        seed=None if body.seed is None else body.seed % SEED_LIMIT,
+        seed=None if body.seed in (None, _ANY_SEED) else body.seed % SEED_LIMIT,
         logit_bias=tuple((int(key), value) for key, value in (body.logit_bias or {}).items()),
     )
 

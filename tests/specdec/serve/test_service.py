@@ -192,6 +192,17 @@ def test_a_completion_that_does_not_say_how_long_keeps_to_the_servers_limit() ->
         assert job.params.max_tokens == expected
 
 
+@pytest.mark.parametrize(
+    ("seed", "expected"), [(7, 7), (None, None), (-1, None), (-5, 2**64 - 5), (2**64 + 3, 3)]
+)
+def test_a_seed_of_minus_one_is_none(seed: int | None, expected: int | None) -> None:
+    """As llama.cpp's clients send it: all of them got one text."""
+    tokenizer = SimpleNamespace(encode=lambda text: [1], n_tokens=9)
+    llm: Any = SimpleNamespace(tokenizer=tokenizer, max_context=64)
+    job = completion_job(CompletionRequest(prompt="x", seed=seed), llm, ServeOptions())
+    assert job.params.seed == expected
+
+
 class Begun(Ready):
     has_begun = True
     result = GenerationResult((), GenerationStats(passes=3))
