@@ -27,22 +27,34 @@ def check_cost(constraint: Constraint) -> None:
 def _try(constraint: Constraint) -> None:
     llguidance()
     argv = [*command_of(__name__), constraint.kind]
-    try:
-        done = subprocess.run(
-            argv,
-            input=constraint.text.encode(),
-            capture_output=True,
-            start_new_session=True,  # a terminal's Ctrl-C is not for it
-            timeout=_MOST_WALL_SECONDS,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise constraint.refuse(_TOO_MUCH) from error
-    if done.returncode == _REFUSED:
-        raise constraint.refuse(done.stdout.decode())
-    if done.returncode:
+    with subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a terminal's Ctrl-C is not for it
+    ) as process:
+        _RUNNING.add(process)
+        try:
+            told, _ = process.communicate(constraint.text.encode(), _MOST_WALL_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise constraint.refuse(_TOO_MUCH) from error
+        finally:
+            process.kill()
+            _RUNNING.discard(process)
+    if process.returncode == _REFUSED:
+        raise constraint.refuse(told.decode())
+    if process.returncode:
         raise constraint.refuse(_TOO_MUCH)
 
 
+def end_trials() -> None:
+    """End the processes of those that run: each is refused, as one that takes too much."""
+    for process in list(_RUNNING):
+        process.kill()
+
+
+_RUNNING: set[subprocess.Popen[bytes]] = set()
 _PASSED = Kept(_try, most=64)
 _TOO_MUCH = (
     f"it takes more than {MOST_CPU_SECONDS} s or {MOST_BYTES >> 20} MiB to prepare: "

@@ -22,7 +22,7 @@ from specdec.decoding.sequences import GenerationResult
 from specdec.decoding.stats import EngineStats
 from specdec.grammar.constraint import Constraint
 from specdec.grammar.state import GrammarError
-from specdec.grammar.trial import check_cost
+from specdec.grammar.trial import check_cost, end_trials
 from specdec.serve.answers import Answer, timings
 from specdec.serve.errors import ApiError, JsonResponse, bad_request, draining, loading
 from specdec.serve.events import (
@@ -82,15 +82,25 @@ class Service:
         # Schemas that cannot be prepared take seconds to be refused: others wait for that only if
         # they have one, too.
         self._trials = ThreadPoolExecutor(1, "specdec-trial")
+        self._is_over = False
 
     async def job(self, body: Body, endpoint: Endpoint, llm: LLM) -> Job:
         """What a request asks for; its body is dropped then."""
         constraint = await made_in(self._encoder, endpoint.constraint, body.content)
         if constraint is not None:
-            await made_in(self._trials, check_cost, constraint)
+            await made_in(self._trials, self._try, constraint)
         job = await made_in(self._encoder, endpoint.job, body.content, llm)
         body.drop()
         return job
+
+    def _try(self, constraint: Constraint) -> None:
+        """Raises ConfigError, ApiError at the server's end."""
+        try:
+            if not self._is_over:
+                check_cost(constraint)
+        finally:
+            if self._is_over:  # whatever came of it: it may have been ended in its midst
+                raise draining()
 
     def open(self, llm: LLM) -> None:
         """Let requests in."""
@@ -119,6 +129,9 @@ class Service:
         return self._llm is None
 
     def cancel_all(self) -> None:
+        """End what runs, and try no schema any more: the process would wait for its thread."""
+        self._is_over = True
+        end_trials()
         for stream in list(self._streams):
             stream.cancel()
 

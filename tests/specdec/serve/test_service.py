@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import weakref
 from dataclasses import replace
@@ -18,6 +19,7 @@ pytest.importorskip("prometheus_client")
 from specdec.async_llm import AsyncChunk
 from specdec.decoding.sequences import GenerationResult
 from specdec.decoding.stats import GenerationStats
+from specdec.grammar import trial
 from specdec.grammar.constraint import Constraint
 from specdec.sampling.params import SamplingParams
 from specdec.serve import service as services
@@ -104,6 +106,29 @@ def test_prompts_do_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyPat
         asyncio.run(asyncio.wait_for(work(), 30))
     finally:
         may_end.set()
+
+
+def test_the_end_does_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process waited for their thread, one after the other."""
+    service = Service(ServeOptions(), "m", print)
+    wait = [sys.executable, "-c", "import time; time.sleep(50)"]
+    monkeypatch.setattr(trial, "command_of", lambda module: wait)
+    llm: Any = None
+    tried = [
+        endpoint(lambda content, llm: 1, Constraint("json_schema", f'{{"title": "{i}"}}'))
+        for i in range(2)
+    ]
+
+    async def work() -> None:
+        waiting = [asyncio.create_task(service.job(body(), one, llm)) for one in tried]
+        while not trial._RUNNING:
+            await asyncio.sleep(0.01)
+        service.cancel_all()
+        done = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [getattr(error, "status", None) for error in done] == [503, 503]
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+    assert not trial._RUNNING
 
 
 def test_a_body_is_dropped_once_it_is_read() -> None:
