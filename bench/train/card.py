@@ -119,7 +119,8 @@ def _training(state: TrainState) -> str:
     return f"{state.step} steps, {state.tokens / 1e6:.1f} M tokens, {state.elapsed_s / 60:.0f} min"
 
 
-def _corpus_section(summary: dict[str, Any]) -> str:
+def corpus_section(summary: dict[str, Any]) -> str:
+    """What was read, of which licence; `summary` is `train.summarise`'s."""
     rows = "\n".join(
         f"| {s['name']} | {s['version']} | {s['licence']} | {s['n_files']} | {s['n_bytes']:,} |"
         for s in summary["sources"]
@@ -187,4 +188,4 @@ The weights are released under the project's licence; the corpus and its licence
 ## What it writes (greedy, the target)
 
 {shown}
-{_corpus_section(corpus)}"""
+{corpus_section(corpus)}"""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import typer
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
+from bench.train.card import corpus_section, top1_agreement
 from bench.train.data import WindowSampler, validation_batches
 from bench.train.distil import distillation_loss
 from bench.train.mixture import N_EXPERTS, TOP_K, balance_loss, build_mixture, router_logits
@@ -46,9 +47,10 @@ def mixture_loss(
 
 @torch.no_grad()
 def measure(
-    target: LlamaForCausalLM, model: Qwen3MoeForCausalLM, valid: np.ndarray
+    target: LlamaForCausalLM, model: Qwen3MoeForCausalLM, draft: LlamaForCausalLM, valid: np.ndarray
 ) -> dict[str, float]:
-    """On held-out text: both models' loss in nats per token, and how evenly experts are used."""
+    """On held-out text: loss in nats per token, the share of places where the pair's models have
+    the mixture's top-1 token, and how evenly experts are used."""
     batches = list(validation_batches(valid, _VALID_ROWS, _VALID_LENGTH))[:_N_VALID]
     with router_logits(model) as logits:
         ours = sum(next_token_loss(model, ids).item() for ids in batches) / len(batches)
@@ -61,13 +63,15 @@ def measure(
     return {
         "valid_nats_per_token": ours,
         "target_valid_nats_per_token": theirs,
+        "draft_top1_agreement": top1_agreement(model, draft, batches),
+        "target_top1_agreement": top1_agreement(model, target, batches),
         "busiest_expert_times_fair_share": float(used.max() / used.mean()),
         "idlest_expert_times_fair_share": float(used.min() / used.mean()),
     }
 
 
-def card(quality: dict[str, float], state: TrainState, command: str) -> str:
-    """The model card."""
+def card(quality: dict[str, float], state: TrainState, command: str, corpus: dict[str, Any]) -> str:
+    """The model card; `corpus` is `train.summarise`'s."""
     rows = ((name.replace("_", " "), value) for name, value in quality.items())
     figures = "\n".join(f"| {name} | {value:.3f} |" for name, value in rows)
     return f"""---
@@ -78,8 +82,8 @@ library_name: transformers
 # specdec embedded mixture of experts
 
 A very small Qwen3-MoE of Python source: {N_EXPERTS} experts a layer, {TOP_K} of them for a token.
-Distilled from the embedded target, whose tokenizer it has. For tests and benchmarks; it does not
-solve problems. The corpus and its licences are those of the embedded target.
+Distilled from the embedded target, whose tokenizer it has, and whose layers it began with. For
+tests and benchmarks; it does not solve problems. Below, all figures are of held-out files.
 
 | | |
 |---|---|
@@ -87,7 +91,10 @@ solve problems. The corpus and its licences are those of the embedded target.
 {figures}
 
 Made by `{command}`. Learning rates follow the clock, so another machine gives other weights.
-"""
+
+The weights are released under the project's licence; the corpus and its licences are listed below.
+
+{corpus_section(corpus)}"""
 
 
 def main(
@@ -126,9 +133,10 @@ def main(
         save_early,
     )
     state = trainer.run()
-    quality = measure(target, model, data.valid)
+    draft = LlamaForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32).eval()
+    quality = measure(target, model, draft, data.valid)
     log.info("%s", quality)
-    save_checkpoint(model, tokenizer, out, card(quality, state, command))
+    save_checkpoint(model, tokenizer, out, card(quality, state, command, data.corpus))
     log.info("wrote %s", out)
 
 
