@@ -201,6 +201,21 @@ def shape_of_size(
     return shape
 
 
+def _with_layers(shape: LlamaShape, n_bytes: int, min_layers: int, storage: Storage) -> LlamaShape:
+    """As many whole layers as come nearest to `n_bytes`: experts keep their size."""
+    least = storage.model_bytes(replace(shape, n_layers=min_layers))
+    layer = storage.model_bytes(replace(shape, n_layers=min_layers + 1)) - least
+    n_layers = min_layers + max(0, round((n_bytes - least) / layer))
+    found = replace(shape, n_layers=n_layers)
+    if n_layers > MAX_LAYERS or not 0.8 < storage.model_bytes(found) / n_bytes < 1.25:
+        raise SynthError(
+            f"cannot reach {format_bytes(n_bytes)} with 1 to {MAX_LAYERS} layers of "
+            f"{format_bytes(layer)}; {min_layers}, as the small model has, take "
+            f"{format_bytes(least)}"
+        )
+    return found
+
+
 def choose_shape(
     source: LlamaShape,
     base: LlamaShape | None,
@@ -216,7 +231,11 @@ def choose_shape(
         assert base is not None
         return base
     if source.experts is not None:
-        raise SynthError("a mixture is grown to a shape, not to a size: give --like")
+        if base is None:
+            raise SynthError(
+                "a mixture is grown to a shape: give --like, and a size cuts its layers"
+            )
+        return _with_layers(base, n_bytes, source.n_layers, storage)
     known = [base] if base else list(SHAPES.values())
     candidates = [
         replace(
