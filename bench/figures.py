@@ -53,6 +53,7 @@ def aggregate_stats(records: Sequence[RecordDict]) -> dict[str, Any]:
         "flops_rejected_fraction": ratio(n_rejected, n_scored),
         "model_flops_utilization": ratio(total["model_flops"], most_flops),
         "pass_slowdown": ratio(total["slowed_pass_seconds"], total["unslowed_pass_seconds"]),
+        "expert_hit_rate": ratio(total["experts_found"], total["experts_asked"]),
         "ngram_share": ratio(total["ngram_hits"], total["accepted_tokens"]),
         **total,
     }

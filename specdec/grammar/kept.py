@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from specdec.grammar.constraint import Constraint
+from typing import Generic, Protocol, TypeVar
 
 MOST_CHARACTERS = 2 << 20
 _T = TypeVar("_T")
+
+
+class HasText(Hashable, Protocol):
+    """A constraint, by what is asked of it here."""
+
+    @property
+    def text(self) -> str: ...
 
 
 class Kept(Generic[_T]):
@@ -24,10 +28,10 @@ class Kept(Generic[_T]):
 
     def __init__(self, make: Callable[..., _T], most: int) -> None:
         self._make, self._most = make, most
-        self._values: OrderedDict[tuple[Constraint, tuple[Hashable, ...]], _T] = OrderedDict()
+        self._values: OrderedDict[tuple[HasText, tuple[Hashable, ...]], _T] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __call__(self, constraint: Constraint, *others: Hashable) -> _T:
+    def __call__(self, constraint: HasText, *others: Hashable) -> _T:
         """Raises what making it raises, which is not kept."""
         key = (constraint, others)
         with self._lock:
