@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from bench import options
 from bench.commands.shared import model_and_prompts
-from bench.commands.sweep import parse_budgets
+from bench.commands.sweep import parse_budgets, parse_trees
 from bench.options import UsageMistake
 from bench.prompts.workloads import BUILT_IN
 from bench.table import Columns, Table, cells, headings, text_of
@@ -31,6 +31,15 @@ _COLUMNS: Columns = (
 )
 
 
+_DEPTH_COLUMNS: Columns = (
+    ("tokens/s", "tokens_per_second", "{:.2f}", 1.0),
+    ("tokens/pass", "tokens_per_pass", "{:.2f}", 1.0),
+    ("GB/token", "bytes_per_token", "{:.3f}", 1e9),
+    ("experts/pass", "experts_per_pass", "{:.0f}", 1.0),
+    ("hits", "hit_rate", "{:.1%}", 1.0),
+)
+
+
 def experts_command(
     context: typer.Context,
     load: Load,
@@ -42,32 +51,93 @@ def experts_command(
         int, typer.Option("--n-prompts", min=2, help="The first one fills the cache.")
     ] = 4,
     max_tokens: options.MaxTokens = 64,
+    trees: Annotated[
+        str | None,
+        typer.Option(
+            "--trees",
+            metavar="N,...",
+            help="Compare these draft tokens per pass, which take turns: 0,1,2,4,auto.",
+        ),
+    ] = None,
     output_file: options.OutputFile = None,
 ) -> None:
     """A mixture of experts by memory budget: plain tokens/s, and how often experts are found."""
-    from bench.experts.hits import HitsSpec, measure_budget
     from bench.process.provenance import collect
     from bench.process.results import write_json
-    from specdec.planning.plan import plan_run
 
-    amounts = parse_budgets(budgets)
+    amounts, sizes = parse_budgets(budgets), [] if trees is None else parse_trees(trees)
     if not amounts:
         raise UsageMistake("--budgets auto is not known here: give sizes, such as 2GiB,4GiB")
     options.check_writable("--output-file", output_file)
     keywords = {k: v for k, v in load.keywords(LOAD).items() if k != "memory_budget"}
     keywords, chosen = model_and_prompts(keywords, prompts, n_prompts)
-    keywords.update(spec_type="none", draft_model=None)
-    model, texts = Path(keywords["model"]), [prompt.text for prompt in chosen]
-    if plan_run(**keywords, memory_budget=amounts[-1]).residency.experts is None:
-        raise UsageMistake(f"{model} is no mixture of experts, or one that is read whole")
-    rows = []
-    for n_bytes in amounts:
-        spec = HitsSpec({**keywords, "memory_budget": n_bytes}, texts, max_tokens)
-        rows.append(measure_budget(spec, model))
-        speed = rows[-1]["tokens_per_second"]
-        typer.echo(f"{format_bytes(n_bytes)}: {speed:.2f} tokens/s", err=True)
+    if sizes:
+        _check_drafting(keywords)
+    else:
+        keywords.update(spec_type="none", draft_model=None)
+    texts = [prompt.text for prompt in chosen]
+    _check_mixture(keywords, amounts[-1])
+    rows = [
+        _measure({**keywords, "memory_budget": n_bytes}, texts, max_tokens, sizes)
+        for n_bytes in amounts
+    ]
     if output_file is not None:
-        provenance = collect(["specdec-bench", *context.obj.argv], model)
+        provenance = collect(["specdec-bench", *context.obj.argv], Path(keywords["model"]))
         write_json({"rows": rows, "provenance": provenance}, output_file)
+    for one in _tables(rows):
+        typer.echo(f"{one.title}\n{text_of([one])}")
+
+
+def _check_drafting(keywords: dict[str, Any]) -> None:
+    if not keywords.get("draft_model"):
+        raise UsageMistake("--trees compares what a draft is worth: give one with -md")
+    if keywords.get("num_draft_tokens") is not None:
+        raise UsageMistake("--trees and --draft-max say the same: give one of them")
+    # The plan may think nothing of the draft; here it is loaded all the same.
+    keywords["spec_type"] = keywords.get("spec_type") or "draft,ngram"
+
+
+def _check_mixture(keywords: dict[str, Any], memory_budget: int) -> None:
+    from specdec.planning.plan import plan_run
+
+    if plan_run(**keywords, memory_budget=memory_budget).residency.experts is None:
+        raise UsageMistake(
+            f"{keywords['model']} is no mixture of experts, or one that is read whole"
+        )
+
+
+def _measure(
+    load: dict[str, Any], texts: list[str], max_tokens: int, sizes: list[int | None]
+) -> dict[str, Any]:
+    """One budget."""
+    from bench.experts import depths, hits
+
+    model = Path(load["model"])
+    if sizes:
+        found = depths.measure_budget(depths.DepthsSpec(load, texts, max_tokens, sizes), model)
+        best = max(one["tokens_per_second"] for one in found["depths"])
+    else:
+        found = hits.measure_budget(hits.HitsSpec(load, texts, max_tokens), model)
+        best = found["tokens_per_second"]
+    typer.echo(f"{format_bytes(load['memory_budget'])}: {best:.2f} tokens/s", err=True)
+    return found
+
+
+def _tables(rows: list[dict[str, Any]]) -> list[Table]:
+    if "depths" in rows[0]:
+        return [
+            Table(
+                f"{format_bytes(row['memory_budget'])}, {row['share_held']:.1%} of all experts; "
+                f"texts {'equal' if row['texts_equal'] else 'NOT EQUAL'}",
+                ("tree", *headings(_DEPTH_COLUMNS)),
+                tuple((_tree(one), *cells(one, _DEPTH_COLUMNS)) for one in row["depths"]),
+            )
+            for row in rows
+        ]
     lines = tuple((format_bytes(row["memory_budget"]), *cells(row, _COLUMNS)) for row in rows)
-    typer.echo(text_of([Table("Experts in memory", ("budget", *headings(_COLUMNS)), lines)]))
+    return [Table("Experts in memory", ("budget", *headings(_COLUMNS)), lines)]
+
+
+def _tree(depth: dict[str, Any]) -> str:
+    n = depth["num_draft_tokens"]
+    return "auto" if n is None else str(n)

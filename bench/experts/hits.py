@@ -11,17 +11,20 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.process.child import forget_model, measure_for_parent, result_of_child
 from bench.process.probe import probe_bandwidth
 from bench.prompts.workloads import WARM_UP_TOKENS
 from offload.experts.cache import N_READERS
-from offload.experts.eviction import belady, least_recently_used, replay, visits_of
+from offload.experts.eviction import Visit, belady, least_recently_used, replay, visits_of
 from offload.storage.aligned import align_up
-from offload.trace import READ, recording
+from offload.trace import READ, Event, recording
 from specdec.decoding.stats import ratio
 from specdec.models.weight_files import weight_files
+
+if TYPE_CHECKING:
+    from specdec.api import LLM
 
 MAX_EVENTS = 4_000_000
 
@@ -36,54 +39,81 @@ class HitsSpec:
 
 
 def measure(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures of one budget; hit rates count from the second prompt on, when the cache is full."""
+    """Figures of one budget, of decoding alone: prompts are read before the clock starts.
+
+    The first prompt's text fills the cache, and is not counted.
+    """
     from specdec.api import load
 
     spec = HitsSpec(**values)
     with load(**spec.load) as llm:
         llm.generate(spec.prompts[0], max_tokens=WARM_UP_TOKENS)
-        llm.generate(spec.prompts[0], max_tokens=spec.max_tokens, ignore_eos=True)
         with recording(MAX_EVENTS) as trace:
-            began, before = time.perf_counter(), llm.target.stream_use
-            results = [
-                llm.generate(prompt, max_tokens=spec.max_tokens, ignore_eos=True)
-                for prompt in spec.prompts[1:]
-            ]
-            seconds = time.perf_counter() - began
-        use, plan = llm.target.stream_use, llm.plan.to_dict()
+            texts = [_decode(llm, prompt, spec.max_tokens) for prompt in spec.prompts]
+        plan = llm.plan.to_dict()
     if trace.n_dropped:
         raise RuntimeError(f"{trace.n_dropped} events are more than are kept: use fewer tokens")
-    visits = visits_of(trace)
-    n_slots, n_reads = plan.get("n_expert_slots", 0), sum(e.kind == READ for e in trace.events)
-    stats = [one.stats for one in results]
+    n_slots, n_experts = plan.get("n_expert_slots", 0), plan.get("n_experts", 0)
+    reads = [e for e in trace.events if e.kind == READ and any(x.holds(e) for x in texts[1:])]
+    n_tokens, n_read = sum(len(x.token_ids) for x in texts[1:]), sum(e.n_bytes for e in reads)
+    seconds = sum(x.ended - x.began for x in texts[1:])
     return {
         "n_slots": n_slots,
-        "n_experts": plan.get("n_experts", 0),
-        "share_held": ratio(n_slots, plan.get("n_experts", 0)),
-        "hit_rate": ratio(
-            use.experts_found - before.experts_found, use.experts_asked - before.experts_asked
-        ),
-        "own_rule": replay(visits, n_slots) if n_slots else None,
-        "least_recently_used": replay(visits, n_slots, least_recently_used) if n_slots else None,
-        "belady": belady(visits, n_slots) if n_slots else None,
+        "n_experts": n_experts,
+        "share_held": ratio(n_slots, n_experts),
+        "hit_rate": ratio(sum(x.n_found for x in texts[1:]), sum(x.n_asked for x in texts[1:])),
+        **(_rules(visits_of(trace), n_slots) if n_slots else {}),
         "expected_bytes_per_token": plan.get("expected_expert_bytes_per_token"),
-        "bytes_read": use.bytes_streamed - before.bytes_streamed,
-        "bytes_per_read": ratio(use.bytes_streamed - before.bytes_streamed, n_reads),
-        "stall_seconds": use.stall_seconds - before.stall_seconds,
+        "bytes_read": n_read,
+        "bytes_per_token": ratio(n_read, n_tokens),
+        "bytes_per_read": ratio(n_read, len(reads)),
+        "stall_seconds": sum(x.stall_seconds for x in texts[1:]),
         "seconds": seconds,
-        **_decoding(stats),
-        "token_ids": [list(one.token_ids) for one in results],
+        "tokens_per_second": ratio(n_tokens, seconds),
+        "peak_memory_bytes": texts[-1].peak_memory_bytes,
+        "token_ids": [x.token_ids for x in texts[1:]],
     }
 
 
-def _decoding(stats: list[Any]) -> dict[str, Any]:
-    """Of tokens after the first of each prompt. Bytes of prompts' passes cannot be told apart, so
-    a token's are those of generations divided by all their tokens."""
-    n_tokens = sum(one.generated_tokens for one in stats)
+@dataclass(frozen=True)
+class _Text:
+    """What decoding it took, by `time.perf_counter`, once its prompt was read."""
+
+    began: float
+    ended: float
+    token_ids: list[int]
+    n_asked: int
+    n_found: int
+    stall_seconds: float
+    peak_memory_bytes: int
+
+    def holds(self, event: Event) -> bool:
+        return self.began <= event.started < self.ended
+
+
+def _decode(llm: LLM, prompt: str, n_tokens: int) -> _Text:
+    llm.generate(prompt, max_tokens=1, ignore_eos=True)
+    began, before = time.perf_counter(), llm.target.stream_use
+    found = llm.generate(prompt, max_tokens=n_tokens, ignore_eos=True)
+    ended, after = time.perf_counter(), llm.target.stream_use
+    return _Text(
+        began,
+        ended,
+        list(found.token_ids),
+        after.experts_asked - before.experts_asked,
+        after.experts_found - before.experts_found,
+        after.stall_seconds - before.stall_seconds,
+        found.stats.peak_memory_bytes,
+    )
+
+
+def _rules(visits: list[Visit], n_slots: int) -> dict[str, float]:
+    """Hit rates of rules for what tokens ask for, prompts and the first text included."""
+    of_token = min(len(experts) for _, experts in visits)
     return {
-        "tokens_per_second": ratio(n_tokens - len(stats), sum(one.decode_seconds for one in stats)),
-        "bytes_per_token": ratio(sum(one.bytes_streamed for one in stats), n_tokens),
-        "peak_memory_bytes": stats[-1].peak_memory_bytes,
+        "own_rule": replay(visits, n_slots, most=of_token),
+        "least_recently_used": replay(visits, n_slots, least_recently_used, of_token),
+        "belady": belady(visits, n_slots, of_token),
     }
 
 

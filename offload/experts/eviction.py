@@ -151,22 +151,28 @@ def visits_of(trace: Trace) -> list[Visit]:
     return [(int(layer), tuple(map(int, experts))) for layer, *experts in names]
 
 
-def replay(trace: Iterable[Visit], n_slots: int, rule: Rule = decayed_uses) -> float:
-    """Share of the experts asked for that a cache of this rule has."""
+def replay(
+    trace: Iterable[Visit], n_slots: int, rule: Rule = decayed_uses, most: int | None = None
+) -> float:
+    """Share of the experts asked for that a cache of this rule has.
+
+    most: only visits that ask for so many at most count: a prompt's go through the cache, too.
+    """
     directory = Directory(n_slots, rule)
     n_hits = n_asked = 0
     for layer, experts in trace:
         directory.visit(layer)
         missing = [expert for expert in experts if directory.find(layer, expert) is None]
-        n_asked += len(experts)
-        n_hits += len(experts) - len(missing)
+        if most is None or len(experts) <= most:
+            n_asked += len(experts)
+            n_hits += len(experts) - len(missing)
         for expert in missing:
             if directory.admit(layer, expert, experts) is None:  # more than there are slots
                 directory.admit(layer, expert, ())
     return n_hits / max(1, n_asked)
 
 
-def belady(trace: Sequence[Visit], n_slots: int) -> float:
+def belady(trace: Sequence[Visit], n_slots: int, most: int | None = None) -> float:
     """The same of the best that any rule could do, which knows what will be asked for
     (Belady 1966): out goes what is not needed again for the longest."""
     asked: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -183,8 +189,9 @@ def belady(trace: Sequence[Visit], n_slots: int) -> float:
 
     for time, (layer, experts) in enumerate(trace):
         keys = [(layer, expert) for expert in experts]
-        n_asked += len(keys)
-        n_hits += sum(key in held for key in keys)
+        if most is None or len(experts) <= most:
+            n_asked += len(keys)
+            n_hits += sum(key in held for key in keys)
         wanted = held | set(keys)
         n_over = len(wanted) - n_slots
         if n_over > 0:

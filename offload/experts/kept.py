@@ -1,7 +1,7 @@
 """How often a model's experts are found in a cache: measured while it runs, and kept for its plans.
 
-A cache of a share s of all experts finds s ** x of those asked for; x is the model's, as far as
-known. So what was measured with one budget tells something of another.
+Where a share s of all experts is not held, s ** x of those asked for are missed; x is the model's,
+as far as known. So what was measured with one budget tells something of another.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from offload.residency.experts import ASSUMED_EXPONENT, ExpertRoom, LayerExperts
 
 _LEAST_ASKED = 2000
 """Experts asked for: fewer say little."""
-_LEAST, _MOST = 0.005, 8.0
+_LEAST, _MOST = 0.2, 50.0
 
 
 def expected_exponent(layers: Sequence[LayerExperts | None]) -> float:
     """Measured, or assumed."""
     kept = recall(_record(layers)) if any(layers) else None
-    found = kept.get("exponent") if isinstance(kept, dict) else None
+    found = kept.get("exponent_of_misses") if isinstance(kept, dict) else None
     if not isinstance(found, float) or not _LEAST <= found <= _MOST:
         return ASSUMED_EXPONENT
     return found
@@ -34,9 +34,10 @@ def keep_exponent(room: ExpertRoom, stats: ExpertStats) -> None:
     share = room.n_slots / room.n_experts
     if stats.n_asked_full < _LEAST_ASKED or room.holds_all:
         return
-    hit_rate = max(stats.n_hits_full, 1) / stats.n_asked_full
-    exponent = min(_MOST, max(_LEAST, math.log(hit_rate) / math.log(share)))
-    remember(_record(room.layers), {"exponent": exponent}, "how often experts are in memory")
+    missed = max(stats.n_asked_full - stats.n_hits_full, 1) / stats.n_asked_full
+    exponent = min(_MOST, max(_LEAST, math.log(missed) / math.log(1.0 - share)))
+    kept = {"exponent_of_misses": exponent}
+    remember(_record(room.layers), kept, "how often experts are in memory")
 
 
 def _record(layers: Sequence[LayerExperts | None]) -> Path:

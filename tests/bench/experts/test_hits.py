@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.commands.app import main
+from bench.experts.depths import in_turns
 from bench.experts.hits import measure
 from specdec.pair import pair_path
 
@@ -48,6 +49,7 @@ def test_the_command_measures_every_budget_in_a_process(
         (["-m", "pair:moe", "--budgets", "auto"], "give sizes, such as 2GiB,4GiB"),
         (["-m", "pair:moe", "--budgets", "0GiB"], "a budget of 0 bytes holds nothing"),
         (["-m", "pair:target", "--budgets", "2GiB"], "no mixture of experts"),
+        (["-m", "pair:moe", "--budgets", "2GiB", "--trees", "0,1"], "give one with -md"),
     ],
 )
 def test_bad_options_are_told(
@@ -55,3 +57,29 @@ def test_bad_options_are_told(
 ) -> None:
     assert main(["experts", *options]) == 2
     assert told in capfd.readouterr().err
+
+
+def test_sizes_of_trees_take_turns_and_bring_the_same_texts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in PROMPTS))
+    argv = ["experts", "-m", "pair:moe", "-md", "pair:draft", "--prompts", str(prompts), "-n", "6"]
+    argv += ["--n-prompts", "2", "-c", "128", "--budgets", "2GiB", "--trees", "0,2,auto"]
+    assert main([*argv, "--output-file", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["texts_equal"]
+    plain, pairs, _ = row["depths"]
+    assert plain["tokens"] == plain["passes"] == 12
+    assert pairs["passes"] < plain["passes"]
+    assert pairs["experts_per_pass"] > plain["experts_per_pass"]
+    assert "texts equal" in capfd.readouterr().out
+
+
+def test_the_size_that_begins_changes() -> None:
+    assert [list(sizes) for sizes in in_turns([0, 1, None], 4)] == [
+        [0, 1, None],
+        [1, None, 0],
+        [None, 0, 1],
+        [0, 1, None],
+    ]

@@ -97,9 +97,9 @@ def test_how_often_experts_are_found_is_kept_for_the_next_plan(written) -> None:
     assert expected_exponent(written.layers) == ASSUMED_EXPONENT
     keep_exponent(room, ExpertStats(n_asked_full=10, n_hits_full=9))  # too few to tell
     assert expected_exponent(written.layers) == ASSUMED_EXPONENT
-    keep_exponent(room, ExpertStats(n_asked_full=4000, n_hits_full=1000))
+    keep_exponent(room, ExpertStats(n_asked_full=4000, n_hits_full=3000))
     assert expected_exponent(written.layers) == pytest.approx(2.0)
-    assert ExpertRoom(written.layers, 9, 2.0).hit_rate == pytest.approx(0.25)
+    assert ExpertRoom(written.layers, 9, 2.0).hit_rate == pytest.approx(0.75)
     keep_exponent(written.room(18), ExpertStats(n_asked_full=4000, n_hits_full=4000))
     assert expected_exponent(written.layers) == pytest.approx(2.0)  # all held: nothing to learn
 

@@ -1,0 +1,119 @@
+"""What drafting is worth on a mixture: tokens per second and bytes by the size of the trees.
+
+One process under the limit decodes every text with each size, and the sizes take turns: which one
+begins changes from prompt to prompt, so that neither the storage's moods nor what the cache has
+from the text before favours one. Prompts are read before the clock starts.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.process.child import forget_model, measure_for_parent, result_of_child
+from bench.prompts.workloads import WARM_UP_TOKENS
+from specdec.config import SpecConfig
+from specdec.decoding.stats import ratio
+
+if TYPE_CHECKING:
+    from specdec.api import LLM
+
+Trees = Sequence[int | None]
+"""Draft tokens of a pass; None is automatic, 0 plain decoding."""
+
+
+@dataclass(frozen=True)
+class DepthsSpec:
+    """What one process measures. load: keywords of `specdec.load`."""
+
+    load: dict[str, Any]
+    prompts: list[str]
+    max_tokens: int
+    trees: list[int | None]
+
+
+@dataclass
+class Depth:
+    """Totals of one size of trees."""
+
+    num_draft_tokens: int | None
+    tokens: int = 0
+    passes: int = 0
+    seconds: float = 0.0
+    bytes_read: int = 0
+    experts_asked: int = 0
+    experts_found: int = 0
+    token_ids: list[list[int]] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "tokens_per_second": ratio(self.tokens, self.seconds),
+            "tokens_per_pass": ratio(self.tokens, self.passes),
+            "bytes_per_token": ratio(self.bytes_read, self.tokens),
+            "experts_per_pass": ratio(self.experts_asked, self.passes),
+            "hit_rate": ratio(self.experts_found, self.experts_asked),
+        }
+
+
+def in_turns(trees: Trees, n_rounds: int) -> Iterator[Trees]:
+    """The sizes of each round, begun one later every time."""
+    for i in range(n_rounds):
+        first = i % len(trees)
+        yield [*trees[first:], *trees[:first]]
+
+
+def measure(values: Mapping[str, Any]) -> dict[str, Any]:
+    from specdec.api import load
+
+    spec = DepthsSpec(**values)
+    depths = {n: Depth(n) for n in spec.trees}
+    most = max((n for n in spec.trees if n), default=None)
+    with load(**{**spec.load, "num_draft_tokens": most}) as llm:
+        llm.generate(spec.prompts[0], max_tokens=WARM_UP_TOKENS)
+        rounds = in_turns(spec.trees, len(spec.prompts))
+        for prompt, trees in zip(spec.prompts, rounds, strict=True):
+            for n in trees:
+                _decode(llm, prompt, spec.max_tokens, depths[n])
+        plan = llm.plan.to_dict()
+    return {
+        "n_slots": plan.get("n_expert_slots", 0),
+        "n_experts": plan.get("n_experts", 0),
+        "share_held": ratio(plan.get("n_expert_slots", 0), plan.get("n_experts", 0)),
+        "depths": [depth.figures() for depth in depths.values()],
+        "texts_equal": all(d.token_ids == depths[spec.trees[0]].token_ids for d in depths.values()),
+    }
+
+
+def _decode(llm: LLM, prompt: str, n_tokens: int, into: Depth) -> None:
+    llm.generate(prompt, max_tokens=1, ignore_eos=True)
+    is_plain = into.num_draft_tokens == 0
+    spec = None if is_plain else SpecConfig(num_draft_tokens=into.num_draft_tokens)
+    began, before = time.perf_counter(), llm.target.stream_use
+    found = llm.generate(
+        prompt, max_tokens=n_tokens, ignore_eos=True, speculative=not is_plain, spec=spec
+    )
+    into.seconds += time.perf_counter() - began
+    after = llm.target.stream_use
+    into.tokens += found.stats.generated_tokens
+    # Of a text's first token the pass is its prompt's last one, which is counted here as well.
+    into.passes += 1 + found.stats.passes
+    into.bytes_read += after.bytes_streamed - before.bytes_streamed
+    into.experts_asked += after.experts_asked - before.experts_asked
+    into.experts_found += after.experts_found - before.experts_found
+    into.token_ids.append(list(found.token_ids))
+
+
+def measure_budget(spec: DepthsSpec, model: Path) -> dict[str, Any]:
+    """In a process of its own, the page cache dropped."""
+    forget_model(model)
+    found = result_of_child("bench.experts.depths", spec, spec.load["memory_budget"])
+    return {**found, "memory_budget": spec.load["memory_budget"]}
+
+
+if __name__ == "__main__":
+    sys.exit(measure_for_parent(sys.argv[1:], measure))
