@@ -84,8 +84,7 @@ def experts_command(
     if output_file is not None:
         provenance = collect(["specdec-bench", *context.obj.argv], Path(keywords["model"]))
         write_json({"rows": rows, "provenance": provenance}, output_file)
-    for one in _tables(rows):
-        typer.echo(f"{one.title}\n{text_of([one])}")
+    typer.echo(text_of(_tables(rows)))
 
 
 def _check_drafting(keywords: dict[str, Any]) -> None:
@@ -127,10 +126,13 @@ def _tables(rows: list[dict[str, Any]]) -> list[Table]:
     if "depths" in rows[0]:
         return [
             Table(
-                f"{format_bytes(row['memory_budget'])}, {row['share_held']:.1%} of all experts; "
-                f"texts {'equal' if row['texts_equal'] else 'NOT EQUAL'}",
+                "Sizes of trees",
                 ("tree", *headings(_DEPTH_COLUMNS)),
                 tuple((_tree(one), *cells(one, _DEPTH_COLUMNS)) for one in row["depths"]),
+                about=(
+                    f"{format_bytes(row['memory_budget'])}, {row['share_held']:.1%} of all experts "
+                    f"in memory; texts {'equal' if row['texts_equal'] else 'NOT EQUAL'}",
+                ),
             )
             for row in rows
         ]
