@@ -1,8 +1,8 @@
 """What drafting is worth on a mixture: tokens per second and bytes by the size of the trees.
 
-One process under the limit decodes every text with each size, and the sizes take turns: which one
-begins changes from prompt to prompt, so that neither the storage's moods nor what the cache has
-from the text before favours one. Prompts are read before the clock starts.
+One process under the limit decodes every text with each size, and the sizes take turns, so that
+neither the storage's moods nor what the cache has from the text before favours one: that is another
+prompt's, but for some begins of a round. Prompts are read before the clock starts.
 """
 
 from __future__ import annotations
@@ -48,6 +48,12 @@ class Depth:
     experts_asked: int = 0
     experts_found: int = 0
     token_ids: list[list[int]] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+    """The number of each text's."""
+
+    @property
+    def texts(self) -> dict[int, list[int]]:
+        return dict(zip(self.prompts, self.token_ids, strict=True))
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -60,11 +66,11 @@ class Depth:
         }
 
 
-def in_turns(trees: Trees, n_rounds: int) -> Iterator[Trees]:
-    """The sizes of each round, begun one later every time."""
-    for i in range(n_rounds):
-        first = i % len(trees)
-        yield [*trees[first:], *trees[:first]]
+def in_turns(trees: Trees, n_prompts: int) -> Iterator[tuple[int | None, int]]:
+    """(size, number of a prompt): each pair once, in as many rounds as prompts."""
+    for first in range(n_prompts):
+        for i, n in enumerate(trees):
+            yield n, (first + i) % n_prompts
 
 
 def measure(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,18 +80,18 @@ def measure(values: Mapping[str, Any]) -> dict[str, Any]:
     depths = {n: Depth(n) for n in spec.trees}
     most = max((n for n in spec.trees if n), default=None)
     with load(**{**spec.load, "num_draft_tokens": most}) as llm:
-        llm.generate(spec.prompts[0], max_tokens=WARM_UP_TOKENS)
-        rounds = in_turns(spec.trees, len(spec.prompts))
-        for prompt, trees in zip(spec.prompts, rounds, strict=True):
-            for n in trees:
-                _decode(llm, prompt, spec.max_tokens, depths[n])
+        for prompt in spec.prompts:
+            llm.generate(prompt, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+        for n, number in in_turns(spec.trees, len(spec.prompts)):
+            _decode(llm, spec.prompts[number], spec.max_tokens, depths[n])
+            depths[n].prompts.append(number)
         plan = llm.plan.to_dict()
     return {
         "n_slots": plan.get("n_expert_slots", 0),
         "n_experts": plan.get("n_experts", 0),
         "share_held": ratio(plan.get("n_expert_slots", 0), plan.get("n_experts", 0)),
         "depths": [depth.figures() for depth in depths.values()],
-        "texts_equal": all(d.token_ids == depths[spec.trees[0]].token_ids for d in depths.values()),
+        "texts_equal": all(d.texts == depths[spec.trees[0]].texts for d in depths.values()),
     }
 
 

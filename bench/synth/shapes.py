@@ -235,6 +235,8 @@ def choose_shape(
             raise SynthError(
                 "a mixture is grown to a shape: give --like, and a size cuts its layers"
             )
+        if vocab_size is not None:
+            base = replace(base, vocab_size=vocab_size)
         return _with_layers(base, n_bytes, source.n_layers, storage)
     known = [base] if base else list(SHAPES.values())
     candidates = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -76,10 +77,11 @@ def test_sizes_of_trees_take_turns_and_bring_the_same_texts(
     assert "texts equal" in capfd.readouterr().out
 
 
-def test_the_size_that_begins_changes() -> None:
-    assert [list(sizes) for sizes in in_turns([0, 1, None], 4)] == [
-        [0, 1, None],
-        [1, None, 0],
-        [None, 0, 1],
-        [0, 1, None],
-    ]
+@pytest.mark.parametrize("n_prompts", [2, 3, 5])
+def test_every_size_has_every_prompt_once(n_prompts: int) -> None:
+    trees = [0, 1, 2, 4, 8, None]
+    turns = list(in_turns(trees, n_prompts))
+    assert len(set(turns)) == len(turns) == len(trees) * n_prompts
+    # But for the first of a round it follows another prompt's text.
+    repeats = [i for i, (a, b) in enumerate(pairwise(turns), 1) if a[1] == b[1]]
+    assert all(i % len(trees) == 0 for i in repeats)
