@@ -17,7 +17,7 @@ from backends.hf.model import HfModel
 from backends.hf.weights import BringExperts, RawTensors
 from backends.packed.decoder import Decoder
 from offload.experts.cache import ExpertCache
-from offload.experts.kept import keep_exponent
+from offload.experts.kept import keep_decay
 from offload.residency.experts import ExpertRoom, count_experts
 from offload.residency.placement import LayerWeights
 from offload.ring.early import EarlyWeights, WantedWeights, open_weights
@@ -127,7 +127,7 @@ class CpuWeights:
     def close(self) -> None:
         if self._experts is not None:
             self._experts.close()
-            keep_exponent(self._room, self._experts.stats)
+            keep_decay(self._room, self._experts.stats)
         self._weights.close()
         self.decoder.close()
 

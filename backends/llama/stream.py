@@ -36,7 +36,7 @@ from backends.llama.graph import (
 )
 from backends.llama.passes import QUICK_HANDOVER, PassCancelled
 from offload.experts.cache import ExpertStats
-from offload.experts.kept import keep_exponent
+from offload.experts.kept import keep_decay
 from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import MappedRange, find_mapping, give_back_zeros
 from offload.paging.expert_pages import outside
@@ -200,7 +200,7 @@ class StreamedLayers:
         """Stop the readers. The model may be freed afterwards, and not before."""
         if self._experts is not None and self._room is not None:
             self._experts.close()
-            keep_exponent(self._room, self._experts.stats)
+            keep_decay(self._room, self._experts.stats)
         if self._pager is not None:
             self._pager.close()
         for embedding in self._embedding:

@@ -1,7 +1,7 @@
 """How often a model's experts are found in a cache: measured while it runs, and kept for its plans.
 
-Where a share s of all experts is not held, s ** x of those asked for are missed; x is the model's,
-as far as known. So what was measured with one budget tells something of another.
+With a share s of all experts held, exp(-x s) of those asked for are missed; x is the model's, as
+far as known. So what was measured with one budget tells something of another.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from pathlib import Path
 
 from offload.experts.cache import ExpertStats
 from offload.process.remembered import cache_folder, recall, remember
-from offload.residency.experts import ASSUMED_EXPONENT, ExpertRoom, LayerExperts
+from offload.residency.experts import ASSUMED_DECAY, ExpertRoom, LayerExperts
 
 _LEAST_ASKED = 2000
 """Experts asked for: fewer say little."""
 _LEAST, _MOST = 0.2, 50.0
 
 
-def expected_exponent(layers: Sequence[LayerExperts | None]) -> float:
+def expected_decay(layers: Sequence[LayerExperts | None]) -> float:
     """Measured, or assumed."""
     kept = recall(_record(layers)) if any(layers) else None
-    found = kept.get("exponent_of_misses") if isinstance(kept, dict) else None
+    found = kept.get("decay_of_misses") if isinstance(kept, dict) else None
     if not isinstance(found, float) or not _LEAST <= found <= _MOST:
-        return ASSUMED_EXPONENT
+        return ASSUMED_DECAY
     return found
 
 
-def keep_exponent(room: ExpertRoom, stats: ExpertStats) -> None:
+def keep_decay(room: ExpertRoom, stats: ExpertStats) -> None:
     """Of passes of a few rows, once all slots were in use."""
     share = room.n_slots / room.n_experts
     if stats.n_asked_full < _LEAST_ASKED or room.holds_all:
         return
     missed = max(stats.n_asked_full - stats.n_hits_full, 1) / stats.n_asked_full
-    exponent = min(_MOST, max(_LEAST, math.log(missed) / math.log(1.0 - share)))
-    kept = {"exponent_of_misses": exponent}
+    decay = min(_MOST, max(_LEAST, -math.log(missed) / share))
+    kept = {"decay_of_misses": decay}
     remember(_record(room.layers), kept, "how often experts are in memory")
 
 

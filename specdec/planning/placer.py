@@ -13,7 +13,7 @@ from functools import cached_property
 
 from backends.contract.source import ModelSource
 from offload.device.loading import LOAD_STAGING_BYTES
-from offload.experts.kept import expected_exponent
+from offload.experts.kept import expected_decay
 from offload.residency.experts import ExpertRoom, count_experts, least_slots, slot_bytes
 from offload.residency.placement import LayerWeights, Placement
 from offload.residency.plan import DEFAULT_N_SLOTS, least_host_bytes, plan_residency
@@ -69,11 +69,11 @@ class CpuPlacer(Placer):
         experts = self.source.experts
         if not experts:
             return placed
-        return replace(placed, experts=ExpertRoom(experts, n_slots, self._exponent))
+        return replace(placed, experts=ExpertRoom(experts, n_slots, self._decay))
 
     @cached_property
-    def _exponent(self) -> float:
-        return expected_exponent(self.source.experts)
+    def _decay(self) -> float:
+        return expected_decay(self.source.experts)
 
     @cached_property
     def _least_expert_bytes(self) -> int:

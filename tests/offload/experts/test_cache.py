@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from offload.errors import SpecdecError
 from offload.experts import cache as cache_file
 from offload.experts.cache import ExpertCache, ExpertStats
 from offload.experts.eviction import visits_of
-from offload.experts.kept import expected_exponent, keep_exponent
+from offload.experts.kept import expected_decay, keep_decay
 from offload.formats.tensors import TensorRecord
-from offload.residency.experts import ASSUMED_EXPONENT, ExpertRoom, LayerExperts
+from offload.residency.experts import ASSUMED_DECAY, ExpertRoom, LayerExperts
 from offload.storage.direct_io import DirectFile, StorageError
 from offload.trace import recording
 
@@ -94,14 +95,16 @@ def test_neighbouring_tensors_are_one_read(written) -> None:
 
 def test_how_often_experts_are_found_is_kept_for_the_next_plan(written) -> None:
     room = written.room(9)  # half of all
-    assert expected_exponent(written.layers) == ASSUMED_EXPONENT
-    keep_exponent(room, ExpertStats(n_asked_full=10, n_hits_full=9))  # too few to tell
-    assert expected_exponent(written.layers) == ASSUMED_EXPONENT
-    keep_exponent(room, ExpertStats(n_asked_full=4000, n_hits_full=3000))
-    assert expected_exponent(written.layers) == pytest.approx(2.0)
-    assert ExpertRoom(written.layers, 9, 2.0).hit_rate == pytest.approx(0.75)
-    keep_exponent(written.room(18), ExpertStats(n_asked_full=4000, n_hits_full=4000))
-    assert expected_exponent(written.layers) == pytest.approx(2.0)  # all held: nothing to learn
+    assert expected_decay(written.layers) == ASSUMED_DECAY
+    keep_decay(room, ExpertStats(n_asked_full=10, n_hits_full=9))  # too few to tell
+    assert expected_decay(written.layers) == ASSUMED_DECAY
+    keep_decay(room, ExpertStats(n_asked_full=4000, n_hits_full=3000))
+    assert expected_decay(written.layers) == pytest.approx(2 * math.log(4))
+    assert ExpertRoom(written.layers, 9, 2 * math.log(4)).hit_rate == pytest.approx(0.75)
+    keep_decay(written.room(18), ExpertStats(n_asked_full=4000, n_hits_full=4000))
+    assert expected_decay(written.layers) == pytest.approx(
+        2 * math.log(4)
+    )  # all held: nothing to learn
 
 
 def test_what_is_counted_for_it_begins_when_the_cache_is_full(written, cache) -> None:
