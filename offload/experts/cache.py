@@ -53,7 +53,7 @@ class ExpertStats:
 
 def is_of_few_rows(n_asked: int, experts: LayerExperts) -> bool:
     """Whether a pass that asks a layer for so many experts decodes, and reads no prompt."""
-    return n_asked <= _FEW_ROWS * experts.n_used
+    return n_asked <= _FEW_ROWS * experts.n_used and n_asked < len(experts.tensors)
 
 
 class ExpertCache:

@@ -203,7 +203,10 @@ class PagedExperts:
             ((region, part) for region, run in runs for part in split(run, _READ_BYTES)),
             key=lambda x: (str(x[0].span.path), x[0].span.start, x[1]),
         )
-        self._reads = [self._pool.submit(self._read_one, *part) for part in parts]
+        # One by one: where the pool takes no more, those that it has are waited for all the same.
+        self._reads = []
+        for part in parts:
+            self._reads.append(self._pool.submit(self._read_one, *part))
 
     def _end(self, layer: int, check: Check | None) -> None:
         """Once all is read."""
