@@ -73,13 +73,18 @@ def find_exact_run(
         return _not_exact(likely, reason)
     checks = _Checks(n_threads)
     try:
-        n_rows = 1
+        n_rows, many_rows = 1, ""
         for product, record in _products(model, n_threads):
             found = checks.product(product, record)
             if found is None:
-                return _not_exact(likely, _product_reason(record, product.has_experts))
-            n_rows = max(n_rows, found)
-        return _with_cache_types(model, checks, likely, n_rows, (type_k, type_v))
+                reason = _product_reason(record, product.has_experts)
+                if not product.has_experts:
+                    return _not_exact(likely, reason)
+                many_rows = many_rows or reason
+            n_rows = max(n_rows, found or 1)
+        run = _with_cache_types(model, checks, likely, n_rows, (type_k, type_v))
+        # Passes that send an expert few rows need not differ in their attention, too.
+        return _not_exact(run, many_rows) if many_rows else run
     finally:
         checks.save()
 

@@ -103,13 +103,31 @@ def test_a_cache_that_the_user_names_may_not_be_exact(models, monkeypatch):
 def test_experts_are_not_filled_up(models):
     """The other rows of a pass decide how many an expert gets."""
     assert run_of(models("mixtral")).exactness.is_exact
-    dense, experts = (
-        run_of(models(name, dtype="Q4_K", **LARGE)).exactness for name in ("llama", "mixtral")
-    )
-    assert dense.is_exact
-    if dense.n_least_rows > 1:
-        assert not experts.is_exact
-        assert experts.reason.startswith("experts in Q4_K are summed in another order")
+    dense, experts = (run_of(models(name, dtype="Q4_K", **LARGE)) for name in ("llama", "mixtral"))
+    assert dense.exactness.is_exact
+    if dense.exactness.n_least_rows > 1:
+        reason = "experts in Q4_K are summed in another order"
+        assert not experts.exactness.is_exact
+        assert experts.exactness.reason.startswith(reason)
+    # Passes that send an expert few rows differ in nothing else.
+    assert (experts.type_k, experts.type_v) == (dense.type_k, dense.type_v)
+
+
+def test_experts_that_depend_on_their_rows_leave_the_cache_exact(models, monkeypatch):
+    original = exactness._Checks.product
+
+    def of_experts(self, product, record):
+        return None if product.has_experts else original(self, product, record)
+
+    monkeypatch.setattr(exactness._Checks, "product", of_experts)
+    monkeypatch.setattr(exactness._Checks, "attention", lambda self, kind: _only_bf16(kind))
+    run = run_of(models("mixtral", dtype="Q8_0"))
+    assert not run.exactness.is_exact
+    assert (run.type_k, run.type_v) == ("bf16", "bf16")
+
+
+def _only_bf16(kind):
+    return 1 if kind.type_k == exactness._TYPE_IDS["BF16"] else None
 
 
 def test_products_that_depend_on_other_rows_are_named(models, monkeypatch):
