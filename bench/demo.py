@@ -50,7 +50,7 @@ class _Format:
     dtype: str
 
 
-# q8_0 has fewer weights per byte than q4_0, so less of the demo is arithmetic, and in q4_k_m less than
+# q8_0 has fewer weights per byte than q4_0, so less of the demo is arithmetic; in q4_k_m less than
 # half of 3 GB is not enough.
 FORMATS = {
     "hf": _Format("target", "pair:draft", "bf16"),
