@@ -137,9 +137,14 @@ class RoutedNodes:
 
 
 def chosen_experts(address: int) -> list[int]:
-    """What a node that chooses experts has computed: those of any row, each once."""
+    """What a node that chooses experts has computed: those of any row, each once.
+
+    The last layer has no rows in a pass of which no logits are wanted: a part of a long prompt.
+    """
     node = Tensor.from_address(address)
     n_used, n_rows = node.ne[0], node.ne[1]
+    if n_rows == 0:
+        return []
     n_bytes = (n_rows - 1) * node.nb[1] + n_used * _ID_BYTES
     raw = (ctypes.c_ubyte * n_bytes).from_address(node.data)
     strides = (node.nb[1], node.nb[0])

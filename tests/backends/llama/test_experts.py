@@ -17,6 +17,7 @@ from gguf_streaming import PROMPT, exercise, in_memory, same, streamed_experts
 import specdec
 from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.contract.source import BackendOptions
+from backends.llama.context import PREFILL_ROWS
 from backends.llama.graph import RoutedNodes
 from backends.llama.source import GgufSource
 from offload.experts.eviction import visits_of
@@ -38,6 +39,18 @@ def test_bit_equal_to_the_model_in_memory(family, dtype, n_slots, models, paging
     model = models(family, dtype=dtype, hidden=256, **SHAPE)
     with in_memory(model) as expected, streamed_experts(model, n_slots=n_slots) as found:
         assert same(exercise(found), exercise(expected))
+
+
+def test_a_prompt_of_several_passes(models, paging):
+    """In all passes but the last one, the last layer has no rows."""
+    n_tokens = PREFILL_ROWS + 20
+    model = models("qwen3moe", n_ctx=n_tokens, **SHAPE)
+    prompt = [i % 64 for i in range(n_tokens)]
+    with (
+        in_memory(model, max_context=n_tokens) as expected,
+        streamed_experts(model, max_context=n_tokens) as found,
+    ):
+        assert same([found.prefill(prompt)], [expected.prefill(prompt)])
 
 
 def test_of_split_files_too(models, paging):
