@@ -30,47 +30,47 @@ class Ggml:
     """Tensors, graphs and operators, as addresses."""
 
     def __init__(self) -> None:
-        folder = library_folder()
-        base = ctypes.CDLL(str(folder / "libggml-base.so"))
-        cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"))
+        # By way of libllama: a wheel has ggml's libraries under three names, and another name than
+        # llama.cpp's own would load them a second time, with settings of their own.
+        ggml = ctypes.CDLL(str(library_folder() / "libllama.so"))
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         long, real = ctypes.c_int64, ctypes.c_float
-        self.init = declare(base.ggml_init, pointer, InitParams)
-        self.free = declare(base.ggml_free, None, pointer)
-        self.reset = declare(base.ggml_reset, None, pointer)
-        self.new_2d = declare(base.ggml_new_tensor_2d, pointer, pointer, number, long, long)
-        self.new_3d = declare(base.ggml_new_tensor_3d, pointer, pointer, number, long, long, long)
-        self.data = declare(base.ggml_get_data, pointer, pointer)
-        self.n_bytes = declare(base.ggml_nbytes, size, pointer)
-        self.mul_mat = declare(base.ggml_mul_mat, pointer, pointer, pointer, pointer)
-        self.mul_mat_id = declare(base.ggml_mul_mat_id, pointer, pointer, pointer, pointer, pointer)
+        self.init = declare(ggml.ggml_init, pointer, InitParams)
+        self.free = declare(ggml.ggml_free, None, pointer)
+        self.reset = declare(ggml.ggml_reset, None, pointer)
+        self.new_2d = declare(ggml.ggml_new_tensor_2d, pointer, pointer, number, long, long)
+        self.new_3d = declare(ggml.ggml_new_tensor_3d, pointer, pointer, number, long, long, long)
+        self.data = declare(ggml.ggml_get_data, pointer, pointer)
+        self.n_bytes = declare(ggml.ggml_nbytes, size, pointer)
+        self.mul_mat = declare(ggml.ggml_mul_mat, pointer, pointer, pointer, pointer)
+        self.mul_mat_id = declare(ggml.ggml_mul_mat_id, pointer, pointer, pointer, pointer, pointer)
         self.attention = declare(
-            base.ggml_flash_attn_ext, pointer, *[pointer] * 5, real, real, real
+            ggml.ggml_flash_attn_ext, pointer, *[pointer] * 5, real, real, real
         )
         self.quantize = declare(
-            base.ggml_quantize_chunk, size, number, pointer, pointer, long, long, long, pointer
+            ggml.ggml_quantize_chunk, size, number, pointer, pointer, long, long, long, pointer
         )
-        self.block_size = declare(base.ggml_blck_size, long, number)
-        self.block_bytes = declare(base.ggml_type_size, size, number)
-        self.new_graph = declare(base.ggml_new_graph, pointer, pointer)
+        self.block_size = declare(ggml.ggml_blck_size, long, number)
+        self.block_bytes = declare(ggml.ggml_type_size, size, number)
+        self.new_graph = declare(ggml.ggml_new_graph, pointer, pointer)
         self.new_small_graph = declare(
-            base.ggml_new_graph_custom, pointer, pointer, size, ctypes.c_bool
+            ggml.ggml_new_graph_custom, pointer, pointer, size, ctypes.c_bool
         )
-        self.expand = declare(base.ggml_build_forward_expand, None, pointer, pointer)
-        self.compute = declare(cpu.ggml_graph_compute_with_ctx, number, pointer, pointer, number)
-        declare(cpu.ggml_cpu_init, None)()
+        self.expand = declare(ggml.ggml_build_forward_expand, None, pointer, pointer)
+        self.compute = declare(ggml.ggml_graph_compute_with_ctx, number, pointer, pointer, number)
+        declare(ggml.ggml_cpu_init, None)()
         # Of tensors whose memory is not ggml's own.
         self.buffer_from_ptr = declare(
-            base.ggml_backend_cpu_buffer_from_ptr, pointer, pointer, size
+            ggml.ggml_backend_cpu_buffer_from_ptr, pointer, pointer, size
         )
-        self.buffer_free = declare(base.ggml_backend_buffer_free, None, pointer)
+        self.buffer_free = declare(ggml.ggml_backend_buffer_free, None, pointer)
         self.tensor_alloc = declare(
-            base.ggml_backend_tensor_alloc, number, pointer, pointer, pointer
+            ggml.ggml_backend_tensor_alloc, number, pointer, pointer, pointer
         )
-        self.backend_init = declare(cpu.ggml_backend_cpu_init, pointer)
-        self.backend_free = declare(base.ggml_backend_free, None, pointer)
-        self.set_n_threads = declare(cpu.ggml_backend_cpu_set_n_threads, None, pointer, number)
-        self.backend_compute = declare(base.ggml_backend_graph_compute, number, pointer, pointer)
+        self.backend_init = declare(ggml.ggml_backend_cpu_init, pointer)
+        self.backend_free = declare(ggml.ggml_backend_free, None, pointer)
+        self.set_n_threads = declare(ggml.ggml_backend_cpu_set_n_threads, None, pointer, number)
+        self.backend_compute = declare(ggml.ggml_backend_graph_compute, number, pointer, pointer)
 
     @contextmanager
     def context(self, n_bytes: int) -> Iterator[int]:

@@ -4,7 +4,8 @@ Four things decide it:
 
 - Products. Some formats take another kernel for few rows than for many; then passes are filled up
   with rows of no use to where one kernel serves all (`n_least_rows`). Experts cannot be filled up:
-  how many rows an expert gets is up to the other rows.
+  how many rows an expert gets is up to the other rows. A mixture runs without the kernels for many
+  rows (backends/ggml/tiles.py).
 - Attention. llama.cpp sums over the cells of the cache in their order and passes over the ones that
   a row does not see, but not with a cache of f16, which has other kernels for one row and for
   many: with a cache of bf16 there is one kernel.
@@ -39,6 +40,7 @@ from backends.ggml.row_checks import (
     least_rows,
     product_runs,
 )
+from backends.ggml.tiles import kernels_in_use, leave_out_tiles
 from backends.gguf.hparams import CACHE_TYPES
 from backends.gguf.model import GgufModel
 from offload.formats.gguf_header import GGML_TYPES
@@ -71,6 +73,8 @@ def find_exact_run(
     likely = ExactRun(Exactness(False), type_k or _CHOICES[0], type_v or _CHOICES[0])
     if reason := _refusal(model):
         return _not_exact(likely, reason)
+    if model.n_experts:
+        leave_out_tiles()
     checks = _Checks(n_threads)
     try:
         n_rows, many_rows = 1, ""
@@ -168,7 +172,7 @@ class _Checks:
     def __init__(self, n_threads: int) -> None:
         self._n_threads = n_threads
         system = (load_library().llama_print_system_info() or b"").decode()
-        libraries = f"llama.cpp {llama_version()} {system} {n_threads} threads"
+        libraries = f"llama.cpp {llama_version()} {system} {n_threads} threads {kernels_in_use()}"
         self._kept = KeptChecks(libraries, CANDIDATES)
         self.save = self._kept.save
 

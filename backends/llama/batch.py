@@ -50,6 +50,12 @@ class Batch:
         self._outputs = np.zeros(self.n_tokens, dtype=np.int8)
         self._outputs[outputs] = 1
 
+    def first_filler(self, n_rows: int) -> int:
+        """n_rows: of all rows, or of those with logits, which alone are in the last layer. The rows
+        that fill the pass up are the last of them."""
+        outputs = self._outputs[self.n_tokens - self.n_fillers :]
+        return n_rows - (self.n_fillers if n_rows == self.n_tokens else int(outputs.sum()))
+
     @property
     def token_ids(self) -> list[int]:
         """Of all rows, those that fill the pass up among them."""

@@ -136,20 +136,17 @@ class RoutedNodes:
         return found
 
 
-def chosen_experts(address: int) -> list[int]:
-    """What a node that chooses experts has computed: those of any row, each once.
+def chosen_experts(address: int) -> np.ndarray:
+    """What a node that chooses experts has computed, int32 [rows, experts of a row], in place.
 
     The last layer has no rows in a pass of which no logits are wanted: a part of a long prompt.
     """
     node = Tensor.from_address(address)
     n_used, n_rows = node.ne[0], node.ne[1]
-    if n_rows == 0:
-        return []
-    n_bytes = (n_rows - 1) * node.nb[1] + n_used * _ID_BYTES
+    n_bytes = max(0, n_rows - 1) * node.nb[1] + n_used * _ID_BYTES
     raw = (ctypes.c_ubyte * n_bytes).from_address(node.data)
     strides = (node.nb[1], node.nb[0])
-    ids: np.ndarray = np.ndarray((n_rows, n_used), np.int32, raw, strides=strides)
-    return [int(i) for i in np.unique(ids)]
+    return np.ndarray((n_rows, n_used), np.int32, raw, strides=strides)
 
 
 class GraphReader:

@@ -16,6 +16,7 @@ from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.kept_checks import machine
 from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from backends.ggml.library import LlamaModel, llama_version
+from backends.ggml.tiles import kernels_in_use
 from backends.ggml.timing import measure_ggml_compute
 from backends.gguf.exactness import ExactRun, find_exact_run
 from backends.gguf.model import GgufModel, load_gguf_model, recurrent_model
@@ -212,7 +213,7 @@ class GgufSource(ModelSource):
 
     @property
     def _libraries(self) -> str:
-        return f"llama.cpp {llama_version()} {self._n_threads} threads"
+        return f"llama.cpp {llama_version()} {self._n_threads} threads {kernels_in_use()}"
 
     def _measure_formats(
         self, records: Sequence[TensorRecord], reading: Path | None

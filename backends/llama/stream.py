@@ -20,6 +20,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from backends.contract.backend import StreamUse
 from backends.ggml.library import LlamaError, LlamaModel
 from backends.gguf.model import GgufModel
@@ -97,6 +99,8 @@ class StreamedLayers:
         self._routers: Mapping[int, int] = {}
         self._n_asked = 0
         self._error: BaseException | None = None
+        self._batch: Batch | None = None
+        """Of the pass that runs."""
         self.callback = self._library.ggml_backend_sched_eval_callback(self._on_node)
 
     def _layer_ranges(self) -> Iterator[tuple[int, int, int]]:
@@ -175,7 +179,7 @@ class StreamedLayers:
         """One pass; 0, or 2 where it was stopped. What went wrong in it is raised here."""
         schedule = self._schedule(batch.n_tokens, batch.n_outputs)
         self._ends, self._routers = schedule.ends, schedule.routers
-        self._n_asked, self._error = 0, None
+        self._n_asked, self._error, self._batch = 0, None, batch
         self._walk(0, self._streamed[0] if self._streamed else None)
         for embedding in self._embedding:
             embedding.read(batch.token_ids)
@@ -221,7 +225,8 @@ class StreamedLayers:
                 return False
             number = self._n_asked - 1
             if number in self._routers:
-                self._bring_experts(self._routers[number], tensor)
+                assert self._batch is not None
+                self._bring_experts(self._routers[number], tensor, self._batch)
             if number in self._ends:
                 return self._go_on(self._ends[number])
         except BaseException as error:
@@ -229,9 +234,12 @@ class StreamedLayers:
             return False
         return True
 
-    def _bring_experts(self, layer: int, tensor: int) -> None:
+    def _bring_experts(self, layer: int, tensor: int, batch: Batch) -> None:
+        """Rows that only fill the pass up take the first row's: nothing is read for them."""
         assert self._experts is not None
-        self._experts.bring(layer, chosen_experts(tensor), self._check_stop)
+        ids = chosen_experts(tensor)
+        ids[batch.first_filler(len(ids)) :] = ids[:1]
+        self._experts.bring(layer, np.unique(ids).tolist(), self._check_stop)
 
     def _go_on(self, layer: int) -> bool:
         """From a layer to the next one that streams; whether the graph is to go on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from gguf_models import save_tiny_gguf
 from gguf_streaming import residency
 from text_histories import MOST_NODES, MOST_TEXTS
 
+from backends.contract.exactness import Exactness
 from backends.contract.source import BackendOptions
 from backends.llama.backend import LlamaBackend
 from backends.llama.source import GgufSource
@@ -28,6 +30,13 @@ def exact_source(family: str, path: Path, **options: Any) -> GgufSource:
     source = GgufSource(file, BackendOptions(n_threads=1, is_exact=True))
     assert source.exactness.is_exact, source.exactness
     return source
+
+
+def filled_up_source(path: Path) -> GgufSource:
+    """With passes of eight rows at least, whatever the products of this process need."""
+    source = exact_source("llama", path, dtype="Q4_K", hidden=256, feed_forward=256)
+    run = replace(source._run, exactness=Exactness(True, n_least_rows=8))
+    return GgufSource(source.path, BackendOptions(n_threads=1, is_exact=True), run)
 
 
 def load(source: GgufSource, **options: Any) -> LlamaBackend:

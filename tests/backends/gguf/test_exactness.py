@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -111,6 +113,34 @@ def test_experts_are_not_filled_up(models):
         assert experts.exactness.reason.startswith(reason)
     # Passes that send an expert few rows differ in nothing else.
     assert (experts.type_k, experts.type_v) == (dense.type_k, dense.type_v)
+
+
+FRESH = """
+import sys
+from backends.gguf.exactness import find_exact_run
+from backends.gguf.model import load_gguf_model
+for path in sys.argv[1:]:
+    print(find_exact_run(load_gguf_model(path), 1, None, None).exactness)
+"""
+
+
+def found_in_a_process(*models):
+    paths = [str(model.index.paths[0]) for model in models]
+    command = [sys.executable, "-c", FRESH, *paths]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return said.splitlines()
+
+
+def test_a_mixture_leaves_ggmls_tiles_out(models):
+    """ggml asks once in a process, so each order needs one."""
+    dense, experts = (models(name, dtype="Q4_K", hidden=1024) for name in ("llama", "mixtral"))
+    alone = found_in_a_process(experts)
+    assert alone[0].startswith("Exactness(is_exact=True")
+    assert found_in_a_process(experts, dense)[0] == alone[0]
+    after = found_in_a_process(dense, experts)
+    assert after[0] == found_in_a_process(dense)[0]
+    if "n_least_rows=8" in after[0]:  # this processor has tiles
+        assert after[1].startswith("Exactness(is_exact=False")
 
 
 def test_experts_that_depend_on_their_rows_leave_the_cache_exact(models, monkeypatch):

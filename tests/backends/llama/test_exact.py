@@ -9,6 +9,7 @@ import pytest
 from exact_histories import CONTEXT, MAX_NODES, Plain, try_histories
 from gguf_models import save_tiny_gguf
 from gguf_streaming import exercise, residency, same
+from gguf_texts import filled_up_source
 from hypothesis import Phase
 
 pytest.importorskip("llama_cpp")
@@ -104,10 +105,7 @@ def test_where_the_weights_are_decides_nothing(dtype, tmp_path):
 
 def test_the_last_tokens_of_a_context_have_room(tmp_path):
     """Rows that fill a pass up take cells, too."""
-    sizes = {"hidden": 256, "feed_forward": 256}
-    path = save_tiny_gguf("llama", tmp_path / "m.gguf", n_layers=1, dtype="Q4_K", **sizes)
-    source, text = make_source(path), long_text(256)
-    assert source.exactness.n_least_rows > 1
+    source, text = filled_up_source(tmp_path), long_text(256)
     with load(source, 256) as backend, load(source, 256) as one:
         assert backend.node_room == MAX_NODES
         backend.prefill(text[:255])

@@ -16,6 +16,7 @@ from gguf_streaming import PROMPT, exercise, in_memory, same, streamed_experts
 
 import specdec
 from backends.contract.backend import PREFIX, UnsupportedModel
+from backends.contract.exactness import Exactness
 from backends.contract.source import BackendOptions
 from backends.llama.context import PREFILL_ROWS
 from backends.llama.graph import RoutedNodes
@@ -81,6 +82,21 @@ def test_a_pass_asks_for_the_experts_of_its_rows(models, paging):
         after = backend.stream_use  # all of them are in memory
         assert after.bytes_streamed == before.bytes_streamed
         assert after.experts_found == before.experts_found + 6
+
+
+@pytest.mark.parametrize("rows", [[], [0], [0, 1]])
+def test_nothing_is_read_for_rows_that_fill_a_pass_up(rows, models, paging):
+    model = models("qwen3moe", **SHAPE)
+    asked = []
+    for n_least in (1, 4):
+        exact = Exactness(True, n_least_rows=n_least)
+        with streamed_experts(model, exactness=exact, cache_type_k="bf16") as backend:
+            backend.prefill(PROMPT)
+            with recording() as trace:
+                backend.extend([7, 9], [PREFIX, PREFIX], rows=rows)
+            asked.append(visits_of(trace))
+    assert asked[0][:-1] == asked[1][:-1]  # the last layer has the rows with logits alone
+    assert len(asked[1][-1][1]) <= 4
 
 
 def test_the_more_memory_the_less_is_read(models, paging):

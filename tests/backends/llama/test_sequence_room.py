@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
-from gguf_texts import exact_source, load
+from gguf_texts import exact_source, filled_up_source, load
 
 from backends.contract.backend import PREFIX, BackendError, ContextFull
 from backends.contract.exactness import NOT_ASKED
@@ -279,10 +279,8 @@ def test_the_two_threads_of_siblings_have_texts_of_their_own(
 
 def test_a_pass_of_few_rows_is_filled_up(tmp_path: Path) -> None:
     """Rows of no use take cells behind the others, which are free after the pass."""
-    source = exact_source("llama", tmp_path, dtype="Q4_K", hidden=256, feed_forward=256)
-    n_least = source.exactness.n_least_rows
+    source = filled_up_source(tmp_path)
     with load(source, max_context=100, kv_rows=200, max_nodes=64) as backend:
-        assert n_least > 1
         texts = [backend.sequence() for _ in range(3)]
         n_cells = backend._cells.n_free
         for i, text in enumerate(texts):
