@@ -40,7 +40,7 @@ from backends.ggml.row_checks import (
     least_rows,
     product_runs,
 )
-from backends.ggml.tiles import kernels_in_use, leave_out_tiles
+from backends.ggml.tiles import kernels_in_use
 from backends.gguf.hparams import CACHE_TYPES
 from backends.gguf.model import GgufModel
 from offload.formats.gguf_header import GGML_TYPES
@@ -73,8 +73,6 @@ def find_exact_run(
     likely = ExactRun(Exactness(False), type_k or _CHOICES[0], type_v or _CHOICES[0])
     if reason := _refusal(model):
         return _not_exact(likely, reason)
-    if model.n_experts:
-        leave_out_tiles()
     checks = _Checks(n_threads)
     try:
         n_rows, many_rows = 1, ""

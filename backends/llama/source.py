@@ -16,7 +16,7 @@ from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.kept_checks import machine
 from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from backends.ggml.library import LlamaModel, llama_version
-from backends.ggml.tiles import kernels_in_use
+from backends.ggml.tiles import kernels_in_use, leave_out_tiles
 from backends.ggml.timing import measure_ggml_compute
 from backends.gguf.exactness import ExactRun, find_exact_run
 from backends.gguf.model import GgufModel, load_gguf_model, recurrent_model
@@ -75,6 +75,8 @@ class GgufSource(ModelSource):
         self._options = options
         self._n_threads = options.n_threads or usable_cpus()
         self._known_run = run
+        if options.is_exact and self.model.n_experts:
+            leave_out_tiles()  # before anything is measured
         self._scratch_bytes: dict[ContextOptions, int] = {}
         if self.model.n_experts and not self.experts:
             self.warnings = (

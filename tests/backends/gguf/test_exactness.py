@@ -117,10 +117,11 @@ def test_experts_are_not_filled_up(models):
 
 FRESH = """
 import sys
-from backends.gguf.exactness import find_exact_run
-from backends.gguf.model import load_gguf_model
+from pathlib import Path
+from backends.contract.source import BackendOptions
+from backends.llama.source import GgufSource
 for path in sys.argv[1:]:
-    print(find_exact_run(load_gguf_model(path), 1, None, None).exactness)
+    print(GgufSource(Path(path), BackendOptions(n_threads=1, is_exact=True)).exactness)
 """
 
 
