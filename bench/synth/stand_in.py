@@ -31,10 +31,12 @@ class StandIn:
     n_bytes: int
     vocab_size: int
     draft: str
+    ctx_size: int
+    """Tokens that a text may have."""
 
 
 def smallest_budget(stand_in: StandIn) -> int | None:
-    """In bytes, with the options of a run left out; None where no such model can be grown.
+    """In bytes, with the other options of a run left out; None where no such model can be grown.
 
     Raises:
         StandInError: with the reason that planning gave.
@@ -54,7 +56,7 @@ def _plan(stand_in: StandIn) -> int:
 
     with tempfile.TemporaryDirectory(prefix="specdec-stand-in-") as folder:
         target = _grow(stand_in, Path(folder))
-        options = RunOptions(target, stand_in.draft)
+        options = RunOptions(target, stand_in.draft, ctx_size=stand_in.ctx_size)
         pair = open_pair(options)
         return Divider(*pair.sources, options, measure_base()).smallest_bytes
 

@@ -13,7 +13,7 @@ from bench.commands.app import main
 from bench.synth.stand_in import StandIn, StandInError, smallest_budget
 from offload.units import MIB
 
-STAND_IN = StandIn("pair:target", "gguf", "q8_0", 1_000_000_000, 4096, "pair:draft.gguf")
+STAND_IN = StandIn("pair:target", "gguf", "q8_0", 1_000_000_000, 4096, "pair:draft.gguf", 512)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], folder: Path, *argv: str) -> str:
