@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from typing_extensions import Self
@@ -26,6 +26,10 @@ from backends.contract.sequence import (
 )
 from offload.errors import SpecdecError
 from offload.formats.mapped import TensorShape
+
+if TYPE_CHECKING:  # only names of types, for the command line imports this
+    from offload.experts.cache import ExpertStats
+    from offload.ring.walk import StreamStats
 
 PREFIX = -1
 """Parent of a node that follows the last committed token directly."""
@@ -66,6 +70,16 @@ class StreamUse(NamedTuple):
     """Experts that passes asked a mixture's layers for, where not all of them stay in memory."""
     experts_found: int = 0
     """Of these, those that were in memory."""
+
+    @classmethod
+    def of(cls, layers: StreamStats, experts: ExpertStats) -> StreamUse:
+        """Layers from storage, and experts of theirs that are read one by one."""
+        return cls(
+            layers.bytes_read + experts.bytes_read,
+            layers.stall_seconds + experts.stall_seconds,
+            experts_asked=experts.n_asked,
+            experts_found=experts.n_hits,
+        )
 
 
 class KvUse(NamedTuple):

@@ -97,15 +97,6 @@ class Text(ABC):
     def rollback(self, length: int) -> None:
         """Cut the committed prefix to `length` tokens (absolute) and drop all live nodes."""
 
-    def prefill_from(self, token_ids: Sequence[int]) -> tuple[int, np.ndarray]:
-        """Make `token_ids` the committed prefix, keeping the KV of the beginning they share.
-
-        The last token is computed in any case, for its logits.
-        Returns the number of tokens whose KV was kept, and the last one's logits [vocab].
-        """
-        lacking = self.cut_to(token_ids)
-        return len(token_ids) - len(lacking), self.prefill(lacking)
-
     def cut_to(self, token_ids: Sequence[int]) -> list[int]:
         """Cut the committed prefix to the beginning that it shares with these tokens, the last one
         left out; those of them that it then lacks."""
@@ -154,7 +145,7 @@ class TokenSequence(Text):
     backend: Passes
 
     def rows_to(self, token_ids: Sequence[int]) -> SequenceRows:
-        """What makes `token_ids` the committed prefix, as `prefill_from` does."""
+        """What makes `token_ids` the committed prefix, keeping the KV of what they share."""
         return SequenceRows(self, self.cut_to(token_ids))
 
     @abstractmethod

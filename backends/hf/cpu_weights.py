@@ -16,7 +16,7 @@ from backends.contract.backend import StreamUse
 from backends.hf.model import HfModel
 from backends.hf.weights import BringExperts, RawTensors
 from backends.packed.decoder import Decoder
-from offload.experts.cache import ExpertCache
+from offload.experts.cache import ExpertCache, ExpertStats
 from offload.experts.kept import keep_decay
 from offload.residency.experts import ExpertRoom, count_experts
 from offload.residency.placement import LayerWeights
@@ -97,16 +97,8 @@ class CpuWeights:
 
     @property
     def use(self) -> StreamUse:
-        stats = self._streamer.stats
-        if self._experts is None:
-            return StreamUse(stats.bytes_read, stats.stall_seconds)
-        experts = self._experts.stats
-        return StreamUse(
-            stats.bytes_read + experts.bytes_read,
-            stats.stall_seconds + experts.stall_seconds,
-            experts_asked=experts.n_asked,
-            experts_found=experts.n_hits,
-        )
+        experts = ExpertStats() if self._experts is None else self._experts.stats
+        return StreamUse.of(self._streamer.stats, experts)
 
     @property
     def unread_bytes(self) -> int:

@@ -153,14 +153,8 @@ class StreamedLayers:
     def use(self) -> StreamUse:
         if self._pager is None:
             return StreamUse()
-        stats = self._pager.stats
-        experts = self._experts.stats if self._experts is not None else ExpertStats()
-        return StreamUse(
-            stats.bytes_read + experts.bytes_read,
-            stats.stall_seconds + experts.stall_seconds,
-            experts_asked=experts.n_asked,
-            experts_found=experts.n_hits,
-        )
+        experts = ExpertStats() if self._experts is None else self._experts.stats
+        return StreamUse.of(self._pager.stats, experts)
 
     @property
     def unread_bytes(self) -> int:

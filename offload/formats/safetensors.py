@@ -31,11 +31,6 @@ DTYPE_BITS: dict[str, int] = {
 }  # fmt: skip
 
 
-def read_header(path: Path) -> dict[str, TensorRecord]:
-    """The tensors of one safetensors file; see `read_header_and_metadata`."""
-    return read_header_and_metadata(path)[1]
-
-
 def read_header_and_metadata(path: Path) -> tuple[dict[str, str], dict[str, TensorRecord]]:
     """Read and check the header of one safetensors file.
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from offload.errors import SpecdecError
 from offload.storage.aligned import ALIGNMENT, AlignedBuffer, align_down
-from offload.storage.page_cache import drop_cached, is_cached
+from offload.storage.page_cache import bytes_from_devices, drop_cached, is_cached
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +55,19 @@ def pread_into(descriptor: int, view: memoryview, offset: int) -> int:
 def _reads_directly(descriptor: int) -> bool:
     """Whether a read leaves nothing in the page cache. Raises OSError where it is refused.
 
-    Some file systems accept O_DIRECT and ignore it (btrfs for compressed files). It is believed
-    where the page was in the cache already (tmpfs, or somebody has mapped the file).
+    Some file systems accept O_DIRECT and ignore it (btrfs for compressed files, tmpfs). Where the
+    page was in the cache already, because somebody has mapped the file, a device has to be read.
     """
     # In the middle, because the first page is the header's, which others may read meanwhile.
     offset = align_down(os.fstat(descriptor).st_size // 2)
     drop_cached(descriptor, offset, ALIGNMENT)
     probe = AlignedBuffer(ALIGNMENT)
     try:
-        was_there = is_cached(descriptor, offset)
+        was_there, n_before = is_cached(descriptor, offset), bytes_from_devices()
         os.preadv(descriptor, [probe.view], offset)
-        return was_there or not is_cached(descriptor, offset)
+        if was_there:
+            return n_before is None or bytes_from_devices() != n_before
+        return not is_cached(descriptor, offset)
     finally:
         probe.close()
 
@@ -190,7 +192,7 @@ class DirectFile:
         else:
             n_read = self._read_at(self._descriptor, view, offset)
         # Drop-behind: pages of weights that were read once would only fill the memory limit. It
-        # takes 10 us, and whether a file system heeds O_DIRECT is not always to be found out.
+        # takes 10 us, and whether a file system heeds O_DIRECT is found out of one page of it.
         drop_cached(self._descriptor, offset, len(view))
         return n_read
 

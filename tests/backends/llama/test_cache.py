@@ -135,12 +135,13 @@ class KvMachine(RuleBasedStateMachine):
         self.check(self.backend.prefill(tokens), self.text)
 
     @rule(data=st.data(), tokens=st.lists(st.integers(3, 95), min_size=1, max_size=5))
-    def prefill_from(self, data, tokens):
+    def cut_to_another_text(self, data, tokens):
         """Another text, which may begin like the present one."""
         n_shared = data.draw(st.integers(0, len(self.text)))
         wanted = (self.text[:n_shared] + tokens)[:CONTEXT]
-        n_kept, logits = self.backend.prefill_from(wanted)
-        assert min(n_shared, len(wanted) - 1) <= n_kept < len(wanted)
+        lacking = self.backend.cut_to(wanted)
+        assert 0 < len(lacking) <= max(len(wanted) - n_shared, 1)
+        logits = self.backend.prefill(lacking)
         self.text, self.live = wanted, {}
         self.check(logits, wanted)
 

@@ -12,7 +12,7 @@ from checkpoint_files import refused, write_raw
 from safetensors.numpy import save_file
 
 from offload.formats.checkpoint import WeightIndex
-from offload.formats.safetensors import read_header
+from offload.formats.safetensors import read_header_and_metadata
 
 # --- what works --------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ def test_bf16_and_packed_types(tmp_path: Path) -> None:
         "__metadata__": {"format": "pt"},
     }
     path = write_raw(tmp_path / "model.safetensors", header, bytes(15))
-    records = read_header(path)
+    _, records = read_header_and_metadata(path)
     assert records["w"].offset == path.stat().st_size - 15
     assert records["q"].n_bytes == 3
 

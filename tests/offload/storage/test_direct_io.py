@@ -8,7 +8,9 @@ import logging
 import mmap
 import os
 import random
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +18,14 @@ import pytest
 from open_files import n_open_files
 from weight_files import FaultyReads
 
+from offload.storage import page_cache
 from offload.storage.aligned import (
     ALIGNMENT,
     AlignedBuffer,
-    align_down,
     align_up,
 )
 from offload.storage.direct_io import DirectFile, StorageError
-from offload.storage.page_cache import drop_cached, is_cached
+from offload.storage.page_cache import bytes_from_devices, drop_cached, is_cached
 
 SIZES = [1, 511, 512, 4095, 4096, 4097, 8191, 8192, 3 * 4096 + 17, 100_003]
 
@@ -232,6 +234,10 @@ def test_other_errors_of_the_probe_are_errors(
         DirectFile(path)
 
 
+_MIDDLE = 100_003 // 2 // ALIGNMENT
+"""The page of a file of so many bytes that is read first."""
+
+
 @pytest.fixture
 def _ignored_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a file system that accepts O_DIRECT and reads through the page cache."""
@@ -278,14 +284,46 @@ def test_a_flag_that_is_ignored_is_found_out(tmp_path: Path) -> None:
     assert cached_pages(path) == []
 
 
-@pytest.mark.usefixtures("_ignored_flag")
-def test_nothing_stays_in_the_page_cache_where_it_cannot_be_found_out(tmp_path: Path) -> None:
-    path, content = written(tmp_path, 100_003)
+@pytest.fixture
+def mapped(tmp_path: Path) -> Iterator[Path]:
+    """A file of which somebody maps and uses the page that is looked at."""
+    path, _ = written(tmp_path, 100_003)
     with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as pages:
-        middle = align_down(100_003 // 2)
         pages.madvise(mmap.MADV_RANDOM)
-        pages[middle]  # somebody maps it and uses this page
+        pages[_MIDDLE * ALIGNMENT]
+        yield path
+
+
+@pytest.mark.skipif(bytes_from_devices() is None, reason="this system does not count reads")
+def test_a_mapped_file_that_is_read_directly_all_the_same(mapped: Path, tmp_path: Path) -> None:
+    (folder := tmp_path / "other").mkdir()
+    other, _ = written(folder, 100_003)
+    assert DirectFile(mapped).direct == DirectFile(other).direct
+
+
+@pytest.mark.skipif(bytes_from_devices() is None, reason="this system does not count reads")
+@pytest.mark.usefixtures("_ignored_flag")
+def test_a_flag_that_is_ignored_is_found_out_of_a_mapped_file(mapped: Path) -> None:
+    assert not DirectFile(mapped).direct
+
+
+@pytest.mark.usefixtures("_ignored_flag")
+def test_nothing_stays_in_the_page_cache_where_it_cannot_be_found_out(
+    mapped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_cache, "_THREAD_IO", tmp_path / "no such file")
+    file = DirectFile(mapped)
+    assert file.direct
+    read_all(file, 100_003)
+    assert cached_pages(mapped) == [_MIDDLE]
+
+
+@pytest.mark.skipif(bytes_from_devices() is None, reason="this system does not count reads")
+def test_files_in_memory_are_not_read_directly() -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no tmpfs here")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path, content = make_file(Path(folder), 100_003)
         file = DirectFile(path)
-        assert file.direct
+        assert not file.direct
         assert read_all(file, 100_003) == content
-        assert cached_pages(path) == [middle // ALIGNMENT]

@@ -55,8 +55,11 @@ def _populates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("_populates")
-def test_other_threads_run_meanwhile(committed: Callable[[], None]) -> None:
+def test_other_threads_run_meanwhile(
+    committed: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One look that began before may fall in between, whoever holds the interpreter lock."""
+    monkeypatch.setattr(aligned, "_STEP_BYTES", N_BYTES)  # between two steps they run anyway
     seen: set[int] = set()
     is_over = threading.Event()
 
