@@ -6,6 +6,7 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkpoints import save_tiny_checkpoint
 
@@ -21,6 +22,9 @@ from specdec.planning.pass_model import PassModel
 from specdec.planning.placer import CpuPlacer
 from specdec.planning.plan import plan_run
 from specdec.planning.plan_report import expert_line
+from specdec.policy.costs import PassTimes
+from specdec.policy.shared_pass import Offer, choose_nodes
+from specdec.verification.tree import DraftTree
 
 COMPUTE = ModelCompute(ComputeCurve.linear(1e-12, 1e-13), 0)
 
@@ -86,6 +90,26 @@ def test_a_larger_cache_reads_less_and_is_faster(placer, source) -> None:
     assert seconds == sorted(seconds, reverse=True)
     assert read == sorted(read, reverse=True)
     assert read[-1] == 0
+
+
+@pytest.mark.parametrize("n_texts", [1, 4])
+def test_a_node_costs_the_experts_that_it_adds(placer, n_texts: int) -> None:
+    """Also in a pass that texts share. Storage of 1 MB/s: reads are all that counts."""
+    one = slot_bytes(placer.source.experts)
+    placed = placer.place(placer.all_bytes - 20 * one, 0)
+    assert placed.experts is not None
+    times = PassTimes(PassModel(placed, COMPUTE, 1e6).cost().seconds, 64)
+
+    def read_seconds(n_rows: int) -> float:
+        return sum(placed.experts.read_bytes(i, n_rows) for i in range(3)) / 1e6
+
+    added = (read_seconds(16) - read_seconds(1)) / 15  # a plan's cost is a line
+    tree = DraftTree(0)
+    tree.add(0, 1, 0.0)
+    for share in (0.9, 1.1):  # of its probability is what the node costs
+        sure, hopeless = (Offer(tree, np.array([1.0, p]), share * 0.5 / added) for p in (0.5, 0.0))
+        kept = choose_nodes([sure, *[hopeless] * (n_texts - 1)], times).kept
+        assert [len(nodes) for nodes in kept] == [1 + (share < 1), *[1] * (n_texts - 1)]
 
 
 def test_what_a_pass_is_expected_to_miss(source) -> None:
