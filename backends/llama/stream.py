@@ -37,8 +37,8 @@ from backends.llama.graph import (
     make_schedule,
 )
 from backends.llama.passes import QUICK_HANDOVER, PassCancelled
-from offload.experts.cache import ExpertStats
 from offload.experts.kept import keep_decay
+from offload.experts.readers import ExpertStats
 from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import MappedRange, find_mapping, give_back_zeros
 from offload.paging.expert_pages import outside

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from bench.process.child import forget_model, measure_for_parent, result_of_child
 from bench.process.probe import probe_bandwidth
 from bench.prompts.workloads import WARM_UP_TOKENS
-from offload.experts.cache import N_READERS
 from offload.experts.eviction import Visit, belady, least_recently_used, replay, visits_of
+from offload.experts.readers import N_READERS
 from offload.storage.aligned import align_up
 from offload.trace import READ, Event, recording
 from specdec.decoding.stats import ratio

@@ -10,45 +10,20 @@ A pass may ask for more experts than there are slots: what it is through with ma
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import Callable, Collection, Generator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Collection, Generator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from time import perf_counter
+from functools import partial
 
-from offload.errors import SpecdecError
 from offload.experts.eviction import Directory, record_visit
-from offload.process.interruptible import POLL_SECONDS, check_interrupt
+from offload.experts.readers import Check, ExpertReaders, ExpertStats
 from offload.residency.experts import ExpertRoom, LayerExperts
-from offload.ring.slots import JOIN_SECONDS
 from offload.storage.aligned import AlignedBuffer
 from offload.storage.direct_io import DirectFile, OpenStorage
-from offload.storage.layout import Piece
-from offload.storage.reading import OpenFiles
-from offload.trace import READ, WAIT, record_since
 
-logger = logging.getLogger(__name__)
-
-N_READERS = 8
-"""Reads in flight: an expert is a few MB, and storage wants several at a time."""
 _FEW_ROWS = 4
 """A pass that asks a layer for more experts than so many rows can is that of a prompt."""
-Check = Callable[[], None]
-
-
-@dataclass
-class ExpertStats:
-    """Traffic since the cache was made."""
-
-    n_asked: int = 0
-    n_hits: int = 0
-    bytes_read: int = 0
-    stall_seconds: float = 0.0
-    n_asked_full: int = 0
-    """Once all slots were in use, by passes of a few rows."""
-    n_hits_full: int = 0
-    """Of these."""
 
 
 def is_of_few_rows(n_asked: int, experts: LayerExperts) -> bool:
@@ -75,27 +50,26 @@ class ExpertCache:
         self._layers = room.layers
         self._last_layer = max(i for i, layer in enumerate(room.layers) if layer is not None)
         self._directory = Directory(room.n_slots)
-        self.stats = ExpertStats()
-        self._is_stopped = False
-        extents = (
-            extent
+        paths = (
+            extent.path
             for layer in room.layers
             if layer is not None
             for layout in layer.layouts
             for extent in layout.extents
         )
-        self._files = OpenFiles((extent.path for extent in extents), storage)
+        self._readers = ExpertReaders(paths, n_readers, storage)
         try:
             # Committed at once: slots that fill later would look like memory that can be lent.
             self._memory = AlignedBuffer(room.n_bytes, in_children=False)
         except BaseException:
-            self._files.close()
+            self._readers.close()
             raise
-        self._pool = ThreadPoolExecutor(n_readers or N_READERS, thread_name_prefix="specdec-expert")
-        self._begun: set[Future[int]] = set()
-        """Reads that have not ended."""
         self._left: deque[tuple[int, _Read]] = deque()
         """With their layers, of visits that were given up."""
+
+    @property
+    def stats(self) -> ExpertStats:
+        return self._readers.stats
 
     def bring(
         self, layer: int, experts: Collection[int], check: Check | None = None
@@ -103,13 +77,11 @@ class ExpertCache:
         """Each of a layer's `experts` once, in any order, with the bytes of its tensors, which are
         valid until the next one is asked for. The iterator is to be exhausted or closed.
 
-        check: called again and again while one is waited for; what it raises ends the wait.
-
         Raises:
             StorageError: a read failed, or a file was changed.
             SpecdecError: the cache was closed.
         """
-        self.check_open()
+        self._readers.check_open()
         self._forget_left(check)
         self._directory.visit(layer)
         record_visit(layer, experts)
@@ -133,7 +105,7 @@ class ExpertCache:
                 yield expert, self._tensors(layer, expert, slot)
                 reads.release(expert)
             if layer == self._last_layer:  # by then all bytes of the pass were read
-                self._files.check_unchanged()
+                self._readers.check_unchanged()
         finally:
             reads.close()
 
@@ -150,30 +122,23 @@ class ExpertCache:
         """What is not whole is not kept."""
         while self._left:
             layer, one = self._left[0]
-            self.wait_for(one, check)
+            self._readers.wait_for(one.begun, check)
             if not one.is_whole():
                 self._directory.forget(layer, one.expert)
             self._left.popleft()
 
-    def wait_for(self, one: _Read, check: Check | None) -> None:
-        """Until its reads have ended. Raises what `check` does, and SpecdecError after `stop`."""
-        while wait(one.begun, POLL_SECONDS).not_done:
-            check_interrupt()
-            self.check_open()
-            if check is not None:
-                check()
+    def stall_for(self, layer: int, one: _Read, check: Check | None) -> None:
+        """Until an expert is there."""
+        self._readers.stall_for(one.begun, layer, check)
 
-    def read(self, layer: int, expert: int, slot: int, begun: list[Future[int]]) -> int:
+    def read(self, layer: int, expert: int, slot: int, begun: list[Future[None]]) -> int:
         """Begin to read an expert into a slot; returns how many reads that takes.
 
         begun: gets them, one by one.
         """
         extents = self._experts(layer).layouts[expert].extents
         for extent in extents:
-            read = self._pool.submit(self._read, extent, self._slot(slot))
-            self._begun.add(read)
-            read.add_done_callback(self._begun.discard)
-            begun.append(read)
+            begun.append(self._readers.begin(extent, partial(self._slot, slot)))
         return len(extents)
 
     def _in_file_order(self, layer: int, experts: Collection[int]) -> list[int]:
@@ -199,30 +164,14 @@ class ExpertCache:
         places = (experts.layouts[expert].tensors[r.name] for r in experts.tensors[expert])
         return tuple(view[start : start + n_bytes] for start, n_bytes in places)
 
-    def _read(self, extent: Piece, slot: memoryview) -> int:
-        started = perf_counter()
-        n_bytes = self._files.read(extent, slot)
-        record_since(started, READ, "expert", n_bytes, extent.path)
-        return n_bytes
-
     def stop(self) -> None:
         """End a pass that waits, with an error."""
-        self._is_stopped = True
-
-    def check_open(self) -> None:
-        if self._is_stopped:
-            raise SpecdecError("the model was closed")
+        self._readers.stop()
 
     def close(self) -> None:
         """Give threads, files and memory back. Idempotent."""
-        self.stop()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        if wait(tuple(self._begun), JOIN_SECONDS).not_done:
-            # Its file and slot are in use: leaking them is the lesser evil.
-            logger.warning("a read from storage does not return; its memory is not given back")
-            return
-        self._files.close()
-        self._memory.close()
+        if self._readers.close():
+            self._memory.close()
 
 
 @dataclass
@@ -231,7 +180,7 @@ class _Read:
 
     expert: int
     slot: int
-    begun: list[Future[int]] = field(default_factory=list)
+    begun: list[Future[None]] = field(default_factory=list)
     n_reads: int | None = None
     """None: not all of them are begun."""
 
@@ -273,12 +222,7 @@ class _Reads:
     def next(self, check: Check | None) -> tuple[int, int]:
         """(expert, slot) of the next one, as soon as it is there."""
         one = self._running[0]
-        started = perf_counter()
-        self._cache.wait_for(one, check)
-        seconds = record_since(started, WAIT, f"wait for experts of layer {self._layer}")
-        stats = self._cache.stats
-        stats.stall_seconds += seconds
-        stats.bytes_read += sum(read.result() for read in one.begun)
+        self._cache.stall_for(self._layer, one, check)
         self._running.popleft()
         return one.expert, one.slot
 

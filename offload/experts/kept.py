@@ -1,7 +1,8 @@
 """How often a model's experts are found in a cache: measured while it runs, and kept for its plans.
 
 With a share s of all experts held, exp(-x s) of those asked for are missed; x is the model's, as
-far as known. So what was measured with one budget tells something of another.
+far as known. So what was measured with one budget tells something of another. It is that of the
+files as they were then: other weights in their place are another model.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from offload.experts.cache import ExpertStats
+from offload.experts.readers import ExpertStats
 from offload.process.remembered import cache_folder, recall, remember
 from offload.residency.experts import ASSUMED_DECAY, ExpertRoom, LayerExperts
 
@@ -37,10 +39,16 @@ def keep_decay(room: ExpertRoom, stats: ExpertStats) -> None:
     missed = max(stats.n_asked_full - stats.n_hits_full, 1) / stats.n_asked_full
     decay = min(_MOST, max(_LEAST, -math.log(missed) / share))
     kept = {"decay_of_misses": decay}
-    remember(_record(room.layers), kept, "how often experts are in memory")
+    with suppress(OSError):  # the file is gone
+        remember(_record(room.layers), kept, "how often experts are in memory")
 
 
 def _record(layers: Sequence[LayerExperts | None]) -> Path:
-    first = next(layer for layer in layers if layer is not None).tensors[0][0]
-    key = f"{first.path.resolve()} {[len(x.tensors) if x else 0 for x in layers]}"
+    own = [layer for layer in layers if layer is not None]
+    paths = {r.path for layer in own for tensors in layer.tensors for r in tensors}
+    files = []
+    for path in sorted(path.resolve() for path in paths):
+        status = path.stat()
+        files.append((str(path), status.st_size, status.st_mtime_ns))
+    key = f"{files} {[len(x.tensors) if x else 0 for x in layers]}"
     return cache_folder() / f"experts-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

@@ -10,15 +10,15 @@ so that computing with what was not brought is a crash, never a wrong result.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 
 from offload.errors import SpecdecError
-from offload.experts.cache import N_READERS, ExpertStats, is_of_few_rows
+from offload.experts.cache import is_of_few_rows
 from offload.experts.eviction import Directory, record_visit
+from offload.experts.readers import Check, ExpertReaders, ExpertStats
 from offload.paging.address_space import (
     PAGE_BYTES,
     PROT_READ_WRITE,
@@ -39,20 +39,13 @@ from offload.paging.expert_pages import (
     tensors_of,
 )
 from offload.paging.plan import Mappings, locate
-from offload.process.interruptible import POLL_SECONDS, check_interrupt
 from offload.residency.experts import ExpertRoom, least_slots
-from offload.ring.slots import JOIN_SECONDS
 from offload.storage.aligned import populate
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.layout import Piece
-from offload.storage.reading import OpenFiles
-from offload.trace import READ, WAIT, record_since
 from offload.units import MIB
 
-logger = logging.getLogger(__name__)
-
 _READ_BYTES = 8 * MIB
-Check = Callable[[], None]
 
 
 class PagedExperts:
@@ -89,19 +82,21 @@ class PagedExperts:
         self._most_bytes, self._n_used_bytes = room.n_bytes, 0
         self._was_full = False
         self._next_bytes = _next_bytes(room)
-        self._is_stopped = self._is_closed = False
-        self.stats = ExpertStats()
-        self._reads: list[Future[int]] = []
+        self._is_closed = False
+        self._reads: list[Future[None]] = []
         self._left: list[tuple[int, int]] = []
         """(layer, expert) of a visit that was given up while it read them."""
-        self._files = OpenFiles(self._paths(), storage)
+        self._readers = ExpertReaders(self._paths(), n_readers, storage)
         for region in self._all():
             reserve(region.n_bytes, region.address)
             keep_from_children(region.address, region.n_bytes)
             # All with the same flags, so that neighbours become one mapping again.
             prepare(region.address, region.n_bytes, huge=False)
             free_pages(region.address, region.n_bytes)
-        self._pool = ThreadPoolExecutor(n_readers or N_READERS, thread_name_prefix="specdec-expert")
+
+    @property
+    def stats(self) -> ExpertStats:
+        return self._readers.stats
 
     @property
     def unread_bytes(self) -> int:
@@ -111,14 +106,12 @@ class PagedExperts:
     def bring(self, layer: int, experts: Collection[int], check: Check | None = None) -> None:
         """Have these of a layer at their addresses, until the next call.
 
-        check: called again and again while reads are waited for; what it raises ends the wait.
-
         Raises:
             StorageError: a read failed, or a file was changed.
             MemoryError: memory for them cannot be had.
             SpecdecError: it was closed.
         """
-        self.check_open()
+        self._readers.check_open()
         self._forget_left(check)
         self._directory.visit(layer)
         record_visit(layer, experts)
@@ -131,7 +124,8 @@ class PagedExperts:
             brought = [run for e in missing for run in self._admit(layer, e, experts, admitted)]
             self._begin(brought)
             self._make_room(self._next_bytes, layer, experts)
-            self._end(layer, check)
+            self._readers.stall_for(self._reads, layer, check)
+            self._readers.check_unchanged()
         except BaseException:
             # A read may never end (a dead network mount): the next visit waits for it, before its
             # pages are given back.
@@ -146,7 +140,7 @@ class PagedExperts:
         """What a visit that was given up has begun to bring."""
         if not self._left:
             return
-        self._until_read(check)
+        self._readers.wait_for(self._reads, check)
         for layer, expert in self._left:
             self._directory.forget(layer, expert)
             self._drop(layer, expert)
@@ -206,33 +200,12 @@ class PagedExperts:
         # One by one: where the pool takes no more, those that it has are waited for all the same.
         self._reads = []
         for part in parts:
-            self._reads.append(self._pool.submit(self._read_one, *part))
+            self._reads.append(self._begin_one(*part))
 
-    def _end(self, layer: int, check: Check | None) -> None:
-        """Once all is read."""
-        started = perf_counter()
-        self._until_read(check)
-        seconds = record_since(started, WAIT, f"wait for experts of layer {layer}")
-        self.stats.stall_seconds += seconds
-        self.stats.bytes_read += sum(read.result() for read in self._reads)
-        self._files.check_unchanged()
-
-    def _until_read(self, check: Check | None) -> None:
-        """Raises what `check` does, and SpecdecError once this is closed."""
-        while wait(self._reads, POLL_SECONDS).not_done:
-            check_interrupt()
-            self.check_open()
-            if check is not None:
-                check()
-
-    def _read_one(self, region: Region, run: Pages) -> int:
-        started = perf_counter()
+    def _begin_one(self, region: Region, run: Pages) -> Future[None]:
         at, n_bytes = run[0] * PAGE_BYTES, n_bytes_of(run)
-        populate(region.address + at, n_bytes)
         piece = Piece(region.span.path, region.span.inner.start + at, 0, n_bytes, n_bytes)
-        n_read = self._files.read(piece, view(region.address + at, n_bytes))
-        record_since(started, READ, "experts", n_read, region.span.path)
-        return n_read
+        return self._readers.begin(piece, partial(_populated, region.address + at, n_bytes))
 
     def _all(self) -> Iterator[Region]:
         """Those that have pages of their own."""
@@ -241,23 +214,17 @@ class PagedExperts:
     def _paths(self) -> set[Path]:
         return {region.span.path for region in self._all()}
 
-    def check_open(self) -> None:
-        if self._is_stopped:
-            raise SpecdecError("the model was closed")
-
     def close(self) -> None:
         """Give threads, files and memory back; the addresses stay reserved. Idempotent."""
-        self._is_stopped = True
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        if wait(self._reads, JOIN_SECONDS).not_done:
-            # Its file and pages are in use: leaking them is the lesser evil.
-            logger.warning("a read from storage does not return; its memory is not given back")
-            return
-        self._files.close()
-        if not self._is_closed:
+        if self._readers.close() and not self._is_closed:
             self._is_closed = True
             for region in self._all():
                 reserve(region.n_bytes, region.address)
+
+
+def _populated(address: int, n_bytes: int) -> memoryview:
+    populate(address, n_bytes)
+    return view(address, n_bytes)
 
 
 def _next_bytes(room: ExpertRoom) -> int:

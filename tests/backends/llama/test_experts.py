@@ -155,12 +155,13 @@ def test_a_plan_holds_what_is_no_expert_and_gives_the_rest_to_experts(models):
 
 
 def test_texts_are_those_of_the_model_in_memory(models, monkeypatch):
-    """With speculation; where memory is scarce."""
+    """With speculation; where memory is scarce; and where texts share passes."""
     path = models("qwen3moe", hidden=256, **SHAPE).path
-    load = partial(specdec.load, path, ctx_size=64, spec_type="ngram")
+    load = partial(specdec.load, path, ctx_size=64, parallel=3, spec_type="ngram")
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[:7]]
     options = {"max_tokens": 12, "ignore_eos": True, "temperature": 0}
     with load(load_mode="mmap") as llm:
-        expected = llm.generate(PROMPT, **options).token_ids
+        expected = [llm.generate(prompt, **options).token_ids for prompt in prompts]
     place = CpuPlacer.place
 
     def with_little(placer, n_bytes, device_bytes):
@@ -173,5 +174,7 @@ def test_texts_are_those_of_the_model_in_memory(models, monkeypatch):
         assert room.n_slots < room.n_experts
         assert any("experts in memory" in line for line in llm.plan.lines())
         found = llm.generate(PROMPT, **options)
-    assert found.token_ids == expected
+        together = llm.generate(prompts, **options)
+    assert found.token_ids == expected[0]
     assert found.stats.bytes_streamed > 0
+    assert [one.token_ids for one in together] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import pytest
 from weight_files import HangingFile
 
 from offload.errors import SpecdecError
-from offload.experts import cache as cache_file
-from offload.experts.cache import ExpertCache, ExpertStats
+from offload.experts import readers as readers_file
+from offload.experts.cache import ExpertCache
 from offload.experts.eviction import visits_of
 from offload.experts.kept import expected_decay, keep_decay
+from offload.experts.readers import ExpertStats
 from offload.formats.tensors import TensorRecord
 from offload.residency.experts import ASSUMED_DECAY, ExpertRoom, LayerExperts
 from offload.storage.direct_io import DirectFile, StorageError
@@ -107,6 +109,15 @@ def test_how_often_experts_are_found_is_kept_for_the_next_plan(written) -> None:
     )  # all held: nothing to learn
 
 
+def test_it_is_not_that_of_another_file_in_its_place(written) -> None:
+    keep_decay(written.room(9), ExpertStats(n_asked_full=4000, n_hits_full=3000))
+    status = written.path.stat()
+    os.utime(written.path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert expected_decay(written.layers) == ASSUMED_DECAY
+    written.path.unlink()
+    keep_decay(written.room(9), ExpertStats(n_asked_full=4000, n_hits_full=3000))
+
+
 def test_what_is_counted_for_it_begins_when_the_cache_is_full(written, cache) -> None:
     check(cache, written, 0, [0, 1])
     assert cache.stats.n_asked_full == 0
@@ -196,13 +207,46 @@ def test_a_visit_ends_while_its_reads_hang(written, hanging) -> None:
         check(hanging, written, layer, [0, 1, 2, 3, 4])
 
 
+def test_what_is_there_is_handed_out_while_the_rest_is_read(written, hanging) -> None:
+    HangingFile.let_go.set()
+    check(hanging, written, 0, [0, 1])
+    HangingFile.let_go.clear()
+    brought = hanging.bring(0, [3, 1, 2, 0])
+    before = hanging.stats.bytes_read
+    assert [next(brought)[0], next(brought)[0]] == [1, 0]
+    assert hanging.stats.bytes_read == before
+    HangingFile.let_go.set()
+    assert [expert for expert, _ in brought] == [2, 3]
+
+
+def test_reads_that_were_given_up_count(written, hanging) -> None:
+    def cancel() -> None:
+        raise KeyError("cancelled")
+
+    with pytest.raises(KeyError, match="cancelled"):
+        list(hanging.bring(0, [0, 1], cancel))
+    HangingFile.let_go.set()
+    check(hanging, written, 0, [0, 1])  # both were read by then
+    reads = [extent.n_bytes for x in written.layers[0].layouts[:2] for extent in x.extents]
+    assert (hanging.stats.bytes_read, hanging.stats.n_hits) == (sum(reads), 2)
+
+
+def test_closing_in_the_middle_of_a_visit_ends_it_in_one_line(written) -> None:
+    cache = ExpertCache(written.room(1))
+    brought = cache.bring(0, [0, 1])
+    next(brought)
+    cache.close()
+    with pytest.raises(SpecdecError, match="the model was closed"):
+        next(brought)
+
+
 def test_a_read_that_never_returns_does_not_block_closing(
     hanging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     brought = hanging.bring(0, [0], hanging.stop)
     with pytest.raises(SpecdecError, match="closed"):
         next(brought)
-    monkeypatch.setattr(cache_file, "JOIN_SECONDS", 0.01)
+    monkeypatch.setattr(readers_file, "JOIN_SECONDS", 0.01)
     hanging.close()
     assert "does not return; its memory is not given back" in caplog.text
 

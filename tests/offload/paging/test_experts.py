@@ -13,6 +13,7 @@ from mapped_weights import is_readable, libc, map_file, memory_in
 from weight_files import FaultyReads, HangingFile
 
 from offload.errors import SpecdecError
+from offload.experts import readers as readers_file
 from offload.formats.tensors import TensorRecord
 from offload.paging import experts as experts_file
 from offload.paging.address_space import PAGE_BYTES, find_mapping
@@ -154,6 +155,32 @@ def test_a_visit_ends_while_its_reads_hang(mixture, hanging) -> None:
     assert mixture.n_bytes_there() == mixture.room(14).n_bytes - hanging.unread_bytes
 
 
+def test_reads_that_were_given_up_count(mixture, hanging) -> None:
+    def end() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hanging.bring(0, [1, 2], end)
+    HangingFile.let_go.set()
+    hanging.bring(0, [1, 2])
+    assert hanging.stats.bytes_read == 2 * mixture.n_bytes_there()
+
+
+def test_closing_while_reads_are_begun_ends_a_visit_in_one_line(
+    mixture, paged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread closes the model then."""
+    protect = experts_file.protect
+
+    def closing(*args: int) -> None:
+        protect(*args)
+        paged.close()
+
+    monkeypatch.setattr(experts_file, "protect", closing)
+    with pytest.raises(SpecdecError, match="the model was closed"):
+        paged.bring(0, [1, 2])
+
+
 def test_a_read_that_never_returns_does_not_block_closing(
     hanging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,7 +189,7 @@ def test_a_read_that_never_returns_does_not_block_closing(
 
     with pytest.raises(KeyboardInterrupt):
         hanging.bring(0, [1], end)
-    monkeypatch.setattr(experts_file, "JOIN_SECONDS", 0.01)
+    monkeypatch.setattr(readers_file, "JOIN_SECONDS", 0.01)
     hanging.close()
     assert "does not return; its memory is not given back" in caplog.text
 

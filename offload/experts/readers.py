@@ -1,0 +1,127 @@
+"""Threads that read experts, several reads at a time, and what they have read.
+
+Reads that nobody waits for any more count like all others: the storage has delivered their bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from offload.errors import SpecdecError
+from offload.process.interruptible import POLL_SECONDS, check_interrupt
+from offload.ring.slots import JOIN_SECONDS
+from offload.storage.direct_io import DirectFile, OpenStorage
+from offload.storage.layout import Piece
+from offload.storage.reading import OpenFiles
+from offload.trace import READ, WAIT, record_since
+
+logger = logging.getLogger(__name__)
+
+N_READERS = 8
+"""Reads in flight: an expert is a few MB, and storage wants several at a time."""
+Check = Callable[[], None]
+"""Called again and again while reads are waited for; what it raises ends the wait."""
+
+
+@dataclass
+class ExpertStats:
+    """Traffic since the cache was made."""
+
+    n_asked: int = 0
+    n_hits: int = 0
+    bytes_read: int = 0
+    stall_seconds: float = 0.0
+    n_asked_full: int = 0
+    """Once all slots were in use, by passes of a few rows."""
+    n_hits_full: int = 0
+    """Of these."""
+
+
+class ExpertReaders:
+    """Of the files of one model. `stop` and `close` may be called while another thread reads.
+
+    Raises StorageError where a file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        paths: Iterable[Path],
+        n_readers: int | None = None,
+        storage: OpenStorage = DirectFile,
+    ) -> None:
+        self.stats = ExpertStats()
+        self._files = OpenFiles(paths, storage)
+        self._pool = ThreadPoolExecutor(n_readers or N_READERS, thread_name_prefix="specdec-expert")
+        self._begun: set[Future[None]] = set()
+        """Reads that have not ended."""
+        self._is_stopped = False
+        self._lock = threading.Lock()
+
+    def begin(self, piece: Piece, memory: Callable[[], memoryview]) -> Future[None]:
+        """Read a piece.
+
+        memory: where it goes to; called in the thread that reads.
+
+        Raises:
+            SpecdecError: this was stopped.
+        """
+        with self._lock:
+            self.check_open()
+            read = self._pool.submit(self._read, piece, memory)
+            self._begun.add(read)
+        read.add_done_callback(self._begun.discard)
+        return read
+
+    def _read(self, piece: Piece, memory: Callable[[], memoryview]) -> None:
+        started = perf_counter()
+        n_bytes = self._files.read(piece, memory())
+        record_since(started, READ, "experts", n_bytes, piece.path)
+        with self._lock:
+            self.stats.bytes_read += n_bytes
+
+    def wait_for(self, reads: Collection[Future[None]], check: Check | None) -> None:
+        """Until they have ended. Raises what `check` does, and SpecdecError after `stop`."""
+        while wait(reads, POLL_SECONDS).not_done:
+            check_interrupt()
+            self.check_open()
+            if check is not None:
+                check()
+
+    def stall_for(self, reads: Collection[Future[None]], layer: int, check: Check | None) -> None:
+        """The same of reads that a pass needs now. Raises also what one of them did."""
+        started = perf_counter()
+        self.wait_for(reads, check)
+        seconds = record_since(started, WAIT, f"wait for experts of layer {layer}")
+        self.stats.stall_seconds += seconds
+        for read in reads:
+            read.result()
+
+    def check_unchanged(self) -> None:
+        """Raise StorageError when one of the files was overwritten since it was opened."""
+        self._files.check_unchanged()
+
+    def stop(self) -> None:
+        """End a pass that waits, with an error; no read is begun from then on."""
+        with self._lock:
+            self._is_stopped = True
+
+    def check_open(self) -> None:
+        if self._is_stopped:
+            raise SpecdecError("the model was closed")
+
+    def close(self) -> bool:
+        """Give threads and files back; whether no read is running any more. Idempotent."""
+        self.stop()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if wait(tuple(self._begun), JOIN_SECONDS).not_done:
+            # Its file and memory are in use: leaking them is the lesser evil.
+            logger.warning("a read from storage does not return; its memory is not given back")
+            return False
+        self._files.close()
+        return True
