@@ -36,11 +36,11 @@ def test_times_are_known_in_the_next_process_though_its_plan_is_another_one() ->
     experience = Experience(COST, DRAFT, 32)
     for _ in range(5):
         experience.passes.observe(17, 3.0)
-        experience.drafts.observe(4, 0.4)
+        experience.note_drafting(4, 0.4)
     kept = json.loads(json.dumps(experience.kept()))
     other = experience_of(PassCost(2.0, 0.4, 0.1), DRAFT, 32, kept)
     assert other.passes.of(17) == pytest.approx(3.0, rel=0.02)
-    assert other.drafts.run_seconds == pytest.approx(experience.drafts.run_seconds)
+    assert other.run_seconds == pytest.approx(experience.run_seconds)
 
 
 def test_what_is_kept_counts_little_against_what_is_measured() -> None:
@@ -87,7 +87,9 @@ def learnt_once(_cache: list[str] = []) -> Any:  # noqa: B006 (kept on purpose)
     return json.loads(_cache[0])
 
 
-@pytest.mark.parametrize("kept", [None, 7, [], {}, {"version": 2}, "x", float("nan")])
+@pytest.mark.parametrize(
+    "kept", [None, 7, [], {}, {"version": 2}, {"version": 3}, "x", float("nan")]
+)
 def test_anything_else_is_no_experience(kept: Any) -> None:
     assert fresh(WORLD, kept).kept() == fresh(WORLD).kept()
 
