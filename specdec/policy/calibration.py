@@ -19,11 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
-from specdec.policy.fading import LASTING, FadingMean, kept_numbers
+from specdec.policy.fading import LASTING, MOST_KEPT, FadingMean, kept_numbers
 from specdec.verification.tree import DraftTree
 
-_LARGEST_LOGIT = 7.0  # q = 0.999: nothing is surer; buckets are one unit of logit(q) wide
-N_BUCKETS = int(2 * _LARGEST_LOGIT)
+_LARGEST_LOGIT = 7.0
+"""Of a probability: q = 0.999, nothing is surer."""
+_N_BUCKETS = int(2 * _LARGEST_LOGIT)
+"""Of one unit of logit(q) each."""
 _MEMORY = 200.0
 """Observations of one bucket after which older ones have lost 63 % of their weight: they give a
 share to 3.5 %."""
@@ -31,8 +33,7 @@ _STRENGTH = 8.0
 """Observations that "this bucket is like the others of its source" counts as (bench/worlds: half as
 many, 0.985 of the speed in memory with a sure draft)."""
 _LEAST_GAIN = 0.01
-"""Tokens of a level: what is below is as good as nothing."""
-_MOST_SOURCES = 16  # combinations of drafters in a file
+"""Tokens of a level: what is below is as good as nothing, and has no logarithm worth the name."""
 
 
 class Calibration:
@@ -76,10 +77,10 @@ class Calibration:
 
     def restore(self, kept: object) -> None:
         """Raises ValueError."""
-        if not isinstance(kept, dict) or len(kept) > _MOST_SOURCES:
+        if not isinstance(kept, dict) or len(kept) > MOST_KEPT:
             raise ValueError("no buckets by source")
         for source, value in kept.items():
-            buckets = kept_numbers(value, (N_BUCKETS, 3))
+            buckets = kept_numbers(value, (_N_BUCKETS, 3))
             if (buckets < 0.0).any() or (buckets[:, 1:] > buckets[:, :1] + 1e-6).any():
                 raise ValueError("more hits than tries")
             key = tuple(source.split(" "))
@@ -93,7 +94,7 @@ class Calibration:
 
     def _count(self, source: tuple[str, ...], log_q: float, is_hit: bool) -> None:
         q = math.exp(log_q)
-        buckets = self._buckets.setdefault(source, np.zeros((N_BUCKETS, 3)))
+        buckets = self._buckets.setdefault(source, np.zeros((_N_BUCKETS, 3)))
         bucket = buckets[_bucket(_logit(q))]
         bucket *= 1.0 - 1.0 / _MEMORY
         bucket += (1.0, float(is_hit), q)
@@ -171,4 +172,4 @@ def _logit(q: float) -> float:
 
 
 def _bucket(logit: float) -> int:
-    return min(max(math.floor(logit + _LARGEST_LOGIT), 0), N_BUCKETS - 1)
+    return min(max(math.floor(logit + _LARGEST_LOGIT), 0), _N_BUCKETS - 1)

@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.drafters.model import level_width
-from specdec.policy.fading import LASTING, RECENT, kept_numbers, one_measurement
+from specdec.policy.fading import LASTING, RECENT, kept_numbers
 
 _RESIDENT_SLACK = 1.5
-"""How much longer than one row's a pass may take where no reads hide the arithmetic."""
+"""Times as long as with one row, that a pass may take where no reads hide the arithmetic: a guess of
+the plan's, until passes are measured."""
 _KNOTS = np.log2(np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024]))
 """log2 of the rows at which a pass's time is learnt."""
 MOST_TIMED_ROWS = 1024
@@ -100,7 +101,10 @@ class PassTimes:
 
     def restore(self, kept: object) -> None:
         """What another process measured counts as one pass of each size. Raises ValueError."""
-        sums = one_measurement(kept_numbers(kept, self._sums.shape))
+        sums = kept_numbers(kept, self._sums.shape)
+        if (sums[:, 0] < 0.0).any():
+            raise ValueError("weights below zero")
+        sums = sums / np.maximum(sums[:, :1], 1.0)
         if (np.abs(sums[:, 1]) > _LARGEST_LOG * sums[:, 0]).any():
             raise ValueError("no pass takes so long, or so short")
         self._sums = sums - np.outer(sums[:, 0], (0.0, 1.0)) * self._log_prior

@@ -13,6 +13,9 @@ within as many; and of the last 45, where single rounds scatter by their own siz
 newer is known."""
 _LARGEST_KEPT = 1e9
 """Of a number in a file: no second, token or count comes near it."""
+MOST_KEPT = 16
+"""Entries of a kind in a file: ways of choosing tokens, combinations of drafters, doublings of the
+number of texts in a pass."""
 
 
 class FadingMean:
@@ -64,15 +67,3 @@ def kept_numbers(value: object, shape: tuple[int, ...]) -> NDArray[np.float64]:
     if numbers.shape != shape or not (np.abs(numbers) < _LARGEST_KEPT).all():
         raise ValueError(f"not {shape} numbers")
     return numbers
-
-
-def one_measurement(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Fading sums, of which the first in every row is the weight, as if of one measurement.
-
-    Raises ValueError where a weight is below zero.
-    """
-    weights = sums[..., :1]
-    if (weights < 0.0).any():
-        raise ValueError("weights below zero")
-    found: NDArray[np.float64] = sums / np.maximum(weights, 1.0)
-    return found
