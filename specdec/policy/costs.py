@@ -19,8 +19,8 @@ from specdec.drafters.model import level_width
 from specdec.policy.fading import LASTING, RECENT, kept_numbers
 
 _RESIDENT_SLACK = 1.5
-"""Times as long as with one row, that a pass may take where no reads hide the arithmetic: a guess of
-the plan's, until passes are measured."""
+"""Times as long as with one row, that a pass may take where no reads hide the arithmetic: a guess
+of the plan, until passes are measured."""
 _KNOTS = np.log2(np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024]))
 """log2 of the rows at which a pass's time is learnt."""
 MOST_TIMED_ROWS = 1024

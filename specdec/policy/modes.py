@@ -27,7 +27,7 @@ _STAKE = 0.5
 (bench/worlds: with all levels from the beginning, useless drafts keep 0.94 over 64 tokens)."""
 _LEAST_STAKE = _STAKE**2 * _FIRST_CREDIT
 """Tokens that a trial is charged with, however little it loses: the stake of a second failure
-(bench/worlds: with a twenty-fifth of it, 0.90 of the speed over 64 tokens where passes are noisy)."""
+(bench/worlds: with a twenty-fifth of it, 0.90 of the speed over 64 tokens of noisy passes)."""
 _PLAN_WEIGHT = 4.0
 """Rounds that the plan's word for a way counts as (bench/worlds: 0.99 of the speed with one)."""
 _LEAST_GAIN = 0.05
