@@ -72,6 +72,8 @@ class Lessons:
             self.choice(2 ** (size - 1)).restore(choice)
         self.calibration.restore(kept["calibration"])
         self.chain.restore(kept["chain"])
+        if not 0.0 < self.chain.means[0] <= 1.0:
+            raise ValueError("no share of a chain's tokens")
         self.levels.restore(kept["levels"])
         self._most_kept = float(kept_numbers(kept["most_kept"], ()))
 
@@ -142,6 +144,8 @@ def experience_of(
         if kept["version"] == _VERSION:
             experience.passes.restore(kept["passes"])
             experience._drafts.restore(kept["drafts"])
+            if experience.run_seconds < 0.0:
+                raise ValueError("no run of a draft")
             experience.ahead.restore(kept["ahead"])
             lessons = list(dict(kept["lessons"]).items())
             experience._kept = dict(lessons[:MOST_KEPT])

@@ -94,6 +94,24 @@ def test_anything_else_is_no_experience(kept: Any) -> None:
     assert fresh(WORLD, kept).kept() == fresh(WORLD).kept()
 
 
+def test_another_version_is_not_used() -> None:
+    """Such as the one before, whose choices were lists."""
+    old = {"version": 2, "passes": [[0.0, 0.0]] * 17, "drafts": [1.0, 0.1], "ahead": [[0, 0]] * 3}
+    kept = {**old, "lessons": {str(i): {"choices": {"1": [[1.0, 1.0, 1.0, 0.0]]}} for i in (1, 2)}}
+    assert fresh(WORLD, kept).kept() == fresh(WORLD).kept()
+
+
+@pytest.mark.parametrize("chain", [[8.0, 9.0], [8.0, -1.0], [0.0, 0.0]])
+def test_a_broken_share_of_chains_is_learnt_anew(chain: list[float]) -> None:
+    kept = learnt_once()
+    for lessons in kept["lessons"].values():
+        lessons["chain"] = chain
+    experience = fresh(WORLD, kept)
+    simulate(WORLD, SpecConfig(), 20, experience)
+    (lessons,) = experience.kept()["lessons"].values()
+    assert lessons["chain"] == pytest.approx([8.0, 8.0 * 0.85])
+
+
 def test_it_is_bounded() -> None:
     experience = Experience(COST, DRAFT, 1024)
     simulate(WORLD, SpecConfig(), 100, experience)
