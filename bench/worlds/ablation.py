@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.worlds.settings import NOT_WORTH_IT, SIX, WORLDS, best_fixed, speeds
 from specdec.config import SpecConfig
-from specdec.policy import calibration, costs, draft_policy, modes, shared_round, tree_shape
+from specdec.policy import calibration, costs, modes, shared_round, tree_shape
 from specdec.policy.calibration import Calibration
 from specdec.policy.costs import PassTimes
 from specdec.policy.experience import Experience, Lessons
@@ -71,9 +71,6 @@ PARTS: Mapping[str, Sequence[Patch]] = {
     ],
     "few levels while the credit is small": [
         (DraftChoice, "stake_seconds", property(lambda _: 1e9))
-    ],
-    "what n-grams alone would have brought (plain decoding instead)": [
-        (draft_policy, "without_draft", lambda tree: tree.subset([0]))
     ],
     "the plan's word for four rounds (for half a round)": [(modes, "_PLAN_WEIGHT", 0.5)],
     "drafting ahead": [(AheadChoice, "next_is_ahead", lambda *_: False)],

@@ -20,7 +20,7 @@ from specdec.policy.experience import Experience
 from specdec.policy.modes import DraftChoice, Outcome
 from specdec.policy.tree_shape import TreeShape
 from specdec.verification.acceptance import Acceptance
-from specdec.verification.tree import DRAFT_SOURCE, ROOT, DraftTree
+from specdec.verification.tree import DraftTree
 
 MAX_AUTO_NODES = 128
 """Beyond this the next node of a tree is hardly ever accepted, and its logits take memory; plans
@@ -195,15 +195,7 @@ class DraftPolicy:
         if not this.is_typical or self.config.num_draft_tokens is not None:
             return None
         self._note_plain()
-        alone = without_draft(tree)
-        n_texts, seconds_of = this.n_texts, self.experience.passes.of
-        return Outcome(
-            len(emitted),
-            this.draft_seconds + seconds,
-            this.catch_up_seconds,
-            len(alone.follow(emitted)),
-            seconds_of(n_texts + alone.n_drafted) / n_texts,
-        )
+        return Outcome(len(emitted), this.draft_seconds + seconds, this.catch_up_seconds)
 
     # --- a round's parts -----------------------------------------------------------------------
 
@@ -230,15 +222,6 @@ class DraftPolicy:
     def _note_plain(self) -> None:
         n_texts = self.round.n_texts
         self.choice.plain_seconds = self.experience.passes.of(n_texts) / n_texts
-
-
-def without_draft(tree: DraftTree) -> DraftTree:
-    """What others proposed below the root, whether the draft did so as well or not."""
-    kept = {ROOT}
-    for i in range(1, len(tree)):
-        if tree.parents[i] in kept and tree.sources[i] != (DRAFT_SOURCE,):
-            kept.add(i)
-    return tree.subset(sorted(kept))
 
 
 def _temperature_class(temperature: float) -> float:

@@ -4,8 +4,7 @@ One rule for both. The way that is used is the one that brings more for its seco
 rounds have shown. What is not in use is tried when it can pay for it: it has a credit, which
 grows by a small share of the text, and is charged with what it loses. So a draft that never pays
 costs that share and its first credit, however promising it looks and whatever makes it slow (Wu et
-al. 2016, Conservative bandits). What n-grams alone would have brought needs no trials: every round
-shows it.
+al. 2016, Conservative bandits).
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ class Outcome(NamedTuple):
     """Of one text's part of a round.
 
     extra_seconds: beyond those, for having begun to use the draft again.
-    alone: (tokens, seconds) of the same round without the draft model, by what its n-grams were.
     """
 
     n_tokens: float
     seconds: float
     extra_seconds: float = 0.0
-    alone_tokens: float = 1.0
-    alone_seconds: float = 0.0
 
 
 class DraftChoice:
-    """With the draft model or without it (n-grams alone, or plain decoding).
+    """With the draft model or without it.
+
+    A draft is held to plain decoding, which is sure, where n-grams go on without it, too: what they
+    bring scatters, and a lucky passage of theirs would make every round of a good draft a loss.
 
     Args:
         with_draft: (tokens, seconds) of a round as planned; None where there is no draft model.
@@ -58,7 +57,8 @@ class DraftChoice:
     """
 
     def __init__(self, with_draft: tuple[float, float] | None, plain_seconds: float) -> None:
-        self._alone = FadingMean(LASTING, (1.0, plain_seconds), _PLAN_WEIGHT)
+        # It fades as what is known of the draft does: both follow a change at the same pace.
+        self._plain = FadingMean(LASTING, (plain_seconds,), _PLAN_WEIGHT)
         self._draft = None
         if with_draft is not None:
             self._draft = FadingMean(LASTING, with_draft, _PLAN_WEIGHT)
@@ -68,12 +68,15 @@ class DraftChoice:
     @property
     def is_draft_better(self) -> bool:
         """By what is known; one that has no credit left rests all the same."""
-        return self._draft is not None and _rate(self._draft) > _rate(self._alone)
+        return self._draft is not None and self.rate > self._plain_rate
 
     @property
     def rate(self) -> float:
         """Tokens per second of the better way: what a second is worth."""
-        return max(_rate(way) for way in (self._alone, self._draft) if way is not None)
+        if self._draft is None:
+            return self._plain_rate
+        tokens, seconds = self._draft.means
+        return max(self._plain_rate, tokens / max(seconds, 1e-9))
 
     @property
     def stake_seconds(self) -> float:
@@ -82,14 +85,14 @@ class DraftChoice:
 
     def kept(self) -> dict[str, Any]:
         return {
-            "alone": self._alone.kept(),
+            "plain": self._plain.kept(),
             "draft": None if self._draft is None else self._draft.kept(),
             "credit": self._credit,
         }
 
     def restore(self, kept: Any) -> None:
         """What another process saw counts as much as the plan's word. Raises ValueError."""
-        self._alone.restore(kept["alone"])
+        self._plain.restore(kept["plain"])
         if self._draft is not None:
             self._draft.restore(kept["draft"])
         credit = float(kept_numbers(kept["credit"], ()))
@@ -112,18 +115,20 @@ class DraftChoice:
     def record(self, uses_draft: bool, outcome: Outcome, n_texts: int = 1) -> None:
         """A round of so many texts, which share this choice, with the mean of their outcomes."""
         is_trial, rate = not self.is_draft_better, self.rate
-        self._alone.add(outcome.alone_tokens, outcome.alone_seconds, n=n_texts)
+        self._plain.add(self.plain_seconds, n=n_texts)
         self._credit += _CREDIT_SHARE * outcome.n_tokens
         if self._draft is None or not uses_draft:
             return
         self._draft.add(outcome.n_tokens, outcome.seconds, n=n_texts)
-        # A draft is held to plain decoding, which is sure: what n-grams bring alone scatters, and a
-        # lucky passage of theirs would make every round of a good draft a loss.
         seconds = outcome.seconds + outcome.extra_seconds
         gain = outcome.n_tokens - seconds / self.plain_seconds
         if is_trial and outcome.n_tokens <= seconds * rate:
             gain = min(gain, -_LEAST_STAKE)
         self._credit = max(self._credit + gain, -_FIRST_CREDIT)
+
+    @property
+    def _plain_rate(self) -> float:
+        return 1.0 / max(self._plain.means[0], 1e-9)
 
 
 class AheadChoice:
@@ -176,8 +181,3 @@ class AheadChoice:
         if self._is_on_trial:
             self._credit_seconds = 0.0
         return (self._slowdown.is_measured and gain > 0.0) != self._is_on_trial
-
-
-def _rate(way: FadingMean) -> float:
-    tokens, seconds = way.means
-    return tokens / max(seconds, 1e-9)

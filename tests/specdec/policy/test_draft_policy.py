@@ -12,7 +12,7 @@ from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
 from specdec.policy.costs import PassCost
-from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy, without_draft
+from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
 from specdec.policy.experience import Experience
 from specdec.policy.shared_round import observe_together, trim_together
 from specdec.verification.acceptance import Acceptance, rejection_walk
@@ -144,15 +144,6 @@ def test_what_is_not_worth_its_row_is_cut():
     policy = DraftPolicy(SpecConfig(), PassCost(0.0, 1.0, 0.1), 1000)
     policy.limits(10, 64, 1000)
     assert trim_together([policy], [unlikely_chain().best_subset(4)])[0].n_drafted == 0
-
-
-def test_without_the_draft_its_nodes_are_missing_and_what_hangs_below_them() -> None:
-    tree = DraftTree(0)
-    drafted = tree.add(0, 1, -0.1, "draft")
-    tree.add(drafted, 2, 0.0, "grammar")
-    both = tree.add(0, 3, -2.0, ("draft", "ngram"))
-    tree.add(both, 4, -0.1, "ngram")
-    assert without_draft(tree).token_ids == [0, 3, 4]
 
 
 # --- chains of the rejection rule ----------------------------------------------------------------

@@ -73,24 +73,6 @@ def test_single_passes_that_were_held_up_count_little() -> None:
     assert experience.passes.of(1) == pytest.approx(1.5, rel=0.15)
 
 
-def test_rounds_with_the_draft_show_what_n_grams_alone_would_have_brought() -> None:
-    clock, experience = Clock(), Experience(COST, DRAFT, 64)
-    policy = DraftPolicy(SpecConfig(), COST, 1000, DRAFT, experience=experience, clock=clock)
-    for _ in range(60):
-        policy.limits(10, 64, 1000)
-        tree = DraftTree(0)
-        both = tree.add(0, 1, -0.1, ("draft", "ngram"))
-        tree.add(tree.add(both, 2, -0.1, "ngram"), 3, -0.1, "draft")
-        clock.now += 0.01
-        (kept,) = trim_together([policy], [tree])
-        clock.now += COST.seconds(len(kept))
-        path = tuple(range(len(kept)))
-        observe_together([policy], [Acceptance(path, 99, True)], [kept])
-    n, tokens, seconds = policy.choice.kept()["alone"]
-    assert tokens / n == pytest.approx(3.0, rel=0.1)
-    assert seconds / n == pytest.approx(1.0, rel=0.1)
-
-
 def seconds_of_round(n_entering: int, note: Callable[[float], None]) -> None:
     clock, experience = Clock(), Experience(COST, DRAFT, 64, max_rows=1024)
     policy = DraftPolicy(
