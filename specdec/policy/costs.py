@@ -1,4 +1,4 @@
-"""Seconds of target passes and of drafting: as planned, and as measured while they run.
+"""Seconds of target passes: as planned, and as measured while they run.
 
 Planning knows them from the storage's bandwidth and a few timed products or layers. What a pass
 really takes also has long contexts and other programs in it, and it changes when the storage is
@@ -16,25 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.drafters.model import level_width
+from specdec.policy.fading import LASTING, RECENT, kept_numbers
 
 _RESIDENT_SLACK = 1.5
-"""How much longer than one row's a pass may take where no reads hide the arithmetic."""
+"""Times as long as with one row, that a pass may take where no reads hide the arithmetic: a guess
+of the plan, until passes are measured."""
 _KNOTS = np.log2(np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024]))
 """log2 of the rows at which a pass's time is learnt."""
 MOST_TIMED_ROWS = 1024
 """Of a pass; prompts may enter beside several texts."""
-RECENT, LASTING = 0.9, 2.0 ** (-1 / 32)
-"""Weight of a measurement after the next one: of the last ten rounds, so that a change is followed
-within as many; and of the last 45, where single rounds scatter by their own size, or where nothing
-newer is known."""
 _CLOSENESS = 0.25
 """Octaves of rows at which a pass of another size counts half: kernels have steps (bench/worlds:
 with one factor for all sizes 0.95 of the speed on average, 0.80 in the worst world)."""
-_LEAST_EVIDENCE = 0.5  # fading passes of about a size, for its time to count as known
-_LARGEST_KEPT = 1e9  # of a number in a file: no second, token or count comes near it
-STUMBLE = 2.0
-"""A measurement that took so many times as long as usual was disturbed, and counts as that much
-(bench/worlds: without, 0.94 of the speed in memory where a tenth of all passes is held up)."""
+_LARGEST_LOG = 20.0
+"""Of the seconds of a pass in a file: none takes fifteen years."""
 
 
 @dataclass(frozen=True)
@@ -63,36 +58,12 @@ def level_seconds(draft_cost: PassCost, n_nodes: int) -> float:
     return draft_cost.seconds(min(n_nodes, level_width(n_nodes)))
 
 
-def kept_numbers(value: object, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """What a file holds, as numbers of this shape. Raises ValueError where it is anything else."""
-    try:
-        numbers = np.array(value, dtype=np.float64)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
-    if numbers.shape != shape or not (np.abs(numbers) < _LARGEST_KEPT).all():
-        raise ValueError(f"not {shape} numbers")
-    return numbers
-
-
-def one_measurement(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Fading sums, of which the first in every row is the weight, as if of one measurement.
-
-    Raises ValueError where a weight is below zero.
-    """
-    weights = sums[..., :1]
-    if (weights < 0.0).any():
-        raise ValueError("weights below zero")
-    found: NDArray[np.float64] = sums / np.maximum(weights, 1.0)
-    return found
-
-
 class PassTimes:
     """Seconds of a pass of n rows: the plan's curve times a factor that recent passes fix.
 
     The factor at n is a weighted mean of log(measured / planned) over passes of every size. Weights
     fall with age and, steeply, with the distance in log2(rows): a pass of another size counts only
-    where this one was not seen for long. Single passes stumble over other programs: one counts as
-    at most STUMBLE times what is known.
+    where this one was not seen for long.
 
     Args:
         prior: the plan's seconds for a number of rows.
@@ -109,8 +80,6 @@ class PassTimes:
     def observe(self, n_rows: int, seconds: float) -> None:
         if seconds <= 0.0 or n_rows > len(self._prior):
             return
-        if self.is_known(n_rows):
-            seconds = min(seconds, STUMBLE * self.of(n_rows))
         knot = int(np.abs(_KNOTS - np.log2(n_rows)).argmin())
         self._sums *= LASTING
         self._sums[knot] *= RECENT
@@ -126,18 +95,17 @@ class PassTimes:
         """Of passes of 1 to max_rows rows, float64 [max_rows]."""
         return self._seconds[:max_rows]
 
-    def is_known(self, n_rows: int) -> bool:
-        """Whether passes of about that size were measured of late."""
-        return bool(self._evidence[n_rows - 1] >= _LEAST_EVIDENCE)
-
     def kept(self) -> NDArray[np.float64]:
         """[knot, (weight, weighted sum of log seconds)]: for `restore`, under another plan too."""
         return self._sums + np.outer(self._sums[:, 0], (0.0, 1.0)) * self._log_prior
 
     def restore(self, kept: object) -> None:
         """What another process measured counts as one pass of each size. Raises ValueError."""
-        sums = one_measurement(kept_numbers(kept, self._sums.shape))
-        if (np.abs(sums[:, 1]) > math.log(_LARGEST_KEPT) * sums[:, 0]).any():
+        sums = kept_numbers(kept, self._sums.shape)
+        if (sums[:, 0] < 0.0).any():
+            raise ValueError("weights below zero")
+        sums = sums / np.maximum(sums[:, :1], 1.0)
+        if (np.abs(sums[:, 1]) > _LARGEST_LOG * sums[:, 0]).any():
             raise ValueError("no pass takes so long, or so short")
         self._sums = sums - np.outer(sums[:, 0], (0.0, 1.0)) * self._log_prior
         self._fit()
@@ -157,35 +125,3 @@ class PassTimes:
         weights, ratios = (closeness @ self._sums).T
         factors = ratios / np.maximum(weights, 1e-9)
         self._seconds = self._prior * np.exp(np.interp(self._log_rows, _KNOTS, factors))
-        self._evidence = np.interp(self._log_rows, _KNOTS, weights)
-
-
-class DraftTimes:
-    """Seconds of one run of the draft model: a fading mean.
-
-    Args:
-        prior_run_seconds: the plan's figure; it counts as one run.
-    """
-
-    def __init__(self, prior_run_seconds: float) -> None:
-        self._sums = np.array([1.0, prior_run_seconds])  # runs, and their seconds
-
-    @property
-    def run_seconds(self) -> float:
-        return float(self._sums[1] / self._sums[0])
-
-    def observe(self, n_runs: int, seconds: float) -> None:
-        if n_runs < 1:
-            return
-        seconds = min(seconds, STUMBLE * n_runs * self.run_seconds)
-        self._sums = RECENT * self._sums + (n_runs, seconds)
-
-    def kept(self) -> NDArray[np.float64]:
-        return self._sums
-
-    def restore(self, kept: object) -> None:
-        """What another process measured counts as one run. Raises ValueError."""
-        n_runs, seconds = kept_numbers(kept, (2,))
-        if n_runs <= 0.0 or seconds < 0.0:
-            raise ValueError("no run of a draft")
-        self._sums = np.array([1.0, seconds / n_runs])

@@ -10,14 +10,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.policy.assumptions import best_depth, tokens_of_levels
+from specdec.policy.calibration import note_chain
 from specdec.policy.costs import PassCost, level_seconds
 from specdec.policy.experience import Experience
-from specdec.policy.modes import DraftChoice
+from specdec.policy.modes import DraftChoice, Outcome
 from specdec.policy.tree_shape import TreeShape
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
@@ -47,14 +47,6 @@ class Round:
     candidates: DraftTree | None = None  # before it was cut
     n_texts: int = 1  # that share its drafting and its pass
     n_rows: int = 1  # of its pass, of all texts
-
-
-class Outcome(NamedTuple):
-    """Of one text's part of a round; `extra_seconds` for having begun to use the draft again."""
-
-    n_tokens: float
-    seconds: float
-    extra_seconds: float
 
 
 class DraftPolicy:
@@ -197,7 +189,7 @@ class DraftPolicy:
         this, lessons = self.round, self.lessons
         emitted = acceptance.emitted(tree)
         if self.is_chain:
-            lessons.chain.observe(tree.n_drafted, len(tree.follow(emitted)) - 1)
+            note_chain(lessons.chain, tree.n_drafted, len(tree.follow(emitted)) - 1)
         elif this.candidates is not None:
             lessons.calibration.observe(this.candidates, emitted)
         if not this.is_typical or self.config.num_draft_tokens is not None:
@@ -228,9 +220,8 @@ class DraftPolicy:
         )
 
     def _note_plain(self) -> None:
-        passes, n_texts = self.experience.passes, self.round.n_texts
-        is_known = not self._proposes_alone and passes.is_known(n_texts)
-        self.choice.note_plain(passes.of(n_texts) / n_texts, is_known)
+        n_texts = self.round.n_texts
+        self.choice.plain_seconds = self.experience.passes.of(n_texts) / n_texts
 
 
 def _temperature_class(temperature: float) -> float:

@@ -9,26 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
-from specdec.policy.calibration import Calibration, ChainSurvival, LevelYield
-from specdec.policy.costs import (
-    RECENT,
-    DraftTimes,
-    PassCost,
-    PassTimes,
-    kept_numbers,
-    level_seconds,
-)
+from specdec.policy.calibration import Calibration, chain_survival, level_yield
+from specdec.policy.costs import PassCost, PassTimes, level_seconds
+from specdec.policy.fading import LASTING, MOST_KEPT, RECENT, FadingMean, kept_numbers
 from specdec.policy.modes import AheadChoice, DraftChoice
 
-_VERSION = 2  # of what is kept: another one's is not used
-_MOST_LESSONS = 16  # ways of choosing tokens that are kept
-_LARGEST_SIZE = 16  # bits of the number of texts in a pass
-_BROKEN = (KeyError, TypeError, ValueError, OverflowError)  # what a file that we did not write does
+_VERSION = 3
+"""Of what is kept: another one's is not used."""
+_BROKEN = (KeyError, TypeError, ValueError, OverflowError)
+"""What reading a file raises that somebody else wrote."""
 _FIRST_NODES, _GROWTH = 16, 2
 """Slow start: the plan's curve and the draft's word are guesses, so that no tree is much larger
 than those that were worth verifying lately. Nodes of the first tree, and how many times theirs
-(docs/policy.md)."""
+(bench/worlds: 0.99 of the speed with 32 nodes, 0.997 with 8; without any bound: docs/policy.md)."""
 
 
 class Lessons:
@@ -41,8 +34,7 @@ class Lessons:
         self._make = make
         self._choices: dict[int, DraftChoice] = {}
         self.calibration = Calibration()
-        self.chain = ChainSurvival(ASSUMED_LEVEL_ACCEPTANCE)
-        self.levels = LevelYield()
+        self.chain, self.levels = chain_survival(), level_yield()
         self._most_kept = _FIRST_NODES / _GROWTH
 
     def choice(self, n_texts: int = 1) -> DraftChoice:
@@ -66,8 +58,8 @@ class Lessons:
         return {
             "choices": {str(size): choice.kept() for size, choice in self._choices.items()},
             "calibration": self.calibration.kept(),
-            "chain": self.chain.kept().tolist(),
-            "levels": self.levels.kept().tolist(),
+            "chain": self.chain.kept(),
+            "levels": self.levels.kept(),
             "most_kept": self._most_kept,
         }
 
@@ -75,11 +67,13 @@ class Lessons:
         """Raises ValueError, TypeError, KeyError."""
         for name, choice in dict(kept["choices"]).items():
             size = int(name)
-            if not 1 <= size <= _LARGEST_SIZE:
+            if not 1 <= size <= MOST_KEPT:
                 raise ValueError("no number of texts")
             self.choice(2 ** (size - 1)).restore(choice)
         self.calibration.restore(kept["calibration"])
         self.chain.restore(kept["chain"])
+        if not 0.0 < self.chain.means[0] <= 1.0:
+            raise ValueError("no share of a chain's tokens")
         self.levels.restore(kept["levels"])
         self._most_kept = float(kept_numbers(kept["most_kept"], ()))
 
@@ -99,10 +93,19 @@ class Experience:
     ) -> None:
         run_seconds = 0.0 if draft_cost is None else level_seconds(draft_cost, n_nodes)
         self.passes = PassTimes(cost.seconds, max(1 + n_nodes, max_rows))
-        self.drafts = DraftTimes(run_seconds)
+        self._drafts = FadingMean(LASTING, (run_seconds,))
         self.ahead = AheadChoice()
         self._lessons: dict[tuple[object, ...], Lessons] = {}
         self._kept: dict[str, Any] = {}  # of other processes: lessons that nobody asked for yet
+
+    @property
+    def run_seconds(self) -> float:
+        """Of one run of the draft model, whose levels of all texts are one."""
+        return self._drafts.means[0]
+
+    def note_drafting(self, n_runs: int, seconds: float) -> None:
+        if n_runs:
+            self._drafts.add(seconds / n_runs, n=n_runs)
 
     def lessons(self, key: tuple[object, ...], make: Callable[[int], DraftChoice]) -> Lessons:
         """Those of one way of choosing tokens; new ones begin with `make`'s choices."""
@@ -121,9 +124,9 @@ class Experience:
         return {
             "version": _VERSION,
             "passes": self.passes.kept().tolist(),
-            "drafts": self.drafts.kept().tolist(),
+            "drafts": self._drafts.kept(),
             "ahead": self.ahead.kept(),
-            "lessons": dict([*lessons.items(), *self._kept.items()][:_MOST_LESSONS]),
+            "lessons": dict([*lessons.items(), *self._kept.items()][:MOST_KEPT]),
         }
 
 
@@ -140,10 +143,12 @@ def experience_of(
     try:
         if kept["version"] == _VERSION:
             experience.passes.restore(kept["passes"])
-            experience.drafts.restore(kept["drafts"])
+            experience._drafts.restore(kept["drafts"])
+            if experience.run_seconds < 0.0:
+                raise ValueError("no run of a draft")
             experience.ahead.restore(kept["ahead"])
             lessons = list(dict(kept["lessons"]).items())
-            experience._kept = dict(lessons[:_MOST_LESSONS])
+            experience._kept = dict(lessons[:MOST_KEPT])
     except _BROKEN:
         return Experience(cost, draft_cost, n_nodes, max_rows)
     return experience

@@ -7,7 +7,6 @@ sure gets more rows, and a hopeless one the single row of its pending token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,13 +22,12 @@ class Offer:
     """What one text's drafters propose.
 
     probabilities: that each node is accepted, float64 [nodes], the root's first.
-    stake_seconds: by which its rows may make the pass longer; infinite where nothing bounds it.
+    rate: tokens per second, by which it weighs a second.
     """
 
     tree: DraftTree
     probabilities: NDArray[np.float64]
     rate: float
-    stake_seconds: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,6 @@ def choose_nodes(
     costs = float(np.mean([offer.rate for offer in offers])) * seconds
     tokens = np.concatenate(([0.0], np.cumsum(probs[order])))[: len(costs)]
     n_most = len(costs) - 1 if max_nodes is None else min(len(costs) - 1, max_nodes)
-    stake = sum(offer.stake_seconds for offer in offers)
-    if stake < math.inf:
-        # Rows that the drafts' credit pays for; at least one for each text.
-        n_paid = int(np.count_nonzero(seconds - seconds[0] <= stake)) - 1
-        n_most = min(n_most, max(len(offers), n_paid))
     n_kept = int((tokens - costs)[: 1 + n_most].argmax())
     price = 0.0
     if n_kept < len(probs):

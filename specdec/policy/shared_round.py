@@ -11,11 +11,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdec.policy.costs import STUMBLE
-from specdec.policy.draft_policy import DraftPolicy, Outcome
+from specdec.policy.draft_policy import DraftPolicy
+from specdec.policy.modes import Outcome
 from specdec.policy.shared_pass import choose_nodes
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
+
+_STUMBLE = 3.0
+"""Times as long as usual: a pass that took longer was held up, and counts as that much
+(bench/worlds: without, 0.86 of the speed in memory where a tenth of all passes is held up; with
+twice, passes that became four times as slow are taken for 3.5 times after 220 tokens)."""
 
 
 def trim_together(
@@ -36,10 +41,7 @@ def trim_together(
     if weighed:
         rounds = [policies[i].round for i in weighed]
         shapes = [policies[i].shape for i in weighed]
-        offers = [
-            shape.offer(trees[i], this.uses_draft, this.draft_seconds)
-            for i, shape, this in zip(weighed, shapes, rounds, strict=True)
-        ]
+        offers = [shape.offer(trees[i]) for i, shape in zip(weighed, shapes, strict=True)]
         n_others = n_other_rows + n_whole
         n_left = None
         if max_nodes is not None:
@@ -71,10 +73,10 @@ def _note_drafting(policies: Sequence[DraftPolicy], trees: Sequence[DraftTree]) 
     seconds = usual = now - min(this.began for this in used)
     behind = [this for this in used if this.is_catching_up]
     if behind:  # that much is not what drafting usually takes
-        usual = min(seconds, n_runs * experience.drafts.run_seconds)
+        usual = min(seconds, n_runs * experience.run_seconds)
     else:
         experience.ahead.record_drafting(used[0].follows_ahead, seconds)
-        experience.drafts.observe(n_runs, seconds)
+        experience.note_drafting(n_runs, seconds)
     for this in used:
         this.draft_seconds = usual / len(used)
     for this in behind:
@@ -89,9 +91,8 @@ def should_draft_ahead(policies: Sequence[DraftPolicy]) -> bool:
     is_ahead = "on" in wants
     if using and "auto" in wants and not is_ahead:
         experience = policies[0].experience
-        rate = sum(policy.choice.rate for policy in policies) / len(policies)
         seconds = experience.passes.of(using[0].round.n_rows)
-        is_ahead = experience.ahead.next_is_ahead(rate, seconds)
+        is_ahead = experience.ahead.next_is_ahead(seconds)
     for policy, wanted in zip(policies, wants, strict=True):
         policy.round.is_ahead = is_ahead and wanted != "off"
     return is_ahead
@@ -119,16 +120,16 @@ def observe_together(
             key = id(policy.choice), policy.round.uses_draft
             outcomes.setdefault(key, []).append((policy, outcome))
     for (_, uses_draft), own in outcomes.items():
-        tokens, own_seconds, more = np.mean([outcome for _, outcome in own], axis=0).tolist()
-        own[0][0].choice.record(uses_draft, tokens, own_seconds, more, len(own))
+        mean = Outcome(*np.mean([outcome for _, outcome in own], axis=0).tolist())
+        own[0][0].choice.record(uses_draft, mean, len(own))
 
 
 def _note_pass(policy: DraftPolicy, seconds: float) -> float:
     """The pass's seconds, less what held it up."""
     this, passes, ahead = policy.round, policy.experience.passes, policy.experience.ahead
     usual = passes.of(this.n_rows)
-    ahead.record_pass(this.is_ahead, min(seconds, STUMBLE * usual), usual)
     slowdown = ahead.slowdown if this.is_ahead else 1.0
-    if not (this.is_ahead and ahead.is_on_trial):  # whose slowdown is not known yet
-        passes.observe(this.n_rows, seconds / slowdown)
-    return min(seconds, STUMBLE * slowdown * passes.of(this.n_rows))
+    seconds = min(seconds, _STUMBLE * usual * slowdown)
+    ahead.record_pass(this.is_ahead, seconds / usual)
+    passes.observe(this.n_rows, seconds / (ahead.slowdown if this.is_ahead else 1.0))
+    return seconds

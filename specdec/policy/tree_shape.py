@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
+from specdec.policy.calibration import note_levels, worthwhile_level
 from specdec.policy.experience import Experience, Lessons
 from specdec.policy.modes import DraftChoice
 from specdec.policy.shared_pass import Offer
@@ -34,7 +35,7 @@ class TreeShape:
         self, config: SpecConfig, experience: Experience, lessons: Lessons, has_model: bool
     ) -> None:
         self._config = config
-        self._passes, self._drafts = experience.passes, experience.drafts
+        self._experience, self._passes = experience, experience.passes
         self._lessons = lessons
         self._has_model = has_model
         self._n_texts = 1
@@ -55,13 +56,10 @@ class TreeShape:
         least = self._min_level_probability(uses_draft)
         return TreeLimits(most, depth, self._config.width, least)
 
-    def offer(self, tree: DraftTree, uses_draft: bool, draft_seconds: float) -> Offer:
-        """A tree that took so long to draft, as it is weighed against those of other texts."""
-        choice = self._choice
-        # The draft's credit pays for its levels first.
-        stake = choice.stake_seconds - draft_seconds if uses_draft else math.inf
+    def offer(self, tree: DraftTree) -> Offer:
+        """A tree as it is weighed against those of other texts."""
         probs = self._lessons.calibration.path_probabilities(tree)
-        return Offer(tree, probs, choice.rate, stake)
+        return Offer(tree, probs, self._choice.rate)
 
     def cut(self, offer: Offer, kept: list[int], price: float, uses_draft: bool) -> DraftTree:
         """The part of an offer that is verified, where one more node would cost `price`."""
@@ -75,12 +73,12 @@ class TreeShape:
         """What one level and one node of a text add to a round without the draft: its share of the
         drafting, and the time that its row takes."""
         seconds = self._passes.seconds(n_texts + 1)[n_texts - 1 :]
-        return self._drafts.run_seconds / n_texts + max(0.0, float(seconds[-1] - seconds[0]))
+        return self._experience.run_seconds / n_texts + max(0.0, float(seconds[-1] - seconds[0]))
 
     @property
     def _level_seconds(self) -> float:
         """A text's share of a run of the draft."""
-        return self._drafts.run_seconds / self._n_texts
+        return self._experience.run_seconds / self._n_texts
 
     @property
     def _choice(self) -> DraftChoice:
@@ -100,7 +98,7 @@ class TreeShape:
         if self._config.draft_depth is not None:
             return 0.0
         worth = self._choice.rate * self._level_seconds
-        return self._lessons.levels.draft_probability(worth)
+        return worthwhile_level(self._lessons.levels, worth)
 
     def _chain_length(self, most: int, uses_draft: bool) -> int:
         """Of a chain that is yet to be drawn: from the fate of earlier ones alone.
@@ -110,7 +108,7 @@ class TreeShape:
         """
         if most < 1:
             return 0
-        tokens = np.cumsum(np.concatenate(([1.0], self._lessons.chain.probabilities(most))))
+        tokens = np.cumsum(self._lessons.chain.means[0] ** np.arange(most + 1))
         seconds = self._passes.seconds(self._n_texts + most)[self._n_texts - 1 :]
         tokens = tokens[: len(seconds)]
         if uses_draft:
@@ -127,4 +125,4 @@ class TreeShape:
         deepest = int(depths[is_drafted].max(initial=0))
         draft = np.bincount(depths, weights=np.exp(tree.path_log_probs)).astype(np.float64)
         gained = np.bincount(depths, weights=gains).astype(np.float64)
-        self._lessons.levels.observe(draft[1:deepest], gained[2 : deepest + 1])
+        note_levels(self._lessons.levels, draft[1:deepest], gained[2 : deepest + 1])

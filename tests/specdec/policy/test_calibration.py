@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.policy.calibration import Calibration, ChainSurvival
+from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
+from specdec.policy.calibration import (
+    Calibration,
+    chain_survival,
+    level_yield,
+    note_chain,
+    note_levels,
+    worthwhile_level,
+)
 from specdec.verification.tree import DraftTree
 
 
@@ -91,12 +99,33 @@ def test_sources_are_learnt_apart_and_old_lessons_fade() -> None:
 
 
 def test_survival_of_chains_is_their_share() -> None:
-    survival = ChainSurvival(prior=0.85)
-    assert survival.probabilities(5) == pytest.approx([0.85**d for d in range(1, 6)])
+    survival = chain_survival()
+    assert survival.means == pytest.approx((ASSUMED_LEVEL_ACCEPTANCE,))
     rng = np.random.default_rng(0)
     for _ in range(2000):
         n = next((i for i in range(4) if rng.random() > 0.6), 4)
-        survival.observe(4, n)
-    found = survival.probabilities(5)
-    assert found[:4] == pytest.approx([0.6**d for d in range(1, 5)], abs=0.06)
-    assert all(np.diff(found) < 0.0)
+        note_chain(survival, 4, n)
+    assert survival.means[0] == pytest.approx(0.6, abs=0.06)
+
+
+def test_levels_are_worth_what_such_ones_gained() -> None:
+    levels = level_yield()
+    assert worthwhile_level(levels, 0.3) == pytest.approx(0.3)  # as the draft says
+    assert worthwhile_level(levels, 7.0) == 1.0  # which no level of a tree is below
+    for _ in range(40):
+        note_levels(levels, np.array([0.9, 0.6, 0.3]), np.array([0.45, 0.3, 0.15]))
+        note_levels(levels, np.array([]), np.array([]))  # a tree of one level teaches nothing
+    assert worthwhile_level(levels, 0.3) == pytest.approx(0.6, rel=0.01)
+
+
+def test_buckets_with_few_tries_follow_the_others_of_their_source() -> None:
+    calibration = Calibration()
+    for _ in range(60):
+        calibration.observe(chain(0.8), [7])
+        calibration.observe(chain(0.5), [0])
+    unseen = calibration.path_probabilities(chain(0.3))[1]
+    assert unseen == pytest.approx(
+        sigmoid(math.log(0.3 / 0.7) + math.log(0.5 / 0.65) / 0.9), abs=0.1
+    )
+    assert calibration.path_probabilities(chain(0.8))[1] < 0.2
+    assert calibration.path_probabilities(chain(0.5))[1] > 0.8

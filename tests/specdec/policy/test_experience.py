@@ -36,11 +36,11 @@ def test_times_are_known_in_the_next_process_though_its_plan_is_another_one() ->
     experience = Experience(COST, DRAFT, 32)
     for _ in range(5):
         experience.passes.observe(17, 3.0)
-        experience.drafts.observe(4, 0.4)
+        experience.note_drafting(4, 0.4)
     kept = json.loads(json.dumps(experience.kept()))
     other = experience_of(PassCost(2.0, 0.4, 0.1), DRAFT, 32, kept)
     assert other.passes.of(17) == pytest.approx(3.0, rel=0.02)
-    assert other.drafts.run_seconds == pytest.approx(experience.drafts.run_seconds)
+    assert other.run_seconds == pytest.approx(experience.run_seconds)
 
 
 def test_what_is_kept_counts_little_against_what_is_measured() -> None:
@@ -87,9 +87,29 @@ def learnt_once(_cache: list[str] = []) -> Any:  # noqa: B006 (kept on purpose)
     return json.loads(_cache[0])
 
 
-@pytest.mark.parametrize("kept", [None, 7, [], {}, {"version": 2}, "x", float("nan")])
+@pytest.mark.parametrize(
+    "kept", [None, 7, [], {}, {"version": 2}, {"version": 3}, "x", float("nan")]
+)
 def test_anything_else_is_no_experience(kept: Any) -> None:
     assert fresh(WORLD, kept).kept() == fresh(WORLD).kept()
+
+
+def test_another_version_is_not_used() -> None:
+    """Such as the one before, whose choices were lists."""
+    old = {"version": 2, "passes": [[0.0, 0.0]] * 17, "drafts": [1.0, 0.1], "ahead": [[0, 0]] * 3}
+    kept = {**old, "lessons": {str(i): {"choices": {"1": [[1.0, 1.0, 1.0, 0.0]]}} for i in (1, 2)}}
+    assert fresh(WORLD, kept).kept() == fresh(WORLD).kept()
+
+
+@pytest.mark.parametrize("chain", [[8.0, 9.0], [8.0, -1.0], [0.0, 0.0]])
+def test_a_broken_share_of_chains_is_learnt_anew(chain: list[float]) -> None:
+    kept = learnt_once()
+    for lessons in kept["lessons"].values():
+        lessons["chain"] = chain
+    experience = fresh(WORLD, kept)
+    simulate(WORLD, SpecConfig(), 20, experience)
+    (lessons,) = experience.kept()["lessons"].values()
+    assert lessons["chain"] == pytest.approx([8.0, 8.0 * 0.85])
 
 
 def test_it_is_bounded() -> None:

@@ -78,21 +78,6 @@ def test_a_sure_text_gets_the_rows_that_a_hopeless_one_does_not() -> None:
     assert kept == [[0], [0, 1, 2, 3, 4, 5, 6]]
 
 
-def test_credit_bounds_the_rows_of_all_but_one_for_each_text() -> None:
-    trees = []
-    for _ in range(3):
-        tree, node = DraftTree(0), 0
-        for token in range(4):
-            node = tree.add(node, token, math.log(0.99))
-        trees.append(tree)
-    passes = PassTimes(PassCost(0.0, 1.0, 0.1).seconds, MAX_ROWS)
-    probs = np.exp(np.array(trees[0].path_log_probs))
-    poor = [Offer(tree, probs, 0.1, stake_seconds=0.0) for tree in trees]
-    assert sum(map(len, choose_nodes(poor, passes).kept)) == 3 + 3
-    rich = [Offer(tree, probs, 0.1, stake_seconds=0.17) for tree in trees]
-    assert sum(map(len, choose_nodes(rich, passes).kept)) == 3 + 5
-
-
 def test_no_pass_has_more_rows_than_times_are_known_of() -> None:
     tree = DraftTree(0)
     for token in range(40):

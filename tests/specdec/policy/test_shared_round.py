@@ -48,8 +48,7 @@ def test_a_round_of_equal_texts_counts_as_one_of_them(is_right: bool) -> None:
     credits = []
     for n_texts in (2, 3):  # which share a choice
         _, policy = round_of(n_texts, is_right)
-        [alone, draft] = policy.choice.kept()
-        credits.append((alone[-1], draft[-1]))
+        credits.append(policy.choice.kept()["credit"])
     assert credits[0] == pytest.approx(credits[1], abs=0.02)
 
 
@@ -63,6 +62,17 @@ def test_the_plan_shares_the_free_rows_among_the_texts() -> None:
     assert rates[-1] > 3 * 20 / 1.2  # more than three tokens a text in little more than the reads
 
 
+def test_single_passes_that_were_held_up_count_little() -> None:
+    clock, experience = Clock(), Experience(COST, None, 64)
+    policy = DraftPolicy(SpecConfig(("ngram",)), COST, 1000, experience=experience, clock=clock)
+    for i in range(40):
+        policy.limits(10, 64, 1000)
+        (kept,) = trim_together([policy], [DraftTree(0)])
+        clock.now += 30.0 if i % 10 == 3 else 1.5
+        observe_together([policy], [Acceptance((0,), 99, False)], [kept])
+    assert experience.passes.of(1) == pytest.approx(1.5, rel=0.15)
+
+
 def seconds_of_round(n_entering: int, note: Callable[[float], None]) -> None:
     clock, experience = Clock(), Experience(COST, DRAFT, 64, max_rows=1024)
     policy = DraftPolicy(
@@ -73,8 +83,8 @@ def seconds_of_round(n_entering: int, note: Callable[[float], None]) -> None:
     (kept,) = trim_together([policy], [tree], n_entering)
     clock.now += COST.seconds(1 + n_entering)
     record = policy.choice.record
-    policy.choice.record = lambda uses, tokens, seconds, *rest: (  # type: ignore[method-assign]
-        note(seconds), record(uses, tokens, seconds, *rest)
+    policy.choice.record = lambda uses, outcome, n_texts: (  # type: ignore[method-assign]
+        note(outcome.seconds), record(uses, outcome, n_texts)
     )  # fmt: skip
     observe_together([policy], [Acceptance((0,), 99, False)], [kept])
 
