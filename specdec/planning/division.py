@@ -22,6 +22,7 @@ from offload.budget import BudgetExceeded, MemoryBudget, format_up
 from offload.residency.placement import Placement
 from offload.residency.tiers import CUDA_CONTEXT_BYTES, VRAM
 from offload.units import MIB
+from specdec.planning.lending import Kv, Lending
 from specdec.planning.parts import Parts, PartsOfRun
 from specdec.planning.placer import CpuPlacer, GpuPlacer, Placer, WholeGpuPlacer
 from specdec.planning.run_options import CPU, CUDA, RunOptions
@@ -93,6 +94,8 @@ class Division:
     """The GPU's ledger, if the target runs there."""
     smallest_vram_bytes: int = 0
     """The smallest VRAM budget that works."""
+    lending: Lending = Lending()
+    """What is lent of it to the target's layers while it decodes."""
 
     @property
     def n_drafted(self) -> int:
@@ -182,6 +185,23 @@ class Divider:
             self.smallest_bytes,
             vram,
             self.smallest_vram_bytes,
+            self._lending(budget, target_plan, shape),
+        )
+
+    def _lending(self, budget: MemoryBudget, placed: Placement, shape: Shape) -> Lending:
+        """What of this division is lent; nothing of what a GPU computes, nor where all stays."""
+        if placed.is_on_device or not placed.n_slots:
+            return Lending()
+        source, options = self._target.source, self._options
+        n_tokens = options.all_tokens(self._ctx_size)
+        n_nodes = options.target_nodes(shape.n_drafted)
+        kv_bytes = source.kv_bytes(n_tokens, n_nodes) - source.kv_bytes(1, n_nodes)
+        return Lending.of(
+            dict(budget.table()),
+            options.target_rows(shape.n_drafted),
+            n_nodes,
+            Kv(n_tokens, kv_bytes // max(1, n_tokens - 1)),
+            source.slot_bytes(placed),
         )
 
     @cached_property

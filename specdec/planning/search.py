@@ -74,6 +74,14 @@ class Alternative:
     """Assumed."""
     tokens_per_second: float
 
+    def decoding(self, n_tokens: int) -> Alternative:
+        """Its speed while texts of so many tokens, together, leave memory to layers."""
+        division, n_rows = self.division, 1 + self.n_tree
+        placed = division.lending.hold(division.target, n_tokens, n_rows)
+        target = replace(self.target, placement=placed)
+        seconds = _round_seconds(target, self.draft, n_rows, self.drafting_seconds)
+        return replace(self, target=target, tokens_per_second=self.tokens_per_pass / seconds)
+
     @property
     def plain_tokens_per_second(self) -> float:
         """Predicted without drafting."""
@@ -250,13 +258,20 @@ def _predict_tree(
     if draft is not None:
         depth = min(depth, likely_levels(n_drafted, spec.width))
     drafting = depth * level
-    # A draft that streams has the storage to itself: nothing of the target is read meanwhile.
-    is_hidden = draft is None or not draft.placement.n_slots
-    times = target.times(1 + n_drafted, drafting if is_hidden else 0.0)
-    seconds = times.cycle_seconds if is_hidden else times.seconds + drafting
+    seconds = _round_seconds(target, draft, 1 + n_drafted, drafting)
     tokens = expected_tokens(n_drafted, depth)
     if draft is None:
         tokens = 1 + ASSUMED_NGRAM_SHARE * (tokens - 1)
     return Alternative(
         division, target, draft, n_drafted, depth, drafting, tokens, tokens / seconds
     )
+
+
+def _round_seconds(
+    target: PassModel, draft: PassModel | None, n_rows: int, drafting_seconds: float
+) -> float:
+    """Of drafting and the pass that follows it."""
+    if draft is not None and draft.placement.n_slots:
+        # It has the storage to itself: nothing of the target is read meanwhile.
+        return target.seconds(n_rows) + drafting_seconds
+    return target.times(n_rows, drafting_seconds).cycle_seconds
