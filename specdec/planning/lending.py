@@ -13,13 +13,14 @@ from typing import NamedTuple
 from offload.residency.placement import Placement
 from offload.residency.plan import hold_layers
 from offload.units import MIB
+from specdec.planning.parts import DRAFTING_PARTS
 from specdec.policy.spare_memory import RESERVE_BYTES, bytes_per_row
 
 TEXT_TOKENS = 512
 """Of a text that a plan's speeds are about, prompt included, where the context has room for it."""
 IN_USE_BYTES = 64 * MIB
-"""Of the headroom and of the activations of all models, what passes of a few rows take: 47 to
-100 MiB were measured, with and without a draft (docs/benchmarks.md)."""
+"""Of the headroom and of the activations, what passes of a few rows take: 47 to 63 MiB were
+measured without a draft, and 10 to 40 more with one (docs/benchmarks.md)."""
 
 
 class Kv(NamedTuple):
@@ -55,6 +56,7 @@ class Lending:
         row_bytes = int(bytes_per_row(activations, most_rows))
         unused = parts["available"] + parts["headroom"] + activations + parts["target KV cache"]
         to_come = most_rows * row_bytes + most_nodes * kv.token_bytes
+        to_come += sum(parts.get(name, 0) for name in DRAFTING_PARTS)
         return cls(unused - IN_USE_BYTES - to_come - RESERVE_BYTES, kv, row_bytes, slot_bytes)
 
     def hold(self, placed: Placement, n_tokens: int, n_rows: int) -> Placement:

@@ -30,11 +30,9 @@ from specdec.policy.draft_policy import MAX_AUTO_NODES
 
 _TREES = (8, 16, 32, 64, MAX_AUTO_NODES, 256, 512, MAX_DRAFT_TOKENS)
 """Those beyond MAX_AUTO_NODES on a GPU only."""
-_LARGE_DRAFT_BYTES = 64 << 20
-"""A smaller draft takes no memory that the target would miss."""
 _WORTH_LEAVING_OUT = 1.05
 """How much faster the target has to be alone for its draft not to be loaded."""
-_ROOMS = (4, 2, 1)
+_ROOMS = (4, 1)
 """Times the best tree, the first of these that fits is set aside: acceptance may be better than
 assumed. But not at the cost of speed:"""
 _ROOM_COSTS_LITTLE = 0.99
@@ -198,9 +196,6 @@ class Search:
         """With room for the best tree and larger ones, as far as that costs little."""
         shape = Shape(self._divider.least_drafted, has_draft=has_draft, draft_device=draft_device)
         best = self._try(total_bytes, shape)
-        if best.draft is not None and self._divider.draft_layer_bytes(CPU) > _LARGE_DRAFT_BYTES:
-            streamed = self._try(total_bytes, replace(shape, streams_draft=True))
-            best = max(best, streamed, key=lambda one: one.tokens_per_second)
         for n_drafted in self._rooms(best):
             with suppress(BudgetExceeded):
                 found = self._try(total_bytes, replace(best.division.shape, n_drafted=n_drafted))
