@@ -17,6 +17,7 @@ from offload.formats.tensors import TensorRecord
 from offload.residency.experts import LayerExperts
 from offload.residency.placement import LayerWeights, Placement
 from offload.ring.early import EarlyWeights
+from offload.storage.aligned import buffer_bytes
 from offload.units import Progress
 
 LOAD_MODES = ("auto", "stream", "ram", "mmap")
@@ -155,6 +156,10 @@ class ModelSource(ABC):
     def streaming_overhead_bytes(self, n_slots: int) -> int:
         """What a ring of that depth takes beside its slots, at most."""
         return 0
+
+    def slot_bytes(self, placed: Placement) -> int:
+        """Memory of one slot of the ring, at most, and so of a layer that is held in its place."""
+        return buffer_bytes(placed.slot_bytes)
 
     @abstractmethod
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:

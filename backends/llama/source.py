@@ -39,9 +39,10 @@ from offload.formats.gguf_header import GGML_TYPES
 from offload.formats.tensors import TensorRecord
 from offload.paging.expert_pages import edge_bytes, outside
 from offload.paging.memory import move_seconds_per_byte
-from offload.paging.plan import paging_overhead_bytes
+from offload.paging.plan import paging_overhead_bytes, paging_slot_bytes
 from offload.process.cpus import usable_cpus
 from offload.process.memory import memory_limit, reset_peak_rss
+from offload.residency.placement import Placement
 from offload.storage.reading import resident_footprint
 
 logger = logging.getLogger(__name__)
@@ -134,9 +135,16 @@ class GgufSource(ModelSource):
         return _QUANTISED_CACHE_TYPES[1 + max(map(_QUANTISED_CACHE_TYPES.index, present)) :]
 
     def streaming_overhead_bytes(self, n_slots: int) -> int:
+        n_bytes = paging_overhead_bytes(self.layers, n_slots, self._not_paged)
+        return n_bytes + edge_bytes(self.experts)
+
+    def slot_bytes(self, placed: Placement) -> int:
+        return paging_slot_bytes(placed.layers, self._not_paged)
+
+    @property
+    def _not_paged(self) -> tuple[TensorRecord, ...]:
         beside = outside(self.experts)
-        others = (*self.model.outer_records, *beside.resident, *beside.untouched)
-        return paging_overhead_bytes(self.layers, n_slots, others) + edge_bytes(self.experts)
+        return (*self.model.outer_records, *beside.resident, *beside.untouched)
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         types = self._run.type_k, self._run.type_v

@@ -39,24 +39,28 @@ def compare(plan: RunPlan, records: Sequence[Mapping[str, Any]]) -> dict[str, An
     n_nodes = round(ratio(n_drafted, passes))
     n_rows = 1 + n_nodes
     n_runs = ratio(n_draft_runs, passes)
+    n_tokens = round(ratio(stats["prompt_tokens"] + stats["generated_tokens"], len(records)))
+    target = plan.chosen.decoding(n_tokens).target
     drafting = 0.0
     if plan.chosen.draft is not None and n_runs > 0:
         n_abreast = min(max(1, round(n_drafted / n_draft_runs)), level_width(n_nodes))
         drafting = n_runs * plan.chosen.draft.seconds(n_abreast)
-    times = plan.chosen.target.times(n_rows, drafting)
+    times = target.times(n_rows, drafting)
     tokens = ratio(stats["generated_tokens"] - len(records), passes)
     predicted = {
         "pass_seconds": times.seconds,
         "stall_seconds": times.stall_seconds,
         "drafting_seconds": times.gap_seconds,
         "tokens_per_second": tokens / times.cycle_seconds,
+        "bytes_per_pass": target.placement.streamed_bytes,
     }
     measured = {
         "pass_seconds": ratio(stats["pass_seconds"], passes),
-        # Of the prompts' passes, too.
+        # These two of the prompts' passes, too.
         "stall_seconds": ratio(stats["stall_seconds"], passes + len(records)),
         "drafting_seconds": ratio(stats["draft_seconds"], passes),
         "tokens_per_second": stats["tokens_per_second"],
+        "bytes_per_pass": ratio(stats["bytes_streamed"], passes + len(records)),
     }
     return {
         "n_rows": n_rows,

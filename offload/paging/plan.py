@@ -126,12 +126,9 @@ def paging_overhead_bytes(
             gap that holds one is read along.
     """
     spans = streamed_spans(layers, others)
-    lengths = [[s.inner.end - s.inner.start for s in group] for group in _with_pages(spans)]
-    body_bytes = max((sum(_huge_down(n) for n in ns) for ns in lengths), default=0)
-    edge_bytes = max((sum(_most_edge_bytes(n) for n in ns) for ns in lengths), default=0)
-    n_paged = sum(1 for ns in lengths if ns)
+    n_paged = sum(1 for group in _with_pages(spans) if group)
     resident = resident_spans(layers, (), spans)
-    n_bytes = min(n_slots, n_paged) * (body_bytes + edge_bytes)
+    n_bytes = min(n_slots, n_paged) * _most_slot_bytes(spans)
     n_bytes += sum(span.outer.end - span.outer.start for span in resident)
     records = {r.name: r for layer in layers for r in layer.resident_records}
     n_streamed = sum(1 for layer in layers if layer.layout.extents)
@@ -139,6 +136,19 @@ def paging_overhead_bytes(
     planned = resident_footprint(records.values())
     planned += min(n_slots, n_streamed) * buffer_bytes(slot_bytes)
     return max(0, n_bytes - planned)
+
+
+def paging_slot_bytes(layers: Sequence[LayerWeights], others: Iterable[TensorRecord] = ()) -> int:
+    """Memory of one slot of a Pager at most, and so of one layer that it holds; `others` as for
+    `paging_overhead_bytes`."""
+    return buffer_bytes(_most_slot_bytes(streamed_spans(layers, others)))
+
+
+def _most_slot_bytes(spans: Sequence[Sequence[Span]]) -> int:
+    lengths = [[s.inner.end - s.inner.start for s in group] for group in _with_pages(spans)]
+    body_bytes = max((sum(_huge_down(n) for n in ns) for ns in lengths), default=0)
+    edge_bytes = max((sum(_most_edge_bytes(n) for n in ns) for ns in lengths), default=0)
+    return body_bytes + edge_bytes
 
 
 def locate(span: Span, mappings: Mappings) -> int:

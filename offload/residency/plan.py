@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -165,6 +166,18 @@ def _pin(
 def spread(n_chosen: int, n_layers: int) -> list[int]:
     """`n_chosen` of `n_layers` indices, ascending and as evenly spaced as possible."""
     return [(2 * k + 1) * n_layers // (2 * n_chosen) for k in range(n_chosen)]
+
+
+def hold_layers(placed: Placement, n_layers: int) -> Placement:
+    """The same while so many of its streamed layers, or as many as may, stay in memory beside it:
+    those that a ring holds (offload.ring.order)."""
+    streamed = [i for i, layer in enumerate(placed.layers) if layer.slot_bytes]
+    n_held = min(n_layers, len(streamed) - placed.n_slots)
+    held = {streamed[k] for k in spread(n_held, len(streamed))}
+    layers = list(placed.layers)
+    for i in held:
+        layers[i] = layers[i].with_resident(record.name for record in layers[i].tensors)
+    return replace(placed, layers=tuple(layers))
 
 
 def _pin_single_tensors(plan: Placement, available_bytes: int) -> Placement:

@@ -3,9 +3,9 @@
 The budget is the whole process's. From it come off, in this order: what the process takes already
 (measured), headroom for what libraries allocate, the embeddings, heads, KV caches and activations
 of both models. What is left holds layers. The draft's come first, because drafting reads them once
-for every level of a tree; what of them does not fit, or is not wanted in memory, streams. The
-target gets the rest: a ring of slots through which its layers stream, and as many pinned tensors as
-fit. How much goes to each is a `Shape`, and `specdec.planning.search` chooses it.
+for every level of a tree; what of them does not fit streams. The target gets the rest: a ring of
+slots through which its layers stream, and as many pinned tensors as fit. Which draft there is, and
+room for which tree, is a `Shape`, and `specdec.planning.search` chooses it.
 
 With a GPU there are two ledgers. What is computed there is in its own, of VRAM, which is divided
 first; layers for which it has no room are the host's to hold or to stream, in pinned memory.
@@ -22,6 +22,7 @@ from offload.budget import BudgetExceeded, MemoryBudget, format_up
 from offload.residency.placement import Placement
 from offload.residency.tiers import CUDA_CONTEXT_BYTES, VRAM
 from offload.units import MIB
+from specdec.planning.lending import Kv, Lending
 from specdec.planning.parts import Parts, PartsOfRun
 from specdec.planning.placer import CpuPlacer, GpuPlacer, Placer, WholeGpuPlacer
 from specdec.planning.run_options import CPU, CUDA, RunOptions
@@ -44,9 +45,6 @@ class Shape:
 
     n_drafted: int
     """Draft tokens of the largest tree that there is room for."""
-    streams_draft: bool = False
-    """Whether the draft's layers are read for every level of a tree, and the memory is the
-    target's; otherwise they are in memory as far as there is room for them."""
     has_draft: bool = True
     draft_device: str = CPU
 
@@ -93,6 +91,8 @@ class Division:
     """The GPU's ledger, if the target runs there."""
     smallest_vram_bytes: int = 0
     """The smallest VRAM budget that works."""
+    lending: Lending = Lending()
+    """What is lent of it to the target's layers while it decodes."""
 
     @property
     def n_drafted(self) -> int:
@@ -144,10 +144,6 @@ class Divider:
         """Where the draft may run; (CPU,) without a draft too."""
         return tuple(self._drafts) or (CPU,)
 
-    def draft_layer_bytes(self, device: str) -> int:
-        """Memory that holds all of the draft's layers; 0 without a draft there."""
-        return self._drafts[device].all_bytes if device in self._drafts else 0
-
     @property
     def least_drafted(self) -> int:
         """Draft tokens that every plan has room for: those asked for, or a small tree."""
@@ -182,6 +178,23 @@ class Divider:
             self.smallest_bytes,
             vram,
             self.smallest_vram_bytes,
+            self._lending(budget, target_plan, shape),
+        )
+
+    def _lending(self, budget: MemoryBudget, placed: Placement, shape: Shape) -> Lending:
+        """What of this division is lent; nothing of what a GPU computes, nor where all stays."""
+        if placed.is_on_device or not placed.n_slots:
+            return Lending()
+        source, options = self._target.source, self._options
+        n_tokens = options.all_tokens(self._ctx_size)
+        n_nodes = options.target_nodes(shape.n_drafted)
+        kv_bytes = source.kv_bytes(n_tokens, n_nodes) - source.kv_bytes(1, n_nodes)
+        return Lending.of(
+            dict(budget.table()),
+            options.target_rows(shape.n_drafted),
+            n_nodes,
+            Kv(n_tokens, kv_bytes // max(1, n_tokens - 1)),
+            source.slot_bytes(placed),
         )
 
     @cached_property
@@ -220,9 +233,8 @@ class Divider:
         if draft is None:
             return None
         left = budget.available_bytes - self._least_of_target(shape, vram)
-        wanted = 0 if shape.streams_draft else draft.all_bytes
         device_bytes = draft.least_device_bytes()
-        wanted = max(draft.least_bytes(device_bytes), wanted)
+        wanted = max(draft.least_bytes(device_bytes), draft.all_bytes)
         plan = draft.place(min(left, wanted), device_bytes)
         _reserve(budget, vram, draft.parts(plan), "draft ")
         return plan

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from specdec.planning.lending import TEXT_TOKENS
 from specdec.planning.run_plan import RunPlan
-
-_TOKENS_OF_A_LINE = 512
-"""Which a line of a batch has at most, where it does not say how many."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +24,12 @@ class Machines:
 
     @property
     def lines_per_hour(self) -> float:
-        return self.tokens_per_second * 3600 / _TOKENS_OF_A_LINE
+        return self.tokens_per_second * 3600 / TEXT_TOKENS
 
     @property
     def storage_bytes_per_second(self) -> float:
         """Read by all together: of one storage, where they share it."""
-        n_bytes = self.plan.residency.streamed_bytes
+        n_bytes = self.plan.decoding.target.placement.streamed_bytes
         return self.n * n_bytes / self.plan.pass_seconds(1) if n_bytes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,7 +44,7 @@ class Machines:
         told = [
             f"{self.n} machines like this one, {self.n} times its lines: "
             f"{self.tokens_per_second:.2f} tokens/s together, {self.lines_per_hour:.0f} lines of "
-            f"{_TOKENS_OF_A_LINE} tokens an hour; a single text is no faster"
+            f"{TEXT_TOKENS} tokens an hour; a single text is no faster"
         ]
         if self.storage_bytes_per_second:
             told.append(

@@ -10,6 +10,7 @@ from offload.budget import MemoryBudget, format_up
 from offload.residency.experts import ExpertRoom
 from offload.residency.placement import Placement
 from offload.units import GIB, format_bytes
+from specdec.planning.lending import TEXT_TOKENS
 from specdec.planning.search import Alternative
 
 _WHY_NOT_THE_FASTEST = (
@@ -71,6 +72,16 @@ def placement_line(placed: Placement) -> str:
     return (
         f"{line}; {format_bytes(placed.streamed_bytes)} streamed per pass "
         f"through {placed.n_slots} slots of {format_bytes(placed.slot_bytes)}"
+    )
+
+
+def lending_line(placed: Placement, decoding: Placement) -> str:
+    """decoding: the same while a text is decoded."""
+    n_held = placed.n_streamed_layers - decoding.n_streamed_layers
+    lent = placed.streamed_bytes - decoding.streamed_bytes
+    return (
+        f"while a text of {TEXT_TOKENS} tokens is decoded, unused memory should hold {n_held} more "
+        f"({format_bytes(lent)}): {format_bytes(decoding.streamed_bytes)} streamed per pass"
     )
 
 

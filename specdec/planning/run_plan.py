@@ -9,11 +9,13 @@ from typing import Any
 from backends.contract.exactness import NOT_ASKED, Exactness
 from offload.residency.placement import Placement
 from offload.residency.tiers import CUDA_CONTEXT_BYTES
+from specdec.planning.lending import TEXT_TOKENS
 from specdec.planning.plan_report import (
     alternatives_table,
     enough,
     exactness_line,
     expert_line,
+    lending_line,
     memory_table,
     overhead_bytes,
     placement_line,
@@ -114,7 +116,18 @@ class RunPlan:
         return self.chosen.target.storage_bytes_per_second
 
     @cached_property
+    def decoding(self) -> Alternative:
+        """The chosen division while a text of TEXT_TOKENS is decoded: of it are the speeds."""
+        return self.chosen.decoding(TEXT_TOKENS)
+
+    @property
+    def lent_bytes(self) -> int:
+        """Of streamed layers that memory which is not in use should hold meanwhile."""
+        return self.residency.streamed_bytes - self.decoding.target.placement.streamed_bytes
+
+    @cached_property
     def pass_cost(self) -> PassCost:
+        """Of passes when nothing is lent."""
         return self.chosen.target.cost()
 
     @cached_property
@@ -124,18 +137,18 @@ class RunPlan:
 
     def pass_seconds(self, n_rows: int) -> float:
         """Predicted, for a pass that follows the one before it at once."""
-        return self.chosen.target.seconds(n_rows)
+        return self.decoding.target.seconds(n_rows)
 
     @property
     def plain_tokens_per_second(self) -> float:
-        return self.chosen.plain_tokens_per_second
+        return self.decoding.plain_tokens_per_second
 
     @property
     def predicted_tokens_per_second(self) -> float:
         """With the draft and the acceptance assumed; what acceptance is, is known after a run."""
         if self.chosen.draft is None:
             return self.plain_tokens_per_second
-        return self.chosen.tokens_per_second
+        return self.decoding.tokens_per_second
 
     def to_dict(self) -> dict[str, Any]:
         residency, draft = self.residency, self.draft_residency
@@ -156,6 +169,7 @@ class RunPlan:
             "n_slots": residency.n_slots,
             "slot_bytes": residency.slot_bytes,
             "streamed_bytes_per_pass": residency.streamed_bytes,
+            "lent_bytes": self.lent_bytes,
             "draft_streamed_bytes_per_pass": 0 if draft is None else draft.streamed_bytes,
             "storage_bytes_per_second": self.storage_bytes_per_second,
             "num_draft_tokens": self.n_draft_tokens,
@@ -224,7 +238,9 @@ class RunPlan:
         if vram is not None and self.chosen.draft is not None:
             lines.append(f"draft: computed on the {'GPU' if self.draft_device == CUDA else 'CPU'}")
         if self.residency.n_moving_layers:
-            lines += speed_lines(self.chosen)
+            if self.lent_bytes:
+                lines.append(lending_line(self.residency, self.decoding.target.placement))
+            lines += speed_lines(self.decoding)
             lines += alternatives_table(self.alternatives, self.chosen)
         lines.append(exactness_line(self.exactness))
         lines.append(f"smallest budget that works {enough(self.smallest_budget_bytes)}")

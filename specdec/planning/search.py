@@ -30,11 +30,9 @@ from specdec.policy.draft_policy import MAX_AUTO_NODES
 
 _TREES = (8, 16, 32, 64, MAX_AUTO_NODES, 256, 512, MAX_DRAFT_TOKENS)
 """Those beyond MAX_AUTO_NODES on a GPU only."""
-_LARGE_DRAFT_BYTES = 64 << 20
-"""A smaller draft takes no memory that the target would miss."""
 _WORTH_LEAVING_OUT = 1.05
 """How much faster the target has to be alone for its draft not to be loaded."""
-_ROOMS = (4, 2, 1)
+_ROOMS = (4, 1)
 """Times the best tree, the first of these that fits is set aside: acceptance may be better than
 assumed. But not at the cost of speed:"""
 _ROOM_COSTS_LITTLE = 0.99
@@ -73,6 +71,14 @@ class Alternative:
     tokens_per_pass: float
     """Assumed."""
     tokens_per_second: float
+
+    def decoding(self, n_tokens: int) -> Alternative:
+        """Its speed while texts of so many tokens, together, leave memory to layers."""
+        division, n_rows = self.division, 1 + self.n_tree
+        placed = division.lending.hold(division.target, n_tokens, n_rows)
+        target = replace(self.target, placement=placed)
+        seconds = _round_seconds(target, self.draft, n_rows, self.drafting_seconds)
+        return replace(self, target=target, tokens_per_second=self.tokens_per_pass / seconds)
 
     @property
     def plain_tokens_per_second(self) -> float:
@@ -190,9 +196,6 @@ class Search:
         """With room for the best tree and larger ones, as far as that costs little."""
         shape = Shape(self._divider.least_drafted, has_draft=has_draft, draft_device=draft_device)
         best = self._try(total_bytes, shape)
-        if best.draft is not None and self._divider.draft_layer_bytes(CPU) > _LARGE_DRAFT_BYTES:
-            streamed = self._try(total_bytes, replace(shape, streams_draft=True))
-            best = max(best, streamed, key=lambda one: one.tokens_per_second)
         for n_drafted in self._rooms(best):
             with suppress(BudgetExceeded):
                 found = self._try(total_bytes, replace(best.division.shape, n_drafted=n_drafted))
@@ -250,13 +253,20 @@ def _predict_tree(
     if draft is not None:
         depth = min(depth, likely_levels(n_drafted, spec.width))
     drafting = depth * level
-    # A draft that streams has the storage to itself: nothing of the target is read meanwhile.
-    is_hidden = draft is None or not draft.placement.n_slots
-    times = target.times(1 + n_drafted, drafting if is_hidden else 0.0)
-    seconds = times.cycle_seconds if is_hidden else times.seconds + drafting
+    seconds = _round_seconds(target, draft, 1 + n_drafted, drafting)
     tokens = expected_tokens(n_drafted, depth)
     if draft is None:
         tokens = 1 + ASSUMED_NGRAM_SHARE * (tokens - 1)
     return Alternative(
         division, target, draft, n_drafted, depth, drafting, tokens, tokens / seconds
     )
+
+
+def _round_seconds(
+    target: PassModel, draft: PassModel | None, n_rows: int, drafting_seconds: float
+) -> float:
+    """Of drafting and the pass that follows it."""
+    if draft is not None and draft.placement.n_slots:
+        # It has the storage to itself: nothing of the target is read meanwhile.
+        return target.seconds(n_rows) + drafting_seconds
+    return target.times(n_rows, drafting_seconds).cycle_seconds

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.drafters.model import level_width
+from specdec.planning.lending import TEXT_TOKENS
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.assumptions import expected_tokens, likely_levels
 
@@ -45,7 +46,7 @@ def plan_together(plan: RunPlan, n_texts: int, width: int) -> Together:
 
     width: most branches below one token of a tree.
     """
-    chosen = plan.chosen
+    chosen = plan.chosen.decoding(n_texts * TEXT_TOKENS)
     target, draft = chosen.target, chosen.draft
 
     def rate(n_tree: int) -> float:

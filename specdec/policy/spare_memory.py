@@ -19,6 +19,11 @@ _CHUNK_ROWS = 256
 """A plan's activations are at least those of so many rows of a prompt."""
 
 
+def bytes_per_row(activation_bytes: int, most_rows: int) -> float:
+    """Of the activations planned for the widest pass; most_rows: of a pass that decodes."""
+    return activation_bytes / max(most_rows, _CHUNK_ROWS)
+
+
 class SpareMemory:
     """Decides how much the target may hold; nothing where it does not stream.
 
@@ -49,7 +54,7 @@ class SpareMemory:
         self._draft, self._draft_texts = draft, draft_texts
         self._whole_bytes, self._budget_bytes = budget_bytes, budget_bytes - draft_bytes
         self._most_rows, self._activation_bytes = most_rows, activation_bytes
-        self._row_bytes = activation_bytes / max(most_rows, _CHUNK_ROWS)
+        self._row_bytes = bytes_per_row(activation_bytes, most_rows)
 
     def give_back(self) -> None:
         """Before anything that may take all that was planned."""

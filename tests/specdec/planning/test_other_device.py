@@ -52,7 +52,7 @@ def plan(name: str, **options: object) -> DevicePlan:
 
 def test_a_storage_alone_takes_the_rest_from_this_machine():
     found = plan("sd-card", memory_budget="1.5GiB")
-    streamed = found.plan.residency.streamed_bytes
+    streamed = found.plan.decoding.target.placement.streamed_bytes
     assert found.plan.pass_seconds(1) == pytest.approx(streamed / 90e6, rel=0.01)
     assert found.plan.budget_bytes == 3 * GIB // 2
     first = found.lines()[0]
@@ -214,10 +214,10 @@ def test_arithmetic_beside_reads_is_slower_as_in_plans_of_this_machine(
     own_storage.write_text('{"storage_bytes_per_second": 7e9}')
     found = plan(str(own_storage), memory_budget="1.5GiB").plan
     assert slowed == [True, False]  # the target streams, the draft does not
-    here = replace(found.chosen.target, compute=ModelCompute(SLOWED, TARGET.head_bytes))
+    here = replace(found.decoding.target, compute=ModelCompute(SLOWED, TARGET.head_bytes))
     assert found.pass_seconds(1) == here.seconds(1)
     alone = ComputeCurve((1,), SLOWED.alone, SLOWED.alone)
-    unslowed = replace(found.chosen.target, compute=ModelCompute(alone, TARGET.head_bytes))
+    unslowed = replace(found.decoding.target, compute=ModelCompute(alone, TARGET.head_bytes))
     assert found.pass_seconds(1) > 1.2 * unslowed.seconds(1)
 
 

@@ -118,7 +118,6 @@ def speed_alone(weighed: list[Alternative]) -> float:
 def test_a_draft_that_costs_more_than_it_brings_is_left_out():
     chosen, weighed = weigh(BIG, LARGE_DRAFT, 2 * GIB)
     with_draft = [one for one in weighed if one.draft is not None]
-    assert {one.division.shape.streams_draft for one in with_draft} == {True, False}
     best = max(one.tokens_per_second for one in with_draft)
     assert speed_alone(weighed) > 1.05 * best
     assert chosen.draft is None

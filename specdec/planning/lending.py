@@ -1,0 +1,68 @@
+"""What a run is going to lend to layers while it decodes, foreseen before anything is loaded.
+
+`specdec.policy.spare_memory` lends what it finds unused. A plan knows most of that: what it sets
+aside for the widest pass and the longest context, and how large the text is that it speaks of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from offload.residency.placement import Placement
+from offload.residency.plan import hold_layers
+from offload.units import MIB
+from specdec.planning.parts import DRAFTING_PARTS
+from specdec.policy.spare_memory import RESERVE_BYTES, bytes_per_row
+
+TEXT_TOKENS = 512
+"""Of a text that a plan's speeds are about, prompt included, where the context has room for it."""
+IN_USE_BYTES = 64 * MIB
+"""Of the headroom and of the activations, what passes of a few rows take: 47 to 63 MiB were
+measured without a draft, and 10 to 40 more with one (docs/benchmarks.md)."""
+
+
+class Kv(NamedTuple):
+    """Of the target."""
+
+    n_tokens: int  # of all texts together, at most
+    token_bytes: int
+
+
+@dataclass(frozen=True)
+class Lending:
+    """What memory of a division holds layers that stream, while less is in use than was planned."""
+
+    most_bytes: int = 0
+    """Lent beside an empty KV cache, before passes of no rows."""
+    kv: Kv = Kv(0, 0)
+    row_bytes: int = 0
+    """Of activations, which a pass that is narrower than the widest one leaves for that."""
+    slot_bytes: int = 0
+    """Memory of one layer that is held."""
+
+    @classmethod
+    def of(
+        cls, parts: Mapping[str, int], most_rows: int, most_nodes: int, kv: Kv, slot_bytes: int
+    ) -> Lending:
+        """
+        Args:
+            parts: of the budget, by name.
+            most_rows: of a pass that decodes.
+            most_nodes: that have KV beside the tokens.
+        """
+        activations = parts["target activations"]
+        row_bytes = int(bytes_per_row(activations, most_rows))
+        unused = parts["available"] + parts["headroom"] + activations + parts["target KV cache"]
+        to_come = most_rows * row_bytes + most_nodes * kv.token_bytes
+        to_come += sum(parts.get(name, 0) for name in DRAFTING_PARTS)
+        return cls(unused - IN_USE_BYTES - to_come - RESERVE_BYTES, kv, row_bytes, slot_bytes)
+
+    def hold(self, placed: Placement, n_tokens: int, n_rows: int) -> Placement:
+        """The target's layers while all texts have so many tokens, and passes so many rows."""
+        if not self.slot_bytes:
+            return placed
+        n_kv_bytes = min(n_tokens, self.kv.n_tokens) * self.kv.token_bytes
+        n_bytes = self.most_bytes - n_kv_bytes + n_rows * self.row_bytes
+        return hold_layers(placed, max(0, n_bytes) // self.slot_bytes)
