@@ -28,7 +28,7 @@ from offload.errors import SpecdecError
 from offload.formats.mapped import TensorShape
 
 if TYPE_CHECKING:  # only names of types, for the command line imports this
-    from offload.experts.cache import ExpertStats
+    from offload.experts.readers import ExpertStats
     from offload.ring.walk import StreamStats
 
 PREFIX = -1

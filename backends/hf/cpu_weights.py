@@ -16,8 +16,9 @@ from backends.contract.backend import StreamUse
 from backends.hf.model import HfModel
 from backends.hf.weights import BringExperts, RawTensors
 from backends.packed.decoder import Decoder
-from offload.experts.cache import ExpertCache, ExpertStats
+from offload.experts.cache import ExpertCache
 from offload.experts.kept import keep_decay
+from offload.experts.readers import ExpertStats
 from offload.residency.experts import ExpertRoom, count_experts
 from offload.residency.placement import LayerWeights
 from offload.ring.early import EarlyWeights, WantedWeights, open_weights
