@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,34 @@ def test_logits_are_equal_in_every_bit(family: str, tmp_path: Path) -> None:
         found = logits(tmp_path / "packed", is_streamed)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def change_tensors(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    for path in folder.glob("*.safetensors"):
+        tensors = {name: change(name, tensor) for name, tensor in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_copy_computes_in_the_number_format_of_its_source(tmp_path: Path) -> None:
+    """F32 embeddings, of fewer bytes than the bf16 matrices before those are packed alone."""
+    plain = save_packable("llama", tmp_path / "plain", vocab_size=390)
+    change_tensors(plain, lambda name, x: x if "layers" in name else x.float())
+    pack(plain, tmp_path / "packed")
+    n_outer, n_plain, n_packed = (
+        sum(r.n_bytes for r in WeightIndex.from_directory(path).values() if r.dtype == dtype)
+        for path, dtype in ((plain, "F32"), (plain, "BF16"), (tmp_path / "packed", "BF16"))
+    )
+    assert n_packed < n_outer < n_plain
+    expected = logits(plain, is_streamed=False)
+    for one, other in zip(logits(tmp_path / "packed", False), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_file_that_lost_its_metadata_is_guessed_at(tmp_path: Path) -> None:
+    pack(save_packable("llama", tmp_path / "plain"), tmp_path / "packed")
+    change_tensors(tmp_path / "packed", lambda _, x: x)
+    with pytest.raises(SpecdecError, match="U8 weights, or a packed file that lost its metadata"):
+        load_hf_model(tmp_path / "packed")
 
 
 @pytest.mark.parametrize("piece_bytes", [decoder.PIECE_BYTES, 128 * 384 * 2])
