@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ _ALONG = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*", "READM
 _WEIGHT_LISTS = (".safetensors.index.json", ".bin.index.json")
 _INDEX = "model.safetensors.index.json"
 _MARGIN_BYTES = 16 * MIB
-"""Headers, the tokenizer, blocks of the file system."""
+"""Headers, blocks of the file system."""
 _MOST_THREADS = 4
 _NAMED = 10
 
@@ -43,7 +44,7 @@ class PackReport:
     n_bytes: int
     n_packed: int
     n_others: int
-    """That are no matrices of decoder layers, or too small."""
+    """Tensors that are no matrices of decoder layers, or too small to be packed."""
     not_packed: dict[str, float]
     """By name, matrices whose exponents are too many: the share of weights with a rare one."""
     is_verified: bool
@@ -107,7 +108,7 @@ def pack(
         )
         if not wanted:
             raise PackError(f"{directory} has no matrix that is large enough to be packed")
-        _check_room(source, wanted, out)
+        _check_room(source, wanted, others.values(), place)
         with writing(out):
             written = _write_weights(source, wanted, partial, verify, progress)
             for name, path in others.items():
@@ -141,7 +142,9 @@ def _check_packable(source: HfModel, directory: Path) -> None:
         )
 
 
-def _check_room(source: HfModel, wanted: frozenset[str], out: Path) -> None:
+def _check_room(
+    source: HfModel, wanted: frozenset[str], others: Iterable[Path], place: Path
+) -> None:
     """Raise PackError where the disk has not the least that the copy may take."""
     from backends.packed.writer import PackError, least_bytes
 
@@ -149,12 +152,12 @@ def _check_room(source: HfModel, wanted: frozenset[str], out: Path) -> None:
         least_bytes(record) if record.name in wanted else record.n_bytes
         for record in source.index.values()
     )
-    parent = next(path for path in out.parents if path.exists())
-    free = shutil.disk_usage(parent).free
+    needed += sum(path.stat().st_size for path in others)
+    free = shutil.disk_usage(place.parent).free  # the copy is written there
     if needed > free:
         raise PackError(
-            f"{out} would take {format_bytes(needed)} and {parent} has {format_bytes(free)} free: "
-            "make room, or name a folder elsewhere"
+            f"{place} would take {format_bytes(needed)} and {place.parent} has "
+            f"{format_bytes(free)} free: make room, or name a folder elsewhere"
         )
 
 
