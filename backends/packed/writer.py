@@ -119,7 +119,7 @@ class _OneTensor:
             if share <= MOST_EXCEPTIONS:
                 exceptions = self._pack(base)
                 share = len(exceptions) / self._n_weights
-                if share <= MOST_EXCEPTIONS:
+                if len(exceptions) <= self._planes.most_exceptions:
                     n_bytes = self._finish(base, exceptions)
                     codec = _CODEC
                     return WrittenTensor(record.name, record.n_bytes, n_bytes, codec.name, share)
@@ -145,7 +145,7 @@ class _OneTensor:
         for piece in self._in_threads(partial(self._pack_piece, base), self._codec_pieces()):
             found.append(piece)
             n_found += len(piece)
-            if n_found > MOST_EXCEPTIONS * self._n_weights:
+            if n_found > self._planes.most_exceptions:
                 break
         return np.concatenate(found) if found else np.zeros(0, np.uint64)
 

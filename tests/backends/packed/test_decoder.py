@@ -33,7 +33,9 @@ def test_modules_are_decoded_one_after_the_other(
     modules = [PackedModule(tuple(tensors[:2])), PackedModule(tuple(tensors[2:]))]
     decoder = Decoder(modules, n_threads)
     try:
-        assert decoder.n_bytes == decode_buffer_bytes(modules)
+        beside = [TwelveBits().scratch_bytes(one) for one in tensors]
+        assert min(beside) > 0
+        assert decode_buffer_bytes(modules) == decoder.n_bytes + max(beside)
         for module in modules * 2:
             numbers = [int(one.record.name) for one in module.tensors]
             found = decoder.decode(module.tensors, [[torch.from_numpy(stored[i])] for i in numbers])
@@ -62,7 +64,7 @@ def test_broken_tensors_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("one", "match"),
     [
-        (tensor("a", 5000, 7745), "5000 weights take 7744 bytes and 8 for each exception"),
+        (tensor("a", 5000, 7745), "5000 weights take 7744 bytes and 8 for each of at most 50"),
         (tensor("a", 5000, 10_000, "FP8_BLOCKS"), "packed as FP8_BLOCKS, and only BF16_12"),
         (
             PackedTensor(TensorRecord("a", "F16", (5000,), Path("m"), 0, 7744, "BF16_12")),
