@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Event, Timer
 
 import numpy as np
 import pytest
@@ -76,6 +78,28 @@ def test_what_a_header_alone_tells_is_refused(one: PackedTensor, match: str) -> 
     with pytest.raises(CheckpointError, match=match) as caught:
         check_packed(one)
     assert "\n" not in str(caught.value)
+
+
+def test_ctrl_c_waits_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They write to the buffer, and read weights that are given back next."""
+    decoder, go, done = Decoder([], 2), Event(), []
+
+    def work() -> None:
+        go.wait()
+        done.append(1)
+
+    def interrupted(*_: object) -> None:
+        Timer(0.1, go.set).start()
+        raise KeyboardInterrupt
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Future, "exception", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                decoder._run([work, work])
+        assert done == [1, 1]
+    finally:
+        decoder.close()
 
 
 @pytest.mark.parametrize("shape", [(300, 96), (256, 64), (7, 40), (300, 36)])
