@@ -23,7 +23,7 @@ from offload.formats.tensors import CheckpointError, TensorRecord
 
 _CODEC = TwelveBits()
 _ALIGNMENT = 64  # of the first tensor
-_FAR = 10**15  # an offset with more digits than any file's
+_FAR = 10**15  # bytes: more digits than the size of any tensor has
 _COPIED_AT_ONCE = 2 << 20
 _SAMPLES, _SAMPLE_WEIGHTS = 16, 1 << 16
 _LEAST_GAIN = 0.8
@@ -49,7 +49,7 @@ class WrittenTensor:
 
 
 def least_bytes(record: TensorRecord) -> int:
-    """That the tensor takes when it is packed."""
+    """What the tensor takes at least when it is packed."""
     return _CODEC.least_bytes(math.prod(record.shape))
 
 
