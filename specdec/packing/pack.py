@@ -7,6 +7,7 @@ is written beside its destination under a hidden name and moved there at the end
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.formats.checkpoint import resolve_within
+from offload.formats.checkpoint import WeightIndex, resolve_within
 from offload.process.cpus import usable_cpus
 from offload.storage.unfinished import unfinished
 from offload.units import MIB, Progress, format_bytes
@@ -113,8 +114,12 @@ def pack(
             written = _write_weights(source, wanted, partial, verify, progress)
             for name, path in others.items():
                 shutil.copyfile(path, partial / name)
+            _check_headers(source, partial)
+            for path in (*(partial / name for name in others), partial):
+                _sync(path)
             source.index.check_unchanged()
             partial.rename(place)
+            _sync(place.parent)
     return _report(out, written, verify)
 
 
@@ -189,7 +194,31 @@ def _write_weights(
         n_bytes = sum(one.n_bytes for one in written)
         index = {"metadata": {"total_size": n_bytes}, "weight_map": places}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _sync(folder / _INDEX)
     return written
+
+
+def _check_headers(source: HfModel, partial: Path) -> None:
+    """Raise SpecdecError where the copy cannot be opened, or not with the source's tensors."""
+    from backends.packed.writer import PackError
+
+    def described(index: WeightIndex) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {name: (record.dtype, record.shape) for name, record in index.items()}
+
+    if (
+        not described(source.index).items()
+        <= described(WeightIndex.from_directory(partial)).items()
+    ):
+        raise PackError(f"{partial} does not list the tensors of its source: this is a bug")
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _others(directory: Path) -> dict[str, Path]:

@@ -233,6 +233,34 @@ def test_room_is_looked_for_where_a_link_leads(
     assert (tmp_path / "there" / "disk" / "config.json").is_file()
 
 
+def test_a_copy_that_cannot_be_opened_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backends.packed import writer
+
+    plain = save_packable("llama", tmp_path / "plain")
+    make = writer._header
+    monkeypatch.setattr(writer, "_header", lambda *args: make(*args).replace(b"U8", b"I8"))
+    with pytest.raises(SpecdecError, match="is stored as I8"):
+        pack(plain, tmp_path / "packed")
+    assert {path.name for path in tmp_path.iterdir()} == {"plain"}
+
+
+def test_every_file_and_folder_reaches_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = save_packable("llama", tmp_path / "plain")
+    synced, sync = set(), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path = pack(plain, tmp_path / "packed").path
+    assert {one.stat().st_ino for one in (*path.iterdir(), path, tmp_path)} <= synced
+
+
 def test_folders_made_for_it_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were there before stay, and what is in them."""
     plain = save_packable("llama", tmp_path / "plain")
