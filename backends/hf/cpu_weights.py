@@ -121,8 +121,8 @@ class CpuWeights:
         if self._experts is not None:
             self._experts.close()
             keep_decay(self._room, self._experts.stats)
+        self.decoder.close()  # its threads read the weights
         self._weights.close()
-        self.decoder.close()
 
 
 def _bring(

@@ -6,6 +6,7 @@ is refused by name, before anything is allocated.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from backends.feedforward.routing import steady_routing
 from backends.packed.decoder import PackedModule, decode_buffer_bytes
 from backends.packed.tensor import PackedTensor
 from offload.formats.checkpoint import WeightIndex
+from offload.formats.safetensors import DTYPE_BITS
 from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.residency.experts import LayerExperts
 from offload.residency.placement import LayerWeights
@@ -185,16 +187,21 @@ def load_hf_model(directory: Path) -> HfModel:
 def main_dtype(
     index: Mapping[str, TensorRecord], config: PreTrainedConfig, directory: Path
 ) -> torch.dtype:
-    """What a model computes in: most of its bytes, or where they are quantised what its config
-    says."""
+    """What a model computes in: most of its bytes when packed ones are decoded, or where they are
+    quantised what its config says."""
     if quantisation_of(config) is not None:
         return config.dtype if config.dtype in TORCH_DTYPES.values() else torch.bfloat16
     n_bytes: dict[str, int] = {}
     for record in index.values():
-        n_bytes[record.dtype] = n_bytes.get(record.dtype, 0) + record.n_bytes
+        # Not record.n_bytes: a packed copy computes in what its source does.
+        decoded_bytes = math.prod(record.shape) * DTYPE_BITS[record.dtype] // 8
+        n_bytes[record.dtype] = n_bytes.get(record.dtype, 0) + decoded_bytes
     name = max(n_bytes, key=lambda key: n_bytes[key])
     if name not in TORCH_DTYPES:
-        raise UnsupportedModel(f"{directory} holds {name} weights: bf16, fp16 and fp32 can run")
+        lost = ", or a packed file that lost its metadata" if name == "U8" else ""
+        raise UnsupportedModel(
+            f"{directory} holds {name} weights{lost}: bf16, fp16 and fp32 can run"
+        )
     return TORCH_DTYPES[name]
 
 

@@ -59,7 +59,7 @@ class PackedForward:
 class PackedLinear(PackedForward):
     """A linear layer, computed in pieces of its outputs, each a product with one row of the matrix.
 
-    Their bits were those of the whole product wherever both were computed.
+    In all comparisons so far the bits were those of the whole product.
     """
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

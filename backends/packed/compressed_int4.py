@@ -43,6 +43,8 @@ class CompressedInt4:
             raise ValueError(f"format {shown(settings.get('format'))}, not {_FORMAT!r}")
         if settings.get("transform_config"):
             raise ValueError("rotations of activations ('transform_config')")
+        if settings.get("kv_cache_scheme"):
+            raise ValueError("a KV cache that is quantised, too ('kv_cache_scheme')")
         groups = settings.get("config_groups")
         if not isinstance(groups, dict) or not all(isinstance(x, dict) for x in groups.values()):
             raise ValueError("config_groups that are no table of tables")
@@ -100,8 +102,9 @@ def _check_group(group: Mapping[str, Any]) -> None:
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise ValueError("a group without weights")
-    if group.get("input_activations"):
-        raise ValueError("activations that are quantised, too")
+    for key in ("input_activations", "output_activations"):
+        if group.get(key):
+            raise ValueError(f"activations that are quantised, too ({key!r})")
     wanted = {
         "num_bits": (4,),
         "type": ("int",),

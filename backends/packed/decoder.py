@@ -8,7 +8,7 @@ piece stays in the processor's cache between its decoding and its product.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -136,12 +136,15 @@ class Decoder:
             raise broken(record, error) from error
 
     def _run(self, work: Sequence[Callable[[], None]]) -> None:
-        """All of it is done at the end, also where some of it fails."""
+        """All of it is done at the end, also where some of it fails or Ctrl-C ends the waiting."""
         if len(work) == 1:
             work[0]()
             return
         futures = [self._threads.submit(piece) for piece in work]
-        errors = [future.exception() for future in futures]
+        try:
+            errors = [future.exception() for future in futures]
+        finally:
+            wait(futures)
         for error in errors:
             if error is not None:
                 raise error

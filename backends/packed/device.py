@@ -138,7 +138,7 @@ def device_buffer_bytes(modules: Iterable[PackedModule]) -> tuple[int, int]:
 def _scratch_bytes(tensor: PackedTensor) -> int:
     if tensor.record.scheme != TwelveBits.name:
         return CODECS[tensor.record.scheme].scratch_bytes(tensor)
-    n_exceptions = (tensor.record.n_bytes - Planes(tensor.n_weights).exceptions) // 8
+    n_exceptions = Planes(tensor.n_weights).n_exceptions(tensor.record.n_bytes)
     return _SCRATCH_BYTES * (min(_PIECE_WEIGHTS, tensor.n_weights) + 6 * n_exceptions)
 
 

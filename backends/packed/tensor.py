@@ -79,5 +79,9 @@ def check_parts(tensor: PackedTensor, wanted: Sequence[tuple[tuple[str, ...], li
             raise ValueError(
                 f"its {name} is {part.dtype}{list(part.shape)}, not {' or '.join(dtypes)}{shape}"
             )
-        if part.offset % (DTYPE_BITS[part.dtype] // 8):
-            raise ValueError(f"{part.name} lies at the odd offset {part.offset} of its file")
+        itemsize = DTYPE_BITS[part.dtype] // 8
+        if part.offset % itemsize:
+            raise ValueError(
+                f"{part.name} lies at offset {part.offset} of its file, not a multiple of "
+                f"{itemsize}: save it again with safetensors"
+            )

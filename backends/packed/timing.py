@@ -9,13 +9,17 @@ from pathlib import Path
 import torch
 
 from backends.contract.curve import ComputeCurve
+from backends.packed import decoder
 from backends.packed.codec import example
 from backends.packed.decoder import Decoder, PackedModule
 from backends.packed.device import DeviceDecoder
 from backends.packed.kernels import fastest_kernels
+from backends.packed.twelve_bits import TwelveBits
 from backends.timing.kept import kept_curve
 from backends.timing.measure import WEIGHT_BYTES, Product, measure_curve
 
+_REVISION = 1
+"""Of what decodes, and of how it is timed: with another one, kept figures are measured again."""
 _SHAPE = 2048, 4096
 """Of the matrix that is decoded: more than the processor's caches hold."""
 
@@ -27,29 +31,36 @@ def measure_decoding(scheme: str, n_threads: int, reading: Path | None = None) -
 
 @cache
 def _measure(scheme: str, n_threads: int, reading: Path | None) -> ComputeCurve:
-    kernels = fastest_kernels().__name__.rpartition(".")[2]
-    what = f"decode {scheme} in pieces {kernels} {n_threads} threads {_SHAPE}"
-    return kept_curve(what, lambda: _time(scheme, n_threads, reading), reading)
+    return kept_curve(_key(scheme, n_threads), lambda: _time(scheme, n_threads, reading), reading)
+
+
+def _key(scheme: str, n_threads: int) -> str:
+    """What the time depends on."""
+    by = f"torch {torch.__version__}"
+    if scheme == TwelveBits.name:  # the others are decoded by torch alone
+        by += " " + fastest_kernels().__name__.rpartition(".")[2]
+    pieces = f"pieces of {decoder.PIECE_BYTES}"
+    return f"decode {scheme} {_REVISION} {by} {pieces} {n_threads} threads {_SHAPE}"
 
 
 @cache
 def measure_gpu_decoding(scheme: str, device: torch.device) -> ComputeCurve:
     """The same of a GPU."""
     name = torch.cuda.get_device_name(device)
-    what = f"decode {scheme} torch {torch.__version__} {name} {_SHAPE}"
+    what = f"decode {scheme} {_REVISION} torch {torch.__version__} {name} {_SHAPE}"
     return kept_curve(what, lambda: _time_on_device(scheme, device))
 
 
 def _time_on_device(scheme: str, device: torch.device) -> ComputeCurve:
     tensor = example(scheme, _SHAPE)
     stored = [torch.zeros(x.n_bytes, dtype=torch.uint8, device=device) for x in tensor.parts]
-    decoder = DeviceDecoder(
+    decoding = DeviceDecoder(
         [PackedModule((tensor,))],
         lambda n_bytes: torch.empty(n_bytes, dtype=torch.uint8, device=device),
     )
 
     def decode() -> None:
-        decoded = decoder.decode([tensor], [stored])
+        decoded = decoding.decode([tensor], [stored])
         decoded[0].view(-1)[0].item()  # waits
 
     with torch.inference_mode():
@@ -64,10 +75,10 @@ def _time(scheme: str, n_threads: int, reading: Path | None) -> ComputeCurve:
         for _ in range(max(2, WEIGHT_BYTES // n_bytes))
     ]
     turns = itertools.cycle(stored)
-    decoder = Decoder([PackedModule((tensor,), in_pieces=True)], n_threads)
+    decoding = Decoder([PackedModule((tensor,), in_pieces=True)], n_threads)
 
     def decode() -> None:
-        for _ in decoder.decode_pieces(tensor, next(turns)):
+        for _ in decoding.decode_pieces(tensor, next(turns)):
             pass
 
     try:
@@ -75,4 +86,4 @@ def _time(scheme: str, n_threads: int, reading: Path | None) -> ComputeCurve:
         with torch.inference_mode():
             return measure_curve(products, n_bytes, reading)
     finally:
-        decoder.close()
+        decoding.close()

@@ -26,7 +26,9 @@ N_CODES = 15
 """Exponents in a row, beside 0."""
 MAX_BASE = 255 - N_CODES
 MOST_EXCEPTIONS = 0.01
-"""Of the weights of a tensor that is worth packing."""
+"""Of the weights of a packed tensor."""
+_EXCEPTION_SCRATCH_BYTES = 40
+"""For each exception, at most, while they are checked."""
 DecodePiece = Callable[[int, int, np.ndarray], None]
 """(start, end, out): fills out (uint8) with the bytes of these weights."""
 _HEADER = struct.Struct("<B7xQ48x")
@@ -57,8 +59,16 @@ class Planes:
         """The end of a tensor that has none."""
         return self.codes + self.n_padded // 2
 
+    @property
+    def most_exceptions(self) -> int:
+        return int(MOST_EXCEPTIONS * self.n_weights)
+
     def n_bytes(self, n_exceptions: int) -> int:
         return self.exceptions + n_exceptions * EXCEPTION_BYTES
+
+    def n_exceptions(self, n_bytes: int) -> int:
+        """Of a tensor of so many bytes."""
+        return (n_bytes - self.exceptions) // EXCEPTION_BYTES
 
 
 class TwelveBits:
@@ -82,15 +92,17 @@ class TwelveBits:
         return self._kernels
 
     def least_bytes(self, n_weights: int) -> int:
-        """That so many weights are stored in."""
+        """What so many weights take where none is an exception."""
         return Planes(n_weights).exceptions
 
     def check_size(self, n_weights: int, n_bytes: int) -> None:
-        rest = n_bytes - Planes(n_weights).exceptions
-        if rest < 0 or rest % EXCEPTION_BYTES or rest > n_weights * EXCEPTION_BYTES:
+        planes = Planes(n_weights)
+        n_exceptions = planes.n_exceptions(n_bytes)
+        is_whole = planes.n_bytes(n_exceptions) == n_bytes
+        if not is_whole or not 0 <= n_exceptions <= planes.most_exceptions:
             raise ValueError(
-                f"{n_weights} weights take {Planes(n_weights).exceptions} bytes and "
-                f"{EXCEPTION_BYTES} for each exception, not {n_bytes}"
+                f"{n_weights} weights take {planes.exceptions} bytes and {EXCEPTION_BYTES} for "
+                f"each of at most {planes.most_exceptions} exceptions, not {n_bytes}"
             )
 
     def check(self, tensor: PackedTensor) -> None:
@@ -118,7 +130,8 @@ class TwelveBits:
         return decode_rows
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
-        return 0
+        n_exceptions = Planes(tensor.n_weights).n_exceptions(tensor.record.n_bytes)
+        return _EXCEPTION_SCRATCH_BYTES * n_exceptions
 
     def example(self, shape: tuple[int, int]) -> list[tuple[str, tuple[int, ...]]]:
         return [("U8", (self.least_bytes(math.prod(shape)),))]

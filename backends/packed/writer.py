@@ -23,7 +23,7 @@ from offload.formats.tensors import CheckpointError, TensorRecord
 
 _CODEC = TwelveBits()
 _ALIGNMENT = 64  # of the first tensor
-_FAR = 10**15  # an offset with more digits than any file's
+_FAR = 10**15  # bytes: more digits than the size of any tensor has
 _COPIED_AT_ONCE = 2 << 20
 _SAMPLES, _SAMPLE_WEIGHTS = 16, 1 << 16
 _LEAST_GAIN = 0.8
@@ -49,7 +49,7 @@ class WrittenTensor:
 
 
 def least_bytes(record: TensorRecord) -> int:
-    """That the tensor takes when it is packed."""
+    """What the tensor takes at least when it is packed."""
     return _CODEC.least_bytes(math.prod(record.shape))
 
 
@@ -119,7 +119,7 @@ class _OneTensor:
             if share <= MOST_EXCEPTIONS:
                 exceptions = self._pack(base)
                 share = len(exceptions) / self._n_weights
-                if share <= MOST_EXCEPTIONS:
+                if len(exceptions) <= self._planes.most_exceptions:
                     n_bytes = self._finish(base, exceptions)
                     codec = _CODEC
                     return WrittenTensor(record.name, record.n_bytes, n_bytes, codec.name, share)
@@ -145,7 +145,7 @@ class _OneTensor:
         for piece in self._in_threads(partial(self._pack_piece, base), self._codec_pieces()):
             found.append(piece)
             n_found += len(piece)
-            if n_found > MOST_EXCEPTIONS * self._n_weights:
+            if n_found > self._planes.most_exceptions:
                 break
         return np.concatenate(found) if found else np.zeros(0, np.uint64)
 

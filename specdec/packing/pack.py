@@ -7,13 +7,15 @@ is written beside its destination under a hidden name and moved there at the end
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.formats.checkpoint import resolve_within
+from offload.formats.checkpoint import WeightIndex, resolve_within
 from offload.process.cpus import usable_cpus
 from offload.storage.unfinished import unfinished
 from offload.units import MIB, Progress, format_bytes
@@ -28,7 +30,7 @@ _ALONG = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*", "READM
 _WEIGHT_LISTS = (".safetensors.index.json", ".bin.index.json")
 _INDEX = "model.safetensors.index.json"
 _MARGIN_BYTES = 16 * MIB
-"""Headers, the tokenizer, blocks of the file system."""
+"""Headers, blocks of the file system."""
 _MOST_THREADS = 4
 _NAMED = 10
 
@@ -43,7 +45,7 @@ class PackReport:
     n_bytes: int
     n_packed: int
     n_others: int
-    """That are no matrices of decoder layers, or too small."""
+    """Tensors that are no matrices of decoder layers, or too small to be packed."""
     not_packed: dict[str, float]
     """By name, matrices whose exponents are too many: the share of weights with a rare one."""
     is_verified: bool
@@ -107,13 +109,17 @@ def pack(
         )
         if not wanted:
             raise PackError(f"{directory} has no matrix that is large enough to be packed")
-        _check_room(source, wanted, out)
+        _check_room(source, wanted, others.values(), place)
         with writing(out):
             written = _write_weights(source, wanted, partial, verify, progress)
             for name, path in others.items():
                 shutil.copyfile(path, partial / name)
+            _check_headers(source, partial)
+            for path in (*(partial / name for name in others), partial):
+                _sync(path)
             source.index.check_unchanged()
             partial.rename(place)
+            _sync(place.parent)
     return _report(out, written, verify)
 
 
@@ -141,7 +147,9 @@ def _check_packable(source: HfModel, directory: Path) -> None:
         )
 
 
-def _check_room(source: HfModel, wanted: frozenset[str], out: Path) -> None:
+def _check_room(
+    source: HfModel, wanted: frozenset[str], others: Iterable[Path], place: Path
+) -> None:
     """Raise PackError where the disk has not the least that the copy may take."""
     from backends.packed.writer import PackError, least_bytes
 
@@ -149,12 +157,12 @@ def _check_room(source: HfModel, wanted: frozenset[str], out: Path) -> None:
         least_bytes(record) if record.name in wanted else record.n_bytes
         for record in source.index.values()
     )
-    parent = next(path for path in out.parents if path.exists())
-    free = shutil.disk_usage(parent).free
+    needed += sum(path.stat().st_size for path in others)
+    free = shutil.disk_usage(place.parent).free  # the copy is written there
     if needed > free:
         raise PackError(
-            f"{out} would take {format_bytes(needed)} and {parent} has {format_bytes(free)} free: "
-            "make room, or name a folder elsewhere"
+            f"{place} would take {format_bytes(needed)} and {place.parent} has "
+            f"{format_bytes(free)} free: make room, or name a folder elsewhere"
         )
 
 
@@ -186,7 +194,31 @@ def _write_weights(
         n_bytes = sum(one.n_bytes for one in written)
         index = {"metadata": {"total_size": n_bytes}, "weight_map": places}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _sync(folder / _INDEX)
     return written
+
+
+def _check_headers(source: HfModel, partial: Path) -> None:
+    """Raise SpecdecError where the copy cannot be opened, or not with the source's tensors."""
+    from backends.packed.writer import PackError
+
+    def described(index: WeightIndex) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {name: (record.dtype, record.shape) for name, record in index.items()}
+
+    if (
+        not described(source.index).items()
+        <= described(WeightIndex.from_directory(partial)).items()
+    ):
+        raise PackError(f"{partial} does not list the tensors of its source: this is a bug")
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _others(directory: Path) -> dict[str, Path]:

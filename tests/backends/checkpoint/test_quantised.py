@@ -130,7 +130,15 @@ def with_weights(**changes: Any) -> dict[str, Any]:
         (with_weights(actorder="group"), "actorder 'group', not"),
         (
             {**INT4, "config_groups": {"a": {"weights": WEIGHTS, "input_activations": {"n": 8}}}},
-            "activations that are quantised, too",
+            "activations that are quantised, too ('input_activations')",
+        ),
+        (
+            {**INT4, "config_groups": {"a": {"weights": WEIGHTS, "output_activations": {"n": 8}}}},
+            "activations that are quantised, too ('output_activations')",
+        ),
+        (
+            {**INT4, "kv_cache_scheme": {"num_bits": 8}},
+            "a KV cache that is quantised, too ('kv_cache_scheme')",
         ),
         ({**GPTQ, "bits": 8}, "8 bits, not 4"),
         ({**GPTQ, "checkpoint_format": "gptq_v2"}, "checkpoint_format 'gptq_v2', not 'gptq'"),

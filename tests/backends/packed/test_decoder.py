@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Event, Timer
 
 import numpy as np
 import pytest
@@ -33,7 +35,9 @@ def test_modules_are_decoded_one_after_the_other(
     modules = [PackedModule(tuple(tensors[:2])), PackedModule(tuple(tensors[2:]))]
     decoder = Decoder(modules, n_threads)
     try:
-        assert decoder.n_bytes == decode_buffer_bytes(modules)
+        beside = [TwelveBits().scratch_bytes(one) for one in tensors]
+        assert min(beside) > 0
+        assert decode_buffer_bytes(modules) == decoder.n_bytes + max(beside)
         for module in modules * 2:
             numbers = [int(one.record.name) for one in module.tensors]
             found = decoder.decode(module.tensors, [[torch.from_numpy(stored[i])] for i in numbers])
@@ -62,7 +66,7 @@ def test_broken_tensors_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("one", "match"),
     [
-        (tensor("a", 5000, 7745), "5000 weights take 7744 bytes and 8 for each exception"),
+        (tensor("a", 5000, 7745), "5000 weights take 7744 bytes and 8 for each of at most 50"),
         (tensor("a", 5000, 10_000, "FP8_BLOCKS"), "packed as FP8_BLOCKS, and only BF16_12"),
         (
             PackedTensor(TensorRecord("a", "F16", (5000,), Path("m"), 0, 7744, "BF16_12")),
@@ -74,6 +78,28 @@ def test_what_a_header_alone_tells_is_refused(one: PackedTensor, match: str) -> 
     with pytest.raises(CheckpointError, match=match) as caught:
         check_packed(one)
     assert "\n" not in str(caught.value)
+
+
+def test_ctrl_c_waits_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They write to the buffer, and read weights that are given back next."""
+    decoder, go, done = Decoder([], 2), Event(), []
+
+    def work() -> None:
+        go.wait()
+        done.append(1)
+
+    def interrupted(*_: object) -> None:
+        Timer(0.1, go.set).start()
+        raise KeyboardInterrupt
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Future, "exception", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                decoder._run([work, work])
+        assert done == [1, 1]
+    finally:
+        decoder.close()
 
 
 @pytest.mark.parametrize("shape", [(300, 96), (256, 64), (7, 40), (300, 36)])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from backends.packed.fp8_blocks import _widen
 from backends.packed.groups import by_pieces, nibbles, scale
+from backends.packed.tensor import PackedTensor, check_parts
+from offload.formats.tensors import TensorRecord
 
 
 def test_every_code_of_float8() -> None:
@@ -20,6 +24,14 @@ def test_every_code_of_float8() -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
         is_number = ~wanted.isnan()
         assert torch.equal(found.signbit()[is_number], wanted.signbit()[is_number])  # of zero, too
+
+
+def test_numbers_lie_at_multiples_of_their_size() -> None:
+    part = TensorRecord("up.qweight", "I32", (8, 8), Path("m"), 1002, 256)
+    tensor = PackedTensor(part, (part,))
+    match = "offset 1002 of its file, not a multiple of 4: save it again with safetensors"
+    with pytest.raises(ValueError, match=match):
+        check_parts(tensor, [(("I32",), [8, 8])])
 
 
 def test_nibbles_come_from_the_lowest_on() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -14,6 +16,7 @@ from packed_tensors import decoded, packed, weights_of
 from backends.packed import by_numpy
 from backends.packed.by_numpy import BLOCK
 from backends.packed.kernels import has_numba
+from backends.packed.tensor import PackedTensor
 from backends.packed.twelve_bits import (
     HEADER_BYTES,
     MAX_BASE,
@@ -21,6 +24,7 @@ from backends.packed.twelve_bits import (
     TwelveBits,
     choose_base,
 )
+from offload.formats.tensors import TensorRecord
 
 if has_numba():
     from backends.packed import by_numba
@@ -48,7 +52,6 @@ def test_bits_come_back(
     codec, weights = TwelveBits(kernels), weights_of(seed, n, exponents)
     stored = packed(codec, weights, base)
     np.testing.assert_array_equal(decoded(codec, stored, n), weights)
-    codec.check_size(n, len(stored))
     for other in KERNELS:
         np.testing.assert_array_equal(packed(TwelveBits(other), weights, base), stored)
 
@@ -88,10 +91,32 @@ def test_trained_weights_take_twelve_bits() -> None:
     assert n_bytes < 0.755 * weights.nbytes
 
 
-@pytest.mark.parametrize("change", [-1, 1, 4, 8 * 3000])
+@pytest.mark.parametrize("change", [-8, -1, 1, 4, 8 * 21, 8 * 3000])
 def test_sizes_that_cannot_be_are_refused(change: int) -> None:
-    with pytest.raises(ValueError, match="2000 weights take 3136 bytes and 8 for each"):
+    match = "2000 weights take 3136 bytes and 8 for each of at most 20 exceptions, not"
+    with pytest.raises(ValueError, match=match):
         TwelveBits().check_size(2000, Planes(2000).exceptions + change)
+    TwelveBits().check_size(2000, Planes(2000).n_bytes(20))
+
+
+def test_memory_for_the_exceptions_is_counted() -> None:
+    """What checking them takes, while a tensor is opened."""
+    n_weights = 1 << 20
+    planes = Planes(n_weights)
+    weights = np.zeros(n_weights, np.uint16)
+    weights[:: n_weights // planes.most_exceptions + 1] = 0x7F80
+    codec = TwelveBits(by_numpy)
+    stored = packed(codec, weights, 110)
+    record = TensorRecord("up", "BF16", (n_weights,), Path("m"), 0, len(stored), codec.name)
+    counted = codec.scratch_bytes(PackedTensor(record))
+    tracemalloc.start()
+    try:
+        codec.opened(stored, n_weights)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert planes.n_exceptions(len(stored)) > 10_000
+    assert counted / 2 < peak < counted
 
 
 def broken(change: str) -> np.ndarray:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,34 @@ def test_logits_are_equal_in_every_bit(family: str, tmp_path: Path) -> None:
         found = logits(tmp_path / "packed", is_streamed)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def change_tensors(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    for path in folder.glob("*.safetensors"):
+        tensors = {name: change(name, tensor) for name, tensor in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_copy_computes_in_the_number_format_of_its_source(tmp_path: Path) -> None:
+    """F32 embeddings, of fewer bytes than the bf16 matrices before those are packed alone."""
+    plain = save_packable("llama", tmp_path / "plain", vocab_size=390)
+    change_tensors(plain, lambda name, x: x if "layers" in name else x.float())
+    pack(plain, tmp_path / "packed")
+    n_outer, n_plain, n_packed = (
+        sum(r.n_bytes for r in WeightIndex.from_directory(path).values() if r.dtype == dtype)
+        for path, dtype in ((plain, "F32"), (plain, "BF16"), (tmp_path / "packed", "BF16"))
+    )
+    assert n_packed < n_outer < n_plain
+    expected = logits(plain, is_streamed=False)
+    for one, other in zip(logits(tmp_path / "packed", False), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_file_that_lost_its_metadata_is_guessed_at(tmp_path: Path) -> None:
+    pack(save_packable("llama", tmp_path / "plain"), tmp_path / "packed")
+    change_tensors(tmp_path / "packed", lambda _, x: x)
+    with pytest.raises(SpecdecError, match="U8 weights, or a packed file that lost its metadata"):
+        load_hf_model(tmp_path / "packed")
 
 
 @pytest.mark.parametrize("piece_bytes", [decoder.PIECE_BYTES, 128 * 384 * 2])
@@ -180,6 +209,56 @@ def test_room_is_looked_for_before(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(PackError, match="1.00 MiB free: make room"):
         pack(plain, tmp_path / "packed")
     assert {path.name for path in tmp_path.iterdir()} == {"plain"}
+
+
+def test_room_is_looked_for_where_a_link_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here there is none, and there it suffices for the weights but not for all files."""
+    plain = save_packable("llama", tmp_path / "plain")
+    (tmp_path / "there" / "disk").mkdir(parents=True)
+    (tmp_path / "packed").symlink_to(tmp_path / "there" / "disk")
+    usage = shutil.disk_usage(tmp_path)
+
+    def free(path: Path) -> Any:
+        return usage._replace(free=20 << 20 if Path(path).name == "there" else 0)
+
+    monkeypatch.setattr(packing.shutil, "disk_usage", free)
+    with (plain / "LICENSE").open("wb") as file:
+        file.truncate(8 << 20)
+    with pytest.raises(PackError, match="there has 20.00 MiB free: make room"):
+        pack(plain, tmp_path / "packed")
+    (plain / "LICENSE").unlink()
+    pack(plain, tmp_path / "packed")
+    assert (tmp_path / "there" / "disk" / "config.json").is_file()
+
+
+def test_a_copy_that_cannot_be_opened_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backends.packed import writer
+
+    plain = save_packable("llama", tmp_path / "plain")
+    make = writer._header
+    monkeypatch.setattr(writer, "_header", lambda *args: make(*args).replace(b"U8", b"I8"))
+    with pytest.raises(SpecdecError, match="is stored as I8"):
+        pack(plain, tmp_path / "packed")
+    assert {path.name for path in tmp_path.iterdir()} == {"plain"}
+
+
+def test_every_file_and_folder_reaches_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = save_packable("llama", tmp_path / "plain")
+    synced, sync = set(), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path = pack(plain, tmp_path / "packed").path
+    assert {one.stat().st_ino for one in (*path.iterdir(), path, tmp_path)} <= synced
 
 
 def test_folders_made_for_it_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,9 +487,9 @@ def test_the_plan_knows_packed_sizes_and_the_buffer(tmp_path: Path) -> None:
     assert n_own < 0.8 * n_other
     decoding = Decoder(own.model.packed_modules, 1)
     try:
-        assert decoding.n_bytes == own.model.decode_buffer_bytes
-        assert decoding.n_bytes < max(layer.n_bytes for layer in other.layers)
-        assert own.outer_bytes - other.outer_bytes == decoding.n_bytes
+        assert decoding.n_bytes <= own.model.decode_buffer_bytes
+        assert own.model.decode_buffer_bytes < max(layer.n_bytes for layer in other.layers)
+        assert own.outer_bytes - other.outer_bytes == own.model.decode_buffer_bytes
     finally:
         decoding.close()
     assert own.can_use_gpu
