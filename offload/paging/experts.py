@@ -87,12 +87,16 @@ class PagedExperts:
         self._left: list[tuple[int, int]] = []
         """(layer, expert) of a visit that was given up while it read them."""
         self._readers = ExpertReaders(self._paths(), n_readers, storage)
-        for region in self._all():
-            reserve(region.n_bytes, region.address)
-            keep_from_children(region.address, region.n_bytes)
-            # All with the same flags, so that neighbours become one mapping again.
-            prepare(region.address, region.n_bytes, huge=False)
-            free_pages(region.address, region.n_bytes)
+        try:
+            for region in self._all():
+                reserve(region.n_bytes, region.address)
+                keep_from_children(region.address, region.n_bytes)
+                # All with the same flags, so that neighbours become one mapping again.
+                prepare(region.address, region.n_bytes, huge=False)
+                free_pages(region.address, region.n_bytes)
+        except BaseException:
+            self._readers.close()
+            raise
 
     @property
     def stats(self) -> ExpertStats:

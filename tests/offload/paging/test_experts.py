@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from offload.errors import SpecdecError
 from offload.experts import readers as readers_file
 from offload.formats.tensors import TensorRecord
 from offload.paging import experts as experts_file
-from offload.paging.address_space import PAGE_BYTES, find_mapping
+from offload.paging.address_space import PAGE_BYTES, AddressSpaceError, find_mapping
 from offload.paging.expert_pages import outside
 from offload.paging.experts import PagedExperts
 from offload.residency.experts import ExpertRoom, LayerExperts
@@ -209,6 +211,20 @@ def test_too_little_memory_for_a_layer_is_said(mixture) -> None:
             paged.bring(0, range(N_EXPERTS))
     finally:
         paged.close()
+
+
+def test_files_are_closed_where_pages_cannot_be_prepared(
+    mixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AddressSpaceError("mprotect failed", errno.ENOMEM)
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(experts_file, "prepare", refuse)
+    with pytest.raises(AddressSpaceError) as raised:
+        PagedExperts(mixture.room(14), mixture.mappings)
+    assert raised.value.errno == errno.ENOMEM
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_after_the_end_nothing_is_there(mixture, paged) -> None:
