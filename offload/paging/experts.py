@@ -38,6 +38,7 @@ from offload.paging.expert_pages import (
     split,
     tensors_of,
 )
+from offload.paging.memory import no_room_is_memory_error
 from offload.paging.plan import Mappings, locate
 from offload.residency.experts import ExpertRoom, least_slots
 from offload.storage.aligned import populate
@@ -107,6 +108,7 @@ class PagedExperts:
         """Memory that they may still take."""
         return max(0, self._most_bytes - self._n_used_bytes)
 
+    @no_room_is_memory_error()
     def bring(self, layer: int, experts: Collection[int], check: Check | None = None) -> None:
         """Have these of a layer at their addresses, until the next call.
 

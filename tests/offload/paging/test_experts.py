@@ -227,6 +227,22 @@ def test_files_are_closed_where_pages_cannot_be_prepared(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("call", ["protect", "free_pages"])
+def test_too_many_mappings_are_a_lack_of_memory(
+    mixture, paged, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Whether pages are made usable or given back."""
+
+    def refuse(*_: object) -> None:
+        raise AddressSpaceError("mprotect failed", errno.ENOMEM)
+
+    paged.bring(0, range(N_EXPERTS))
+    monkeypatch.setattr(experts_file, call, refuse)
+    with pytest.raises(MemoryError, match="vm.max_map_count"):
+        paged.bring(1, range(N_EXPERTS))
+    monkeypatch.undo()
+
+
 def test_after_the_end_nothing_is_there(mixture, paged) -> None:
     paged.bring(0, [1, 2])
     paged.close()
