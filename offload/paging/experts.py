@@ -44,7 +44,7 @@ from offload.residency.experts import ExpertRoom, least_slots
 from offload.storage.aligned import populate
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.layout import Piece
-from offload.units import MIB
+from offload.units import MIB, format_bytes
 
 _READ_BYTES = 8 * MIB
 
@@ -168,9 +168,11 @@ class PagedExperts:
         pages = (region.pages_of(expert) for region in regions)
         most = sum(behind - first for first, behind in pages) * PAGE_BYTES
         if not self._make_room(most, layer, kept):
+            needed = len(kept) * self._room.slot_bytes
             raise SpecdecError(
-                f"layer {layer} needs {len(kept)} experts at once, more than the "
-                f"{self._most_bytes} bytes for them hold: raise the memory budget"
+                f"layer {layer} needs {len(kept)} experts at once, {format_bytes(needed)}, more "
+                f"than the {format_bytes(self._most_bytes)} for them: raise the memory budget by "
+                f"{format_bytes(needed - self._most_bytes)}"
             )
         self._directory.admit(layer, expert, kept)
         admitted.append(expert)

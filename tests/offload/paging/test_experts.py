@@ -23,6 +23,7 @@ from offload.paging.expert_pages import outside
 from offload.paging.experts import PagedExperts
 from offload.residency.experts import ExpertRoom, LayerExperts
 from offload.storage.direct_io import StorageError
+from offload.units import format_bytes
 
 N_LAYERS, N_EXPERTS = 3, 12
 SIZES = (9000, 3001, 3 * PAGE_BYTES)
@@ -205,12 +206,18 @@ def test_a_file_that_was_changed_is_noticed(mixture, paged) -> None:
 
 
 def test_too_little_memory_for_a_layer_is_said(mixture) -> None:
-    paged = PagedExperts(mixture.room(2), mixture.mappings)
+    """And so is the memory that is enough."""
+    little, enough = mixture.room(2), mixture.room(N_EXPERTS)
+    paged = PagedExperts(little, mixture.mappings)
+    lacking = format_bytes(enough.n_bytes - little.n_bytes)
     try:
-        with pytest.raises(SpecdecError, match="needs 12 experts at once"):
+        with pytest.raises(SpecdecError, match=rf"needs 12 experts at once.*budget by {lacking}$"):
             paged.bring(0, range(N_EXPERTS))
     finally:
         paged.close()
+    paged = PagedExperts(enough, mixture.mappings)
+    paged.bring(0, range(N_EXPERTS))
+    paged.close()
 
 
 def test_files_are_closed_where_pages_cannot_be_prepared(
