@@ -236,8 +236,15 @@ class StreamedLayers:
 
     def _bring_experts(self, layer: int, tensor: int, batch: Batch) -> None:
         """Rows that only fill the pass up take the first row's: nothing is read for them."""
-        assert self._experts is not None
+        assert self._experts is not None and self._room is not None
         ids = chosen_experts(tensor)
+        own = self._room.layers[layer]
+        n_experts = len(own.tensors) if own is not None else 0
+        if ids.size and not 0 <= ids.min() <= ids.max() < n_experts:
+            raise LlamaError(
+                f"llama.cpp chose experts {ids.min()} to {ids.max()} of the {n_experts} of layer "
+                f"{layer}: use --load-mode mmap"
+            )
         ids[batch.first_filler(len(ids)) :] = ids[:1]
         self._experts.bring(layer, np.unique(ids).tolist(), self._check_stop)
 

@@ -4,6 +4,7 @@ does."""
 import threading
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from weight_files import FaultyReads
 
@@ -18,6 +19,7 @@ import specdec
 from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.contract.exactness import Exactness
 from backends.contract.source import BackendOptions
+from backends.ggml.library import LlamaError
 from backends.llama.context import PREFILL_ROWS
 from backends.llama.graph import RoutedNodes
 from backends.llama.source import GgufSource
@@ -139,6 +141,16 @@ def test_experts_that_are_chosen_otherwise_are_refused():
         routed.see(1, 3, is_by_expert=False)
     with pytest.raises(UnsupportedModel, match="experts of layer 3 0 times"):
         RoutedNodes().routers([3])
+
+
+def test_experts_that_the_model_does_not_have_are_refused(models, paging, monkeypatch):
+    wrong = np.full((len(PROMPT), 2), SHAPE["n_experts"], np.int32)
+    monkeypatch.setattr("backends.llama.stream.chosen_experts", lambda _: wrong)
+    with (
+        streamed_experts(models("qwen3moe", **SHAPE)) as backend,
+        pytest.raises(LlamaError, match="chose experts 8 to 8 of the 8 of layer 0"),
+    ):
+        backend.prefill(PROMPT)
 
 
 def test_a_plan_holds_what_is_no_expert_and_gives_the_rest_to_experts(models):
