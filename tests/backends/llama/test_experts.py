@@ -22,6 +22,7 @@ from backends.contract.source import BackendOptions
 from backends.ggml.library import LlamaError
 from backends.llama.context import PREFILL_ROWS
 from backends.llama.graph import RoutedNodes
+from backends.llama.passes import PassCancelled
 from backends.llama.source import GgufSource
 from offload.experts.eviction import visits_of
 from offload.paging.experts import PagedExperts
@@ -133,6 +134,33 @@ def test_a_failing_read_surfaces_and_the_next_pass_is_right(models, paging, monk
             assert backend.n_committed == 0
             assert same(exercise(backend), wanted)
             backend.rollback(0)
+
+
+def test_a_cancelled_pass_ends_while_its_reads_hang_and_the_next_is_right(
+    models, paging, monkeypatch
+):
+    model = models("qwen3moe", **SHAPE)
+    with in_memory(model) as expected:
+        wanted = exercise(expected)
+    let_go, opened = threading.Event(), []
+
+    def hang(call, length):
+        if opened and not let_go.is_set():
+            opened[0].request_cancel()
+            let_go.wait(30)
+
+    hanging = partial(PagedExperts, storage=FaultyReads(hang).storage)
+    monkeypatch.setattr("backends.llama.stream.PagedExperts", hanging)
+    with streamed_experts(model) as backend:
+        opened.append(backend)
+        try:
+            with pytest.raises(PassCancelled):
+                backend.prefill(PROMPT)
+            assert not let_go.is_set()
+        finally:
+            let_go.set()
+        assert backend.n_committed == 0
+        assert same(exercise(backend), wanted)
 
 
 def test_experts_that_are_chosen_otherwise_are_refused():
