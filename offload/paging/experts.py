@@ -222,12 +222,17 @@ class PagedExperts:
     def _paths(self) -> set[Path]:
         return {region.span.path for region in self._all()}
 
-    def close(self) -> None:
-        """Give threads, files and memory back; the addresses stay reserved. Idempotent."""
-        if self._readers.close() and not self._is_closed:
+    def close(self) -> bool:
+        """Give threads, files and memory back; the addresses stay reserved. Idempotent.
+
+        False where a read does not return: its pages are in use, and must stay mapped."""
+        if not self._readers.close():
+            return False
+        if not self._is_closed:
             self._is_closed = True
             for region in self._all():
                 reserve(region.n_bytes, region.address)
+        return True
 
 
 def _populated(address: int, n_bytes: int) -> memoryview:

@@ -19,7 +19,7 @@ import specdec
 from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.contract.exactness import Exactness
 from backends.contract.source import BackendOptions
-from backends.ggml.library import LlamaError
+from backends.ggml.library import LlamaError, LlamaModel
 from backends.llama.context import PREFILL_ROWS
 from backends.llama.graph import RoutedNodes
 from backends.llama.passes import PassCancelled
@@ -161,6 +161,26 @@ def test_a_cancelled_pass_ends_while_its_reads_hang_and_the_next_is_right(
             let_go.set()
         assert backend.n_committed == 0
         assert same(exercise(backend), wanted)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_model_whose_reads_hang_is_left_open(hangs, models, paging, monkeypatch):
+    """llama.cpp would unmap the pages that they write to."""
+    closed, close = [], LlamaModel.close
+    monkeypatch.setattr(LlamaModel, "close", lambda own: (closed.append(own), close(own)))
+    monkeypatch.setattr("offload.experts.readers.JOIN_SECONDS", 0.01)
+    backend, let_go = streamed_experts(models("qwen3moe", **SHAPE)), threading.Event()
+    if not hangs:
+        let_go.set()
+    read = backend._stream._experts._readers._pool.submit(let_go.wait)
+    backend._stream._experts._readers._begun.add(read)
+    try:
+        backend.close()
+        assert (backend._model in closed) is not hangs
+    finally:
+        let_go.set()
+        read.result()
+        close(backend._model)
 
 
 def test_experts_that_are_chosen_otherwise_are_refused():
