@@ -135,9 +135,15 @@ def _refusal(model: GgufModel) -> str:
 
 def _product_reason(record: TensorRecord, has_experts: bool) -> str:
     if has_experts:
+        are_tiles_left_out = bool(kernels_in_use())
+        remedy = (
+            "use a file in Q4_0 or Q8_0"
+            if are_tiles_left_out
+            else "start a fresh process, without GGML_CPU_TILED_MM in its environment"
+        )
         return (
             f"experts in {record.dtype} are summed in another order where a pass sends them many "
-            "rows: use a file in Q4_0 or Q8_0"
+            f"rows: {remedy}"
         )
     return f"on this machine, products of {record.dtype} depend on the other rows of a pass"
 

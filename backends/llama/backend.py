@@ -121,9 +121,9 @@ class LlamaBackend(MendingBackend[TreeSequences]):
         is_streamed = load_mode == "stream" and residency is not None and residency.streams
         before = mapped_ranges(model) if is_streamed else ()
         self._model = load_llama_model(model, load_mode, options, progress, is_streamed=is_streamed)
-        self._closing.append(self._model.close)
+        self._stream: StreamedLayers | None = None
+        self._closing.append(self._close_model)
         self.vocab_size = self._model.vocab_size
-        self._stream = None
         if is_streamed and residency is not None:
             self._stream = StreamedLayers(self._model, model, residency, before)
         self._open_context(options)
@@ -257,6 +257,11 @@ class LlamaBackend(MendingBackend[TreeSequences]):
         while self._closing:
             self._closing[-1]()
             self._closing.pop()
+
+    def _close_model(self) -> None:
+        """Not where a read from storage hangs: it would write to what others have by then."""
+        if self._stream is None or not self._stream.has_hung_reads:
+            self._model.close()
 
     # --- parts -----------------------------------------------------------------------------
 

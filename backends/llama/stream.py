@@ -89,6 +89,8 @@ class StreamedLayers:
         self._schedules: dict[tuple[int, int], PassSchedule] = {}
         self._pager: Pager | None = None
         self._experts: PagedExperts | None = None
+        self.has_hung_reads = False
+        """After `close`: the model's addresses are still written to, and must stay mapped."""
         self._embedding: list[RowsInPlace] = []
         """None, where all of it is in memory."""
         self._caches: set[tuple[int, int]] = set()
@@ -197,7 +199,7 @@ class StreamedLayers:
     def close(self) -> None:
         """Stop the readers. The model may be freed afterwards, and not before."""
         if self._experts is not None and self._room is not None:
-            self._experts.close()
+            self.has_hung_reads = not self._experts.close()
             keep_decay(self._room, self._experts.stats)
         if self._pager is not None:
             self._pager.close()
@@ -231,7 +233,15 @@ class StreamedLayers:
     def _bring_experts(self, layer: int, tensor: int, batch: Batch) -> None:
         """Rows that only fill the pass up take the first row's: nothing is read for them."""
         assert self._experts is not None
+        assert self._room is not None
         ids = chosen_experts(tensor)
+        own = self._room.layers[layer]
+        n_experts = len(own.tensors) if own is not None else 0
+        if ids.size and not 0 <= ids.min() <= ids.max() < n_experts:
+            raise LlamaError(
+                f"llama.cpp chose experts {ids.min()} to {ids.max()} of the {n_experts} of layer "
+                f"{layer}: use --load-mode mmap"
+            )
         ids[batch.first_filler(len(ids)) :] = ids[:1]
         self._experts.bring(layer, np.unique(ids).tolist(), self._check_stop)
 

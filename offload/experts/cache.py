@@ -160,6 +160,7 @@ class ExpertCache:
         return self._memory.view[slot * size : (slot + 1) * size]
 
     def _tensors(self, layer: int, expert: int, slot: int) -> tuple[memoryview, ...]:
+        self._readers.check_open()  # closing has given the memory back
         experts, view = self._experts(layer), self._slot(slot)
         places = (experts.layouts[expert].tensors[r.name] for r in experts.tensors[expert])
         return tuple(view[start : start + n_bytes] for start, n_bytes in places)

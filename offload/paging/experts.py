@@ -38,12 +38,13 @@ from offload.paging.expert_pages import (
     split,
     tensors_of,
 )
+from offload.paging.memory import no_room_is_memory_error
 from offload.paging.plan import Mappings, locate
 from offload.residency.experts import ExpertRoom, least_slots
 from offload.storage.aligned import populate
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.layout import Piece
-from offload.units import MIB
+from offload.units import MIB, format_bytes
 
 _READ_BYTES = 8 * MIB
 
@@ -87,12 +88,16 @@ class PagedExperts:
         self._left: list[tuple[int, int]] = []
         """(layer, expert) of a visit that was given up while it read them."""
         self._readers = ExpertReaders(self._paths(), n_readers, storage)
-        for region in self._all():
-            reserve(region.n_bytes, region.address)
-            keep_from_children(region.address, region.n_bytes)
-            # All with the same flags, so that neighbours become one mapping again.
-            prepare(region.address, region.n_bytes, huge=False)
-            free_pages(region.address, region.n_bytes)
+        try:
+            for region in self._all():
+                reserve(region.n_bytes, region.address)
+                keep_from_children(region.address, region.n_bytes)
+                # All with the same flags, so that neighbours become one mapping again.
+                prepare(region.address, region.n_bytes, huge=False)
+                free_pages(region.address, region.n_bytes)
+        except BaseException:
+            self._readers.close()
+            raise
 
     @property
     def stats(self) -> ExpertStats:
@@ -103,6 +108,7 @@ class PagedExperts:
         """Memory that they may still take."""
         return max(0, self._most_bytes - self._n_used_bytes)
 
+    @no_room_is_memory_error()
     def bring(self, layer: int, experts: Collection[int], check: Check | None = None) -> None:
         """Have these of a layer at their addresses, until the next call.
 
@@ -162,9 +168,11 @@ class PagedExperts:
         pages = (region.pages_of(expert) for region in regions)
         most = sum(behind - first for first, behind in pages) * PAGE_BYTES
         if not self._make_room(most, layer, kept):
+            needed = len(kept) * self._room.slot_bytes
             raise SpecdecError(
-                f"layer {layer} needs {len(kept)} experts at once, more than the "
-                f"{self._most_bytes} bytes for them hold: raise the memory budget"
+                f"layer {layer} needs {len(kept)} experts at once, {format_bytes(needed)}, more "
+                f"than the {format_bytes(self._most_bytes)} for them: raise the memory budget by "
+                f"{format_bytes(needed - self._most_bytes)}"
             )
         self._directory.admit(layer, expert, kept)
         admitted.append(expert)
@@ -214,12 +222,17 @@ class PagedExperts:
     def _paths(self) -> set[Path]:
         return {region.span.path for region in self._all()}
 
-    def close(self) -> None:
-        """Give threads, files and memory back; the addresses stay reserved. Idempotent."""
-        if self._readers.close() and not self._is_closed:
+    def close(self) -> bool:
+        """Give threads, files and memory back; the addresses stay reserved. Idempotent.
+
+        False where a read does not return: its pages are in use, and must stay mapped."""
+        if not self._readers.close():
+            return False
+        if not self._is_closed:
             self._is_closed = True
             for region in self._all():
                 reserve(region.n_bytes, region.address)
+        return True
 
 
 def _populated(address: int, n_bytes: int) -> memoryview:

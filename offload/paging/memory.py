@@ -66,12 +66,13 @@ def move_seconds_per_byte() -> float:
 
 
 @contextmanager
-def _no_room_is_memory_error() -> Iterator[None]:
+def no_room_is_memory_error() -> Iterator[None]:
+    """A refusal for want of room becomes a MemoryError."""
     try:
         yield
     except AddressSpaceError as error:
         if error.errno == errno.ENOMEM:  # a limit of address space, or of mappings
-            raise MemoryError(str(error)) from error
+            raise MemoryError(f"{error}; or raise vm.max_map_count") from error
         raise
 
 
@@ -90,7 +91,7 @@ class PageMemory:
         self._is_committed = False
         self._committing = threading.Lock()
         n_reserved = self._n_bytes + HUGE_PAGE_BYTES
-        with _no_room_is_memory_error():
+        with no_room_is_memory_error():
             self._reserved = reserve(n_reserved)
         self._n_reserved = n_reserved
         self.address = -(-self._reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -107,7 +108,7 @@ class PageMemory:
         Not left to the reads: what a first, smaller layer does not fill would be small pages later.
         Raises MemoryError.
         """
-        with self._committing, _no_room_is_memory_error():
+        with self._committing, no_room_is_memory_error():
             if not self._is_committed:
                 self._commit()
                 self._is_committed = True

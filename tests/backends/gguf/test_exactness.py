@@ -161,6 +161,17 @@ def _only_bf16(kind):
     return 1 if kind.type_k == exactness._TYPE_IDS["BF16"] else None
 
 
+@pytest.mark.parametrize(
+    ("kernels", "remedy"), [("", "start a fresh process"), ("without tiles", "use a file in Q4_0")]
+)
+def test_the_remedy_is_another_process_where_tiles_are_in_use(kernels, remedy, models, monkeypatch):
+    monkeypatch.setattr(exactness, "kernels_in_use", lambda: kernels)
+    monkeypatch.setattr(
+        exactness._Checks, "product", lambda _, product, __: None if product.has_experts else 1
+    )
+    assert remedy in run_of(models("mixtral", dtype="Q4_K", **LARGE)).exactness.reason
+
+
 def test_products_that_depend_on_other_rows_are_named(models, monkeypatch):
     monkeypatch.setattr(exactness._Checks, "product", lambda self, product, record: None)
     assert run_of(models("llama", dtype="F16")).exactness == Exactness(

@@ -4,6 +4,7 @@ does."""
 import threading
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from weight_files import FaultyReads
 
@@ -18,8 +19,10 @@ import specdec
 from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.contract.exactness import Exactness
 from backends.contract.source import BackendOptions
+from backends.ggml.library import LlamaError, LlamaModel
 from backends.llama.context import PREFILL_ROWS
 from backends.llama.graph import RoutedNodes
+from backends.llama.passes import PassCancelled
 from backends.llama.source import GgufSource
 from offload.experts.eviction import visits_of
 from offload.paging.experts import PagedExperts
@@ -133,12 +136,69 @@ def test_a_failing_read_surfaces_and_the_next_pass_is_right(models, paging, monk
             backend.rollback(0)
 
 
+def test_a_cancelled_pass_ends_while_its_reads_hang_and_the_next_is_right(
+    models, paging, monkeypatch
+):
+    model = models("qwen3moe", **SHAPE)
+    with in_memory(model) as expected:
+        wanted = exercise(expected)
+    let_go, opened = threading.Event(), []
+
+    def hang(call, length):
+        if opened and not let_go.is_set():
+            opened[0].request_cancel()
+            let_go.wait(30)
+
+    hanging = partial(PagedExperts, storage=FaultyReads(hang).storage)
+    monkeypatch.setattr("backends.llama.stream.PagedExperts", hanging)
+    with streamed_experts(model) as backend:
+        opened.append(backend)
+        try:
+            with pytest.raises(PassCancelled):
+                backend.prefill(PROMPT)
+            assert not let_go.is_set()
+        finally:
+            let_go.set()
+        assert backend.n_committed == 0
+        assert same(exercise(backend), wanted)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_model_whose_reads_hang_is_left_open(hangs, models, paging, monkeypatch):
+    """llama.cpp would unmap the pages that they write to."""
+    closed, close = [], LlamaModel.close
+    monkeypatch.setattr(LlamaModel, "close", lambda own: (closed.append(own), close(own)))
+    monkeypatch.setattr("offload.experts.readers.JOIN_SECONDS", 0.01)
+    backend, let_go = streamed_experts(models("qwen3moe", **SHAPE)), threading.Event()
+    if not hangs:
+        let_go.set()
+    read = backend._stream._experts._readers._pool.submit(let_go.wait)
+    backend._stream._experts._readers._begun.add(read)
+    try:
+        backend.close()
+        assert (backend._model in closed) is not hangs
+    finally:
+        let_go.set()
+        read.result()
+        close(backend._model)
+
+
 def test_experts_that_are_chosen_otherwise_are_refused():
     routed = RoutedNodes()
     with pytest.raises(UnsupportedModel, match="experts of layer 3 in a way"):
         routed.see(1, 3, is_by_expert=False)
     with pytest.raises(UnsupportedModel, match="experts of layer 3 0 times"):
         RoutedNodes().routers([3])
+
+
+def test_experts_that_the_model_does_not_have_are_refused(models, paging, monkeypatch):
+    wrong = np.full((len(PROMPT), 2), SHAPE["n_experts"], np.int32)
+    monkeypatch.setattr("backends.llama.stream.chosen_experts", lambda _: wrong)
+    with (
+        streamed_experts(models("qwen3moe", **SHAPE)) as backend,
+        pytest.raises(LlamaError, match="chose experts 8 to 8 of the 8 of layer 0"),
+    ):
+        backend.prefill(PROMPT)
 
 
 def test_a_plan_holds_what_is_no_expert_and_gives_the_rest_to_experts(models):

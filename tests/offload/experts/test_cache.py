@@ -240,6 +240,15 @@ def test_closing_in_the_middle_of_a_visit_ends_it_in_one_line(written) -> None:
         next(brought)
 
 
+def test_so_does_closing_where_all_experts_are_there(written, cache) -> None:
+    check(cache, written, 0, [0, 1])
+    brought = cache.bring(0, [0, 1])
+    next(brought)
+    cache.close()
+    with pytest.raises(SpecdecError, match="the model was closed"):
+        next(brought)
+
+
 def test_a_read_that_never_returns_does_not_block_closing(
     hanging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

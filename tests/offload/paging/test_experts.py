@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +18,12 @@ from offload.errors import SpecdecError
 from offload.experts import readers as readers_file
 from offload.formats.tensors import TensorRecord
 from offload.paging import experts as experts_file
-from offload.paging.address_space import PAGE_BYTES, find_mapping
+from offload.paging.address_space import PAGE_BYTES, AddressSpaceError, find_mapping
 from offload.paging.expert_pages import outside
 from offload.paging.experts import PagedExperts
 from offload.residency.experts import ExpertRoom, LayerExperts
 from offload.storage.direct_io import StorageError
+from offload.units import format_bytes
 
 N_LAYERS, N_EXPERTS = 3, 12
 SIZES = (9000, 3001, 3 * PAGE_BYTES)
@@ -203,12 +206,48 @@ def test_a_file_that_was_changed_is_noticed(mixture, paged) -> None:
 
 
 def test_too_little_memory_for_a_layer_is_said(mixture) -> None:
-    paged = PagedExperts(mixture.room(2), mixture.mappings)
+    """And so is the memory that is enough."""
+    little, enough = mixture.room(2), mixture.room(N_EXPERTS)
+    paged = PagedExperts(little, mixture.mappings)
+    lacking = format_bytes(enough.n_bytes - little.n_bytes)
     try:
-        with pytest.raises(SpecdecError, match="needs 12 experts at once"):
+        with pytest.raises(SpecdecError, match=rf"needs 12 experts at once.*budget by {lacking}$"):
             paged.bring(0, range(N_EXPERTS))
     finally:
         paged.close()
+    paged = PagedExperts(enough, mixture.mappings)
+    paged.bring(0, range(N_EXPERTS))
+    paged.close()
+
+
+def test_files_are_closed_where_pages_cannot_be_prepared(
+    mixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AddressSpaceError("mprotect failed", errno.ENOMEM)
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(experts_file, "prepare", refuse)
+    with pytest.raises(AddressSpaceError) as raised:
+        PagedExperts(mixture.room(14), mixture.mappings)
+    assert raised.value.errno == errno.ENOMEM
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("call", ["protect", "free_pages"])
+def test_too_many_mappings_are_a_lack_of_memory(
+    mixture, paged, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Whether pages are made usable or given back."""
+
+    def refuse(*_: object) -> None:
+        raise AddressSpaceError("mprotect failed", errno.ENOMEM)
+
+    paged.bring(0, range(N_EXPERTS))
+    monkeypatch.setattr(experts_file, call, refuse)
+    with pytest.raises(MemoryError, match="vm.max_map_count"):
+        paged.bring(1, range(N_EXPERTS))
+    monkeypatch.undo()
 
 
 def test_after_the_end_nothing_is_there(mixture, paged) -> None:
