@@ -37,7 +37,7 @@ from offload.errors import SpecdecError
 from offload.formats.fingerprint import fingerprint
 from offload.formats.gguf_header import GGML_TYPES
 from offload.formats.tensors import TensorRecord
-from offload.paging.expert_pages import edge_bytes, outside
+from offload.paging.expert_pages import outside, overhead_bytes
 from offload.paging.memory import move_seconds_per_byte
 from offload.paging.plan import paging_overhead_bytes, paging_slot_bytes
 from offload.process.cpus import usable_cpus
@@ -136,7 +136,7 @@ class GgufSource(ModelSource):
 
     def streaming_overhead_bytes(self, n_slots: int) -> int:
         n_bytes = paging_overhead_bytes(self.layers, n_slots, self._not_paged)
-        return n_bytes + edge_bytes(self.experts)
+        return n_bytes + overhead_bytes(self.experts)
 
     def slot_bytes(self, placed: Placement) -> int:
         return paging_slot_bytes(placed.layers, self._not_paged)

@@ -118,7 +118,7 @@ def _rules(visits: list[Visit], n_slots: int) -> dict[str, float]:
 
 
 def measure_budget(spec: HitsSpec, model: Path) -> dict[str, Any]:
-    """In a process of its own, the page cache dropped, between two probes of the storage.
+    """In a process of its own, the page cache dropped before it, and the storage probed after it.
 
     read_share: seconds that the bytes need at the storage's speed, for reads of that size, over all
     seconds. 1 would be a run that only reads, as fast as the storage can.

@@ -17,6 +17,10 @@ from offload.paging.address_space import PAGE_BYTES
 from offload.paging.spans import Span
 from offload.residency.experts import LayerExperts
 
+_KERNELS_BYTES = 8
+"""Of a page in the kernel's page tables, which stay when pages are freed."""
+_COUNT = np.uint16
+"""Of the experts that share a page: no more than it has bytes."""
 Pages = tuple[int, int]
 """(first, behind the last)"""
 
@@ -52,9 +56,12 @@ def outside(layers: Iterable[LayerExperts | None]) -> OuterRecords:
     return OuterRecords(tuple(resident), tuple(untouched))
 
 
-def edge_bytes(layers: Iterable[LayerExperts | None]) -> int:
-    """Memory of what is resident of these, and of the page at either end of what lies between."""
-    return sum(4 * PAGE_BYTES for layer in layers for _ in tensors_of(layer))
+def overhead_bytes(layers: Iterable[LayerExperts | None]) -> int:
+    """Memory beside the experts': of what is resident of their tensors, of the page at either end
+    of what lies between, and for each page between them of the kernel's and of our own table."""
+    spans = [span for layer in layers for span, _ in tensors_of(layer)]
+    n_pages = sum(max(0, span.inner.end - span.inner.start) // PAGE_BYTES for span in spans)
+    return 4 * PAGE_BYTES * len(spans) + (_KERNELS_BYTES + _COUNT().itemsize) * n_pages
 
 
 def tensors_of(layer: LayerExperts | None) -> Iterator[tuple[Span, TensorRecord]]:
@@ -76,7 +83,7 @@ class Region:
     n_users: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        self.n_users = np.zeros(self.n_bytes // PAGE_BYTES, dtype=np.int32)
+        self.n_users = np.zeros(self.n_bytes // PAGE_BYTES, dtype=_COUNT)
 
     @property
     def n_bytes(self) -> int:

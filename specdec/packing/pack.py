@@ -63,7 +63,7 @@ class PackReport:
         ]
         named = list(self.not_packed.items())
         lines += [
-            f"{name} stays bf16: {rare:.1%} of a sample of its weights have rare exponents"
+            f"{name} stays bf16: {rare:.1%} of the weights looked at have rare exponents"
             for name, rare in named[:_NAMED]
         ]
         if len(named) > _NAMED:

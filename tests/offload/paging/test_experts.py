@@ -19,7 +19,7 @@ from offload.experts import readers as readers_file
 from offload.formats.tensors import TensorRecord
 from offload.paging import experts as experts_file
 from offload.paging.address_space import PAGE_BYTES, AddressSpaceError, find_mapping
-from offload.paging.expert_pages import outside
+from offload.paging.expert_pages import Region, outside, overhead_bytes, tensors_of
 from offload.paging.experts import PagedExperts
 from offload.residency.experts import ExpertRoom, LayerExperts
 from offload.storage.direct_io import StorageError
@@ -268,3 +268,12 @@ def test_the_edges_and_what_lies_between_are_the_whole(mixture) -> None:
     one = replace(mixture.layers[0].tensors[0][1], n_bytes=100)
     tiny = outside([LayerExperts(((one,),), 1)])
     assert (sum(r.n_bytes for r in tiny.resident), tiny.untouched) == (100, ())
+
+
+def test_tables_of_pages_are_counted(mixture) -> None:
+    """Ours as they are, and the kernel's: 8 bytes a page on x86-64 and arm64."""
+    spans = [(span, first) for layer in mixture.layers for span, first in tensors_of(layer)]
+    tables = [Region(span, first.n_bytes, 0).n_users for span, first in spans]
+    beside = overhead_bytes(mixture.layers) - sum(t.nbytes + 8 * len(t) for t in tables)
+    assert beside == 4 * PAGE_BYTES * len(spans)
+    assert sum(map(len, tables)) > 0
