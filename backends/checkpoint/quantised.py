@@ -110,4 +110,25 @@ def _quantised(
             scheme=quantisation.name,
         )
         found[logical.name] = PackedTensor(logical, stored)
+    _check_all_are_used(index, quantisation, found, directory)
     return found
+
+
+def _check_all_are_used(
+    index: Mapping[str, TensorRecord],
+    quantisation: Quantisation,
+    found: Mapping[str, PackedTensor],
+    directory: Path,
+) -> None:
+    """A matrix that is stored whole has no scales: the ones that are there were for other numbers.
+
+    Raises CheckpointError.
+    """
+    main, *others = quantisation.suffixes
+    for name in index:
+        module, _, suffix = name.rpartition(".")
+        if suffix in others and f"{module}.{_WEIGHT}" not in found:
+            raise CheckpointError(
+                f"{directory} has {name}, and no quantised {module}.{main} that it is for: take "
+                "the checkpoint as it was published"
+            )

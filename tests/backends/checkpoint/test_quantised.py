@@ -184,6 +184,21 @@ def damage(folder: Path, change: Any) -> None:
             lambda t, m: t.update({m + "weight": torch.ones(192, 64)}),
             "has both model.layers.1.mlp.up_proj.qweight and model.layers.1.mlp.up_proj.weight",
         ),
+        (
+            "fp8",
+            lambda t, m: t.update({m + "weight": t[m + "weight"].to(torch.bfloat16)}),
+            "up_proj.weight_scale_inv, and no quantised model.layers.1.mlp.up_proj.weight",
+        ),
+        (
+            "gptq",
+            lambda t, m: stored_whole(t, m, "qweight"),
+            "and no quantised model.layers.1.mlp.up_proj.qweight that it is for",
+        ),
+        (
+            "int4",
+            lambda t, m: stored_whole(t, m, "weight_packed"),
+            "and no quantised model.layers.1.mlp.up_proj.weight_packed that it is for",
+        ),
     ],
 )
 def test_broken_tensors_are_refused(kind: str, change: Any, named: str, tmp_path: Path) -> None:
@@ -192,6 +207,12 @@ def test_broken_tensors_are_refused(kind: str, change: Any, named: str, tmp_path
     with pytest.raises(SpecdecError, match=re.escape(named)) as caught:
         logits(quantised, is_streamed=False)
     assert "\n" not in str(caught.value)
+
+
+def stored_whole(tensors: dict[str, torch.Tensor], module: str, main: str) -> None:
+    """In place of a quantised matrix, whose scales stay."""
+    del tensors[module + main]
+    tensors[module + "weight"] = torch.ones(192, 64)
 
 
 def halved(tensors: dict[str, torch.Tensor], module: str, names: str) -> None:
