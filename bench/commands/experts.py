@@ -18,6 +18,7 @@ from specdec.cli.groups import LOAD, Load
 
 _COLUMNS: Columns = (
     ("tokens/s", "tokens_per_second", "{:.2f}", 1.0),
+    ("predicted", "predicted_tokens_per_second", "{:.2f}", 1.0),
     ("GB/token", "bytes_per_token", "{:.3f}", 1e9),
     ("expected", "expected_bytes_per_token", "{:.3f}", 1e9),
     ("slots", "share_held", "{:.1%}", 1.0),

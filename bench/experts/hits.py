@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.process.child import forget_model, measure_for_parent, result_of_child
-from bench.process.probe import probe_bandwidth
+from bench.process.probe import BLOCK_BYTES, probe_bandwidth
 from bench.prompts.workloads import WARM_UP_TOKENS
 from offload.experts.eviction import Visit, belady, least_recently_used, replay, visits_of
 from offload.experts.readers import N_READERS
@@ -62,8 +62,9 @@ def measure(values: Mapping[str, Any]) -> dict[str, Any]:
         "n_experts": n_experts,
         "share_held": ratio(n_slots, n_experts),
         "hit_rate": ratio(sum(x.n_found for x in texts[1:]), sum(x.n_asked for x in texts[1:])),
-        **(_rules(visits_of(trace), n_slots) if n_slots else {}),
+        **_rules(visits_of(trace), n_slots),
         "expected_bytes_per_token": plan.get("expected_expert_bytes_per_token"),
+        "predicted_tokens_per_second": plan["plain_tokens_per_second"],
         "bytes_read": n_read,
         "bytes_per_token": ratio(n_read, n_tokens),
         "bytes_per_read": ratio(n_read, len(reads)),
@@ -108,7 +109,12 @@ def _decode(llm: LLM, prompt: str, n_tokens: int) -> _Text:
 
 
 def _rules(visits: list[Visit], n_slots: int) -> dict[str, float]:
-    """Hit rates of rules for what tokens ask for, prompts and the first text included."""
+    """Hit rates of rules for what tokens ask for, prompts and the first text included.
+
+    Nothing where all experts are in memory, and no cache is asked.
+    """
+    if not visits:
+        return {}
     of_token = min(len(experts) for _, experts in visits)
     return {
         "own_rule": replay(visits, n_slots, most=of_token),
@@ -126,7 +132,7 @@ def measure_budget(spec: HitsSpec, model: Path) -> dict[str, Any]:
     forget_model(model)
     found = result_of_child("bench.experts.hits", spec, spec.load["memory_budget"])
     largest = max(weight_files(model), key=lambda path: path.stat().st_size)
-    block = align_up(max(1, round(found["bytes_per_read"])))
+    block = align_up(round(found["bytes_per_read"])) or BLOCK_BYTES  # nothing was read
     speed = probe_bandwidth(largest, block_bytes=block, n_threads=N_READERS).bytes_per_second
     needed = found["bytes_read"] / speed
     return {

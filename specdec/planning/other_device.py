@@ -28,7 +28,13 @@ from specdec.planning.base import measure_base
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.division import Gpu
 from specdec.planning.gpu import check_no_gpu_options, gpu_for
-from specdec.planning.plan import asked_budget, make_plan, must_stream, open_pair
+from specdec.planning.plan import (
+    asked_budget,
+    make_plan,
+    measure_experts,
+    must_stream,
+    open_pair,
+)
 from specdec.planning.run_options import AUTO, CPU, CUDA, LoadKeywords, RunOptions
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Figures
@@ -189,7 +195,15 @@ def _figures(
         device.storage_bytes_per_second,
         compute,
         None if draft is None else _draft_compute(device, machine, draft, target),
+        expert_seconds_per_byte=_expert_seconds(machine, target, total_bytes),
     )
+
+
+def _expert_seconds(machine: Machine, target: ModelSource, total_bytes: int) -> float:
+    """Beside the reads those of this machine: no profile of a device tells of them."""
+    if not any(target.experts):
+        return 0.0  # and what this machine's storage does need not be known
+    return measure_experts(target, total_bytes, machine.storage_bytes_per_second)
 
 
 def _computes_here(device: DeviceSpec) -> bool:

@@ -30,6 +30,9 @@ class PassModel:
     storage_bytes_per_second: float
     copy_bytes_per_second: float = 0.0
     """From pinned host memory to a GPU's; of use where a GPU computes."""
+    expert_seconds_per_byte: float = 0.0
+    """Of experts that are missing, beside what the storage's bandwidth says: their reads are short,
+    and their pages have to be had and given up."""
     _known: dict[tuple[int, float], SimulatedPass] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -40,6 +43,11 @@ class PassModel:
         if key not in self._known:
             self._known[key] = self._simulate(n_rows, gap_seconds)
         return self._known[key]
+
+    @property
+    def expert_bytes_per_second(self) -> float:
+        """Of experts that are missing, all told."""
+        return 1.0 / (1.0 / self.storage_bytes_per_second + self.expert_seconds_per_byte)
 
     def seconds(self, n_rows: int) -> float:
         """Of a pass that follows the one before it at once."""
@@ -94,8 +102,8 @@ class PassModel:
         if room is None or experts is None:
             return 0.0
         per_byte = self.compute.per_byte.seconds(experts.rows_each(n_rows))
-        read_seconds = room.read_bytes(layer, n_rows) / self.storage_bytes_per_second
-        return read_seconds + per_byte * experts.used_bytes(n_rows)
+        missing_seconds = room.read_bytes(layer, n_rows) / self.expert_bytes_per_second
+        return missing_seconds + per_byte * experts.used_bytes(n_rows)
 
     def _compute_seconds(self, n_rows: int) -> float:
         n_bytes = sum(layer.n_bytes for layer in self.placement.layers)

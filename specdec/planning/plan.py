@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 
 from backends.contract.self_draft import SharedSource
 from backends.contract.source import BackendOptions, ModelSource
+from offload.paging.expert_speed import missing_seconds_per_byte
 from offload.process.allocator import free_large_blocks_at_once
 from offload.process.memory import memory_limit, process_memory
 from offload.ring.bandwidth import measure_storage
@@ -107,11 +108,23 @@ def open_pair(options: RunOptions) -> OpenedPair:
 def measure_figures(pair: OpenedPair, total_bytes: int) -> Figures:
     """This machine's speed, as far as a budget of `total_bytes` needs it."""
     target, draft = pair.sources
+    storage = measure_storage(target.weight_file).storage_bytes_per_second
     return Figures(
-        measure_storage(target.weight_file).storage_bytes_per_second,
+        storage,
         target.measure_compute(beside_reads=must_stream(target, total_bytes)),
         None if draft is None else measure_draft(draft),
+        expert_seconds_per_byte=measure_experts(target, total_bytes, storage),
     )
+
+
+def measure_experts(
+    source: ModelSource, total_bytes: int, storage_bytes_per_second: float
+) -> float:
+    """Seconds per byte of missing experts beside those of reading at this machine's bandwidth; 0
+    where a budget of `total_bytes` holds all, or there are none."""
+    if not any(source.experts) or not must_stream(source, total_bytes):
+        return 0.0
+    return max(0.0, missing_seconds_per_byte(source.experts) - 1.0 / storage_bytes_per_second)
 
 
 def must_stream(source: ModelSource, total_bytes: int) -> bool:

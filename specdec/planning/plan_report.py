@@ -104,8 +104,11 @@ def speed_lines(chosen: Alternative) -> list[str]:
     """Of a target whose weights move: what computing alone costs is known less well."""
     target, n_rows = chosen.target, 1 + chosen.n_tree
     link = f"copies to the GPU {target.copy_bytes_per_second / 1e9:.2f} GB/s; "
+    missing = f"missing experts {target.expert_bytes_per_second / 1e9:.2f} GB/s; "
+    room = target.placement.experts
     passes = (
         f"storage {target.storage_bytes_per_second / 1e9:.2f} GB/s; "
+        f"{'' if room is None or room.holds_all else missing}"
         f"{link if target.placement.is_on_device else ''}a pass of 1 token "
         f"takes {target.seconds(1):.2f} s, of {n_rows} tokens {target.seconds(n_rows):.2f} s"
     )

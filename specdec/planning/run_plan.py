@@ -200,6 +200,7 @@ class RunPlan:
             "expert_slot_bytes": room.slot_bytes,
             "expected_expert_hit_rate": room.hit_rate,
             "expected_expert_bytes_per_token": room.bytes_per_token,
+            "expert_bytes_per_second": self.chosen.target.expert_bytes_per_second,
         }
 
     def _vram_dict(self) -> dict[str, Any]:

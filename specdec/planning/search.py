@@ -50,6 +50,8 @@ class Figures:
     gpu_draft: ModelCompute | None = None
     copy_bytes_per_second: float = 0.0
     """From pinned host memory to the GPU's, if the target runs there."""
+    expert_seconds_per_byte: float = 0.0
+    """Of the target's experts that are missing, beside what the storage's bandwidth says."""
 
     def draft_on(self, device: str) -> ModelCompute | None:
         return self.gpu_draft if device == CUDA else self.draft
@@ -232,7 +234,7 @@ def predict(
     n_room: what the room is taken to be, in draft tokens.
     """
     speeds = figures.storage_bytes_per_second, figures.copy_bytes_per_second
-    target = PassModel(division.target, figures.target, *speeds)
+    target = PassModel(division.target, figures.target, *speeds, figures.expert_seconds_per_byte)
     draft, draft_compute = None, figures.draft_on(division.shape.draft_device)
     if division.draft is not None and draft_compute is not None:
         draft = PassModel(division.draft, draft_compute, *speeds)

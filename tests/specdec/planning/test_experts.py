@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,11 @@ from backends.contract.source import BackendOptions, ModelCompute
 from backends.hf.source import HfSource
 from offload.residency.experts import ExpertRoom, LayerExperts, least_slots, slot_bytes
 from specdec.models.names import resolve_model
+from specdec.planning import plan
 from specdec.planning.gpu import on_gpu
 from specdec.planning.pass_model import PassModel
 from specdec.planning.placer import CpuPlacer
-from specdec.planning.plan import plan_run
+from specdec.planning.plan import measure_experts, plan_run
 from specdec.planning.plan_report import expert_line
 from specdec.policy.costs import PassTimes
 from specdec.policy.shared_pass import Offer, choose_nodes
@@ -92,6 +94,24 @@ def test_a_larger_cache_reads_less_and_is_faster(placer, source) -> None:
     assert read[-1] == 0
 
 
+def test_missing_experts_take_longer_than_their_bytes(placer) -> None:
+    """Storage of 1 MB/s, and as long again for each byte."""
+    placed = placer.place(placer.all_bytes - 20 * slot_bytes(placer.source.experts), 0)
+    read_only = PassModel(placed, COMPUTE, 1e6)
+    model = replace(read_only, expert_seconds_per_byte=1e-6)
+    assert model.expert_bytes_per_second == pytest.approx(5e5)
+    assert model.seconds(1) == pytest.approx(2 * read_only.seconds(1), rel=0.01)
+    assert model.cost().seconds(4) == pytest.approx(2 * read_only.cost().seconds(4), rel=0.01)
+
+
+def test_they_are_measured_where_they_do_not_all_fit(source, monkeypatch) -> None:
+    monkeypatch.setattr(plan, "missing_seconds_per_byte", lambda layers: 3e-9)
+    assert measure_experts(source, 1, 1e9) == pytest.approx(2e-9)
+    assert measure_experts(source, 1, 1e8) == 0.0  # short reads that are faster than long ones
+    monkeypatch.setattr(plan, "missing_seconds_per_byte", None)
+    assert measure_experts(source, 1 << 40, 1e9) == 0.0
+
+
 @pytest.mark.parametrize("n_texts", [1, 4])
 def test_a_node_costs_the_experts_that_it_adds(placer, n_texts: int) -> None:
     """Also in a pass that texts share. Storage of 1 MB/s: reads are all that counts."""
@@ -119,7 +139,7 @@ def test_what_a_pass_is_expected_to_miss(source) -> None:
     assert experts.n_hit(1) == 3
     assert experts.n_hit(2) == pytest.approx(3 * 2**0.7)
     assert experts.n_hit(100) == 12
-    assert room.hit_rate == pytest.approx(1 - math.exp(-2.75))
+    assert room.hit_rate == pytest.approx(1 - math.exp(-2.85))
     one_layer = 3 * experts.n_bytes / 12 * (1 - room.hit_rate)
     assert room.bytes_per_token == pytest.approx(3 * one_layer)
     # Neighbours share hardly anything that the cache has not; but no pass misses more than it asks.

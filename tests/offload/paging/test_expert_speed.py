@@ -1,0 +1,137 @@
+"""What missing experts take is measured once, with the caches themselves."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from weight_files import FaultyReads
+
+from offload.experts.cache import ExpertCache
+from offload.formats.tensors import TensorRecord
+from offload.paging import expert_speed
+from offload.paging.expert_speed import missing_seconds_per_byte
+from offload.paging.experts import PagedExperts
+from offload.process import others
+from offload.process.memory import process_memory
+from offload.process.remembered import cache_folder
+from offload.residency.experts import LayerExperts
+from offload.storage.direct_io import StorageError
+from offload.units import MIB
+
+N_LAYERS, N_EXPERTS, N_USED = 3, 16, 4
+SIZE = 60_001
+"""Of each of an expert's two tensors: aligned nowhere, so that neighbours share pages."""
+EXPERT_BYTES = 2 * SIZE
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> tuple[LayerExperts | None, ...]:
+    """Stacked as in a GGUF file; the first layer has none."""
+    path, offset = tmp_path / "experts.bin", 5
+    made: list[LayerExperts | None] = [None]
+    for layer in range(N_LAYERS):
+        stacks = []
+        for part in range(2):
+            name = f"{layer}.{part}"
+            stacks.append(
+                [
+                    TensorRecord(f"{name}[{e}]", "U8", (SIZE,), path, offset + e * SIZE, SIZE)
+                    for e in range(N_EXPERTS)
+                ]
+            )
+            offset += N_EXPERTS * SIZE
+        made.append(LayerExperts(tuple(zip(*stacks, strict=True)), N_USED, is_at_once=True))
+    path.write_bytes(np.random.default_rng(0).bytes(offset))
+    return tuple(made)
+
+
+@pytest.fixture(params=["paged", "slots"])
+def kind(request: pytest.FixtureRequest, layers) -> tuple[LayerExperts | None, ...]:
+    """The same experts, of both kinds of cache."""
+    at_once = request.param == "paged"
+    return tuple(None if x is None else replace(x, is_at_once=at_once) for x in layers)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Short measurements, on a machine without others, that count as long enough."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(expert_speed, "_SECONDS", 0.05)
+    monkeypatch.setattr(expert_speed, "_WARM_UP_SECONDS", 0.01)
+    monkeypatch.setattr(expert_speed, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(others, "seconds_of_others", lambda: 0.0)
+
+
+def kept() -> list[Path]:
+    return sorted(cache_folder().glob("missing-experts-*"))
+
+
+def test_the_clock_counts_the_bytes_that_were_missing(kind, monkeypatch) -> None:
+    """On a clock that a visit moves by 2 s, half of a token's experts are missing at a time."""
+    ticks = itertools.count(0, 2)
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr(expert_speed, "time", clock)
+    monkeypatch.setattr(expert_speed, "_SECONDS", 400.0)
+    found = missing_seconds_per_byte(kind)
+    # 4 slots of 48 experts: a tenth of those that are asked for may be there by chance.
+    assert 2 / (2 * EXPERT_BYTES) <= found < 1.5 * 2 / (2 * EXPERT_BYTES)
+
+
+def test_a_real_measurement_gives_everything_back(kind) -> None:
+    missing_seconds_per_byte(kind)  # what is loaded on first use
+    before = process_memory().rss_bytes
+    for path in kept():
+        path.unlink()
+    assert missing_seconds_per_byte(kind) > 0
+    assert process_memory().rss_bytes - before < MIB
+
+
+def test_each_kind_is_measured_once(layers, monkeypatch) -> None:
+    first = missing_seconds_per_byte(layers)
+    assert missing_seconds_per_byte(layers) == first
+    assert len(kept()) == 1
+    in_slots = tuple(None if x is None else replace(x, is_at_once=False) for x in layers)
+    missing_seconds_per_byte(in_slots)
+    assert len(kept()) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"measured_at": 1e12}', "[1]"])
+def test_a_corrupt_figure_is_measured_anew(layers, text: str) -> None:
+    missing_seconds_per_byte(layers)
+    (path,) = kept()
+    whole = path.read_text()
+    path.write_text(text)
+    assert missing_seconds_per_byte(layers) > 0
+    assert path.read_text() not in (text, whole)
+
+
+@pytest.mark.parametrize("value", ["-1.0", "0.0", "NaN", "true", '"1"'])
+def test_no_other_figure_is_believed(layers, value: str) -> None:
+    missing_seconds_per_byte(layers)
+    (path,) = kept()
+    began = path.read_text().split('"seconds_per_byte"')[0]
+    path.write_text(f'{began}"seconds_per_byte": {value}}}')
+    assert 0 < missing_seconds_per_byte(layers) < 1
+
+
+def test_what_a_limit_on_reading_makes_of_it_is_not_kept(layers, monkeypatch) -> None:
+    monkeypatch.setattr(expert_speed, "read_limit_in_force", lambda path: 1000)
+    assert missing_seconds_per_byte(layers) > 0
+    assert kept() == []
+
+
+def test_a_failed_read_is_told(kind, monkeypatch) -> None:
+    def fault(call: int, length: int) -> None:
+        raise StorageError("gone")
+
+    for name, cache in (("PagedExperts", PagedExperts), ("ExpertCache", ExpertCache)):
+        broken = partial(cache, storage=FaultyReads(fault).storage)
+        monkeypatch.setattr(expert_speed, name, broken)
+    with pytest.raises(StorageError, match="gone"):
+        missing_seconds_per_byte(kind)
