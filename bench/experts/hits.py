@@ -62,7 +62,7 @@ def measure(values: Mapping[str, Any]) -> dict[str, Any]:
         "n_experts": n_experts,
         "share_held": ratio(n_slots, n_experts),
         "hit_rate": ratio(sum(x.n_found for x in texts[1:]), sum(x.n_asked for x in texts[1:])),
-        **_rules(visits_of(trace), n_slots),
+        **rules(visits_of(trace), n_slots),
         "expected_bytes_per_token": plan.get("expected_expert_bytes_per_token"),
         "predicted_tokens_per_second": plan["plain_tokens_per_second"],
         "bytes_read": n_read,
@@ -108,7 +108,7 @@ def _decode(llm: LLM, prompt: str, n_tokens: int) -> _Text:
     )
 
 
-def _rules(visits: list[Visit], n_slots: int) -> dict[str, float]:
+def rules(visits: list[Visit], n_slots: int) -> dict[str, float]:
     """Hit rates of rules for what tokens ask for, prompts and the first text included.
 
     Nothing where all experts are in memory, and no cache is asked.

@@ -10,7 +10,7 @@ import pytest
 
 from bench.commands.app import main
 from bench.experts.depths import in_turns
-from bench.experts.hits import measure
+from bench.experts.hits import measure, rules
 from specdec.pair import pair_path
 
 PROMPTS = ["def area(r):", "import os\n"]
@@ -29,6 +29,10 @@ def test_a_mixture_that_fits_reads_every_expert_once() -> None:
     assert found["bytes_per_read"] > 0
 
 
+def test_rules_say_nothing_where_no_cache_was_asked() -> None:
+    assert rules([], 8) == {}
+
+
 def test_the_command_measures_every_budget_in_a_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -41,6 +45,7 @@ def test_the_command_measures_every_budget_in_a_process(
     first, second = result["rows"]
     assert first["token_ids"] == second["token_ids"]
     assert all(row["storage_bytes_per_second"] > 0 for row in result["rows"])
+    assert all(row["predicted_tokens_per_second"] > 0 for row in result["rows"])
     assert "Belady" in capfd.readouterr().out
 
 
