@@ -78,7 +78,7 @@ class Gptq:
         check_group_sizes([settings.get("group_size")], n_in, n_groups, is_in_order)
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
-        return scratch_bytes(tensor.record.shape[1])
+        return scratch_bytes(tensor, has_zeros=True)
 
     def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
         words, scales, packed_zeros, *order = typed(tensor, stored)

@@ -27,7 +27,7 @@ def save_packable(
     family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **sizes: object
 ) -> Path:
     """A checkpoint whose matrices are worth packing."""
-    save_tiny_checkpoint(family, folder, **_SIZES.get(family, PACKABLE), **sizes)
+    save_tiny_checkpoint(family, folder, **{**_SIZES.get(family, PACKABLE), **sizes})
     for path in folder.glob("*.safetensors"):
         tensors = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
         save_file(tensors, path, metadata={"format": "pt"})

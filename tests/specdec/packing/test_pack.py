@@ -163,3 +163,17 @@ def test_decoding_takes_as_long_for_any_rows(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(timing, "_SHAPE", (128, 512))
     curve = timing._time("BF16_12", 1, None)
     assert 0.0 < curve.seconds(1) == curve.seconds(64)
+
+
+def test_the_last_piece_of_a_packed_matrix_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """168 rows of 64 weights are decoded and multiplied with 128 at a time: 40 are left."""
+    from backends.hf import self_test
+    from backends.hf.model import load_hf_model
+
+    pack(save_packable("llama", tmp_path / "plain", intermediate_size=168), tmp_path / "packed")
+    monkeypatch.setattr(decoder, "PIECE_BYTES", 128 * 64 * 2)
+    for name, n_outputs in (("plain", {168}), ("packed", {128, 40})):
+        found = set(self_test._products(load_hf_model(tmp_path / name)))
+        assert {one.n_out for one in found if one.n_in == 64} & {168, 128, 40} == n_outputs
