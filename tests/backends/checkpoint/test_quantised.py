@@ -47,6 +47,7 @@ KINDS = {
     "int4 of whole rows": (compressed(is_symmetric=True, group=-1), ROWS, BF16),
     "gptq": (gptq(is_reordered=False), GPTQ, F16),
     "gptq in another order": (gptq(is_reordered=True), GPTQ, F16),
+    "gptq that says so": (gptq(is_reordered=True), {**GPTQ, "desc_act": True}, F16),
     "int4 in groups of 8": (compressed(is_symmetric=False, group=8), IN_EIGHTS, BF16),
     "awq": (awq, AWQ, F16),
 }
