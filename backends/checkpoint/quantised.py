@@ -12,7 +12,7 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from backends.contract.backend import UnsupportedModel
-from backends.packed.codec import QUANTISATIONS, Quantisation, broken, check_packed
+from backends.packed.codec import QUANTISATIONS, Quantisation, as_described, broken, check_packed
 from backends.packed.tensor import TORCH_TYPES, PackedTensor
 from offload.formats.tensors import CheckpointError, TensorRecord
 
@@ -39,7 +39,7 @@ def quantisation_of(config: PreTrainedConfig) -> Quantisation | None:
         raise UnsupportedModel(
             f"{kind} checkpoint is quantised as {method!r} with {error}: {_REMEDY}"
         ) from error
-    return found
+    return as_described(found, settings)
 
 
 def _settings(config: PreTrainedConfig) -> Mapping[str, Any]:

@@ -6,7 +6,6 @@ is refused by name, before anything is allocated.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,8 +42,7 @@ from backends.feedforward.records import STACKED, find_experts, is_experts
 from backends.feedforward.routing import steady_routing
 from backends.packed.decoder import PackedModule, decode_buffer_bytes
 from backends.packed.tensor import PackedTensor
-from offload.formats.checkpoint import WeightIndex
-from offload.formats.safetensors import DTYPE_BITS
+from offload.formats.checkpoint import WeightIndex, main_format
 from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.residency.experts import LayerExperts
 from offload.residency.placement import LayerWeights
@@ -191,12 +189,7 @@ def main_dtype(
     quantised what its config says."""
     if quantisation_of(config) is not None:
         return config.dtype if config.dtype in TORCH_DTYPES.values() else torch.bfloat16
-    n_bytes: dict[str, int] = {}
-    for record in index.values():
-        # Not record.n_bytes: a packed copy computes in what its source does.
-        decoded_bytes = math.prod(record.shape) * DTYPE_BITS[record.dtype] // 8
-        n_bytes[record.dtype] = n_bytes.get(record.dtype, 0) + decoded_bytes
-    name = max(n_bytes, key=lambda key: n_bytes[key])
+    name = main_format(index)
     if name not in TORCH_DTYPES:
         lost = ", or a packed file that lost its metadata" if name == "U8" else ""
         raise UnsupportedModel(

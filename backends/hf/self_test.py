@@ -23,6 +23,7 @@ from backends.attention.blocked_mask import blocked_mask
 from backends.attention.blocks import BLOCK_KEYS, USUAL_LIMITS, ProductLimits
 from backends.attention.layout import CausalLayout, PassLayout
 from backends.checkpoint.config import HeadShape, head_shape
+from backends.checkpoint.records import packed_by_module, packed_module
 from backends.contract.exactness import Exactness
 from backends.contract.kept_checks import KeptChecks
 from backends.feedforward.elementwise import unsteady_function
@@ -30,6 +31,7 @@ from backends.feedforward.linear import library_of, tried_linear_of
 from backends.feedforward.records import is_experts
 from backends.feedforward.routing import GATE_OUTPUTS, is_router
 from backends.hf.model import HfModel
+from backends.packed.decoder import pieces
 
 CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 """Rows that a pass may be filled up to, and rows that a product of the attention may be."""
@@ -120,6 +122,7 @@ def _find(model: HfModel, checks: KeptChecks) -> TorchExactness:
 
 
 def _products(model: HfModel) -> Iterator[Product]:
+    at_a_time = _outputs_at_a_time(model)
     for part in (*model.layers, *_outer_linears(model)):
         for module in part.modules():
             if is_experts(module):
@@ -139,8 +142,19 @@ def _products(model: HfModel) -> Iterator[Product]:
                 raise _UnknownProduct(f"{type(module).__name__} multiplies in code of its own")
             is_transposed = isinstance(module, Conv1D)
             n_in, n_out = weight.shape if is_transposed else weight.shape[::-1]
-            n_out = n_out if n_out > 1 else GATE_OUTPUTS
-            yield Product(n_in, _n_tried(n_out), module.bias is not None, is_transposed)
+            for n in at_a_time.get(id(module), [n_out]):
+                n_tried = _n_tried(n if n > 1 else GATE_OUTPUTS)
+                yield Product(n_in, n_tried, module.bias is not None, is_transposed)
+
+
+def _outputs_at_a_time(model: HfModel) -> dict[int, list[int]]:
+    """By the id of a module whose matrix is decoded in pieces: their rows, fewer in the last."""
+    return {
+        id(tensors[0].module): sorted({end - start for start, end in pieces(module.tensors[0])})
+        for layer in model.layer_tensors
+        for tensors in packed_by_module(layer)
+        if (module := packed_module(tensors)).in_pieces
+    }
 
 
 def _outer_linears(model: HfModel) -> Iterator[nn.Module]:

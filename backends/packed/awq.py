@@ -70,7 +70,7 @@ class Awq:
         check_group_sizes([size], tensor.record.shape[1], tensor.parts[1].shape[0])
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
-        return scratch_bytes(tensor.record.shape[1])
+        return scratch_bytes(tensor, has_zeros=True)
 
     def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
         words, scales, packed_zeros = typed(tensor, stored)

@@ -75,12 +75,13 @@ class Quantisation(Codec, Protocol):
 QUANTISATIONS: dict[str, Quantisation] = {
     one.method: one for one in (Fp8Blocks(), CompressedInt4(), Gptq(), Awq())
 }
-_ALL: tuple[Codec, ...] = (TwelveBits(), *QUANTISATIONS.values())
+_REORDERED = Gptq(is_reordered=True)
+_ALL: tuple[Codec, ...] = (TwelveBits(), *QUANTISATIONS.values(), _REORDERED)
 CODECS = {codec.name: codec for codec in _ALL}
 
 
 def example(scheme: str, shape: tuple[int, int]) -> PackedTensor:
-    """A matrix of zeros, wherever it lies."""
+    """A matrix, wherever it lies; `example_bytes` has its contents."""
     parts = [
         TensorRecord(str(i), dtype, size, Path(), 0, math.prod(size) * DTYPE_BITS[dtype] // 8)
         for i, (dtype, size) in enumerate(CODECS[scheme].example(shape))
@@ -88,6 +89,21 @@ def example(scheme: str, shape: tuple[int, int]) -> PackedTensor:
     n_bytes = sum(part.n_bytes for part in parts)
     record = TensorRecord("", "BF16", shape, Path(), 0, n_bytes, scheme)
     return PackedTensor(record, tuple(parts))
+
+
+def example_bytes(tensor: PackedTensor, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+    """uint8 [n_bytes] of each part of an `example`."""
+    parts = [torch.zeros(x.n_bytes, dtype=torch.uint8, device=device) for x in tensor.parts]
+    if tensor.record.scheme == _REORDERED.name:
+        order = _REORDERED.example_order(tensor.record.shape[1])
+        parts[-1].copy_(order.view(torch.uint8))
+    return parts
+
+
+def as_described(quantisation: Quantisation, settings: Mapping[str, Any]) -> Quantisation:
+    """The same scheme, under a name of its own where settings say that decoding takes longer."""
+    is_reordered = quantisation.method == Gptq.method and settings.get("desc_act") is True
+    return _REORDERED if is_reordered else quantisation
 
 
 def check_packed(tensor: PackedTensor) -> None:

@@ -82,7 +82,7 @@ class CompressedInt4:
             check_group_sizes(sizes, tensor.record.shape[1], tensor.parts[1].shape[1])
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
-        return scratch_bytes(tensor.record.shape[1])
+        return scratch_bytes(tensor, has_zeros=len(tensor.parts) > len(self.suffixes))
 
     def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
         words, scales, *packed_zeros = typed(tensor, stored)

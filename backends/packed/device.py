@@ -80,8 +80,13 @@ class DeviceDecoder:
             return
         number, self._first_broken = int(self._first_broken), None
         if number < len(self._tensors):
-            why = ValueError("its base or its exceptions are out of range")
-            raise broken(self._tensors[number].record, why)
+            tensor = self._tensors[number]
+            n_exceptions = Planes(tensor.n_weights).n_exceptions(tensor.record.n_bytes)
+            why = ValueError(
+                f"its base is above {MAX_BASE}, its {n_exceptions} exceptions do not ascend within "
+                f"{tensor.n_weights} weights without a code, or its header says something else"
+            )
+            raise broken(tensor.record, why)
 
     def _note(self, tensor: PackedTensor, is_broken: torch.Tensor) -> None:
         number = torch.where(is_broken, self._numbers[tensor.record.name], len(self._tensors))

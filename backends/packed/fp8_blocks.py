@@ -51,7 +51,7 @@ class Fp8Blocks:
         """The size of blocks is all that they say, and there is one."""
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
-        return scratch_bytes(tensor.record.shape[1])
+        return scratch_bytes(tensor, has_zeros=False)
 
     def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
         weight, scales = typed(tensor, stored)

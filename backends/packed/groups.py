@@ -5,12 +5,13 @@ Nothing here is a device's: the same code decodes on a CPU and on a GPU, with th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 import torch
 
-from backends.packed.tensor import ROW_STEP, DecodeRows, Run, shown
+from backends.packed.tensor import ROW_STEP, DecodeRows, PackedTensor, Run, shown
 from offload.formats.tensors import TensorRecord
 
 N_IN_WORD = 8
@@ -19,6 +20,8 @@ _PIECE_WEIGHTS = 1 << 19
 """That are decoded at a time: in float32 they stay in the processor's cache."""
 _SCRATCH_BYTES = 16
 """For each weight of a piece, at most, while it is decoded."""
+_ZERO_BYTES = 4
+"""For each group of the matrix that has a zero of its own: all of them are unpacked at once."""
 DecodePiece: TypeAlias = Callable[[int, int, torch.Tensor, torch.Tensor], None]
 """(start, end, numbers, room): fills `numbers`, float32 [rows, columns], with the rows start..end.
 room: int16, memory for as many columns at least, for any use."""
@@ -74,8 +77,11 @@ def by_pieces(
     return decode_rows
 
 
-def scratch_bytes(n_columns: int) -> int:
-    return _SCRATCH_BYTES * _piece_rows(n_columns) * n_columns
+def scratch_bytes(tensor: PackedTensor, *, has_zeros: bool) -> int:
+    """Memory that decoding takes beside: of a piece, and of the zeros of all groups."""
+    n_columns = tensor.record.shape[1]
+    n_zeros = math.prod(tensor.parts[1].shape) if has_zeros else 0
+    return _SCRATCH_BYTES * _piece_rows(n_columns) * n_columns + _ZERO_BYTES * n_zeros
 
 
 def _piece_rows(n_columns: int) -> int:

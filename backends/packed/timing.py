@@ -10,7 +10,7 @@ import torch
 
 from backends.contract.curve import ComputeCurve
 from backends.packed import decoder
-from backends.packed.codec import example
+from backends.packed.codec import example, example_bytes
 from backends.packed.decoder import Decoder, PackedModule
 from backends.packed.device import DeviceDecoder
 from backends.packed.kernels import fastest_kernels
@@ -18,7 +18,7 @@ from backends.packed.twelve_bits import TwelveBits
 from backends.timing.kept import kept_curve
 from backends.timing.measure import WEIGHT_BYTES, Product, measure_curve
 
-_REVISION = 1
+_REVISION = 2
 """Of what decodes, and of how it is timed: with another one, kept figures are measured again."""
 _SHAPE = 2048, 4096
 """Of the matrix that is decoded: more than the processor's caches hold."""
@@ -53,7 +53,7 @@ def measure_gpu_decoding(scheme: str, device: torch.device) -> ComputeCurve:
 
 def _time_on_device(scheme: str, device: torch.device) -> ComputeCurve:
     tensor = example(scheme, _SHAPE)
-    stored = [torch.zeros(x.n_bytes, dtype=torch.uint8, device=device) for x in tensor.parts]
+    stored = example_bytes(tensor, device)
     decoding = DeviceDecoder(
         [PackedModule((tensor,))],
         lambda n_bytes: torch.empty(n_bytes, dtype=torch.uint8, device=device),
@@ -70,10 +70,7 @@ def _time_on_device(scheme: str, device: torch.device) -> ComputeCurve:
 def _time(scheme: str, n_threads: int, reading: Path | None) -> ComputeCurve:
     tensor = example(scheme, _SHAPE)
     n_bytes = tensor.record.n_bytes
-    stored = [
-        [torch.zeros(part.n_bytes, dtype=torch.uint8) for part in tensor.parts]
-        for _ in range(max(2, WEIGHT_BYTES // n_bytes))
-    ]
+    stored = [example_bytes(tensor) for _ in range(max(2, WEIGHT_BYTES // n_bytes))]
     turns = itertools.cycle(stored)
     decoding = Decoder([PackedModule((tensor,), in_pieces=True)], n_threads)
 

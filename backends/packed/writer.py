@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from backends.packed.errors import PackError
 from backends.packed.twelve_bits import MOST_EXCEPTIONS, Planes, TwelveBits, choose_base, header
-from offload.errors import SpecdecError
 from offload.formats.packed import METADATA_KEY, VERSION
 from offload.formats.safetensors import read_header_and_metadata
 from offload.formats.tensors import CheckpointError, TensorRecord
@@ -30,10 +30,6 @@ _LEAST_GAIN = 0.8
 """A tensor that would not become smaller by this factor is too small to be packed."""
 
 Advance = Callable[[int], None]
-
-
-class PackError(SpecdecError):
-    """A model cannot be packed."""
 
 
 @dataclass(frozen=True)

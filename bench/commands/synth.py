@@ -9,7 +9,8 @@ import typer
 
 from bench.synth.files import refuse_folder, refuse_gguf_file
 from bench.synth.recipes import RECIPES
-from bench.synth.shapes import MIXTURES, SHAPES, Storage, SynthError, choose_shape, named_shape
+from bench.synth.shapes import MIXTURES, SHAPES, Storage, SynthError, named_shape
+from bench.synth.sizing import choose_shape
 from offload.units import format_bytes, parse_bytes
 from specdec.cli.output import loading_progress
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.process.child import measure_for_parent, result_of_child
-from bench.synth.shapes import Storage, SynthError, choose_shape
+from bench.synth.shapes import Storage, SynthError
+from bench.synth.sizing import choose_shape
 from offload.errors import SpecdecError
 
 

@@ -6,6 +6,7 @@ pickled weights are refused: see `safetensors` for the file format and its check
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from offload.formats.packed import with_packed
 from offload.formats.safetensors import (
+    DTYPE_BITS,
     MAX_HEADER_BYTES,
     parse_json_object,
     read_header_and_metadata,
@@ -69,6 +71,16 @@ class WeightIndex(TensorIndex):
                 shard_of[name] = shard
         _check_weight_map(weight_map, shard_of, root)
         return cls(records, states, root)
+
+
+def main_format(index: Mapping[str, TensorRecord]) -> str:
+    """The number format of most bytes, when packed ones are decoded."""
+    n_bytes: dict[str, int] = {}
+    for record in index.values():
+        # Not record.n_bytes: a packed copy computes in what its source does.
+        decoded_bytes = math.prod(record.shape) * DTYPE_BITS[record.dtype] // 8
+        n_bytes[record.dtype] = n_bytes.get(record.dtype, 0) + decoded_bytes
+    return max(n_bytes, key=lambda key: n_bytes[key])
 
 
 def _find_weight_map(root: Path) -> dict[str, str]:

@@ -69,6 +69,15 @@ def open_input(path: Path) -> BinaryIO:
     return file
 
 
+def check_input(path: Path) -> None:
+    """Raises BatchError for what is no regular file or has nothing to answer, OSError."""
+    if next(read_lines(path, b""), None) is None:
+        raise BatchError(
+            f"{path} has no line to answer in its {path.stat().st_size} bytes: give a file with a "
+            "request a line"
+        )
+
+
 def read_lines(path: Path, key: bytes) -> Iterator[Line]:
     """All lines that are not blank, at most one of them in memory. key: see `digest_key`."""
     with open_input(path) as file:

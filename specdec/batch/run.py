@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from specdec.batch.answering import Answer, Answered
 from specdec.batch.journal import Journal
-from specdec.batch.lines import BatchError, Line, digest_key, open_input, read_lines
+from specdec.batch.lines import BatchError, Line, check_input, digest_key, open_input, read_lines
 from specdec.decoding.stats import EngineStats
 
 
@@ -89,9 +89,10 @@ class Batch:
             told: called whenever they changed.
 
         Raises:
-            BatchError: the files are another batch's, or cannot be written; what the answerer
-            raises. What was answered is kept in every case.
+            BatchError: there is nothing to answer, the files are another batch's, or cannot be
+            written; what the answerer raises. What was answered is kept in every case.
         """
+        check_input(self.source)
         self._check_apart()
         with open_input(self.source) as file:
             n_bytes = os.fstat(file.fileno()).st_size

@@ -87,7 +87,7 @@ def batch(
 ) -> None:
     """Answer a file of prompts. The same command again goes on where it was broken off."""
     from specdec.batch.journal import ORDERS
-    from specdec.batch.lines import open_input
+    from specdec.batch.lines import check_input
     from specdec.batch.request import Rules
     from specdec.batch.run import Batch, BatchFigures
 
@@ -101,7 +101,7 @@ def batch(
         )
     if enforce:
         run_again_enforced(context, load.memory_budget)
-    open_input(source).close()  # a wrong name is told before a model is downloaded
+    check_input(source)  # a wrong name is told before a model is downloaded
     seed = sampling.pop("seed", 0)
     weights = _weights(load, is_elsewhere=ray is not None)
     rules = Rules(str(load.model), {"max_tokens": max_tokens, **sampling}, seed, weights)

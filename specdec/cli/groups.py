@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from specdec.cli.input.prompts import read_text
+from specdec.cli.naming import as_options, option_name
 from specdec.cli.options import Debug, OptionError
 from specdec.config import MAX_DRAFT_TOKENS, parse_spec_type
 from specdec.models.drafts import named_draft
@@ -71,6 +72,7 @@ _WRITTEN: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "grammar": (Path, read_text),
     "early_stopping": (str, _parse_early_stopping),
 }
+_FILES = tuple(name for name, (kind, _) in _WRITTEN.items() if kind is Path)
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
@@ -109,6 +111,12 @@ class Group:
     names: tuple[str, ...]
     build: Callable[[dict[str, Any]], Any]
 
+    def typed(self, values: dict[str, Any]) -> dict[str, str]:
+        """What errors call each field: its option, and the file that its text is of."""
+        options = {name: option_name(self.kind, name) for name in self.names}
+        of_files = (name for name in _FILES if name in options and values[name] is not None)
+        return {**options, **{name: f"{options[name]} {values[name]}" for name in of_files}}
+
     def parameters(self) -> list[Parameter]:
         """As typer sees them."""
         hints, defaults = get_type_hints(self.kind), {f.name: f.default for f in fields(self.kind)}
@@ -130,7 +138,7 @@ def typer_option(kind: type[Any], name: str) -> Any:
     """What typer is told of one field."""
     told = options_of(kind)[name]
     return typer.Option(
-        *filter(None, (told.short, told.long or "--" + name.replace("_", "-"))),
+        *filter(None, (told.short, option_name(kind, name))),
         help=told.help,
         rich_help_panel=told.panel,
         metavar=told.metavar or "|".join(told.choices) or None,
@@ -205,11 +213,13 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters.append(Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Debug))
 
     def flat(debug: bool, **values: Any) -> None:
-        built = {
-            name: group.build({field: values.pop(field) for field in group.names})
-            for name, group in groups.items()
-        }
-        command(**built, **values)
+        typed = {name: told for one in groups.values() for name, told in one.typed(values).items()}
+        with as_options(typed):
+            built = {
+                name: group.build({field: values.pop(field) for field in group.names})
+                for name, group in groups.items()
+            }
+            command(**built, **values)
 
     flat.__doc__ = command.__doc__
     flat.__name__ = command.__name__

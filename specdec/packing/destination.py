@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from backends.packed.writer import PackError
+from backends.packed.errors import PackError
 
 
 def place_of(out: str | Path) -> Path:

@@ -15,19 +15,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.formats.checkpoint import WeightIndex, resolve_within
+from backends.packed.errors import PackError
+from offload.formats.checkpoint import WeightIndex
 from offload.process.cpus import usable_cpus
 from offload.storage.unfinished import unfinished
 from offload.units import MIB, Progress, format_bytes
 from specdec.models.names import resolve_model
-from specdec.models.opened import is_gguf
+from specdec.packing.destination import place_of, refuse_inside, writing
+from specdec.packing.source import check_source, files_beside, is_mixture, is_quantised
 
 if TYPE_CHECKING:
     from backends.hf.model import HfModel
     from backends.packed.writer import WrittenTensor
 
-_ALONG = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*", "README.md")
-_WEIGHT_LISTS = (".safetensors.index.json", ".bin.index.json")
 _INDEX = "model.safetensors.index.json"
 _MARGIN_BYTES = 16 * MIB
 """Headers, blocks of the file system."""
@@ -85,22 +85,22 @@ def pack(
             before the model is read; the model cannot be read or packed, the disk lacks room; one
             line, and nothing is left behind.
     """
-    from backends.hf.model import load_hf_model
-    from backends.packed.writer import PackError, is_worth_packing
-    from specdec.packing.destination import place_of, refuse_inside, writing
-
     place = place_of(out)
     out = Path(out).expanduser().absolute()
     directory = resolve_model(model)
-    if is_gguf(directory):
-        raise PackError(f"{directory} is GGUF, which has packed formats of its own (Q4_K_M, Q8_0)")
     refuse_inside(out, place, directory)
+    check_source(directory)
+    others = files_beside(directory)
+
+    # Takes seconds: what has no need of it was looked at before.
+    from backends.hf.model import load_hf_model
+    from backends.packed.writer import is_worth_packing
+
     with unfinished(place) as partial:
         with writing(out):
             partial.mkdir(parents=True)
-        others = _others(directory)
         source = load_hf_model(directory)
-        _check_packable(source, directory)
+        _check_built(source, directory)
         wanted = frozenset(
             bound.record.name
             for layer in source.layer_tensors
@@ -123,35 +123,19 @@ def pack(
     return _report(out, written, verify)
 
 
-def _check_packable(source: HfModel, directory: Path) -> None:
-    """Raise PackError."""
-    import torch
-
-    from backends.packed.writer import PackError
-
-    if any(record.scheme for record in source.index.values()):
-        raise PackError(f"{directory} is packed already: use it as it is")
+def _check_built(source: HfModel, directory: Path) -> None:
+    """Raise PackError for what `check_source` could not see."""
     if source.packed_modules:
-        raise PackError(
-            f"{directory} is quantised, in fewer bytes than packing makes: use it as it is"
-        )
+        raise is_quantised(directory)
     if source.experts:
-        raise PackError(
-            f"{directory} is a mixture of experts, which are read as they are: use it as it is"
-        )
-    if source.dtype is not torch.bfloat16:
-        name = str(source.dtype).removeprefix("torch.")
-        raise PackError(
-            f"{directory} holds {name} weights, and bf16 alone is packed: half of its "
-            "bits are exponents, which take few values"
-        )
+        raise is_mixture(directory)
 
 
 def _check_room(
     source: HfModel, wanted: frozenset[str], others: Iterable[Path], place: Path
 ) -> None:
     """Raise PackError where the disk has not the least that the copy may take."""
-    from backends.packed.writer import PackError, least_bytes
+    from backends.packed.writer import least_bytes
 
     needed = _MARGIN_BYTES + sum(
         least_bytes(record) if record.name in wanted else record.n_bytes
@@ -200,7 +184,6 @@ def _write_weights(
 
 def _check_headers(source: HfModel, partial: Path) -> None:
     """Raise SpecdecError where the copy cannot be opened, or not with the source's tensors."""
-    from backends.packed.writer import PackError
 
     def described(index: WeightIndex) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {name: (record.dtype, record.shape) for name, record in index.items()}
@@ -219,26 +202,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _others(directory: Path) -> dict[str, Path]:
-    """Config, tokenizer, licence, by name: whatever describes the weights.
-
-    Links are held to the rule for weights. Raises SpecdecError.
-    """
-    from backends.packed.writer import PackError
-
-    found = {}
-    for path in sorted({path for pattern in _ALONG for path in directory.glob(pattern)}):
-        if path.name.endswith(_WEIGHT_LISTS) or (path.is_dir() and not path.is_symlink()):
-            continue
-        found[path.name] = resolve_within(directory, path.name)
-        if not found[path.name].is_file():
-            raise PackError(
-                f"{path} leads to {found[path.name]}, which is not a regular file: remove it, or "
-                "replace it by a file"
-            )
-    return found
 
 
 def _report(out: Path, written: list[WrittenTensor], verify: bool) -> PackReport:

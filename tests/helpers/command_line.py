@@ -13,6 +13,16 @@ from tiny_pair import save_model
 from specdec.cli.app import main
 
 ROOT = Path(__file__).resolve().parents[2]
+_WITHOUT_TORCH = """
+import sys
+from importlib.abc import MetaPathFinder
+class Refusing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        assert name not in ("torch", "transformers"), name
+sys.meta_path.insert(0, Refusing())
+from {module} import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 class Models(NamedTuple):
@@ -45,6 +55,17 @@ def expect_error(
     assert err.endswith("\n")
     for part in parts:
         assert part in err
+
+
+def run_without_torch(module: str, *argv: str) -> str:
+    """What a command that refuses says, where torch and transformers cannot be imported."""
+    code = _WITHOUT_TORCH.format(module=module)
+    run = subprocess.run(
+        [sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 2, run.stderr
+    assert run.stderr.count("\n") == 1, run.stderr
+    return run.stderr
 
 
 def start(argv: list[str]) -> subprocess.Popen[bytes]:

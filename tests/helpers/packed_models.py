@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from checkpoints import save_tiny_checkpoint
 from safetensors.torch import load_file, save_file
+
+from backends.contract.backend import PREFIX
+from backends.hf.backend import TorchBackend
+from backends.hf.cpu_weights import CpuWeights
+from backends.hf.model import load_hf_model
 
 _SIZES: dict[str, dict[str, object]] = {
     "gpt2": {"n_embd": 64},
@@ -20,7 +27,7 @@ def save_packable(
     family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **sizes: object
 ) -> Path:
     """A checkpoint whose matrices are worth packing."""
-    save_tiny_checkpoint(family, folder, **_SIZES.get(family, PACKABLE), **sizes)
+    save_tiny_checkpoint(family, folder, **{**_SIZES.get(family, PACKABLE), **sizes})
     for path in folder.glob("*.safetensors"):
         tensors = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
         save_file(tensors, path, metadata={"format": "pt"})
@@ -28,3 +35,22 @@ def save_packable(
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def logits(folder: Path, is_streamed: bool) -> list[np.ndarray]:
+    """Of a prompt, a tree, and a token after it."""
+    model = load_hf_model(folder)
+    layers = model.layer_weights
+    if not is_streamed:
+        layers = tuple(one.with_resident(r.name for r in one.tensors) for one in layers)
+    with TorchBackend(model, CpuWeights(model, layers, 2 * is_streamed)) as backend:
+        found = [backend.prefill([5, 9, 44, 3])]
+        ids, rows = backend.extend([7, 8, 9], [PREFIX, PREFIX, PREFIX])
+        backend.commit(ids[:1])
+        return [*found, *rows, *backend.extend([11], [PREFIX])[1]]
+
+
+def change_tensors(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    for path in folder.glob("*.safetensors"):
+        tensors = {name: change(name, tensor) for name, tensor in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})

@@ -34,6 +34,7 @@ INT4: dict[str, Any] = {
     "format": "pack-quantized",
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
 }
+IN_EIGHTS = {**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "group_size": 8}}}}
 ROWS = {**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "strategy": "channel"}}}}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
@@ -46,6 +47,8 @@ KINDS = {
     "int4 of whole rows": (compressed(is_symmetric=True, group=-1), ROWS, BF16),
     "gptq": (gptq(is_reordered=False), GPTQ, F16),
     "gptq in another order": (gptq(is_reordered=True), GPTQ, F16),
+    "gptq that says so": (gptq(is_reordered=True), {**GPTQ, "desc_act": True}, F16),
+    "int4 in groups of 8": (compressed(is_symmetric=False, group=8), IN_EIGHTS, BF16),
     "awq": (awq, AWQ, F16),
 }
 

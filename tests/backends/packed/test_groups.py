@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from backends.packed.codec import CODECS
 from backends.packed.fp8_blocks import _widen
 from backends.packed.groups import by_pieces, nibbles, scale
 from backends.packed.tensor import PackedTensor, check_parts
@@ -74,3 +75,30 @@ def test_a_weight_is_rounded_to_the_scales_format_and_then_to_the_models(
     out = torch.zeros(172, 40, dtype=out_dtype)
     by_pieces(40, decode, torch.float16)(128, 300, out, lambda work: None)
     assert torch.equal(out, whole[128:].half().to(out_dtype))
+
+
+@pytest.mark.parametrize("scheme", ["INT4_GPTQ", "INT4_AWQ", "INT4_PACK_QUANTIZED"])
+def test_zeros_of_small_groups_are_counted(scheme: str) -> None:
+    """They are unpacked for the whole matrix, in int16 first and with copies."""
+    codec, counted = CODECS[scheme], []
+    n_out, n_in = 4096, 4096
+    for size in (128, 8):
+        shapes = {
+            "INT4_GPTQ": [(n_in // 8, n_out), (n_in // size, n_out), (n_in // size, n_out // 8)],
+            "INT4_AWQ": [(n_in, n_out // 8), (n_in // size, n_out), (n_in // size, n_out // 8)],
+            "INT4_PACK_QUANTIZED": [
+                (n_out, n_in // 8),
+                (n_out, n_in // size),
+                (n_out // 8, n_in // size),
+            ],
+        }[scheme]
+        dtypes = ("I32", "BF16", "I32")
+        parts = tuple(
+            TensorRecord("", dtype, shape, Path("m"), 0, 0)
+            for dtype, shape in zip(dtypes, shapes, strict=True)
+        )
+        record = TensorRecord("", "BF16", (n_out, n_in), Path("m"), 0, 0, scheme)
+        tensor = PackedTensor(record, parts)
+        codec.check(tensor)
+        counted.append(codec.scratch_bytes(tensor))
+    assert counted[1] - counted[0] == 4 * n_out * (n_in // 8 - n_in // 128)

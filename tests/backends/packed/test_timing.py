@@ -9,7 +9,16 @@ import torch
 
 from backends.contract.curve import ComputeCurve
 from backends.packed import by_numpy, decoder, timing
-from backends.packed.codec import CODECS
+from backends.packed.codec import (
+    CODECS,
+    QUANTISATIONS,
+    as_described,
+    check_packed,
+    example,
+    example_bytes,
+)
+from backends.packed.gptq import _ascends
+from backends.packed.tensor import PackedTensor
 
 
 @pytest.mark.parametrize("scheme", CODECS)
@@ -40,3 +49,19 @@ def test_loops_are_compiled_for_twelve_bits_alone(monkeypatch: pytest.MonkeyPatc
     for scheme in CODECS:
         timing._measure.__wrapped__(scheme, 1, None)
     assert asked == [1]
+
+
+def test_gptq_is_timed_in_the_order_that_its_settings_say() -> None:
+    """In order without a list of groups; else with one whose groups lie apart and are all as long,
+    which decodes in another way than a list in order, and than one of zeros does in memory."""
+    plain, reordered = (
+        as_described(QUANTISATIONS["gptq"], {"desc_act": is_reordered})
+        for is_reordered in (False, True)
+    )
+    assert len(example(plain.name, (256, 512)).parts) == 3
+    tensor = example(reordered.name, (256, 512))
+    check_packed(PackedTensor(tensor.record, tensor.parts))
+    groups = example_bytes(tensor)[3].view(torch.int32)
+    assert not _ascends(groups, 4)
+    assert groups.bincount().tolist() == [128] * 4
+    assert (groups[1:] != groups[:-1]).float().mean() > 0.5

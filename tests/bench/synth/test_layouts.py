@@ -24,7 +24,8 @@ from bench.commands.app import main
 from bench.synth.checkpoint import grow
 from bench.synth.dequantised import app, dequantise
 from bench.synth.layouts import LAYOUTS
-from bench.synth.shapes import LlamaShape, SynthError, choose_shape
+from bench.synth.shapes import LlamaShape, SynthError
+from bench.synth.sizing import choose_shape
 from specdec.cli.errors import run_app
 
 # Groups of 128 of the small model are groups of the large one, too; a norm's scale is a half.

@@ -14,7 +14,8 @@ from bench.synth.formats import Q4_K
 from bench.synth.gguf import grow_gguf
 from bench.synth.growth import Fill, Patch, TensorPlan
 from bench.synth.recipes import RECIPES
-from bench.synth.shapes import SHAPES, LlamaShape, choose_shape
+from bench.synth.shapes import SHAPES, LlamaShape
+from bench.synth.sizing import choose_shape
 from bench.synth.weights import TensorMaker
 
 gguf = pytest.importorskip("gguf")

@@ -40,10 +40,15 @@ def test_nothing_else_is_left(source: Path, out: Path) -> None:
     assert files_in(source.parent) == {"in.jsonl", "out.jsonl"}
 
 
-def test_an_empty_input_gives_an_empty_output(tmp_path: Path, out: Path) -> None:
-    run(write_prompts(tmp_path / "empty.jsonl", 0), out)
-    assert out.read_bytes() == b""
-    run(tmp_path / "empty.jsonl", out)
+@pytest.mark.parametrize("text", ["", "\n", "\ufeff \t\r\n\n"])
+def test_an_input_without_lines_is_refused(tmp_path: Path, out: Path, text: str) -> None:
+    source = tmp_path / "empty.jsonl"
+    source.write_text(text, encoding="utf-8")
+    n_bytes = len(text.encode())
+    told = rf"empty\.jsonl has no line to answer in its {n_bytes} bytes: give a file with a request"
+    with pytest.raises(BatchError, match=told):
+        run(source, out)
+    assert files_in(out.parent) == {"empty.jsonl"}
 
 
 def test_the_output_does_not_appear_before_its_end(source: Path, out: Path) -> None:

@@ -145,6 +145,8 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     expect_error(capsys, argv(no_model, source), "none")
     # Before the weights are looked for, too, which may be a download.
     expect_error(capsys, argv(no_model, tmp_path / "typo.jsonl"), "typo.jsonl: No such file")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    expect_error(capsys, argv(no_model, tmp_path / "empty.jsonl"), "empty.jsonl has no line to")
     elsewhere = str(tmp_path / "gone" / "out.jsonl")
     expect_error(
         capsys, argv(models, source, "-o", elsewhere), "out.jsonl.partial: No such", "folder"

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, Models, expect_error, save_models
+from command_line import ROOT, Models, expect_error, run_without_torch, save_models
 from gguf_models import save_tiny_gguf
 
 from specdec.cli.app import main
@@ -20,28 +20,6 @@ from specdec.cli.app import main
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return save_models(tmp_path_factory.mktemp("models"))
-
-
-WITHOUT_TORCH = """
-import sys
-from importlib.abc import MetaPathFinder
-class Refusing(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        assert name not in ("torch", "transformers"), name
-sys.meta_path.insert(0, Refusing())
-from {module} import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def run_without_torch(module: str, *argv: str) -> str:
-    code = WITHOUT_TORCH.format(module=module)
-    run = subprocess.run(
-        [sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True
-    )
-    assert run.returncode == 2, run.stderr
-    assert run.stderr.count("\n") == 1, run.stderr
-    return run.stderr
 
 
 @pytest.mark.parametrize(
@@ -67,12 +45,12 @@ def test_a_file_that_cannot_be_written_is_told_before_the_run(option: str, tmp_p
 @pytest.mark.parametrize(
     ("more", "part"),
     [
-        (["--threads", "5000"], "threads is 5000, must be an integer at least 1 and at most"),
-        (["--io-threads", "100000"], "io_threads is 100000, must be an integer at least 1"),
-        (["--prefetch-depth", "100000"], "prefetch_depth is 100000, must be an integer at least 1"),
-        (["--memory-budget", "0GB"], "memory_budget is 0GB, must be positive"),
-        (["--memory-budget", "3.5"], "memory_budget: '3.5' has no unit; write for example 3.5GiB"),
-        (["--temperature", "-1"], "temperature is -1.0, must be 0 (greedy) or from 0.0001 to"),
+        (["--threads", "5000"], "--threads is 5000, must be an integer at least 1 and at"),
+        (["--io-threads", "100000"], "--io-threads is 100000, must be an integer at least"),
+        (["--prefetch-depth", "100000"], "--prefetch-depth is 100000, must be an integer"),
+        (["--memory-budget", "0GB"], "--memory-budget is 0GB, must be positive"),
+        (["--memory-budget", "3.5"], "--memory-budget: '3.5' has no unit; write for example"),
+        (["--temperature", "-1"], "--temperature is -1.0, must be 0 (greedy) or from 0.0001"),
     ],
 )
 def test_nonsense_is_refused(

@@ -25,8 +25,8 @@ def model(tmp_path: Path) -> Path:
         ("--prompt-cache-file /etc/passwd", "/etc/passwd cannot be used"),
         ("--prompt-cache-file /dev/full", "/dev/full is not a regular file"),
         ("--memory-budget 900TiB", "the memory budget of 989560464998400B"),
-        ("--vram-budget 1GiB", "vram_budget is 1GiB, but the target is computed on the CPU"),
-        ("--draft-device cuda", "draft_device is 'cuda', but the target is computed on the CPU"),
+        ("--vram-budget 1GiB", "--vram-budget is 1GiB, but the target is computed on the CPU"),
+        ("--draft-device cuda", "--draft-device is 'cuda', but the target is computed on the CPU"),
     ],
 )
 def test_of_a_run(model: Path, capsys: pytest.CaptureFixture[str], options: str, part: str) -> None:

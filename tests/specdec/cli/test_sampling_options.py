@@ -58,9 +58,9 @@ def test_beam_search(capsys: pytest.CaptureFixture[str], models: Models) -> None
         (["--tree-width", "4"], "leave --tree-width out"),
         (["--acceptance", "block"], "leave --acceptance out"),
         (["--accept-threshold", "0.3"], "leave --accept-threshold out"),
-        (["--num-return-sequences", "4"], "raise num_beams"),
+        (["--num-return-sequences", "4"], "raise --num-beams"),
         (["--early-stopping", "soon"], "must be true, false or never"),
-        (["--length-penalty", "99"], "length_penalty is 99.0"),
+        (["--length-penalty", "99"], "--length-penalty is 99.0"),
     ],
 )
 def test_contradictions_with_beams(
@@ -72,9 +72,9 @@ def test_contradictions_with_beams(
 @pytest.mark.parametrize(
     ("more", "part"),
     [
-        (["--num-return-sequences", "2"], "set a temperature or num_beams"),
-        (["--length-penalty", "2"], "num_beams is 1"),
-        (["--early-stopping", "true"], "num_beams is 1"),
+        (["--num-return-sequences", "2"], "set a temperature or --num-beams"),
+        (["--length-penalty", "2"], "--num-beams is 1"),
+        (["--early-stopping", "true"], "--num-beams is 1"),
         (["--beam-span", "9"], "without --num-beams"),
     ],
 )
@@ -109,7 +109,14 @@ def test_a_constraint_is_refused_before_a_model_is_opened(
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "objectx"}')
     run = ["run", "-m", "no/such/model", "-p", "x"]
-    expect_error(capsys, [*run, "--json-schema", str(schema)], "Invalid type: objectx")
+    told = f"error: --json-schema {schema} cannot be kept to: Invalid type: objectx"
+    expect_error(capsys, [*run, "--json-schema", str(schema)], told)
+    for text, wrong in (("{", "is no JSON: "), ("[1]", "is [1], must be an object")):
+        schema.write_text(text)
+        told = f"error: --json-schema {schema} {wrong}"
+        expect_error(capsys, [*run, "--json-schema", str(schema)], told)
+    told = f"error: --grammar {schema} cannot be kept to: "
+    expect_error(capsys, [*run, "--grammar", str(schema)], told)
     expect_error(capsys, [*run, "--json-schema", str(tmp_path / "none")], "none")
-    expect_error(capsys, [*run, "--regex", "[a"], "regex cannot be kept to")
+    expect_error(capsys, [*run, "--regex", "[a"], "error: --regex cannot be kept to")
     expect_error(capsys, [*run, "--regex", "a", "--grammar", str(schema)], "leave the others out")
