@@ -45,13 +45,7 @@ def weigh(
         PaperModel("t", 1, 1, curve=compute).measure_compute(),
         None if draft is None else PaperModel("d", 1, 1, curve=compute).measure_compute(),
     )
-    search = Search(
-        Divider(target, draft, asked, base_bytes=BASE_BYTES),
-        figures,
-        asked.spec,
-        target.max_tree_leaves,
-        may_leave_out_draft=asked.may_leave_out_draft,
-    )
+    search = Search(Divider(target, draft, asked, base_bytes=BASE_BYTES), figures)
     return search.best(total_bytes), search.alternatives
 
 
