@@ -47,8 +47,8 @@ class Shape:
 
     n_drafted: int
     """Draft tokens of the largest tree that there is room for."""
-    has_draft: bool = True
-    draft_device: str = CPU
+    draft_device: str | None = CPU
+    """None: the draft is left out."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Divider:
         return [Shape(self.least_drafted, draft_device=device) for device in self.draft_devices]
 
     def _draft(self, shape: Shape) -> Placer | None:
-        return self._drafts.get(shape.draft_device) if shape.has_draft else None
+        return self._drafts.get(shape.draft_device or "")
 
     def _place_draft(
         self, budget: MemoryBudget, vram: MemoryBudget | None, shape: Shape

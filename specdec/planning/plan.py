@@ -145,6 +145,7 @@ def make_plan(
     chosen = search.best(total_bytes)
     if options.draft == SELF_DRAFT:
         _check_in_memory(options, chosen.division)
+    warnings, notes = _remarks(chosen, search.alternatives)
     return RunPlan(
         budget_source=budget_source,
         chosen=chosen,
@@ -152,45 +153,37 @@ def make_plan(
         exactness=exactness,
         uses_mmap=options.load_mode == "mmap",
         accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
-        warnings=(
-            (target.warnings if gpu is None else gpu.warnings)
-            + _burdens(chosen, search.alternatives)
-        ),
-        notes=_left_out(chosen, search.alternatives),
+        warnings=(target.warnings if gpu is None else gpu.warnings) + warnings,
+        notes=notes,
         vram_source="" if gpu is None else gpu.vram_source,
     )
 
 
-def _burdens(chosen: Alternative, alternatives: Sequence[Alternative]) -> tuple[str, ...]:
-    """Of a draft that the user fixed and that slows a streamed target down."""
-    fastest = max(alternatives, key=_speed)
-    moves = chosen.target.placement.n_moving_layers
-    if chosen.draft is None or fastest.draft is not None or not moves:
-        return ()
-    if _speed(fastest) < _WORTH_SAYING * _speed(chosen):
-        return ()
-    return (
-        f"without the draft it should be faster: {_speed(fastest):.2f} tokens/s "
-        f"instead of {_speed(chosen):.2f}; take a smaller draft, or none",
-    )
-
-
-def _left_out(chosen: Alternative, alternatives: Sequence[Alternative]) -> tuple[str, ...]:
-    """That the draft is not loaded, and how to have it loaded all the same."""
-    with_draft = [one for one in alternatives if one.draft is not None]
-    if chosen.draft is not None or not with_draft:
-        return ()
+def _remarks(
+    chosen: Alternative, alternatives: Sequence[Alternative]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(warnings of a draft that the user fixed and that slows a streamed target down, notes that
+    a draft is left out, and how to have it loaded all the same)."""
+    best = max((one.tokens_per_second for one in alternatives if one.draft is not None), default=0)
+    if not best:
+        return (), ()
     alone = next(one for one in alternatives if one.draft is None and not one.division.n_drafted)
-    best = max(map(_speed, with_draft))
-    return (
-        f"the draft is left out: in its memory layers of the target are worth more "
-        f"({_speed(alone):.2f} tokens/s predicted without it, {best:.2f} with it); "
-        "--spec-type draft,ngram loads it all the same",
+    speed = alone.tokens_per_second
+    if chosen.draft is None:
+        note = (
+            f"the draft is left out: in its memory layers of the target are worth more "
+            f"({speed:.2f} tokens/s predicted without it, {best:.2f} with it); "
+            "--spec-type draft,ngram loads it all the same"
+        )
+        return (), (note,)
+    is_slow = speed >= _WORTH_SAYING * chosen.tokens_per_second
+    if not is_slow or not chosen.target.placement.n_moving_layers:
+        return (), ()
+    warning = (
+        f"without the draft it should be faster: {speed:.2f} tokens/s "
+        f"instead of {chosen.tokens_per_second:.2f}; take a smaller draft, or none"
     )
-
-
-def _speed(one: Alternative) -> float:
-    return one.tokens_per_second
+    return (warning,), ()
 
 
 def _check_options(options: RunOptions, target: ModelSource) -> None:

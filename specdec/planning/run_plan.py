@@ -54,7 +54,7 @@ class RunPlan:
     @property
     def draft_device(self) -> str:
         """Where the draft model is computed; the CPU where there is none."""
-        return CPU if self.chosen.draft is None else self.chosen.division.shape.draft_device
+        return self.chosen.division.shape.draft_device or CPU
 
     @property
     def vram_budget_bytes(self) -> int:

@@ -51,7 +51,7 @@ class Figures:
     copy_bytes_per_second: float = 0.0
     """From pinned host memory to the GPU's, if the target runs there."""
 
-    def draft_on(self, device: str) -> ModelCompute | None:
+    def draft_on(self, device: str | None) -> ModelCompute | None:
         return self.gpu_draft if device == CUDA else self.draft
 
 
@@ -92,7 +92,7 @@ class Alternative:
         target = self.target.placement
         if self.draft is not None:
             parts.append(self._draft_name(self.draft.placement))
-        elif shape.n_drafted == 0 or not shape.has_draft:
+        elif shape.n_drafted == 0 or shape.draft_device is None:
             parts.append("no draft")
         if shape.n_drafted:
             parts.append(f"room for {shape.n_drafted}")
@@ -145,7 +145,7 @@ class Search:
         found, refusals = [], []
         for device in self.divider.draft_devices:
             try:
-                found.append(self._with_room(total_bytes, Shape(least, draft_device=device)))
+                found.append(self._with_room(total_bytes, Shape(least, device)))
             except BudgetExceeded as error:
                 refusals.append(error)
         if not found:
@@ -153,7 +153,7 @@ class Search:
         best = max(found, key=lambda one: one.tokens_per_second)
         if best.draft is None:
             return best
-        alone = self._try(total_bytes, Shape(0, has_draft=False))
+        alone = self._try(total_bytes, Shape(0, None))
         # Memory is what a draft costs for good, and what a target that streams could use. What
         # computing alone costs is known less well, and the policy measures it.
         if (
@@ -161,7 +161,7 @@ class Search:
             and best.target.placement.n_moving_layers
             and alone.tokens_per_second > _WORTH_LEAVING_OUT * best.tokens_per_second
         ):
-            return self._with_room(total_bytes, Shape(least, has_draft=False))
+            return self._with_room(total_bytes, Shape(least, None))
         return best
 
     def _with_room(self, total_bytes: int, shape: Shape) -> Alternative:
