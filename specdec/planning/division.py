@@ -173,6 +173,8 @@ class Divider:
         device_bytes = 0 if vram is None else vram.available_bytes
         target_plan = self._target.place(budget.available_bytes, device_bytes)
         _reserve(budget, vram, self._target.parts(target_plan))
+        source, table = self._target.source, dict(budget.table())
+        lending = foresee(table, source, target_plan, self.options, self._ctx_size, shape.n_drafted)
         return Division(
             budget,
             target_plan,
@@ -182,14 +184,7 @@ class Divider:
             self.smallest_bytes,
             vram,
             self.smallest_vram_bytes,
-            foresee(
-                dict(budget.table()),
-                self._target.source,
-                target_plan,
-                self.options,
-                self._ctx_size,
-                shape.n_drafted,
-            ),
+            lending,
         )
 
     @cached_property
