@@ -18,6 +18,7 @@ from offload.residency.placement import Placement
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import level_width
 from specdec.planning.division import Divider, Division, Shape
+from specdec.planning.lending import TEXT_TOKENS
 from specdec.planning.pass_model import PassModel
 from specdec.planning.run_options import CUDA
 from specdec.policy.assumptions import (
@@ -79,6 +80,11 @@ class Alternative:
         target = replace(self.target, placement=placed)
         seconds = _round_seconds(target, self.draft, n_rows, self.drafting_seconds)
         return replace(self, target=target, tokens_per_second=self.tokens_per_pass / seconds)
+
+    @property
+    def speeds(self) -> tuple[float, float]:
+        """Tokens per second while nothing is lent, and while a usual text is decoded."""
+        return self.tokens_per_second, self.decoding(TEXT_TOKENS).tokens_per_second
 
     @property
     def plain_tokens_per_second(self) -> float:
@@ -170,7 +176,8 @@ class Search:
         for n_drafted in self._rooms(best):
             with suppress(BudgetExceeded):
                 found = self._try(total_bytes, replace(shape, n_drafted=n_drafted))
-                if found.tokens_per_second >= _ROOM_COSTS_LITTLE * best.tokens_per_second:
+                speeds = zip(found.speeds, best.speeds, strict=True)
+                if all(speed >= _ROOM_COSTS_LITTLE * least for speed, least in speeds):
                     return found
         return best
 
