@@ -130,7 +130,7 @@ class Controller:
                 steps = [
                     text.drafter.drafting_ahead(tree)
                     for text, tree in drafted
-                    if text.policy.is_drafting_ahead
+                    if text.policy.round.is_ahead
                 ]
                 in_lockstep(steps, should_stop, self._max_draft_rows)
 

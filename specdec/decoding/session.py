@@ -31,9 +31,10 @@ from specdec.drafters.assembly import Drafters
 from specdec.drafters.base import Drafter
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.state import GrammarState
+from specdec.planning.base import budget_of_run
 from specdec.planning.early import begin_early, remember_early
 from specdec.planning.load import load_draft, load_target
-from specdec.planning.plan import budget_of_run, plan_models
+from specdec.planning.plan import plan_models
 from specdec.planning.run_options import RunOptions
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.params import SamplingParams

@@ -1,11 +1,17 @@
-"""What the process takes before any weight is there: every plan begins with it."""
+"""What the process takes before any weight is there, and what it may take: plans begin with it."""
 
 from __future__ import annotations
 
 import gc
+import mmap
+
+import psutil
 
 from offload.process.allocator import give_back_freed
-from offload.process.memory import process_memory
+from offload.process.memory import memory_limit, process_memory
+from offload.units import format_exactly, parse_bytes
+from specdec.checks import ConfigError
+from specdec.planning.run_options import AUTO
 
 
 def measure_base() -> int:
@@ -13,3 +19,25 @@ def measure_base() -> int:
     gc.collect()
     give_back_freed()
     return process_memory().rss_bytes
+
+
+def budget_of_run(memory_budget: str | int) -> tuple[int, str]:
+    """The budget in bytes, and where that comes from. Raises ConfigError."""
+    limit = memory_limit()
+    if memory_budget == AUTO:
+        free_bytes = psutil.virtual_memory().available + process_memory().rss_bytes
+        if free_bytes < limit.n_bytes:
+            return free_bytes, "what other processes leave free"
+        return limit.n_bytes, limit.source
+    whose = f"the limit of this process ({limit.source}), {format_exactly(limit.n_bytes)}"
+    return asked_budget("memory", memory_budget, limit.n_bytes, whose), "as asked"
+
+
+def asked_budget(ledger: str, wanted: str | int, most_bytes: int, whose: str) -> int:
+    """A budget in bytes. Raises ConfigError where it is above `most_bytes`, which is `whose`."""
+    n_bytes = parse_bytes(wanted)
+    if n_bytes - most_bytes >= mmap.PAGESIZE:  # the kernel rounds limits down to whole pages
+        raise ConfigError(
+            f"the {ledger} budget of {format_exactly(n_bytes)} is above {whose}: give at most that"
+        )
+    return min(n_bytes, most_bytes)

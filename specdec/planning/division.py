@@ -14,7 +14,7 @@ first; layers for which it has no room are the host's to hold or to stream, in p
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from backends.contract.source import ModelSource
@@ -22,10 +22,12 @@ from offload.budget import BudgetExceeded, MemoryBudget, format_up
 from offload.residency.placement import Placement
 from offload.residency.tiers import CUDA_CONTEXT_BYTES, VRAM
 from offload.units import MIB
-from specdec.planning.lending import Kv, Lending
-from specdec.planning.parts import Parts, PartsOfRun
+from specdec.config import MAX_DRAFT_TOKENS
+from specdec.planning.lending import Lending, foresee
+from specdec.planning.parts import Parts, parts_of_run
 from specdec.planning.placer import CpuPlacer, GpuPlacer, Placer, WholeGpuPlacer
 from specdec.planning.run_options import CPU, CUDA, RunOptions
+from specdec.policy.draft_policy import MAX_AUTO_NODES
 
 DEFAULT_CTX_SIZE = 2048
 HEADROOM_BYTES = 192 * MIB
@@ -45,8 +47,8 @@ class Shape:
 
     n_drafted: int
     """Draft tokens of the largest tree that there is room for."""
-    has_draft: bool = True
-    draft_device: str = CPU
+    draft_device: str | None = CPU
+    """None: the draft is left out."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +119,12 @@ class Divider:
         base_bytes: int,
         gpu: Gpu | None = None,
     ) -> None:
-        self._options = options
+        self.options = options
         self._gpu = gpu
         how = options.load_mode, options.prefetch_depth
         self._target: Placer = (
             CpuPlacer(target, *how) if gpu is None else GpuPlacer(gpu.target, *how)
         )
-        self._parts_of = PartsOfRun(self._target.source, options, is_on_gpu=gpu is not None)
         self._drafts: dict[str, Placer] = {}
         """By device."""
         cpu_draft = draft if gpu is None else gpu.cpu_draft
@@ -135,11 +136,6 @@ class Divider:
         self._base_bytes = base_bytes + (0 if gpu is None else gpu.host_bytes)
 
     @property
-    def is_on_gpu(self) -> bool:
-        """The target."""
-        return self._gpu is not None
-
-    @property
     def draft_devices(self) -> tuple[str, ...]:
         """Where the draft may run; (CPU,) without a draft too."""
         return tuple(self._drafts) or (CPU,)
@@ -147,10 +143,18 @@ class Divider:
     @property
     def least_drafted(self) -> int:
         """Draft tokens that every plan has room for: those asked for, or a small tree."""
-        spec = self._options.spec
+        spec = self.options.spec
         if not spec.spec_type:
             return 0
         return SMALL_TREE if spec.num_draft_tokens is None else spec.num_draft_tokens
+
+    @property
+    def most_drafted(self) -> int:
+        """Draft tokens that there may be room for."""
+        if not self.options.spec.spec_type or self.options.spec.num_draft_tokens is not None:
+            return self.least_drafted
+        most = MAX_AUTO_NODES if self._gpu is None else MAX_DRAFT_TOKENS
+        return min(most, self._target.source.max_tree_leaves or most)
 
     def divide(self, total_bytes: int, shape: Shape) -> Division:
         """Reserve every part by name.
@@ -169,6 +173,8 @@ class Divider:
         device_bytes = 0 if vram is None else vram.available_bytes
         target_plan = self._target.place(budget.available_bytes, device_bytes)
         _reserve(budget, vram, self._target.parts(target_plan))
+        source, table = self._target.source, dict(budget.table())
+        lending = foresee(table, source, target_plan, self.options, self._ctx_size, shape.n_drafted)
         return Division(
             budget,
             target_plan,
@@ -178,23 +184,7 @@ class Divider:
             self.smallest_bytes,
             vram,
             self.smallest_vram_bytes,
-            self._lending(budget, target_plan, shape),
-        )
-
-    def _lending(self, budget: MemoryBudget, placed: Placement, shape: Shape) -> Lending:
-        """What of this division is lent; nothing of what a GPU computes, nor where all stays."""
-        if placed.is_on_device or not placed.n_slots:
-            return Lending()
-        source, options = self._target.source, self._options
-        n_tokens = options.all_tokens(self._ctx_size)
-        n_nodes = options.target_nodes(shape.n_drafted)
-        kv_bytes = source.kv_bytes(n_tokens, n_nodes) - source.kv_bytes(1, n_nodes)
-        return Lending.of(
-            dict(budget.table()),
-            options.target_rows(shape.n_drafted),
-            n_nodes,
-            Kv(n_tokens, kv_bytes // max(1, n_tokens - 1)),
-            source.slot_bytes(placed),
+            lending,
         )
 
     @cached_property
@@ -212,19 +202,15 @@ class Divider:
         """The smallest VRAM budget that works; 0 without a GPU."""
         if self._gpu is None:
             return 0
-        return _rounded(
-            min(
-                self._needed_vram(self._parts(self._ctx_size, shape), shape)
-                for shape in self._least_shapes
-            )
-        )
+        parts = [(self._parts(self._ctx_size, shape), shape) for shape in self._least_shapes]
+        return _rounded(min(self._needed_vram(self._gpu, *one) for one in parts))
 
     @property
     def _least_shapes(self) -> list[Shape]:
         return [Shape(self.least_drafted, draft_device=device) for device in self.draft_devices]
 
     def _draft(self, shape: Shape) -> Placer | None:
-        return self._drafts.get(shape.draft_device) if shape.has_draft else None
+        return self._drafts.get(shape.draft_device or "")
 
     def _place_draft(
         self, budget: MemoryBudget, vram: MemoryBudget | None, shape: Shape
@@ -234,8 +220,7 @@ class Divider:
             return None
         left = budget.available_bytes - self._least_of_target(shape, vram)
         device_bytes = draft.least_device_bytes()
-        wanted = max(draft.least_bytes(device_bytes), draft.all_bytes)
-        plan = draft.place(min(left, wanted), device_bytes)
+        plan = draft.place(left, device_bytes)
         _reserve(budget, vram, draft.parts(plan), "draft ")
         return plan
 
@@ -244,7 +229,7 @@ class Divider:
         in their least form."""
         if self._gpu is None:
             return None
-        total_bytes, needed = self._gpu.vram_bytes, self._needed_vram(parts, shape)
+        total_bytes, needed = self._gpu.vram_bytes, self._needed_vram(self._gpu, parts, shape)
         if needed > total_bytes:
             raise BudgetExceeded(
                 "this run", needed, total_bytes, self.smallest_vram_bytes, ledger=VRAM
@@ -253,12 +238,11 @@ class Divider:
         _reserve(None, vram, parts)
         return vram
 
-    def _needed_vram(self, parts: Parts, shape: Shape) -> int:
+    def _needed_vram(self, gpu: Gpu, parts: Parts, shape: Shape) -> int:
         draft = self._draft(shape)
         least = self._target.least_device_bytes()
         least += draft.least_device_bytes() if draft else 0
-        base_bytes = 0 if self._gpu is None else self._gpu.base_bytes
-        return base_bytes + VRAM_HEADROOM_BYTES + sum(parts.gpu.values()) + least
+        return gpu.base_bytes + VRAM_HEADROOM_BYTES + sum(parts.gpu.values()) + least
 
     def _needed(self, parts: Parts, shape: Shape, vram: MemoryBudget | None) -> int:
         draft = self._draft(shape)
@@ -274,14 +258,14 @@ class Divider:
         return self._target.least_bytes(device_bytes)
 
     def _parts(self, ctx_size: int, shape: Shape, cache_type: str | None = None) -> Parts:
-        draft, parts_of = self._draft(shape), self._parts_of
-        if cache_type is not None:
-            target = parts_of.target.with_cache_type(cache_type)
-            parts_of = replace(parts_of, target=target)
-        return parts_of.parts(
+        target, draft = self._target.source, self._draft(shape)
+        return parts_of_run(
+            target if cache_type is None else target.with_cache_type(cache_type),
+            None if draft is None else draft.source,
+            self.options,
             ctx_size,
             shape.n_drafted,
-            None if draft is None else draft.source,
+            is_on_gpu=self._gpu is not None,
             is_draft_on_gpu=shape.draft_device == CUDA,
         )
 

@@ -10,10 +10,11 @@ from backends.contract.self_draft import SharedSource
 from backends.contract.source import ModelSource
 from backends.timing.measure import matrix_formats
 from offload.ring.bandwidth import measure_storage
-from offload.units import format_bytes, format_exactly, parse_bytes
+from offload.units import format_bytes, format_exactly
 from specdec.checks import ConfigError
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedPair
+from specdec.planning.base import asked_budget
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.division import Gpu
 from specdec.planning.run_options import AUTO, CPU, CUDA, RunOptions
@@ -41,23 +42,17 @@ def find_gpu(options: RunOptions, pair: OpenedPair) -> Gpu | None:
 
     memory = cuda_memory()
     most = memory.free_bytes + memory.held_bytes  # the budget is the whole process's
-    asked, vram_bytes, source = options.vram_budget, most, f"what is free on {memory.name}"
-    if asked != AUTO:
-        vram_bytes, source = parse_bytes(asked), "as asked"
-    if vram_bytes > most:
-        free = f"{format_exactly(most)} free of {format_bytes(memory.total_bytes)}"
-        raise ConfigError(
-            f"the VRAM budget is {format_exactly(vram_bytes)}, but {memory.name} has {free}: "
-            "give at most that"
+    vram_bytes, source = most, f"what is free on {memory.name}"
+    if options.vram_budget != AUTO:
+        whose = (
+            f"what is free on {memory.name}, {format_exactly(most)} of "
+            f"{format_bytes(memory.total_bytes)}"
         )
+        vram_bytes, source = asked_budget("VRAM", options.vram_budget, most, whose), "as asked"
     gpu = gpu_for(options, pair, vram_bytes, source)
-    slow = not memory.computes_bf16 and "BF16" in _formats(target)
+    slow = not memory.computes_bf16 and "BF16" in matrix_formats(target.multiplied)
     warnings = (_SLOW_BF16.format(name=memory.name),) if slow else ()
     return replace(gpu, held_bytes=memory.held_bytes, warnings=warnings)
-
-
-def _formats(source: ModelSource) -> tuple[str, ...]:
-    return matrix_formats(source.multiplied)
 
 
 def gpu_for(

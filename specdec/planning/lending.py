@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from backends.contract.source import ModelSource
 from offload.residency.placement import Placement
 from offload.residency.plan import hold_layers
 from offload.units import MIB
 from specdec.planning.parts import DRAFTING_PARTS
+from specdec.planning.run_options import RunOptions
 from specdec.policy.spare_memory import RESERVE_BYTES, bytes_per_row
 
 TEXT_TOKENS = 512
@@ -23,46 +24,51 @@ IN_USE_BYTES = 64 * MIB
 measured without a draft, and 10 to 40 more with one (docs/benchmarks.md)."""
 
 
-class Kv(NamedTuple):
-    """Of the target."""
-
-    n_tokens: int  # of all texts together, at most
-    token_bytes: int
-
-
 @dataclass(frozen=True)
 class Lending:
     """What memory of a division holds layers that stream, while less is in use than was planned."""
 
     most_bytes: int = 0
     """Lent beside an empty KV cache, before passes of no rows."""
-    kv: Kv = Kv(0, 0)
+    kv_tokens: int = 0
+    """Of all texts together, at most."""
+    kv_token_bytes: int = 0
     row_bytes: int = 0
     """Of activations, which a pass that is narrower than the widest one leaves for that."""
     slot_bytes: int = 0
     """Memory of one layer that is held."""
 
-    @classmethod
-    def of(
-        cls, parts: Mapping[str, int], most_rows: int, most_nodes: int, kv: Kv, slot_bytes: int
-    ) -> Lending:
-        """
-        Args:
-            parts: of the budget, by name.
-            most_rows: of a pass that decodes.
-            most_nodes: that have KV beside the tokens.
-        """
-        activations = parts["target activations"]
-        row_bytes = int(bytes_per_row(activations, most_rows))
-        unused = parts["available"] + parts["headroom"] + activations + parts["target KV cache"]
-        to_come = most_rows * row_bytes + most_nodes * kv.token_bytes
-        to_come += sum(parts.get(name, 0) for name in DRAFTING_PARTS)
-        return cls(unused - IN_USE_BYTES - to_come - RESERVE_BYTES, kv, row_bytes, slot_bytes)
-
     def hold(self, placed: Placement, n_tokens: int, n_rows: int) -> Placement:
         """The target's layers while all texts have so many tokens, and passes so many rows."""
         if not self.slot_bytes:
             return placed
-        n_kv_bytes = min(n_tokens, self.kv.n_tokens) * self.kv.token_bytes
+        n_kv_bytes = min(n_tokens, self.kv_tokens) * self.kv_token_bytes
         n_bytes = self.most_bytes - n_kv_bytes + n_rows * self.row_bytes
         return hold_layers(placed, max(0, n_bytes) // self.slot_bytes)
+
+
+def foresee(
+    parts: Mapping[str, int],
+    source: ModelSource,
+    placed: Placement,
+    options: RunOptions,
+    ctx_size: int,
+    n_drafted: int,
+) -> Lending:
+    """Of a target; nothing of what a GPU computes, nor where all stays.
+
+    parts: of the budget, by name.
+    """
+    if placed.is_on_device or not placed.n_slots:
+        return Lending()
+    n_rows, n_nodes = options.target_rows(n_drafted), options.target_nodes(n_drafted)
+    n_tokens = options.all_tokens(ctx_size)
+    kv_bytes = source.kv_bytes(n_tokens, n_nodes) - source.kv_bytes(1, n_nodes)
+    token_bytes = kv_bytes // max(1, n_tokens - 1)
+    activations = parts["target activations"]
+    row_bytes = int(bytes_per_row(activations, n_rows))
+    unused = parts["available"] + parts["headroom"] + activations + parts["target KV cache"]
+    to_come = n_rows * row_bytes + n_nodes * token_bytes
+    to_come += sum(parts.get(name, 0) for name in DRAFTING_PARTS)
+    most_bytes = unused - IN_USE_BYTES - to_come - RESERVE_BYTES
+    return Lending(most_bytes, n_tokens, token_bytes, row_bytes, source.slot_bytes(placed))

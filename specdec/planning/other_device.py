@@ -18,23 +18,17 @@ from typing_extensions import Unpack
 from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute, ModelSource
 from backends.timing.measure import matrix_formats
-from offload.units import GIB, format_bytes, format_exactly, parse_bytes
+from offload.units import GIB, format_bytes, format_exactly
 from specdec.checks import check_type, refuse_unknown
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceError, DeviceSpec, Machine, complete
 from specdec.devices.this_machine import ThisMachine
 from specdec.models.opened import OpenedPair
-from specdec.planning.base import measure_base
+from specdec.planning.base import asked_budget, measure_base
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.division import Gpu
 from specdec.planning.gpu import check_no_gpu_options, gpu_for
-from specdec.planning.plan import (
-    asked_budget,
-    make_plan,
-    measure_experts,
-    must_stream,
-    open_pair,
-)
+from specdec.planning.plan import layer_bytes, make_plan, measure_experts, must_stream, open_pair
 from specdec.planning.run_options import AUTO, CPU, CUDA, LoadKeywords, RunOptions
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Figures
@@ -46,27 +40,19 @@ _CUDA_HOST_BYTES = GIB
 
 
 @dataclass(frozen=True)
-class Upgrade:
-    """One figure doubled."""
-
-    name: str
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
 class DevicePlan:
     """A plan for a device, and what would make it faster."""
 
     plan: RunPlan
     device: DeviceSpec
-    upgrades: tuple[Upgrade, ...]
-    """The most useful first."""
+    upgrades: dict[str, float]
+    """Tokens per second with one figure doubled, the most useful first."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
             **self.plan.to_dict(),
             "device": self.device.to_dict(),
-            "upgrades": {one.name: one.tokens_per_second for one in self.upgrades},
+            "upgrades": self.upgrades,
         }
 
     def lines(self) -> list[str]:
@@ -86,14 +72,13 @@ class DevicePlan:
     def _upgrade_lines(self) -> list[str]:
         now = self.plan.predicted_tokens_per_second
         lines = [
-            f"twice the {one.name}: {one.tokens_per_second:.2f} tokens/s "
-            f"({one.tokens_per_second / now:.2f}x)"
-            for one in self.upgrades
+            f"twice the {name}: {speed:.2f} tokens/s ({speed / now:.2f}x)"
+            for name, speed in self.upgrades.items()
         ]
-        best = self.upgrades[0]
-        if best.tokens_per_second < _NO_GAIN * now:
+        best = next(iter(self.upgrades))
+        if self.upgrades[best] < _NO_GAIN * now:
             return [*lines, "no single figure doubled would help"]
-        return [*lines, f"most useful upgrade: {best.name}"]
+        return [*lines, f"most useful upgrade: {best}"]
 
 
 def plan_on(
@@ -111,13 +96,15 @@ def plan_on(
     refuse_unknown(options, RunOptions, "plan_on()")
     asked = RunOptions(model, draft_model, **options)
     pair = open_pair(asked)
-    machine = _this_machine(asked, pair)
+    target = pair.target.source
+    formats = matrix_formats(target.multiplied)
+    machine = ThisMachine(target.path, formats, asked.backend.n_threads)
     device = complete(known, machine)
     gpu = _gpu(device, asked, pair)
     total_bytes, source = device.memory_bytes, f"all memory of {device.name}"
     if asked.memory_budget != AUTO:
         whose = f"the memory of {device.name}, {format_exactly(device.memory_bytes)}"
-        total_bytes = asked_budget(asked.memory_budget, device.memory_bytes, whose)
+        total_bytes = asked_budget("memory", asked.memory_budget, device.memory_bytes, whose)
         source = "as asked"
     figures = _figures(device, machine, pair, gpu, total_bytes)
     base_bytes = measure_base()
@@ -139,14 +126,8 @@ def plan_on(
         larger = replace(gpu, vram_bytes=2 * gpu.vram_bytes)
         doubled["bandwidth to the GPU"] = plan_for(link)
         doubled[f"VRAM ({format_bytes(larger.vram_bytes)})"] = plan_for(other_gpu=larger)
-    upgrades = [Upgrade(name, one.predicted_tokens_per_second) for name, one in doubled.items()]
-    upgrades.sort(key=lambda one: -one.tokens_per_second)
-    return DevicePlan(plan, device, tuple(upgrades))
-
-
-def _this_machine(options: RunOptions, pair: OpenedPair) -> Machine:
-    target = pair.target.source
-    return ThisMachine(target.path, matrix_formats(target.multiplied), options.backend.n_threads)
+    speeds = {name: one.predicted_tokens_per_second for name, one in doubled.items()}
+    return DevicePlan(plan, device, dict(sorted(speeds.items(), key=lambda one: -one[1])))
 
 
 def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | None:
@@ -166,37 +147,28 @@ def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | Non
     on_gpu = replace(options, draft_device=CUDA)
     n_bytes, source = device.vram_bytes, f"all VRAM of {device.name}"
     if options.vram_budget != AUTO:
-        n_bytes, source = parse_bytes(options.vram_budget), "as asked"
-        if n_bytes > device.vram_bytes:
-            raise DeviceError(
-                f"the VRAM budget of {format_exactly(n_bytes)} is above the VRAM of {device.name}, "
-                f"{format_exactly(device.vram_bytes)}: give at most that"
-            )
+        whose = f"the VRAM of {device.name}, {format_exactly(n_bytes)}"
+        n_bytes, source = asked_budget("VRAM", options.vram_budget, n_bytes, whose), "as asked"
     return gpu_for(on_gpu, pair, n_bytes, source, _CUDA_HOST_BYTES)
 
 
 def _figures(
     device: DeviceSpec, machine: Machine, pair: OpenedPair, gpu: Gpu | None, total_bytes: int
 ) -> Figures:
-    target, draft = pair.sources
+    target, draft = pair.sources if gpu is None else (gpu.target, gpu.draft)
+    beside_reads = gpu is None and must_stream(target, total_bytes)
+    compute, drafting = _compute(device, machine, target, target, beside_reads), None
+    if draft is not None:
+        is_here = _computes_here(device)
+        drafting = measure_draft(draft) if is_here else _compute(device, machine, draft, target)
+    storage = device.storage_bytes_per_second
     if gpu is not None:
-        return Figures(
-            device.storage_bytes_per_second,
-            _compute(device, machine, gpu.target),
-            None,
-            None if gpu.draft is None else _draft_compute(device, machine, gpu.draft, gpu.target),
-            device.pcie_bytes_per_second or 0.0,
-        )
-    compute = _compute(device, machine, target, beside_reads=must_stream(target, total_bytes))
+        return Figures(storage, compute, None, drafting, device.pcie_bytes_per_second or 0.0)
     if compute.per_byte.is_slowed:
-        share = device.storage_bytes_per_second / machine.storage_bytes_per_second
-        compute = replace(compute, per_byte=compute.per_byte.beside_fewer_reads(min(1.0, share)))
-    return Figures(
-        device.storage_bytes_per_second,
-        compute,
-        None if draft is None else _draft_compute(device, machine, draft, target),
-        expert_seconds_per_byte=_expert_seconds(machine, target, total_bytes),
-    )
+        share = min(1.0, storage / machine.storage_bytes_per_second)
+        compute = replace(compute, per_byte=compute.per_byte.beside_fewer_reads(share))
+    missing = _expert_seconds(machine, target, total_bytes)
+    return Figures(storage, compute, drafting, expert_seconds_per_byte=missing)
 
 
 def _expert_seconds(machine: Machine, target: ModelSource, total_bytes: int) -> float:
@@ -211,33 +183,23 @@ def _computes_here(device: DeviceSpec) -> bool:
     return set(device.from_this_machine) >= _ARITHMETIC
 
 
-def _draft_compute(
-    device: DeviceSpec, machine: Machine, source: ModelSource, target: ModelSource
-) -> ModelCompute:
-    if _computes_here(device):
-        return measure_draft(source)
-    return _compute(device, machine, source, lender=target)
-
-
 def _compute(
     device: DeviceSpec,
     machine: Machine,
     source: ModelSource,
-    *,
+    target: ModelSource,
     beside_reads: bool = False,
-    lender: ModelSource | None = None,
 ) -> ModelCompute:
     """The device's own, or where only its storage is known, what is measured here.
 
-    lender: whose layers a source without any of its own shares.
+    target: whose layers a source without any of its own shares.
 
     Decoding moves bytes, so it is measured here and takes as much longer there as memory is slower.
     """
     if _computes_here(device):
         return source.measure_compute(beside_reads)
-    whole = source if lender is None or source.layers else lender
-    n_bytes = sum(layer.n_bytes for layer in whole.layers)
-    n_bytes += sum(r.n_bytes for x in whole.experts if x is not None for e in x.tensors for r in e)
+    whole = source if source.layers else target
+    n_bytes = layer_bytes(whole)
     one = device.pass_compute(whole.multiplied)
     fixed_seconds, decode_seconds = one.fixed_seconds, whole.decode_seconds()
     if decode_seconds:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from backends.contract.nodes import table_bytes
@@ -50,89 +49,72 @@ def planned_width(spec: SpecConfig) -> int:
     return max(spec.width, LEAST_PLANNED_WIDTH)
 
 
-@dataclass(frozen=True)
-class PartsOfRun:
-    """Computes the parts of one run for trees and contexts of any size."""
-
-    target: ModelSource
-    options: RunOptions
-    is_on_gpu: bool
-    """The target; a draft says it for itself."""
-
-    def parts(
-        self,
-        ctx_size: int,
-        n_drafted: int,
-        draft: ModelSource | None,
-        *,
-        is_draft_on_gpu: bool = False,
-    ) -> Parts:
-        """Of everything but the layers."""
-        found = Parts()
-        n_nodes = self.options.target_nodes(n_drafted)
-        n_rows = self.options.target_rows(n_drafted)
-        target, n_tokens = self.target, self.options.all_tokens(ctx_size)
-        _place(
-            found,
-            "target",
-            self.is_on_gpu,
-            {
-                "embeddings and head": target.outer_bytes,
-                "KV cache": target.kv_bytes(n_tokens, n_nodes),
-                "activations": target.scratch_bytes(n_tokens, n_rows, n_nodes),
-            },
-            n_logits=n_rows * target.vocab_size,
+def parts_of_run(
+    target: ModelSource,
+    draft: ModelSource | None,
+    options: RunOptions,
+    ctx_size: int,
+    n_drafted: int,
+    *,
+    is_on_gpu: bool,
+    is_draft_on_gpu: bool,
+) -> Parts:
+    """Of everything but the layers."""
+    found = Parts()
+    n_nodes, n_rows = options.target_nodes(n_drafted), options.target_rows(n_drafted)
+    n_tokens = options.all_tokens(ctx_size)
+    _add_model(found, "target", target, is_on_gpu, n_tokens, n_rows, n_nodes)
+    if draft is not None:
+        n_run = most_draft_nodes(n_drafted, draft.max_tree_leaves)
+        draft_ctx = draft_context_size(
+            options.spec.draft_window, ctx_size, draft.max_context, n_run
         )
-        found.host["trees"] = table_bytes(n_nodes)
-        if draft is not None:
-            n_run = most_draft_nodes(n_drafted, draft.max_tree_leaves)
-            n_abreast = level_width(n_drafted)
-            window = self.options.spec.draft_window
-            draft_ctx = draft_context_size(window, ctx_size, draft.max_context, n_run)
-            draft_tokens = draft_ctx * n_tokens // ctx_size
-            _place(
-                found,
-                "draft",
-                is_draft_on_gpu,
-                {
-                    "embeddings and head": draft.outer_bytes,
-                    "KV cache": draft.kv_bytes(draft_tokens, n_run),
-                    "activations": draft.scratch_bytes(draft_tokens, n_abreast, n_run),
-                },
-                n_logits=n_abreast * draft.vocab_size,
-            )
-            found.host["trees"] += table_bytes(n_run)
-            found.host["draft probabilities"] = self._probability_bytes(draft, n_drafted, n_run)
-        if self.options.spec.acceptance == "block":
-            n_rows = min(n_drafted, self.options.spec.depth)
-            found.host["block verification"] = n_rows * target.vocab_size * _JUDGED_BYTES
-        return found
-
-    def _probability_bytes(self, draft: ModelSource, n_drafted: int, n_run: int) -> int:
-        """What drafting keeps beside the draft's logits.
-
-        The rules of chains keep the row that each token was drawn from, of all texts of a pass. A
-        tree's level is ranked on a copy of its logits, whose order is one int64 for each, with the
-        noise of the positions that its nodes may have; the likeliest are listed, and kept for each
-        node.
-        """
-        spec, n_tokens = self.options.spec, min(draft.vocab_size, self.target.vocab_size)
-        if spec.draws_chains:
-            n_drawn = self.options.parallel * min(n_drafted, spec.depth)
-            n_rows = min(n_drawn, self.options.target_rows(n_drafted) - 1)
-            return n_rows * n_tokens * _PROBABILITY_BYTES
-        n_abreast, width = level_width(n_drafted), min(planned_width(spec), n_tokens)
-        listed = n_abreast * width * _LISTED_BYTES + n_run * width * _KEPT_BYTES
-        ranked = n_abreast * n_tokens * _RANKED_LOGIT_BYTES
-        n_noise = noise_positions(self.options.parallel)
-        return listed + ranked + n_noise * n_tokens * _NOISE_BYTES
+        draft_tokens = draft_ctx * n_tokens // ctx_size
+        n_abreast = level_width(n_drafted)
+        _add_model(found, "draft", draft, is_draft_on_gpu, draft_tokens, n_abreast, n_run)
+        n_ranked = min(draft.vocab_size, target.vocab_size)
+        n_bytes = _probability_bytes(options, n_ranked, n_drafted, n_run)
+        found.host["draft probabilities"] = n_bytes
+    if options.spec.acceptance == "block":
+        n_judged = min(n_drafted, options.spec.depth)
+        found.host["block verification"] = n_judged * target.vocab_size * _JUDGED_BYTES
+    return found
 
 
-def _place(
-    parts: Parts, model: str, is_on_gpu: bool, found: Mapping[str, int], *, n_logits: int
+def _add_model(
+    parts: Parts,
+    model: str,
+    source: ModelSource,
+    is_on_gpu: bool,
+    n_tokens: int,
+    n_rows: int,
+    n_nodes: int,
 ) -> None:
-    """Where the model computes; of a GPU's logits a copy comes to the host."""
+    """Where it computes; of a GPU's logits a copy comes to the host."""
     where = parts.gpu if is_on_gpu else parts.host
-    where.update({f"{model} {name}": n_bytes for name, n_bytes in found.items()})
+    where[f"{model} embeddings and head"] = source.outer_bytes
+    where[f"{model} KV cache"] = source.kv_bytes(n_tokens, n_nodes)
+    where[f"{model} activations"] = source.scratch_bytes(n_tokens, n_rows, n_nodes)
     if is_on_gpu:
-        parts.host[f"{model} logits"] = n_logits * _BROUGHT_LOGIT_BYTES
+        parts.host[f"{model} logits"] = n_rows * source.vocab_size * _BROUGHT_LOGIT_BYTES
+    parts.host["trees"] = parts.host.get("trees", 0) + table_bytes(n_nodes)
+
+
+def _probability_bytes(options: RunOptions, n_tokens: int, n_drafted: int, n_run: int) -> int:
+    """What drafting keeps beside the draft's logits, of a vocabulary of `n_tokens`.
+
+    The rules of chains keep the row that each token was drawn from, of all texts of a pass. A
+    tree's level is ranked on a copy of its logits, whose order is one int64 for each, with the
+    noise of the positions that its nodes may have; the likeliest are listed, and kept for each
+    node.
+    """
+    spec = options.spec
+    if spec.draws_chains:
+        n_drawn = options.parallel * min(n_drafted, spec.depth)
+        n_rows = min(n_drawn, options.target_rows(n_drafted) - 1)
+        return n_rows * n_tokens * _PROBABILITY_BYTES
+    n_abreast, width = level_width(n_drafted), min(planned_width(spec), n_tokens)
+    listed = n_abreast * width * _LISTED_BYTES + n_run * width * _KEPT_BYTES
+    ranked = n_abreast * n_tokens * _RANKED_LOGIT_BYTES
+    n_noise = noise_positions(options.parallel)
+    return listed + ranked + n_noise * n_tokens * _NOISE_BYTES

@@ -32,11 +32,6 @@ class Placer(ABC):
     n_slots: int | None = None
     """Depth of the ring in host memory; None: 3, or 2 where that saves a tenth of the reads."""
 
-    @property
-    @abstractmethod
-    def all_bytes(self) -> int:
-        """Memory that holds all layers where they are computed with."""
-
     def least_device_bytes(self) -> int:
         """Of the GPU's memory."""
         return 0
@@ -83,10 +78,10 @@ class CpuPlacer(Placer):
 
     @property
     def all_bytes(self) -> int:
+        """Memory that holds all layers."""
         return self._everything.host_bytes
 
-    @cached_property
-    def _least_bytes(self) -> int:
+    def least_bytes(self, device_bytes: int) -> int:
         """All streamed, or all resident where that is less or asked for."""
         if self.load_mode == "mmap":
             return 0
@@ -94,9 +89,6 @@ class CpuPlacer(Placer):
             return self.all_bytes
         streamed = least_host_bytes(self.source.layers, self.n_slots)
         return min(self.all_bytes, streamed + self._overhead_bytes + self._least_expert_bytes)
-
-    def least_bytes(self, device_bytes: int) -> int:
-        return self._least_bytes
 
     def place(self, n_bytes: int, device_bytes: int) -> Placement:
         if self.load_mode in ("mmap", "ram") or self.all_bytes <= n_bytes:
@@ -128,10 +120,6 @@ class CpuPlacer(Placer):
 class GpuPlacer(Placer):
     """Computed with on the GPU: in its memory, or copied there from pinned host memory, which holds
     layers or is what they stream through."""
-
-    @property
-    def all_bytes(self) -> int:
-        return whole_device_bytes(self.source.layers)
 
     def least_device_bytes(self) -> int:
         return least_device_bytes(self.source.layers)
@@ -172,4 +160,4 @@ class WholeGpuPlacer(GpuPlacer):
     """Wholly in the GPU's memory, as a draft is that runs there."""
 
     def least_device_bytes(self) -> int:
-        return self.all_bytes
+        return whole_device_bytes(self.source.layers)

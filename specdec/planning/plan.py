@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 from typing_extensions import Unpack
 
 from backends.contract.self_draft import SharedSource
 from backends.contract.source import BackendOptions, ModelSource
 from offload.paging.expert_speed import missing_seconds_per_byte
 from offload.process.allocator import free_large_blocks_at_once
-from offload.process.memory import memory_limit, process_memory
 from offload.ring.bandwidth import measure_storage
-from offload.units import format_bytes, format_exactly, parse_bytes
+from offload.units import format_bytes
 from specdec.checks import ConfigError, refuse_unknown
 from specdec.models.drafts import named_draft
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedModel, OpenedPair, open_model
-from specdec.planning.base import measure_base
+from specdec.planning.base import budget_of_run, measure_base
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.division import Divider, Division, Gpu
 from specdec.planning.early import Early
@@ -129,8 +126,13 @@ def measure_experts(
 
 def must_stream(source: ModelSource, total_bytes: int) -> bool:
     """Whether a model's layers alone are more than so much memory."""
-    n_bytes = sum(record.n_bytes for layer in source.layers for record in layer.tensors)
-    return n_bytes + sum(x.n_bytes for x in source.experts if x is not None) > total_bytes
+    return layer_bytes(source) > total_bytes
+
+
+def layer_bytes(source: ModelSource) -> int:
+    """Of all layers as they are stored, experts included."""
+    n_bytes = sum(layer.n_bytes for layer in source.layers)
+    return n_bytes + sum(x.n_bytes for x in source.experts if x is not None)
 
 
 def make_plan(
@@ -152,16 +154,11 @@ def make_plan(
     exactness = (target if gpu is None else gpu.target).exactness
     if options.exact == ON and not exactness.is_exact:
         raise ConfigError(f"exact is 'on', but {exactness.reason}: 'auto' runs all the same")
-    search = Search(
-        Divider(target, draft, options, base_bytes, gpu),
-        figures,
-        options.spec,
-        target.max_tree_leaves,
-        may_leave_out_draft=options.may_leave_out_draft,
-    )
+    search = Search(Divider(target, draft, options, base_bytes, gpu), figures)
     chosen = search.best(total_bytes)
     if options.draft == SELF_DRAFT:
         _check_in_memory(options, chosen.division)
+    warnings, notes = _remarks(chosen, search.alternatives)
     return RunPlan(
         budget_source=budget_source,
         chosen=chosen,
@@ -169,45 +166,37 @@ def make_plan(
         exactness=exactness,
         uses_mmap=options.load_mode == "mmap",
         accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
-        warnings=(
-            (target.warnings if gpu is None else gpu.warnings)
-            + _burdens(chosen, search.alternatives)
-        ),
-        notes=_left_out(chosen, search.alternatives),
+        warnings=(target.warnings if gpu is None else gpu.warnings) + warnings,
+        notes=notes,
         vram_source="" if gpu is None else gpu.vram_source,
     )
 
 
-def _burdens(chosen: Alternative, alternatives: Sequence[Alternative]) -> tuple[str, ...]:
-    """Of a draft that the user fixed and that slows a streamed target down."""
-    fastest = max(alternatives, key=_speed)
-    moves = chosen.target.placement.n_moving_layers
-    if chosen.draft is None or fastest.draft is not None or not moves:
-        return ()
-    if _speed(fastest) < _WORTH_SAYING * _speed(chosen):
-        return ()
-    return (
-        f"without the draft it should be faster: {_speed(fastest):.2f} tokens/s "
-        f"instead of {_speed(chosen):.2f}; take a smaller draft, or none",
-    )
-
-
-def _left_out(chosen: Alternative, alternatives: Sequence[Alternative]) -> tuple[str, ...]:
-    """That the draft is not loaded, and how to have it loaded all the same."""
-    with_draft = [one for one in alternatives if one.draft is not None]
-    if chosen.draft is not None or not with_draft:
-        return ()
+def _remarks(
+    chosen: Alternative, alternatives: Sequence[Alternative]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(warnings of a draft that the user fixed and that slows a streamed target down, notes that
+    a draft is left out, and how to have it loaded all the same)."""
+    best = max((one.tokens_per_second for one in alternatives if one.draft is not None), default=0)
+    if not best:
+        return (), ()
     alone = next(one for one in alternatives if one.draft is None and not one.division.n_drafted)
-    best = max(map(_speed, with_draft))
-    return (
-        f"the draft is left out: in its memory layers of the target are worth more "
-        f"({_speed(alone):.2f} tokens/s predicted without it, {best:.2f} with it); "
-        "--spec-type draft,ngram loads it all the same",
+    speed = alone.tokens_per_second
+    if chosen.draft is None:
+        note = (
+            f"the draft is left out: in its memory layers of the target are worth more "
+            f"({speed:.2f} tokens/s predicted without it, {best:.2f} with it); "
+            "--spec-type draft,ngram loads it all the same"
+        )
+        return (), (note,)
+    is_slow = speed >= _WORTH_SAYING * chosen.tokens_per_second
+    if not is_slow or not chosen.target.placement.n_moving_layers:
+        return (), ()
+    warning = (
+        f"without the draft it should be faster: {speed:.2f} tokens/s "
+        f"instead of {chosen.tokens_per_second:.2f}; take a smaller draft, or none"
     )
-
-
-def _speed(one: Alternative) -> float:
-    return one.tokens_per_second
+    return (warning,), ()
 
 
 def _check_options(options: RunOptions, target: ModelSource) -> None:
@@ -230,31 +219,9 @@ def _check_in_memory(options: RunOptions, division: Division) -> None:
     """Raise ConfigError for a target that drafts for itself and streams."""
     if options.load_mode != "mmap" and not division.target.n_moving_layers:
         return
-    whole = sum(r.n_bytes for layer in division.target.layers for r in layer.tensors)
+    whole = sum(layer.n_bytes for layer in division.target.layers)
     raise ConfigError(
         f"{options.model} is not held in memory, where its layers would take "
         f"{format_bytes(whole)}: as its own draft it would be read once for each level of a tree: "
         "raise the budget, or use a small draft model or --spec-type ngram"
     )
-
-
-def budget_of_run(memory_budget: str | int) -> tuple[int, str]:
-    """The budget in bytes, and where that comes from. Raises ConfigError."""
-    limit = memory_limit()
-    if memory_budget == "auto":
-        free_bytes = psutil.virtual_memory().available + process_memory().rss_bytes
-        if free_bytes < limit.n_bytes:
-            return free_bytes, "what other processes leave free"
-        return limit.n_bytes, limit.source
-    whose = f"the limit of this process ({limit.source}), {format_exactly(limit.n_bytes)}"
-    return asked_budget(memory_budget, limit.n_bytes, whose), "as asked"
-
-
-def asked_budget(memory_budget: str | int, most_bytes: int, whose: str) -> int:
-    """The budget in bytes. Raises ConfigError where it is above `most_bytes`, which is `whose`."""
-    wanted = parse_bytes(memory_budget)
-    if wanted - most_bytes >= mmap.PAGESIZE:  # the kernel rounds limits down to whole pages
-        raise ConfigError(
-            f"the memory budget of {format_exactly(wanted)} is above {whose}: give at most that"
-        )
-    return min(wanted, most_bytes)

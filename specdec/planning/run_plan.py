@@ -54,7 +54,7 @@ class RunPlan:
     @property
     def draft_device(self) -> str:
         """Where the draft model is computed; the CPU where there is none."""
-        return CPU if self.chosen.draft is None else self.chosen.division.shape.draft_device
+        return self.chosen.division.shape.draft_device or CPU
 
     @property
     def vram_budget_bytes(self) -> int:
@@ -65,16 +65,6 @@ class RunPlan:
     def torch_vram_bytes(self) -> int:
         """What torch's allocator may reserve of it: all but the driver's context."""
         return max(0, self.vram_budget_bytes - CUDA_CONTEXT_BYTES)
-
-    @property
-    def vram_parts(self) -> tuple[tuple[str, int], ...]:
-        """(name, bytes) of everything in the VRAM budget; they sum to it."""
-        vram = self.chosen.division.vram
-        return () if vram is None else tuple(vram.table())
-
-    @property
-    def smallest_vram_bytes(self) -> int:
-        return self.chosen.division.smallest_vram_bytes
 
     @property
     def budget_bytes(self) -> int:
@@ -102,10 +92,6 @@ class RunPlan:
     def n_draft_tokens(self) -> int:
         """Of the largest tree that there is room for."""
         return self.chosen.division.n_drafted
-
-    @property
-    def draft_depth(self) -> int:
-        return self.chosen.depth if self.chosen.draft is not None else 0
 
     @property
     def smallest_budget_bytes(self) -> int:
@@ -173,7 +159,7 @@ class RunPlan:
             "draft_streamed_bytes_per_pass": 0 if draft is None else draft.streamed_bytes,
             "storage_bytes_per_second": self.storage_bytes_per_second,
             "num_draft_tokens": self.n_draft_tokens,
-            "draft_depth": self.draft_depth,
+            "draft_depth": self.chosen.depth if self.chosen.draft is not None else 0,
             "pass_cost": asdict(self.pass_cost),
             "draft_cost": None if self.draft_cost is None else asdict(self.draft_cost),
             "plain_tokens_per_second": self.plain_tokens_per_second,
@@ -205,14 +191,14 @@ class RunPlan:
 
     def _vram_dict(self) -> dict[str, Any]:
         """Of a target on a GPU."""
-        residency = self.residency
-        if not residency.is_on_device:
+        residency, division = self.residency, self.chosen.division
+        if division.vram is None:
             return {}
         return {
             "vram_budget_bytes": self.vram_budget_bytes,
             "vram_budget_source": self.vram_source,
-            "smallest_vram_bytes": self.smallest_vram_bytes,
-            "vram": dict(self.vram_parts),
+            "smallest_vram_bytes": division.smallest_vram_bytes,
+            "vram": dict(division.vram.table()),
             "n_copied_layers": residency.n_moving_layers,
             "n_device_slots": residency.n_device_slots,
             "device_slot_bytes": residency.device_slot_bytes,
@@ -224,8 +210,9 @@ class RunPlan:
 
     def lines(self) -> list[str]:
         """For the user, one fact a line."""
-        vram, draft = self.chosen.division.vram, self.draft_residency
-        lines = memory_table(self.chosen.division.budget, "memory budget", self.budget_source)
+        division, draft = self.chosen.division, self.draft_residency
+        vram, smallest_vram = division.vram, enough(division.smallest_vram_bytes)
+        lines = memory_table(division.budget, "memory budget", self.budget_source)
         if vram is not None:
             lines += memory_table(vram, "VRAM budget", self.vram_source)
         if self.uses_mmap:
@@ -246,7 +233,7 @@ class RunPlan:
         lines.append(exactness_line(self.exactness))
         lines.append(f"smallest budget that works {enough(self.smallest_budget_bytes)}")
         if vram is not None:
-            lines.append(f"smallest VRAM budget that works {enough(self.smallest_vram_bytes)}")
+            lines.append(f"smallest VRAM budget that works {smallest_vram}")
         if self.accept_threshold is not None:
             lines.append(
                 f"LOSSY: draft tokens of probability {self.accept_threshold:g} and above may "

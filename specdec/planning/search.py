@@ -9,7 +9,7 @@ simulated (`specdec.planning.pass_model`); what a tree brings is assumed
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from backends.contract.source import ModelCompute
@@ -18,8 +18,9 @@ from offload.residency.placement import Placement
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import level_width
 from specdec.planning.division import Divider, Division, Shape
+from specdec.planning.lending import TEXT_TOKENS
 from specdec.planning.pass_model import PassModel
-from specdec.planning.run_options import CPU, CUDA
+from specdec.planning.run_options import CUDA
 from specdec.policy.assumptions import (
     ASSUMED_NGRAM_SHARE,
     best_depth,
@@ -53,7 +54,7 @@ class Figures:
     expert_seconds_per_byte: float = 0.0
     """Of the target's experts that are missing, beside what the storage's bandwidth says."""
 
-    def draft_on(self, device: str) -> ModelCompute | None:
+    def draft_on(self, device: str | None) -> ModelCompute | None:
         return self.gpu_draft if device == CUDA else self.draft
 
 
@@ -83,17 +84,14 @@ class Alternative:
         return replace(self, target=target, tokens_per_second=self.tokens_per_pass / seconds)
 
     @property
+    def speeds(self) -> tuple[float, float]:
+        """Tokens per second while nothing is lent, and while a usual text is decoded."""
+        return self.tokens_per_second, self.decoding(TEXT_TOKENS).tokens_per_second
+
+    @property
     def plain_tokens_per_second(self) -> float:
         """Predicted without drafting."""
         return 1.0 / self.target.seconds(1)
-
-    @property
-    def places(self) -> tuple[Any, ...]:
-        """What two divisions that are the same have in common."""
-        division, target = self.division, self.target.placement
-        draft = None if division.draft is None else division.draft.resident_bytes
-        device = division.shape.draft_device if division.draft is not None else None
-        return division.n_drafted, target.n_slots, target.layers, draft, device
 
     @property
     def name(self) -> str:
@@ -102,7 +100,7 @@ class Alternative:
         target = self.target.placement
         if self.draft is not None:
             parts.append(self._draft_name(self.draft.placement))
-        elif shape.n_drafted == 0 or not shape.has_draft:
+        elif shape.n_drafted == 0 or shape.draft_device is None:
             parts.append("no draft")
         if shape.n_drafted:
             parts.append(f"room for {shape.n_drafted}")
@@ -137,91 +135,67 @@ class Alternative:
         }
 
 
+@dataclass
 class Search:
-    """Finds the best division for one budget; remembers those that it tried.
+    """Finds the best division for one budget, once."""
 
-    Args:
-        divider: of the models.
-        figures: of the machine.
-        spec: what the user fixed of the drafting.
-        most_leaves: most draft tokens that the target's backend verifies at a time.
-        may_leave_out_draft: whether the target may decode alone where that should be faster.
-    """
-
-    def __init__(
-        self,
-        divider: Divider,
-        figures: Figures,
-        spec: SpecConfig,
-        most_leaves: int | None,
-        may_leave_out_draft: bool = False,
-    ) -> None:
-        self._divider, self._figures, self._spec = divider, figures, spec
-        self._most_leaves = most_leaves
-        self._may_leave_out_draft = may_leave_out_draft
-        self.alternatives: list[Alternative] = []
+    divider: Divider
+    figures: Figures
+    alternatives: list[Alternative] = field(default_factory=list)
+    """Those that were tried."""
 
     def best(self, total_bytes: int) -> Alternative:
         """The fastest, with the draft; without it where it takes more than it brings.
 
         Raises BudgetExceeded with the smallest budget that works.
         """
-        self.alternatives = []
-        best = self._with_draft(total_bytes)
+        least = self.divider.least_drafted
+        found, refusals = [], []
+        for device in self.divider.draft_devices:
+            try:
+                found.append(self._with_room(total_bytes, Shape(least, device)))
+            except BudgetExceeded as error:
+                refusals.append(error)
+        if not found:
+            raise refusals[0]
+        best = max(found, key=lambda one: one.tokens_per_second)
         if best.draft is None:
             return best
-        alone = self._try(total_bytes, replace(best.division.shape, n_drafted=0, has_draft=False))
+        alone = self._try(total_bytes, Shape(0, None))
         # Memory is what a draft costs for good, and what a target that streams could use. What
         # computing alone costs is known less well, and the policy measures it.
         if (
-            self._may_leave_out_draft
+            self.divider.options.may_leave_out_draft
             and best.target.placement.n_moving_layers
             and alone.tokens_per_second > _WORTH_LEAVING_OUT * best.tokens_per_second
         ):
-            return self._best_on(total_bytes, has_draft=False, draft_device=CPU)
+            return self._with_room(total_bytes, Shape(least, None))
         return best
 
-    def _with_draft(self, total_bytes: int) -> Alternative:
-        """The best on each of the devices where the draft may be."""
-        found: list[Alternative] = []
-        refusal: BudgetExceeded | None = None
-        for device in self._divider.draft_devices:
-            try:
-                found.append(self._best_on(total_bytes, has_draft=True, draft_device=device))
-            except BudgetExceeded as error:
-                refusal = refusal or error
-        if refusal is not None and not found:
-            raise refusal
-        return max(found, key=lambda one: one.tokens_per_second)
-
-    def _best_on(self, total_bytes: int, has_draft: bool, draft_device: str) -> Alternative:
+    def _with_room(self, total_bytes: int, shape: Shape) -> Alternative:
         """With room for the best tree and larger ones, as far as that costs little."""
-        shape = Shape(self._divider.least_drafted, has_draft=has_draft, draft_device=draft_device)
         best = self._try(total_bytes, shape)
         for n_drafted in self._rooms(best):
             with suppress(BudgetExceeded):
-                found = self._try(total_bytes, replace(best.division.shape, n_drafted=n_drafted))
-                if found.tokens_per_second >= _ROOM_COSTS_LITTLE * best.tokens_per_second:
+                found = self._try(total_bytes, replace(shape, n_drafted=n_drafted))
+                speeds = zip(found.speeds, best.speeds, strict=True)
+                if all(speed >= _ROOM_COSTS_LITTLE * least for speed, least in speeds):
                     return found
         return best
 
     def _rooms(self, least: Alternative) -> list[int]:
         """Draft tokens that there may be room for, the most first."""
-        if not self._spec.spec_type or self._spec.num_draft_tokens is not None:
+        most, spec = self.divider.most_drafted, self.divider.options.spec
+        if most <= least.division.n_drafted:
             return []
-        most = MAX_DRAFT_TOKENS if self._divider.is_on_gpu else MAX_AUTO_NODES
-        most = most if self._most_leaves is None else min(most, self._most_leaves)
         # A tree's arithmetic does not depend on its room: the best one is known before it has any.
-        tree = predict(least.division, self._figures, self._spec, n_room=most).n_tree
+        tree = predict(least.division, self.figures, spec, n_room=most).n_tree
         rooms = {min(most, times * tree) for times in _ROOMS}
         return sorted((n for n in rooms if n > least.division.n_drafted), reverse=True)
 
     def _try(self, total_bytes: int, shape: Shape) -> Alternative:
-        """Predict a division; one that comes out as an earlier one is that."""
-        found = predict(self._divider.divide(total_bytes, shape), self._figures, self._spec)
-        for other in self.alternatives:
-            if other.places == found.places:
-                return other
+        division, spec = self.divider.divide(total_bytes, shape), self.divider.options.spec
+        found = predict(division, self.figures, spec)
         self.alternatives.append(found)
         return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from specdec.drafters.model import level_width
@@ -15,29 +15,26 @@ from specdec.policy.assumptions import expected_tokens, likely_levels
 class Together:
     """Texts that decode: their prompts are not counted, and the KV cache is to have room for all.
 
-    n_tree: draft tokens of each text's tree, those that bring the most; 0: plain.
+    tree_tokens: draft tokens of each text's tree, those that bring the most; 0: plain.
     """
 
     n_texts: int
     plain_tokens_per_second: float
     tokens_per_second: float
-    n_tree: int
+    tree_tokens: int
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "n_texts": self.n_texts,
-            "plain_tokens_per_second": self.plain_tokens_per_second,
-            "tokens_per_second": self.tokens_per_second,
-            "tree_tokens": self.n_tree,
-        }
+        return asdict(self)
 
     def lines(self) -> list[str]:
         line = (
             f"{self.n_texts} texts at once: predicted {self.plain_tokens_per_second:.2f} tokens/s "
             "together plain"
         )
-        if self.n_tree:
-            line += f", {self.tokens_per_second:.2f} tokens/s with {self.n_tree} draft tokens each"
+        if self.tree_tokens:
+            line += (
+                f", {self.tokens_per_second:.2f} tokens/s with {self.tree_tokens} draft tokens each"
+            )
         return [f"{line}; prompts not counted"]
 
 

@@ -89,25 +89,28 @@ class DraftPolicy:
         self.clock = clock
         self.is_chain = config.acceptance != "match"
         if config.num_draft_tokens is not None:
-            self._n_nodes = n_likely = config.num_draft_tokens
+            n_nodes = n_likely = config.num_draft_tokens
         else:
             n_free = cost.free_rows() - 1
-            self._n_nodes = min(n_free, MAX_AUTO_NODES) if max_nodes is None else max_nodes
+            n_nodes = min(n_free, MAX_AUTO_NODES) if max_nodes is None else max_nodes
             # What a tree is likely to have, before anything is measured: memory for more may be
             # there where a pass is not free of charge.
-            n_likely = min(n_free, self._n_nodes)
+            n_likely = min(n_free, n_nodes)
+        self.n_nodes = n_nodes
+        """Draft tokens of a tree when nothing else bounds it: what memory is set aside for."""
         per_level = 0.0 if draft_cost is None else level_seconds(draft_cost, n_likely)
-        self._depth = best_depth(config, config.depth, cost.seconds(1 + n_likely), per_level)
+        self.depth = best_depth(config, config.depth, cost.seconds(1 + n_likely), per_level)
+        """Levels of a tree that the plan's costs make best."""
         self._has_model = draft_cost is not None and "draft" in config.drafters
         self._proposes_alone = not self._has_model or "ngram" in config.drafters
-        self.experience = experience or Experience(cost, draft_cost, self._n_nodes)
+        self.experience = experience or Experience(cost, draft_cost, self.n_nodes)
 
         def first_choice(n_texts: int) -> DraftChoice:
             """By what the plan expects of a text's share of a round with the draft model and
             without: the nodes that one text would have are shared."""
             n_nodes = max(1, (1 + n_likely) // n_texts - 1)
-            tokens = tokens_of_levels(min(self._depth, n_nodes))
-            seconds = cost.seconds(n_texts * (1 + n_nodes)) + self._depth * per_level
+            tokens = tokens_of_levels(min(self.depth, n_nodes))
+            seconds = cost.seconds(n_texts * (1 + n_nodes)) + self.depth * per_level
             planned = (tokens, seconds / n_texts) if self._has_model else None
             return DraftChoice(planned, cost.seconds(n_texts) / n_texts)
 
@@ -125,16 +128,6 @@ class DraftPolicy:
         self._n_rounds = 0
         self._note_plain()
 
-    @property
-    def n_nodes(self) -> int:
-        """Draft tokens of a tree when nothing else bounds it: what memory is set aside for."""
-        return self._n_nodes
-
-    @property
-    def depth(self) -> int:
-        """Levels of a tree that the plan's costs make best."""
-        return self._depth
-
     def limits(
         self, context_length: int, max_tokens: int, node_room: int, n_texts: int = 1
     ) -> TreeLimits:
@@ -147,13 +140,13 @@ class DraftPolicy:
         """
         config = self.config
         room = min(self.max_context - context_length, max_tokens - 1)
-        most = max(0, min(self._n_nodes, node_room - 1))
+        most = max(0, min(self.n_nodes, node_room - 1))
         is_fixed = config.num_draft_tokens is not None
-        is_typical = room >= _TYPICAL_DEPTH and most >= min(_TYPICAL_DEPTH, self._n_nodes)
+        is_typical = room >= _TYPICAL_DEPTH and most >= min(_TYPICAL_DEPTH, self.n_nodes)
         self.round = self._begin(is_fixed, is_typical, n_texts)
-        depth = max(0, min(self._depth if is_fixed else config.depth, room))
+        depth = max(0, min(self.depth if is_fixed else config.depth, room))
         if is_fixed:
-            ahead_depth = max(0, min(2 * self._depth + 1, room))
+            ahead_depth = max(0, min(2 * self.depth + 1, room))
             return TreeLimits(most, depth, config.width, max_ahead_depth=ahead_depth)
         uses_draft = self.round.uses_draft
         if not uses_draft and not self._proposes_alone:
@@ -178,11 +171,6 @@ class DraftPolicy:
         """
         return self.is_chain or self.config.num_draft_tokens is not None
 
-    @property
-    def is_drafting_ahead(self) -> bool:
-        """What was decided for the pass of this round."""
-        return self.round.is_ahead
-
     def learn(self, acceptance: Acceptance, tree: DraftTree, seconds: float) -> Outcome | None:
         """What one text's part of a round, whose share of the pass took `seconds`, tells of the
         choice; None where it tells nothing."""
@@ -196,8 +184,6 @@ class DraftPolicy:
             return None
         self._note_plain()
         return Outcome(len(emitted), this.draft_seconds + seconds, this.catch_up_seconds)
-
-    # --- a round's parts -----------------------------------------------------------------------
 
     @property
     def choice(self) -> DraftChoice:

@@ -30,24 +30,16 @@ class Offer:
     rate: float
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """kept: of each offer the indices of nodes to verify, the root's first, ascending.
-
-    price: what one more node costs at this size, as a probability.
-    """
-
-    kept: list[list[int]]
-    price: float
-
-
 def choose_nodes(
     offers: Sequence[Offer],
     passes: PassTimes,
     n_other_rows: int = 0,
     max_nodes: int | None = None,
-) -> Chosen:
+) -> tuple[list[list[int]], float]:
     """The nodes with the largest ΣP - λ·T(rows), of all offers together, at most `max_nodes`.
+
+    Returns of each offer the indices of nodes to verify, the root's first, ascending; and what one
+    more node costs at this size, as a probability.
 
     n_other_rows: of the pass, which are there in any case, beside the roots of these trees.
     """
@@ -71,4 +63,4 @@ def choose_nodes(
     kept: list[list[int]] = [[ROOT] for _ in offers]
     for i in order[:n_kept].tolist():
         kept[owners[i]].append(int(nodes[i]))
-    return Chosen([sorted(indices) for indices in kept], price)
+    return [sorted(indices) for indices in kept], price

@@ -47,11 +47,11 @@ def trim_together(
         if max_nodes is not None:
             n_left = max_nodes - n_whole + len(trees) - len(weighed)
         passes = policies[0].experience.passes
-        chosen = choose_nodes(offers, passes, n_others, n_left)
+        chosen, price = choose_nodes(offers, passes, n_others, n_left)
         for i, shape, this, offer, indices in zip(
-            weighed, shapes, rounds, offers, chosen.kept, strict=True
+            weighed, shapes, rounds, offers, chosen, strict=True
         ):
-            kept[i] = shape.cut(offer, indices, chosen.price, this.uses_draft)
+            kept[i] = shape.cut(offer, indices, price, this.uses_draft)
     for policy, tree in zip(policies, kept, strict=True):
         if policy.is_chain and policy.config.num_draft_tokens is None:
             policy.lessons.note_kept(tree.n_drafted)

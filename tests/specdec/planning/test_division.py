@@ -124,7 +124,7 @@ def test_each_further_text_has_noise_of_its_own() -> None:
 def test_the_smallest_budget_is_that_of_a_small_tree_whatever_is_planned() -> None:
     one = divider(PaperModel("t", 12, 8 * MIB), PaperModel("d", 3, 2 * MIB))
     least = smallest(one)
-    for shape in (Shape(8), Shape(128), Shape(8, has_draft=False)):
+    for shape in (Shape(8), Shape(128), Shape(8, draft_device=None)):
         assert one.divide(3 * GIB, shape).smallest_bytes == least
     one.divide(least, Shape(8))
 
@@ -138,7 +138,7 @@ def test_shapes_say_what_the_draft_gets() -> None:
         draft = 0 if division.draft is None else division.draft.host_bytes
         return draft, division.target.streamed_bytes
 
-    whole, none = divide(), divide(has_draft=False)
+    whole, none = divide(), divide(draft_device=None)
     assert (whole[0], none[0]) == (8 * 80 * MIB, 0)
     assert whole[1] > none[1]
 

@@ -128,7 +128,7 @@ def test_a_node_costs_the_experts_that_it_adds(placer, n_texts: int) -> None:
     tree.add(0, 1, 0.0)
     for share in (0.9, 1.1):  # of its probability is what the node costs
         sure, hopeless = (Offer(tree, np.array([1.0, p]), share * 0.5 / added) for p in (0.5, 0.0))
-        kept = choose_nodes([sure, *[hopeless] * (n_texts - 1)], times).kept
+        kept, _ = choose_nodes([sure, *[hopeless] * (n_texts - 1)], times)
         assert [len(nodes) for nodes in kept] == [1 + (share < 1), *[1] * (n_texts - 1)]
 
 

@@ -33,7 +33,7 @@ N_ROWS = 5
 
 
 def chosen(total_bytes: int = 2 * GIB) -> Alternative:
-    division = Divider(TARGET, None, OPTIONS, BASE).divide(total_bytes, Shape(4, has_draft=False))
+    division = Divider(TARGET, None, OPTIONS, BASE).divide(total_bytes, Shape(4, draft_device=None))
     return predict(division, FIGURES, SpecConfig(num_draft_tokens=4))
 
 

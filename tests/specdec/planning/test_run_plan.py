@@ -129,10 +129,10 @@ def test_several_texts_share_what_a_pass_reads() -> None:
     draft = make_plan(GIB).chosen.target  # in memory: quick
     drafted = replace(plan, chosen=replace(plan.chosen, draft=draft, depth=4))
     one, many = plan_together(drafted, 1, 8), plan_together(drafted, 16, 8)
-    assert one.n_tree > 0
+    assert one.tree_tokens > 0
     assert one.tokens_per_second > one.plain_tokens_per_second == plan.plain_tokens_per_second
     assert many.tokens_per_second >= many.plain_tokens_per_second
-    assert many.n_tree <= one.n_tree, "rows of sixteen texts are dear"
+    assert many.tree_tokens <= one.tree_tokens, "rows of sixteen texts are dear"
 
 
 def test_several_machines_are_several_times_one() -> None:
