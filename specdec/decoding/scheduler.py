@@ -165,10 +165,13 @@ class Scheduler:
 
     def _lend(self, n_rows: int, has_entered: bool) -> None:
         """Memory that is not used holds layers meanwhile."""
+        room = self.room
+        n_tokens, n_texts = room.texts.n_committed, len(room.running)
         if has_entered:
-            self._spare.begin()
+            is_entering = any(not job.decoder.is_decoding for job in room.running)
+            self._spare.begin(n_tokens, n_texts, more_enter=is_entering or bool(room.waiting))
         else:
-            self._spare.lend(n_rows, self.room.texts.n_committed, len(self.room.running))
+            self._spare.lend(n_rows, n_tokens, n_texts)
 
     def _chunks(
         self, jobs: Sequence[TextJob], most_rows: int | None, n_decoding: int

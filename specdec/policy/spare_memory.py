@@ -79,10 +79,18 @@ class SpareMemory:
             self._target.hold(max(0, held - n_bytes))
         return process_memory().rss_bytes + n_bytes <= self._whole_bytes
 
-    def begin(self) -> None:
-        """Rounds of decoding begin: what was taken before them tells nothing of them."""
-        if self._is_streamed:
-            recent_peak_rss()
+    def begin(self, n_tokens: int, n_texts: int = 1, *, more_enter: bool = False) -> None:
+        """Prompts have entered; behind them so many texts have so many tokens.
+
+        Their pass tells too little of rounds of decoding, which have other parts, and may have
+        taken more than they will. So nothing is asked back, and lent is what is left beside the
+        widest pass that was planned; nothing, where more prompts enter next.
+        """
+        if not self._is_streamed:
+            return
+        left = self._left(self._activation_bytes, n_tokens, n_texts)
+        if left > 0 and not more_enter:
+            self._target.hold(self._target.held_bytes + left)
 
     def lend(self, n_rows: int, n_tokens: int, n_texts: int = 1) -> None:
         """A round of decoding is over, whose pass had so many rows; the texts have so many tokens.

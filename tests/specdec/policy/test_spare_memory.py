@@ -146,6 +146,21 @@ def test_a_prompt_takes_no_more_than_it_adds(peak: list[int]) -> None:
     assert target.held_bytes == 0
 
 
+def test_behind_a_prompt_room_for_the_widest_pass_is_left(peak: list[int]) -> None:
+    target: Any = Target(0)
+    spare = SpareMemory(
+        target, None, 10 * RESERVE_BYTES, activation_bytes=2 * RESERVE_BYTES, most_rows=1
+    )
+    peak[0] = 4 * RESERVE_BYTES
+    spare.begin(n_tokens=300, more_enter=True)
+    assert target.asked == [], "the next prompt would ask it back"
+    spare.begin(n_tokens=300)
+    assert target.held_bytes == 3 * RESERVE_BYTES - 300
+    peak[0] = MANY
+    spare.begin(n_tokens=300)
+    assert target.held_bytes == 3 * RESERVE_BYTES - 300, "rounds of decoding may take less"
+
+
 def save(kind: str, folder: Path) -> Path:
     if kind == "checkpoint":
         return save_model(folder / "model", seed=0, num_hidden_layers=8)
@@ -172,8 +187,21 @@ def test_texts_are_the_same_with_fewer_reads(
         check_given_back(llm, monkeypatch)
 
 
-def check_given_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the prompt's pass, all of it where that may take so much; else nothing."""
+@pytest.mark.parametrize("kind", ["checkpoint", pytest.param("gguf", marks=pytest.mark.gguf)])
+def test_layers_stay_from_the_first_pass_of_decoding_on(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_streaming(monkeypatch)
+    monkeypatch.setattr(spare_memory, "recent_peak_rss", lambda: -MANY)
+    with specdec.load(save(kind, tmp_path), ctx_size=128) as llm:
+        held = note_held(llm, monkeypatch)
+        llm.generate(PROMPT, max_tokens=3, speculative=False, ignore_eos=True)
+    assert held[0] == held[1] == 0
+    assert held[2] > 0
+
+
+def note_held(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that are held when each pass begins, as passes come."""
     seen: list[int] = []
     run = llm.target.run
 
@@ -181,8 +209,14 @@ def check_given_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(llm.target.held_bytes)
         return run(batch)
 
-    assert llm.target.held_bytes > 0
     monkeypatch.setattr(llm.target, "run", noted)
+    return seen
+
+
+def check_given_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the prompt's pass, all of it where that may take so much; else nothing."""
+    assert llm.target.held_bytes > 0
+    seen = note_held(llm, monkeypatch)
     held = llm.target.held_bytes
     llm.generate(PROMPT, max_tokens=2)
     assert seen[0] == held
