@@ -157,7 +157,10 @@ def table_of(result: dict[str, Any]) -> Table:
         for one in result["rounds"]
     ]
     total = (str(result["chosen_tokens"]), "", str(result["fixed_tokens"]), cell(result["ratio"]))
-    about = f"{result['n_texts']} texts, pair {result['pair']}, fixed tree {result['fixed_tree']}"
+    about = (
+        f"{result['n_texts']} texts, pair {result['pair']}, fixed tree {result['fixed_tree']}; "
+        f"the plan has room for {result['planned_most_nodes']} nodes"
+    )
     return Table(
         "round",
         ("round", "tokens", "mean nodes", "tokens of the fixed tree", "ratio"),
@@ -178,6 +181,7 @@ def measure(
         kept = None if is_fresh else kept_of(llm)
         ids = [llm.tokenizer.encode(one.text) for one in prompts]
         _check_room(prompts, ids, llm.plan.ctx_size)
+        most_nodes = llm.plan.n_draft_tokens
         chosen = chosen_rounds(llm, ids, kept)
     texts = []
     roomy = {**load, "memory_budget": "auto", "num_draft_tokens": fixed.num_draft_tokens}
@@ -190,7 +194,7 @@ def measure(
             n_context = [len(place) for place in places]
             texts.append(Text(prompt.name, n_context, rounds.n_tokens, rounds.nodes, asked))
             typer.echo(f"{prompt.name}: {rounds.n_tokens}, fixed tree {asked}", err=True)
-    return summarise(texts)
+    return {"planned_most_nodes": most_nodes, **summarise(texts)}
 
 
 def kept_of(llm: Any) -> Any:

@@ -84,7 +84,7 @@ def test_the_ratio_is_that_of_all_tokens() -> None:
         Text("a", [5, 6, 8, 9], [1, 2, 1, 4], [16, 3, 1, 8], [2, 2, 2, 2]),
         Text("b", [7, 8, 9, 12], [1, 1, 3, 4], [16, 1, 1, 0], [2, 2, 2, 2]),
     ]
-    result = {**summarise(texts), "pair": "fresh", "fixed_tree": "64x16"}
+    result = {**summarise(texts), "pair": "fresh", "fixed_tree": "64x16", "planned_most_nodes": 32}
     assert (result["chosen_tokens"], result["fixed_tokens"]) == (17, 16)
     assert result["ratio"] == 17 / 16
     assert [one["ratio"] for one in result["rounds"]] == [0.5, 0.75, 1.0, 2.0]
