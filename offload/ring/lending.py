@@ -49,7 +49,7 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
     def __init__(self, walk: LayerWalk[MemoryT]) -> None:
         self._walk = walk
         self._leases: list[Lease[MemoryT]] = []
-        """Of slots that are lent."""
+        """Of layers that are lent."""
         self._is_freed = False
         self._lock = threading.RLock()  # memory changes hands, or is given back for good
 
@@ -156,8 +156,7 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
         self._walk.check(index)
         self._walk.seek(index, is_inside=bool(self._leases))
         lease = Lease(index, self._walk.take(index, check))
-        if lease.taken is not None:
-            self._leases.append(lease)
+        self._leases.append(lease)
         try:
             loan = self._lend(index, lease.taken)
             self._walk.arrive(index)
@@ -171,9 +170,10 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
     def _end(self, leases: Iterable[Lease[MemoryT]]) -> None:
         """Take layers back and give the slots to the readers."""
         for lease in tuple(leases):
-            if lease in self._leases and lease.taken is not None:
-                if not self._is_kept(lease):
-                    self._take_back(lease.taken)
-                    self._walk.give_back(lease.taken)
-                self._leases.remove(lease)
+            if lease not in self._leases:
+                continue
+            if lease.taken is not None and not self._is_kept(lease):
+                self._take_back(lease.taken)
+                self._walk.give_back(lease.taken)
+            self._leases.remove(lease)
             record_since(lease.entered, LAYER, f"layer {lease.index}")

@@ -141,14 +141,14 @@ def test_others_need_a_key(
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--api-key-file", "/nowhere/key"], "cannot read api_key_file"),
+        (["--api-key-file", "/nowhere/key"], "cannot read --api-key-file"),
         (["--api-key-file", os.devnull], "printable"),
         (["--api-key", "a\nb"], "printable"),
         (["--api-key", "a", "--api-key-file", os.devnull], "not both"),
-        (["--max-body", "lots"], "max_body"),
+        (["--max-body", "lots"], "--max-body"),
         (["--max-queue", "0"], "--max-queue"),
-        (["--port", "70000"], "port"),
-        (["--write-timeout", "0"], "write_timeout"),
+        (["--port", "70000"], "--port"),
+        (["--write-timeout", "0"], "--write-timeout"),
     ],
 )
 def test_options_that_make_no_sense(

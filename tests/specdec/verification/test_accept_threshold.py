@@ -177,7 +177,7 @@ def test_the_help_says_that_it_is_lossy(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_command_line_refuses_nonsense(capsys: pytest.CaptureFixture[str]) -> None:
     run_it = ["run", "-m", "pair:target", "-p", "a"]
-    expect_error(capsys, [*run_it, "--accept-threshold", "2"], "accept_threshold is 2.0, must be")
+    expect_error(capsys, [*run_it, "--accept-threshold", "2"], "--accept-threshold is 2.0, must be")
     both = ["--acceptance", "block", "--accept-threshold", "0.5"]
-    expect_error(capsys, [*run_it, *both], "use accept_threshold with 'match'")
+    expect_error(capsys, [*run_it, *both], "use --accept-threshold with 'match'")
     expect_error(capsys, [*run_it, "--acceptance", "typical"], "must be one of match, rejection")
