@@ -206,13 +206,6 @@ def give_back(address: int, n_bytes: int) -> None:
     _libc().madvise(address, n_bytes, _MADV_DONTNEED)
 
 
-def free_pages(address: int, n_bytes: int) -> None:
-    """Take the pages of private memory; they remain reserved, as before `prepare`."""
-    protect(address, n_bytes, PROT_NONE)
-    if _libc().madvise(address, n_bytes, _MADV_DONTNEED) == _FAILED:
-        raise _error("madvise", n_bytes)
-
-
 def keep_from_children(address: int, n_bytes: int) -> None:
     """Processes that are forked have zeros here, and wherever these pages are moved to.
 

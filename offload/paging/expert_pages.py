@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -58,10 +59,10 @@ def outside(layers: Iterable[LayerExperts | None]) -> OuterRecords:
 
 def overhead_bytes(layers: Iterable[LayerExperts | None]) -> int:
     """Memory beside the experts': of what is resident of their tensors, of the page at either end
-    of what lies between, and for each page between them of the kernel's and of our own table."""
+    of what lies between, and for each page between them of the kernel's table and our own two."""
     spans = [span for layer in layers for span, _ in tensors_of(layer)]
     n_pages = sum(max(0, span.inner.end - span.inner.start) // PAGE_BYTES for span in spans)
-    return 4 * PAGE_BYTES * len(spans) + (_KERNELS_BYTES + _COUNT().itemsize) * n_pages
+    return 4 * PAGE_BYTES * len(spans) + (_KERNELS_BYTES + _COUNT().itemsize + 1) * n_pages
 
 
 def tensors_of(layer: LayerExperts | None) -> Iterator[tuple[Span, TensorRecord]]:
@@ -81,9 +82,12 @@ class Region:
     address: int
     """Of the first page of `span.inner`."""
     n_users: np.ndarray = field(init=False)
+    is_border: np.ndarray = field(init=False)
+    """Where a mapping of pages in memory may begin or end; one longer than there are pages."""
 
     def __post_init__(self) -> None:
         self.n_users = np.zeros(self.n_bytes // PAGE_BYTES, dtype=_COUNT)
+        self.is_border = np.zeros(len(self.n_users) + 1, dtype=np.bool_)
 
     @property
     def n_bytes(self) -> int:
@@ -94,6 +98,10 @@ class Region:
         first = max(0, start // PAGE_BYTES)
         behind = -(-(start + self.slice_bytes) // PAGE_BYTES)
         return first, max(first, min(len(self.n_users), behind))
+
+    def at(self, run: Pages) -> int:
+        """Where its first page is."""
+        return self.address + run[0] * PAGE_BYTES
 
     def use(self, expert: int) -> list[Pages]:
         """Pages that are needed from now on, and are not there."""
@@ -106,6 +114,17 @@ class Region:
         first, behind = self.pages_of(expert)
         self.n_users[first:behind] -= 1
         return _runs(self.n_users[first:behind] == 0, first)
+
+    def note_mapping(self, run: Pages) -> None:
+        """These pages came together: they are one mapping."""
+        self.is_border[run[0] : run[1]] = False
+        self.is_border[[run[0], run[1]]] = True
+
+    def pieces(self, run: Pages) -> list[Brought]:
+        """Of pages in memory, those that are one mapping each."""
+        inside = run[0] + 1 + np.flatnonzero(self.is_border[run[0] + 1 : run[1]])
+        borders = [run[0], *map(int, inside), run[1]]
+        return [(self, piece) for piece in pairwise(borders)]
 
 
 def _runs(is_in: np.ndarray, first: int) -> list[Pages]:

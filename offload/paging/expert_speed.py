@@ -1,9 +1,9 @@
 """How long missing experts take on this machine, measured once with the caches themselves.
 
 That is more than the storage's bandwidth says, which is measured with long reads: an expert is a
-few reads of a MB or two, the pages that they go to are new and have to be cleared, and as many are
-given up. So the caches are asked for experts that they do not have, and the time that takes is
-kept, as the storage's bandwidth is, and as little under a limit on reading.
+few reads of a MB or two, and the pages that they go to are taken from other experts. So the caches
+are asked for experts that they do not have, and the time that takes is kept, as the storage's
+bandwidth is, and as little under a limit on reading.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _paths(layers: Sequence[LayerExperts | None]) -> list[Path]:
 def _name(layers: Sequence[LayerExperts | None], path: Path) -> str:
     """Of the file of the figure: of a device, a kind of cache, and experts of one size."""
     largest = max((x for x in layers if x is not None), key=lambda x: x.slot_bytes)
-    kind = "paged" if largest.is_at_once else "slots"
+    kind = "moved" if largest.is_at_once else "slots"
     counts = f"{largest.slot_bytes}-{len(largest.tensors[0])}-{_n_missing(largest)}"
     return f"missing-experts-{path.stat().st_dev}-{kind}-{counts}.json"
 

@@ -21,11 +21,10 @@ from offload.experts.eviction import Directory, record_visit
 from offload.experts.readers import Check, ExpertReaders, ExpertStats
 from offload.paging.address_space import (
     PAGE_BYTES,
-    PROT_READ_WRITE,
-    free_pages,
+    Move,
     keep_from_children,
+    move_pages,
     prepare,
-    protect,
     reserve,
     view,
 )
@@ -40,7 +39,7 @@ from offload.paging.expert_pages import (
 )
 from offload.paging.memory import no_room_is_memory_error
 from offload.paging.plan import Mappings, locate
-from offload.residency.experts import ExpertRoom, least_slots
+from offload.residency.experts import ExpertRoom
 from offload.storage.aligned import populate
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.layout import Piece
@@ -82,7 +81,6 @@ class PagedExperts:
         self._directory = Directory(room.n_experts)
         self._most_bytes, self._n_used_bytes = room.n_bytes, 0
         self._was_full = False
-        self._next_bytes = _next_bytes(room)
         self._is_closed = False
         self._reads: list[Future[None]] = []
         self._left: list[tuple[int, int]] = []
@@ -91,10 +89,6 @@ class PagedExperts:
         try:
             for region in self._all():
                 reserve(region.n_bytes, region.address)
-                keep_from_children(region.address, region.n_bytes)
-                # All with the same flags, so that neighbours become one mapping again.
-                prepare(region.address, region.n_bytes, huge=False)
-                free_pages(region.address, region.n_bytes)
         except BaseException:
             self._readers.close()
             raise
@@ -127,9 +121,7 @@ class PagedExperts:
             return
         admitted: list[int] = []
         try:
-            brought = [run for e in missing for run in self._admit(layer, e, experts, admitted)]
-            self._begin(brought)
-            self._make_room(self._next_bytes, layer, experts)
+            self._begin(self._admit(layer, missing, experts, admitted))
             self._readers.stall_for(self._reads, layer, check)
             self._readers.check_unchanged()
         except BaseException:
@@ -149,7 +141,7 @@ class PagedExperts:
         self._readers.wait_for(self._reads, check)
         for layer, expert in self._left:
             self._directory.forget(layer, expert)
-            self._drop(layer, expert)
+            _give_up(self._leave(layer, expert))
         self._left = []
 
     def _count(self, layer: int, n_asked: int, n_missing: int) -> None:
@@ -161,48 +153,47 @@ class PagedExperts:
             stats.n_hits_full += n_asked - n_missing
 
     def _admit(
-        self, layer: int, expert: int, kept: Collection[int], admitted: list[int]
+        self, layer: int, missing: Iterable[int], kept: Collection[int], admitted: list[int]
     ) -> list[Brought]:
-        """Make room for an expert, and name the pages that it lacks."""
-        regions = self._regions[layer]
-        pages = (region.pages_of(expert) for region in regions)
-        most = sum(behind - first for first, behind in pages) * PAGE_BYTES
-        if not self._make_room(most, layer, kept):
-            needed = len(kept) * self._room.slot_bytes
-            raise SpecdecError(
-                f"layer {layer} needs {len(kept)} experts at once, {format_bytes(needed)}, more "
-                f"than the {format_bytes(self._most_bytes)} for them: raise the memory budget by "
-                f"{format_bytes(needed - self._most_bytes)}"
-            )
-        self._directory.admit(layer, expert, kept)
-        admitted.append(expert)
-        found = [(region, run) for region in regions for run in region.use(expert)]
-        self._n_used_bytes += sum(n_bytes_of(run) for _, run in found)
-        return found
+        """Give experts their pages, first those of others that make room; names the pages."""
+        lacking: list[Brought] = []
+        for expert in missing:
+            self._directory.admit(layer, expert, kept)
+            admitted.append(expert)
+            lacking += [(r, run) for r in self._regions[layer] for run in r.use(expert)]
+        self._n_used_bytes += sum(n_bytes_of(run) for _, run in lacking)
+        freed: list[Brought] = []
+        try:
+            self._make_room(layer, kept, freed)
+            _move(freed, lacking)
+        finally:
+            _give_up(freed)
+        return lacking
 
-    def _make_room(self, n_bytes: int, layer: int, kept: Collection[int]) -> bool:
-        """Free so much by giving up experts; False where only those are left that must not go."""
-        while self._n_used_bytes + n_bytes > self._most_bytes:
+    def _make_room(self, layer: int, kept: Collection[int], freed: list[Brought]) -> None:
+        """Until no more is used than may be; `freed` gets the pages, which still are in memory."""
+        while self._n_used_bytes > self._most_bytes:
             self._was_full = True
             victim = self._directory.evict(layer, kept)
             if victim is None:
-                return False
-            self._drop(*victim)
-        return True
+                needed = len(kept) * self._room.slot_bytes
+                raise SpecdecError(
+                    f"layer {layer} needs {len(kept)} experts at once, {format_bytes(needed)}, "
+                    f"more than the {format_bytes(self._most_bytes)} for them: raise the memory "
+                    f"budget by {format_bytes(needed - self._most_bytes)}"
+                )
+            freed += self._leave(*victim)
 
-    def _drop(self, layer: int, expert: int) -> None:
-        for region in self._regions[layer]:
-            for run in region.leave(expert):
-                free_pages(region.address + run[0] * PAGE_BYTES, n_bytes_of(run))
-                self._n_used_bytes -= n_bytes_of(run)
+    def _leave(self, layer: int, expert: int) -> list[Brought]:
+        """Pages that nobody needs without this expert; they are not counted any more."""
+        left = [(r, run) for r in self._regions[layer] for run in r.leave(expert)]
+        self._n_used_bytes -= sum(n_bytes_of(run) for _, run in left)
+        return left
 
     def _begin(self, brought: Iterable[Brought]) -> None:
         """Read all of it, in the order of the file, many reads at a time."""
-        runs = list(joined(brought))
-        for region, run in runs:
-            protect(region.address + run[0] * PAGE_BYTES, n_bytes_of(run), PROT_READ_WRITE)
         parts = sorted(
-            ((region, part) for region, run in runs for part in split(run, _READ_BYTES)),
+            ((region, part) for region, run in joined(brought) for part in split(run, _READ_BYTES)),
             key=lambda x: (str(x[0].span.path), x[0].span.start, x[1]),
         )
         # One by one: where the pool takes no more, those that it has are waited for all the same.
@@ -211,9 +202,9 @@ class PagedExperts:
             self._reads.append(self._begin_one(*part))
 
     def _begin_one(self, region: Region, run: Pages) -> Future[None]:
-        at, n_bytes = run[0] * PAGE_BYTES, n_bytes_of(run)
-        piece = Piece(region.span.path, region.span.inner.start + at, 0, n_bytes, n_bytes)
-        return self._readers.begin(piece, partial(_populated, region.address + at, n_bytes))
+        n_bytes, start = n_bytes_of(run), region.span.inner.start + run[0] * PAGE_BYTES
+        piece = Piece(region.span.path, start, 0, n_bytes, n_bytes)
+        return self._readers.begin(piece, partial(_populated, region.at(run), n_bytes))
 
     def _all(self) -> Iterator[Region]:
         """Those that have pages of their own."""
@@ -240,9 +231,34 @@ def _populated(address: int, n_bytes: int) -> memoryview:
     return view(address, n_bytes)
 
 
-def _next_bytes(room: ExpertRoom) -> int:
-    """Room that is made for the next visit while this one's reads run: a token's experts, as far as
-    the largest layer does not need it. Freeing pages first and reading then took 4 % longer."""
-    used = max(x.n_used for x in room.layers if x is not None)
-    spare = room.n_slots - least_slots(room.layers)
-    return max(0, min(used, spare)) * room.slot_bytes
+def _move(freed: Iterable[Brought], lacking: Iterable[Brought]) -> None:
+    """Pages of experts that went become those of experts that come; new ones where they lack.
+
+    Moving 216 pages takes 17 us; giving them up and having as many new ones, which the kernel
+    clears, takes 425. A move is of pages that are one mapping (`Region.pieces`), as the kernel
+    wants it; large pieces go where much lacks, and what is left over of either is little.
+    """
+    pieces = sorted((x for region, run in freed for x in region.pieces(run)), key=_size)
+    moves: list[Move] = []
+    for region, run in sorted(lacking, key=_size, reverse=True):
+        source, piece = pieces.pop() if pieces else (region, (0, 0))
+        middle = run[0] + min(run[1] - run[0], piece[1] - piece[0])
+        moved, new = (run[0], middle), (middle, run[1])
+        if n_bytes_of(moved):
+            moves.append(Move(source.at(piece), region.at(run), n_bytes_of(moved)))
+            region.note_mapping(moved)
+        if n_bytes_of(new):
+            prepare(region.at(new), n_bytes_of(new), huge=False)
+            keep_from_children(region.at(new), n_bytes_of(new))
+            region.note_mapping(new)
+    move_pages(moves, [])
+
+
+def _size(brought: Brought) -> int:
+    return n_bytes_of(brought[1])
+
+
+def _give_up(runs: Iterable[Brought]) -> None:
+    """Memory and mappings; what has been moved has left its mapping behind."""
+    for region, run in runs:
+        reserve(n_bytes_of(run), region.at(run))

@@ -18,8 +18,14 @@ from offload.errors import SpecdecError
 from offload.experts import readers as readers_file
 from offload.formats.tensors import TensorRecord
 from offload.paging import experts as experts_file
-from offload.paging.address_space import PAGE_BYTES, AddressSpaceError, find_mapping
-from offload.paging.expert_pages import Region, outside, overhead_bytes, tensors_of
+from offload.paging.address_space import (
+    PAGE_BYTES,
+    AddressSpaceError,
+    Move,
+    find_mapping,
+    move_pages,
+)
+from offload.paging.expert_pages import Brought, Region, outside, overhead_bytes, tensors_of
 from offload.paging.experts import PagedExperts
 from offload.residency.experts import ExpertRoom, LayerExperts
 from offload.storage.direct_io import StorageError
@@ -75,6 +81,11 @@ class Mixture:
         return is_readable(self.address + record.offset + PAGE_BYTES)
 
 
+def there(mixture: Mixture) -> list[tuple[int, int]]:
+    """(layer, expert) of those that can be computed with."""
+    return [(i, e) for i in range(N_LAYERS) for e in range(N_EXPERTS) if mixture.is_there(i, e)]
+
+
 @pytest.fixture
 def mixture(tmp_path: Path) -> Iterator[Mixture]:
     made = Mixture(tmp_path / "experts.bin")
@@ -94,7 +105,9 @@ def test_the_bytes_are_the_files_own_and_take_no_more_memory_than_planned(mixtur
     for step in range(30):
         experts = rng.choice(N_EXPERTS, int(rng.integers(1, N_EXPERTS + 1)), replace=False).tolist()
         paged.bring(step % N_LAYERS, experts)
-        mixture.check(step % N_LAYERS, experts)
+        for layer, expert in there(mixture):
+            mixture.check(layer, [expert])
+        assert {(step % N_LAYERS, expert) for expert in experts} <= set(there(mixture))
         assert mixture.n_bytes_there() == most - paged.unread_bytes <= most
     assert 0 < paged.stats.n_hits < paged.stats.n_asked
     assert paged.stats.n_asked_full > 0
@@ -102,8 +115,7 @@ def test_the_bytes_are_the_files_own_and_take_no_more_memory_than_planned(mixtur
 
 def test_what_was_not_asked_for_is_not_there(mixture, paged) -> None:
     paged.bring(1, [2, 3, 7])
-    there = [(i, e) for i in range(N_LAYERS) for e in range(N_EXPERTS) if mixture.is_there(i, e)]
-    assert there == [(1, 2), (1, 3), (1, 7)]
+    assert there(mixture) == [(1, 2), (1, 3), (1, 7)]
     before = paged.stats.bytes_read
     paged.bring(1, [7, 2])
     assert paged.stats.bytes_read == before
@@ -153,8 +165,7 @@ def test_a_visit_ends_while_its_reads_hang(mixture, hanging) -> None:
     HangingFile.let_go.set()
     hanging.bring(2, [5])
     mixture.check(2, [5])
-    there = [(i, e) for i in range(N_LAYERS) for e in range(N_EXPERTS) if mixture.is_there(i, e)]
-    assert there == [(2, 5)]
+    assert there(mixture) == [(2, 5)]
     assert mixture.n_bytes_there() == mixture.room(14).n_bytes - hanging.unread_bytes
 
 
@@ -173,13 +184,13 @@ def test_closing_while_reads_are_begun_ends_a_visit_in_one_line(
     mixture, paged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread closes the model then."""
-    protect = experts_file.protect
+    move = experts_file._move
 
-    def closing(*args: int) -> None:
-        protect(*args)
+    def closing(*args: list[Brought]) -> None:
+        move(*args)
         paged.close()
 
-    monkeypatch.setattr(experts_file, "protect", closing)
+    monkeypatch.setattr(experts_file, "_move", closing)
     with pytest.raises(SpecdecError, match="the model was closed"):
         paged.bring(0, [1, 2])
 
@@ -223,24 +234,24 @@ def test_too_little_memory_for_a_layer_is_said(mixture) -> None:
 def test_files_are_closed_where_pages_cannot_be_prepared(
     mixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AddressSpaceError("mprotect failed", errno.ENOMEM)
+    def refuse(*_: object) -> int:
+        raise AddressSpaceError("mmap failed", errno.ENOMEM)
 
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(experts_file, "prepare", refuse)
+    monkeypatch.setattr(experts_file, "reserve", refuse)
     with pytest.raises(AddressSpaceError) as raised:
         PagedExperts(mixture.room(14), mixture.mappings)
     assert raised.value.errno == errno.ENOMEM
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("call", ["protect", "free_pages"])
+@pytest.mark.parametrize("call", ["prepare", "move_pages", "reserve"])
 def test_too_many_mappings_are_a_lack_of_memory(
     mixture, paged, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Whether pages are made usable or given back."""
+    """Whether pages are made usable, moved or given back."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise AddressSpaceError("mprotect failed", errno.ENOMEM)
 
     paged.bring(0, range(N_EXPERTS))
@@ -248,6 +259,23 @@ def test_too_many_mappings_are_a_lack_of_memory(
     with pytest.raises(MemoryError, match="vm.max_map_count"):
         paged.bring(1, range(N_EXPERTS))
     monkeypatch.undo()
+    if call != "reserve":  # what could not be given back is there for good
+        paged.bring(2, range(N_EXPERTS))
+        mixture.check(2, list(range(N_EXPERTS)))
+        assert mixture.n_bytes_there() == mixture.room(14).n_bytes - paged.unread_bytes
+
+
+def test_pages_of_experts_that_go_become_those_of_experts_that_come(
+    mixture, paged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[Move] = []
+    monkeypatch.setattr(experts_file, "move_pages", lambda moves, _: move_pages(moves, moved))
+    rng = np.random.default_rng(2)
+    paged.bring(0, range(N_EXPERTS))
+    for step in range(40):
+        paged.bring(step % N_LAYERS, rng.choice(N_EXPERTS, 4, replace=False).tolist())
+    n_read = paged.stats.bytes_read
+    assert 0.5 * n_read < sum(move.n_bytes for move in moved) < n_read
 
 
 def test_after_the_end_nothing_is_there(mixture, paged) -> None:
@@ -273,7 +301,7 @@ def test_the_edges_and_what_lies_between_are_the_whole(mixture) -> None:
 def test_tables_of_pages_are_counted(mixture) -> None:
     """Ours as they are, and the kernel's: 8 bytes a page on x86-64 and arm64."""
     spans = [(span, first) for layer in mixture.layers for span, first in tensors_of(layer)]
-    tables = [Region(span, first.n_bytes, 0).n_users for span, first in spans]
-    beside = overhead_bytes(mixture.layers) - sum(t.nbytes + 8 * len(t) for t in tables)
-    assert beside == 4 * PAGE_BYTES * len(spans)
-    assert sum(map(len, tables)) > 0
+    regions = [Region(span, first.n_bytes, 0) for span, first in spans]
+    tables = sum(r.n_users.nbytes + r.is_border[1:].nbytes + 8 * len(r.n_users) for r in regions)
+    assert overhead_bytes(mixture.layers) - tables == 4 * PAGE_BYTES * len(spans)
+    assert tables > 0

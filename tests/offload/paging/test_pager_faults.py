@@ -149,6 +149,8 @@ class WatchedReads:
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
         if self.pager is not None:
             for lease in tuple(self.pager._leases):
+                if lease.taken is None:
+                    continue
                 start = lease.taken.slot.buffer.address
                 if start <= address < start + self.pager.ring_bytes // self.pager.n_slots:
                     self.wrong.append(f"layer {lease.index} is lent and read over")
