@@ -139,7 +139,7 @@ def test_what_a_pass_is_expected_to_miss(source) -> None:
     assert experts.n_hit(1) == 3
     assert experts.n_hit(2) == pytest.approx(3 * 2**0.7)
     assert experts.n_hit(100) == 12
-    assert room.hit_rate == pytest.approx(1 - math.exp(-2.85))
+    assert room.hit_rate == pytest.approx(1 - math.exp(-2.75))
     one_layer = 3 * experts.n_bytes / 12 * (1 - room.hit_rate)
     assert room.bytes_per_token == pytest.approx(3 * one_layer)
     # Neighbours share hardly anything that the cache has not; but no pass misses more than it asks.
