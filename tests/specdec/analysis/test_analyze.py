@@ -183,8 +183,8 @@ def test_experts_have_what_the_rest_of_a_mixture_leaves() -> None:
     assert half.experts is not None
     assert (half.streamed_bytes, half.storage_share) == (0, 0.0)
     assert half.experts.held_bytes == model.expert_bytes // 2
-    assert half.experts.hit_rate == pytest.approx(1 - math.exp(-2.85))
-    missed = model.expert_bytes / 4 * math.exp(-2.85)
+    assert half.experts.hit_rate == pytest.approx(1 - math.exp(-2.75))
+    missed = model.expert_bytes / 4 * math.exp(-2.75)
     assert half.experts.bytes_per_token == pytest.approx(missed)
     bound = pass_bound(model, with_memory(0), half, 1, 10, 1)
     storage = DEVICE.storage_bytes_per_second
