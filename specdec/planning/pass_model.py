@@ -32,7 +32,7 @@ class PassModel:
     """From pinned host memory to a GPU's; of use where a GPU computes."""
     expert_seconds_per_byte: float = 0.0
     """Of experts that are missing, beside what the storage's bandwidth says: their reads are short,
-    and their pages have to be had and given up."""
+    and their pages are taken from other experts."""
     _known: dict[tuple[int, float], SimulatedPass] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
