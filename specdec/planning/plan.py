@@ -177,24 +177,24 @@ def _remarks(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(warnings of a draft that the user fixed and that slows a streamed target down, notes that
     a draft is left out, and how to have it loaded all the same)."""
-    best = max((one.tokens_per_second for one in alternatives if one.draft is not None), default=0)
-    if not best:
+    with_draft = [one.better_tokens_per_second for one in alternatives if one.draft is not None]
+    if not with_draft:
         return (), ()
     alone = next(one for one in alternatives if one.draft is None and not one.division.n_drafted)
     speed = alone.tokens_per_second
     if chosen.draft is None:
         note = (
             f"the draft is left out: in its memory layers of the target are worth more "
-            f"({speed:.2f} tokens/s predicted without it, {best:.2f} with it); "
+            f"({speed:.2f} tokens/s predicted without it, {max(with_draft):.2f} with it); "
             "--spec-type draft,ngram loads it all the same"
         )
         return (), (note,)
-    is_slow = speed >= _WORTH_SAYING * chosen.tokens_per_second
-    if not is_slow or not chosen.target.placement.n_moving_layers:
+    beside = chosen.better_tokens_per_second
+    if speed < _WORTH_SAYING * beside or not chosen.target.placement.n_moving_layers:
         return (), ()
     warning = (
         f"without the draft it should be faster: {speed:.2f} tokens/s "
-        f"instead of {chosen.tokens_per_second:.2f}; take a smaller draft, or none"
+        f"instead of {beside:.2f}; take a smaller draft, or none"
     )
     return (warning,), ()
 

@@ -29,7 +29,7 @@ from specdec.policy.assumptions import (
 )
 from specdec.policy.draft_policy import MAX_AUTO_NODES
 
-_TREES = (8, 16, 32, 64, MAX_AUTO_NODES, 256, 512, MAX_DRAFT_TOKENS)
+_TREES = (1, 2, 4, 8, 16, 32, 64, MAX_AUTO_NODES, 256, 512, MAX_DRAFT_TOKENS)
 """Those beyond MAX_AUTO_NODES on a GPU only."""
 _WORTH_LEAVING_OUT = 1.05
 """How much faster the target has to be alone for its draft not to be loaded."""
@@ -92,6 +92,11 @@ class Alternative:
     def plain_tokens_per_second(self) -> float:
         """Predicted without drafting."""
         return 1.0 / self.target.seconds(1)
+
+    @property
+    def better_tokens_per_second(self) -> float:
+        """With the draft or beside it, unused: the policy finds out which is faster."""
+        return max(self.tokens_per_second, self.plain_tokens_per_second)
 
     @property
     def name(self) -> str:
@@ -162,12 +167,11 @@ class Search:
         if best.draft is None:
             return best
         alone = self._try(total_bytes, Shape(0, None))
-        # Memory is what a draft costs for good, and what a target that streams could use. What
-        # computing alone costs is known less well, and the policy measures it.
+        # Memory is what a draft costs for good, and what a target that streams could use.
         if (
             self.divider.options.may_leave_out_draft
             and best.target.placement.n_moving_layers
-            and alone.tokens_per_second > _WORTH_LEAVING_OUT * best.tokens_per_second
+            and alone.tokens_per_second > _WORTH_LEAVING_OUT * best.better_tokens_per_second
         ):
             return self._with_room(total_bytes, Shape(least, None))
         return best

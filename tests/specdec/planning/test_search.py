@@ -129,6 +129,14 @@ def test_a_draft_that_costs_more_than_it_brings_is_left_out():
     assert len({one.name for one in weighed}) == len(weighed)
 
 
+def test_a_draft_that_costs_little_memory_is_kept_even_where_drafting_should_not_pay():
+    rows_cost_most = ComputeCurve.linear(1e-10, 5e-9)
+    chosen, weighed = weigh(BIG, SMALL_DRAFT, 2 * GIB, compute=rows_cost_most)
+    assert speed_alone(weighed) > 1.05 * chosen.tokens_per_second, "drafting should not pay"
+    assert chosen.plain_tokens_per_second > 0.95 * speed_alone(weighed)
+    assert chosen.draft is not None
+
+
 @pytest.mark.parametrize(
     "fixed",
     [{"spec_type": "draft,ngram"}, {"spec_type": "draft"}, {"num_draft_tokens": 16}]
