@@ -78,7 +78,8 @@ def measure(values: Mapping[str, Any]) -> dict[str, Any]:
 
     spec = DepthsSpec(**values)
     depths = {n: Depth(n) for n in spec.trees}
-    most = max((n for n in spec.trees if n), default=None)
+    # With an automatic size, memory is divided as for a user who fixed none.
+    most = None if None in spec.trees else max((n for n in spec.trees if n), default=None)
     with load(**{**spec.load, "num_draft_tokens": most}) as llm:
         for prompt in spec.prompts:
             llm.generate(prompt, max_tokens=WARM_UP_TOKENS, ignore_eos=True)

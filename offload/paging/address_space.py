@@ -274,6 +274,16 @@ def _by_vma(move: Move) -> list[Move]:
     return parts
 
 
+def n_mappings() -> int:
+    """Of this process."""
+    return _MAPS.read_bytes().count(b"\n")
+
+
+def most_mappings() -> int:
+    """That a process may have."""
+    return int(Path("/proc/sys/vm/max_map_count").read_text())
+
+
 def _append_joined(found: list[MappedRange], added: MappedRange) -> None:
     last = found[-1] if found else None
     if (

@@ -23,6 +23,7 @@ from offload.paging.address_space import (
     AddressSpaceError,
     Move,
     find_mapping,
+    most_mappings,
     move_pages,
 )
 from offload.paging.expert_pages import Brought, Region, outside, overhead_bytes, tensors_of
@@ -258,11 +259,27 @@ def test_too_many_mappings_are_a_lack_of_memory(
     monkeypatch.setattr(experts_file, call, refuse)
     with pytest.raises(MemoryError, match="vm.max_map_count"):
         paged.bring(1, range(N_EXPERTS))
+    if call == "reserve":  # nothing is taken before it could be given back
+        with pytest.raises(MemoryError, match="vm.max_map_count"):
+            paged.bring(0, range(N_EXPERTS))
     monkeypatch.undo()
-    if call != "reserve":  # what could not be given back is there for good
-        paged.bring(2, range(N_EXPERTS))
-        mixture.check(2, list(range(N_EXPERTS)))
+    for layer in (2, 1, 0):
+        paged.bring(layer, range(N_EXPERTS))
+        mixture.check(layer, list(range(N_EXPERTS)))
         assert mixture.n_bytes_there() == mixture.room(14).n_bytes - paged.unread_bytes
+
+
+def test_of_many_mappings_no_more_are_made_by_moving(
+    mixture, paged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[Move] = []
+    monkeypatch.setattr(experts_file, "move_pages", lambda moves, _: move_pages(moves, moved))
+    monkeypatch.setattr(experts_file, "n_mappings", lambda: most_mappings() // 2)
+    for layer in range(N_LAYERS):
+        paged.bring(layer, range(N_EXPERTS))
+        mixture.check(layer, list(range(N_EXPERTS)))
+    assert moved == []
+    assert mixture.n_bytes_there() == mixture.room(14).n_bytes - paged.unread_bytes
 
 
 def test_pages_of_experts_that_go_become_those_of_experts_that_come(
