@@ -30,7 +30,7 @@ from specdec.models.drafts import named_draft
 from specdec.planning.load import check_spec
 from specdec.planning.run_options import LoadKeywords, RunOptions
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.sampler import SamplingError
+from specdec.sampling.processors import SamplingError
 from specdec.text.chat_format import ChatTemplateError
 from specdec.text.prompts import Prompt, PromptError, check_room, check_vocabulary, encode_prompt
 from specdec.text.tokenizer import TokenizerError
@@ -170,9 +170,9 @@ class LLM:
                     if request is None:
                         is_at_end = True
                         break
-                    index, (prompt, sampling) = request
+                    index, asked = request
                     try:
-                        running[index] = self.stream(prompt, sampling)
+                        running[index] = self.stream(*_checked_pair(asked))
                     except _OF_ONE_REQUEST as error:
                         yield index, error
                     else:
@@ -304,6 +304,12 @@ class LLM:
             is_saved = self.session.options.prompt_cache_file is not None
             if exc is None and is_saved and self.session.is_open:
                 self.save_prompt_cache()
+
+
+def _checked_pair(asked: Any) -> tuple[Prompt, SamplingParams | None]:
+    if not isinstance(asked, (tuple, list)) or len(asked) != 2:
+        raise ConfigError(f"a request is {asked!r:.50}, must be (prompt, sampling parameters)")
+    return asked[0], asked[1]
 
 
 def _outcome(stream: GenerationStream) -> GenerationResult | SpecdecError:

@@ -43,6 +43,11 @@ def refuse_other_mixtures(model_type: str, model: nn.Module) -> None:
 
 def find_experts(name: str, module: Any, n_used: int, find: Find, where: str) -> LayerExperts:
     """The tensors of every expert of the module `name`. Raises CheckpointError."""
+    if not 1 <= n_used <= module.num_experts:
+        raise CheckpointError(
+            f"{where}: config.json takes {n_used} of {module.num_experts} experts for a token, "
+            f"must be 1 to {module.num_experts}: take the config.json of these weights"
+        )
     stacked = [find(f"{name}.{part}") for part in STACKED]
     if all(stacked):
         shapes = [tuple(getattr(module, part).shape) for part in STACKED]

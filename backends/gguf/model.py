@@ -161,6 +161,7 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
     else:
         keeps_kv = [_keeps_kv(records) for records in layers]
         kv_shape = read_kv_shape(keys, n_counted, hidden_size, keeps_kv)
+    n_experts, n_used = _experts(keys)
     return GgufModel(
         path=index.paths[0],
         index=index,
@@ -173,12 +174,24 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
         outer_records=tuple(outer),
         unused_records=tuple(unused),
         is_tied="output.weight" not in index,
-        n_experts=keys.integer("expert_count", 0, MAX_EXPERTS, 0),
-        n_experts_used=keys.integer("expert_used_count", 0, MAX_EXPERTS, 0),
+        n_experts=n_experts,
+        n_experts_used=n_used,
         is_recurrent=is_recurrent,
         sliding_window=keys.integer("attention.sliding_window", 0, MAX_CONTEXT, 0) or None,
         kv_shape=kv_shape,
     )
+
+
+def _experts(keys: Keys) -> tuple[int, int]:
+    """(experts of a layer, those that a token takes), as llama.cpp insists on them."""
+    n_experts = keys.integer("expert_count", 0, MAX_EXPERTS, 0)
+    n_used = keys.integer("expert_used_count", 0, MAX_EXPERTS, 0)
+    if n_used > n_experts or (n_experts and not n_used):
+        raise GgufError(
+            f"{keys.path} ({keys.architecture}) takes {n_used} of {n_experts} experts for a token: "
+            f"expert_used_count must be {min(1, n_experts)} to {n_experts}: the header is damaged"
+        )
+    return n_experts, n_used
 
 
 def _identify(index: GgufIndex) -> Keys:

@@ -10,7 +10,6 @@ from backends.contract.backend import UnsupportedModel
 from backends.gguf.hparams import (
     CACHE_TYPES,
     MAX_CONTEXT,
-    MAX_EXPERTS,
     MAX_HEAD_SIZE,
     MAX_HEADS,
     MAX_LAYERS,
@@ -60,7 +59,7 @@ def gguf_shape(path: Path, type_k: str = "f16", type_v: str = "f16") -> ModelSha
             "analyses them"
         )
     keys = Keys(model.path, model.index.metadata, model.architecture)
-    n_used = keys.integer("expert_used_count", 1, MAX_EXPERTS, 1) if model.n_experts else 1
+    n_used = model.n_experts_used or 1
     windows, notes = _windows(model, keys)
     attention = _attention(model, keys, windows, type_k, type_v)
     layers = tuple(

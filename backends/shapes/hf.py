@@ -168,15 +168,17 @@ def _matrices(
         n_out, n_in = parameter.shape[-2:]
         n_matrices = math.prod(parameter.shape[:-2])
         is_expert = parameter.ndim > 2 and "expert" in name
-        n_active = min(_experts_used(config), n_matrices) if is_expert else n_matrices
+        n_active = _experts_used(config, n_matrices) if is_expert else n_matrices
         n_bytes = sizes.n_bytes(prefix + name, parameter)
         yield Matrix(_role(name), n_in, n_out, n_bytes, kind, n_matrices, n_active)
 
 
-def _experts_used(config: PreTrainedConfig) -> int:
+def _experts_used(config: PreTrainedConfig, n_experts: int) -> int:
     for key in ("num_experts_per_tok", "moe_topk", "moe_k"):
         value: Any = declared(config, key)
         if isinstance(value, int):
+            if not 1 <= value <= n_experts:
+                raise UnsupportedModel(f"{key} is {value}, must be 1 to {n_experts}, all experts")
             return value
     raise UnsupportedModel(
         f"{config.model_type}: the config does not say how many experts a token uses, so its "

@@ -18,6 +18,14 @@ from offload.process.others import beside_others
 from offload.process.remembered import cache_folder, recall_figure, remember_figure
 from offload.storage.read_limit import read_limit_in_force
 
+_PREFIX = "times-"
+
+
+def forget_curves() -> None:
+    """Those of all models: what is asked for next is measured."""
+    for path in cache_folder().glob(f"{_PREFIX}*.json"):
+        path.unlink(missing_ok=True)
+
 
 def kept_curve(
     what: str, measure: Callable[[], ComputeCurve], reading: Path | None = None
@@ -33,7 +41,7 @@ def kept_curve(
     device = None if reading is None else reading.stat().st_dev
     machine = f"{what} {device} {os.cpu_count()} {processor()}"
     digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
-    path = cache_folder() / f"times-{digest}.json"
+    path = cache_folder() / f"{_PREFIX}{digest}.json"
     known = _read(recall_figure(path) or {})
     if known is not None:
         return known

@@ -141,8 +141,7 @@ def _with_layers(shape: LlamaShape, n_bytes: int, min_layers: int, storage: Stor
     found = replace(shape, n_layers=n_layers)
     if n_layers > MAX_LAYERS or not 0.8 * n_bytes < storage.model_bytes(found) < 1.25 * n_bytes:
         raise SynthError(
-            f"cannot reach {format_bytes(n_bytes)} with 1 to {MAX_LAYERS} layers of "
-            f"{format_bytes(layer)}; {min_layers}, as the small model has, take "
-            f"{format_bytes(least)}"
+            f"cannot reach {format_bytes(n_bytes)} with {min_layers}, as the small model has, to "
+            f"{MAX_LAYERS} layers of {format_bytes(layer)}: the least is {format_bytes(least)}"
         )
     return found

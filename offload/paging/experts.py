@@ -50,7 +50,7 @@ from offload.units import MIB, format_bytes
 _READ_BYTES = 8 * MIB
 _SHARE_OF_MAPPINGS = 0.5
 """Of those that the system allows: with more, experts get new pages, whose mappings join their
-neighbours'. 44 544 matrices, half of them held, had 65 500 after 1 000 passes with pages that move."""
+neighbours'. 44 544 matrices, half of them held, came to 65 500 with pages that move."""
 _VISITS_OF_A_COUNT = 256
 """Visits between two counts, of 0.1 ms for each 1 000 mappings; they add a quarter of what the
 system allows at most."""

@@ -86,6 +86,7 @@ def profile(
     json: options.Json = False,
 ) -> None:
     """Show how fast this machine's storage and arithmetic are; the JSON is a device for --on."""
+    from backends.timing.kept import forget_curves
     from offload.ring.bandwidth import measure_storage
     from specdec.devices.this_machine import ThisGpu, ThisMachine, model_formats
     from specdec.models.names import resolve_model
@@ -94,6 +95,8 @@ def profile(
     if device not in (CPU, CUDA):
         raise options.OptionError(f"--device is {device!r}, must be cpu or cuda")
     path = resolve_model(model)
+    if refresh:
+        forget_curves()
     result = measure_storage(largest_weight_file(path), refresh=refresh)
     gpu = ThisGpu(path, model_formats(path)) if device == CUDA else None
     machine = gpu or ThisMachine(path, model_formats(path))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from backends.contract.backend import one_line
 from specdec.models.found import OLLAMA_PREFIX
 from specdec.models.names import ModelNotFound
+from specdec.pair import PAIR_PREFIX
 
 if TYPE_CHECKING:
     from huggingface_hub import DeleteCacheStrategy
@@ -40,6 +41,8 @@ def cached_model(name: str) -> CachedModel:
     if name.startswith(OLLAMA_PREFIX):
         own = name.removeprefix(OLLAMA_PREFIX)
         raise ModelNotFound(f"{name} is Ollama's to remove: `ollama rm {own}`")
+    if name.startswith(PAIR_PREFIX):
+        raise ModelNotFound(f"{name} comes with specdec: there is nothing to remove")
     repository, _, file = name.partition(":")
     if file:
         raise ModelNotFound(

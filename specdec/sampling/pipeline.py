@@ -14,7 +14,7 @@ import numpy as np
 
 from specdec.sampling import processors
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.processors import Ids, Processor, Scores
+from specdec.sampling.processors import Ids, Processor, SamplingError, Scores
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,23 @@ def _adapted(processor: Any) -> Processor:
     def process(prefix: Ids, scores: Scores) -> Scores:
         ids = torch.from_numpy(np.ascontiguousarray(prefix))[None]
         row = torch.from_numpy(np.array(scores, dtype=np.float32))[None]
-        return np.asarray(processor(ids, row)[0].numpy(), dtype=np.float32)
+        found = processor(ids, row)
+        if not isinstance(found, torch.Tensor) or not found.is_floating_point():
+            raise SamplingError(
+                f"{_name(processor)} returned {found!r:.50}, must be a float tensor"
+            )
+        if found.shape != row.shape:
+            raise SamplingError(
+                f"{_name(processor)} returned scores of shape {list(found.shape)}, must be "
+                f"{list(row.shape)} as it was given"
+            )
+        return np.asarray(found[0].numpy(), dtype=np.float32)
 
     return process
+
+
+def _name(processor: Any) -> str:
+    return f"logits processor {getattr(processor, '__name__', type(processor).__name__)}"
 
 
 def _no_eos_before(context: PipelineContext, length: int) -> Processor:

@@ -15,11 +15,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.errors import SpecdecError
+
 Scores = NDArray[np.float32]  # [vocab]
 Ids = NDArray[np.int64]  # [n]
 Processor = Callable[[Ids, Scores], Scores]
 
 NEG_INF = np.float32(-np.inf)
+
+
+class SamplingError(SpecdecError):
+    """A row of scores from which no token can be chosen."""
 
 
 def softmax(scores: Scores) -> Scores:

@@ -9,17 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.errors import SpecdecError
 from specdec.checks import ConfigError
 from specdec.grammar.state import GrammarState
 from specdec.sampling.gumbel import gumbel_at
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import LogitsPipeline
-from specdec.sampling.processors import NEG_INF, Scores, log_softmax
-
-
-class SamplingError(SpecdecError):
-    """A row of logits from which no token can be chosen."""
+from specdec.sampling.processors import NEG_INF, SamplingError, Scores, log_softmax
 
 
 class Sampler:

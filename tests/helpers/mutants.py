@@ -11,7 +11,7 @@ from types import ModuleType
 
 import numpy as np
 
-from specdec.sampling.sampler import SamplingError
+from specdec.sampling.processors import SamplingError
 
 
 def mutated(module: ModuleType, old: str, new: str) -> ModuleType:

@@ -22,6 +22,10 @@ def test_straight_lines_between_what_was_timed_and_on():
     assert one.seconds_of_a_row == pytest.approx(0.2)
 
 
+def test_of_timings_that_do_not_rise_a_row_takes_its_share_of_all():
+    assert curve(2.0, 1.0, 1.0).seconds_of_a_row == pytest.approx(1.0 / 16)
+
+
 def test_more_rows_never_take_less():
     one = curve(2.0, 1.0, 3.0)  # the first one was disturbed
     assert [one.seconds(n) for n in (1, 2, 4)] == [1.0, 1.0, 1.0]

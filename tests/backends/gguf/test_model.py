@@ -94,9 +94,10 @@ def test_layers_for_multi_token_prediction_are_set_aside(tmp_path: Path) -> None
 
 
 def test_experts_and_window(tmp_path: Path) -> None:
-    metadata = gb.model_metadata(expert_count=("u32", 8), attention__sliding_window=("u32", 128))
+    counts = {"expert_count": ("u32", 8), "expert_used_count": ("u32", 2)}
+    metadata = gb.model_metadata(**counts, attention__sliding_window=("u32", 128))
     model = load(tmp_path, metadata)
-    assert (model.n_experts, model.sliding_window) == (8, 128)
+    assert (model.n_experts, model.n_experts_used, model.sliding_window) == (8, 2, 128)
     metadata = gb.model_metadata(attention__sliding_window=("u32", 0))
     assert load(tmp_path, metadata).sliding_window is None
 

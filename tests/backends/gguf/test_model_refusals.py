@@ -55,6 +55,16 @@ RANGES = {
 }
 
 
+@pytest.mark.parametrize(("n_used", "n_experts"), [(65, 64), (0, 64), (4, 0)])
+def test_experts_of_a_token_that_are_not_among_all_experts(
+    tmp_path: Path, n_used: int, n_experts: int
+) -> None:
+    """llama.cpp ends the process at such a header."""
+    counts = {"expert_count": ("u32", n_experts), "expert_used_count": ("u32", n_used)}
+    metadata = gb.model_metadata("qwen3moe", **counts)
+    refused(tmp_path, f"takes {n_used} of {n_experts} experts", metadata)
+
+
 @pytest.mark.parametrize(("key", "value"), [(k, v) for k, vs in RANGES.items() for v in vs])
 def test_figures_out_of_range(tmp_path: Path, key: str, value: int) -> None:
     metadata = gb.model_metadata(**{key: ("u64", value)})

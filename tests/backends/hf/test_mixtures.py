@@ -1,5 +1,7 @@
 """Mixtures of experts, their experts in slots, against transformers itself and to the bit."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -17,12 +19,14 @@ from family_checks import (
     scale,
 )
 
-from backends.contract.backend import PREFIX
+from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.contract.source import BackendOptions, Loading
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.model import load_hf_model
 from backends.hf.source import HfSource
+from backends.shapes.hf import hf_shape
+from offload.formats.tensors import CheckpointError
 from offload.residency.experts import ExpertRoom, count_experts
 from offload.residency.plan import plan_residency
 
@@ -47,6 +51,18 @@ def test_prefill_and_tree_equal_transformers(family, n_slots, checkpoint_factory
         for node, row in enumerate(logits):
             expected = reference_logits(directory, PROMPT + path_tokens(node))[-1]
             assert np.abs(row - expected).max() <= TOLERANCE * scale(expected)
+
+
+@pytest.mark.parametrize("n_used", [0, -1, 65])
+def test_experts_of_a_token_that_are_not_among_all_experts(n_used, checkpoint_factory, tmp_path):
+    directory = shutil.copytree(checkpoint_factory("qwen3-moe"), tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    config["num_experts_per_tok"] = n_used
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"takes {n_used} of 12 experts"):
+        load_hf_model(directory)
+    with pytest.raises(UnsupportedModel, match=f"num_experts_per_tok is {n_used}, must be 1 to 12"):
+        hf_shape(directory)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

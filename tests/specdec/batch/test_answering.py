@@ -18,6 +18,7 @@ from specdec.batch.answering import Answer, answer_lines
 from specdec.batch.lines import Line
 from specdec.batch.records import key_of
 from specdec.batch.request import CHAT, COMPLETIONS, Rules
+from specdec.checks import ConfigError
 from specdec.decoding.stream import GenerationStream
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import PromptError
@@ -149,6 +150,13 @@ def test_each_request_has_its_result(llm: LLM) -> None:
         assert found[index].text == llm.generate(prompts[index], max_tokens=4).text  # type: ignore[union-attr]
     assert isinstance(found[1], PromptError)
     assert isinstance(found[4], PromptError)
+
+
+def test_a_request_that_is_no_pair_is_refused_alone(llm: LLM) -> None:
+    requests: list[Any] = [3, ("abc",), "abc", ("abc", SamplingParams(max_tokens=1))]
+    found = dict(llm.generate_each(requests))
+    assert [isinstance(found[i], ConfigError) for i in range(4)] == [True, True, True, False]
+    assert "must be (prompt, sampling parameters)" in str(found[0])
 
 
 def test_requests_are_drawn_as_there_is_room(llm: LLM) -> None:

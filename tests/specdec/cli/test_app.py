@@ -164,6 +164,22 @@ def test_profile(capsys: pytest.CaptureFixture[str], models: Models) -> None:
     assert json.loads(capsys.readouterr().out)["storage_bytes_per_second"] > 0
 
 
+def test_a_profile_that_is_refreshed_times_the_arithmetic_again(
+    capsys: pytest.CaptureFixture[str],
+    models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "specdec").mkdir()
+    stale = tmp_path / "specdec" / "times-0123.json"
+    stale.write_text("{}")
+    assert main(["profile", "-m", str(models.target)]) == 0
+    assert stale.exists()
+    assert main(["profile", "-m", str(models.target), "--refresh"]) == 0
+    assert not stale.exists()
+
+
 def test_chat_without_a_template_ends_before_the_next_question(
     capsys: pytest.CaptureFixture[str],
     models: Models,

@@ -229,7 +229,7 @@ def test_no_processor_brings_back_what_may_not_follow(llm: LLM) -> None:
 
 
 def test_an_impossible_text_is_an_error_and_no_other_text(llm: LLM) -> None:
-    from specdec.sampling.sampler import SamplingError
+    from specdec.sampling.processors import SamplingError
 
     (letter,) = llm.tokenizer.encode("b")
     with pytest.raises(SamplingError, match="constraints"):

@@ -102,6 +102,8 @@ def test_rm(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rm", "me/draft", "--yes"]) == 2
     assert main(["rm", "ollama:tiny", "--yes"]) == 2
     assert "ollama rm tiny" in capsys.readouterr().err
+    assert main(["rm", "pair:target", "--yes"]) == 2
+    assert "pair:target comes with specdec" in capsys.readouterr().err
     assert main(["rm", "me/kept-0:a.gguf", "--yes"]) == 2
     assert "`specdec rm me/kept-0`" in capsys.readouterr().err
 

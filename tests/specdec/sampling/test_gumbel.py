@@ -12,7 +12,8 @@ from scipy import stats
 
 from specdec.sampling.gumbel import SMALLEST_UNIFORM, gumbel_at, gumbel_noise
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.sampler import Sampler, SamplingError
+from specdec.sampling.processors import SamplingError
+from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import match_walk
 from specdec.verification.tree import DraftTree
 

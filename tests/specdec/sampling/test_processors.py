@@ -14,6 +14,7 @@ from generation_configs import generation_config
 
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import LogitsPipeline
+from specdec.sampling.processors import SamplingError
 from specdec.sampling.sampler import Sampler
 
 torch = pytest.importorskip("torch")
@@ -140,6 +141,22 @@ def test_a_step_equals_transformers_class(options: dict) -> None:
     assert len(theirs) == 1
     for row, prefix in zip(rows(60), prefixes(60), strict=True):
         assert_same(*both(ours, theirs, row, prefix), row)
+
+
+@pytest.mark.parametrize(
+    ("returned", "match"),
+    [
+        (lambda scores: None, "returned None, must be a float tensor"),
+        (lambda scores: scores.numpy(), "must be a float tensor"),
+        (lambda scores: scores.long(), "must be a float tensor"),
+        (lambda scores: scores[:, :3], r"shape \[1, 3\], must be \[1, 8\]"),
+        (lambda scores: scores[0], r"shape \[8\], must be \[1, 8\]"),
+    ],
+)
+def test_what_a_processor_of_the_caller_returns_is_checked(returned: Any, match: str) -> None:
+    pipeline = LogitsPipeline(SamplingParams(), extra=[lambda _, scores: returned(scores)])
+    with pytest.raises(SamplingError, match=match):
+        pipeline([1], np.zeros(8, dtype=np.float32))
 
 
 def test_what_is_no_number_is_mended() -> None:
