@@ -52,8 +52,7 @@ _SHARE_OF_MAPPINGS = 0.5
 """Of those that the system allows: with more, experts get new pages, whose mappings join their
 neighbours'. 44 544 matrices, half of them held, came to 65 500 with pages that move."""
 _VISITS_OF_A_COUNT = 256
-"""Visits between two counts, of 0.1 ms for each 1 000 mappings; they add a quarter of what the
-system allows at most."""
+"""Visits between two counts, which take 1.1 ms for each 1 000 mappings."""
 
 
 class PagedExperts:
