@@ -32,8 +32,6 @@ def check_models(load: RunOptions) -> None:
 
 def note_plan(load: RunOptions, plan: RunPlan) -> None:
     """Say where a run will not be what its options look like."""
-    if load.ctx_size is not None and plan.ctx_size < load.ctx_size:
-        say(f"note: --ctx-size {load.ctx_size} is cut to the model's {plan.ctx_size}")
     if load.exact != OFF and not plan.exactness.is_exact:
         say(f"note: the text may not be plain decoding's to the bit: {plan.exactness.reason}")
     if load.prefetch_depth is not None and not plan.residency.n_streamed_layers:

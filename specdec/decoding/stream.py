@@ -16,8 +16,9 @@ class GenerationStream:
     def __init__(self, session: Session, request: Request) -> None:
         self._session = session
         self._generation = Generation(session, request)
-        # One that nobody holds any more keeps no KV: it ends before the next round.
-        weakref.finalize(self, _abandon, self._generation)
+        # One that nobody holds any more keeps no KV: it ends before the next round. Not held by its
+        # finalizer: the traceback of its error may lead to this stream, which would stay for good.
+        weakref.finalize(self, _abandon, weakref.ref(self._generation))
 
     def __iter__(self) -> Iterator[StreamChunk]:
         return self
@@ -80,5 +81,7 @@ def wait_for_any(streams: Sequence[GenerationStream]) -> None:
     engine.wait_for_any([stream._generation for stream in streams])
 
 
-def _abandon(generation: Generation) -> None:
-    generation.is_cancelled = True
+def _abandon(generation: weakref.ref[Generation]) -> None:
+    found = generation()
+    if found is not None:
+        found.is_cancelled = True

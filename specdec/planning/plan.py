@@ -167,9 +167,15 @@ def make_plan(
         uses_mmap=options.load_mode == "mmap",
         accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
         warnings=(target.warnings if gpu is None else gpu.warnings) + warnings,
-        notes=notes,
+        notes=_cut_context(options, chosen.division) + notes,
         vram_source="" if gpu is None else gpu.vram_source,
     )
+
+
+def _cut_context(options: RunOptions, division: Division) -> tuple[str, ...]:
+    if options.ctx_size is None or options.ctx_size <= division.ctx_size:
+        return ()
+    return (f"--ctx-size {options.ctx_size} is cut to the model's {division.ctx_size}",)
 
 
 def _remarks(

@@ -124,6 +124,7 @@ def _read_key(path: Path) -> str:
         with open_now(path) as file:
             raw = file.read(_MAX_KEY_BYTES)
     except OSError as error:
-        raise ConfigError(f"cannot read api_key_file: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise ConfigError(f"cannot read api_key_file {path}: {reason}") from error
     lines = raw.decode("ascii", errors="replace").splitlines()
     return lines[0].strip() if lines else ""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.cli.options import OptionError
+from specdec.opening import open_now
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,7 +40,8 @@ def read_defaults(path: Path, command: Any) -> dict[str, dict[str, Any]]:
     Raises OptionError for what no command has.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        with open_now(path) as file:
+            values = tomllib.loads(file.read().decode("utf-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise OptionError(f"{path} cannot be read as TOML: {reason}") from error

@@ -144,7 +144,7 @@ def test_seeds_are_of_the_run_and_of_the_line() -> None:
         ({"prompt": "x", "max_tokens": 1.5}, ("max_tokens is 1.5",)),
         ({"prompt": "x", "n": 2}, ("n (num_return_sequences) is 2", "temperature")),
         ({"prompt": "x", "stop": 5}, ("stop is 5",)),
-        ({"prompt": "x", "stop_token_ids": 5}, ("wrong shape",)),
+        ({"prompt": "x", "stop_token_ids": 5}, ("stop_token_ids is 5", "wrong shape")),
         ({"prompt": "x", "ignore_eos": "yes"}, ("ignore_eos is 'yes'",)),
         ({"prompt": "x", "logit_bias": {"a": 1}}, ("logit_bias", "token ids and numbers")),
         ({"prompt": "x", "logit_bias": 3}, ("logit_bias is 3",)),

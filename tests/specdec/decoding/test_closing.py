@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -16,6 +18,7 @@ from interrupting import interrupted
 
 from specdec.api import LLM, ModelClosed, ModelElsewhere
 from specdec.decoding.ahead_thread import AheadThread
+from specdec.decoding.stream import GenerationStream
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -109,6 +112,23 @@ def test_closing_inside_a_generation(small_llm: LLM) -> None:
     processor.may_go_on.set()
     with pytest.raises(ModelClosed):
         small_llm.generate(PROMPT, max_tokens=50, logits_processors=[processor])
+
+
+def test_a_generation_that_failed_is_let_go(small_llm: LLM) -> None:
+    """Its error's traceback leads to the stream, and so to the model."""
+
+    def fail(ids: Any, scores: Any) -> Any:
+        raise ValueError("no")
+
+    def generate() -> weakref.ref[GenerationStream]:
+        stream = small_llm.stream(PROMPT, max_tokens=5, logits_processors=[fail])
+        with pytest.raises(ValueError, match="no"):
+            next(stream)
+        return weakref.ref(stream)
+
+    left = generate()
+    gc.collect()
+    assert left() is None
 
 
 class Left(BaseException):
