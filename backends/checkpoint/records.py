@@ -113,11 +113,14 @@ def find_record(index: Mapping[str, TensorRecord], name: str, prefix: str) -> Te
     return index.get(name) or index.get(name.removeprefix(prefix + "."))
 
 
-def check_record(record: TensorRecord, parameter: torch.Tensor, name: str, directory: Path) -> None:
-    if tuple(record.shape) != tuple(parameter.shape):
+def check_record(
+    record: TensorRecord, shape: Sequence[int], name: str, directory: Path | str
+) -> None:
+    """Raise CheckpointError for another shape, UnsupportedModel for numbers of another kind."""
+    if tuple(record.shape) != tuple(shape):
         raise CheckpointError(
             f"{directory}: {record.name} has shape {list(record.shape)}, "
-            f"the config asks for {list(parameter.shape)}: "
+            f"the config asks for {list(shape)}: "
             "take the config.json that belongs to these weights"
         )
     if record.dtype not in TORCH_DTYPES:

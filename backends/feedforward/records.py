@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from backends.checkpoint.records import check_record
 from backends.contract.backend import UnsupportedModel
 from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.residency.experts import LayerExperts
@@ -51,12 +52,11 @@ def find_experts(name: str, module: Any, n_used: int, find: Find, where: str) ->
     stacked = [find(f"{name}.{part}") for part in STACKED]
     if all(stacked):
         shapes = [tuple(getattr(module, part).shape) for part in STACKED]
-        for record, shape in zip(stacked, shapes, strict=True):
-            _check(record, shape, where)
-        return LayerExperts(
-            tuple(tuple(_slice(r, i) for r in stacked if r) for i in range(module.num_experts)),
-            n_used,
-        )
+        whole = [record for record in stacked if record is not None]
+        for record, shape in zip(whole, shapes, strict=True):
+            check_record(record, shape, record.name, where)
+        sliced = (tuple(_slice(r, i) for r in whole) for i in range(module.num_experts))
+        return LayerExperts(tuple(sliced), n_used)
     two_inner, hidden = module.gate_up_proj.shape[1:]
     inner = two_inner // 2
     shapes = [(inner, hidden), (inner, hidden), (hidden, inner)]
@@ -72,18 +72,10 @@ def find_experts(name: str, module: Any, n_used: int, find: Find, where: str) ->
                     f"{where} lacks {full}: the download is incomplete or the config is "
                     "another model's"
                 )
-            _check(record, shape, where)
+            check_record(record, shape, full, where)
             records.append(record)
         experts.append(tuple(records))
     return LayerExperts(tuple(experts), n_used)
-
-
-def _check(record: TensorRecord | None, shape: tuple[int, ...], where: str) -> None:
-    if record is not None and tuple(record.shape) != shape:
-        raise CheckpointError(
-            f"{where}: {record.name} has shape {list(record.shape)}, the config asks for "
-            f"{list(shape)}: take the config.json that belongs to these weights"
-        )
 
 
 def _slice(record: TensorRecord, expert: int) -> TensorRecord:

@@ -56,6 +56,9 @@ _HYBRID = frozenset(
     "jamba falcon-h1 plamo2 granitehybrid lfm2 lfm2moe nemotron_h nemotron_h_moe qwen3next "
     "kimi-linear qwen35 qwen35moe deepseek4".split()
 )
+_LEAST_GRAPH_NODES, _GRAPH_NODES_PER_TENSOR = 1024, 8
+_LAYER_NODES = 46
+"""Beside those of experts, found with qwen3moe: of 6 layers 62 experts are computed, 63 are not."""
 _RECURRENT_KEYS = ("ssm.", "wkv.", "shortconv.", "kda.", "attention.recurrent_layers")
 _RECURRENT_TENSOR = re.compile(r"blk\.\d+\.(ssm_|shortconv\.|time_mix_)")
 _KEY_TENSOR = re.compile(r"blk\.\d+\.attn_(k|v|kv|kv_[ab](_mqa)?|k_b|v_b)\.")
@@ -162,6 +165,7 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
         keeps_kv = [_keeps_kv(records) for records in layers]
         kv_shape = read_kv_shape(keys, n_counted, hidden_size, keeps_kv)
     n_experts, n_used = _experts(keys)
+    _check_graph(keys, n_layers, n_used, len(index))
     return GgufModel(
         path=index.paths[0],
         index=index,
@@ -192,6 +196,18 @@ def _experts(keys: Keys) -> tuple[int, int]:
             f"expert_used_count must be {min(1, n_experts)} to {n_experts}: the header is damaged"
         )
     return n_experts, n_used
+
+
+def _check_graph(keys: Keys, n_layers: int, n_used: int, n_tensors: int) -> None:
+    """llama.cpp foresees a graph's nodes by the number of tensors (llama_context::graph_max_nodes),
+    builds two for every expert of a token, and ends the process where that is too little."""
+    room = max(_LEAST_GRAPH_NODES, _GRAPH_NODES_PER_TENSOR * n_tensors)
+    most = max(0, (room // n_layers - _LAYER_NODES) // 2)
+    if n_used > most:
+        raise UnsupportedModel(
+            f"{keys.path} ({keys.architecture}) takes {n_used} experts for a token, for which "
+            f"llama.cpp has no room: of {n_layers} layers like these it computes {most}"
+        )
 
 
 def _identify(index: GgufIndex) -> Keys:

@@ -222,7 +222,7 @@ def match_checkpoint(
         if record is None:
             missing.append(name)
             continue
-        check_record(record, parameter, name, directory)
+        check_record(record, parameter.shape, name, directory)
         module_name, _, attribute = name.rpartition(".")
         module = model.get_submodule(module_name)
         bound = BoundTensor(module, attribute, record, packed.get(record.name))
@@ -315,7 +315,7 @@ def _fill_buffers(
                 f"{directory} lacks {name}.{_CORRECTION}: the download is incomplete or the "
                 "config is another model's"
             )
-        check_record(record, buffer, record.name, directory)
+        check_record(record, buffer.shape, record.name, directory)
         with record.path.open("rb") as file:
             file.seek(record.offset)
             values = torch.frombuffer(bytearray(file.read(record.n_bytes)), dtype=torch.uint8)

@@ -65,6 +65,18 @@ def test_experts_of_a_token_that_are_not_among_all_experts(
     refused(tmp_path, f"takes {n_used} of {n_experts} experts", metadata)
 
 
+def test_more_experts_of_a_token_than_a_graph_has_room_for(tmp_path: Path) -> None:
+    """llama.cpp ends the process while it builds the graph."""
+
+    def taking(n_used: int) -> dict[str, tuple[str, object]]:
+        counts = {"expert_count": ("u32", 256), "expert_used_count": ("u32", n_used)}
+        return gb.model_metadata("qwen3moe", **counts)
+
+    assert load(tmp_path, taking(233)).n_experts_used == 233
+    match = "takes 234 experts.* of 2 layers .* 233"
+    refused(tmp_path, match, taking(234), error=UnsupportedModel)
+
+
 @pytest.mark.parametrize(("key", "value"), [(k, v) for k, vs in RANGES.items() for v in vs])
 def test_figures_out_of_range(tmp_path: Path, key: str, value: int) -> None:
     metadata = gb.model_metadata(**{key: ("u64", value)})

@@ -1,6 +1,7 @@
 """Mixtures of experts, their experts in slots, against transformers itself and to the bit."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from family_checks import (
     reference_logits,
     scale,
 )
+from safetensors.torch import load_file, save_file
 
 from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.contract.source import BackendOptions, Loading
@@ -63,6 +65,17 @@ def test_experts_of_a_token_that_are_not_among_all_experts(n_used, checkpoint_fa
         load_hf_model(directory)
     with pytest.raises(UnsupportedModel, match=f"num_experts_per_tok is {n_used}, must be 1 to 12"):
         hf_shape(directory)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"], ids=["separate", "stacked"])
+def test_experts_of_integers_are_refused(family, checkpoint_factory, tmp_path):
+    directory = shutil.copytree(checkpoint_factory(family), tmp_path / "model")
+    (file,) = directory.glob("*.safetensors")
+    weights = load_file(file)
+    name = next(name for name in weights if "experts" in name and "down_proj" in name)
+    save_file({**weights, name: weights[name].int()}, file)
+    with pytest.raises(UnsupportedModel, match=f"{re.escape(name)} is stored as I32"):
+        load_hf_model(directory)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
