@@ -53,8 +53,8 @@ def find_experts(name: str, module: Any, n_used: int, find: Find, where: str) ->
     if all(stacked):
         shapes = [tuple(getattr(module, part).shape) for part in STACKED]
         whole = [record for record in stacked if record is not None]
-        for record, shape in zip(whole, shapes, strict=True):
-            check_record(record, shape, record.name, where)
+        for one, shape in zip(whole, shapes, strict=True):
+            check_record(one, shape, one.name, where)
         sliced = (tuple(_slice(r, i) for r in whole) for i in range(module.num_experts))
         return LayerExperts(tuple(sliced), n_used)
     two_inner, hidden = module.gate_up_proj.shape[1:]
