@@ -113,9 +113,7 @@ def find_record(index: Mapping[str, TensorRecord], name: str, prefix: str) -> Te
     return index.get(name) or index.get(name.removeprefix(prefix + "."))
 
 
-def check_record(
-    record: TensorRecord, shape: Sequence[int], name: str, directory: Path | str
-) -> None:
+def check_record(record: TensorRecord, shape: Sequence[int], name: str, directory: Path) -> None:
     """Raise CheckpointError for another shape, UnsupportedModel for numbers of another kind."""
     if tuple(record.shape) != tuple(shape):
         raise CheckpointError(

@@ -8,13 +8,12 @@ tensor for all experts, the expert is its first dimension.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from backends.checkpoint.records import check_record
 from backends.contract.backend import UnsupportedModel
 from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.residency.experts import LayerExperts
@@ -26,6 +25,8 @@ STACKED = ("gate_up_proj", "down_proj")
 _OF_MIXTURES = re.compile(r"Experts|MoE$|Moe$|MoeBlock|Router")
 _SEPARATE = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 Find = Callable[[str], TensorRecord | None]
+Check = Callable[[TensorRecord, Sequence[int]], None]
+"""Raises for another shape than that, or numbers that nothing is computed with."""
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -42,8 +43,13 @@ def refuse_other_mixtures(model_type: str, model: nn.Module) -> None:
         )
 
 
-def find_experts(name: str, module: Any, n_used: int, find: Find, where: str) -> LayerExperts:
-    """The tensors of every expert of the module `name`. Raises CheckpointError."""
+def find_experts(
+    name: str, module: Any, n_used: int, find: Find, check: Check, where: str
+) -> LayerExperts:
+    """The tensors of every expert of the module `name`. Raises CheckpointError, UnsupportedModel.
+
+    where: the checkpoint, in errors.
+    """
     if not 1 <= n_used <= module.num_experts:
         raise CheckpointError(
             f"{where}: config.json takes {n_used} of {module.num_experts} experts for a token, "
@@ -54,7 +60,7 @@ def find_experts(name: str, module: Any, n_used: int, find: Find, where: str) ->
         shapes = [tuple(getattr(module, part).shape) for part in STACKED]
         whole = [record for record in stacked if record is not None]
         for one, shape in zip(whole, shapes, strict=True):
-            check_record(one, shape, one.name, where)
+            check(one, shape)
         sliced = (tuple(_slice(r, i) for r in whole) for i in range(module.num_experts))
         return LayerExperts(tuple(sliced), n_used)
     two_inner, hidden = module.gate_up_proj.shape[1:]
@@ -72,7 +78,7 @@ def find_experts(name: str, module: Any, n_used: int, find: Find, where: str) ->
                     f"{where} lacks {full}: the download is incomplete or the config is "
                     "another model's"
                 )
-            check_record(record, shape, full, where)
+            check(record, shape)
             records.append(record)
         experts.append(tuple(records))
     return LayerExperts(tuple(experts), n_used)

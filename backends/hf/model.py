@@ -294,6 +294,7 @@ def _experts(
                 module,
                 int(model.config.num_experts_per_tok),
                 lambda name: find_record(records, name, model.base_model_prefix),
+                lambda record, shape: check_record(record, shape, record.name, directory),
                 str(directory),
             )
         )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from specdec.decoding.stats import GenerationStats
 from specdec.sampling.logprobs import TopLogprobs
+from specdec.sampling.params import SEED_LIMIT
 from specdec.sampling.sampler import Sampler
-from specdec.sampling.validation import SEED_LIMIT
 from specdec.text.stream import TextStream
 from specdec.text.tokenizer import TokenDecoder
 

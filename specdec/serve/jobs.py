@@ -9,8 +9,7 @@ from typing import Any
 
 from specdec.api import LLM
 from specdec.grammar.constraint import Constraint, schema_text
-from specdec.sampling.params import SamplingParams
-from specdec.sampling.validation import SEED_LIMIT
+from specdec.sampling.params import SEED_LIMIT, SamplingParams
 from specdec.serve.errors import bad_request
 from specdec.serve.limits import check_choices, check_room, with_few_logprobs
 from specdec.serve.options import ServeOptions
