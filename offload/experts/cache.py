@@ -22,13 +22,11 @@ from offload.residency.experts import ExpertRoom, LayerExperts
 from offload.storage.aligned import AlignedBuffer
 from offload.storage.direct_io import DirectFile, OpenStorage
 
-_FEW_ROWS = 4
-"""A pass that asks a layer for more experts than so many rows can is that of a prompt."""
 
-
-def is_of_few_rows(n_asked: int, experts: LayerExperts) -> bool:
-    """Whether a pass that asks a layer for so many experts decodes, and reads no prompt."""
-    return n_asked <= _FEW_ROWS * experts.n_used and n_asked < len(experts.tensors)
+def is_of_one_row(n_asked: int, experts: LayerExperts) -> bool:
+    """Whether a pass that asks a layer for so many experts has one row. More of them ask for fewer
+    each, as they share some, but miss nearly as many: what they share is there most of all."""
+    return n_asked == experts.n_used < len(experts.tensors)
 
 
 class ExpertCache:
@@ -91,7 +89,7 @@ class ExpertCache:
             missing.append(expert) if slot is None else here.append((expert, slot))
         self.stats.n_asked += len(experts)
         self.stats.n_hits += len(here)
-        if self._directory.is_full and is_of_few_rows(len(experts), self._experts(layer)):
+        if self._directory.is_full and is_of_one_row(len(experts), self._experts(layer)):
             self.stats.n_asked_full += len(experts)
             self.stats.n_hits_full += len(here)
         reads = _Reads(self, layer, {*experts}, deque(self._in_file_order(layer, missing)))

@@ -32,7 +32,7 @@ def expected_decay(layers: Sequence[LayerExperts | None]) -> float:
 
 
 def keep_decay(room: ExpertRoom, stats: ExpertStats) -> None:
-    """Of passes of a few rows, once all slots were in use."""
+    """Of passes of one row, once all slots were in use."""
     share = room.n_slots / room.n_experts
     if stats.n_asked_full < _LEAST_ASKED or room.holds_all:
         return

@@ -38,7 +38,7 @@ class ExpertStats:
     bytes_read: int = 0
     stall_seconds: float = 0.0
     n_asked_full: int = 0
-    """Once all slots were in use, by passes of a few rows."""
+    """Once all slots were in use, by passes of one row."""
     n_hits_full: int = 0
     """Of these."""
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from offload.errors import SpecdecError
-from offload.experts.cache import is_of_few_rows
+from offload.experts.cache import is_of_one_row
 from offload.experts.eviction import Directory, record_visit
 from offload.experts.readers import Check, ExpertReaders, ExpertStats
 from offload.paging.address_space import (
@@ -172,7 +172,7 @@ class PagedExperts:
         stats, own = self.stats, self._room.layers[layer]
         stats.n_asked += n_asked
         stats.n_hits += n_asked - n_missing
-        if self._was_full and own is not None and is_of_few_rows(n_asked, own):
+        if self._was_full and own is not None and is_of_one_row(n_asked, own):
             stats.n_asked_full += n_asked
             stats.n_hits_full += n_asked - n_missing
 

@@ -16,7 +16,8 @@ _SHARES = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 @dataclass(frozen=True)
 class ExpertCache:
-    """What a device's memory does for a mixture; estimates, until a run has measured its own."""
+    """What a device's memory does for a mixture, as estimated for any; a plan knows more, once the
+    model has run."""
 
     memory_bytes: int
     """Of the device."""

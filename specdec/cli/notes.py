@@ -44,8 +44,8 @@ def note_plan(load: RunOptions, plan: RunPlan) -> None:
         _note_mapped(load, plan.budget_bytes)
 
 
-def note_left_out(plan: RunPlan) -> None:
-    """Say what a run does without, although it was named."""
+def note_differences(plan: RunPlan) -> None:
+    """Say where the plan is not what the options look like."""
     for note in plan.notes:
         say(f"note: {note}")
 

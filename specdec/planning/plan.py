@@ -175,7 +175,7 @@ def make_plan(
 def _cut_context(options: RunOptions, division: Division) -> tuple[str, ...]:
     if options.ctx_size is None or options.ctx_size <= division.ctx_size:
         return ()
-    return (f"--ctx-size {options.ctx_size} is cut to the model's {division.ctx_size}",)
+    return (f"a context of {options.ctx_size} is cut to the model's {division.ctx_size}",)
 
 
 def _remarks(

@@ -37,8 +37,12 @@ def _start_and_factor(value: Any) -> tuple[int, float]:
     return int(start), float(factor)
 
 
+def _items(value: Any) -> Iterable[Any]:
+    return () if value is None else value
+
+
 def _pairs(value: Any) -> Iterable[tuple[Any, Any]]:
-    return value.items() if isinstance(value, Mapping) else value or ()
+    return value.items() if isinstance(value, Mapping) else _items(value)
 
 
 def _or_none(stored: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -48,10 +52,10 @@ def _or_none(stored: Callable[[Any], Any]) -> Callable[[Any], Any]:
 _STORED_AS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(
         ("suppress_tokens", "begin_suppress_tokens", "stop_token_ids"),
-        lambda value: tuple(value or ()),
+        lambda value: tuple(_items(value)),
     ),
     **dict.fromkeys(("forced_eos_token_id", "eos_token_ids"), _or_none(_one_or_more)),
-    "bad_words_ids": lambda value: tuple(tuple(word) for word in value or ()),
+    "bad_words_ids": lambda value: tuple(tuple(word) for word in _items(value)),
     "sequence_bias": lambda value: tuple((tuple(ids), float(one)) for ids, one in _pairs(value)),
     "logit_bias": lambda value: tuple((token, float(one)) for token, one in _pairs(value)),
     "exponential_decay_length_penalty": _or_none(_start_and_factor),

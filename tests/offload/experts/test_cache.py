@@ -126,6 +126,15 @@ def test_what_is_counted_for_it_begins_when_the_cache_is_full(written, cache) ->
     assert (cache.stats.n_asked_full, cache.stats.n_hits_full) == (2, 2)
 
 
+def test_passes_of_several_rows_are_not_counted_for_it(written, cache) -> None:
+    """They share experts, and those are there most of all: what is left is missed more often."""
+    for layer in (0, 1, 1):
+        check(cache, written, layer, [0, 1])
+    before = cache.stats.n_asked_full
+    check(cache, written, 1, [0, 1, 2])
+    assert cache.stats.n_asked_full == before > 0
+
+
 def test_one_slot_is_enough(written) -> None:
     cache = ExpertCache(written.room(1))
     check(cache, written, 0, list(range(N_EXPERTS)))

@@ -64,7 +64,7 @@ def test_nonsense_is_refused(
     [
         (["--spec-type", "ngram"], "is not used: --spec-type is ngram"),
         (["--num-draft-tokens", "0"], "is not used: --num-draft-tokens is 0"),
-        (["-c", "99999"], "--ctx-size 99999 is cut to the model's 32768"),
+        (["-c", "99999"], "a context of 99999 is cut to the model's 32768"),
         (["--load-mode", "ram", "--prefetch-depth", "3"], "--prefetch-depth has no effect: no l"),
         (["--acceptance", "block", "--draft-ahead", "on"], "--draft-ahead has no effect: chains"),
     ],

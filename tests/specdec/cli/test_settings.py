@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,14 @@ def test_a_file_that_is_wrong(
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     expect_error(capsys, ["--config", "/nowhere.toml", *SERVE], "/nowhere.toml")
+
+
+def test_a_pipe_that_nobody_writes_to_is_not_waited_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    main(["--config", str(tmp_path / "pipe.toml"), "run", "-m", "/nowhere", "-p", "a"])
+    assert "/nowhere" in capsys.readouterr().err  # it is as an empty file
 
 
 def test_a_shell_is_told_what_may_come(

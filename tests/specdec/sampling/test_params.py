@@ -44,7 +44,13 @@ BAD_VALUES = [
     ("stop", ("",)),
     ("stop", (3,)),
     ("stop_token_ids", (-1,)),
+    ("stop_token_ids", 0),
+    ("suppress_tokens", False),
+    ("bad_words_ids", 0),
+    ("logit_bias", 0),
     ("logit_bias", {1: 10**400}),
+    ("ignore_eos", "yes"),
+    ("renormalize_logits", 1),
     ("sequence_bias", (((1,), 10**400),)),
     ("suppress_tokens", ("a",)),
     ("bad_words_ids", ((),)),
@@ -74,6 +80,7 @@ def test_a_bad_value_is_refused_in_one_line(name: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         SamplingParams(**{name: value})
     assert isinstance(caught.value, SpecdecError)
+    assert name in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

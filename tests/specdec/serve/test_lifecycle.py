@@ -141,7 +141,7 @@ def test_others_need_a_key(
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--api-key-file", "/nowhere/key"], "cannot read --api-key-file"),
+        (["--api-key-file", "/nowhere/key"], "cannot read --api-key-file /nowhere/key"),
         (["--api-key-file", os.devnull], "printable"),
         (["--api-key", "a\nb"], "printable"),
         (["--api-key", "a", "--api-key-file", os.devnull], "not both"),
