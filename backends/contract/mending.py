@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Generic, TypeVar, cast
 
 import numpy as np
@@ -102,6 +103,8 @@ class MendingBackend(Backend, Generic[Kv]):
 
     def __init__(self) -> None:
         self._sequences: list[KvSequence[Kv]] = []
+        self._repairs: list[Callable[[], None]] = []
+        """That are due, of operations that broke off."""
 
     # --- what a backend has of its own ------------------------------------------------------
 
@@ -271,23 +274,30 @@ class MendingBackend(Backend, Generic[Kv]):
         lengths = [one.n_committed if n_intact is None else n_intact for one in sequences]
 
         def repair() -> None:
-            self._repair([one.kv for one in sequences], lengths)
+            for one, length in zip(sequences, lengths, strict=True):
+                if not one.is_closed:
+                    one.kv.abort(length)
+            self._restart()
 
         return self._repaired(operation, repair)
 
-    def _repair(self, broken: Sequence[Kv], lengths: Sequence[int]) -> None:
-        for kv, length in zip(broken, lengths, strict=True):
-            kv.abort(length)
-        self._restart()
-
     @uninterrupted
     def _repaired(self, operation: Callable[[], _T], repair: Callable[[], None]) -> _T:
-        """Call `operation`, and `repair` after any failure."""
+        """Call `operation`, and `repair` after any failure; again before the next operation, where
+        the repair fails as well."""
         if self._is_closed:
             raise BackendError("the backend is closed; load the model again")
+        self._make_repairs()
         try:
             return operation()
         except BaseException:
             if not self._is_closed:  # by a signal handler: what would be mended is freed
-                repair()
+                self._repairs.append(repair)
+                with suppress(Exception):  # what ended the operation is what its caller is told
+                    self._make_repairs()
             raise
+
+    def _make_repairs(self) -> None:
+        while self._repairs:
+            self._repairs[0]()
+            del self._repairs[0]
