@@ -67,7 +67,7 @@ def test_what_is_closed_meanwhile_is_not_mended(
 
     repairs: list[object] = []
     monkeypatch.setattr(backend, "_compute", close)
-    monkeypatch.setattr(backend, "_repair", lambda *broken: repairs.append(broken))
+    monkeypatch.setattr(backend, "_restart", lambda: repairs.append("restart"))
     with pytest.raises(BackendError, match="the pass was cancelled"):
         backend.prefill(PROMPT)
     assert repairs == []
