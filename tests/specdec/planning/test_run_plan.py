@@ -118,6 +118,15 @@ def test_the_smallest_budget_is_accepted_later_in_the_same_process(
         assert llm.plan.budget_bytes == smallest
 
 
+def test_a_context_longer_than_the_models_is_cut_and_told(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", seed=1)
+    short = specdec.plan_run(model, ctx_size=256)
+    assert short.notes == ()
+    cut = specdec.plan_run(model, ctx_size=10**6)
+    assert cut.ctx_size < 10**6
+    assert cut.notes == (f"a context of 1000000 is cut to the model's {cut.ctx_size}",)
+
+
 def test_several_texts_share_what_a_pass_reads() -> None:
     plan = make_plan(6 * MIB)
     many = plan_together(plan, 16, 8)
