@@ -24,8 +24,8 @@ from offload.storage.direct_io import DirectFile, OpenStorage
 
 
 def is_of_one_row(n_asked: int, experts: LayerExperts) -> bool:
-    """Whether a pass that asks a layer for so many experts has one row. More of them ask for fewer
-    each, as they share some, but miss nearly as many: what they share is there most of all."""
+    """Whether a pass that asks a layer for so many experts has one row. Rows of one pass share
+    experts, mostly those that are in memory: of what several ask for, a larger part is missed."""
     return n_asked == experts.n_used < len(experts.tensors)
 
 

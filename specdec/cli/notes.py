@@ -44,8 +44,8 @@ def note_plan(load: RunOptions, plan: RunPlan) -> None:
         _note_mapped(load, plan.budget_bytes)
 
 
-def note_differences(plan: RunPlan) -> None:
-    """Say where the plan is not what the options look like."""
+def say_plan_notes(plan: RunPlan) -> None:
+    """Those of the plan itself, which `specdec plan` prints among its lines."""
     for note in plan.notes:
         say(f"note: {note}")
 

@@ -23,9 +23,9 @@ from specdec.cli.input.prompts import check_prompt_options, read_line, read_prom
 from specdec.cli.libraries import import_for_good
 from specdec.cli.notes import (
     check_models,
-    note_differences,
     note_plain_transcript,
     note_plan,
+    say_plan_notes,
 )
 from specdec.cli.output import (
     SHOWN,
@@ -206,7 +206,7 @@ def open_model(asked: RunOptions, loaded: RunOptions) -> Iterator[LLM]:
         llm = LLM(loaded, progress, import_for_good)
     with llm:
         note_plan(asked, llm.plan)
-        note_differences(llm.plan)
+        say_plan_notes(llm.plan)
         for line in llm.plan.lines() if SHOWN.plan else ():
             say(line)
         yield llm

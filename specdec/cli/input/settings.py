@@ -43,7 +43,7 @@ def read_defaults(path: Path, command: Any) -> dict[str, dict[str, Any]]:
         with open_now(path) as file:
             values = tomllib.loads(file.read().decode("utf-8"))
     except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
+        reason = getattr(error, "strerror", None) or error
         raise OptionError(f"{path} cannot be read as TOML: {reason}") from error
     known = {name: dict(_options(sub)) for name, sub in command.commands.items()}
     for_all = {key: one for key, one in values.items() if key not in known}
