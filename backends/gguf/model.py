@@ -61,8 +61,8 @@ _GRAPH_NODES, _LAYER_NODES = 16, 64
 """Of inputs and head, and of a layer beside its experts: no fewer than mixtral and qwen3moe have,
 with flash attention or without. Of 6 layers 54 to 62 experts are computed, this says 52."""
 _USED_BY_MANY = 16
-"""Experts of a token that are never refused: published mixtures with attention in every layer take 1
-to 10, and run."""
+"""Experts of a token that are never refused: published mixtures with attention in every layer take
+1 to 10, and run."""
 _RECURRENT_KEYS = ("ssm.", "wkv.", "shortconv.", "kda.", "attention.recurrent_layers")
 _RECURRENT_TENSOR = re.compile(r"blk\.\d+\.(ssm_|shortconv\.|time_mix_)")
 _KEY_TENSOR = re.compile(r"blk\.\d+\.attn_(k|v|kv|kv_[ab](_mqa)?|k_b|v_b)\.")
