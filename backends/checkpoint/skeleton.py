@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from backends.attention.interface import KEYS_BY_ROW, hands_mask_on
 from backends.contract.backend import UnsupportedModel, one_line
+from backends.feedforward.experts import ONE_BY_ONE
 from backends.feedforward.records import refuse_other_mixtures
 from offload.formats.tensors import CheckpointError
 
@@ -36,7 +37,10 @@ def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     try:
         with _building, _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=_attention(architecture, config)
+                config,
+                dtype=dtype,
+                attn_implementation=_attention(architecture, config),
+                experts_implementation=ONE_BY_ONE,
             ).eval()
     except Exception as error:  # sizes that contradict each other fail anywhere in the model
         raise CheckpointError(

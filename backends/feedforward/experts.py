@@ -1,11 +1,12 @@
 """The routed experts of a layer, computed one after the other as they come into memory.
 
-transformers computes them from parameters that hold all experts of a layer. Here each comes as the
-tensors that it has in the file, in the slot that they were read into: a product with the group of
-rows that was routed to it, for as many experts as were hit. On a CPU transformers' grouped product
-is that loop, too: its groups have the bits of `linear`, and change as these do with the number of
-rows (below 4 in float32). But it wants the weights of all hit experts side by side, which would be
-a copy of every byte that is read.
+Registered with transformers' ExpertsInterface under the name ONE_BY_ONE. Its own functions compute
+from parameters that hold all experts of a layer. Here each comes as the tensors that it has in the
+file, in the slot that they were read into: a product with the group of rows that was routed to it,
+for as many experts as were hit. On a CPU transformers' grouped product is that loop, too: its
+groups have the bits of `linear`, and change as these do with the number of rows (below 4 in
+float32). But it wants the weights of all hit experts side by side, which is a copy of every byte
+that is read (docs/benchmarks.md).
 
 Each row's outputs are added in the order of its own choice of experts, and a group is filled up to
 the rows from which on products are steady: so a row's bits do not depend on the rows beside it.
@@ -20,11 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import pad
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from backends.feedforward.elementwise import in_whole_vectors
 from backends.feedforward.linear import linear_of
 from offload.ring.slots import Check
 
+ONE_BY_ONE = "specdec"
+"""Name of this computation among transformers' implementations of experts."""
 BringExperts = Callable[
     [Sequence[int], Check | None], Generator[tuple[int, list[torch.Tensor]], None, None]
 ]
@@ -32,7 +36,7 @@ BringExperts = Callable[
 
 
 class ExpertsRunner:
-    """The forward of a transformers module of experts, from then on.
+    """Computes a transformers module of experts, built for ONE_BY_ONE, from then on.
 
     Args:
         bring: hands out a layer's experts.
@@ -46,14 +50,14 @@ class ExpertsRunner:
         self._gate = in_whole_vectors(module._apply_gate, n_inner)
         self.check: Check | None = None
         """Called while experts are waited for."""
-        module.forward = self
+        module.experts_runner = self
 
     def detach(self) -> None:
-        """Give the module its own forward back; may be repeated."""
-        self._module.__dict__.pop("forward", None)
+        """The module computes nothing from then on; may be repeated."""
+        self._module.__dict__.pop("experts_runner", None)
 
     def __call__(
-        self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *args: Any
+        self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden [rows, hidden]; of each row the experts [rows, k] and their weights [rows, k]."""
         n_rows, n_used = experts.shape
@@ -86,3 +90,13 @@ class ExpertsRunner:
         if self._is_transposed:
             return torch.addmm(x.new_zeros(weight.shape[1]) if bias is None else bias, x, weight)
         return linear_of(weight.dtype)(x[None], weight, bias)[0]
+
+
+def _run_experts(
+    module: Any, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """As transformers calls an implementation of experts."""
+    return module.experts_runner(hidden, experts, weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(ONE_BY_ONE, _run_experts)

@@ -126,7 +126,7 @@ def _products(model: HfModel) -> Iterator[Product]:
     for part in (*model.layers, *_outer_linears(model)):
         for module in part.modules():
             if is_experts(module):
-                yield from _products_of_experts(module)
+                yield from products_of_experts(module)
                 continue
             if name := unsteady_function(module):
                 raise _UnknownProduct(f"{type(module).__name__} calls {name}() in code of its own")
@@ -166,7 +166,7 @@ def _outer_linears(model: HfModel) -> Iterator[nn.Module]:
             yield module
 
 
-def _products_of_experts(module: nn.Module) -> Iterator[Product]:
+def products_of_experts(module: nn.Module) -> Iterator[Product]:
     """Gate and up may be one product or two."""
     is_transposed, has_bias = bool(module.is_transposed), bool(module.has_bias)
     for weight in (module.gate_up_proj, module.down_proj):
