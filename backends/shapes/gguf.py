@@ -29,6 +29,7 @@ from backends.shapes.shape import (
     ModelShape,
 )
 from offload.formats.tensors import TensorRecord
+from offload.units import MIB
 
 # Every so-manieth layer sees all of the context, the others a window: src/models/*.cpp of llama.cpp
 # (set_swa_pattern), for files that do not say it themselves.
@@ -42,6 +43,8 @@ _FULL_LAYER_PERIOD = {
     "gpt-oss": 2,
 }
 _ACTIVATION_BYTES = 4  # ggml computes in float32
+_PROCESS_BYTES = 470 * MIB
+"""Plans of the large grown mixtures have 455 to 477 MiB of base, headroom, activations, tables."""
 
 
 def gguf_shape(path: Path, type_k: str = "f16", type_v: str = "f16") -> ModelShape:
@@ -81,6 +84,7 @@ def gguf_shape(path: Path, type_k: str = "f16", type_v: str = "f16") -> ModelSha
         head=_matrix(HEAD, head, 1),
         outer_bytes=sum(record.n_bytes for record in model.outer_records),
         activation_bytes=_ACTIVATION_BYTES,
+        process_bytes=_PROCESS_BYTES,
         notes=notes,
     )
 

@@ -42,9 +42,11 @@ from backends.shapes.shape import (
 )
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import TensorRecord
-from offload.units import format_bytes
+from offload.units import MIB, format_bytes
 
 _FORMATS = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_PROCESS_BYTES = 680 * MIB
+"""Plans of the large grown mixture have 665 to 688 MiB of base, headroom and activations."""
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward|moe|expert|fc\d|fc_(in|out)", re.IGNORECASE)
 # What families call the projection that leads out of attention.
@@ -106,6 +108,7 @@ def shape_of(
         ),
         outer_bytes=sum(sizes.n_bytes(key, named[key]) for key in outer),
         activation_bytes=dtype.itemsize,
+        process_bytes=_PROCESS_BYTES,
         notes=notes,
     )
 

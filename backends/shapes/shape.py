@@ -103,6 +103,8 @@ class ModelShape:
     """Embedding, final norm and head; a tied head counts once."""
     activation_bytes: int
     """Of one number that goes from one operator to the next."""
+    process_bytes: int = 0
+    """That a process which runs it takes beside weights and KV cache, activations included."""
     notes: tuple[str, ...] = ()
     """What was assumed."""
 
@@ -119,6 +121,21 @@ class ModelShape:
     def expert_bytes(self) -> int:
         """Of the layers, those of matrices that rows choose among."""
         return sum(m.n_bytes for layer in self.layers for m in layer.matrices if m.is_routed)
+
+    @property
+    def n_experts(self) -> int:
+        """Of all layers together."""
+        return sum(
+            max((m.n_matrices for m in layer.matrices if m.is_routed), default=0)
+            for layer in self.layers
+        )
+
+    @property
+    def largest_expert_bytes(self) -> float:
+        return max(
+            sum(m.n_bytes / m.n_matrices for m in layer.matrices if m.is_routed)
+            for layer in self.layers
+        )
 
     def read_expert_bytes(self, n_rows: int) -> float:
         """Of these, what so many rows are likely to be multiplied with."""

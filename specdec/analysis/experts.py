@@ -1,10 +1,12 @@
 """How often a mixture's experts are in memory, and what a token reads of them: by memory.
 
-Every pass needs the rest of the model: that goes first, and the experts have what is left.
+Every pass needs the rest of the model: that goes first, with what the process takes beside it, and
+the experts have what is left, in slots of the size of the largest.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from backends.shapes.shape import ModelShape
@@ -32,19 +34,23 @@ class ExpertCache:
 
 
 def expert_cache(model: ModelShape, context: int, memory_bytes: int) -> ExpertCache:
-    held = max(0, min(model.expert_bytes, memory_bytes - _other_bytes(model, context)))
-    hit_rate = likely_hit_rate(held / model.expert_bytes)
+    room = memory_bytes - _other_bytes(model, context)
+    n_slots = max(0, min(model.n_experts, int(room / model.largest_expert_bytes)))
+    hit_rate = likely_hit_rate(n_slots / model.n_experts)
     missed = model.read_expert_bytes(1) * (1 - hit_rate)
+    held = min(model.expert_bytes, int(n_slots * model.largest_expert_bytes))
     return ExpertCache(memory_bytes, model.expert_bytes, held, hit_rate, missed)
 
 
 def by_memory(model: ModelShape, context: int) -> tuple[ExpertCache, ...]:
     """Of memory for some shares of the experts."""
     others = _other_bytes(model, context)
-    sizes = (others + int(share * model.expert_bytes) for share in _SHARES)
+    all_bytes = model.n_experts * model.largest_expert_bytes
+    sizes = (others + math.ceil(share * all_bytes) for share in _SHARES)
     return tuple(expert_cache(model, context, n_bytes) for n_bytes in sizes)
 
 
 def _other_bytes(model: ModelShape, context: int) -> int:
     dense_bytes = model.layer_bytes - model.expert_bytes
-    return model.outer_bytes + context * model.kv_bytes_per_token + dense_bytes
+    kv_bytes = context * model.kv_bytes_per_token
+    return model.process_bytes + model.outer_bytes + kv_bytes + dense_bytes

@@ -110,8 +110,10 @@ def speed_lines(chosen: Alternative) -> list[str]:
         f"storage {target.storage_bytes_per_second / 1e9:.2f} GB/s; "
         f"{'' if room is None or room.holds_all else missing}"
         f"{link if target.placement.is_on_device else ''}a pass of 1 token "
-        f"takes {target.seconds(1):.2f} s, of {n_rows} tokens {target.seconds(n_rows):.2f} s"
+        f"takes {target.seconds(1):.2f} s"
     )
+    if n_rows > 1:
+        passes += f", of {n_rows} tokens {target.seconds(n_rows):.2f} s"
     speed = f"predicted {chosen.plain_tokens_per_second:.2f} tokens/s plain"
     if chosen.draft is not None:
         speed += (

@@ -201,6 +201,24 @@ def test_experts_have_what_the_rest_of_a_mixture_leaves() -> None:
     assert len(set(rates)) == len(rates) > 3
 
 
+def test_experts_have_whole_slots_beside_what_the_process_takes() -> None:
+    model = a_mixture()
+    one = model.largest_expert_bytes
+    assert (model.n_experts, model.expert_bytes) == (24, 24 * one)
+    rest = model.weight_bytes - model.expert_bytes + 10 * model.kv_bytes_per_token
+    device = with_memory(int(rest + 12 * one))
+    for process_bytes in (0, 5 * int(one)):
+        found = place(replace(model, process_bytes=process_bytes), 10, device)
+        assert found.experts is not None
+        assert found.experts.held_bytes == 12 * one - process_bytes
+    first, *others = model.layers
+    doubled = tuple(replace(m, n_bytes=2 * m.n_bytes) if m.is_routed else m for m in first.matrices)
+    larger = replace(first, matrices=doubled, n_bytes=first.n_bytes + int(8 * one))
+    found = place(replace(model, layers=(larger, *others)), 10, device)
+    assert found.experts is not None
+    assert found.experts.hit_rate == pytest.approx(1 - math.exp(-5.5 * 6 / 24))
+
+
 # --- where bytes lie --------------------------------------------------------------------------
 
 

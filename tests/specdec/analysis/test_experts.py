@@ -22,4 +22,5 @@ def test_a_mixture_is_told_with_its_hit_rates(tmp_path: Path) -> None:
     value = found.to_dict()
     assert value["experts"]["hit_rate"] == 1.0
     rates = [one["hit_rate"] for one in value["experts_by_memory"]]
-    assert 0 < rates[0] < rates[-1] < 1
+    assert rates == sorted(rates)
+    assert 0 < rates[-1] < 1
