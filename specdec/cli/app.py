@@ -10,14 +10,14 @@ from typing import Annotated
 import typer
 
 from specdec import __version__
-from specdec.cli import analyze as cli_analyze
-from specdec.cli import batch as cli_batch
-from specdec.cli import check as cli_check
-from specdec.cli import info as cli_info
-from specdec.cli import models as cli_models
-from specdec.cli import pack as cli_pack
-from specdec.cli import run as cli_run
-from specdec.cli import serve as cli_serve
+from specdec.cli.commands import analyze as cli_analyze
+from specdec.cli.commands import batch as cli_batch
+from specdec.cli.commands import check as cli_check
+from specdec.cli.commands import info as cli_info
+from specdec.cli.commands import models as cli_models
+from specdec.cli.commands import pack as cli_pack
+from specdec.cli.commands import run as cli_run
+from specdec.cli.commands import serve as cli_serve
 from specdec.cli.errors import DEFAULTS_FILE, run_app
 from specdec.cli.input.settings import FILE_VARIABLE, name_variables, own_file, read_defaults
 from specdec.cli.libraries import quiet_libraries

@@ -26,7 +26,7 @@ sys.exit(main(["--help"]))
     [
         ("specdec.cli.entry", "specdec.cli.app"),
         ("specdec.cli.entry", "typer"),
-        ("specdec.cli.entry", "specdec.cli.run"),
+        ("specdec.cli.entry", "specdec.cli.commands.run"),
         ("bench.__main__", "bench.commands.app"),
         ("bench.__main__", "typer"),
         ("bench.__main__", "bench.commands.speedup"),

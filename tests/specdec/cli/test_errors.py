@@ -262,7 +262,7 @@ def _write_and_close(descriptor: int, text: bytes) -> None:
 
 
 def test_serve_shows_errors_with_the_variable_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdec.cli import serve
+    from specdec.cli.commands import serve
 
     told: list[bool] = []
 

@@ -124,7 +124,9 @@ def test_chat_without_a_template_says_so_before_the_user_types(
     capsys: pytest.CaptureFixture[str], models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[str] = []
-    monkeypatch.setattr("specdec.cli.run.read_line", lambda: heard.append(capsys.readouterr().err))
+    monkeypatch.setattr(
+        "specdec.cli.commands.run.read_line", lambda: heard.append(capsys.readouterr().err)
+    )
     assert main(["chat", "-m", str(models.target)]) == 0
     assert "note: the model has no chat template: it is given a plain transcript" in heard[0]
     assert main(["chat", "-m", str(models.target), "--chat-template", "chatml"]) == 0

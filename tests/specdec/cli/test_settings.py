@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from command_line import expect_error
 
-from specdec.cli import check
 from specdec.cli.app import main
+from specdec.cli.commands import check
 
 SERVE = ["serve", "-m", "pair:target"]
 """Refused before anything is loaded, with the host in the message."""

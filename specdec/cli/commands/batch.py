@@ -16,9 +16,9 @@ import typer
 from offload.errors import SpecdecError
 from specdec.cli import options
 from specdec.cli.groups import Load, Sampling, with_options
+from specdec.cli.loading import open_model, run_again_enforced
 from specdec.cli.notes import check_models
 from specdec.cli.output import SHOWN, say, say_figures, write_json
-from specdec.cli.run import open_model, run_again_enforced
 from specdec.planning.run_options import RunOptions
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import typer
 from specdec.cli import options
 from specdec.cli.errors import wants_debug
 from specdec.cli.groups import ServedLoad, Serving, with_options
+from specdec.cli.loading import open_model, run_again_enforced
 from specdec.cli.notes import note_plain_transcript
 from specdec.cli.output import say
-from specdec.cli.run import open_model, run_again_enforced
 from specdec.planning.run_options import RunOptions
 from specdec.serve.options import ServeOptions
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specdec.cli import options
-from specdec.cli.enforce import enforced_bytes, run_enforced
 from specdec.cli.groups import (
     BeamSpan,
     ChatLoad,
@@ -20,22 +17,9 @@ from specdec.cli.groups import (
     with_options,
 )
 from specdec.cli.input.prompts import check_prompt_options, read_line, read_prompts
-from specdec.cli.libraries import import_for_good
-from specdec.cli.notes import (
-    check_models,
-    note_plain_transcript,
-    note_plan,
-    say_plan_notes,
-)
-from specdec.cli.output import (
-    SHOWN,
-    loading_progress,
-    perf_line,
-    say,
-    say_figures,
-    write_json,
-    write_text,
-)
+from specdec.cli.loading import open_model, run_again_enforced
+from specdec.cli.notes import note_plain_transcript
+from specdec.cli.output import perf_line, say, say_figures, write_json, write_text
 from specdec.planning.run_options import DEFAULT_BEAM_SPAN, RunOptions
 
 if TYPE_CHECKING:
@@ -188,28 +172,6 @@ def with_beams(load: RunOptions, num_beams: int, beam_span: int) -> RunOptions:
                 f"--num-beams {num_beams} does not draft: a pass scores all beams; leave {name} out"
             )
     return replace(load, spec_type=(), num_beams=num_beams, beam_span=beam_span)
-
-
-def run_again_enforced(context: typer.Context, memory_budget: str | int) -> None:
-    """In the parent: run this command again under the limit and exit as it did."""
-    if enforced_bytes() is None:
-        raise typer.Exit(run_enforced("specdec", context.obj.argv, memory_budget))
-
-
-@contextmanager
-def open_model(asked: RunOptions, loaded: RunOptions) -> Iterator[LLM]:
-    """asked: what the notes on options without effect are about; loaded: as it is opened."""
-    check_models(asked)
-    from specdec.api import LLM
-
-    with loading_progress(f"loading {asked.model}") as progress:
-        llm = LLM(loaded, progress, import_for_good)
-    with llm:
-        note_plan(asked, llm.plan)
-        say_plan_notes(llm.plan)
-        for line in llm.plan.lines() if SHOWN.plan else ():
-            say(line)
-        yield llm
 
 
 def stream_text(llm: LLM, prompt: Any, keywords: dict[str, Any]) -> GenerationResult:
