@@ -12,7 +12,7 @@ import typer
 from offload.errors import SpecdecError
 from specdec.cli.options import Enforce as Enforce
 from specdec.cli.options import MaxTokens as MaxTokens
-from specdec.planning.run_options import RunOptions
+from specdec.run_options import RunOptions
 
 
 class UsageMistake(SpecdecError):

@@ -28,7 +28,7 @@ from specdec.drafters.base import Drafter
 from specdec.grammar.state import GrammarError
 from specdec.models.drafts import named_draft
 from specdec.planning.load import check_spec
-from specdec.planning.run_options import LoadKeywords, RunOptions
+from specdec.run_options import LoadKeywords, RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.processors import SamplingError
 from specdec.text.chat_format import ChatTemplateError
@@ -77,7 +77,7 @@ def load(
         progress: called with (bytes done, bytes in total) by threads that read weights, some of
             which go on while the first prompt is computed.
         options: memory, device, how to draft; docs/api.md says what each one means, and so do the
-            fields of `specdec.planning.run_options.RunOptions`.
+            fields of `specdec.run_options.RunOptions`.
 
     Raises:
         SpecdecError: one line that names what is wrong and what to do.

@@ -42,6 +42,7 @@ ROOMS = {
         "decoding",
         "analysis",
         "packing planning",
+        "run_options",
         "policy",
         "drafters",
         "devices",

@@ -14,7 +14,7 @@ from specdec.cli import options
 from specdec.cli.groups import LOAD, LoadEachDraft, Sampling
 from specdec.cli.output import write_json, write_text
 from specdec.models.names import check_local_draft, check_local_name
-from specdec.planning.run_options import RunOptions
+from specdec.run_options import RunOptions
 
 RankPrompts = Annotated[
     Path | None,

@@ -11,7 +11,7 @@ from bench.options import UsageMistake
 
 if TYPE_CHECKING:
     from bench.prompts.workloads import Prompt
-    from specdec.planning.run_options import RunOptions
+    from specdec.run_options import RunOptions
 
 
 def check_enforced(load: RunOptions, enforce: bool) -> None:

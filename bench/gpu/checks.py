@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.gpu.settings import Settings
-from specdec.planning.run_options import CUDA
+from specdec.run_options import CUDA
 
 _MOST_VERSUS_COPIES = 1.1
 _LEAST_VERSUS_PLAIN = 8.0

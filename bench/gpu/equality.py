@@ -15,7 +15,7 @@ from bench.prompts.workloads import BUILT_IN, read_prompts
 from offload.budget import BudgetExceeded
 from specdec.api import load
 from specdec.planning.plan import plan_run
-from specdec.planning.run_options import CPU, CUDA
+from specdec.run_options import CPU, CUDA
 
 _N_ROWS = 8
 

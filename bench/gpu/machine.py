@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from bench.gpu.settings import Note, Settings
-from specdec.planning.run_options import CPU, CUDA
+from specdec.run_options import CPU, CUDA
 
 _N_RUNS, _PER_RUN = 5, 4
 _ALIGNMENTS = (("round", 0), ("8 bytes on", 8))

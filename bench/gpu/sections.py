@@ -21,7 +21,7 @@ from bench.prompts.workloads import BUILT_IN, Prompt, read_prompts
 from specdec.api import LLM, load
 from specdec.config import SpecConfig
 from specdec.decoding.stats import GenerationStats, ratio
-from specdec.planning.run_options import AUTO, CUDA
+from specdec.run_options import AUTO, CUDA
 
 SMALLEST = "smallest"
 _MORE_LAYERS = 4

@@ -33,7 +33,7 @@ from offload.process.limited import Limits, run_limited
 from specdec.cli.enforce import child_environment
 from specdec.cli.errors import EXIT_ERROR, run_app
 from specdec.cli.libraries import quiet_libraries
-from specdec.planning.run_options import CPU, CUDA
+from specdec.run_options import CPU, CUDA
 
 MOST_SECONDS = 540.0
 _LEAST_SECONDS = 5.0

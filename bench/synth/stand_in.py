@@ -53,7 +53,7 @@ def _plan(stand_in: StandIn) -> int:
     from specdec.planning.base import measure_base
     from specdec.planning.division import Divider
     from specdec.planning.plan import open_pair
-    from specdec.planning.run_options import RunOptions
+    from specdec.run_options import RunOptions
 
     with tempfile.TemporaryDirectory(prefix="specdec-stand-in-") as folder:
         target = _grow(stand_in, Path(folder))

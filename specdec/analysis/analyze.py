@@ -19,7 +19,7 @@ from specdec.devices.this_machine import ThisMachine
 from specdec.models.names import resolve_headers
 from specdec.models.opened import is_gguf
 from specdec.planning.division import DEFAULT_CTX_SIZE
-from specdec.planning.run_options import LoadKeywords, RunOptions
+from specdec.run_options import LoadKeywords, RunOptions
 
 DEFAULT_VERIFIED = 16
 """Tokens of the verify pass that is shown unless asked for otherwise."""

@@ -27,7 +27,7 @@ from specdec.batch.ray_worker import Ended, Failed, Told, Wanted, Worker
 from specdec.batch.request import Rules
 from specdec.batch.run import Answerer
 from specdec.decoding.stats import EngineStats, sum_of
-from specdec.planning.run_options import RunOptions
+from specdec.run_options import RunOptions
 
 AUTO = "auto"
 MOST_DEATHS = 3

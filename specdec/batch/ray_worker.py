@@ -17,7 +17,7 @@ from offload.errors import SpecdecError
 from specdec import __version__
 from specdec.batch.lines import BatchError, Line
 from specdec.decoding.stats import EngineStats
-from specdec.planning.run_options import RunOptions
+from specdec.run_options import RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

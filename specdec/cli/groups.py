@@ -29,7 +29,7 @@ from specdec.option import (
     SPECULATION,
     options_of,
 )
-from specdec.planning.run_options import RunOptions
+from specdec.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.serve.options import ServeOptions
 

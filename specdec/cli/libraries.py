@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from specdec.cli.output import say
 from specdec.models.names import is_self_draft
 from specdec.models.opened import import_libraries
-from specdec.planning.run_options import RunOptions
+from specdec.run_options import RunOptions
 
 _UNUSED = ("accelerate", "scipy")
 """What transformers imports where it is installed, for training and for whole models in memory."""

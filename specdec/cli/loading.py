@@ -12,7 +12,7 @@ from specdec.cli.enforce import enforced_bytes, run_enforced
 from specdec.cli.libraries import import_for_good
 from specdec.cli.notes import check_models, note_plan, say_plan_notes
 from specdec.cli.output import SHOWN, loading_progress, say
-from specdec.planning.run_options import RunOptions
+from specdec.run_options import RunOptions
 
 if TYPE_CHECKING:
     from specdec.api import LLM

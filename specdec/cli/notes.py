@@ -9,7 +9,7 @@ from offload.units import format_bytes
 from specdec.cli.output import say
 from specdec.models.names import check_local_draft, check_local_name, resolve_headers
 from specdec.models.weight_files import weight_files
-from specdec.planning.run_options import OFF, RunOptions
+from specdec.run_options import OFF, RunOptions
 
 if TYPE_CHECKING:
     from specdec.api import LLM

@@ -1,6 +1,6 @@
 """Options that only the command line has, shared by several commands.
 
-Those of loading are the fields of planning/run_options.py, those of sampling of sampling/params.py.
+Those of loading are the fields of run_options.py, those of sampling of sampling/params.py.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from specdec.decoding.stats import GenerationStats, ratio
 from specdec.decoding.text_decoder import TextDecoder
 from specdec.drafters.base import Drafter
 from specdec.planning.gpu import vram_peak_bytes
-from specdec.planning.run_options import CUDA
+from specdec.run_options import CUDA
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.text.stream import TextStream

@@ -35,8 +35,8 @@ from specdec.planning.base import budget_of_run
 from specdec.planning.early import begin_early, remember_early
 from specdec.planning.load import load_draft, load_target
 from specdec.planning.plan import plan_models
-from specdec.planning.run_options import RunOptions
 from specdec.policy.draft_policy import DraftPolicy
+from specdec.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 

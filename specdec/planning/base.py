@@ -11,7 +11,7 @@ from offload.process.allocator import give_back_freed
 from offload.process.memory import memory_limit, process_memory
 from offload.units import format_exactly, parse_bytes
 from specdec.checks import ConfigError
-from specdec.planning.run_options import AUTO
+from specdec.run_options import AUTO
 
 
 def measure_base() -> int:

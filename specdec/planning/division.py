@@ -26,8 +26,8 @@ from specdec.config import MAX_DRAFT_TOKENS
 from specdec.planning.lending import Lending, foresee
 from specdec.planning.parts import Parts, parts_of_run
 from specdec.planning.placer import CpuPlacer, GpuPlacer, Placer, WholeGpuPlacer
-from specdec.planning.run_options import CPU, CUDA, RunOptions
 from specdec.policy.draft_policy import MAX_AUTO_NODES
+from specdec.run_options import CPU, CUDA, RunOptions
 
 DEFAULT_CTX_SIZE = 2048
 HEADROOM_BYTES = 192 * MIB

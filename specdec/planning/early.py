@@ -22,8 +22,8 @@ from offload.residency.placement import LayerWeights
 from offload.ring.early import EarlyWeights, WantedWeights
 from offload.units import MIB, Progress
 from specdec.models.names import resolve_model
-from specdec.planning.run_options import CPU, RunOptions
 from specdec.planning.run_plan import RunPlan
+from specdec.run_options import CPU, RunOptions
 
 _SAME_BASE_BYTES = 16 * MIB
 """What a process takes by itself differs by half a megabyte from one start to the next, and each

@@ -17,8 +17,8 @@ from specdec.models.opened import OpenedPair
 from specdec.planning.base import asked_budget
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.division import Gpu
-from specdec.planning.run_options import AUTO, CPU, CUDA, RunOptions
 from specdec.planning.search import Figures
+from specdec.run_options import AUTO, CPU, CUDA, RunOptions
 
 if TYPE_CHECKING:
     from backends.hf.source import HfSource

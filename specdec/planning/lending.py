@@ -14,8 +14,8 @@ from offload.residency.placement import Placement
 from offload.residency.plan import hold_layers
 from offload.units import MIB
 from specdec.planning.parts import DRAFTING_PARTS
-from specdec.planning.run_options import RunOptions
 from specdec.policy.spare_memory import RESERVE_BYTES, bytes_per_row
+from specdec.run_options import RunOptions
 
 TEXT_TOKENS = 512
 """Of a text that a plan's speeds are about, prompt included, where the context has room for it."""

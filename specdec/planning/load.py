@@ -15,8 +15,8 @@ from specdec.drafters.window import DraftWindow, draft_context_size
 from specdec.planning.early import Early
 from specdec.planning.parts import most_draft_nodes, planned_width
 from specdec.planning.plan import PlannedModels
-from specdec.planning.run_options import RunOptions
 from specdec.planning.run_plan import RunPlan
+from specdec.run_options import RunOptions
 
 
 def load_target(

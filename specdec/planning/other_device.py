@@ -29,9 +29,9 @@ from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.division import Gpu
 from specdec.planning.gpu import check_no_gpu_options, gpu_for
 from specdec.planning.plan import layer_bytes, make_plan, measure_experts, must_stream, open_pair
-from specdec.planning.run_options import AUTO, CPU, CUDA, LoadKeywords, RunOptions
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Figures
+from specdec.run_options import AUTO, CPU, CUDA, LoadKeywords, RunOptions
 
 _ARITHMETIC = {"dram_bytes_per_second", "flops_per_second"}
 _NO_GAIN = 1.02

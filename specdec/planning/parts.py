@@ -10,7 +10,7 @@ from specdec.config import SpecConfig
 from specdec.drafters.candidates import noise_positions
 from specdec.drafters.model import level_width
 from specdec.drafters.window import draft_context_size
-from specdec.planning.run_options import RunOptions
+from specdec.run_options import RunOptions
 
 _RUNS_PER_NODE = 6
 _PROBABILITY_BYTES = 8  # float64

@@ -24,9 +24,9 @@ from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.division import Divider, Division, Gpu
 from specdec.planning.early import Early
 from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placed
-from specdec.planning.run_options import CPU, ON, LoadKeywords, RunOptions
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Alternative, Figures, Search
+from specdec.run_options import CPU, ON, LoadKeywords, RunOptions
 from specdec.text.chat_format import chat_format
 from specdec.text.vocabulary import compare_vocabularies
 

@@ -21,9 +21,9 @@ from specdec.planning.plan_report import (
     placement_line,
     speed_lines,
 )
-from specdec.planning.run_options import CPU, CUDA
 from specdec.planning.search import Alternative
 from specdec.policy.costs import PassCost
+from specdec.run_options import CPU, CUDA
 
 
 @dataclass(frozen=True)

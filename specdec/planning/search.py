@@ -20,7 +20,6 @@ from specdec.drafters.model import level_width
 from specdec.planning.division import Divider, Division, Shape
 from specdec.planning.lending import TEXT_TOKENS
 from specdec.planning.pass_model import PassModel
-from specdec.planning.run_options import CUDA
 from specdec.policy.assumptions import (
     ASSUMED_NGRAM_SHARE,
     best_depth,
@@ -28,6 +27,7 @@ from specdec.policy.assumptions import (
     likely_levels,
 )
 from specdec.policy.draft_policy import MAX_AUTO_NODES
+from specdec.run_options import CUDA
 
 _TREES = (1, 2, 4, 8, 16, 32, 64, MAX_AUTO_NODES, 256, 512, MAX_DRAFT_TOKENS)
 """Those beyond MAX_AUTO_NODES on a GPU only."""

@@ -19,7 +19,7 @@ from specdec.cli.groups import Load, Sampling, with_options
 from specdec.cli.loading import open_model, run_again_enforced
 from specdec.cli.notes import check_models
 from specdec.cli.output import SHOWN, say, say_figures, write_json
-from specdec.planning.run_options import RunOptions
+from specdec.run_options import RunOptions
 
 if TYPE_CHECKING:
     from specdec.batch.request import Rules

@@ -12,7 +12,7 @@ from specdec.cli.enforce import run_benchmark
 from specdec.cli.groups import LoadEachDraft, Sampling, one_draft, with_options
 from specdec.cli.output import write_json, write_text
 from specdec.models.names import is_self_draft
-from specdec.planning.run_options import RunOptions
+from specdec.run_options import RunOptions
 
 Rank = Annotated[
     bool,

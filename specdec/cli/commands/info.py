@@ -15,7 +15,7 @@ from specdec.cli.groups import Load, Model, with_options
 from specdec.cli.libraries import import_for_good
 from specdec.cli.notes import check_models, note_plan
 from specdec.cli.output import write_json, write_text
-from specdec.planning.run_options import CPU, CUDA
+from specdec.run_options import CPU, CUDA
 
 if TYPE_CHECKING:
     from specdec.devices.this_machine import ThisGpu

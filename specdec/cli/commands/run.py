@@ -20,7 +20,7 @@ from specdec.cli.input.prompts import check_prompt_options, read_line, read_prom
 from specdec.cli.loading import open_model, run_again_enforced
 from specdec.cli.notes import note_plain_transcript
 from specdec.cli.output import perf_line, say, say_figures, write_json, write_text
-from specdec.planning.run_options import DEFAULT_BEAM_SPAN, RunOptions
+from specdec.run_options import DEFAULT_BEAM_SPAN, RunOptions
 
 if TYPE_CHECKING:
     from specdec.api import LLM, CompletionOutput, GenerationResult

@@ -15,7 +15,7 @@ from specdec.cli.groups import ServedLoad, Serving, with_options
 from specdec.cli.loading import open_model, run_again_enforced
 from specdec.cli.notes import note_plain_transcript
 from specdec.cli.output import say
-from specdec.planning.run_options import RunOptions
+from specdec.run_options import RunOptions
 from specdec.serve.options import ServeOptions
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from specdec.batch.ray_cluster import _running_cluster
 from specdec.batch.ray_worker import Ended, Failed, Told, Wanted, Worker
 from specdec.batch.request import Rules
 from specdec.cli.app import main
-from specdec.planning.run_options import RunOptions
+from specdec.run_options import RunOptions
 
 VERSION = __import__("specdec").__version__
 RULES = Rules("m", {"max_tokens": 3})

@@ -68,7 +68,7 @@ def test_what_runs_a_model_is_imported_for_good() -> None:
     code = (
         "import gc, sys\n"
         "from specdec.cli.libraries import import_for_good\n"
-        "from specdec.planning.run_options import RunOptions\n"
+        "from specdec.run_options import RunOptions\n"
         "import_for_good(RunOptions('pair:target', 'pair:draft'))\n"
         "print(gc.get_freeze_count() > 200000, gc.isenabled())\n"
         "print({'scipy', 'accelerate'} & set(sys.modules))"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdec.option import SAMPLING, Option, options_of
-from specdec.planning.run_options import RunOptions
+from specdec.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.serve.options import ServeOptions
 

@@ -14,7 +14,7 @@ from backends.contract.source import ModelSource
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.planning.division import Divider, Shape
-from specdec.planning.run_options import RunOptions
+from specdec.run_options import RunOptions
 from specdec.verification.block import block_walk
 from specdec.verification.tree import DraftTree
 

@@ -14,7 +14,7 @@ from specdec.api import load
 from specdec.decoding.session import Session
 from specdec.planning import early
 from specdec.planning.plan import plan_run
-from specdec.planning.run_options import RunOptions
+from specdec.run_options import RunOptions
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from specdec.planning import candidate_cost
 from specdec.planning.division import Divider, Shape
 from specdec.planning.gpu import find_gpu, gpu_for, measure_with_gpu, placed
 from specdec.planning.plan import make_plan
-from specdec.planning.run_options import RunOptions
 from specdec.planning.search import Figures
+from specdec.run_options import RunOptions
 
 TARGET = PaperModel("t", 4, MIB, can_use_gpu=True)
 DRAFT = PaperModel("d", 2, MIB, can_use_gpu=True)

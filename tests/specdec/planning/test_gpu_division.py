@@ -13,9 +13,9 @@ from offload.units import GIB, MIB
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import level_width
 from specdec.planning.division import Divider, Gpu, Shape
-from specdec.planning.run_options import RunOptions
 from specdec.planning.search import Alternative, Figures, Search
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
+from specdec.run_options import RunOptions
 
 BASE_BYTES = 300 * MIB
 FAST = ComputeCurve.linear(1e-12, 1e-15)

@@ -17,11 +17,11 @@ from offload.units import GIB, MIB
 from specdec.config import SpecConfig
 from specdec.planning.division import Divider, Shape
 from specdec.planning.lending import IN_USE_BYTES, TEXT_TOKENS
-from specdec.planning.run_options import RunOptions
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Alternative, Figures, predict
 from specdec.policy import spare_memory
 from specdec.policy.spare_memory import SpareMemory
+from specdec.run_options import RunOptions
 
 CTX = 2048
 BASE = 400 * MIB

@@ -12,8 +12,8 @@ from backends.contract.curve import ComputeCurve
 from offload.units import GIB, MIB
 from specdec.planning import plan as planning
 from specdec.planning.plan import OpenedPair, PlannedModels
-from specdec.planning.run_options import RunOptions
 from specdec.planning.search import Figures
+from specdec.run_options import RunOptions
 
 CURVE = ComputeCurve.linear(1e-12, 1e-15)
 TARGET = PaperModel("t", 40, 40 * MIB, kv_bytes_per_token=1000, curve=CURVE)

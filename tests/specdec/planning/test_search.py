@@ -12,7 +12,6 @@ from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
 from specdec.planning.division import Divider
-from specdec.planning.run_options import RunOptions
 from specdec.planning.search import Alternative, Figures, Search
 from specdec.policy.assumptions import (
     ASSUMED_LEVEL_ACCEPTANCE,
@@ -21,6 +20,7 @@ from specdec.policy.assumptions import (
     expected_tokens,
     likely_levels,
 )
+from specdec.run_options import RunOptions
 
 FREE = ComputeCurve.linear(1e-12, 1e-15)
 """Of a machine whose arithmetic costs next to nothing."""

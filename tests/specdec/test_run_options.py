@@ -12,7 +12,7 @@ from specdec.checks import ConfigError
 from specdec.models.names import SELF_DRAFT
 from specdec.option import options_of
 from specdec.planning.other_device import plan_on
-from specdec.planning.run_options import LoadKeywords, RunOptions
+from specdec.run_options import LoadKeywords, RunOptions
 
 
 def test_the_keywords_of_load_are_the_fields_and_have_their_types() -> None:
