@@ -41,6 +41,7 @@ ROOMS = {
         "api",
         "decoding",
         "analysis",
+        "planning.outlook",
         "packing planning",
         "run_options",
         "policy",

@@ -18,10 +18,10 @@ from offload.residency.plan import plan_residency
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
 from specdec.planning.division import Division, Shape
-from specdec.planning.machines import Machines
+from specdec.planning.outlook.machines import Machines
+from specdec.planning.outlook.together import plan_together
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Figures, predict
-from specdec.planning.together import plan_together
 
 LAYERS = PaperModel("t", 8, MIB // 2).layers
 CURVE = ComputeCurve.linear(0.1 / (18 * MIB), 0.01 / (18 * MIB))

@@ -17,8 +17,8 @@ from offload.units import GIB, MIB
 from specdec.checks import ConfigError
 from specdec.devices.spec import PRESETS, DeviceError, complete
 from specdec.models.opened import OpenedPair
-from specdec.planning import other_device
-from specdec.planning.other_device import DevicePlan, plan_on
+from specdec.planning.outlook import other_device
+from specdec.planning.outlook.other_device import DevicePlan, plan_on
 
 HERE = ComputeCurve.linear(1e-12, 1e-15)
 TARGET = PaperModel("t", 40, 40 * MIB, kv_bytes_per_token=1000, curve=HERE, can_use_gpu=True)

@@ -1,0 +1,1 @@
+"""Plans of other circumstances: several texts at once, several machines, another device."""
