@@ -43,6 +43,7 @@ ROOMS = {
         "analysis",
         "planning.outlook",
         "packing planning",
+        "planning.memory",
         "run_options",
         "policy",
         "drafters",

@@ -26,7 +26,7 @@ from offload.storage.read_limit import ReadLimit
 from offload.units import GIB
 from specdec.cli.enforce import child_environment
 from specdec.models.weight_files import largest_weight_file, weight_files
-from specdec.planning.division import DEFAULT_CTX_SIZE
+from specdec.planning.memory.division import DEFAULT_CTX_SIZE
 
 LOAD_SECONDS = 300.0
 """Allowed beside the time for decoding, which may be overrun once more for the last prompt."""

@@ -11,7 +11,7 @@ from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.cli.libraries import quiet_libraries
 from specdec.models.opened import open_model
-from specdec.planning.division import DEFAULT_CTX_SIZE
+from specdec.planning.memory.division import DEFAULT_CTX_SIZE
 from specdec.text.prompts import PromptError, check_room, encode_prompt
 
 

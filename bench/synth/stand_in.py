@@ -50,8 +50,8 @@ def smallest_budget(stand_in: StandIn) -> int | None:
 
 
 def _plan(stand_in: StandIn) -> int:
-    from specdec.planning.base import measure_base
-    from specdec.planning.division import Divider
+    from specdec.planning.memory.base import measure_base
+    from specdec.planning.memory.division import Divider
     from specdec.planning.plan import open_pair
     from specdec.run_options import RunOptions
 

@@ -18,7 +18,7 @@ from specdec.devices.spec import DeviceSpec, complete, this_machine, with_memory
 from specdec.devices.this_machine import ThisMachine
 from specdec.models.names import resolve_headers
 from specdec.models.opened import is_gguf
-from specdec.planning.division import DEFAULT_CTX_SIZE
+from specdec.planning.memory.division import DEFAULT_CTX_SIZE
 from specdec.run_options import LoadKeywords, RunOptions
 
 DEFAULT_VERIFIED = 16

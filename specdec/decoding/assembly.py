@@ -14,7 +14,7 @@ from specdec.decoding.recorder import Totals
 from specdec.decoding.room import Room
 from specdec.decoding.scheduler import Scheduler
 from specdec.drafters.model import level_width
-from specdec.planning.parts import DRAFTING_PARTS
+from specdec.planning.memory.parts import DRAFTING_PARTS
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.spare_memory import SpareMemory
 from specdec.run_options import RunOptions

@@ -31,9 +31,9 @@ from specdec.drafters.assembly import Drafters
 from specdec.drafters.base import Drafter
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.state import GrammarState
-from specdec.planning.base import budget_of_run
 from specdec.planning.early import begin_early, remember_early
 from specdec.planning.load import load_draft, load_target
+from specdec.planning.memory.base import budget_of_run
 from specdec.planning.plan import plan_models
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.run_options import RunOptions

@@ -1,1 +1,1 @@
-"""Who gets how much of the memory budget, and the speed to expect."""
+"""The plan of a run: what is refused, how large a tree may get, the speed to expect."""

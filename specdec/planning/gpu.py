@@ -14,9 +14,9 @@ from offload.units import format_bytes, format_exactly
 from specdec.checks import ConfigError
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedPair
-from specdec.planning.base import asked_budget
 from specdec.planning.candidate_cost import measure_draft
-from specdec.planning.division import Gpu
+from specdec.planning.memory.base import asked_budget
+from specdec.planning.memory.division import Gpu
 from specdec.planning.search import Figures
 from specdec.run_options import AUTO, CPU, CUDA, RunOptions
 

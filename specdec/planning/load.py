@@ -13,7 +13,7 @@ from specdec.config import SpecConfig
 from specdec.drafters.model import level_width
 from specdec.drafters.window import DraftWindow, draft_context_size
 from specdec.planning.early import Early
-from specdec.planning.parts import most_draft_nodes, planned_width
+from specdec.planning.memory.parts import most_draft_nodes, planned_width
 from specdec.planning.plan import PlannedModels
 from specdec.planning.run_plan import RunPlan
 from specdec.run_options import RunOptions

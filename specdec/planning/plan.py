@@ -19,11 +19,11 @@ from specdec.checks import ConfigError, refuse_unknown
 from specdec.models.drafts import named_draft
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedModel, OpenedPair, open_model
-from specdec.planning.base import budget_of_run, measure_base
 from specdec.planning.candidate_cost import measure_draft
-from specdec.planning.division import Divider, Division, Gpu
 from specdec.planning.early import Early
 from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placed
+from specdec.planning.memory.base import budget_of_run, measure_base
+from specdec.planning.memory.division import Divider, Division, Gpu
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Alternative, Figures, Search
 from specdec.run_options import CPU, ON, LoadKeywords, RunOptions

@@ -10,7 +10,7 @@ from offload.budget import MemoryBudget, format_up
 from offload.residency.experts import ExpertRoom
 from offload.residency.placement import Placement
 from offload.units import GIB, format_bytes
-from specdec.planning.lending import TEXT_TOKENS
+from specdec.planning.memory.lending import TEXT_TOKENS
 from specdec.planning.search import Alternative
 
 _WHY_NOT_THE_FASTEST = (

@@ -9,7 +9,7 @@ from typing import Any
 from backends.contract.exactness import NOT_ASKED, Exactness
 from offload.residency.placement import Placement
 from offload.residency.tiers import CUDA_CONTEXT_BYTES
-from specdec.planning.lending import TEXT_TOKENS
+from specdec.planning.memory.lending import TEXT_TOKENS
 from specdec.planning.plan_report import (
     alternatives_table,
     enough,

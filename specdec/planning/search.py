@@ -17,8 +17,8 @@ from offload.budget import BudgetExceeded
 from offload.residency.placement import Placement
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import level_width
-from specdec.planning.division import Divider, Division, Shape
-from specdec.planning.lending import TEXT_TOKENS
+from specdec.planning.memory.division import Divider, Division, Shape
+from specdec.planning.memory.lending import TEXT_TOKENS
 from specdec.planning.pass_model import PassModel
 from specdec.policy.assumptions import (
     ASSUMED_NGRAM_SHARE,

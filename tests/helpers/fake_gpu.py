@@ -55,9 +55,9 @@ def force_tiers(patch: pytest.MonkeyPatch) -> None:
     def streamed(layers: Any, host_bytes: int, **slots: Any) -> Placement:
         return Placement(layers, 1, is_on_device=True)
 
-    patch.setattr("specdec.planning.placer.fill_device", nothing)
-    patch.setattr("specdec.planning.placer.fill_host", streamed)
-    patch.setattr("specdec.planning.placer.WholeGpuPlacer.place", _resident)
+    patch.setattr("specdec.planning.memory.placer.fill_device", nothing)
+    patch.setattr("specdec.planning.memory.placer.fill_host", streamed)
+    patch.setattr("specdec.planning.memory.placer.WholeGpuPlacer.place", _resident)
 
 
 def _resident(self: Any, n_bytes: int, device_bytes: int) -> Placement:

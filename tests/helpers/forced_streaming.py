@@ -18,4 +18,4 @@ def force_streaming(patch: pytest.MonkeyPatch, n_slots: int = 2) -> None:
         smallest = least_host_bytes(layers, n_slots)
         return plan_residency(layers, smallest, n_slots=n_slots)
 
-    patch.setattr("specdec.planning.placer.plan_residency", planned)
+    patch.setattr("specdec.planning.memory.placer.plan_residency", planned)

@@ -51,10 +51,10 @@ def plan(
 ) -> None:
     """Show what goes where in memory, what else was weighed, and the predicted speed."""
     check_models(load)
-    from specdec.planning.machines import Machines as SeveralMachines
-    from specdec.planning.other_device import plan_on
+    from specdec.planning.outlook.machines import Machines as SeveralMachines
+    from specdec.planning.outlook.other_device import plan_on
+    from specdec.planning.outlook.together import Together, plan_together
     from specdec.planning.plan import plan_run
-    from specdec.planning.together import Together, plan_together
 
     keywords = load.keywords()
     if on is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.planning.lending import TEXT_TOKENS
+from specdec.planning.memory.lending import TEXT_TOKENS
 from specdec.planning.run_plan import RunPlan
 
 

@@ -24,10 +24,10 @@ from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceError, DeviceSpec, Machine, complete
 from specdec.devices.this_machine import ThisMachine
 from specdec.models.opened import OpenedPair
-from specdec.planning.base import asked_budget, measure_base
 from specdec.planning.candidate_cost import measure_draft
-from specdec.planning.division import Gpu
 from specdec.planning.gpu import check_no_gpu_options, gpu_for
+from specdec.planning.memory.base import asked_budget, measure_base
+from specdec.planning.memory.division import Gpu
 from specdec.planning.plan import layer_bytes, make_plan, measure_experts, must_stream, open_pair
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Figures

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specdec.drafters.model import level_width
-from specdec.planning.lending import TEXT_TOKENS
+from specdec.planning.memory.lending import TEXT_TOKENS
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.assumptions import expected_tokens, likely_levels
 

@@ -29,7 +29,7 @@ from offload.paging.experts import PagedExperts
 from offload.residency.experts import slot_bytes
 from offload.storage.direct_io import StorageError
 from offload.trace import recording
-from specdec.planning.placer import CpuPlacer
+from specdec.planning.memory.placer import CpuPlacer
 
 pytestmark = pytest.mark.gguf
 SHAPE = {"n_layers": 3, "n_experts": 8, "feed_forward": 256}

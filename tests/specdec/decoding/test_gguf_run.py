@@ -142,7 +142,7 @@ def test_a_refused_budget_names_the_caches_that_would_do_with_less(
     # What the process takes by itself is not the same twice, to a MiB or two.
     monkeypatch.setattr("specdec.planning.plan.measure_base", lambda: 100 * MIB)
     # It is a small model.
-    monkeypatch.setattr("specdec.planning.division._SMALLEST_STEP_BYTES", 64 * KIB)
+    monkeypatch.setattr("specdec.planning.memory.division._SMALLEST_STEP_BYTES", 64 * KIB)
 
     def plan(budget: str, cache_type: str) -> None:
         types = {"cache_type_k": cache_type, "cache_type_v": cache_type}

@@ -20,8 +20,8 @@ from offload.residency.experts import ExpertRoom, LayerExperts, least_slots, slo
 from specdec.models.names import resolve_model
 from specdec.planning import plan
 from specdec.planning.gpu import on_gpu
+from specdec.planning.memory.placer import CpuPlacer
 from specdec.planning.pass_model import PassModel
-from specdec.planning.placer import CpuPlacer
 from specdec.planning.plan import measure_experts, plan_run
 from specdec.planning.plan_report import expert_line
 from specdec.policy.costs import PassTimes

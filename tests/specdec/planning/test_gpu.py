@@ -21,8 +21,8 @@ from offload.units import GIB, MIB
 from specdec.checks import ConfigError
 from specdec.models.opened import OpenedModel, OpenedPair
 from specdec.planning import candidate_cost
-from specdec.planning.division import Divider, Shape
 from specdec.planning.gpu import find_gpu, gpu_for, measure_with_gpu, placed
+from specdec.planning.memory.division import Divider, Shape
 from specdec.planning.plan import make_plan
 from specdec.planning.search import Figures
 from specdec.run_options import RunOptions

@@ -17,7 +17,7 @@ from offload.budget import MemoryBudget
 from offload.residency.plan import plan_residency
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
-from specdec.planning.division import Division, Shape
+from specdec.planning.memory.division import Division, Shape
 from specdec.planning.outlook.machines import Machines
 from specdec.planning.outlook.together import plan_together
 from specdec.planning.run_plan import RunPlan

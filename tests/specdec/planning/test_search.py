@@ -11,7 +11,7 @@ from backends.contract.curve import ComputeCurve
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
-from specdec.planning.division import Divider
+from specdec.planning.memory.division import Divider
 from specdec.planning.search import Alternative, Figures, Search
 from specdec.policy.assumptions import (
     ASSUMED_LEVEL_ACCEPTANCE,

@@ -34,7 +34,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(other_device, "ThisMachine", lambda *arguments: machine(2 * GIB))
     # Tests that ran before in this process are not to count.
     taken = SimpleNamespace(rss_bytes=500 * MIB)
-    monkeypatch.setattr("specdec.planning.base.process_memory", lambda: taken)
+    monkeypatch.setattr("specdec.planning.memory.base.process_memory", lambda: taken)
 
 
 def machine(memory_bytes: int) -> SimpleNamespace:

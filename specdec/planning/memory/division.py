@@ -23,9 +23,9 @@ from offload.residency.placement import Placement
 from offload.residency.tiers import CUDA_CONTEXT_BYTES, VRAM
 from offload.units import MIB
 from specdec.config import MAX_DRAFT_TOKENS
-from specdec.planning.lending import Lending, foresee
-from specdec.planning.parts import Parts, parts_of_run
-from specdec.planning.placer import CpuPlacer, GpuPlacer, Placer, WholeGpuPlacer
+from specdec.planning.memory.lending import Lending, foresee
+from specdec.planning.memory.parts import Parts, parts_of_run
+from specdec.planning.memory.placer import CpuPlacer, GpuPlacer, Placer, WholeGpuPlacer
 from specdec.policy.draft_policy import MAX_AUTO_NODES
 from specdec.run_options import CPU, CUDA, RunOptions
 

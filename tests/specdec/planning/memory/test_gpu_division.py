@@ -12,7 +12,7 @@ from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import level_width
-from specdec.planning.division import Divider, Gpu, Shape
+from specdec.planning.memory.division import Divider, Gpu, Shape
 from specdec.planning.search import Alternative, Figures, Search
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
 from specdec.run_options import RunOptions

@@ -13,7 +13,7 @@ from backends.contract.source import ModelSource
 from offload.residency.placement import Placement
 from offload.residency.plan import hold_layers
 from offload.units import MIB
-from specdec.planning.parts import DRAFTING_PARTS
+from specdec.planning.memory.parts import DRAFTING_PARTS
 from specdec.policy.spare_memory import RESERVE_BYTES, bytes_per_row
 from specdec.run_options import RunOptions
 

@@ -18,7 +18,7 @@ from offload.residency.experts import ExpertRoom, count_experts, least_slots, sl
 from offload.residency.placement import LayerWeights, Placement
 from offload.residency.plan import DEFAULT_N_SLOTS, least_host_bytes, plan_residency
 from offload.residency.tiers import fill_device, fill_host, least_device_bytes, whole_device_bytes
-from specdec.planning.parts import Parts
+from specdec.planning.memory.parts import Parts
 
 _PLENTY_BYTES = 1 << 62
 

@@ -13,7 +13,7 @@ from paper_models import PaperModel
 from backends.contract.source import ModelSource
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
-from specdec.planning.division import Divider, Shape
+from specdec.planning.memory.division import Divider, Shape
 from specdec.run_options import RunOptions
 from specdec.verification.block import block_walk
 from specdec.verification.tree import DraftTree

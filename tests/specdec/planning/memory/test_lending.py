@@ -15,8 +15,8 @@ from offload.residency.plan import hold_layers
 from offload.ring.order import TicketOrder
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
-from specdec.planning.division import Divider, Shape
-from specdec.planning.lending import IN_USE_BYTES, TEXT_TOKENS
+from specdec.planning.memory.division import Divider, Shape
+from specdec.planning.memory.lending import IN_USE_BYTES, TEXT_TOKENS
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Alternative, Figures, predict
 from specdec.policy import spare_memory
