@@ -18,11 +18,11 @@ from typing_extensions import Self, Unpack
 from offload.errors import SpecdecError
 from specdec.checks import ConfigError, check_type, refuse_unknown
 from specdec.config import SpecConfig
-from specdec.decoding.engine import CalledFromInside
 from specdec.decoding.generation import Request
-from specdec.decoding.sequences import CompletionOutput, GenerationResult, StreamChunk
+from specdec.decoding.rounds.engine import CalledFromInside
+from specdec.decoding.rounds.sequences import CompletionOutput, GenerationResult, StreamChunk
+from specdec.decoding.rounds.stats import EngineStats
 from specdec.decoding.session import ModelClosed, ModelElsewhere, Session
-from specdec.decoding.stats import EngineStats
 from specdec.decoding.stream import GenerationStream, wait_for_any
 from specdec.drafters.base import Drafter
 from specdec.grammar.state import GrammarError

@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from offload.errors import SpecdecError
 from specdec.api import LLM
-from specdec.decoding.sequences import GenerationResult, StreamChunk
+from specdec.decoding.rounds.sequences import GenerationResult, StreamChunk
 from specdec.decoding.stream import GenerationStream
 from specdec.sampling.logprobs import TopLogprobs
 from specdec.sampling.params import SamplingParams

@@ -29,7 +29,7 @@ from bench.prompts.workloads import BUILT_IN, read_prompts
 from bench.table import Table, cell, text_of
 from specdec.cli.errors import run_app
 from specdec.config import DEFAULT_DRAFT_DEPTH, SpecConfig
-from specdec.decoding.stats import ratio
+from specdec.decoding.rounds.stats import ratio
 from specdec.policy.costs import MOST_TIMED_ROWS
 from specdec.policy.experience import experience_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.figures import aggregate_stats
-from specdec.decoding.stats import ratio
+from specdec.decoding.rounds.stats import ratio
 from specdec.drafters.model import level_width
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specdec.batch.lines import LineKey
-from specdec.decoding.sequences import CompletionOutput, GenerationResult
+from specdec.decoding.rounds.sequences import CompletionOutput, GenerationResult
 from specdec.sampling.logprobs import TopLogprobs
 from specdec.text.tokenizer import TokenDecoder
 

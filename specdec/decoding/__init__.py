@@ -1,1 +1,1 @@
-"""The loop over rounds: propose, extend, accept, commit."""
+"""Generations of the loaded models: their texts and beams, and what is kept between them."""

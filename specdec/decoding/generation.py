@@ -15,17 +15,17 @@ from specdec.analysis.utilization import ModelFlops
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.decoding.beams import BeamDecoder, Hypothesis, check_beams
-from specdec.decoding.jobs import Job, SearchJob, TextJob
-from specdec.decoding.recorder import StatsRecorder
-from specdec.decoding.sequences import (
+from specdec.decoding.rounds.jobs import Job, SearchJob, TextJob
+from specdec.decoding.rounds.recorder import StatsRecorder
+from specdec.decoding.rounds.sequences import (
     CompletionOutput,
     GeneratedSequence,
     StreamChunk,
     sequence_seed,
 )
+from specdec.decoding.rounds.stats import GenerationStats, ratio
+from specdec.decoding.rounds.text_decoder import TextDecoder
 from specdec.decoding.session import Session
-from specdec.decoding.stats import GenerationStats, ratio
-from specdec.decoding.text_decoder import TextDecoder
 from specdec.drafters.base import Drafter
 from specdec.planning.gpu import vram_peak_bytes
 from specdec.run_options import CUDA

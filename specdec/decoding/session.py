@@ -20,13 +20,13 @@ from offload.process.remembered import forget_figures
 from specdec.analysis.utilization import ModelFlops, model_flops
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
-from specdec.decoding.ahead_thread import AheadThread
-from specdec.decoding.assembly import engine_of
 from specdec.decoding.kept_experience import KeptExperience
 from specdec.decoding.prompt_cache import PromptCache, check_file
-from specdec.decoding.recorder import StatsRecorder, Totals
-from specdec.decoding.stats import EngineStats, PassTime
-from specdec.decoding.text_decoder import TextDecoder
+from specdec.decoding.rounds.ahead_thread import AheadThread
+from specdec.decoding.rounds.assembly import engine_of
+from specdec.decoding.rounds.recorder import StatsRecorder, Totals
+from specdec.decoding.rounds.stats import EngineStats, PassTime
+from specdec.decoding.rounds.text_decoder import TextDecoder
 from specdec.drafters.assembly import Drafters
 from specdec.drafters.base import Drafter
 from specdec.grammar.compiler import GrammarCompiler

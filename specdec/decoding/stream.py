@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from specdec.decoding.generation import Generation, Request
-from specdec.decoding.sequences import CompletionOutput, GenerationResult, StreamChunk
+from specdec.decoding.rounds.sequences import CompletionOutput, GenerationResult, StreamChunk
 from specdec.decoding.session import ModelElsewhere, Session
 
 

@@ -18,8 +18,8 @@ from offload.errors import SpecdecError
 from specdec.api import LLM, ModelClosed
 from specdec.async_llm import AsyncChunk, AsyncLLM, AsyncStream
 from specdec.checks import ConfigError
-from specdec.decoding.sequences import GenerationResult
-from specdec.decoding.stats import EngineStats
+from specdec.decoding.rounds.sequences import GenerationResult
+from specdec.decoding.rounds.stats import EngineStats
 from specdec.grammar.constraint import Constraint
 from specdec.grammar.state import GrammarError
 from specdec.grammar.trial import check_cost, end_trials

@@ -23,8 +23,8 @@ from generating import FREE, OneText, SteppedAhead, limits_after, make_controlle
 from table_backend import TableBackend
 
 from specdec.config import CHAIN_RULES, SpecConfig
-from specdec.decoding.recorder import StatsRecorder
-from specdec.decoding.text_decoder import TextDecoder
+from specdec.decoding.rounds.recorder import StatsRecorder
+from specdec.decoding.rounds.text_decoder import TextDecoder
 from specdec.drafters.model import ModelDrafter
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.params import SamplingParams

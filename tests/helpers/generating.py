@@ -10,10 +10,10 @@ import numpy as np
 
 from backends.contract.backend import Backend
 from specdec.config import SpecConfig
-from specdec.decoding.ahead_thread import AheadThread
-from specdec.decoding.controller import Controller
-from specdec.decoding.recorder import StatsRecorder
-from specdec.decoding.text_decoder import Round, TextDecoder
+from specdec.decoding.rounds.ahead_thread import AheadThread
+from specdec.decoding.rounds.controller import Controller
+from specdec.decoding.rounds.recorder import StatsRecorder
+from specdec.decoding.rounds.text_decoder import Round, TextDecoder
 from specdec.drafters.assembly import NoDrafter
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.grammar.state import GrammarState

@@ -9,7 +9,7 @@ from controller_checks import CHECKS
 from mutants import mutated
 
 from backends.contract.backend import BackendError
-from specdec.decoding.text_decoder import TextDecoder
+from specdec.decoding.rounds.text_decoder import TextDecoder
 from specdec.drafters.model import ModelDrafter
 
 

@@ -17,7 +17,7 @@ from held_generation import PROMPT, Generation, Held
 from interrupting import interrupted
 
 from specdec.api import LLM, ModelClosed, ModelElsewhere
-from specdec.decoding.ahead_thread import AheadThread
+from specdec.decoding.rounds.ahead_thread import AheadThread
 from specdec.decoding.stream import GenerationStream
 
 

@@ -15,7 +15,7 @@ from tiny_pair import save_model
 
 import specdec
 from specdec.api import LLM
-from specdec.decoding.stats import GenerationStats
+from specdec.decoding.rounds.stats import GenerationStats
 
 # An interrupt inside of a generator that is being dropped is reported, not raised.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

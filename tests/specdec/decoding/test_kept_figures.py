@@ -8,7 +8,7 @@ import pytest
 
 import specdec
 from offload.process import remembered
-from specdec.decoding.stats import PassTime
+from specdec.decoding.rounds.stats import PassTime
 
 
 @pytest.mark.parametrize(

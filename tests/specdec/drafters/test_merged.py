@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from table_backend import TableBackend
 
 from specdec.config import SpecConfig
-from specdec.decoding.recorder import StatsRecorder
+from specdec.decoding.rounds.recorder import StatsRecorder
 from specdec.drafters import Drafter, MergedDrafter, NgramDrafter, TreeLimits
 from specdec.drafters.merged import merge_trees, narrowed
 from specdec.drafters.model import ModelDrafter

@@ -17,8 +17,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
 from specdec.async_llm import AsyncChunk
-from specdec.decoding.sequences import GenerationResult
-from specdec.decoding.stats import GenerationStats
+from specdec.decoding.rounds.sequences import GenerationResult
+from specdec.decoding.rounds.stats import GenerationStats
 from specdec.grammar import trial
 from specdec.grammar.constraint import Constraint
 from specdec.sampling.params import SamplingParams

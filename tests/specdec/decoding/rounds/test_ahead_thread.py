@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from specdec.decoding.ahead_thread import AheadThread
+from specdec.decoding.rounds.ahead_thread import AheadThread
 
 
 @pytest.fixture

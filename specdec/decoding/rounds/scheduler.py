@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from itertools import count
 
 from backends.contract.sequence import SequenceRows
-from specdec.decoding.controller import Controller, Entering
-from specdec.decoding.jobs import Job, SearchJob, TextJob
-from specdec.decoding.room import Room, its_own_errors, rank
+from specdec.decoding.rounds.controller import Controller, Entering
+from specdec.decoding.rounds.jobs import Job, SearchJob, TextJob
+from specdec.decoding.rounds.room import Room, its_own_errors, rank
 from specdec.policy.costs import MOST_TIMED_ROWS, PassCost
 from specdec.policy.spare_memory import SpareMemory
 

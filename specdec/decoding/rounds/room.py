@@ -14,8 +14,8 @@ from backends.contract.backend import Backend, BackendError
 from backends.contract.kept_texts import KeptTexts
 from backends.contract.kv_files import KvFiles
 from backends.contract.sequence import SequenceRows, TokenSequence, common_length
-from specdec.decoding.jobs import Job, SearchJob, TextJob
-from specdec.decoding.recorder import Totals
+from specdec.decoding.rounds.jobs import Job, SearchJob, TextJob
+from specdec.decoding.rounds.recorder import Totals
 from specdec.policy.costs import PassCost
 
 FILE_SECONDS = 0.01

@@ -15,10 +15,10 @@ from typing import Protocol
 
 from offload.errors import SpecdecError
 from offload.process.interruptible import POLL_SECONDS, uninterrupted
-from specdec.decoding.controller import Controller
-from specdec.decoding.jobs import Job
-from specdec.decoding.scheduler import Scheduler
-from specdec.decoding.sequences import StreamChunk
+from specdec.decoding.rounds.controller import Controller
+from specdec.decoding.rounds.jobs import Job
+from specdec.decoding.rounds.scheduler import Scheduler
+from specdec.decoding.rounds.sequences import StreamChunk
 
 
 class CalledFromInside(SpecdecError):

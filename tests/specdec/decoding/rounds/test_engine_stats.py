@@ -12,8 +12,8 @@ from tiny_pair import save_model
 import specdec
 from backends.attention.batch import BLOCK_ROWS
 from specdec.api import LLM
-from specdec.decoding.recorder import Totals
-from specdec.decoding.stats import EngineStats, sum_of
+from specdec.decoding.rounds.recorder import Totals
+from specdec.decoding.rounds.stats import EngineStats, sum_of
 from specdec.policy.costs import PassCost
 
 PROMPT = [7 + i % 60 for i in range(2 * BLOCK_ROWS + 5)]

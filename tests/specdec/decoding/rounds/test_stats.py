@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from specdec.decoding.recorder import StatsRecorder
-from specdec.decoding.stats import GenerationStats, PassTime, percentile
+from specdec.decoding.rounds.recorder import StatsRecorder
+from specdec.decoding.rounds.stats import GenerationStats, PassTime, percentile
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 

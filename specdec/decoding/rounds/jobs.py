@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from backends.contract.kv_files import KvFile
 from backends.contract.sequence import SequenceRows, TokenSequence
-from specdec.decoding.text_decoder import TextDecoder
+from specdec.decoding.rounds.text_decoder import TextDecoder
 
 
 class Job(ABC):

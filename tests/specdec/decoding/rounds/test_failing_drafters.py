@@ -9,9 +9,9 @@ from tiny_pair import save_model
 
 import specdec
 from specdec.api import LLM
-from specdec.decoding.room import its_own_errors
+from specdec.decoding.rounds.room import its_own_errors
+from specdec.decoding.rounds.text_decoder import BadProposal
 from specdec.decoding.stream import GenerationStream
-from specdec.decoding.text_decoder import BadProposal
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.decoding.stats import GenerationStats
+from specdec.decoding.rounds.stats import GenerationStats
 from specdec.sampling.logprobs import TopLogprobs
 from specdec.sampling.params import SEED_LIMIT
 from specdec.sampling.sampler import Sampler

@@ -11,7 +11,7 @@ import pytest
 from controller_checks import CHECKS, rounds_error
 
 from specdec.config import CHAIN_RULES
-from specdec.decoding.text_decoder import TextDecoder
+from specdec.decoding.rounds.text_decoder import TextDecoder
 from specdec.drafters.model import ModelDrafter
 
 EXACT = 1e-12

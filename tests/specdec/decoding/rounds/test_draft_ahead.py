@@ -20,9 +20,9 @@ from table_backend import TableBackend
 from backends.contract.backend import Backend
 from backends.hf.backend import TorchBackend
 from specdec.config import SpecConfig
-from specdec.decoding.ahead_thread import AheadThread
-from specdec.decoding.recorder import StatsRecorder
-from specdec.decoding.stats import GenerationStats
+from specdec.decoding.rounds.ahead_thread import AheadThread
+from specdec.decoding.rounds.recorder import StatsRecorder
+from specdec.decoding.rounds.stats import GenerationStats
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.lockstep import run_steps

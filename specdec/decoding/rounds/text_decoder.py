@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from backends.contract.sequence import SequenceRows, SequenceScores, TokenSequence
 from offload.errors import SpecdecError
 from specdec.config import SpecConfig
-from specdec.decoding.recorder import StatsRecorder
+from specdec.decoding.rounds.recorder import StatsRecorder
 from specdec.drafters.base import Drafter
 from specdec.drafters.lockstep import Steps
 from specdec.policy.draft_policy import DraftPolicy

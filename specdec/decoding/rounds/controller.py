@@ -11,9 +11,9 @@ from contextlib import ExitStack
 
 from backends.contract.backend import Backend
 from backends.contract.sequence import SequenceRows, SequenceScores
-from specdec.decoding.ahead_thread import AheadThread
-from specdec.decoding.recorder import StatsRecorder, Totals
-from specdec.decoding.text_decoder import TextDecoder
+from specdec.decoding.rounds.ahead_thread import AheadThread
+from specdec.decoding.rounds.recorder import StatsRecorder, Totals
+from specdec.decoding.rounds.text_decoder import TextDecoder
 from specdec.drafters.lockstep import in_lockstep
 from specdec.policy.shared_round import observe_together, should_draft_ahead, trim_together
 from specdec.verification.tree import ROOT, DraftTree

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from offload.trace import record_since, recorded
-from specdec.decoding.stats import (
+from specdec.decoding.rounds.stats import (
     ACCEPT,
     DRAFT,
     PASS,
