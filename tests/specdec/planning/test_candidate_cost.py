@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from paper_models import PaperModel
@@ -13,7 +14,10 @@ from specdec.planning import candidate_cost
 from specdec.planning.candidate_cost import measure_draft
 
 
-def test_a_level_is_a_pass_and_the_ranking_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_is_a_pass_and_the_ranking_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     now = 0.0
     rank = CandidateRanker.rank
 
