@@ -8,7 +8,7 @@ import pytest
 from controller_checks import CHECKS
 from mutants import mutated
 
-from backends.contract.backend import BackendError
+from offload.errors import SpecdecError
 from specdec.decoding.rounds.text_decoder import TextDecoder
 from specdec.drafters.model import ModelDrafter
 
@@ -124,12 +124,13 @@ IN_DRAFTER = {
 
 
 def is_caught(decoder: type[TextDecoder], drafter: type[ModelDrafter]) -> bool:
-    """By a wrong result, by the caches' own checks, or by `run`'s on the committed length."""
+    """By a wrong result, by the checks of the caches and of proposals, or by `run`'s on the
+    committed length."""
     for check in CHECKS:
         try:
             if not check(decoder, drafter):
                 return True
-        except (BackendError, AssertionError, ValueError):
+        except (SpecdecError, AssertionError, ValueError):
             return True
     return False
 
