@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from offload.experts.eviction import Directory, record_visit
-from offload.experts.readers import Check, ExpertReaders, ExpertStats
+from offload.experts.readers import Check, ExpertReaders, ExpertStats, Failure
 from offload.residency.experts import ExpertRoom, LayerExperts
 from offload.storage.aligned import AlignedBuffer
 from offload.storage.direct_io import DirectFile, OpenStorage
@@ -129,7 +129,7 @@ class ExpertCache:
         """Until an expert is there."""
         self._readers.stall_for(one.begun, layer, check)
 
-    def read(self, layer: int, expert: int, slot: int, begun: list[Future[None]]) -> int:
+    def read(self, layer: int, expert: int, slot: int, begun: list[Future[Failure]]) -> int:
         """Begin to read an expert into a slot; returns how many reads that takes.
 
         begun: gets them, one by one.
@@ -179,14 +179,17 @@ class _Read:
 
     expert: int
     slot: int
-    begun: list[Future[None]] = field(default_factory=list)
+    begun: list[Future[Failure]] = field(default_factory=list)
     n_reads: int | None = None
     """None: not all of them are begun."""
 
     def is_whole(self) -> bool:
         """Once they have ended."""
-        ended = (not one.cancelled() and one.exception() is None for one in self.begun)
-        return self.n_reads == len(self.begun) and all(ended)
+        return self.n_reads == len(self.begun) and all(map(_is_well, self.begun))
+
+
+def _is_well(read: Future[Failure]) -> bool:
+    return not read.cancelled() and read.exception() is None and read.result() is None
 
 
 class _Reads:

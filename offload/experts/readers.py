@@ -9,14 +9,16 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import TypeAlias
 
 from offload.errors import SpecdecError
 from offload.process.interruptible import POLL_SECONDS, check_interrupt
 from offload.ring.slots import JOIN_SECONDS
-from offload.storage.direct_io import DirectFile, OpenStorage
+from offload.storage.direct_io import DirectFile, OpenStorage, StorageError
 from offload.storage.layout import Piece
 from offload.storage.reading import OpenFiles
 from offload.trace import READ, WAIT, record_since
@@ -25,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 N_READERS = 8
 """Reads in flight: an expert is a few MB, and storage wants several at a time."""
+Failure: TypeAlias = StorageError | None
+"""Of a read."""
 Check = Callable[[], None]
 """Called again and again while reads are waited for; what it raises ends the wait."""
 
@@ -58,12 +62,12 @@ class ExpertReaders:
         self.stats = ExpertStats()
         self._files = OpenFiles(paths, storage)
         self._pool = ThreadPoolExecutor(n_readers or N_READERS, thread_name_prefix="specdec-expert")
-        self._begun: set[Future[None]] = set()
+        self._begun: set[Future[Failure]] = set()
         """Reads that have not ended."""
         self._is_stopped = False
         self._lock = threading.Lock()
 
-    def begin(self, piece: Piece, memory: Callable[[], memoryview]) -> Future[None]:
+    def begin(self, piece: Piece, memory: Callable[[], memoryview]) -> Future[Failure]:
         """Read a piece.
 
         memory: where it goes to; called in the thread that reads.
@@ -78,14 +82,18 @@ class ExpertReaders:
         read.add_done_callback(self._begun.discard)
         return read
 
-    def _read(self, piece: Piece, memory: Callable[[], memoryview]) -> None:
+    def _read(self, piece: Piece, memory: Callable[[], memoryview]) -> Failure:
         started = perf_counter()
-        n_bytes = self._files.read(piece, memory())
+        try:
+            n_bytes = self._files.read(piece, memory())
+        except StorageError as error:
+            return copy(error)  # without its frames, which hold the memory
         record_since(started, READ, "experts", n_bytes, piece.path)
         with self._lock:
             self.stats.bytes_read += n_bytes
+        return None
 
-    def wait_for(self, reads: Collection[Future[None]], check: Check | None) -> None:
+    def wait_for(self, reads: Collection[Future[Failure]], check: Check | None) -> None:
         """Until they have ended. Raises what `check` does, and SpecdecError after `stop`."""
         while wait(reads, POLL_SECONDS).not_done:
             check_interrupt()
@@ -93,14 +101,17 @@ class ExpertReaders:
             if check is not None:
                 check()
 
-    def stall_for(self, reads: Collection[Future[None]], layer: int, check: Check | None) -> None:
+    def stall_for(
+        self, reads: Collection[Future[Failure]], layer: int, check: Check | None
+    ) -> None:
         """The same of reads that a pass needs now. Raises also what one of them did."""
         started = perf_counter()
         self.wait_for(reads, check)
         seconds = record_since(started, WAIT, f"wait for experts of layer {layer}")
         self.stats.stall_seconds += seconds
         for read in reads:
-            read.result()
+            if (error := read.result()) is not None:
+                raise copy(error)  # whose frames lead to the read: the read must not lead to them
 
     def check_unchanged(self) -> None:
         """Raise StorageError when one of the files was overwritten since it was opened."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from offload.errors import SpecdecError
 from offload.experts.cache import is_of_one_row
 from offload.experts.eviction import Directory, record_visit
-from offload.experts.readers import Check, ExpertReaders, ExpertStats
+from offload.experts.readers import Check, ExpertReaders, ExpertStats, Failure
 from offload.paging.address_space import (
     PAGE_BYTES,
     Move,
@@ -90,7 +90,7 @@ class PagedExperts:
         self._most_bytes, self._n_used_bytes = room.n_bytes, 0
         self._was_full = False
         self._is_closed = False
-        self._reads: list[Future[None]] = []
+        self._reads: list[Future[Failure]] = []
         self._left: list[tuple[int, int]] = []
         """(layer, expert) of a visit that was given up while it read them."""
         self._unneeded: list[Brought] = []
@@ -226,7 +226,7 @@ class PagedExperts:
         for part in parts:
             self._reads.append(self._begin_one(*part))
 
-    def _begin_one(self, region: Region, run: Pages) -> Future[None]:
+    def _begin_one(self, region: Region, run: Pages) -> Future[Failure]:
         n_bytes, start = n_bytes_of(run), region.span.inner.start + run[0] * PAGE_BYTES
         piece = Piece(region.span.path, start, 0, n_bytes, n_bytes)
         return self._readers.begin(piece, partial(_populated, region.at(run), n_bytes))

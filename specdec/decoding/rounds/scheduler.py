@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
+from traceback import clear_frames
 
 from backends.contract.sequence import SequenceRows
 from specdec.decoding.rounds.controller import Controller, Entering
@@ -146,6 +147,7 @@ class Scheduler:
         try:
             self._controller.step([job.decoder for job in decoding], chunks, most_rows)
         except BaseException as error:
+            clear_frames(error.__traceback__)  # those of the pass hold weights, by way of the error
             is_cut = self.n_cancels > n_cancels or not isinstance(error, Exception)
             for job in taking_part:
                 if is_cut:  # by Ctrl-C, or for one that is cancelled: the others try again
@@ -218,6 +220,7 @@ class Scheduler:
             decoding = [job for job in room.running if job.is_wanted and job.decoder.is_decoding]
             search.run(self._most_rows(decoding) if decoding else None)
         except Exception as error:
+            clear_frames(error.__traceback__)
             search.error = error
         except BaseException:  # Ctrl-C of who runs the round: its beams are gone
             if search.text is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -168,6 +170,21 @@ class FailingFile(DirectFile):
         if FailingFile.n_reads == 2:
             raise StorageError(f"{self.path}: I/O error")
         return super().read_into(view, offset)
+
+
+def test_what_a_failed_read_raised_keeps_no_memory(written) -> None:
+    FailingFile.n_reads = 0
+    cache = ExpertCache(written.room(4), storage=FailingFile, n_readers=1)
+    gc.disable()  # which would find the memory sooner or later
+    try:
+        with pytest.raises(StorageError, match="I/O error"):
+            list(cache.bring(0, [0, 1, 2]))
+        freed = weakref.ref(cache)
+        cache.close()
+        del cache
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_a_read_that_failed_is_told_and_read_again(written) -> None:

@@ -16,6 +16,9 @@ import pytest
 from held_generation import PROMPT, Generation, Held
 from interrupting import interrupted
 
+import specdec
+from offload.experts.readers import ExpertReaders
+from offload.storage.direct_io import StorageError
 from specdec.api import LLM, ModelClosed, ModelElsewhere
 from specdec.decoding.rounds.ahead_thread import AheadThread
 from specdec.decoding.stream import GenerationStream
@@ -129,6 +132,26 @@ def test_a_generation_that_failed_is_let_go(small_llm: LLM) -> None:
     left = generate()
     gc.collect()
     assert left() is None
+
+
+def test_a_read_that_failed_keeps_no_memory_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = specdec.load("pair:moe", memory_budget="1GiB", ctx_size=64, parallel=1)
+    memory = llm.target._weights._experts._memory
+    read, n_left = ExpertReaders._read, iter(range(20))
+
+    def lose(*args: Any) -> StorageError | None:
+        return StorageError("the disk is gone") if next(n_left, None) is None else read(*args)
+
+    monkeypatch.setattr(ExpertReaders, "_read", lose)
+    gc.collect()
+    gc.disable()  # which would find them sooner or later
+    try:
+        with pytest.raises(StorageError, match="the disk is gone"):
+            llm.generate("def area(", max_tokens=4)
+        llm.close()
+        assert memory._map.closed
+    finally:
+        gc.enable()
 
 
 class Left(BaseException):
