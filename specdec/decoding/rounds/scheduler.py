@@ -126,7 +126,8 @@ class Scheduler:
             return
         rounds = [job.decoder.round for job in decoding]
         n_rows = n_entering + sum(len(one.tree) for one in rounds if one is not None)
-        self._lend(n_rows, has_entered=bool(entering))
+        has_drafted = all(job.decoder.policy.round.uses_draft for job in decoding)
+        self._lend(n_rows, has_entered=bool(entering), has_drafted=has_drafted)
 
     def _with_nodes(self, decoding: Sequence[TextJob]) -> Sequence[TextJob]:
         """Those that a node each is left for: beams may hold nearly all of them until they end."""
@@ -165,7 +166,7 @@ class Scheduler:
                     job.take()
         return True
 
-    def _lend(self, n_rows: int, has_entered: bool) -> None:
+    def _lend(self, n_rows: int, *, has_entered: bool, has_drafted: bool) -> None:
         """Memory that is not used holds layers meanwhile."""
         room = self.room
         n_tokens, n_texts = room.texts.n_committed, len(room.running)
@@ -173,7 +174,7 @@ class Scheduler:
             is_entering = any(not job.decoder.is_decoding for job in room.running)
             self._spare.begin(n_tokens, n_texts, more_enter=is_entering or bool(room.waiting))
         else:
-            self._spare.lend(n_rows, n_tokens, n_texts)
+            self._spare.lend(n_rows, n_tokens, n_texts, has_drafted=has_drafted)
 
     def _chunks(
         self, jobs: Sequence[TextJob], most_rows: int | None, n_decoding: int

@@ -22,8 +22,8 @@ _KEPT_BYTES = 4 + 8  # int32 and float64
 LEAST_PLANNED_WIDTH = 64
 """Branches below one draft token that memory is set aside for in any case."""
 _BROUGHT_LOGIT_BYTES = 4 + 4  # as they come from a GPU, and float32
-DRAFTING_PARTS = ("draft activations", "draft logits", "draft probabilities", "block verification")
-"""What drafts take once they are computed, and judged."""
+DRAFTING_PARTS = ("draft logits", "draft probabilities", "block verification")
+"""What drafts take beside activations once they are computed, and judged."""
 
 
 @dataclass

@@ -59,10 +59,26 @@ def test_what_a_draft_may_take_that_rested_so_far_is_not_lent(peak: list[int]) -
     target: Any = Target(0)
     draft: Any = Target(5000)
     spare = SpareMemory(
-        target, draft, 10 * RESERVE_BYTES, activation_bytes=0, most_rows=1, draft_bytes=7000
+        target,
+        draft,
+        10 * RESERVE_BYTES,
+        activation_bytes=0,
+        most_rows=1,
+        draft_activation_bytes=256 * 100,
+        draft_rows=8,
+        drafting_bytes=7000,
     )
+    others = 300 + 5300 + 7000
     spare.lend(n_rows=1, n_tokens=300)
-    assert target.held_bytes == 9 * RESERVE_BYTES - 300 - 5300 - 7000
+    assert target.held_bytes == 9 * RESERVE_BYTES - others - 256 * 100
+    target.hold(0)
+    spare.lend(n_rows=1, n_tokens=300, has_drafted=True)  # what its passes take was measured
+    assert target.held_bytes == 9 * RESERVE_BYTES - others - 8 * 100
+    spare.make_room(n_tokens=300)
+    assert target.held_bytes == 9 * RESERVE_BYTES - others - 8 * 100, "it would have had room"
+    peak[0] = target.held_bytes
+    spare.make_room(n_tokens=300)
+    assert target.held_bytes == 9 * RESERVE_BYTES - others - 256 * 100
 
 
 def test_each_text_that_a_draft_has_no_kv_of_yet_begins_a_block(peak: list[int]) -> None:
