@@ -187,7 +187,10 @@ class LlamaModel:
             self.close()
             raise
         if not self._handle:
-            raise LlamaError(f"llama.cpp cannot load {path}: {LOG.reason()}")
+            raise LlamaError(
+                f"llama.cpp cannot load {path}: {LOG.reason()}: the file is damaged (download it "
+                "again), or of a kind that this llama.cpp does not know (update llama-cpp-python)"
+            )
         self.vocab_size: int = library.llama_vocab_n_tokens(self._vocab())
         self.sliding_window: int = library.llama_model_n_swa(self._handle)
         self.n_bytes: int = library.llama_model_size(self._handle)

@@ -24,6 +24,8 @@ MAX_EXPERTS = 2**14
 
 # llama.cpp refuses these without rotated dimensions; others may have none.
 _ALWAYS_ROTATED = ("llama", "deci", "falcon")
+# Of these it ends the process where not all of a head's dimensions are rotated.
+_WHOLLY_ROTATED = ("qwen2", "qwen2moe", "qwen3", "qwen3moe", "granite", "granitemoe")
 
 _TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
 _ONE_EACH = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
@@ -84,8 +86,9 @@ class Keys:
         if not isinstance(value, int) or not low <= value <= high:
             shown = str(value) if isinstance(value, int) else repr(value)[:40]
             raise GgufError(
-                f"{self.path} has {self.full(key)} of {shown}; {low} to {high} are "
-                "accepted: the file is damaged"
+                f"{self.path} has {self.full(key)} of {shown}; "
+                f"{low if low == high else f'{low} to {high}'} "
+                f"{'is' if low == high else 'are'} accepted: {_REMEDY}"
             )
         return int(value)
 
@@ -200,8 +203,7 @@ def read_kv_shape(keys: Keys, n_layers: int, hidden_size: int, keeps_kv: list[bo
     _check_heads(keys, heads, kv_heads, keeps_kv)
     size = hidden_size // next((n for n in heads if n), 1)
     lengths = [_lengths(keys, size, suffix) for suffix in ("", "_swa")]
-    if keys.architecture in _ALWAYS_ROTATED:
-        keys.integer("rope.dimension_count", 1, MAX_HEAD_SIZE, 1)
+    _check_rotation(keys, lengths[0][0])
     windowed = _windowed_layers(keys, n_layers)
     index_length = keys.integer("attention.indexer.key_length", 0, MAX_HEAD_SIZE, 0)
     n_shared = keys.integer("attention.shared_kv_layers", 0, n_layers - 1, 0)
@@ -220,13 +222,27 @@ def _check_heads(
     keys: Keys, heads: tuple[int, ...], kv_heads: tuple[int, ...], keeps_kv: list[bool]
 ) -> None:
     if any(keeps_kv) and not any(heads):
-        raise GgufError(f"{keys.path} has {keys.full('attention.head_count')} of 0")
+        raise GgufError(f"{keys.path} has {keys.full('attention.head_count')} of 0: {_REMEDY}")
     for i, (n, n_kv) in enumerate(zip(heads, kv_heads, strict=True)):
         if n and n_kv and (n_kv > n or n % n_kv):
             raise GgufError(
                 f"{keys.path} has {n} attention heads for {n_kv} of keys and values in layer {i}, "
                 "not a multiple: the file is damaged"
             )
+
+
+def _check_rotation(keys: Keys, head_size: int) -> None:
+    """Of keys and queries by their position."""
+    if keys.architecture in _ALWAYS_ROTATED:
+        keys.integer("rope.dimension_count", 1, MAX_HEAD_SIZE, 1)
+    if keys.architecture in _WHOLLY_ROTATED:
+        keys.integer("rope.dimension_count", head_size, head_size, head_size)
+    base = keys.metadata.get(keys.full("rope.freq_base"), 1.0)
+    if not isinstance(base, float) or not 0.0 < base < math.inf:
+        raise GgufError(
+            f"{keys.path} has {keys.full('rope.freq_base')} of {str(base)[:40]}, which is no "
+            f"number above 0: {_REMEDY}"
+        )
 
 
 def _lengths(keys: Keys, head_size: int, suffix: str) -> tuple[int, int]:

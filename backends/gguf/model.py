@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from backends.contract.backend import UnsupportedModel
+from backends.gguf.experts import EXPERT_TENSOR, check_graph, count_experts, slice_of
+from backends.gguf.formats import check_formats
 from backends.gguf.hparams import (
     MAX_CONTEXT,
-    MAX_EXPERTS,
     MAX_HIDDEN_SIZE,
     MAX_LAYERS,
     Keys,
@@ -56,17 +57,9 @@ _HYBRID = frozenset(
     "jamba falcon-h1 plamo2 granitehybrid lfm2 lfm2moe nemotron_h nemotron_h_moe qwen3next "
     "kimi-linear qwen35 qwen35moe deepseek4".split()
 )
-_LEAST_GRAPH_NODES, _GRAPH_NODES_PER_TENSOR = 1024, 8
-_GRAPH_NODES, _LAYER_NODES = 16, 64
-"""Of inputs and head, and of a layer beside its experts: no fewer than mixtral and qwen3moe have,
-with flash attention or without. Of 6 layers 54 to 62 experts are computed, this says 52."""
-_USED_BY_MANY = 16
-"""Experts of a token that are never refused: published mixtures with attention in every layer take
-1 to 10, and run."""
 _RECURRENT_KEYS = ("ssm.", "wkv.", "shortconv.", "kda.", "attention.recurrent_layers")
 _RECURRENT_TENSOR = re.compile(r"blk\.\d+\.(ssm_|shortconv\.|time_mix_)")
 _KEY_TENSOR = re.compile(r"blk\.\d+\.attn_(k|v|kv|kv_[ab](_mqa)?|k_b|v_b)\.")
-_EXPERT_TENSOR = re.compile(r"blk\.\d+\.ffn_(gate|up|gate_up|down)_exps\.weight")
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.")
 _ARCHITECTURE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -121,14 +114,14 @@ class GgufModel:
         stacked = [record for record in layer.tensors if self._is_of_experts(record)]
         if not stacked:
             return None
-        experts = (tuple(_slice(r, i) for r in stacked) for i in range(self.n_experts))
+        experts = (tuple(slice_of(r, i) for r in stacked) for i in range(self.n_experts))
         return LayerExperts(tuple(experts), self.n_experts_used, is_at_once=True)
 
     def _is_of_experts(self, record: TensorRecord) -> bool:
         """Whether it is a stack of matrices, one for each expert."""
         is_stack = len(record.shape) == 3 and record.shape[0] == self.n_experts
         is_routed = self.n_experts > self.n_experts_used > 0
-        return is_stack and is_routed and _EXPERT_TENSOR.fullmatch(record.name) is not None
+        return is_stack and is_routed and EXPERT_TENSOR.fullmatch(record.name) is not None
 
     def kv_bytes_per_token(
         self, type_k: str = "f16", type_v: str = "f16", *, flash_attention: bool = False
@@ -162,14 +155,15 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
     hidden_size = keys.integer("embedding_length", 1, MAX_HIDDEN_SIZE)
     check_epsilons(keys)
     layers, outer, unused = _group(index, keys, n_counted, n_layers)
+    check_formats(index.values())
     is_recurrent = _is_recurrent(keys, index)
     if keys.architecture in _RECURRENT:
         kv_shape = KvShape()
     else:
         keeps_kv = [_keeps_kv(records) for records in layers]
         kv_shape = read_kv_shape(keys, n_counted, hidden_size, keeps_kv)
-    n_experts, n_used = _experts(keys)
-    _check_graph(keys, n_layers, n_used, len(index))
+    n_experts, n_used = count_experts(keys, index)
+    check_graph(keys, n_layers, n_used, len(index))
     return GgufModel(
         path=index.paths[0],
         index=index,
@@ -188,30 +182,6 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
         sliding_window=keys.integer("attention.sliding_window", 0, MAX_CONTEXT, 0) or None,
         kv_shape=kv_shape,
     )
-
-
-def _experts(keys: Keys) -> tuple[int, int]:
-    """(experts of a layer, those that a token takes), as llama.cpp insists on them."""
-    n_experts = keys.integer("expert_count", 0, MAX_EXPERTS, 0)
-    n_used = keys.integer("expert_used_count", 0, MAX_EXPERTS, 0)
-    if n_used > n_experts or (n_experts and not n_used):
-        raise GgufError(
-            f"{keys.path} ({keys.architecture}) takes {n_used} of {n_experts} experts for a token: "
-            f"expert_used_count must be {min(1, n_experts)} to {n_experts}: the header is damaged"
-        )
-    return n_experts, n_used
-
-
-def _check_graph(keys: Keys, n_layers: int, n_used: int, n_tensors: int) -> None:
-    """llama.cpp foresees a graph's nodes by the number of tensors (llama_context::graph_max_nodes),
-    builds two for every expert of a token, and ends the process where that is too little."""
-    room = max(_LEAST_GRAPH_NODES, _GRAPH_NODES_PER_TENSOR * n_tensors)
-    most = max(_USED_BY_MANY, ((room - _GRAPH_NODES) // n_layers - _LAYER_NODES) // 2)
-    if n_used > most:
-        raise UnsupportedModel(
-            f"{keys.path} ({keys.architecture}) takes {n_used} experts for a token, and llama.cpp "
-            f"at most {most} in {n_layers} layers of so few tensors: take its checkpoint"
-        )
 
 
 def _identify(index: GgufIndex) -> Keys:
@@ -260,18 +230,6 @@ def _group(
             f"{missing[0]} is the first): it is incomplete, get it again"
         )
     return layers, outer, unused
-
-
-def _slice(record: TensorRecord, expert: int) -> TensorRecord:
-    """One expert of a tensor that holds all of a layer."""
-    n_bytes = record.n_bytes // record.shape[0]
-    return replace(
-        record,
-        name=f"{record.name}[{expert}]",
-        shape=record.shape[1:],
-        offset=record.offset + expert * n_bytes,
-        n_bytes=n_bytes,
-    )
 
 
 def _vocab_size(index: GgufIndex, hidden_size: int) -> int:

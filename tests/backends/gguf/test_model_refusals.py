@@ -62,7 +62,52 @@ def test_experts_of_a_token_that_are_not_among_all_experts(
     """llama.cpp ends the process at such a header."""
     counts = {"expert_count": ("u32", n_experts), "expert_used_count": ("u32", n_used)}
     metadata = gb.model_metadata("qwen3moe", **counts)
-    refused(tmp_path, f"takes {n_used} of {n_experts} experts", metadata)
+    match = f"expert_count of {n_experts} and qwen3moe.expert_used_count of {n_used}: .* 1 or more"
+    refused(tmp_path, match, metadata)
+    del metadata["qwen3moe.expert_used_count"]
+    if n_experts:
+        refused(tmp_path, "expert_used_count missing", metadata)
+
+
+def test_a_stack_of_another_number_of_experts(tmp_path: Path) -> None:
+    counts = {"expert_count": ("u32", 5), "expert_used_count": ("u32", 2)}
+    stack = {"blk.1.ffn_up_exps.weight": ("F32", (4, 8, gb.HIDDEN))}
+    match = r"'blk.1.ffn_up_exps.weight' of 4 experts, but qwen3moe.expert_count is 5"
+    metadata = gb.model_metadata("qwen3moe", **counts)
+    refused(tmp_path, match, metadata, gb.model_tensors() | stack)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "match"),
+    [
+        ("blk.0.attn_v.weight", "I16", "in I16, and weights are floats, or quantised"),
+        ("token_embd.weight", "F64", "in F64, and weights are"),
+        ("blk.1.ffn_norm.weight", "I32", "in I32, and it must be F32"),
+        ("output_norm.weight", "F16", "in F16, and it must be F32"),
+        ("blk.1.attn_q.bias", "BF16", "in BF16, and it must be F32"),
+    ],
+)
+def test_numbers_that_llama_cpp_ends_the_process_at(
+    tmp_path: Path, name: str, kind: str, match: str
+) -> None:
+    tensors = gb.model_tensors()
+    shape = tensors[name][1] if name in tensors else (gb.HIDDEN,)
+    refused(tmp_path, match, None, tensors | {name: (kind, shape)})
+
+
+@pytest.mark.parametrize("n_rotated", [0, 8, 15, 17, 64])
+def test_heads_that_are_rotated_in_part(tmp_path: Path, n_rotated: int) -> None:
+    """llama.cpp ends the process, but for families that do rotate a part."""
+    count = {"rope__dimension_count": ("u32", n_rotated)}
+    match = f"rope.dimension_count of {n_rotated}; 16 is accepted"
+    refused(tmp_path, match, gb.model_metadata("qwen3", **count))
+    assert load(tmp_path, gb.model_metadata("phi3", **count)).architecture == "phi3"
+
+
+@pytest.mark.parametrize("base", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_base_of_rotations_that_is_none(tmp_path: Path, base: float) -> None:
+    metadata = gb.model_metadata(rope__freq_base=("f32", base))
+    refused(tmp_path, "rope.freq_base of .* which is no number above 0", metadata)
 
 
 def test_more_experts_of_a_token_than_a_graph_has_room_for(tmp_path: Path) -> None:
