@@ -229,7 +229,9 @@ class RunOptions:
         self._check_types()
         check_options(self)
         if "draft" in self.spec.spec_type and self.draft_model is None:
-            raise ConfigError("spec_type has 'draft' but no draft model was named: use -md")
+            raise ConfigError(
+                "spec_type has 'draft' but no draft model was named: give draft_model (-md)"
+            )
         if self.exact == ON and not self.spec.is_plain_decoding:
             name = "acceptance" if self.spec.is_lossless else "accept_threshold"
             raise ConfigError(

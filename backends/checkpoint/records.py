@@ -122,4 +122,7 @@ def check_record(record: TensorRecord, shape: Sequence[int], name: str, director
             "take the config.json that belongs to these weights"
         )
     if record.dtype not in TORCH_DTYPES:
-        raise UnsupportedModel(f"{directory}: {name} is stored as {record.dtype}")
+        raise UnsupportedModel(
+            f"{directory}: {name} is stored as {record.dtype}, and weights are read in "
+            f"{', '.join(TORCH_DTYPES)} or quantised: take another version of the model"
+        )

@@ -68,7 +68,10 @@ def hf_shape(directory: Path) -> ModelShape:
         known = {**index, **{name: tensor.record for name, tensor in packed.items()}}
         return shape_of(build_model(config, dtype), directory, known, _packed_notes(packed))
     dtype, note = _declared_dtype(config)
-    return shape_of(build_model(config, dtype), directory, {}, (note,))
+    notes = [note]
+    if getattr(config, "quantization_config", None):
+        notes.append("nothing is known of their quantisation: they are smaller than that")
+    return shape_of(build_model(config, dtype), directory, {}, tuple(notes))
 
 
 def shape_of(

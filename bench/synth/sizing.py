@@ -139,9 +139,11 @@ def _with_layers(shape: LlamaShape, n_bytes: int, min_layers: int, storage: Stor
     layer = storage.model_bytes(replace(shape, n_layers=min_layers + 1)) - least
     n_layers = min_layers + max(0, round((n_bytes - least) / layer))
     found = replace(shape, n_layers=n_layers)
+    most = storage.model_bytes(replace(shape, n_layers=MAX_LAYERS))
     if n_layers > MAX_LAYERS or not 0.8 * n_bytes < storage.model_bytes(found) < 1.25 * n_bytes:
         raise SynthError(
-            f"cannot reach {format_bytes(n_bytes)} with {min_layers}, as the small model has, to "
-            f"{MAX_LAYERS} layers of {format_bytes(layer)}: the least is {format_bytes(least)}"
+            f"cannot reach {format_bytes(n_bytes)}: a mixture's size is that of whole layers, from "
+            f"{format_bytes(least)} ({min_layers} layers, as the small model has) to "
+            f"{format_bytes(most)} ({MAX_LAYERS} layers), in steps of {format_bytes(layer)}"
         )
     return found

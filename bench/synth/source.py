@@ -42,7 +42,7 @@ class SourceModel:
         try:
             record = self._records[name]
         except KeyError:
-            raise SynthError(f"{self.folder} has no tensor {name!r}") from None
+            raise SynthError(f"{self.folder} has no tensor {name!r}: get it again") from None
         if len(record.shape) == 1:
             return read_float32(record).reshape(1, -1)
         return read_float32(record, rows)

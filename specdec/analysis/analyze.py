@@ -83,7 +83,7 @@ def read_shape(path: Path, options: BackendOptions) -> ModelShape:
 def _check(phase: str | None, n_tokens: int | None) -> None:
     if phase not in (None, *PHASES):
         raise ConfigError(f"phase is {phase!r}, must be one of {', '.join(PHASES)}")
-    check("-n", n_tokens, int, 1)
+    check("n_tokens (-n)", n_tokens, int, 1)
     if phase == DECODE and n_tokens not in (None, 1):
         raise ConfigError(f"-n is {n_tokens}, but decode passes have 1 token: use --phase verify")
 

@@ -89,8 +89,8 @@ def on_gpu(source: ModelSource) -> ModelSource:
         return SharedSource(on_gpu(source.lender))
     if not source.can_use_gpu:
         raise UnsupportedModel(
-            f"{source.path} runs on the CPU only: a GPU is for Hugging Face checkpoints "
-            "that are no mixtures of experts, or use --device cpu"
+            f"{source.path} runs on the CPU only, as GGUF files and mixtures of experts do: use "
+            "--device cpu, or plan for a device without a GPU"
         )
     from backends.cuda.source import HfGpuSource
 

@@ -190,7 +190,7 @@ def _remarks(
     speed = alone.tokens_per_second
     if chosen.draft is None:
         note = (
-            f"the draft is left out: in its memory layers of the target are worth more "
+            f"the draft is left out: in its memory more of the target is worth more "
             f"({speed:.2f} tokens/s predicted without it, {max(with_draft):.2f} with it); "
             "--spec-type draft,ngram loads it all the same"
         )

@@ -110,10 +110,10 @@ def speed_lines(chosen: Alternative) -> list[str]:
         f"storage {target.storage_bytes_per_second / 1e9:.2f} GB/s; "
         f"{'' if room is None or room.holds_all else missing}"
         f"{link if target.placement.is_on_device else ''}a pass of 1 token "
-        f"takes {target.seconds(1):.2f} s"
+        f"takes {target.seconds(1):.3g} s"
     )
     if n_rows > 1:
-        passes += f", of {n_rows} tokens {target.seconds(n_rows):.2f} s"
+        passes += f", of {n_rows} tokens {target.seconds(n_rows):.3g} s"
     speed = f"predicted {chosen.plain_tokens_per_second:.2f} tokens/s plain"
     if chosen.draft is not None:
         speed += (
@@ -121,6 +121,11 @@ def speed_lines(chosen: Alternative) -> list[str]:
             f"(assuming {chosen.tokens_per_pass:.1f} tokens per pass)"
         )
     return [passes, speed]
+
+
+def _read_bytes(placed: Placement) -> float:
+    """Of a pass of one row, experts as expected; on a GPU what is copied to it."""
+    return placed.moved_bytes + (placed.experts.bytes_per_token if placed.experts else 0.0)
 
 
 def alternatives_table(alternatives: Sequence[Alternative], chosen: Alternative) -> list[str]:
@@ -133,9 +138,9 @@ def alternatives_table(alternatives: Sequence[Alternative], chosen: Alternative)
     for one in ranked:
         mark = "* " if one is chosen else "  "
         figures = (
-            f"{one.target.placement.moved_bytes / 1e9:10.2f}",
-            f"{one.target.seconds(1):10.3f}",
-            f"{one.target.seconds(1 + one.n_tree):10.3f}",
+            f"{_read_bytes(one.target.placement) / 1e9:10.3g}",
+            f"{one.target.seconds(1):10.3g}",
+            f"{one.target.seconds(1 + one.n_tree):10.3g}",
             f"{one.tokens_per_second:10.2f}",
         )
         lines.append(f"{mark + one.name:<{width}}" + "".join(figures))

@@ -177,7 +177,8 @@ def _describe_bad_row(row: Scores, position: int) -> str:
         n_bad = int((~np.isfinite(row)).sum())
         return (
             f"the model's logits at position {position} have {n_bad} NaN or infinite entries: "
-            "check the checkpoint, or set remove_invalid_values to go on regardless"
+            "check the model's files, or go on regardless with SamplingParams's "
+            "remove_invalid_values"
         )
     return (
         f"every token is ruled out at position {position}: the bans, forced tokens and constraints "

@@ -96,7 +96,10 @@ def test_keywords_make_the_same_options_again() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"spec_type": "draft"}, "spec_type has 'draft' but no draft model was named: use -md"),
+        (
+            {"spec_type": "draft"},
+            "spec_type has 'draft' but no draft model was named: give draft_model (-md)",
+        ),
         ({"ctx_size": 0}, "ctx_size is 0, must be an integer at least 1"),
         ({"ctx_size": "x"}, "ctx_size is 'x', must be an integer at least 1"),
         ({"ctx_size": 1.5}, "ctx_size is 1.5, must be an integer at least 1"),

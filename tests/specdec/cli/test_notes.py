@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         (["-m", "~/nodir", "-p", "a"], "no such model directory: /"),
         (["-m", "pair:target", "-md", "/no/dir", "-p", "a"], "no such model directory: /no/dir"),
         (["-m", "pair:target", "-p", ""], "the prompt is empty: give some text"),
-        (["-m", "pair:target", "-p", "a", "--spec-type", "draft"], "use -md"),
+        (["-m", "pair:target", "-p", "a", "--spec-type", "draft"], "give --draft-model (-md)"),
     ],
 )
 def test_mistakes_are_told_before_torch_is_imported(argv: list[str], part: str) -> None:
