@@ -1,6 +1,5 @@
 # make demo    install, then run a grown target in less than half its size
 # make test    install the test extras (llama.cpp is compiled once), then lint, types and all tests
-# make mutants check the checks: copies of the rules with one mistake each must fail them
 # make bench   specdec against other programs (grows a 6 GB target first)
 PYTHON ?= python3
 VENV   := .venv
@@ -11,7 +10,7 @@ MODEL   ?= build/grown-6gb
 PROMPTS ?= bench/prompts/prompts.jsonl
 BUDGET  ?= 3.5GiB
 
-.PHONY: demo test mutants bench clean
+.PHONY: demo test bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specdec demo
@@ -20,9 +19,6 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
-
-mutants: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests/mutants
 
 bench: $(VENV)/.installed-dev
 	test -d $(MODEL) || $(BIN)/specdec-bench synth --from pair:target --size 6GB --vocab-size 32000 -o $(MODEL)
