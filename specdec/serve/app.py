@@ -57,7 +57,7 @@ def make_app(service: Service, key: str | None, *, is_debug: bool = False) -> AS
 def _add_figures(app: FastAPI, service: Service) -> None:
     @app.get(OPEN_PATH, responses=HEALTH)
     async def health() -> Response:
-        """starting, ready or draining."""
+        """starting, ready, failing or draining."""
         state = service.gate.state
         return JsonResponse({"status": state}, 200 if state == READY else 503)
 

@@ -178,7 +178,7 @@ MODELS: Responses = {
 PLAN: Responses = {200: _answer("As `specdec plan --json` prints it", {"type": "object"})}
 HEALTH: Responses = {
     200: _answer("It answers", _object({"status": _one_of("ready")})),
-    503: _answer("It does not", _object({"status": _one_of("starting", "draining")})),
+    503: _answer("It does not", _object({"status": _one_of("starting", "failing", "draining")})),
 }
 
 

@@ -6,7 +6,9 @@ import asyncio
 
 from specdec.serve.errors import ApiError, draining, loading
 
-STARTING, READY, DRAINING = "starting", "ready", "draining"
+STARTING, READY, FAILING, DRAINING = "starting", "ready", "failing", "draining"
+"""FAILING: the model's files could not be read, and the server should be started again; whoever
+comes is let in all the same."""
 
 
 class Gate:

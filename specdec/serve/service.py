@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from offload.errors import SpecdecError
+from offload.storage.direct_io import StorageError
 from specdec.api import LLM, ModelClosed
 from specdec.async_llm import AsyncChunk, AsyncLLM, AsyncStream
 from specdec.checks import ConfigError
@@ -34,7 +35,7 @@ from specdec.serve.events import (
     made_in,
     unless_gone,
 )
-from specdec.serve.gate import READY, Body, Gate, Visit
+from specdec.serve.gate import FAILING, READY, Body, Gate, Visit
 from specdec.serve.guard import BODY
 from specdec.serve.jobs import Job
 from specdec.serve.metrics import Metrics
@@ -195,6 +196,8 @@ class Service:
                 headers={"X-Should-Retry": "false"},
             ) from error
         except SpecdecError as error:
+            if isinstance(error, StorageError) and self.gate.state == READY:
+                self.gate.state = FAILING
             self._log(f"error: {error}")
             raise ApiError(500, "the model failed; the server's log says why") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,10 @@ from pathlib import Path
 import pytest
 from command_line import expect_error
 from serving import COMPLETIONS, LONG, ROOT, SHORT, SMALL, Server, begun
+
+from specdec.pair import pair_path
+
+FAILED = "the model failed; the server's log says why"
 
 
 @pytest.fixture
@@ -35,6 +40,21 @@ def test_the_state_is_told_from_the_start(served_model: Path) -> None:
         told = "".join(server.lines)
         assert str(served_model) not in told
         assert told.count("\n") == 2, told
+
+
+def test_a_model_whose_file_was_cut_is_told_of_and_not_of_one_request(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(pair_path("pair:moe"), tmp_path / "moe"))
+    with Server(folder, "--spec-type", "none", "-c", "256", "--memory-budget", "2GiB") as server:
+        server.ready()
+        assert server.post(COMPLETIONS, {**SHORT, "max_tokens": -1})[0] == 400
+        assert server.get("/health")[0] == 200
+        os.truncate(folder / "model.safetensors", 4096)
+        status, answer = server.post(COMPLETIONS, SHORT)
+        assert (status, answer["error"]["message"]) == (500, FAILED)
+        server.wait_for("error: .*model.safetensors")
+        assert server.get("/health") == (503, '{"status":"failing"}')
+        assert server.post(COMPLETIONS, SHORT)[0] == 500, "let in all the same"
+        assert server.end() == 0
 
 
 def test_a_model_without_a_template_is_told_of(tmp_path: Path) -> None:
