@@ -123,11 +123,6 @@ def speed_lines(chosen: Alternative) -> list[str]:
     return [passes, speed]
 
 
-def _read_bytes(placed: Placement) -> float:
-    """Of a pass of one row, experts as expected; on a GPU what is copied to it."""
-    return placed.moved_bytes + (placed.experts.bytes_per_token if placed.experts else 0.0)
-
-
 def alternatives_table(alternatives: Sequence[Alternative], chosen: Alternative) -> list[str]:
     """The divisions that were compared, the fastest first."""
     if len(alternatives) < 2:
@@ -138,7 +133,7 @@ def alternatives_table(alternatives: Sequence[Alternative], chosen: Alternative)
     for one in ranked:
         mark = "* " if one is chosen else "  "
         figures = (
-            f"{_read_bytes(one.target.placement) / 1e9:10.3g}",
+            f"{one.target.placement.moved_bytes / 1e9:10.3g}",
             f"{one.target.seconds(1):10.3g}",
             f"{one.target.seconds(1 + one.n_tree):10.3g}",
             f"{one.tokens_per_second:10.2f}",

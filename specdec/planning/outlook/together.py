@@ -32,8 +32,10 @@ class Together:
             "together plain"
         )
         if self.tree_tokens:
+            tokens = "token" if self.tree_tokens == 1 else "tokens"
             line += (
-                f", {self.tokens_per_second:.2f} tokens/s with {self.tree_tokens} draft tokens each"
+                f", {self.tokens_per_second:.2f} tokens/s with {self.tree_tokens} draft {tokens} "
+                "each"
             )
         return [f"{line}; prompts not counted"]
 
