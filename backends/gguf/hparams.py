@@ -24,8 +24,11 @@ MAX_EXPERTS = 2**14
 
 # llama.cpp refuses these without rotated dimensions; others may have none.
 _ALWAYS_ROTATED = ("llama", "deci", "falcon")
-# Of these it ends the process where not all of a head's dimensions are rotated.
-_WHOLLY_ROTATED = ("qwen2", "qwen2moe", "qwen3", "qwen3moe", "granite", "granitemoe")
+# Of these it ends the process where not all of a head's dimensions are rotated, or keys are longer
+# than values: the ones that were tried, or whose graph says so (src/models); there may be more.
+_WHOLLY_ROTATED = frozenset(
+    "qwen2 qwen2moe qwen3 qwen3moe granite granitemoe ernie4_5 mistral3 grovemoe bitnet".split()
+)
 
 _TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
 _ONE_EACH = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
@@ -203,7 +206,7 @@ def read_kv_shape(keys: Keys, n_layers: int, hidden_size: int, keeps_kv: list[bo
     _check_heads(keys, heads, kv_heads, keeps_kv)
     size = hidden_size // next((n for n in heads if n), 1)
     lengths = [_lengths(keys, size, suffix) for suffix in ("", "_swa")]
-    _check_rotation(keys, lengths[0][0])
+    _check_rotation(keys, *lengths[0])
     windowed = _windowed_layers(keys, n_layers)
     index_length = keys.integer("attention.indexer.key_length", 0, MAX_HEAD_SIZE, 0)
     n_shared = keys.integer("attention.shared_kv_layers", 0, n_layers - 1, 0)
@@ -231,18 +234,20 @@ def _check_heads(
             )
 
 
-def _check_rotation(keys: Keys, head_size: int) -> None:
+def _check_rotation(keys: Keys, key_length: int, value_length: int) -> None:
     """Of keys and queries by their position."""
     if keys.architecture in _ALWAYS_ROTATED:
         keys.integer("rope.dimension_count", 1, MAX_HEAD_SIZE, 1)
     if keys.architecture in _WHOLLY_ROTATED:
-        keys.integer("rope.dimension_count", head_size, head_size, head_size)
-    base = keys.metadata.get(keys.full("rope.freq_base"), 1.0)
-    if not isinstance(base, float) or not 0.0 < base < math.inf:
-        raise GgufError(
-            f"{keys.path} has {keys.full('rope.freq_base')} of {str(base)[:40]}, which is no "
-            f"number above 0: {_REMEDY}"
-        )
+        keys.integer("rope.dimension_count", key_length, key_length, key_length)
+        keys.integer("attention.value_length", key_length, key_length, value_length)
+    for name in ("rope.freq_base", "rope.freq_base_swa"):
+        base = keys.metadata.get(keys.full(name), 1.0)
+        if not isinstance(base, float) or not 0.0 < base < math.inf:
+            raise GgufError(
+                f"{keys.path} has {keys.full(name)} of {str(base)[:40]}, which is no number above "
+                f"0: {_REMEDY}"
+            )
 
 
 def _lengths(keys: Keys, head_size: int, suffix: str) -> tuple[int, int]:

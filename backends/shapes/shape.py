@@ -123,8 +123,8 @@ class ModelShape:
         return sum(m.n_bytes for layer in self.layers for m in layer.matrices if m.is_routed)
 
     @property
-    def n_experts(self) -> int:
-        """Of all layers together."""
+    def n_experts_in_all(self) -> int:
+        """Of all layers."""
         return sum(
             max((m.n_matrices for m in layer.matrices if m.is_routed), default=0)
             for layer in self.layers

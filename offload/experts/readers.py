@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 N_READERS = 8
 """Reads in flight: an expert is a few MB, and storage wants several at a time."""
-Failure: TypeAlias = StorageError | None
+Failure: TypeAlias = StorageError | MemoryError | OSError | None
 """Of a read."""
 Check = Callable[[], None]
 """Called again and again while reads are waited for; what it raises ends the wait."""
@@ -86,7 +86,7 @@ class ExpertReaders:
         started = perf_counter()
         try:
             n_bytes = self._files.read(piece, memory())
-        except StorageError as error:
+        except (StorageError, MemoryError, OSError) as error:
             return copy(error)  # without its frames, which hold the memory
         record_since(started, READ, "experts", n_bytes, piece.path)
         with self._lock:

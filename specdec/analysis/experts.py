@@ -35,8 +35,8 @@ class ExpertCache:
 
 def expert_cache(model: ModelShape, context: int, memory_bytes: int) -> ExpertCache:
     room = memory_bytes - _other_bytes(model, context)
-    n_slots = max(0, min(model.n_experts, int(room / model.largest_expert_bytes)))
-    hit_rate = likely_hit_rate(n_slots / model.n_experts)
+    n_slots = max(0, min(model.n_experts_in_all, int(room / model.largest_expert_bytes)))
+    hit_rate = likely_hit_rate(n_slots / model.n_experts_in_all)
     missed = model.read_expert_bytes(1) * (1 - hit_rate)
     held = min(model.expert_bytes, int(n_slots * model.largest_expert_bytes))
     return ExpertCache(memory_bytes, model.expert_bytes, held, hit_rate, missed)
@@ -45,7 +45,7 @@ def expert_cache(model: ModelShape, context: int, memory_bytes: int) -> ExpertCa
 def by_memory(model: ModelShape, context: int) -> tuple[ExpertCache, ...]:
     """Of memory for some shares of the experts."""
     others = _other_bytes(model, context)
-    all_bytes = model.n_experts * model.largest_expert_bytes
+    all_bytes = model.n_experts_in_all * model.largest_expert_bytes
     sizes = (others + math.ceil(share * all_bytes) for share in _SHARES)
     return tuple(expert_cache(model, context, n_bytes) for n_bytes in sizes)
 

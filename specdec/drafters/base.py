@@ -56,6 +56,11 @@ class Drafter(ABC):
         all at once they would hold up the first round that drafts."""
         yield from ()
 
+    def n_lacking(self, context_ids: Sequence[int]) -> int:
+        """Tokens of the context that a model has still to compute before it can draft, at most; 0
+        without one."""
+        return 0
+
     @property
     def can_draft_ahead(self) -> bool:
         """Whether `drafting_ahead` would have something to do after the last proposal."""

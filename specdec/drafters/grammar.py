@@ -98,6 +98,9 @@ class WithinGrammar(Drafter):
                     kept.add(node)
         return tree if len(kept) == len(tree) else tree.subset(sorted(kept))
 
+    def n_lacking(self, context_ids: Sequence[int]) -> int:
+        return self._drafter.n_lacking(context_ids)
+
     @property
     def can_draft_ahead(self) -> bool:
         return self._drafter.can_draft_ahead

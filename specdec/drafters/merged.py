@@ -40,6 +40,9 @@ class MergedDrafter(Drafter):
         for drafter in self.drafters:
             yield from drafter.reading(context_ids, most)
 
+    def n_lacking(self, context_ids: Sequence[int]) -> int:
+        return sum(drafter.n_lacking(context_ids) for drafter in self.drafters)
+
     @property
     def can_draft_ahead(self) -> bool:
         return any(drafter.can_draft_ahead for drafter in self.drafters)

@@ -137,6 +137,11 @@ class ModelDrafter(Drafter):
             self._texts.make_room(self._text, len(chunk))
             yield SequenceRows(self._text, chunk, rows=[])
 
+    def n_lacking(self, context_ids: Sequence[int]) -> int:
+        if self._text is None or self._window.n_recent is not None:  # which may jump next
+            return len(self._window.view(context_ids))
+        return len(context_ids) - self._text.n_committed
+
     @property
     def can_draft_ahead(self) -> bool:
         """With a tree: a chain's tokens are drawn for the rejection rule, one proposal at a time.

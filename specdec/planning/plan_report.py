@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -110,10 +111,10 @@ def speed_lines(chosen: Alternative) -> list[str]:
         f"storage {target.storage_bytes_per_second / 1e9:.2f} GB/s; "
         f"{'' if room is None or room.holds_all else missing}"
         f"{link if target.placement.is_on_device else ''}a pass of 1 token "
-        f"takes {target.seconds(1):.3g} s"
+        f"takes {_figure(target.seconds(1))} s"
     )
     if n_rows > 1:
-        passes += f", of {n_rows} tokens {target.seconds(n_rows):.3g} s"
+        passes += f", of {n_rows} tokens {_figure(target.seconds(n_rows))} s"
     speed = f"predicted {chosen.plain_tokens_per_second:.2f} tokens/s plain"
     if chosen.draft is not None:
         speed += (
@@ -121,6 +122,12 @@ def speed_lines(chosen: Alternative) -> list[str]:
             f"(assuming {chosen.tokens_per_pass:.1f} tokens per pass)"
         )
     return [passes, speed]
+
+
+def _figure(value: float) -> str:
+    """With three digits that count, and at least two behind the point."""
+    n_digits = 2 if value <= 0.0 else max(2, 2 - math.floor(math.log10(value)))
+    return f"{value:.{n_digits}f}"
 
 
 def alternatives_table(alternatives: Sequence[Alternative], chosen: Alternative) -> list[str]:
@@ -133,9 +140,9 @@ def alternatives_table(alternatives: Sequence[Alternative], chosen: Alternative)
     for one in ranked:
         mark = "* " if one is chosen else "  "
         figures = (
-            f"{one.target.placement.moved_bytes / 1e9:10.3g}",
-            f"{one.target.seconds(1):10.3g}",
-            f"{one.target.seconds(1 + one.n_tree):10.3g}",
+            f"{_figure(one.target.placement.moved_bytes / 1e9):>10}",
+            f"{_figure(one.target.seconds(1)):>10}",
+            f"{_figure(one.target.seconds(1 + one.n_tree)):>10}",
             f"{one.tokens_per_second:10.2f}",
         )
         lines.append(f"{mark + one.name:<{width}}" + "".join(figures))

@@ -35,7 +35,7 @@ class SpareMemory:
         activation_bytes: planned for the target's widest pass.
         most_rows: of a pass that decodes.
         draft_activation_bytes: planned for the draft's widest pass.
-        draft_rows: most of a level of a draft tree.
+        draft_level_rows: most nodes of a level of a draft tree.
         drafting_bytes: planned for what else drafting computes; never lent.
         is_streamed: whether the target has layers to hold; it is not measured for nothing.
     """
@@ -49,7 +49,7 @@ class SpareMemory:
         activation_bytes: int,
         most_rows: int,
         draft_activation_bytes: int = 0,
-        draft_rows: int = 1,
+        draft_level_rows: int = 1,
         drafting_bytes: int = 0,
         is_streamed: bool = True,
         draft_texts: KeptTexts | None = None,
@@ -59,7 +59,7 @@ class SpareMemory:
         self._whole_bytes, self._budget_bytes = budget_bytes, budget_bytes - drafting_bytes
         self._most_rows, self._activation_bytes = most_rows, activation_bytes
         self._draft_bytes = draft_activation_bytes
-        self._level_bytes = int(draft_rows * bytes_per_row(draft_activation_bytes, draft_rows))
+        self._draft_level_rows = draft_level_rows
         self._row_bytes = bytes_per_row(activation_bytes, most_rows)
 
     def give_back(self) -> None:
@@ -98,21 +98,21 @@ class SpareMemory:
         if left > 0 and not more_enter:
             self._target.hold(self._target.held_bytes + left)
 
-    def lend(
-        self, n_rows: int, n_tokens: int, n_texts: int = 1, *, has_drafted: bool = False
-    ) -> None:
+    def lend(self, n_rows: int, n_tokens: int, n_texts: int = 1, n_lacking: int = 0) -> None:
         """A round of decoding is over, whose pass had so many rows; the texts have so many tokens.
 
         The next one may have more of them, and the KV caches may have to grow. More is lent as soon
         as there is more; it is asked back once half of the reserve is gone.
 
-        has_drafted: whether the draft has run for all texts of the round: its next pass is a level
-        of a tree then, and no text that it lacks.
+        n_lacking: tokens of all texts that the draft has still to compute, which may be its next
+        pass; else that is a level of a tree.
         """
         if not self._is_streamed:
             return
         to_come = int(max(0, self._most_rows - n_rows) * self._row_bytes)
-        to_come += self._level_bytes if has_drafted else self._draft_bytes
+        draft_rows = max(n_lacking, self._draft_level_rows)
+        row_bytes = bytes_per_row(self._draft_bytes, self._draft_level_rows)
+        to_come += min(self._draft_bytes, int(draft_rows * row_bytes))
         left = self._left(to_come, n_tokens, n_texts)
         held = self._target.held_bytes
         if left > 0 or (held and left < -RESERVE_BYTES // 2):

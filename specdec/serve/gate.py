@@ -7,8 +7,9 @@ import asyncio
 from specdec.serve.errors import ApiError, draining, loading
 
 STARTING, READY, FAILING, DRAINING = "starting", "ready", "failing", "draining"
-"""FAILING: the model's files could not be read, and the server should be started again; whoever
-comes is let in all the same."""
+STATES = (STARTING, READY, FAILING, DRAINING)
+"""FAILING: the model's files could not be read by the last one who tried; whoever comes is let in
+all the same."""
 
 
 class Gate:

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from offload.process.memory import process_memory
 from specdec.decoding.rounds.stats import EngineStats, GenerationStats
-from specdec.serve.gate import DRAINING, READY, STARTING, Gate
+from specdec.serve.gate import STATES, Gate
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
@@ -112,7 +112,7 @@ class Metrics:
         memory = Gauge("specdec_resident_bytes", "Memory of the process.", registry=registry)
         memory.set_function(lambda: process_memory().rss_bytes)
         state = Gauge("specdec_state", "1 for the server's state.", ["state"], registry=registry)
-        for name in (STARTING, READY, DRAINING):
+        for name in STATES:
             state.labels(name).set_function(partial(self._is_in, name))
 
     def _is_in(self, state: str) -> float:

@@ -183,6 +183,8 @@ class Service:
         """What goes wrong, as an ApiError; what is the server's fault goes to its log."""
         try:
             yield
+            if self.gate.state == FAILING:
+                self.gate.state = READY
         except _CLIENTS_FAULT as error:
             raise bad_request(str(error)) from error
         except ModelClosed as error:

@@ -130,7 +130,7 @@ def is_caught(decoder: type[TextDecoder], drafter: type[ModelDrafter]) -> bool:
         try:
             if not check(decoder, drafter):
                 return True
-        except (SpecdecError, AssertionError, ValueError):
+        except (SpecdecError, AssertionError, ValueError):  # a mutant has a BadProposal of its own
             return True
     return False
 

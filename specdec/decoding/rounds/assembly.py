@@ -47,7 +47,7 @@ def engine_of(
         activation_bytes=parts.get("target activations", 0),
         most_rows=max_rows,
         draft_activation_bytes=parts.get("draft activations", 0),
-        draft_rows=level_width(plan.n_draft_tokens),
+        draft_level_rows=level_width(plan.n_draft_tokens),
         drafting_bytes=sum(parts.get(name, 0) for name in DRAFTING_PARTS),
         is_streamed=plan.residency.streamed_bytes > 0,
         draft_texts=draft_texts,

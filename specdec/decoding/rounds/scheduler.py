@@ -110,7 +110,9 @@ class Scheduler:
     # --- a pass of texts -----------------------------------------------------------------------
 
     def _share_a_pass(self) -> None:
+        n_running = len(self.room.running)
         self.room.admit()
+        has_new = len(self.room.running) > n_running
         wanted = [job for job in sorted(self.room.running, key=rank) if job.is_wanted]
         wanted = wanted[: self._max_texts]
         self.room.make_room(wanted, self._controller.max_rows)
@@ -120,14 +122,13 @@ class Scheduler:
         most_rows = self._most_rows(decoding) if others and decoding else None
         entering = self._chunks(others, most_rows, len(decoding))
         n_entering = sum(len(rows.token_ids) for _, rows in entering)
-        if entering:
+        if entering or has_new:  # whose KV may come from a file, but not the draft's
             self._spare.make_room(self.room.texts.n_committed + n_entering, len(self.room.running))
         if not self._step(decoding, entering, most_rows):
             return
         rounds = [job.decoder.round for job in decoding]
         n_rows = n_entering + sum(len(one.tree) for one in rounds if one is not None)
-        has_drafted = all(job.decoder.policy.round.uses_draft for job in decoding)
-        self._lend(n_rows, has_entered=bool(entering), has_drafted=has_drafted)
+        self._lend(n_rows, has_entered=bool(entering))
 
     def _with_nodes(self, decoding: Sequence[TextJob]) -> Sequence[TextJob]:
         """Those that a node each is left for: beams may hold nearly all of them until they end."""
@@ -148,7 +149,7 @@ class Scheduler:
         try:
             self._controller.step([job.decoder for job in decoding], chunks, most_rows)
         except BaseException as error:
-            clear_frames(error.__traceback__)  # those of the pass hold weights, by way of the error
+            _let_go(error)
             is_cut = self.n_cancels > n_cancels or not isinstance(error, Exception)
             for job in taking_part:
                 if is_cut:  # by Ctrl-C, or for one that is cancelled: the others try again
@@ -166,7 +167,7 @@ class Scheduler:
                     job.take()
         return True
 
-    def _lend(self, n_rows: int, *, has_entered: bool, has_drafted: bool) -> None:
+    def _lend(self, n_rows: int, has_entered: bool) -> None:
         """Memory that is not used holds layers meanwhile."""
         room = self.room
         n_tokens, n_texts = room.texts.n_committed, len(room.running)
@@ -174,7 +175,9 @@ class Scheduler:
             is_entering = any(not job.decoder.is_decoding for job in room.running)
             self._spare.begin(n_tokens, n_texts, more_enter=is_entering or bool(room.waiting))
         else:
-            self._spare.lend(n_rows, n_tokens, n_texts, has_drafted=has_drafted)
+            decoders = [job.decoder for job in room.running]
+            n_lacking = sum(one.drafter.n_lacking(one.context) for one in decoders)
+            self._spare.lend(n_rows, n_tokens, n_texts, n_lacking)
 
     def _chunks(
         self, jobs: Sequence[TextJob], most_rows: int | None, n_decoding: int
@@ -221,11 +224,22 @@ class Scheduler:
             decoding = [job for job in room.running if job.is_wanted and job.decoder.is_decoding]
             search.run(self._most_rows(decoding) if decoding else None)
         except Exception as error:
-            clear_frames(error.__traceback__)
+            _let_go(error)
             search.error = error
-        except BaseException:  # Ctrl-C of who runs the round: its beams are gone
+        except BaseException as error:  # Ctrl-C of who runs the round: its beams are gone
+            _let_go(error)
             if search.text is not None:
                 room.texts.drop(search.text)
                 search.text = None
             raise
         return not any(job.is_wanted for job in (*room.waiting, *room.running))
+
+
+def _let_go(error: BaseException) -> None:
+    """Of the weights of a pass that failed: its frames hold them, and whoever was told may keep the
+    error."""
+    causes: list[BaseException | None] = [error]
+    for one in causes:
+        if one is not None:
+            clear_frames(one.__traceback__)
+            causes += [x for x in (one.__cause__, one.__context__) if x not in causes]

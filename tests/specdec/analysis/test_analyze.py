@@ -204,7 +204,7 @@ def test_experts_have_what_the_rest_of_a_mixture_leaves() -> None:
 def test_experts_have_whole_slots_beside_what_the_process_takes() -> None:
     model = a_mixture()
     one = model.largest_expert_bytes
-    assert (model.n_experts, model.expert_bytes) == (24, 24 * one)
+    assert (model.n_experts_in_all, model.expert_bytes) == (24, 24 * one)
     rest = model.weight_bytes - model.expert_bytes + 10 * model.kv_bytes_per_token
     device = with_memory(int(rest + 12 * one))
     for process_bytes in (0, 5 * int(one)):

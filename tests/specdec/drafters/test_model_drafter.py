@@ -7,7 +7,10 @@ import pytest
 
 from backends.hf.backend import TorchBackend
 from specdec.drafters.base import TreeLimits
+from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
+from specdec.drafters.ngram import NgramDrafter
+from specdec.drafters.window import DraftWindow
 from specdec.verification.acceptance import Acceptance
 
 CONTEXT = [5, 17, 60, 33, 8]
@@ -82,6 +85,24 @@ def test_accepted_nodes_keep_their_kv(backend, drafter):
     fresh = drafter.propose(context, TreeLimits(24, 6, 2))
     assert continued.token_ids == fresh.token_ids
     assert np.allclose(continued.log_probs, fresh.log_probs, atol=1e-4)
+
+
+def test_what_it_lacks_of_a_text_is_what_it_computes_next(backend):
+    window = DraftWindow(n_recent=64)
+    for drafter in (ModelDrafter(backend, 96), ModelDrafter(backend, 96, window=window)):
+        drafter.reset()
+        merged = MergedDrafter([NgramDrafter(), drafter])
+        assert merged.n_lacking(CONTEXT) == len(CONTEXT)
+        tree = merged.propose(CONTEXT, TreeLimits(24, 6, 2))
+        drafter.observe(Acceptance((0,), 50, is_bonus=True), tree)
+        context = [*CONTEXT, 50, 51, 52]  # two rounds more, in which it rested
+        n_computed = backend.n_committed
+        # A window may jump with the next token, and half of it is computed anew.
+        expected = len(context) - (n_computed if drafter._window.n_recent is None else 0)
+        assert merged.n_lacking(context) == expected
+        drafter.propose(context, TreeLimits(24, 6, 2))
+        assert backend.n_committed - n_computed <= expected
+        drafter.reset()
 
 
 def test_accepted_tokens_of_another_drafter(backend, drafter):

@@ -65,15 +65,14 @@ def test_what_a_draft_may_take_that_rested_so_far_is_not_lent(peak: list[int]) -
         activation_bytes=0,
         most_rows=1,
         draft_activation_bytes=256 * 100,
-        draft_rows=8,
+        draft_level_rows=8,
         drafting_bytes=7000,
     )
     others = 300 + 5300 + 7000
-    spare.lend(n_rows=1, n_tokens=300)
-    assert target.held_bytes == 9 * RESERVE_BYTES - others - 256 * 100
-    target.hold(0)
-    spare.lend(n_rows=1, n_tokens=300, has_drafted=True)  # what its passes take was measured
-    assert target.held_bytes == 9 * RESERVE_BYTES - others - 8 * 100
+    for n_lacking, n_rows in ((300, 256), (256, 256), (200, 200), (9, 9), (8, 8), (1, 8)):
+        target.hold(0)
+        spare.lend(n_rows=1, n_tokens=300, n_lacking=n_lacking)
+        assert target.held_bytes == 9 * RESERVE_BYTES - others - n_rows * 100
     spare.make_room(n_tokens=300)
     assert target.held_bytes == 9 * RESERVE_BYTES - others - 8 * 100, "it would have had room"
     peak[0] = target.held_bytes

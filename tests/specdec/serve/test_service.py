@@ -16,6 +16,8 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
+from offload.errors import SpecdecError
+from offload.storage.direct_io import StorageError
 from specdec.async_llm import AsyncChunk
 from specdec.decoding.rounds.sequences import GenerationResult
 from specdec.decoding.rounds.stats import GenerationStats
@@ -24,7 +26,8 @@ from specdec.grammar.constraint import Constraint
 from specdec.sampling.params import SamplingParams
 from specdec.serve import service as services
 from specdec.serve.answers import CompletionAnswer
-from specdec.serve.gate import Bodies, Body
+from specdec.serve.errors import ApiError
+from specdec.serve.gate import FAILING, READY, Bodies, Body
 from specdec.serve.guard import BODY
 from specdec.serve.jobs import Job, completion_job
 from specdec.serve.options import ServeOptions
@@ -129,6 +132,20 @@ def test_the_end_does_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyP
 
     asyncio.run(asyncio.wait_for(work(), 30))
     assert not trial._RUNNING
+
+
+def test_a_read_that_failed_is_told_until_an_answer_comes() -> None:
+    service = Service(ServeOptions(), "m", print)
+    service.gate.state = READY
+    for error, state in ((SpecdecError("no"), READY), (StorageError("gone"), FAILING)):
+        with pytest.raises(ApiError, match="the model failed"), service.translated():
+            raise error
+        assert service.gate.state == state
+        assert f'specdec_state{{state="{state}"}} 1.0' in service.metrics.text().decode()
+    service.gate.enter().leave()
+    with service.translated():
+        pass
+    assert service.gate.state == READY
 
 
 def test_a_body_is_dropped_once_it_is_read() -> None:
