@@ -51,7 +51,8 @@ def check_layers_used(
     bare = layers_name.removeprefix(model.base_model_prefix + ".")
     known = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
     extra = getattr(model.config, "num_nextn_predict_layers", None) or 0
-    ours = re.compile(rf"(?:{re.escape(layers_name)}|{re.escape(bare)})\.(\d+)\.")
+    prefix = re.escape(model.base_model_prefix)
+    ours = re.compile(rf"(?:{prefix}\.)*{re.escape(bare)}\.(\d+)\.")
     held = n_layers
     for name in names:
         match = ours.match(name)

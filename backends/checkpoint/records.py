@@ -1,17 +1,14 @@
-"""Which tensor of a checkpoint belongs to which parameter of a model, and how it is stored."""
+"""A tensor of a checkpoint in its place in a model, and how it is stored."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 
 from backends.contract.backend import UnsupportedModel
 from backends.packed.decoder import PackedModule
@@ -66,51 +63,6 @@ def is_view(record: TensorRecord, dtype: torch.dtype) -> bool:
 def converted_bytes(records: Iterable[TensorRecord], dtype: torch.dtype) -> int:
     """Bytes of the copies that these tensors need."""
     return sum(math.prod(r.shape) * dtype.itemsize for r in records if not is_view(r, dtype))
-
-
-def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Parameters that share another's tensor, by name."""
-    tied = getattr(model, "_tied_weights_keys", None)
-    if not getattr(model.config, "tie_word_embeddings", False) or not isinstance(tied, dict):
-        return {}
-    return dict(tied)
-
-
-def records_by_parameter(
-    index: Mapping[str, TensorRecord],
-    model: PreTrainedModel,
-    tied: Mapping[str, str],
-    stacked: Collection[str],
-) -> Mapping[str, TensorRecord]:
-    """The checkpoint's tensors by today's names, which most checkpoints have: transformers takes a
-    fifth of a second to make its list of older ones.
-
-    stacked: parameters that hold all experts of a layer, for which nothing is looked up.
-    """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    names = (tied.get(name, name) for name in parameters if name not in stacked)
-    has_all = all(find_record(index, name, model.base_model_prefix) is not None for name in names)
-    return index if has_all else _renamed(index, model)
-
-
-def _renamed(index: Mapping[str, TensorRecord], model: PreTrainedModel) -> dict[str, TensorRecord]:
-    """The checkpoint's tensors under the names that this transformers gives its parameters.
-
-    Tensors that transformers would merge or split while loading keep their old names, and are
-    then reported as missing: they cannot be streamed from where they lie.
-    """
-    renamings = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
-    renamed = {}
-    for name, record in index.items():
-        for renaming in renamings:
-            name, _ = renaming.rename_source_key(name)
-        renamed[name] = record
-    return renamed
-
-
-def find_record(index: Mapping[str, TensorRecord], name: str, prefix: str) -> TensorRecord | None:
-    """Checkpoints of the bare base model lack its prefix."""
-    return index.get(name) or index.get(name.removeprefix(prefix + "."))
 
 
 def check_record(record: TensorRecord, shape: Sequence[int], name: str, directory: Path) -> None:

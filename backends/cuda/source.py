@@ -30,6 +30,7 @@ class HfGpuSource(HfSource):
 
     def __init__(self, source: HfSource) -> None:
         self.path, self.model = source.path, source.model
+        self.warnings = self.model.weight_warnings
         self._is_exact = source._is_exact
         self.vocab_size, self.max_context = source.vocab_size, source.max_context
 

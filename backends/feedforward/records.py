@@ -8,7 +8,7 @@ tensor for all experts, the expert is its first dimension.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,11 @@ Check = Callable[[TensorRecord, Sequence[int]], None]
 
 def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in (*STACKED, "is_transposed", "num_experts"))
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that hold all experts of a layer, by name."""
+    return ((name, module) for name, module in model.named_modules() if is_experts(module))
 
 
 def refuse_other_mixtures(model_type: str, model: nn.Module) -> None:
@@ -56,6 +61,12 @@ def find_experts(
             f"must be 1 to {module.num_experts}: take the config.json of these weights"
         )
     stacked = [find(f"{name}.{part}") for part in STACKED]
+    parts = next((p for p in _SEPARATE if find(f"{name}.0.{p[0]}.weight")), None)
+    if any(stacked) and parts is not None:
+        raise CheckpointError(
+            f"{where} has {name} as one tensor for all experts and as one for each: the "
+            "checkpoint is ambiguous, remove either or download it again"
+        )
     if all(stacked):
         shapes = [tuple(getattr(module, part).shape) for part in STACKED]
         whole = [record for record in stacked if record is not None]
@@ -66,11 +77,10 @@ def find_experts(
     two_inner, hidden = module.gate_up_proj.shape[1:]
     inner = two_inner // 2
     shapes = [(inner, hidden), (inner, hidden), (hidden, inner)]
-    parts = next((p for p in _SEPARATE if find(f"{name}.0.{p[0]}.weight")), _SEPARATE[0])
     experts = []
     for i in range(module.num_experts):
         records = []
-        for part, shape in zip(parts, shapes, strict=True):
+        for part, shape in zip(parts or _SEPARATE[0], shapes, strict=True):
             full = f"{name}.{i}.{part}.weight"
             record = find(full)
             if record is None:

@@ -21,6 +21,7 @@ from backends.attention.families import adapt
 from backends.attention.interface import KEYS_BY_ROW
 from backends.checkpoint.config import context_limit, declared, kv_values_per_token, load_config
 from backends.checkpoint.layer_count import check_layers_used, refuse_absurd_count
+from backends.checkpoint.matching import TensorMatch, match_tensors
 from backends.checkpoint.quantised import packed_tensors, quantisation_of
 from backends.checkpoint.raw_config import refuse_nonsense
 from backends.checkpoint.records import (
@@ -28,17 +29,14 @@ from backends.checkpoint.records import (
     BoundTensor,
     check_record,
     converted_bytes,
-    find_record,
     packed_by_module,
     packed_module,
-    records_by_parameter,
-    tied_names,
 )
 from backends.checkpoint.skeleton import build_skeleton, decoder_layers
 from backends.contract.backend import UnsupportedModel
 from backends.feedforward.elementwise import steady_activations
 from backends.feedforward.linear import use_fast_products
-from backends.feedforward.records import STACKED, find_experts, is_experts
+from backends.feedforward.records import STACKED, expert_modules, find_experts, is_experts
 from backends.feedforward.routing import steady_routing
 from backends.packed.decoder import PackedModule, decode_buffer_bytes
 from backends.packed.tensor import PackedTensor
@@ -69,6 +67,8 @@ class HfModel:
     `layer_tensors`; empty for any other model."""
     expert_modules: tuple[nn.Module | None, ...] = ()
     """What computes them."""
+    weight_warnings: tuple[str, ...] = ()
+    """Weights that are not what the config says."""
     is_adapted: bool = False
     """Attention code of the family's own was replaced (backends/attention/families.py)."""
 
@@ -206,19 +206,17 @@ def match_checkpoint(
     packed: Mapping[str, PackedTensor],
 ) -> HfModel:
     """Find the checkpoint tensor of every parameter, or say which are missing or misshapen."""
-    known = {**index, **{name: tensor.record for name, tensor in packed.items()}}
     layers_name, layers = decoder_layers(model)
-    tied = tied_names(model)
-    stacked = _stacked_names(model)
-    records = records_by_parameter(known, model, tied, stacked)
-    check_layers_used(model, layers_name, len(layers), records, directory)
+    match = match_tensors(model, index, packed, directory)
+    check_layers_used(model, layers_name, len(layers), match.named, directory)
+    stacked = {f"{name}.{part}" for name, _ in expert_modules(model) for part in STACKED}
     per_layer: list[list[BoundTensor]] = [[] for _ in layers]
     outer: list[BoundTensor] = []
     missing = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in stacked:
             continue
-        record = find_record(records, tied.get(name, name), model.base_model_prefix)
+        record = match.find(name)
         if record is None:
             missing.append(name)
             continue
@@ -242,11 +240,11 @@ def match_checkpoint(
             f"{directory} lacks {len(missing)} tensors of {type(model).__name__}, "
             f"first {missing[0]}: the download is incomplete or the config is another model's"
         )
-    _fill_buffers(model, records, directory)
+    _fill_buffers(model, match, directory)
     steady_activations(model)
     steady_routing(model)
     use_fast_products(model, dtype)
-    modules, experts = _experts(model, layers_name, layers, records, directory)
+    modules, experts = _experts(model, layers_name, layers, match, directory)
     if any(r.scheme for x in experts if x for expert in x.tensors for r in expert):
         raise UnsupportedModel(
             f"{directory}: its experts are packed or quantised, and experts are read as they are: "
@@ -262,21 +260,16 @@ def match_checkpoint(
         tuple(outer),
         experts,
         modules,
+        weight_warnings=match.warnings,
         is_adapted=adapt(model),
     )
-
-
-def _stacked_names(model: PreTrainedModel) -> set[str]:
-    """Parameters that hold all experts of a layer: a checkpoint may have a tensor for each."""
-    modules = [name for name, module in model.named_modules() if is_experts(module)]
-    return {f"{name}.{part}" for name in modules for part in STACKED}
 
 
 def _experts(
     model: PreTrainedModel,
     layers_name: str,
     layers: tuple[nn.Module, ...],
-    records: Mapping[str, TensorRecord],
+    match: TensorMatch,
     directory: Path,
 ) -> tuple[tuple[nn.Module | None, ...], tuple[LayerExperts | None, ...]]:
     """(what computes the experts, the experts), of every layer; two times () for no mixture."""
@@ -293,7 +286,7 @@ def _experts(
                 f"{layers_name}.{index}.{name}",
                 module,
                 int(model.config.num_experts_per_tok),
-                lambda name: find_record(records, name, model.base_model_prefix),
+                match.find,
                 lambda record, shape: check_record(record, shape, record.name, directory),
                 str(directory),
             )

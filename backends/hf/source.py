@@ -64,7 +64,7 @@ class HfSource(ModelSource):
         # What is read early is layers: experts are read once they are asked for.
         self.early_records = None if self.experts else self.model.outer_records
         self.can_use_gpu = not self.experts
-        self.warnings = slow_products(self.model.dtype)
+        self.warnings = self.model.weight_warnings + slow_products(self.model.dtype)
         if any(b.record.scheme == TwelveBits.name for x in self.model.layer_tensors for b in x):
             self.warnings += decoding_warnings()
 

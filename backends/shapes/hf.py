@@ -19,9 +19,10 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from backends.checkpoint.config import context_limit, declared, kv_values_per_token, load_config
 from backends.checkpoint.layer_count import refuse_absurd_count
+from backends.checkpoint.matching import TensorMatch, match_config, match_tensors
 from backends.checkpoint.quantised import packed_tensors
 from backends.checkpoint.raw_config import refuse_nonsense
-from backends.checkpoint.records import TORCH_DTYPES, tied_names
+from backends.checkpoint.records import TORCH_DTYPES
 from backends.checkpoint.skeleton import build_model, decoder_layers
 from backends.contract.backend import UnsupportedModel
 from backends.hf.model import (
@@ -41,7 +42,6 @@ from backends.shapes.shape import (
     ModelShape,
 )
 from offload.formats.checkpoint import WeightIndex
-from offload.formats.tensors import TensorRecord
 from offload.units import MIB, format_bytes
 
 _FORMATS = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -65,34 +65,35 @@ def hf_shape(directory: Path) -> ModelShape:
         index = WeightIndex.from_directory(directory)
         dtype = main_dtype(index, config, directory)
         packed = packed_tensors(index, config, dtype, directory)
-        known = {**index, **{name: tensor.record for name, tensor in packed.items()}}
-        return shape_of(build_model(config, dtype), directory, known, _packed_notes(packed))
+        model = build_model(config, dtype)
+        match = match_tensors(model, index, packed, directory)
+        return shape_of(model, directory, match, _packed_notes(packed))
     dtype, note = _declared_dtype(config)
     notes = [note]
     if getattr(config, "quantization_config", None):
         notes.append("nothing is known of their quantisation: they are smaller than that")
-    return shape_of(build_model(config, dtype), directory, {}, tuple(notes))
+    model = build_model(config, dtype)
+    return shape_of(model, directory, match_config(model), tuple(notes))
 
 
 def shape_of(
     model: PreTrainedModel,
     directory: Path,
-    index: Mapping[str, TensorRecord],
+    match: TensorMatch,
     notes: tuple[str, ...] = (),
 ) -> ModelShape:
-    """The shape of a model on the meta device; tensors not in `index` have the model's dtype."""
+    """The shape of a model on the meta device; tensors not in `match` have the model's dtype."""
     config, dtype = model.config, model.dtype
-    sizes = _Sizes(index, dtype, model.base_model_prefix)
+    sizes = _Sizes(match, dtype)
     name, modules = decoder_layers(model)
     layers = tuple(
         _layer(model, i, layer, f"{name}.{i}.", sizes) for i, layer in enumerate(modules)
     )
-    tied = tied_names(model)
     weight = model.get_output_embeddings().weight
     n_out, n_in = weight.shape
     named: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     head_name = next(key for key, parameter in named.items() if parameter is weight)
-    outer = {tied.get(key, key) for key in named if not key.startswith(name + ".")}
+    outer = {match.shared.get(key, key) for key in named if not key.startswith(name + ".")}
     if declared(config, "kv_lora_rank"):
         notes += ("latent attention: keys and values are counted as if expanded for new rows only",)
     return ModelShape(
@@ -106,7 +107,7 @@ def shape_of(
             HEAD,
             n_in,
             n_out,
-            sizes.n_bytes(tied.get(head_name, head_name), weight),
+            sizes.n_bytes(head_name, weight),
             _FORMATS[dtype],
         ),
         outer_bytes=sum(sizes.n_bytes(key, named[key]) for key in outer),
@@ -132,15 +133,14 @@ def _packed_notes(packed: Mapping[str, PackedTensor]) -> tuple[str, ...]:
 class _Sizes:
     """Bytes of parameters in the checkpoint."""
 
-    def __init__(self, index: Mapping[str, TensorRecord], dtype: torch.dtype, prefix: str) -> None:
-        self._index = index
+    def __init__(self, match: TensorMatch, dtype: torch.dtype) -> None:
+        self._match = match
         self._dtype = dtype
-        self._prefix = prefix
 
     def n_bytes(self, name: str, parameter: torch.Tensor) -> int:
-        """As stored; as the model's dtype where the checkpoint has another name for it or is not
-        there (experts, which transformers lays out anew)."""
-        record = self._index.get(name) or self._index.get(name.removeprefix(self._prefix + "."))
+        """As stored; as the model's dtype where the checkpoint has no such tensor (experts, which
+        transformers lays out anew)."""
+        record = self._match.find(name)
         if record is not None and math.prod(record.shape) == parameter.numel():
             return record.n_bytes
         return parameter.numel() * self._dtype.itemsize

@@ -28,6 +28,7 @@ from offload.formats.tensors import (
 )
 from offload.units import format_bytes
 
+_SINGLE = "model.safetensors"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -47,29 +48,24 @@ class WeightIndex(TensorIndex):
     def from_directory(cls, directory: str | os.PathLike[str]) -> WeightIndex:
         """Index `model.safetensors`, or the shards that a `*.safetensors.index.json` names.
 
+        As transformers does: all tensors of these files are there, wherever the index places them,
+        and of two with one name the one in the last file by name.
+
         Raises:
             CheckpointError: see the module's docstring; the message names the file.
         """
         root = Path(directory)
         if not root.is_dir():
             raise CheckpointError(f"{root} is not a directory; pass the folder of a checkpoint")
-        weight_map = _find_weight_map(root)
         records: dict[str, TensorRecord] = {}
-        shard_of: dict[str, str] = {}
         states: dict[Path, FileState] = {}
-        for shard in dict.fromkeys(weight_map.values()):
+        for shard in _find_shards(root):
             path = resolve_within(root, shard)
             states[path] = file_state(path)
             metadata, found = read_header_and_metadata(path)
             for name, record in with_packed(path, metadata, found).items():
-                if name in records:
-                    raise CheckpointError(
-                        f"{root}: tensor {name!r} lies both in {shard_of[name]} and in {shard}; "
-                        "the checkpoint is ambiguous, download it again"
-                    )
+                records.pop(name, None)  # so that the order of all is that of the files
                 records[name] = record
-                shard_of[name] = shard
-        _check_weight_map(weight_map, shard_of, root)
         return cls(records, states, root)
 
 
@@ -83,11 +79,11 @@ def main_format(index: Mapping[str, TensorRecord]) -> str:
     return max(n_bytes, key=lambda key: n_bytes[key])
 
 
-def _find_weight_map(root: Path) -> dict[str, str]:
-    """Tensor name -> shard name; a single file is `{"": its name}` (the key is not a tensor)."""
+def _find_shards(root: Path) -> list[str]:
+    """Names of the files that make up a checkpoint, in order."""
     # The same precedence as transformers: the single file first.
-    if (root / "model.safetensors").exists():
-        return {"": "model.safetensors"}
+    if (root / _SINGLE).exists():
+        return [_SINGLE]
     names = sorted(path.name for path in root.iterdir())
     indexes = [name for name in names if name.endswith(".safetensors.index.json")]
     if "model.safetensors.index.json" in indexes:
@@ -95,10 +91,10 @@ def _find_weight_map(root: Path) -> dict[str, str]:
     if len(indexes) > 1:
         raise CheckpointError(f"{root} holds several indexes ({', '.join(indexes)}); keep one")
     if indexes:
-        return _read_weight_map(root / indexes[0])
+        return _read_shards(root / indexes[0])
     single = [name for name in names if name.endswith(".safetensors")]
     if len(single) == 1:
-        return {"": single[0]}
+        return single
     raise CheckpointError(_explain_no_weights(root, names, single))
 
 
@@ -120,7 +116,8 @@ def _explain_no_weights(root: Path, names: list[str], single: list[str]) -> str:
     )
 
 
-def _read_weight_map(path: Path) -> dict[str, str]:
+def _read_shards(path: Path) -> list[str]:
+    """Names of the files that an index names, sorted; which tensor it places where is not used."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_HEADER_BYTES:
@@ -139,7 +136,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
                 f"{path} places {name!r} in {shard!r}, which is not a plain .safetensors file "
                 "name; download it again"
             )
-    return weight_map
+    return sorted(set(weight_map.values()))
 
 
 def _is_plain_shard_name(shard: str) -> bool:
@@ -180,19 +177,3 @@ def _is_cache_blob(root: Path, real: Path) -> bool:
     repository = root.parent.parent
     shared = repository.parent / "blobs" / real.name[:2]
     return real.parent in (repository / "blobs", shared)
-
-
-def _check_weight_map(weight_map: dict[str, str], shard_of: dict[str, str], root: Path) -> None:
-    for name, shard in weight_map.items():
-        if name == "":
-            continue  # the form of a single file
-        if name not in shard_of:
-            raise CheckpointError(
-                f"{root}: {name!r} is listed in {shard} but lies in no shard; "
-                "download the checkpoint again"
-            )
-        if shard_of[name] != shard:
-            raise CheckpointError(
-                f"{root}: {name!r} is listed in {shard} but lies in {shard_of[name]}; "
-                "download the checkpoint again"
-            )

@@ -169,7 +169,13 @@ def _write_weights(
     places: dict[str, str] = {}
     for path, name in zip(paths, names, strict=True):
         writer = FileWriter(
-            path, folder / name, wanted, n_threads=n_threads, verify=verify, advance=counter.add
+            path,
+            folder / name,
+            # A tensor that a later file has, too, is copied with the rest and not looked at.
+            frozenset(n for n in wanted if source.index[n].path == path),
+            n_threads=n_threads,
+            verify=verify,
+            advance=counter.add,
         )
         tensors = writer.write()
         written += tensors

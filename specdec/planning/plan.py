@@ -166,7 +166,8 @@ def make_plan(
         exactness=exactness,
         uses_mmap=options.load_mode == "mmap",
         accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
-        warnings=(target.warnings if gpu is None else gpu.warnings) + warnings,
+        warnings=(target.warnings if gpu is None else gpu.target.warnings + gpu.warnings)
+        + warnings,
         notes=_cut_context(options, chosen.division) + notes,
         vram_source="" if gpu is None else gpu.vram_source,
     )

@@ -1,0 +1,108 @@
+"""Where config, index and files disagree, a checkpoint is what transformers makes of it.
+
+Where transformers refuses, or leaves a parameter random, specdec refuses and names the tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from disagreements import PARTS, Disagreement, Writer
+from family_checks import TOLERANCE, scale
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from backends.contract.source import BackendOptions
+from backends.hf.backend import TorchBackend
+from backends.hf.cpu_weights import CpuWeights
+from backends.hf.model import load_hf_model
+from backends.hf.source import HfSource
+from backends.shapes.hf import hf_shape
+from offload.errors import SpecdecError
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gpt2", "gpt-neox", "bloom", "opt")
+PROMPT = [3, 17, 5, 60, 41]
+_numbers = itertools.count()
+writer = cache(Writer)
+
+some = st.lists(st.sampled_from(PARTS), max_size=2, unique=True).map(tuple)
+spellings = st.lists(st.integers(0, 3), min_size=1, max_size=2, unique=True).map(tuple)
+disagreements = st.builds(
+    Disagreement,
+    family=st.sampled_from(FAMILIES),
+    is_tied=st.booleans(),
+    head=st.sampled_from(["none", "own", "own", "same", "short"]),
+    has_embedding=st.sampled_from([True, True, False]),
+    lost=st.sampled_from(["", "", "", "", "layer", "norm"]),
+    spelling=st.one_of(
+        st.just({}),
+        st.fixed_dictionaries({"all": spellings}),
+        st.dictionaries(st.sampled_from(PARTS), spellings, max_size=2),
+    ),
+    n_shards=st.sampled_from([1, 2, 3]),
+    in_two_shards=some,
+    listed_elsewhere=some,
+    unlisted=some,
+    listed_nowhere=st.booleans(),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("odd")
+
+
+def written(folder: Path, odd: Disagreement) -> Path:
+    return writer(odd.family).write(folder / str(next(_numbers)), odd)
+
+
+def theirs(directory: Path) -> np.ndarray | set[str]:
+    """Logits of transformers, or what it has no weights for; empty where it raises."""
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, output_loading_info=True
+        )
+    except RuntimeError:
+        return set()
+    if info["missing_keys"]:
+        return set(info["missing_keys"])
+    with torch.no_grad():
+        logits: np.ndarray = model.eval()(torch.tensor([PROMPT])).logits[0, -1].numpy()
+    return logits
+
+
+def ours(directory: Path) -> np.ndarray:
+    model = load_hf_model(directory)
+    with TorchBackend(model, CpuWeights(model, model.layer_weights, 2)) as backend:
+        return backend.prefill(PROMPT)
+
+
+def check(directory: Path) -> bool:
+    """Whether it was loaded, by both."""
+    expected = theirs(directory)
+    if isinstance(expected, np.ndarray):
+        assert np.abs(ours(directory) - expected).max() <= TOLERANCE * scale(expected)
+        return True
+    with pytest.raises(SpecdecError) as refusal:
+        load_hf_model(directory)
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert not expected or any(name in message for name in expected)
+    return False
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(odd=disagreements)
+@example(odd=Disagreement())
+@example(odd=Disagreement(has_embedding=False))
+@example(odd=Disagreement(family="gpt2", spelling={"all": (0, 1)}))
+def test_logits_are_those_of_transformers_or_both_refuse(odd: Disagreement, folder: Path) -> None:
+    check(written(folder, odd))
