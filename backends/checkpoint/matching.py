@@ -142,14 +142,13 @@ def share(
 ) -> tuple[dict[str, str], tuple[tuple[str, str], ...]]:
     """(parameter -> the one whose tensor it takes, pairs that differ and are not tied).
 
-    tied: parameter -> the one that its config ties it to. Of a pair, what the files have is taken
-    for both; parameters that are in neither dictionary's keys have no tensor.
+    tied: parameter -> the one that its config ties it to. What the files have of a pair is taken
+    for both.
     """
     there = set(present)
     shared: dict[str, str] = {}
     untied = []
-    pairs = list(tied.items())
-    for i, (target, source) in enumerate(pairs):
+    for target, source in tied.items():
         if source in there and target in there:
             if not is_same(shared.get(source, source), shared.get(target, target)):
                 untied.append((target, source))
@@ -157,11 +156,7 @@ def share(
         elif target in there:
             target, source = source, target
         elif source not in there:
-            others = (t for t, s in pairs[i + 1 :] if s == source and t in there)
-            other = next(others, None)
-            if other is None:
-                continue
-            source = other
+            continue
         shared[target] = shared.get(source, source)
         there.add(target)
     return shared, tuple(untied)

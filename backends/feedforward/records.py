@@ -62,10 +62,10 @@ def find_experts(
         )
     stacked = [find(f"{name}.{part}") for part in STACKED]
     parts = next((p for p in _SEPARATE if find(f"{name}.0.{p[0]}.weight")), None)
-    if any(stacked) and parts is not None:
+    if parts is not None and stacked[1] is not None:
         raise CheckpointError(
-            f"{where} has {name} as one tensor for all experts and as one for each: the "
-            "checkpoint is ambiguous, remove either or download it again"
+            f"{where} has {name}.{STACKED[1]} as one tensor for all experts and as one for each: "
+            "the checkpoint is ambiguous, remove either or download it again"
         )
     if all(stacked):
         shapes = [tuple(getattr(module, part).shape) for part in STACKED]

@@ -19,6 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from backends.attention.families import adapt
 from backends.attention.interface import KEYS_BY_ROW
+from backends.checkpoint.buffers import fill_buffers
 from backends.checkpoint.config import context_limit, declared, kv_values_per_token, load_config
 from backends.checkpoint.layer_count import check_layers_used, refuse_absurd_count
 from backends.checkpoint.matching import TensorMatch, match_tensors
@@ -45,7 +46,6 @@ from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.residency.experts import LayerExperts
 from offload.residency.placement import LayerWeights
 
-_CORRECTION = "e_score_correction_bias"
 _SLIDING_MASK = "create_sliding_window_causal_mask"
 """What the code of a family with sliding windows takes from transformers."""
 
@@ -240,7 +240,7 @@ def match_checkpoint(
             f"{directory} lacks {len(missing)} tensors of {type(model).__name__}, "
             f"first {missing[0]}: the download is incomplete or the config is another model's"
         )
-    _fill_buffers(model, match, directory)
+    fill_buffers(model, match, directory)
     steady_activations(model)
     steady_routing(model)
     use_fast_products(model, dtype)
@@ -292,25 +292,3 @@ def _experts(
             )
         )
     return (tuple(modules), tuple(experts)) if any(experts) else ((), ())
-
-
-def _fill_buffers(
-    model: PreTrainedModel, records: Mapping[str, TensorRecord], directory: Path
-) -> None:
-    """Read what checkpoints hold beside weights: a few numbers that correct the scores of a router
-    (DeepSeek-V3), in float32."""
-    for name, module in model.named_modules():
-        buffer = module._buffers.get(_CORRECTION)
-        if buffer is None:
-            continue
-        record = find_record(records, f"{name}.{_CORRECTION}", model.base_model_prefix)
-        if record is None or record.scheme:
-            raise CheckpointError(
-                f"{directory} lacks {name}.{_CORRECTION}: the download is incomplete or the "
-                "config is another model's"
-            )
-        check_record(record, buffer.shape, record.name, directory)
-        with record.path.open("rb") as file:
-            file.seek(record.offset)
-            values = torch.frombuffer(bytearray(file.read(record.n_bytes)), dtype=torch.uint8)
-        module._buffers[_CORRECTION] = values.view(TORCH_DTYPES[record.dtype]).float()

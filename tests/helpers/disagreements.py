@@ -46,7 +46,9 @@ class Writer:
 
     def __init__(self, family: str) -> None:
         config_name, values = (FAMILIES | MIXTURES)[family]
-        self.config = getattr(transformers, config_name)(**values)
+        kind = getattr(transformers, config_name)
+        n_layers = kind.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        self.config = kind(**{**values, n_layers: 2})
         self.config.tie_word_embeddings = False
         model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
         self.prefix = model.base_model_prefix

@@ -16,6 +16,7 @@ from checkpoints import FAMILIES, save_tiny_checkpoint
 from gguf_models import FEED_FORWARD, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, save_tiny_gguf
 from torch.utils.flop_counter import FlopCounterMode
 
+from backends.checkpoint.matching import match_config
 from backends.checkpoint.skeleton import build_model
 from backends.contract.backend import UnsupportedModel
 from backends.shapes.gguf import gguf_shape
@@ -76,7 +77,7 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
     config = config_of(family)
     config._attn_implementation = "eager"
     model = build_model(config, torch.bfloat16)
-    shape = shape_of(model, Path(family), {})
+    shape = shape_of(model, Path(family), match_config(model))
     meta = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.bfloat16, attn_implementation="eager"
     ).to("meta")
@@ -104,7 +105,8 @@ def test_flops_of_real_models_are_those_that_torch_counts(name: str) -> None:
     """On the meta device: nothing is allocated."""
     config = REAL[name]
     config._attn_implementation = "eager"
-    shape = shape_of(build_model(config, torch.bfloat16), Path(name), {})
+    model = build_model(config, torch.bfloat16)
+    shape = shape_of(model, Path(name), match_config(model))
     with torch.device("meta"):
         meta = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="eager"
@@ -116,7 +118,8 @@ def test_flops_of_real_models_are_those_that_torch_counts(name: str) -> None:
 @pytest.mark.parametrize("family", MIXTURES)
 def test_flops_of_a_mixture_are_those_of_the_active_experts(family: str) -> None:
     config = config_of(family)
-    shape = shape_of(build_model(config, torch.float32), Path(family), {})
+    model = build_model(config, torch.float32)
+    shape = shape_of(model, Path(family), match_config(model))
     real = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     real.set_experts_implementation("eager")
     for n_rows in (1, 6):
@@ -187,7 +190,8 @@ def test_both_formats_of_a_model_count_alike(family: str, tmp_path: Path) -> Non
         **more,
     }
     config = getattr(transformers, name)(**{k: v for k, v in values.items() if v is not None})
-    twin = shape_of(build_model(config, torch.float32), tmp_path, {})
+    model = build_model(config, torch.float32)
+    twin = shape_of(model, tmp_path, match_config(model))
     shape = gguf_shape(save_tiny_gguf(family, tmp_path / "model.gguf"))
     for n_rows, context in ((1, 30), (4, 30)):
         here, there = (pass_work(one, n_rows, context, n_rows) for one in (shape, twin))
