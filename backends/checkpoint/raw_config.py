@@ -24,6 +24,7 @@ _OPTIONAL = {
     "max_position_embeddings": 2**40,
 }
 """May be null; the bounds are far above any model."""
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _REMEDY = "mend the config.json, or download the checkpoint again"
 # Names of kinds that other versions wrote, beside those that can be computed.
 _ROPE_TYPES = {*ROPE_INIT_FUNCTIONS, "default", "su", "mrope"}
@@ -51,6 +52,7 @@ def refuse_nonsense(directory: Path) -> None:
             f"{path}: {kind} is an encoder: specdec runs causal decoders only, "
             "name a model that generates text"
         )
+    _check_weights_file(config, directory)
     for part in _parts(config):
         _check_figures(part, path)
         _check_rope(part, path)
@@ -63,6 +65,18 @@ def read_raw(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def _check_weights_file(config: Mapping[str, Any], directory: Path) -> None:
+    """A config may name another file of weights than the one that is read."""
+    named = config.get("transformers_weights")
+    usual = next((name for name in _WEIGHTS if (directory / name).exists()), None)
+    if named is not None and named != usual:
+        raise UnsupportedModel(
+            f"{directory}/config.json takes its weights from {json.dumps(named)[:60]} "
+            f"(transformers_weights), and specdec reads {' or '.join(_WEIGHTS)}: rename that "
+            "file in a folder of its own, and remove the entry"
+        )
 
 
 def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from bench.synth.shapes import Experts, LlamaShape, SynthError
 from offload.formats.checkpoint import WeightIndex
+from offload.formats.comparing import have_same_bytes
 from specdec.pair.float_weights import read_float32
 
 _MAX_FIGURE = 2**24  # far above any model
@@ -18,6 +20,9 @@ _NOT_IN_EVERY_LAYER = ("mlp_only_layers", "use_sliding_window")
 
 MIXTURE = "qwen3_moe"
 """The architecture of mixtures that are grown."""
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 OTHER_NAME_OF_EXPERTS = "num_local_experts"
@@ -33,9 +38,12 @@ class SourceModel:
         self.config = read_json(self.folder / "config.json")
         self.shape = source_shape(self.config)
         self._records = WeightIndex.from_directory(self.folder)
-        # Old checkpoints may tie without storing it, or store a head that config.json ties.
-        if not self.shape.tied and "lm_head.weight" not in self._records:
-            raise SynthError(f"{self.folder} has no lm_head.weight although its head is untied")
+        head, embedding = (self._records.get(name) for name in (HEAD, EMBEDDING))
+        if head is None and not self.shape.tied:
+            raise SynthError(f"{self.folder} has no {HEAD} although its head is untied")
+        # A head that config.json ties counts where it differs, as it does when the model is run.
+        if head and embedding and not have_same_bytes(head, embedding):
+            self.shape = replace(self.shape, tied=False)
 
     def read(self, name: str, rows: range) -> np.ndarray:
         """Consecutive rows of one tensor, float32 [rows, columns]; a vector is one row."""

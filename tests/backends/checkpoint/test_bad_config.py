@@ -46,6 +46,20 @@ def test_a_wrong_figure_is_named_with_the_remedy(
     assert "\n" not in str(caught.value)
 
 
+def test_weights_of_another_file_than_the_usual_one(config: Path) -> None:
+    good = config.read_text()
+    for name in ("model.safetensors.index.json", "other.safetensors"):
+        config.write_text(json.dumps({**json.loads(good), "transformers_weights": name}))
+        try:
+            if name.startswith("model"):
+                assert load_hf_model(config.parent).layers
+                continue
+            with pytest.raises(SpecdecError, match='from "other.safetensors" .*: rename'):
+                load_hf_model(config.parent)
+        finally:
+            config.write_text(good)
+
+
 def test_an_encoder_is_no_recurrent_model(config: Path) -> None:
     good = config.read_text()
     config.write_text(json.dumps({**json.loads(good), "model_type": "bert"}))

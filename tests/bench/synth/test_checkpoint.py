@@ -11,6 +11,7 @@ import torch
 from grown_models import HEAD_DIM, LARGE, SMALL, altered, assert_same_function, save_source
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from bench.synth.checkpoint import grow
 from bench.synth.growth import layer_places, map_heads
@@ -51,6 +52,18 @@ def test_tying_is_kept_where_it_is_possible(
     shape = altered(LARGE, tied=large_tied, vocab_size=120)
     report = grow(small, tmp_path / "grown", shape, dtype="fp32")
     assert report.shape.tied == (small_tied and large_tied)
+    assert_same_function(small, report.path)
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+def test_a_head_that_the_config_ties_counts_where_it_differs(tmp_path: Path, is_same: bool) -> None:
+    small = save_source(tmp_path / "small", altered(SMALL, tied=True))
+    path = small / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * (1 if is_same else -1)
+    save_file(tensors, path, metadata={"format": "pt"})
+    report = grow(small, tmp_path / "grown", altered(LARGE, tied=True), dtype="fp32")
+    assert report.shape.tied == is_same
     assert_same_function(small, report.path)
 
 
