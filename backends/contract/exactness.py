@@ -20,6 +20,13 @@ class Exactness:
     n_least_rows: int = 1
     """Rows (and rows of logits) that a pass is filled up to: from so many on, the products give a
     row the same bits however many rows there are."""
+    is_thread_invariant: bool = False
+    """Whether this goes for any number of threads, so that it may change from pass to pass."""
+
+    def may_follow_load(self) -> bool:
+        """Whether passes may use fewer threads where other programs compute: they must, or need
+        not, keep their bits."""
+        return self.is_thread_invariant or not self.is_exact
 
 
 NOT_ASKED = Exactness(False, "--exact off")

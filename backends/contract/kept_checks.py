@@ -11,12 +11,12 @@ from typing import Any
 
 from offload.process.remembered import cache_folder, recall, remember
 
-_VERSION = 3  # of the checks: what another one found is found out again
+_VERSION = 4  # of the checks: what another one found is found out again
 _UNKNOWN: Any = "unknown"
 _SETTINGS = ("ATEN_", "DNNL_", "GGML_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
 """Beginnings of environment variables that make libraries take other kernels, or other numbers of
 threads (MKL_CBWR=COMPATIBLE, OMP_THREAD_LIMIT=1)."""
-_DECIDE_NOTHING = ("OMP_WAIT_POLICY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+_DECIDE_NOTHING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 """How threads wait for work, and how many kernels are kept. They are set as ggml is loaded, or a
 checkpoint is opened, which may be before or after this."""
 

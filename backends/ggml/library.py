@@ -20,6 +20,7 @@ from typing import Any
 
 from offload.errors import SpecdecError
 from offload.process.interruptible import is_interrupted, uninterrupted
+from offload.process.openmp import LLAMA_SPINS, bounded_spinning
 from offload.units import Progress
 
 _MODEL_FIELDS = "load_mode use_extra_bufts no_alloc n_gpu_layers devices progress_callback"
@@ -86,9 +87,9 @@ _KEPT_ALIVE: list[object] = []  # callbacks that llama.cpp holds
 @lru_cache(maxsize=1)
 def load_library() -> ModuleType:
     """llama_cpp's low-level module. Raises LlamaError where it is missing or too old."""
-    let_workers_sleep()
     try:
-        import llama_cpp.llama_cpp as library
+        with bounded_spinning(LLAMA_SPINS):
+            import llama_cpp.llama_cpp as library
     except ImportError as error:
         raise LlamaError(_MISSING) from error
     _check_fields(library.llama_model_params, _MODEL_FIELDS)
@@ -99,28 +100,24 @@ def load_library() -> ModuleType:
     return library
 
 
-def let_workers_sleep() -> None:
-    """Between two layers the workers of ggml would spin while the pass waits for storage.
-
-    Read once, when libgomp is loaded; the user's own setting stands.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 @cache
 def is_installed() -> bool:
     """Whether there is a llama-cpp-python; it is not imported."""
     return find_spec("llama_cpp") is not None
 
 
-def library_folder() -> Path:
-    """Where llama.cpp's shared libraries lie, to be loaded without the rest of llama-cpp-python,
-    which takes ten times as long. Raises LlamaError where it is missing."""
-    let_workers_sleep()
+def load_shared_library() -> ctypes.CDLL:
+    """Load libllama without the rest of llama-cpp-python, which takes ten times as long.
+
+    By way of libllama: a wheel has ggml's libraries under three names, and another name than
+    llama.cpp's own would load them a second time, with settings of their own.
+    Raises LlamaError where it is missing.
+    """
     found = find_spec("llama_cpp")
     if found is None or found.origin is None:
         raise LlamaError(_MISSING)
-    return Path(found.origin).parent / "lib"
+    with bounded_spinning(LLAMA_SPINS):
+        return ctypes.CDLL(str(Path(found.origin).parent / "lib" / "libllama.so"))
 
 
 def listen(library: Any) -> None:

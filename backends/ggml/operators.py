@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.ggml.library import LlamaError, library_folder
+from backends.ggml.library import LlamaError, load_shared_library
 
 F32, F16, I32, BF16 = 0, 1, 26, 30
 """Numbers of types, as in ggml.h."""
@@ -30,9 +30,7 @@ class Ggml:
     """Tensors, graphs and operators, as addresses."""
 
     def __init__(self) -> None:
-        # By way of libllama: a wheel has ggml's libraries under three names, and another name than
-        # llama.cpp's own would load them a second time, with settings of their own.
-        ggml = ctypes.CDLL(str(library_folder() / "libllama.so"))
+        ggml = load_shared_library()
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         long, real = ctypes.c_int64, ctypes.c_float
         self.init = declare(ggml.ggml_init, pointer, InitParams)

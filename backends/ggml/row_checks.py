@@ -7,8 +7,9 @@ llama.cpp was built, so it is tried: a row alone, beside others, and in other pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -70,9 +71,11 @@ def least_rows(runs: Iterable[RowsOf]) -> int | None:
 
 
 def product_runs(
-    product: Product, n_threads: int, blocks: np.ndarray | None = None
+    product: Product, threads: Sequence[int], blocks: np.ndarray | None = None
 ) -> list[RowsOf]:
-    """blocks: bytes [n, bytes of a block] for the matrix to be made of; random ones when None.
+    """Return a run for each number of threads.
+
+    blocks: bytes [n, bytes of a block] for the matrix to be made of; random ones when None.
 
     Raises ValueError for a format that ggml cannot make.
     """
@@ -84,7 +87,7 @@ def product_runs(
     chosen = rng.permuted(np.tile(np.arange(_N_EXPERTS, dtype=np.int32), (_N_ROWS, 1)), axis=1)
     n_bytes = weights.nbytes + 8 * _N_ROWS * (product.n_in + 4 * product.n_out) + 4 * MIB
 
-    def run(start: int, n_rows: int) -> np.ndarray:
+    def run(n_threads: int, start: int, n_rows: int) -> np.ndarray:
         rows = slice(start, start + n_rows)
         with ggml.context(n_bytes) as context:
             if product.has_experts:
@@ -100,11 +103,12 @@ def product_runs(
                 result = ggml.mul_mat(context, matrix, b)
             return ggml.run(context, result, n_threads).reshape(n_rows, -1)
 
-    return [run]
+    return [partial(run, n_threads) for n_threads in threads]
 
 
-def attention_runs(kind: Attention, n_threads: int) -> list[RowsOf]:
-    """The same cells behind each other in a small and in a larger cache, and with gaps."""
+def attention_runs(kind: Attention, threads: Sequence[int]) -> list[RowsOf]:
+    """Return runs over the same cells behind each other in a small and in a larger cache, and with
+    gaps, for each number of threads."""
     ggml, rng = load_ggml(), np.random.default_rng(kind.key_length)
     n_cells = _FIRST_VISIBLE + _N_ROWS
     queries = rng.standard_normal((_N_HEADS, _N_ROWS, kind.key_length), dtype=np.float32)
@@ -114,7 +118,7 @@ def attention_runs(kind: Attention, n_threads: int) -> list[RowsOf]:
     )
     spread = np.sort(rng.permutation(_MANY_CELLS)[:n_cells])
 
-    def place(places: np.ndarray, size: int) -> RowsOf:
+    def place(places: np.ndarray, size: int, n_threads: int) -> RowsOf:
         k, v = (np.zeros((size, part.shape[1]), np.uint8) for part in (keys, values))
         k[places], v[places] = keys, values
         mask = np.full((_N_ROWS, size), -np.inf, dtype=np.float16)
@@ -138,7 +142,8 @@ def attention_runs(kind: Attention, n_threads: int) -> list[RowsOf]:
         return run
 
     dense = np.arange(n_cells)
-    return [place(dense, _FEW_CELLS), place(dense, _MANY_CELLS), place(spread, _MANY_CELLS)]
+    caches = ((dense, _FEW_CELLS), (dense, _MANY_CELLS), (spread, _MANY_CELLS))
+    return [place(*cells, n_threads) for n_threads in threads for cells in caches]
 
 
 def _matrix(

@@ -25,7 +25,7 @@ def leave_out_tiles() -> None:
     if is_unset:
         os.environ[_SWITCH] = "0"
     try:
-        if least_rows(product_runs(_TRIAL, n_threads=1)) == 1:
+        if least_rows(product_runs(_TRIAL, threads=(1,))) == 1:
             _left_out.append("without tiles")
     finally:
         if is_unset:  # other programs that this process starts decide for themselves

@@ -22,8 +22,8 @@ once for a machine, a version of llama.cpp and a number of threads.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
@@ -45,6 +45,7 @@ from backends.gguf.hparams import CACHE_TYPES
 from backends.gguf.model import GgufModel
 from offload.formats.gguf_header import GGML_TYPES
 from offload.formats.tensors import TensorRecord
+from offload.process.cpus import thread_counts
 
 _TYPE_IDS = {kind.name: number for number, kind in GGML_TYPES.items()}
 _KEPT_BLOCKS = 64
@@ -73,10 +74,25 @@ def find_exact_run(
     likely = ExactRun(Exactness(False), type_k or _CHOICES[0], type_v or _CHOICES[0])
     if reason := _refusal(model):
         return _not_exact(likely, reason)
-    checks = _Checks(n_threads)
+    run = likely
+    for threads in dict.fromkeys([thread_counts(n_threads), (n_threads,)]):
+        run = _try_run(model, threads, likely, (type_k, type_v))
+        if run.exactness.is_exact:
+            return replace(run, exactness=replace(run.exactness, is_thread_invariant=1 in threads))
+    return run
+
+
+def _try_run(
+    model: GgufModel,
+    threads: Sequence[int],
+    likely: ExactRun,
+    types: tuple[str | None, str | None],
+) -> ExactRun:
+    """threads: the numbers of threads that passes may have, in turn."""
+    checks = _Checks(threads)
     try:
         n_rows, many_rows = 1, ""
-        for product, record in _products(model, n_threads):
+        for product, record in _products(model, max(threads)):
             found = checks.product(product, record)
             if found is None:
                 reason = _product_reason(record, product.has_experts)
@@ -84,7 +100,7 @@ def find_exact_run(
                     return _not_exact(likely, reason)
                 many_rows = many_rows or reason
             n_rows = max(n_rows, found or 1)
-        run = _with_cache_types(model, checks, likely, n_rows, (type_k, type_v))
+        run = _with_cache_types(model, checks, likely, n_rows, types)
         # Passes that send an expert few rows need not differ in their attention, too.
         return _not_exact(run, many_rows) if many_rows else run
     finally:
@@ -173,10 +189,10 @@ def _attentions(model: GgufModel, type_k: str, type_v: str) -> Iterable[Attentio
 class _Checks:
     """Checks of this machine's ggml."""
 
-    def __init__(self, n_threads: int) -> None:
-        self._n_threads = n_threads
+    def __init__(self, threads: Sequence[int]) -> None:
+        self._threads = threads
         system = (load_library().llama_print_system_info() or b"").decode()
-        libraries = f"llama.cpp {llama_version()} {system} {n_threads} threads {kernels_in_use()}"
+        libraries = f"llama.cpp {llama_version()} {system} {threads} threads {kernels_in_use()}"
         self._kept = KeptChecks(libraries, CANDIDATES)
         self.save = self._kept.save
 
@@ -184,7 +200,7 @@ class _Checks:
         def run() -> int | None:
             blocks = _file_blocks(record) if record.dtype.startswith(_SLOW_TO_MAKE) else None
             try:
-                return least_rows(product_runs(product, self._n_threads, blocks))
+                return least_rows(product_runs(product, self._threads, blocks))
             except ValueError:  # ggml has no such numbers to try it with
                 return None
 
@@ -193,7 +209,7 @@ class _Checks:
     def attention(self, kind: Attention) -> int | None:
         def run() -> int | None:
             try:
-                return least_rows(attention_runs(kind, self._n_threads))
+                return least_rows(attention_runs(kind, self._threads))
             except ValueError:
                 return None
 

@@ -9,37 +9,31 @@ alone; and functions of single numbers at the end of a tensor, where torch takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from backends.attention.batch import BatchLayout
 from backends.attention.blocked_mask import blocked_mask
 from backends.attention.blocks import BLOCK_KEYS, USUAL_LIMITS, ProductLimits
 from backends.attention.layout import CausalLayout, PassLayout
 from backends.checkpoint.config import HeadShape, head_shape
-from backends.checkpoint.records import packed_by_module, packed_module
 from backends.contract.exactness import Exactness
 from backends.contract.kept_checks import KeptChecks
-from backends.feedforward.elementwise import unsteady_function
 from backends.feedforward.linear import library_of, tried_linear_of
-from backends.feedforward.records import is_experts
-from backends.feedforward.routing import GATE_OUTPUTS, is_router
 from backends.hf.model import HfModel
-from backends.packed.decoder import pieces
+from backends.hf.products import Product, UnknownProduct, products_of
+from offload.process.cpus import thread_counts
 
 CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 """Rows that a pass may be filled up to, and rows that a product of the attention may be."""
 _COUNTS = (101, 64, 63, 33, 32, 17, 16, 15, 12, 9, 8, 7, 5, 4, 3, 2, 1)
 _N_ROWS = 128
-_TRIED_OUTPUTS = 128
-"""Of a matrix that has more: which kernel is taken depends on the number of rows, on the number of
-terms, and on whether outputs fill whole vectors."""
 _SMALL_BIAS = 1e-7
 """As large as what is left of terms that cancel: a larger one would hide it."""
 _FEW_TERMS = 64
@@ -63,49 +57,35 @@ class TorchExactness(Exactness):
     """Of the attention's products."""
 
 
-@dataclass(frozen=True, order=True)
-class Product:
-    """A linear layer, of which not all outputs need be tried.
-
-    is_transposed: as GPT-2 has its weights.
-    is_float32: computed so, whatever the model's own format.
-    is_torch: computed by torch in any case: routers are, in their families' code.
-    """
-
-    n_in: int
-    n_out: int
-    has_bias: bool
-    is_transposed: bool
-    is_float32: bool = False
-    is_torch: bool = False
-
-
 def find_exactness(model: HfModel) -> TorchExactness:
     """Try out the shapes of a model on this machine, or recall what was found."""
     if not model.takes_blocks:
         kind = model.config.model_type
         return TorchExactness(False, f"{kind} computes attention in code of its own")
     libraries = f"torch {torch.__version__} {library_of(model.dtype)}"
-    checks = KeptChecks(f"{libraries} {torch.get_num_threads()} threads", CANDIDATES)
-    try:
-        return _find(model, checks)
-    except _UnknownProduct as error:
-        return TorchExactness(False, str(error))
-    finally:
-        checks.save()
+    n_threads = torch.get_num_threads()
+    found = TorchExactness(False)
+    for counts in dict.fromkeys([thread_counts(n_threads), (n_threads,)]):
+        checks = KeptChecks(f"{libraries} {counts} threads", CANDIDATES)
+        try:
+            found = _find(model, checks, counts)
+        except UnknownProduct as error:
+            return TorchExactness(False, str(error))
+        finally:
+            checks.save()
+        if found.is_exact:
+            return replace(found, is_thread_invariant=1 in counts)
+    return found
 
 
-class _UnknownProduct(Exception):
-    """A module that computes in a way of which nothing is known."""
-
-
-def _find(model: HfModel, checks: KeptChecks) -> TorchExactness:
+def _find(model: HfModel, checks: KeptChecks, threads: Sequence[int]) -> TorchExactness:
+    """threads: the numbers of threads that passes may have, in turn."""
     dtype = model.dtype
     n_rows = 1
-    for product in sorted(set(_products(model))):
+    for product in sorted(set(products_of(model))):
         used = torch.float32 if product.is_float32 else dtype
         name = f"{used} {astuple(product)}"
-        found = checks.find(name, partial(least_rows_of_product, product, used))
+        found = checks.find(name, partial(least_rows_of_product, product, used, threads))
         if found is None:
             return TorchExactness(
                 False,
@@ -113,7 +93,7 @@ def _find(model: HfModel, checks: KeptChecks) -> TorchExactness:
                 "depend on the other rows of a pass",
             )
         n_rows = max(n_rows, found)
-    limits = find_limits(_fewer_heads(head_shape(model.config)), checks)
+    limits = find_limits(_fewer_heads(head_shape(model.config)), checks, threads)
     if limits is None:
         return TorchExactness(False, "on this machine, sums over keys depend on other keys")
     if checks.find("functions", functions_are_steady) is None:
@@ -121,66 +101,13 @@ def _find(model: HfModel, checks: KeptChecks) -> TorchExactness:
     return TorchExactness(True, n_least_rows=n_rows, limits=limits)
 
 
-def _products(model: HfModel) -> Iterator[Product]:
-    at_a_time = _outputs_at_a_time(model)
-    for part in (*model.layers, *_outer_linears(model)):
-        for module in part.modules():
-            if is_experts(module):
-                yield from products_of_experts(module)
-                continue
-            if name := unsteady_function(module):
-                raise _UnknownProduct(f"{type(module).__name__} calls {name}() in code of its own")
-            weight = getattr(module, "weight", None)
-            if weight is None or weight.ndim < 2:
-                continue
-            if is_router(module):
-                n_out, n_in = weight.shape
-                yield Product(n_in, n_out, hasattr(module, "bias"), False, is_torch=True)
-                yield Product(n_in, n_out, False, False, is_float32=True)  # in some families
-                continue
-            if not isinstance(module, nn.Linear | Conv1D):
-                raise _UnknownProduct(f"{type(module).__name__} multiplies in code of its own")
-            is_transposed = isinstance(module, Conv1D)
-            n_in, n_out = weight.shape if is_transposed else weight.shape[::-1]
-            for n in at_a_time.get(id(module), [n_out]):
-                n_tried = _n_tried(n if n > 1 else GATE_OUTPUTS)
-                yield Product(n_in, n_tried, module.bias is not None, is_transposed)
+def least_rows_of_product(
+    product: Product, dtype: torch.dtype, threads: Sequence[int] = ()
+) -> int | None:
+    """Rows from which on a product gives each row the same bits; None where that is not found.
 
-
-def _outputs_at_a_time(model: HfModel) -> dict[int, list[int]]:
-    """By the id of a module whose matrix is decoded in pieces: their rows, fewer in the last."""
-    return {
-        id(tensors[0].module): sorted({end - start for start, end in pieces(module.tensors[0])})
-        for layer in model.layer_tensors
-        for tensors in packed_by_module(layer)
-        if (module := packed_module(tensors)).in_pieces
-    }
-
-
-def _outer_linears(model: HfModel) -> Iterator[nn.Module]:
-    """The head, and what is beside the layers: OPT of 350 M makes its embeddings wider."""
-    yield model.model.get_output_embeddings()
-    inner = {id(module) for layer in model.layers for module in layer.modules()}
-    for module in model.model.modules():
-        if isinstance(module, nn.Linear | Conv1D) and id(module) not in inner:
-            yield module
-
-
-def products_of_experts(module: nn.Module) -> Iterator[Product]:
-    """Gate and up may be one product or two."""
-    is_transposed, has_bias = bool(module.is_transposed), bool(module.has_bias)
-    for weight in (module.gate_up_proj, module.down_proj):
-        n_in, n_out = weight.shape[1:] if is_transposed else weight.shape[:0:-1]
-        yield Product(n_in, _n_tried(n_out), has_bias, is_transposed)
-        yield Product(n_in, _n_tried(n_out // 2), has_bias, is_transposed)
-
-
-def _n_tried(n_out: int) -> int:
-    return min(n_out, _TRIED_OUTPUTS + n_out % 64)
-
-
-def least_rows_of_product(product: Product, dtype: torch.dtype) -> int | None:
-    """Rows from which on a product gives each row the same bits; None where that is not found."""
+    threads: numbers of threads to try; as many as torch has when empty.
+    """
     generator = torch.Generator().manual_seed(product.n_in)
     n_out = product.n_out
     weight, rows = _terms_that_cancel(n_out, product.n_in, generator, dtype)
@@ -196,7 +123,8 @@ def least_rows_of_product(product: Product, dtype: torch.dtype) -> int | None:
             return torch.addmm(transposed.new_zeros(n_out) if bias is None else bias, x, transposed)
         return linear(x[None], weight, bias)[0]
 
-    return _least(run, _MANY_PLACES if product.n_in <= _FEW_TERMS else 1)
+    with _restored_threads():
+        return _least(run, _MANY_PLACES if product.n_in <= _FEW_TERMS else 1, threads)
 
 
 def _terms_that_cancel(
@@ -220,7 +148,9 @@ def _terms_that_cancel(
     return weight.to(dtype), rows.to(dtype)
 
 
-def _least(run: Callable[[int, int], torch.Tensor], n_places: int) -> int | None:
+def _least(
+    run: Callable[[int, int], torch.Tensor], n_places: int, threads: Sequence[int]
+) -> int | None:
     """run: results [n, ...] of rows start .. start + n - 1 that are computed together.
 
     n_places: where each number of rows is tried.
@@ -228,7 +158,7 @@ def _least(run: Callable[[int, int], torch.Tensor], n_places: int) -> int | None
     with torch.inference_mode():
         expected, n_bad = run(0, _N_ROWS), 0
         for i, n_rows in enumerate(_COUNTS):  # the most first: fewer tell nothing where they differ
-            for place in range(i, i + n_places):
+            for place in (p for p in range(i, i + n_places) for _ in _in_turn(threads)):
                 start = 37 * place % (_N_ROWS - n_rows + 1)
                 found = run(start, n_rows)
                 if not torch.equal(found, expected[start : start + n_rows]):
@@ -239,23 +169,43 @@ def _least(run: Callable[[int, int], torch.Tensor], n_places: int) -> int | None
     return next(n for n in CANDIDATES if n > n_bad)
 
 
+def _in_turn(threads: Sequence[int]) -> Iterator[int]:
+    """Let torch have each number of threads, for the body of a loop."""
+    for n_threads in threads or (torch.get_num_threads(),):
+        torch.set_num_threads(n_threads)
+        yield n_threads
+
+
+@contextmanager
+def _restored_threads() -> Iterator[None]:
+    n_threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n_threads)
+
+
 def _fewer_heads(shape: HeadShape) -> HeadShape:
     n_kv_heads = min(shape.n_kv_heads, _TRIED_KV_HEADS)
     n_heads = shape.n_heads // shape.n_kv_heads * n_kv_heads
     return replace(shape, n_heads=n_heads, n_kv_heads=n_kv_heads)
 
 
-def find_limits(shape: HeadShape, checks: KeptChecks) -> ProductLimits | None:
+def find_limits(
+    shape: HeadShape, checks: KeptChecks, threads: Sequence[int] = ()
+) -> ProductLimits | None:
     """For the attention; None where rows of a tree differ in any case."""
     for most_keys in _MOST_KEYS:
         name = f"attention {astuple(shape)} {most_keys}"
-        least_rows = checks.find(name, partial(least_rows_of_attention, shape, most_keys))
+        least_rows = checks.find(name, partial(least_rows_of_attention, shape, most_keys, threads))
         if least_rows is not None:
             return ProductLimits(least_rows, most_keys)
     return None
 
 
-def least_rows_of_attention(shape: HeadShape, most_keys: int) -> int | None:
+def least_rows_of_attention(
+    shape: HeadShape, most_keys: int, threads: Sequence[int] = ()
+) -> int | None:
     """Of its products, with so many keys at most; None where no number will do."""
     generator = torch.Generator().manual_seed(shape.key_dim)
     n_keys = _PREFIX + _N_NODES
@@ -270,13 +220,14 @@ def least_rows_of_attention(shape: HeadShape, most_keys: int) -> int | None:
         own_key, own_value = key.index_select(2, keys), value.index_select(2, keys)
         return mask.attend(query[:, :, nodes], own_key, own_value, scale=0.1)[0]
 
-    with torch.inference_mode():
+    with _restored_threads(), torch.inference_mode():
         for n_least in CANDIDATES[2:]:
             together = run(tree, slice(None), torch.arange(n_keys), n_least)
             parts = [(slice(n), _first_nodes(tree, n)) for n in _FEW]
             parts += [(slice(row, row + 1), _alone(tree, row)) for row in range(0, _N_NODES, 25)]
             if all(
                 torch.equal(run(layout, nodes, keys, n_least), together[nodes])
+                for _ in _in_turn(threads)
                 for nodes, (layout, keys) in parts
             ):
                 return n_least

@@ -54,7 +54,8 @@ class HfSource(ModelSource):
                 "the dtype of its weights"
             )
         keep_few_kernels()
-        use_threads(options.n_threads)
+        self._n_threads = use_threads(options.n_threads)
+        self._follows_load = options.n_threads is None
         self._is_exact = options.is_exact
         self.path = directory
         self.model: HfModel = load_hf_model(directory)
@@ -115,8 +116,8 @@ class HfSource(ModelSource):
         reading = self.weight_file if beside_reads else None
         curve = measure_compute(self.model.dtype, reading)
         curve = curve.filled_up(self.exactness.n_least_rows)
-        n_threads = torch.get_num_threads()
-        decoding = self._decoding(partial(measure_decoding, n_threads=n_threads, reading=reading))
+        measure = partial(measure_decoding, n_threads=self._n_threads, reading=reading)
+        decoding = self._decoding(measure)
         return self._compute(curve, decoding)
 
     def _compute(self, curve: ComputeCurve, decoding: Decoding) -> ModelCompute:
@@ -141,8 +142,7 @@ class HfSource(ModelSource):
 
     def decode_seconds(self) -> float:
         n_bytes = sum(layer.n_bytes for layer in self.layers)
-        n_threads = torch.get_num_threads()
-        decoding = self._decoding(partial(measure_decoding, n_threads=n_threads))
+        decoding = self._decoding(partial(measure_decoding, n_threads=self._n_threads))
         return sum(n_bytes * share * curve.seconds(1) for share, curve in decoding)
 
     def _decoding(self, measure: Callable[[str], ComputeCurve]) -> Decoding:
@@ -158,11 +158,17 @@ class HfSource(ModelSource):
     def _libraries(self) -> str:
         versions = f"torch {torch.__version__} transformers {transformers.__version__}"
         products = library_of(self.model.dtype)
-        return f"{versions} {products} {torch.get_num_threads()} threads"
+        return f"{versions} {products} {self._n_threads} threads"
 
     @cached_property
     def exactness(self) -> TorchExactness:
         return find_exactness(self.model) if self._is_exact else TorchExactness(**asdict(NOT_ASKED))
+
+    @property
+    def _max_threads(self) -> int | None:
+        """Of passes whose threads follow the machine's load; None where they must not."""
+        follows = self._follows_load and self.exactness.may_follow_load()
+        return self._n_threads if follows else None
 
     def check_unchanged(self) -> None:
         self.model.index.check_unchanged()
@@ -185,4 +191,5 @@ class HfSource(ModelSource):
             max_nodes=loading.max_nodes,
             kv_rows=loading.kv_rows,
             exactness=self.exactness,
+            max_threads=self._max_threads,
         )

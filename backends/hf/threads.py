@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import torch
 
-from offload.process.cpus import usable_cpus
+from offload.process.cpus import threads_for_load, usable_cpus
 
 _CACHES_OF_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """oneDNN's, and that of its wrapper in torch (ideep)."""
@@ -16,9 +17,25 @@ libraries have it, the embedded pair grew from 325 to 569 MiB in eight rounds of
 331 to 384 with 32, at the same speed (EPYC Zen 4)."""
 
 
-def use_threads(n_threads: int | None) -> None:
-    """Let torch compute with so many; None: as it does, within what the process may use."""
-    torch.set_num_threads(n_threads or min(torch.get_num_threads(), usable_cpus()))
+def use_threads(n_threads: int | None) -> int:
+    """Let torch compute with so many, which is returned; None: as it does, within what the process
+    may use."""
+    n_threads = n_threads or min(_default_threads(), usable_cpus())
+    torch.set_num_threads(n_threads)
+    return n_threads
+
+
+@cache
+def _default_threads() -> int:
+    """Return what torch, or whoever set it up before us, wanted at first."""
+    return torch.get_num_threads()
+
+
+def follow_load(max_threads: int) -> None:
+    """Let this thread's next products use the processors that other programs leave free."""
+    n_threads = threads_for_load(max_threads)
+    if n_threads != torch.get_num_threads():
+        torch.set_num_threads(n_threads)
 
 
 def keep_few_kernels() -> None:

@@ -82,6 +82,7 @@ class LlamaBackend(MendingBackend[TreeSequences]):
         exactness: Exactness = NOT_ASKED,
         kv_rows: int | None = None,
         max_texts: int = 1,
+        follows_load: bool = False,
     ) -> None:
         super().__init__()
         options = ContextOptions(
@@ -95,6 +96,7 @@ class LlamaBackend(MendingBackend[TreeSequences]):
             exactness,
             kv_rows,
             max_texts,
+            follows_load,
         )
         check_options(model, options, residency, load_mode)
         self._closing: list[Callable[[], None]] = []

@@ -18,7 +18,7 @@ from backends.contract.backend import BackendError
 from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.ggml.library import LOG, LlamaError, LlamaModel, listen
 from backends.llama.batch import Batch
-from offload.process.cpus import usable_cpus
+from offload.process.cpus import threads_for_load, usable_cpus
 from offload.process.interruptible import uninterrupted
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
@@ -56,6 +56,8 @@ class ContextOptions:
     """Tokens and nodes of all texts together; None: enough for one of them."""
     max_texts: int = 1
     """Texts at a time."""
+    follows_load: bool = False
+    """Whether passes have fewer threads while other programs compute."""
 
     def __post_init__(self) -> None:
         for name in (self.cache_type_k, self.cache_type_v):
@@ -106,6 +108,8 @@ class LlamaContext:
         self, model: LlamaModel, options: ContextOptions, eval_callback: Any = None
     ) -> None:
         self._model, self._library = model, model.library
+        self._max_threads = options.n_threads or usable_cpus()
+        self._follows_load = options.follows_load
         params = self._params(options)
         if eval_callback is not None:
             params.cb_eval = eval_callback
@@ -145,7 +149,7 @@ class LlamaContext:
         params.n_batch = params.n_ubatch = options.max_rows
         params.n_seq_max = options.n_sequences
         params.n_outputs_max = max(options.n_outputs, options.n_sequences, options.n_least_rows)
-        params.n_threads = params.n_threads_batch = options.n_threads or usable_cpus()
+        params.n_threads = params.n_threads_batch = self._max_threads
         params.type_k = CACHE_TYPES[options.cache_type_k]
         params.type_v = CACHE_TYPES[options.cache_type_v]
         if options.flash_attention is not None:
@@ -175,6 +179,9 @@ class LlamaContext:
     def decode(self, batch: Batch) -> int:
         """Run one pass; returns 0, or 2 where it was stopped. Raises BackendError otherwise."""
         LOG.clear()
+        if self._follows_load:
+            n_threads = threads_for_load(self._max_threads)
+            self._library.llama_set_n_threads(self.handle, n_threads, n_threads)
         code = self._library.llama_decode(self.handle, batch.as_struct(self._library))
         if code not in (0, 2):
             raise BackendError(f"llama.cpp could not run {batch.n_tokens} tokens: {LOG.reason()}")

@@ -256,6 +256,7 @@ class GgufSource(ModelSource):
             max_texts=loading.max_texts,
             max_outputs=loading.max_rows,
             n_threads=self._n_threads,
+            follows_load=self._options.n_threads is None and self.exactness.may_follow_load(),
             cache_type_k=self._run.type_k,
             cache_type_v=self._run.type_v,
             residency=loading.residency,

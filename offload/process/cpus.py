@@ -1,24 +1,88 @@
-"""How many processors this process may keep busy.
+"""How many processors this process may keep busy, and how many other programs leave it.
 
 In a container the machine has all of its processors, and a quota of their time is what the
 container gets: threads beyond it only wait for each other. Source: cgroup-v2.rst and
-scheduler/sched-bwc.rst of Linux.
+scheduler/sched-bwc.rst of Linux. The same goes for processors that other programs compute on: of
+two threads that meet at every product, one would wait there for the other's turn.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 from offload.process.memory import controller_cgroups
+from offload.process.others import seconds_of_others
 
 _PROC = Path("/proc")
+LOAD_INTERVAL_SECONDS = 0.5
+"""Between two looks at what other programs compute: the kernel counts in hundredths of a second."""
 _QUOTA_FILES = {1: ("cpu.cfs_quota_us", "cpu.cfs_period_us"), 2: ("cpu.max",)}
 
 
+class CpuMonitor:
+    """Count the processors that other programs leave free, again while this process runs.
+
+    Args:
+        usable: processors that the process may use.
+        installed: processors of the machine.
+        seconds_of_others: processor seconds of other programs so far.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        usable: Callable[[], int],
+        installed: int,
+        seconds_of_others: Callable[[], float] = seconds_of_others,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._usable, self._installed = usable, installed
+        self._seconds_of_others, self._clock = seconds_of_others, clock
+        self._last = (clock(), seconds_of_others())
+        self._n_cpus = usable()
+
+    def n_cpus(self) -> int:
+        """Return at least 1; measured over the time since the last look, or that look's number."""
+        then, seconds_then = self._last
+        now = self._clock()
+        if now - then >= LOAD_INTERVAL_SECONDS:
+            seconds = self._seconds_of_others()
+            n_busy = (seconds - seconds_then) / (now - then)
+            n_free = round(self._installed - n_busy)
+            self._n_cpus = max(1, min(self._usable(), n_free))
+            self._last = (now, seconds)
+        return self._n_cpus
+
+
+def thread_counts(max_threads: int) -> tuple[int, ...]:
+    """Return the numbers of threads that a pass may use while other programs compute, largest
+    first: few, since each is tried out for what it does to the bits of a sum."""
+    quarters = (max_threads * i // 4 for i in (4, 3, 2, 1))
+    return tuple(dict.fromkeys([n for n in quarters if n > 1] + [1]))
+
+
+def threads_for_load(max_threads: int) -> int:
+    """Return the largest of `thread_counts` for which there are free processors now."""
+    n_free = free_cpus()
+    return next((n for n in thread_counts(max_threads) if n <= n_free), 1)
+
+
+def free_cpus() -> int:
+    """Return how many processors this process may use and other programs leave free, at least 1."""
+    return _monitor().n_cpus()
+
+
+@cache
+def _monitor() -> CpuMonitor:
+    return CpuMonitor(usable_cpus, os.cpu_count() or 1)
+
+
 def usable_cpus(proc: Path = _PROC) -> int:
-    """Those that the process may run on, or as many as its cgroups grant the time of."""
+    """Return those that the process may run on, or as many as its cgroups grant the time of."""
     affinity = getattr(os, "sched_getaffinity", None)
     n_cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
     return min([n_cpus, *_quotas(proc)])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from backends.contract.kept_checks import KeptChecks, machine
-from backends.ggml.library import let_workers_sleep
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +41,12 @@ def test_settings_of_the_libraries_are_tried_out(
     assert KeptChecks("library 1", (1, 2)).find("product", lambda: 1) == 1
 
 
-def test_whether_ggml_was_loaded_before_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_how_threads_wait_decides_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a prompt cache file would be another machine's in the next run."""
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv(name, raising=False)
     before = machine("library 1")
-    monkeypatch.setattr(os, "environ", {**os.environ})
-    let_workers_sleep()
+    monkeypatch.setenv(name, "1")
     assert machine("library 1") == before
 
 

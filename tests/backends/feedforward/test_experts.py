@@ -14,7 +14,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from backends.feedforward.elementwise import in_whole_vectors, steady_activations
 from backends.feedforward.experts import ONE_BY_ONE, ExpertsRunner
-from backends.hf.self_test import least_rows_of_product, products_of_experts
+from backends.hf.products import products_of_experts
+from backends.hf.self_test import least_rows_of_product
 
 HIDDEN, INNER, N_EXPERTS, N_USED = 48, 40, 6, 3
 

@@ -23,7 +23,8 @@ from backends.feedforward.linear import (
     use_fast_products,
 )
 from backends.ggml.library import is_installed
-from backends.hf.self_test import Product, least_rows_of_product
+from backends.hf.products import Product
+from backends.hf.self_test import least_rows_of_product
 
 CLOSE = torch.contiguous_format
 HALF = [torch.bfloat16, torch.float16]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import numpy as np
@@ -296,6 +297,7 @@ print([name for name in ("torch", "transformers") if name in sys.modules])
 def test_another_llama_cpp_is_said_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("backends.ggml.operators.library_folder", lambda: tmp_path)
+    elsewhere = ModuleSpec("llama_cpp", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("backends.ggml.library.find_spec", lambda name: elsewhere)
     with pytest.raises(LlamaError, match="pip install --upgrade"):
         load_ggml.__wrapped__()

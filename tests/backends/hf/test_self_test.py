@@ -10,7 +10,8 @@ from backends.feedforward import linear
 from backends.ggml.library import is_installed
 from backends.hf import self_test
 from backends.hf.model import load_hf_model
-from backends.hf.self_test import Product, find_exactness, least_rows_of_product
+from backends.hf.products import Product, products_of
+from backends.hf.self_test import find_exactness, least_rows_of_product
 
 
 @pytest.mark.usefixtures("_torch_threads")
@@ -70,5 +71,5 @@ def test_no_number_of_rows_is_left_out_up_to_the_most(n_bad, found, monkeypatch)
 def test_products_beside_the_layers_are_tried(checkpoint_factory) -> None:
     """OPT of 350 M has narrower embeddings than layers."""
     model = load_hf_model(checkpoint_factory("opt", word_embed_proj_dim=16))
-    found = {(one.n_in, one.n_out) for one in self_test._products(model)}
+    found = {(one.n_in, one.n_out) for one in products_of(model)}
     assert {(16, 32), (32, 16)} <= found

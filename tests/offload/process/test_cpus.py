@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from offload.process import cpus
 from offload.process.cgroup_files import (
     CgroupUnavailable,
     make_cgroup,
     remove_cgroup,
     write_cgroup,
 )
-from offload.process.cpus import usable_cpus
+from offload.process.cpus import CpuMonitor, thread_counts, threads_for_load, usable_cpus
 from offload.process.memory import controller_cgroups
 
 
@@ -72,7 +73,7 @@ PROGRAM = """
 import os, sys
 from pathlib import Path
 Path(sys.argv[1]).write_text(f"{os.getpid()}\\n")
-from offload.process.cpus import usable_cpus
+from offload.process.cpus import CpuMonitor, thread_counts, threads_for_load, usable_cpus
 print(usable_cpus())
 """
 
@@ -94,3 +95,54 @@ def test_a_quota_that_is_in_force() -> None:
         assert subprocess.run(command, capture_output=True, check=True).stdout == b"1\n"
     finally:
         remove_cgroup(group)
+
+
+class Machine:
+    """Four processors, their clock, and what others compute on them."""
+
+    def __init__(self, usable: int = 4) -> None:
+        self.seconds, self.seconds_of_others, self.usable = 0.0, 100.0, usable
+        self.monitor = CpuMonitor(
+            lambda: self.usable, 4, lambda: self.seconds_of_others, lambda: self.seconds
+        )
+
+    def n_cpus_after(self, seconds: float, n_busy: float) -> int:
+        self.seconds += seconds
+        self.seconds_of_others += n_busy * seconds
+        return self.monitor.n_cpus()
+
+
+def test_processors_that_others_compute_on_are_not_free() -> None:
+    machine = Machine()
+    assert machine.n_cpus_after(1.0, 0.0) == 4
+    assert machine.n_cpus_after(1.0, 1.2) == 3
+    assert machine.n_cpus_after(1.0, 3.9) == 1  # one at least
+    assert machine.n_cpus_after(1.0, 0.4) == 4  # noticed again
+
+
+def test_no_more_than_the_process_may_use() -> None:
+    machine = Machine(usable=2)
+    assert machine.n_cpus_after(1.0, 1.0) == 2
+    machine.usable = 1  # a quota that is set later
+    assert machine.n_cpus_after(1.0, 0.0) == 1
+
+
+def test_a_moment_tells_nothing() -> None:
+    machine = Machine()
+    assert machine.n_cpus_after(0.1, 4.0) == 4
+    assert machine.n_cpus_after(0.9, 4.0) == 1  # what happened in that moment counts then
+
+
+@pytest.mark.parametrize(
+    ("max_threads", "expected"), [(1, (1,)), (2, (2, 1)), (3, (3, 2, 1)), (16, (16, 12, 8, 4, 1))]
+)
+def test_few_numbers_of_threads(max_threads: int, expected: tuple[int, ...]) -> None:
+    assert thread_counts(max_threads) == expected
+
+
+@pytest.mark.parametrize(("n_free", "expected"), [(20, 16), (13, 12), (3, 1), (1, 1)])
+def test_threads_fit_the_free_processors(
+    n_free: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpus, "free_cpus", lambda: n_free)
+    assert threads_for_load(16) == expected
