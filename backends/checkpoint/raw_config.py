@@ -7,12 +7,14 @@ minutes or more memory than there is.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from backends.checkpoint.kinds import config_parts, read_raw
 from backends.contract.backend import UnsupportedModel
 from offload.formats.tensors import CheckpointError
 
@@ -24,14 +26,20 @@ _OPTIONAL = {
     "max_position_embeddings": 2**40,
 }
 """May be null; the bounds are far above any model."""
+_COUNT = re.compile(
+    r"(^n|num|layer|block|depth|expert|head|group|stage|loop|codebook|level|step)s?(_|$)"
+)
+"""Names of counts, of which families make modules or lists: one of a thousand million would take
+all memory while the config is read."""
+_NO_COUNT = re.compile(
+    r"vocab|position|token|size|dim|length|embd|inner|ctx|rank|param|bucket|sample|freq|seed|dtype"
+)
+_MAX_COUNT = 2**14
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""Held against the checkpoint (layer_count.py)."""
 _REMEDY = "mend the config.json, or download the checkpoint again"
 # Names of kinds that other versions wrote, beside those that can be computed.
 _ROPE_TYPES = {*ROPE_INIT_FUNCTIONS, "default", "su", "mrope"}
-_ENCODERS = set(
-    "albert bert bert-generation big_bird camembert data2vec-text deberta deberta-v2 distilbert "
-    "electra ernie megatron-bert mobilebert modernbert mpnet rembert roberta "
-    "roberta-prelayernorm roformer roc_bert xlm-roberta xlm-roberta-xl xmod".split()
-)
 
 
 def refuse_nonsense(directory: Path) -> None:
@@ -46,29 +54,30 @@ def refuse_nonsense(directory: Path) -> None:
         raise CheckpointError(
             f"{path}: model_type is {json.dumps(kind)[:60]}, must be a text: {_REMEDY}"
         )
-    if kind in _ENCODERS:
-        raise UnsupportedModel(
-            f"{path}: {kind} is an encoder: specdec runs causal decoders only, "
-            "name a model that generates text"
-        )
-    for part in _parts(config):
+    _check_counts(config, path)
+    for part in config_parts(config):
         _check_figures(part, path)
         _check_rope(part, path)
 
 
-def read_raw(directory: Path) -> dict[str, Any]:
-    """The JSON object of config.json; empty where there is none."""
-    try:
-        config = json.loads((directory / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
+def _check_counts(value: Any, path: Path, name: str = "", depth: int = 0) -> None:
+    """Of all parts of a config, also of those that are no language model's."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if depth or key not in _LAYER_COUNTS:
+                _check_counts(one, path, key, depth + 1)
+    elif isinstance(value, list):
+        for one in value:
+            _check_counts(one, path, name, depth + 1)
+    elif isinstance(value, int | float) and value > _MAX_COUNT and _is_count(name):
+        raise CheckpointError(
+            f"{path}: {name} is {json.dumps(value)[:60]}, at most {_MAX_COUNT} are accepted: "
+            f"{_REMEDY}"
+        )
 
 
-def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield config
-    if isinstance(config.get("text_config"), dict):
-        yield config["text_config"]
+def _is_count(name: str) -> bool:
+    return _COUNT.search(name) is not None and _NO_COUNT.search(name) is None
 
 
 def _check_figures(config: Mapping[str, Any], path: Path) -> None:

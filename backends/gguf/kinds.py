@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from backends.contract.backend import UnsupportedModel
-from offload.formats.gguf_header import GgufError, GgufFile, GgufMetadata
+from offload.formats.gguf_header import GgufFile, GgufMetadata
 from offload.formats.tensors import CheckpointError
 
 ENCODER = "an encoder, which gives embeddings and no next token"
