@@ -24,6 +24,13 @@ from offload.errors import SpecdecError
 from offload.formats.tensors import CheckpointError
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_OF_CALLS = {
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "return_dict": True,
+    "use_cache": True,
+}
+"""Options of a call that some config.json have: what a forward returns is ours to say."""
 # Their attention masks, biases or embeddings of positions go by the row in the cache, which for the
 # nodes of a tree is not their position.
 POSITION_BY_ROW = {"gpt_neo", "mpt", "trocr"}
@@ -57,6 +64,8 @@ def load_config(directory: Path) -> PreTrainedConfig:
     with config_faults(directory):
         _refuse_config(config)
         check_figures(config)
+        for name, value in _OF_CALLS.items():
+            setattr(config, name, value)
     return config
 
 
