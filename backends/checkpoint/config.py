@@ -64,9 +64,18 @@ def load_config(directory: Path) -> PreTrainedConfig:
     with config_faults(directory):
         _refuse_config(config)
         check_figures(config)
-        for name, value in _OF_CALLS.items():
-            setattr(config, name, value)
+        _set_for_inference(config)
     return config
+
+
+def _set_for_inference(config: PreTrainedConfig) -> None:
+    """Set what a forward returns, and leave out what is for training: torch refuses a dropout that
+    is no probability also where nothing is dropped."""
+    for name, value in _OF_CALLS.items():
+        setattr(config, name, value)
+    for name, value in vars(config).items():
+        if "drop" in name and type(value) in (int, float):
+            setattr(config, name, 0.0)
 
 
 @contextmanager
@@ -96,7 +105,7 @@ def _refuse_config(config: PreTrainedConfig) -> None:
         raise UnsupportedModel(f"{kind} has no causal language model in this transformers")
     quantisation_of(config)
     if not getattr(config, "num_hidden_layers", 0):
-        inner = config.get_text_config()
+        inner: Any = config.get_text_config()
         if inner is not config and getattr(inner, "num_hidden_layers", 0):
             raise UnsupportedModel(
                 f"{kind} has a language model ({inner.model_type}) as a part beside others: take a "
