@@ -1,5 +1,5 @@
-"""What a folder with a config.json is, told from its files alone: a causal language model, or
-another kind of model that looks like one. Neither torch nor transformers is loaded.
+"""Kinds of checkpoint folders, told from their files alone: causal language models, and others that
+look like one. Neither torch nor transformers is loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ENCODERS = frozenset(
     "roberta roberta-prelayernorm roformer roc_bert xlm-roberta xlm-roberta-xl xmod".split()
 )
 _CAUSAL_HEAD = re.compile(r"(ForCausalLM|LMHeadModel|WithLMHead|ForConditionalGeneration)$")
-"""How the names of transformers' classes end that give logits of the next token."""
+"""Ends of the names of transformers' classes that give logits of the next token."""
 _DRAFT_HEAD = re.compile(r"eagle|medusa|hydra|speculator|dflash|draft|mtp", re.IGNORECASE)
 _HEADS = {
     "Classification": "a classifier, which gives labels",
@@ -29,7 +29,7 @@ _HEADS = {
     "Embedding": "an embedding model, which gives vectors",
     "Retrieval": "an embedding model, which gives vectors",
 }
-"""By what the name of a class has in it."""
+"""Kinds by a part of the class's name."""
 _SCORE_HEAD = re.compile(
     r"(score|classifier|classification_head|qa_outputs|reward_head|regression_layer)\."
 )
@@ -40,7 +40,7 @@ _REMEDY = "specdec runs causal language models, name one that generates text"
 
 
 def other_kind(directory: Path) -> str | None:
-    """What a folder holds, if it is no causal language model: "a classifier ...".
+    """Return what a folder holds, if it is no causal language model: "a classifier ...".
 
     None for a language model, and for what cannot be told: whoever opens it says what is wrong.
     """
@@ -153,7 +153,7 @@ def _by_attention(config: Mapping[str, Any]) -> str | None:
 
 
 def _by_modules(directory: Path) -> str | None:
-    """What sentence-transformers' list of modules says: it has one for vectors and for scores."""
+    """Read sentence-transformers' list of modules, which has one for vectors or for scores."""
     modules = _read_json(directory / "modules.json")
     if isinstance(modules, list) and modules:
         types = [str(one.get("type")) for one in modules if isinstance(one, dict)]

@@ -61,7 +61,7 @@ def refuse_nonsense(directory: Path) -> None:
 
 
 def _check_counts(value: Any, path: Path, name: str = "", depth: int = 0) -> None:
-    """Of all parts of a config, also of those that are no language model's."""
+    """Raise CheckpointError for an absurd count in any part, towers for images included."""
     if isinstance(value, dict):
         for key, one in value.items():
             if depth or key not in _LAYER_COUNTS:

@@ -1,4 +1,4 @@
-"""What a GGUF file is by its header: a causal language model, or one of the many files that stand
+"""Kinds of GGUF files, told by their headers: causal language models, and the many files that stand
 beside such models or look like one.
 
 The keys and names are llama.cpp's (src/llama-arch.cpp, its converters, gguf.constants).
@@ -38,7 +38,7 @@ REFUSED = {
     "clip": _PROJECTOR,
     "hrm_text": LOOPED,
 }
-"""By general.architecture, of those that llama.cpp loads."""
+"""Kinds by general.architecture, of those that llama.cpp loads."""
 _FILE_KINDS = {
     "adapter": _ADAPTER,
     "mmproj": _PROJECTOR,
@@ -47,9 +47,9 @@ _FILE_KINDS = {
     "vocab": _VOCABULARY,
     "controlvector": "a control vector, which steers a model and is none",
 }
-"""By general.type, or general.architecture where the tool that writes the file has it there."""
+"""Kinds by general.type, or by general.architecture where the file's tool has the kind there."""
 _POOLED = {1: _EMBEDDING, 2: _EMBEDDING, 3: _EMBEDDING, 4: _RERANKER}
-"""By <architecture>.pooling_type (enum llama_pooling_type): mean, cls, last, rank."""
+"""Kinds by <architecture>.pooling_type (enum llama_pooling_type): mean, cls, last, rank."""
 
 _EMBEDDINGS = "token_embd.weight"
 _LORA = re.compile(r"\.lora_[ab]$")
@@ -61,7 +61,7 @@ _HEAD_LAYER = re.compile(r"blk\.(\d{1,5})\.nextn\.")
 
 
 def other_kind(metadata: GgufMetadata, names: Collection[str] | None) -> str | None:
-    """What a GGUF model is, if it is no causal language model: "a projector for ...".
+    """Return what a GGUF model is, if it is no causal language model: "a projector for ...".
 
     Args:
         names: of all its tensors; None where they are not known (one file of a split model).
@@ -81,7 +81,7 @@ def other_kind(metadata: GgufMetadata, names: Collection[str] | None) -> str | N
 
 
 def companion_kind(path: Path) -> str | None:
-    """What a file is by its header, if it is no causal language model.
+    """Return what a file is by its header, if it is no causal language model.
 
     None for a model, and for a file whose header cannot be read: whoever opens it says why.
     """

@@ -1,5 +1,5 @@
-"""Which files and folders can be language models, told from their headers: what stands beside
-models (projectors, adapters, importance matrices, vocabularies, draft heads) is not meant by -m.
+"""Candidates for a model among files and folders, told by their headers: projectors, adapters,
+importance matrices, vocabularies and draft heads stand beside models and are not meant by -m.
 
 Neither torch nor llama.cpp is loaded.
 """
@@ -17,7 +17,7 @@ _POINTER = "a Git LFS pointer: run `git lfs pull` in its folder"
 
 
 def no_model(path: Path) -> str | None:
-    """What a GGUF file or a folder is, if it is no causal language model: "a projector ...".
+    """Return what a GGUF file or a folder is, if it is no causal language model.
 
     None for a model, and for what cannot be read: whoever opens it says why.
     """
@@ -29,5 +29,5 @@ def no_model(path: Path) -> str | None:
 
 
 def models_among(files: Iterable[Path]) -> list[Path]:
-    """Those files that can be language models."""
+    """Return the files that can be language models."""
     return [path for path in files if no_model(path) is None]

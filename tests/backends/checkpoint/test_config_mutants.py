@@ -1,4 +1,4 @@
-"""Whatever a config.json holds: a model, or one line that says what is wrong with it.
+"""Any config.json is a model, or ends in one line that says what is wrong with it.
 
 SPECDEC_CONFIG_MUTANTS=5000 tries more of them.
 """

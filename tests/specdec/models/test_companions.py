@@ -43,7 +43,7 @@ MODEL = gb.make_file(gb.model_metadata(), gb.model_tensors())
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a user who has nothing, with an empty cache of the hub."""
+    """Home of a user who has nothing, with an empty cache of the hub."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("OLLAMA_MODELS", "XDG_CACHE_HOME", "LLAMA_CACHE"):
         monkeypatch.delenv(name, raising=False)
