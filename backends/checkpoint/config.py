@@ -49,8 +49,9 @@ def load_config(directory: Path) -> PreTrainedConfig:
     refuse_other_kinds(directory)
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json: not a model directory")
-    refuse_nonsense(directory)
-    refuse_absurd_count(directory)
+    with config_faults(directory):
+        refuse_nonsense(directory)
+        refuse_absurd_count(directory)
     try:
         # Not merely left out: transformers would ask on the terminal, and run the code after a "y".
         config = AutoConfig.from_pretrained(
@@ -106,7 +107,8 @@ def _refuse_config(config: PreTrainedConfig) -> None:
     quantisation_of(config)
     if not getattr(config, "num_hidden_layers", 0):
         inner: Any = config.get_text_config()
-        if inner is not config and getattr(inner, "num_hidden_layers", 0):
+        n_inner: Any = getattr(inner, "num_hidden_layers", None)
+        if inner is not config and n_inner:
             raise UnsupportedModel(
                 f"{kind} has a language model ({inner.model_type}) as a part beside others: take a "
                 "checkpoint of that part alone, or a GGUF file"

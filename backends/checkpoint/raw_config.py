@@ -7,6 +7,7 @@ minutes or more memory than there is.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,21 +55,23 @@ def refuse_nonsense(directory: Path) -> None:
         raise CheckpointError(
             f"{path}: model_type is {json.dumps(kind)[:60]}, must be a text: {_REMEDY}"
         )
-    _check_counts(config, path)
+    _check_numbers(config, path)
     for part in config_parts(config):
         _check_figures(part, path)
         _check_rope(part, path)
 
 
-def _check_counts(value: Any, path: Path, name: str = "", depth: int = 0) -> None:
-    """Raise CheckpointError for an absurd count in any part, towers for images included."""
+def _check_numbers(value: Any, path: Path, name: str = "", depth: int = 0) -> None:
+    """Raise CheckpointError for an absurd count, or what is no number, in any part of a config."""
     if isinstance(value, dict):
         for key, one in value.items():
             if depth or key not in _LAYER_COUNTS:
-                _check_counts(one, path, key, depth + 1)
+                _check_numbers(one, path, key, depth + 1)
     elif isinstance(value, list):
         for one in value:
-            _check_counts(one, path, name, depth + 1)
+            _check_numbers(one, path, name, depth + 1)
+    elif isinstance(value, float) and math.isnan(value):
+        raise CheckpointError(f"{path}: {name} is NaN, must be a number: {_REMEDY}")
     elif isinstance(value, int | float) and value > _MAX_COUNT and _is_count(name):
         raise CheckpointError(
             f"{path}: {name} is {json.dumps(value)[:60]}, at most {_MAX_COUNT} are accepted: "
