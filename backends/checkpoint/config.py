@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -12,11 +14,23 @@ from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from backends.checkpoint.figures import check_figures
+from backends.checkpoint.kinds import refuse_other_kinds
+from backends.checkpoint.layer_count import refuse_absurd_count
 from backends.checkpoint.quantised import quantisation_of
+from backends.checkpoint.raw_config import refuse_nonsense
 from backends.contract.backend import UnsupportedModel, one_line
+from offload.errors import SpecdecError
 from offload.formats.tensors import CheckpointError
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_OF_CALLS = {
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "return_dict": True,
+    "use_cache": True,
+}
+"""Options of a call that some config.json have: what a forward returns is ours to say."""
 # Their attention masks, biases or embeddings of positions go by the row in the cache, which for the
 # nodes of a tree is not their position.
 POSITION_BY_ROW = {"gpt_neo", "mpt", "trocr"}
@@ -26,9 +40,18 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 def load_config(directory: Path) -> PreTrainedConfig:
-    """Read config.json without running the checkpoint's own code; refuse what cannot run."""
+    """Read config.json without running the checkpoint's own code; refuse what cannot run.
+
+    Nothing is built from its figures before they were compared with what a model may have.
+
+    Raises CheckpointError and UnsupportedModel.
+    """
+    refuse_other_kinds(directory)
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json: not a model directory")
+    with config_faults(directory):
+        refuse_nonsense(directory)
+        refuse_absurd_count(directory)
     try:
         # Not merely left out: transformers would ask on the terminal, and run the code after a "y".
         config = AutoConfig.from_pretrained(
@@ -39,8 +62,40 @@ def load_config(directory: Path) -> PreTrainedConfig:
             f"{directory}/config.json cannot be read: {one_line(error)}: "
             "mend it, or download the checkpoint again"
         ) from error
-    _refuse_config(config)
+    with config_faults(directory):
+        _refuse_config(config)
+        check_figures(config)
+        _set_for_inference(config)
     return config
+
+
+def _set_for_inference(config: PreTrainedConfig) -> None:
+    """Set what a forward returns, and leave out what is for training: torch refuses a dropout that
+    is no probability also where nothing is dropped."""
+    for name, value in _OF_CALLS.items():
+        setattr(config, name, value)
+    for name, value in vars(config).items():
+        if "drop" in name and type(value) in (int, float):
+            setattr(config, name, 0.0)
+
+
+@contextmanager
+def config_faults(directory: Path) -> Iterator[None]:
+    """Turn whatever a config.json makes transformers or us raise into CheckpointError.
+
+    For the steps between reading a config and having its model on the meta device: there every
+    value may be of any type, in families that nobody here has tried, and nothing but the config
+    and the headers has a say. `--debug` shows where it happened.
+    """
+    try:
+        yield
+    except SpecdecError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{directory}/config.json describes no model that can be run ({type(error).__name__}: "
+            f"{one_line(error)}): mend it, or download the checkpoint again"
+        ) from error
 
 
 def _refuse_config(config: PreTrainedConfig) -> None:
@@ -51,6 +106,13 @@ def _refuse_config(config: PreTrainedConfig) -> None:
         raise UnsupportedModel(f"{kind} has no causal language model in this transformers")
     quantisation_of(config)
     if not getattr(config, "num_hidden_layers", 0):
+        inner: Any = config.get_text_config()
+        n_inner: Any = getattr(inner, "num_hidden_layers", None)
+        if inner is not config and n_inner:
+            raise UnsupportedModel(
+                f"{kind} has a language model ({inner.model_type}) as a part beside others: take a "
+                "checkpoint of that part alone, or a GGUF file"
+            )
         raise CheckpointError(f"the {kind} config has no layers")
     if kind in POSITION_BY_ROW:
         raise UnsupportedModel(f"{kind} is not supported: it takes a row's place for its position")

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from backends.checkpoint.raw_config import read_raw
+from backends.checkpoint.kinds import read_raw
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import CheckpointError
 
@@ -28,6 +28,11 @@ def refuse_absurd_count(directory: Path) -> None:
     wanted = _claimed_layers(read_raw(directory))
     if wanted <= _PLAUSIBLE_LAYERS:
         return
+    if not any(directory.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{directory}/config.json says {wanted} layers; without weights at most "
+            f"{_PLAUSIBLE_LAYERS} are accepted: mend the config.json"
+        )
     held = _n_layers(WeightIndex.from_directory(directory))
     if wanted > held:
         raise CheckpointError(

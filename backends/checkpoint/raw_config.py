@@ -7,12 +7,15 @@ minutes or more memory than there is.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from backends.checkpoint.kinds import config_parts, read_raw
 from backends.contract.backend import UnsupportedModel
 from offload.formats.tensors import CheckpointError
 
@@ -25,14 +28,20 @@ _OPTIONAL = {
 }
 """May be null; the bounds are far above any model."""
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_COUNT = re.compile(
+    r"(^n|num|layer|block|depth|expert|head|group|stage|loop|codebook|level|step)s?(_|$)"
+)
+"""Names of counts, of which families make modules or lists: one of a thousand million would take
+all memory while the config is read."""
+_NO_COUNT = re.compile(
+    r"vocab|position|token|size|dim|length|embd|inner|ctx|rank|param|bucket|sample|freq|seed|dtype"
+)
+_MAX_COUNT = 2**14
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""Held against the checkpoint (layer_count.py)."""
 _REMEDY = "mend the config.json, or download the checkpoint again"
 # Names of kinds that other versions wrote, beside those that can be computed.
 _ROPE_TYPES = {*ROPE_INIT_FUNCTIONS, "default", "su", "mrope"}
-_ENCODERS = set(
-    "albert bert bert-generation big_bird camembert data2vec-text deberta deberta-v2 distilbert "
-    "electra ernie megatron-bert mobilebert modernbert mpnet rembert roberta "
-    "roberta-prelayernorm roformer roc_bert xlm-roberta xlm-roberta-xl xmod".split()
-)
 
 
 def refuse_nonsense(directory: Path) -> None:
@@ -47,24 +56,29 @@ def refuse_nonsense(directory: Path) -> None:
         raise CheckpointError(
             f"{path}: model_type is {json.dumps(kind)[:60]}, must be a text: {_REMEDY}"
         )
-    if kind in _ENCODERS:
-        raise UnsupportedModel(
-            f"{path}: {kind} is an encoder: specdec runs causal decoders only, "
-            "name a model that generates text"
-        )
     _check_weights_file(config, directory)
-    for part in _parts(config):
+    _check_numbers(config, path)
+    for part in config_parts(config):
         _check_figures(part, path)
         _check_rope(part, path)
 
 
-def read_raw(directory: Path) -> dict[str, Any]:
-    """The JSON object of config.json; empty where there is none."""
-    try:
-        config = json.loads((directory / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
+def _check_numbers(value: Any, path: Path, name: str = "", depth: int = 0) -> None:
+    """Raise CheckpointError for an absurd count, or what is no number, in any part of a config."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if depth or key not in _LAYER_COUNTS:
+                _check_numbers(one, path, key, depth + 1)
+    elif isinstance(value, list):
+        for one in value:
+            _check_numbers(one, path, name, depth + 1)
+    elif isinstance(value, float) and math.isnan(value):
+        raise CheckpointError(f"{path}: {name} is NaN, must be a number: {_REMEDY}")
+    elif isinstance(value, int | float) and value > _MAX_COUNT and _is_count(name):
+        raise CheckpointError(
+            f"{path}: {name} is {json.dumps(value)[:60]}, at most {_MAX_COUNT} are accepted: "
+            f"{_REMEDY}"
+        )
 
 
 def _check_weights_file(config: Mapping[str, Any], directory: Path) -> None:
@@ -79,10 +93,8 @@ def _check_weights_file(config: Mapping[str, Any], directory: Path) -> None:
         )
 
 
-def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield config
-    if isinstance(config.get("text_config"), dict):
-        yield config["text_config"]
+def _is_count(name: str) -> bool:
+    return _COUNT.search(name) is not None and _NO_COUNT.search(name) is None
 
 
 def _check_figures(config: Mapping[str, Any], path: Path) -> None:

@@ -13,15 +13,19 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from backends.attention.interface import KEYS_BY_ROW, hands_mask_on
+from backends.checkpoint.buffer_sizes import refuse_absurd_buffers
 from backends.contract.backend import UnsupportedModel, one_line
 from backends.feedforward.experts import ONE_BY_ONE
 from backends.feedforward.records import refuse_other_mixtures
+from offload.errors import SpecdecError
 from offload.formats.tensors import CheckpointError
 
 _building = threading.Lock()
 """Held while a model is built: what is replaced meanwhile belongs to the process (here torch's
 `register_parameter`, by transformers torch's default dtype and initialisers), and Python 3.11 fails
 to parse in two threads at once."""
+_MAX_PARAMETERS = 2**15
+"""More than any model's modules have, experts in stacks; so many are built within seconds."""
 
 
 def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -36,12 +40,15 @@ def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
         with _building, _parameters_on_meta():
+            refuse_absurd_buffers(config, dtype)
             model = AutoModelForCausalLM.from_config(
                 config,
                 dtype=dtype,
                 attn_implementation=_attention(architecture, config),
                 experts_implementation=ONE_BY_ONE,
             ).eval()
+    except SpecdecError:
+        raise
     except Exception as error:  # sizes that contradict each other fail anywhere in the model
         raise CheckpointError(
             f"no {config.model_type} model can be built from the config: {one_line(error)}: "
@@ -60,12 +67,23 @@ def _attention(architecture: type[PreTrainedModel], config: PreTrainedConfig) ->
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Move every parameter that this thread registers to the meta device; leave buffers alone."""
+    """Move every parameter that this thread registers to the meta device; leave buffers alone.
+
+    Raises CheckpointError once there are more than any model has: a count in the config is absurd.
+    """
     register, builder = nn.Module.register_parameter, threading.get_ident()
+    n_registered = 0
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        nonlocal n_registered
         register(self, name, param)
         if param is not None and threading.get_ident() == builder:
+            n_registered += 1
+            if n_registered > _MAX_PARAMETERS:
+                raise CheckpointError(
+                    f"the config asks for more than {_MAX_PARAMETERS} tensors, which no model has: "
+                    "mend the config.json, or download the checkpoint again"
+                )
             on_meta = nn.Parameter(param.detach().to("meta"), requires_grad=False)
             # For transformers' initialisers: a call each that leaves no values takes its time.
             on_meta._is_hf_initialized = True

@@ -26,31 +26,12 @@ from backends.gguf.hparams import (
     check_vocabulary,
     read_kv_shape,
 )
+from backends.gguf.kinds import LOOPED, refuse_other_kinds
 from offload.formats.gguf_index import GgufError, GgufIndex
 from offload.formats.tensors import TensorRecord
 from offload.residency.experts import LayerExperts
 from offload.residency.placement import LayerWeights
 
-_ENCODER = "an encoder, which gives embeddings and no next token"
-_DIFFUSION = "a diffusion model, which does not decode from left to right"
-_DRAFT_HEAD = "a draft head, which runs only inside its target's context"
-_SPEECH = "a part of a speech model"
-_REFUSED = {
-    **dict.fromkeys(("bert", "modern-bert", "neo-bert", "eurobert", "llama-embed"), _ENCODER),
-    **dict.fromkeys(("nomic-bert", "nomic-bert-moe", "gemma-embedding"), _ENCODER),
-    **dict.fromkeys(("jina-bert-v2", "jina-bert-v3", "t5encoder"), _ENCODER),
-    **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), _DIFFUSION),
-    **dict.fromkeys(("eagle3", "dflash", "gemma4-assistant"), _DRAFT_HEAD),
-    **dict.fromkeys(("wavtokenizer-dec", "qwen3tts", "pockettts"), _SPEECH),
-    "t5": "an encoder-decoder model, and specdec runs decoders only",
-    "clip": "a projector for images or sound (mmproj); pass the language model's own file",
-    "hrm_text": "a model that runs its layers several times per token",
-}
-_FILE_KINDS = {
-    "adapter": "an adapter (LoRA); merge it into its model first",
-    "mmproj": _REFUSED["clip"],
-    "imatrix": "an importance matrix, not a model",
-}
 # llm_arch_is_recurrent and llm_arch_is_hybrid of llama.cpp; later ones are found by what they hold.
 _RECURRENT = frozenset("mamba mamba2 rwkv6 rwkv6qwen2 rwkv7 arwkv7".split())
 _HYBRID = frozenset(
@@ -188,19 +169,13 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
 def _identify(index: GgufIndex) -> Keys:
     """Which architecture it is, if it is one that decodes text from left to right."""
     path, metadata = index.paths[0], index.metadata
-    kind = metadata.get("general.type")
-    if isinstance(kind, str) and kind in _FILE_KINDS:
-        raise UnsupportedModel(f"{path} is {_FILE_KINDS[kind]}")
+    refuse_other_kinds(path, metadata, index.keys())
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or not _ARCHITECTURE.fullmatch(architecture):
         raise GgufError(f"{path} names no general.architecture: it is no model, or split 1 of one")
-    if architecture in _REFUSED:
-        raise UnsupportedModel(f"{path} ({architecture}) is {_REFUSED[architecture]}")
     keys = Keys(path, metadata, architecture)
-    if metadata.get(keys.full("attention.causal")) is False:
-        raise UnsupportedModel(f"{path} ({architecture}) is {_ENCODER}")
     if keys.integer("num_loops", 0, MAX_LAYERS, 1) > 1:
-        raise UnsupportedModel(f"{path} ({architecture}) is {_REFUSED['hrm_text']}")
+        raise UnsupportedModel(f"{path} ({architecture}) is {LOOPED}")
     return keys
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +28,7 @@ from backends.contract.sequence import SavedTensors, SequenceRows
 from backends.contract.text_kv import NewRows
 from backends.feedforward.experts import ExpertsRunner
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.forward import mask_maker, prepare_buffers, run_model
+from backends.hf.forward import first_pass, mask_maker, prepare_buffers, run_model
 from backends.hf.layer_runner import LayerRunner, PassState, as_tensor, bind
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.packed_forward import unbind
@@ -82,6 +82,7 @@ class TorchBackend(MendingBackend[SequenceKv]):
         self._gathers = weights.device.type != "cpu" or not model.takes_whole_cache
         self._make_cache(kv_rows)
         self._is_cancelled = False
+        self._has_run = False  # a pass to its end: no config is at fault afterwards
         self._owner: TorchBackend | None = None
         self._turn = threading.Lock()  # siblings walk the same modules, one at a time
         try:
@@ -294,13 +295,15 @@ class TorchBackend(MendingBackend[SequenceKv]):
                 runner.state = state
             for experts in self._experts:
                 experts.check = state.check_cancel
-            logits = run_model(
-                self._model,
-                self._pool,
-                torch.tensor([token_ids], device=device),
-                torch.from_numpy(batch.new_positions)[None].to(device),
-                torch.tensor(wanted, device=device),
-            )
+            with nullcontext() if self._has_run else first_pass(self._model, device):
+                logits = run_model(
+                    self._model,
+                    self._pool,
+                    torch.tensor([token_ids], device=device),
+                    torch.from_numpy(batch.new_positions)[None].to(device),
+                    torch.tensor(wanted, device=device),
+                )
+            self._has_run = True
             self._pool.check_written(len(token_ids))
             found = self._weights.on_host(logits[:n_wanted])
         ends = np.cumsum([len(one.rows) for one in new])

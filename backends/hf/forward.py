@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -10,6 +12,7 @@ from backends.attention.blocked_mask import blocked_mask
 from backends.attention.blocks import ProductLimits, Scratch
 from backends.attention.interface import KEYS_BY_ROW
 from backends.attention.masks import additive_mask, segmented_mask
+from backends.contract.backend import UnsupportedModel, one_line
 from backends.hf.layer_runner import MakeMask
 from backends.hf.model import HfModel
 from backends.kv.pool import KvPool
@@ -34,6 +37,25 @@ def mask_maker(model: HfModel, device: torch.device, limits: ProductLimits) -> M
         return partial(blocked_mask, limits=limits, scratch=Scratch(), is_of_cache=is_of_cache)
     make = segmented_mask if model.attention == KEYS_BY_ROW else additive_mask
     return partial(make, dtype=model.dtype, device=device)
+
+
+@contextmanager
+def first_pass(model: HfModel, device: torch.device) -> Iterator[None]:
+    """Turn what breaks the first pass of a model into UnsupportedModel.
+
+    Some figures of a config are looked at by nobody before the family's code computes with them: a
+    scale below zero, more groups of experts than there are. On a GPU memory may run out as well,
+    which has errors of its own.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        if device.type != "cpu":
+            raise
+        raise UnsupportedModel(
+            f"the first pass of the {model.config.model_type} model failed ({type(e).__name__}: "
+            f"{one_line(e)}): mend its config.json, or take a GGUF file of it (--debug shows where)"
+        ) from e
 
 
 def run_model(

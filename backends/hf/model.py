@@ -20,11 +20,17 @@ from transformers.configuration_utils import PreTrainedConfig
 from backends.attention.families import adapt
 from backends.attention.interface import KEYS_BY_ROW
 from backends.checkpoint.buffers import fill_buffers
-from backends.checkpoint.config import context_limit, declared, kv_values_per_token, load_config
-from backends.checkpoint.layer_count import check_layers_used, refuse_absurd_count
+from backends.checkpoint.config import (
+    config_faults,
+    context_limit,
+    declared,
+    kv_values_per_token,
+    load_config,
+)
+from backends.checkpoint.kinds import refuse_score_head
+from backends.checkpoint.layer_count import check_layers_used
 from backends.checkpoint.matching import TensorMatch, match_tensors
 from backends.checkpoint.quantised import packed_tensors, quantisation_of
-from backends.checkpoint.raw_config import refuse_nonsense
 from backends.checkpoint.records import (
     TORCH_DTYPES,
     BoundTensor,
@@ -172,14 +178,14 @@ def layer_window(model: PreTrainedModel, layer: int) -> int | None:
 
 def load_hf_model(directory: Path) -> HfModel:
     """Build the model of `directory` on the meta device and match its tensors."""
-    refuse_nonsense(directory)
-    refuse_absurd_count(directory)
     config = load_config(directory)
     index = WeightIndex.from_directory(directory)
-    dtype = main_dtype(index, config, directory)
-    packed = packed_tensors(index, config, dtype, directory)
-    model = build_skeleton(config, dtype)
-    return match_checkpoint(model, index, dtype, directory, packed)
+    refuse_score_head(directory, index)
+    with config_faults(directory):
+        dtype = main_dtype(index, config, directory)
+        packed = packed_tensors(index, config, dtype, directory)
+        model = build_skeleton(config, dtype)
+        return match_checkpoint(model, index, dtype, directory, packed)
 
 
 def main_dtype(

@@ -17,11 +17,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from backends.checkpoint.config import context_limit, declared, kv_values_per_token, load_config
-from backends.checkpoint.layer_count import refuse_absurd_count
+from backends.checkpoint.config import (
+    config_faults,
+    context_limit,
+    declared,
+    kv_values_per_token,
+    load_config,
+)
+from backends.checkpoint.kinds import refuse_score_head
 from backends.checkpoint.matching import TensorMatch, match_config, match_tensors
 from backends.checkpoint.quantised import packed_tensors
-from backends.checkpoint.raw_config import refuse_nonsense
 from backends.checkpoint.records import TORCH_DTYPES
 from backends.checkpoint.skeleton import build_model, decoder_layers
 from backends.contract.backend import UnsupportedModel
@@ -58,11 +63,15 @@ def hf_shape(directory: Path) -> ModelShape:
 
     Raises CheckpointError and UnsupportedModel for what cannot be read or built.
     """
-    refuse_nonsense(directory)
     config = load_config(directory)
+    with config_faults(directory):
+        return _shape_of_config(config, directory)
+
+
+def _shape_of_config(config: PreTrainedConfig, directory: Path) -> ModelShape:
     if any(directory.glob("*.safetensors")):
-        refuse_absurd_count(directory)
         index = WeightIndex.from_directory(directory)
+        refuse_score_head(directory, index)
         dtype = main_dtype(index, config, directory)
         packed = packed_tensors(index, config, dtype, directory)
         model = build_model(config, dtype)

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from offload.formats.lfs import refuse_pointer
 from offload.formats.packed import with_packed
 from offload.formats.safetensors import (
     DTYPE_BITS,
@@ -124,6 +125,7 @@ def _read_shards(path: Path) -> list[str]:
             raise CheckpointError(
                 f"{path} is not a regular file of at most {format_bytes(MAX_HEADER_BYTES)}"
             )
+        refuse_pointer(path)
         text = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error

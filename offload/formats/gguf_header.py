@@ -26,6 +26,7 @@ from offload.formats.gguf_metadata import (
     GgufMetadata,
     read_metadata,
 )
+from offload.formats.lfs import refuse_pointer
 from offload.formats.tensors import FileState, TensorRecord
 from offload.units import MIB, format_bytes
 
@@ -106,6 +107,7 @@ class GgufFile:
             # A FIFO or a device would block or never end; open() alone would already wait.
             if not stat.S_ISREG(status.st_mode):
                 raise GgufError(f"{path} is not a regular file; pass a .gguf file")
+            refuse_pointer(path)
             with path.open("rb") as file:
                 return _read(Cursor(file, path, status.st_size), FileState.of(status))
         except OSError as error:

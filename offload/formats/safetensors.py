@@ -14,6 +14,7 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from offload.formats.lfs import refuse_pointer
 from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.units import MIB, format_bytes
 
@@ -44,6 +45,7 @@ def read_header_and_metadata(path: Path) -> tuple[dict[str, str], dict[str, Tens
         # A FIFO or a device would block or never end; open() alone would already wait on a FIFO.
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path} is not a regular file")
+        refuse_pointer(path)
         with path.open("rb") as file:
             header, data_start = _read_header_bytes(file, path, status.st_size)
     except OSError as error:

@@ -8,10 +8,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload.process.home import home_folder
+from specdec.models.kinds import no_model
 from specdec.pair import GGUF_SUFFIX
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedFileInfo, CachedRevisionInfo
 
 OLLAMA_PREFIX = "ollama:"
 _MODEL_LAYER = "application/vnd.ollama.image.model"
@@ -47,8 +51,7 @@ def ollama_blob(name: str) -> Path | None:
         return None
     before = {1: (_REGISTRY, "library"), 2: (_REGISTRY,)}.get(len(parts), ())
     manifest = _ollama_folder() / "manifests" / Path(*before, *parts) / (tag or "latest")
-    layer = _model_layer(manifest) if manifest.is_file() else None
-    return None if layer is None else _blob(layer)
+    return _model_blob(manifest) if manifest.is_file() else None
 
 
 def _ollama_folder() -> Path:
@@ -58,23 +61,29 @@ def _ollama_folder() -> Path:
 def _of_ollama() -> Iterator[FoundModel]:
     manifests = _ollama_folder() / "manifests"
     for path in sorted(manifests.rglob("*")):
-        layer = _model_layer(path) if path.is_file() else None
-        if layer is None or not _blob(layer).is_file():
+        blob = _model_blob(path) if path.is_file() else None
+        if blob is None or not blob.is_file() or no_model(blob) is not None:
             continue
         registry, *parts, tag = path.relative_to(manifests).parts
         own = parts[1:] if (registry, *parts[:1]) == (_REGISTRY, "library") else parts
         words = own if registry == _REGISTRY else [registry, *parts]
         name = f"{OLLAMA_PREFIX}{'/'.join(words)}:{tag}"
-        yield FoundModel(name, "GGUF", _blob(layer).stat().st_size, "Ollama")
+        yield FoundModel(name, "GGUF", blob.stat().st_size, "Ollama")
 
 
-def _model_layer(manifest: Path) -> dict[str, Any] | None:
-    """The layer with the weights; None of what is no manifest."""
+def _model_blob(manifest: Path) -> Path | None:
+    """The file with the weights; None of what is no manifest.
+
+    Projectors may stand in a layer of the same type: the first model is meant, or where there is
+    none the first file, which is refused by name.
+    """
     try:
         layers = json.loads(manifest.read_bytes())["layers"]
-        return next(one for one in layers if one["mediaType"] == _MODEL_LAYER)
-    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        blobs = [_blob(one) for one in layers if one["mediaType"] == _MODEL_LAYER]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+    models = (blob for blob in blobs if len(blobs) > 1 and no_model(blob) is None)
+    return next(models, blobs[0] if blobs else None)
 
 
 def _blob(layer: dict[str, Any]) -> Path:
@@ -93,23 +102,35 @@ def _of_hub() -> Iterator[FoundModel]:
     for repo in sorted(repos, key=lambda one: one.repo_id):
         if repo.repo_type != "model":
             continue
-        files = {file.file_name: file for revision in repo.revisions for file in revision.files}
-        sizes = {name: file.size_on_disk for name, file in files.items()}
-        yield from _of_repository(repo.repo_id, sizes)
+        revisions = sorted(repo.revisions, key=lambda one: one.last_modified)
+        files = {_name_of(one, rev): one for rev in revisions for one in rev.files}
+        yield from _of_repository(repo.repo_id, files)
 
 
-def _of_repository(name: str, sizes: Mapping[str, int]) -> Iterator[FoundModel]:
-    """sizes: bytes of its files. A GGUF model goes by its file's name: there may be several."""
-    weights = [size for file, size in sizes.items() if file.endswith(".safetensors")]
-    if weights:
+def _name_of(file: CachedFileInfo, revision: CachedRevisionInfo) -> str:
+    """The path within the repository: several folders may have a file of the same name."""
+    return file.file_path.relative_to(revision.snapshot_path).as_posix()
+
+
+def _of_repository(name: str, files: Mapping[str, CachedFileInfo]) -> Iterator[FoundModel]:
+    """A GGUF model goes by its file's name: there may be several.
+
+    files: by their names, those of the latest revision where several have one.
+    """
+    sizes = {name: file.size_on_disk for name, file in files.items()}
+    weights = [n for file, n in sizes.items() if file.endswith(".safetensors") and "/" not in file]
+    folder = files["config.json"].file_path.parent if "config.json" in files else None
+    if weights and folder is not None and no_model(folder) is None:
         yield FoundModel(name, "safetensors", sum(weights), "Hugging Face")
     for file in sorted(sizes):
         split = SPLIT.search(file)
         if not file.endswith(GGUF_SUFFIX) or (split is not None and int(split["number"]) > 1):
             continue
+        if no_model(files[file].file_path) is not None:
+            continue
         stem, end = (file, "") if split is None else (file[: split.start()], split["end"])
         parts = [size for one, size in sizes.items() if one.startswith(stem) and one.endswith(end)]
-        yield FoundModel(f"{name}:{file}", "GGUF", sum(parts), "Hugging Face")
+        yield FoundModel(f"{name}:{Path(file).name}", "GGUF", sum(parts), "Hugging Face")
 
 
 def _program_folders() -> dict[str, list[Path]]:
@@ -126,11 +147,11 @@ def _of_folders(folders: dict[str, list[Path]]) -> Iterator[FoundModel]:
         for folder in paths:
             for path in sorted(folder.rglob(f"*{GGUF_SUFFIX}")):
                 parts = _parts(path)
-                if parts:
+                if parts and no_model(path) is None:
                     yield FoundModel(str(path), "GGUF", _n_bytes(parts), keeper)
             for path in sorted(folder.rglob("config.json")):
                 weights = list(path.parent.glob("*.safetensors"))
-                if weights:
+                if weights and no_model(path.parent) is None:
                     yield FoundModel(str(path.parent), "safetensors", _n_bytes(weights), keeper)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from backends.contract.backend import one_line
 from offload.errors import SpecdecError
 from specdec.models.found import OLLAMA_PREFIX, SPLIT, ollama_blob
+from specdec.models.kinds import models_among, no_model
 from specdec.pair import GGUF_SUFFIX, PAIR_PREFIX, pair_path
 
 # Safetensors and what describes them: pickles and code of the repository are never fetched.
@@ -182,15 +183,31 @@ def _in_directory(directory: Path, part: str = "") -> Path:
         return directory
     files = directory.rglob("*.gguf") if part else directory.glob("*.gguf")
     named = (path for path in files if part.lower() in str(path.relative_to(directory)).lower())
-    models = [path for path in sorted(named) if not _is_later_split(path)]
+    found = [path for path in sorted(named) if not _is_later_split(path)]
+    # One that stands alone is opened whatever it is, and refused by name where it is no model.
+    models = found if len(found) == 1 else models_among(found)
     if len(models) > 1:
         names = ", ".join(path.name for path in models[:5])
         raise ModelNotFound(f"{directory} holds {len(models)} GGUF models: name one of {names}")
-    if part and not models:
-        raise ModelNotFound(f"{directory} has no GGUF file with {part!r} in its name")
     if not models:
-        raise ModelNotFound(f"{directory} has no config.json: not a model directory")
+        raise ModelNotFound(_describe_no_model(directory, part, found))
     return models[0]
+
+
+def _describe_no_model(directory: Path, part: str, found: Sequence[Path]) -> str:
+    """found: GGUF files that are no models."""
+    if found:
+        first = found[0]
+        return (
+            f"{directory} holds no language model, but {len(found)} other GGUF files: {first.name} "
+            f"is {no_model(first)}"
+        )
+    if part:
+        return f"{directory} has no GGUF file with {part!r} in its name"
+    kind = no_model(directory)
+    if kind is not None:
+        return f"{directory} is {kind}: name a language model"
+    return f"{directory} has no config.json: not a model directory"
 
 
 def _refuse_special_files(directory: Path) -> None:

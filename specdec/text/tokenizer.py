@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from backends.contract.backend import one_line
 from offload.errors import SpecdecError
+from offload.formats.lfs import refuse_pointer
 from specdec.text.chat_format import PLAIN, ChatFormat, plain_transcript
 from specdec.text.chat_template import render_chat
 
@@ -196,6 +197,8 @@ def _load_hf_tokenizer(directory: Path) -> Any:
 
 def _require_tokenizer_files(directory: Path) -> None:
     """Raise TokenizerError where transformers would only list what it tried."""
+    for name in _TOKENIZER_FILES:
+        refuse_pointer(directory / name)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise TokenizerError(
             f"{directory} has no tokenizer.json (nor {', '.join(_TOKENIZER_FILES[1:])}): "

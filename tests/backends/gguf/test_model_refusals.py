@@ -9,10 +9,11 @@ import pytest
 from gguf_loading import load, refused
 
 from backends.contract.backend import UnsupportedModel
+from backends.gguf import kinds
 from backends.gguf import model as gguf_model
 
 
-@pytest.mark.parametrize("architecture", sorted(gguf_model._REFUSED))
+@pytest.mark.parametrize("architecture", sorted(kinds.REFUSED))
 def test_architectures_refused_by_name(tmp_path: Path, architecture: str) -> None:
     refused(
         tmp_path,
@@ -222,5 +223,5 @@ def test_the_names_are_those_of_llama_cpp() -> None:
     if not library.exists():
         pytest.skip(f"no {library}")
     content = library.read_bytes()
-    names = {*gguf_model._REFUSED, *gguf_model._RECURRENT, *gguf_model._HYBRID}
+    names = {*kinds.REFUSED, *gguf_model._RECURRENT, *gguf_model._HYBRID}
     assert [name for name in sorted(names) if name.encode() + b"\0" not in content] == []

@@ -1,0 +1,71 @@
+"""Tables that a model computes while it is built, such as sines of positions: how large they are.
+
+Parameters take no memory on the meta device. Buffers are real, and their size is a figure of the
+config: one that is absurd would take more memory, or time, than there is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+
+from offload.formats.tensors import CheckpointError
+from offload.units import GIB, format_bytes
+
+_MAX_BYTES = GIB
+"""The largest ones known are masks and sines of some 10 MB a layer."""
+_USUAL_FIGURE = 2**14
+"""Below, no table takes long, and the model need not be built twice."""
+
+
+def refuse_absurd_buffers(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Raise CheckpointError where a model's buffers would not fit into any plan.
+
+    They are counted on the meta device, on one layer: the others are like it.
+    """
+    largest = max(_figures(config.to_dict()), default=0)
+    if largest <= _USUAL_FIGURE:
+        return
+    model, n_layers = _one_layer(config, dtype), int(config.num_hidden_layers)
+    outside, inside = 0, 0
+    for name, buffer in model.named_buffers():
+        is_of_layer = any(part.isdigit() for part in name.split("."))
+        outside, inside = (
+            outside + buffer.nbytes * (not is_of_layer),
+            inside + buffer.nbytes * is_of_layer,
+        )
+    n_bytes = outside + inside * n_layers
+    if n_bytes > _MAX_BYTES:
+        raise CheckpointError(
+            f"the {config.model_type} config asks for tables of {format_bytes(n_bytes)} beside the "
+            f"weights, and {format_bytes(_MAX_BYTES)} are accepted; its largest figure is "
+            f"{largest}: mend the config.json, or download the checkpoint again"
+        )
+
+
+def _one_layer(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on the meta device with one decoder layer; with all where it takes no other
+    number, whose buffers then count several times."""
+    shallow = copy.deepcopy(config)
+    with torch.device("meta"):
+        try:
+            shallow.num_hidden_layers = 1
+            return AutoModelForCausalLM.from_config(shallow, dtype=dtype)
+        except Exception:  # figures of each layer that no longer fit
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+
+
+def _figures(value: Any) -> Iterator[int]:
+    """All whole numbers of a config, at any depth."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _figures(one)
+    elif type(value) is int:
+        yield value

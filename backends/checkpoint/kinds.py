@@ -1,0 +1,165 @@
+"""Kinds of checkpoint folders, told from their files alone: causal language models, and others that
+look like one. Neither torch nor transformers is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from backends.contract.backend import UnsupportedModel
+from offload.formats.lfs import refuse_pointer
+
+_ENCODERS = frozenset(
+    "albert bert bert-generation big_bird camembert data2vec-text deberta deberta-v2 distilbert "
+    "electra ernie eurobert megatron-bert mobilebert modernbert mpnet neobert nomic_bert rembert "
+    "roberta roberta-prelayernorm roformer roc_bert xlm-roberta xlm-roberta-xl xmod".split()
+)
+_CAUSAL_HEAD = re.compile(r"(ForCausalLM|LMHeadModel|WithLMHead|ForConditionalGeneration)$")
+"""Ends of the names of transformers' classes that give logits of the next token."""
+_DRAFT_HEAD = re.compile(r"eagle|medusa|hydra|speculator|dflash|draft|mtp", re.IGNORECASE)
+_HEADS = {
+    "Classification": "a classifier, which gives labels",
+    "RewardModel": "a reward model, which gives scores",
+    "QuestionAnswering": "a model for extracting answers, which gives positions",
+    "MaskedLM": "a masked language model, which fills gaps",
+    "Embedding": "an embedding model, which gives vectors",
+    "Retrieval": "an embedding model, which gives vectors",
+}
+"""Kinds by a part of the class's name."""
+_SCORE_HEAD = re.compile(
+    r"(score|classifier|classification_head|qa_outputs|reward_head|regression_layer)\."
+)
+_LANGUAGE_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
+_IMAGE_TOKENS_ONLY = "vision"
+"""Gemma 3's and 4's word for attention that looks ahead within one image, and not in text."""
+_REMEDY = "specdec runs causal language models, name one that generates text"
+
+
+def other_kind(directory: Path) -> str | None:
+    """Return what a folder holds, if it is no causal language model: "a classifier ...".
+
+    None for a language model, and for what cannot be told: whoever opens it says what is wrong.
+    """
+    pipeline = read_object(directory / "model_index.json").get("_class_name")
+    if pipeline is not None:
+        return f"a diffusers pipeline ({pipeline!s:.60}), which makes images, video or sound"
+    if _is_adapter(directory):
+        base = read_object(directory / "adapter_config.json").get("base_model_name_or_path")
+        return f"an adapter (PEFT) of {base!s:.80}, to be merged into that model first"
+    config = read_raw(directory)
+    return _by_config(config) or _by_modules(directory)
+
+
+def refuse_other_kinds(directory: Path) -> None:
+    """Raise UnsupportedModel for a folder that holds no causal language model, CheckpointError for
+    a config.json that was not fetched."""
+    refuse_pointer(directory / "config.json")
+    kind = other_kind(directory)
+    if kind is not None:
+        raise UnsupportedModel(f"{directory} is {kind}: {_REMEDY}")
+
+
+def refuse_score_head(directory: Path, names: Iterable[str]) -> None:
+    """Raise UnsupportedModel for weights that end in a head of scores or labels, and not of tokens.
+
+    names: of the checkpoint's tensors. A config does not always name its class.
+    """
+    known = list(names)
+    head = next((name for name in known if _SCORE_HEAD.match(name)), None)
+    if head is not None and not any(map(_LANGUAGE_HEAD.search, known)):
+        raise UnsupportedModel(
+            f"{directory} ends in {head}, which gives scores or labels: {_REMEDY}"
+        )
+
+
+def read_raw(directory: Path) -> dict[str, Any]:
+    """The JSON object of config.json; empty where there is none."""
+    return read_object(directory / "config.json")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; empty where there is none."""
+    found = _read_json(path)
+    return found if isinstance(found, dict) else {}
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes()) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def config_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A config, and the part of it that describes the language model."""
+    yield config
+    if isinstance(config.get("text_config"), dict):
+        yield config["text_config"]
+
+
+def _is_adapter(directory: Path) -> bool:
+    """Whether the weights of a folder, if it has any, are those of an adapter alone."""
+    if not (directory / "adapter_config.json").is_file():
+        return False
+    weights = [path.name for path in directory.glob("*.safetensors")]
+    return all(name.startswith("adapter") for name in weights)
+
+
+def _by_config(config: Mapping[str, Any]) -> str | None:
+    kind = config.get("model_type")
+    if kind is None and "_diffusers_version" in config:
+        return f"a part of a diffusers pipeline ({config.get('_class_name')!s:.60})"
+    if isinstance(kind, str) and kind in _ENCODERS:
+        return f"an encoder ({kind}), which gives no next token"
+    is_assistant = isinstance(kind, str) and kind.endswith("_assistant")
+    if is_assistant or "speculators_model_type" in config:
+        return "a draft head, which runs only beside its target"
+    if config.get("is_encoder_decoder") is True:
+        return f"an encoder-decoder ({kind!s:.60})"
+    return _by_architectures(config.get("architectures")) or _by_attention(config)
+
+
+def _by_architectures(architectures: Any) -> str | None:
+    """architectures: the classes that the weights were saved from."""
+    listed = [architectures] if isinstance(architectures, str) else architectures
+    if not isinstance(listed, list):
+        return None
+    names = [name for name in listed if isinstance(name, str)]
+    if not names:
+        return None
+    if any(_CAUSAL_HEAD.search(name) and not _DRAFT_HEAD.search(name) for name in names):
+        return None
+    name = names[0][:60]
+    if any(map(_DRAFT_HEAD.search, names)):
+        return f"a draft head ({name}), which runs only beside its target"
+    kinds = (what for part, what in _HEADS.items() if part in name)
+    what = next(kinds, "a model without a head that gives the next token")
+    return f"{what} ({name})"
+
+
+def _by_attention(config: Mapping[str, Any]) -> str | None:
+    for part in config_parts(config):
+        ahead = part.get("use_bidirectional_attention")
+        if part.get("is_causal") is False:
+            return "a model whose attention looks ahead (is_causal is false)"
+        if ahead and ahead != _IMAGE_TOKENS_ONLY:
+            shown = json.dumps(ahead)[:40]
+            return f"a model whose attention looks ahead (use_bidirectional_attention is {shown})"
+    return None
+
+
+def _by_modules(directory: Path) -> str | None:
+    """Read sentence-transformers' list of modules, which has one for vectors or for scores."""
+    modules = _read_json(directory / "modules.json")
+    if isinstance(modules, list) and modules:
+        types = [str(one.get("type")) for one in modules if isinstance(one, dict)]
+        is_ranking = any("cross_encoder" in one or "Score" in one for one in types)
+        what = "a reranker, which gives scores" if is_ranking else "an embedding model"
+        return f"{what} (sentence-transformers' modules.json)"
+    if (directory / "1_Pooling" / "config.json").is_file():
+        return "an embedding model (sentence-transformers' 1_Pooling)"
+    return None

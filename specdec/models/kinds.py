@@ -1,0 +1,33 @@
+"""Candidates for a model among files and folders, told by their headers: projectors, adapters,
+importance matrices, vocabularies and draft heads stand beside models and are not meant by -m.
+
+Neither torch nor llama.cpp is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from backends.checkpoint.kinds import other_kind
+from backends.gguf.kinds import companion_kind
+from offload.formats.lfs import is_pointer
+
+_POINTER = "a Git LFS pointer: run `git lfs pull` in its folder"
+
+
+def no_model(path: Path) -> str | None:
+    """Return what a GGUF file or a folder is, if it is no causal language model.
+
+    None for a model, and for what cannot be read: whoever opens it says why.
+    """
+    if path.is_dir():
+        weights = list(path.glob("*.safetensors"))
+        is_absent = bool(weights) and all(map(is_pointer, weights))
+        return _POINTER if is_absent else other_kind(path)
+    return _POINTER if is_pointer(path) else companion_kind(path)
+
+
+def models_among(files: Iterable[Path]) -> list[Path]:
+    """Return the files that can be language models."""
+    return [path for path in files if no_model(path) is None]
