@@ -1,10 +1,16 @@
-"""Tiny tokenizers of every kind that models have, as transformers loads them."""
+"""Tiny tokenizers of every kind that models have, of checkpoints and of GGUF files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+import pytest
+
+from specdec.text.tokenizer import Tokenizer
 
 CONTROLS = ("<|im_start|>", "<|im_end|>", "<s>", "</s>")
 ADDED = ("<think>", "</think>", "<tool_call>")  # added, but with a text of their own
@@ -122,10 +128,74 @@ def _loaded(tokenizer: Any, controls: Sequence[str]) -> Any:
     return loaded
 
 
-KINDS: dict[str, Callable[..., Any]] = {
+def save_gguf(path: Path, kind: str, controls: Sequence[str]) -> Path:
+    """The vocabulary of such a model alone, as llama.cpp reads it."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    for add, value in (
+        (writer.add_context_length, 64),
+        (writer.add_embedding_length, 32),
+        (writer.add_block_count, 1),
+        (writer.add_feed_forward_length, 32),
+        (writer.add_head_count, 2),
+        (writer.add_rope_dimension_count, 16),
+        (writer.add_layer_norm_rms_eps, 1e-5),
+    ):
+        add(value)
+    types = gguf.TokenType
+    if kind == "gguf-bpe":
+        import json
+
+        backend = byte_level(controls).backend_tokenizer
+        ids = backend.get_vocab(with_added_tokens=True)
+        tokens = sorted(ids, key=ids.__getitem__)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        merges = json.loads(backend.to_str())["model"]["merges"]
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+        writer.add_add_bos_token(True)
+    else:
+        tokens = [*_pieces(controls), *ADDED]
+        tokens += ["</", "s>"] if kind == "gguf-spm-merging" else []
+        writer.add_tokenizer_model("llama")
+        n_merged = [0.0 if token[:1] in "<" else -float(len(token) < 2) for token in tokens]
+        writer.add_token_scores(n_merged)
+    writer.add_token_list(tokens)
+    known = {"<unk>": types.UNKNOWN, **dict.fromkeys(controls, types.CONTROL)}
+    known |= dict.fromkeys(ADDED, types.USER_DEFINED)
+    is_byte = {f"<0x{i:02X}>" for i in range(256)}
+    writer.add_token_types(
+        [known.get(one, types.BYTE if one in is_byte else types.NORMAL) for one in tokens]
+    )
+    writer.add_bos_token_id(tokens.index(controls[2]))
+    writer.add_eos_token_id(tokens.index(controls[3]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+_OF_CHECKPOINTS: dict[str, Callable[..., Any]] = {
     "byte-level": byte_level,
     "sentencepiece": sentencepiece_bpe,
     "sentencepiece-legacy": partial(sentencepiece_bpe, legacy=True),
     "unigram": unigram,
+    "word-piece": word_piece,
 }
-"""Those that any text can be recovered from."""
+KINDS = [*_OF_CHECKPOINTS][:-1]
+"""Those of checkpoints that any text can be recovered from."""
+GGUF_KINDS = ["gguf-spm", "gguf-spm-merging", "gguf-bpe"]
+
+
+@lru_cache
+def tiny_tokenizer(kind: str, controls: tuple[str, ...] = CONTROLS) -> Any:
+    if kind in _OF_CHECKPOINTS:
+        return Tokenizer(_OF_CHECKPOINTS[kind](controls))
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    from specdec.text.gguf_tokenizer import GgufTokenizer
+
+    with TemporaryDirectory() as folder:
+        return GgufTokenizer(save_gguf(Path(folder) / "vocabulary.gguf", kind, controls))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,22 +11,18 @@ from hypothesis import strategies as st
 from specdec.text.detokenizer import IncrementalDetokenizer
 from specdec.text.logprobs import chat_logprobs, completion_logprobs
 from specdec.text.token_texts import TokenTexts
-from specdec.text.tokenizer import Tokenizer
 
 pytest.importorskip("transformers")
 
-from tiny_tokenizers import CONTROLS, KINDS, word_piece
+from tiny_tokenizers import CONTROLS, GGUF_KINDS, KINDS, tiny_tokenizer
 
 PROMPT = "hello a"
 any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=20)
 tricky = st.text(st.sampled_from("a é€😀👩‍🚀ß \n中.�<>|"), max_size=20)
 texts = st.one_of(any_text, tricky)
-each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@cache
-def tokenizer_of(kind: str) -> Tokenizer:
-    return Tokenizer(word_piece() if kind == "word-piece" else KINDS[kind]())
+each_kind = pytest.mark.parametrize(
+    "kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.gguf) for kind in GGUF_KINDS)]
+)
 
 
 def told(tokenizer: Any, ids: list[int], prompt: list[int] = ()) -> list[dict[str, Any]]:
@@ -44,9 +39,9 @@ def streamed(tokenizer: Any, ids: list[int], prompt: list[int]) -> str:
 @settings(deadline=None, max_examples=60)
 @given(text=texts, cut=st.integers(0, 40))
 def test_joined_bytes_are_the_text(kind: str, text: str, cut: int) -> None:
-    tokenizer = tokenizer_of(kind)
+    tokenizer = tiny_tokenizer(kind)
     ids = tokenizer.encode(text, parse_special=False)
-    decoded = tokenizer.hf_tokenizer.decode(ids, skip_special_tokens=True)
+    decoded = tokenizer.decode(ids)
     assert decoded == text or text[:1] == " "  # Metaspace adds no second space to a first one
     assert b"".join(bytes(one["bytes"]) for one in told(tokenizer, ids)) == decoded.encode()
     # Also behind a prompt, wherever that ends.
@@ -61,7 +56,7 @@ def test_joined_bytes_are_the_text(kind: str, text: str, cut: int) -> None:
 @settings(deadline=None, max_examples=60)
 @given(text=texts)
 def test_offsets_are_where_the_tokens_stand(kind: str, text: str) -> None:
-    tokenizer = tokenizer_of(kind)
+    tokenizer = tiny_tokenizer(kind)
     prompt = tokenizer.encode(PROMPT)
     ids = tokenizer.encode(PROMPT + text, parse_special=False)[len(prompt) :]
     whole = streamed(tokenizer, ids, prompt)
@@ -78,7 +73,7 @@ def test_offsets_are_where_the_tokens_stand(kind: str, text: str) -> None:
 @given(st.lists(st.text("abcé中.", min_size=1), min_size=1, max_size=5))
 def test_decoders_that_join_words(words: list[str]) -> None:
     """BERT's: which space is whose is the decoder's to say."""
-    tokenizer = tokenizer_of("word-piece")
+    tokenizer = tiny_tokenizer("word-piece")
     prompt = tokenizer.encode("hello")
     ids = tokenizer.encode(" ".join(words), add_special_tokens=False)
     text = streamed(tokenizer, ids, prompt)
@@ -93,7 +88,7 @@ def test_decoders_that_join_words(words: list[str]) -> None:
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_offsets_of_any_tokens_are_in_order_and_in_the_text(kind: str, data: Any) -> None:
-    tokenizer = tokenizer_of(kind)
+    tokenizer = tiny_tokenizer(kind)
     ids = data.draw(st.lists(st.integers(0, tokenizer.n_tokens - 1), max_size=12))
     found = completion_logprobs(TokenTexts(tokenizer), ids, [0.0] * len(ids), None)
     offsets = found["text_offset"]
@@ -104,7 +99,7 @@ def test_offsets_of_any_tokens_are_in_order_and_in_the_text(kind: str, data: Any
 @each_kind
 def test_every_token_has_a_name_of_its_own(kind: str) -> None:
     """No entry of top_logprobs is lost, and each says which token it is."""
-    tokenizer = tokenizer_of(kind)
+    tokenizer = tiny_tokenizer(kind)
     everything = range(tokenizer.n_tokens)
     top = {i: -float(i) for i in everything}
     texts = TokenTexts(tokenizer, tokenizer.encode(PROMPT))
@@ -115,7 +110,7 @@ def test_every_token_has_a_name_of_its_own(kind: str) -> None:
 
 def test_bytes_that_are_no_text_are_written_as_openai_does() -> None:
     for kind in ("byte-level", "sentencepiece"):
-        tokenizer = tokenizer_of(kind)
+        tokenizer = tiny_tokenizer(kind)
         ids = tokenizer.encode("▟", add_special_tokens=False)[-3:]  # E2 96 9F
         found = told(tokenizer, ids, tokenizer.encode(PROMPT))
         assert [one["token"] for one in found] == ["bytes:\\xe2", "bytes:\\x96", "bytes:\\x9f"]
@@ -124,7 +119,7 @@ def test_bytes_that_are_no_text_are_written_as_openai_does() -> None:
 
 def test_tokens_with_the_same_text() -> None:
     """SentencePiece has `a` and the byte 0x61: the likelier one has the text, the other its id."""
-    tokenizer = tokenizer_of("sentencepiece")
+    tokenizer = tiny_tokenizer("sentencepiece")
     letter, byte = (tokenizer.hf_tokenizer.convert_tokens_to_ids(one) for one in ("a", "<0x61>"))
     texts = TokenTexts(tokenizer, tokenizer.encode(PROMPT))
     for first, second in ((letter, byte), (byte, letter)):
@@ -135,7 +130,7 @@ def test_tokens_with_the_same_text() -> None:
 
 def test_control_tokens_have_a_name_and_no_bytes() -> None:
     for kind in KINDS:
-        tokenizer = tokenizer_of(kind)
+        tokenizer = tiny_tokenizer(kind)
         (end,) = tokenizer.eos_token_ids
         assert told(tokenizer, [end]) == [
             {"token": "</s>", "logprob": 0.0, "bytes": [], "top_logprobs": []}
@@ -146,7 +141,7 @@ def test_control_tokens_have_a_name_and_no_bytes() -> None:
 
 def test_an_impossible_token_is_a_number() -> None:
     """JSON has no infinity."""
-    tokenizer = tokenizer_of("byte-level")
+    tokenizer = tiny_tokenizer("byte-level")
     never = float("-inf")
     found = completion_logprobs(TokenTexts(tokenizer), [50], [never], [{50: never}])
     assert found["token_logprobs"] == [-9999.0]
