@@ -33,7 +33,7 @@ class TokenTexts:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
         self._is_start = self._detokenizer.is_start
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._n_characters = self._offset = 0
+        self._n_shown = self._least_offset = 0
 
     def look(self, token_id: int) -> TokenText:
         """A token as it would come next."""
@@ -41,17 +41,24 @@ class TokenTexts:
         if self._is_start and data[:1] == b" ":
             # Sentencepiece's decoders drop the space before the first word of a text.
             data = data if self._tokenizer.decode([token_id])[:1] == " " else data[1:]
-        return TokenText(shown(self._tokenizer, token_id, data), data, self._offset)
+        return TokenText(shown(self._tokenizer, token_id, data), data, self._offset_of(data))
+
+    def _offset_of(self, data: bytes) -> int:
+        """Where the character stands that these bytes begin in.
+
+        What is kept back are bytes of a character that these may go on with, or else U+FFFDs.
+        """
+        is_character = self._utf8.getstate()[0] and (not data or 0x80 <= data[0] < 0xC0)
+        n_held = 0 if is_character else self._detokenizer.n_held
+        return max(self._least_offset, self._n_shown + n_held)
 
     def push(self, token_id: int) -> TokenText:
         """The token that comes next."""
         token = self.look(token_id)
         self._is_start = self._is_start and not self._tokenizer.token_bytes(token_id)
+        self._least_offset = token.offset
         self._utf8.decode(token.data)
-        self._n_characters += len(self._detokenizer.push(token_id))
-        is_between = not self._utf8.getstate()[0]  # two characters: what is held back is a U+FFFD
-        n_held = self._detokenizer.n_held if is_between else 0
-        self._offset = max(self._offset, self._n_characters + n_held)
+        self._n_shown += len(self._detokenizer.push(token_id))
         return token
 
     def keys(self, token_ids: Iterable[int]) -> dict[str, int]:

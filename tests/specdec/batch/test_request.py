@@ -108,7 +108,7 @@ def test_a_message_may_have_no_content() -> None:
         request = read(openai(messages=[message]))
         assert request.prompt == [{"role": "system", "content": ""}]
         assert is_conversation(request.prompt)
-    assert not read({"prompt": [5]}).is_chat
+    assert not is_conversation(read({"prompt": [5]}).prompt)
 
 
 def test_a_schema_may_be_missing() -> None:
