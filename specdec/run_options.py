@@ -110,6 +110,7 @@ class RunOptions:
         "Take control tokens written out in messages as such, not as text: who writes them can "
         "forge turns.",
         MODELS,
+        shown_default="off",
     )
     exact: str = option(
         AUTO,
