@@ -32,8 +32,15 @@ from specdec.run_options import LoadKeywords, RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.processors import SamplingError
 from specdec.text.chat_format import ChatTemplateError
-from specdec.text.prompts import Prompt, PromptError, check_room, check_vocabulary, encode_prompt
-from specdec.text.tokenizer import TokenizerError
+from specdec.text.contract import TokenizerError
+from specdec.text.prompts import (
+    Prompt,
+    PromptError,
+    check_room,
+    check_vocabulary,
+    encode_prompt,
+    is_conversation,
+)
 
 __all__ = [
     "LLM",
@@ -230,7 +237,8 @@ class LLM:
         (num_beams=...) gives one chunk for each of its n sequences, at the end.
 
         Args:
-            prompt: a text, a list of chat messages, or token ids.
+            prompt: a text, a list of chat messages, or token ids. An answer in a conversation ends
+                with its turn, where a text ends with the model's end-of-sequence tokens.
             sampling: how to choose tokens; greedy, 64 tokens when left out.
             generation_config: a transformers GenerationConfig, instead of `sampling`.
             speculative: False decodes plainly, one token per pass.
@@ -263,6 +271,8 @@ class LLM:
         spec = (spec or self.spec) if speculative else _PLAIN
         if drafter is not None and not spec.drafters:
             raise ConfigError("a drafter was given, but this is plain decoding: leave one out")
+        if is_conversation(prompt):
+            params = self.session.chat_params(params)
         prompt_ids = encode_prompt(prompt, self.tokenizer)
         check_vocabulary(prompt_ids, self.target.vocab_size)
         check_room(len(prompt_ids), self.max_context, self.session.model_context)

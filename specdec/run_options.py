@@ -48,6 +48,7 @@ class LoadKeywords(TypedDict, total=False):
     """The keywords of `specdec.load`: the fields of RunOptions without the models (a test)."""
 
     chat_template: Path | str | None
+    parse_special: bool
     exact: str
     memory_budget: str | int
     device: str
@@ -103,6 +104,13 @@ class RunOptions:
         MODELS,
         metavar="FILE|NAME",
         shown_default="the model's own; without one: plain",
+    )
+    parse_special: bool = option(
+        False,
+        "Take control tokens written out in messages as such, not as text: who writes them can "
+        "forge turns.",
+        MODELS,
+        shown_default="off",
     )
     exact: str = option(
         AUTO,
@@ -252,6 +260,7 @@ class RunOptions:
         check_type("the model", self.model, str, Path)
         check_type("the draft model", self.draft_model, str, Path, type(None))
         check_type("chat_template", self.chat_template, str, Path, type(None))
+        check_type("parse_special", self.parse_special, bool)
         check_type("prompt_cache_file", self.prompt_cache_file, str, Path, type(None))
         if self.prompt_cache_file == "":
             raise ConfigError("prompt_cache_file is empty: name a file, or leave it out")

@@ -53,17 +53,11 @@ def answer_lines(llm: LLM, lines: Iterable[Line], rules: Rules, answered: Answer
                 continue
             in_hand[n_drawn] = line.key, request
             n_drawn += 1
-            yield request.prompt, _with_stops(request, llm)
+            yield request.prompt, request.params
 
     for index, outcome in llm.generate_each(requests()):
         answered(_answer(llm, *in_hand.pop(index), outcome, rules.model))
     return llm.stats
-
-
-def _with_stops(request: LineRequest, llm: LLM) -> SamplingParams:
-    """What ends an answer of a conversation, where the model's own tokens may not."""
-    stops = llm.tokenizer.chat_format.stop if request.is_chat else ()
-    return request.params.replace(stop=(*request.params.stop, *stops)) if stops else request.params
 
 
 def _answer(

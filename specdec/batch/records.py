@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 from specdec.batch.lines import LineKey
 from specdec.decoding.rounds.sequences import CompletionOutput, GenerationResult
-from specdec.sampling.logprobs import TopLogprobs
-from specdec.text.tokenizer import TokenDecoder
+from specdec.text.contract import TokenSpeller
+from specdec.text.logprobs import chat_logprobs, completion_logprobs
+from specdec.text.token_texts import TokenTexts
 
 INVALID = "invalid_request"
 _OPENAI_ID = re.compile(r"batch_req_([0-9]{1,18})_([0-9a-f]{16})")
@@ -27,7 +28,7 @@ class Form(Protocol):
     """How a line wants its record."""
 
     def answered(
-        self, key: LineKey, result: GenerationResult, tokenizer: TokenDecoder, model: str
+        self, key: LineKey, result: GenerationResult, tokenizer: TokenSpeller, model: str
     ) -> dict[str, Any]: ...
 
     def failed(self, key: LineKey, message: str) -> dict[str, Any]: ...
@@ -40,7 +41,7 @@ class PlainForm:
     kept: Mapping[str, Any]
 
     def answered(
-        self, key: LineKey, result: GenerationResult, tokenizer: TokenDecoder, model: str
+        self, key: LineKey, result: GenerationResult, tokenizer: TokenSpeller, model: str
     ) -> dict[str, Any]:
         outputs = [_plain_output(output) for output in result.outputs]
         record = {**_plain_key(key), **self.kept, **outputs[0], "usage": _usage(result)}
@@ -58,7 +59,7 @@ class OpenAiForm:
     is_chat: bool
 
     def answered(
-        self, key: LineKey, result: GenerationResult, tokenizer: TokenDecoder, model: str
+        self, key: LineKey, result: GenerationResult, tokenizer: TokenSpeller, model: str
     ) -> dict[str, Any]:
         choice = _chat_choice if self.is_chat else _completion_choice
         body = {
@@ -67,7 +68,12 @@ class OpenAiForm:
             "created": 0,
             "model": model,
             "choices": [
-                {"index": index, **choice(output, tokenizer), "finish_reason": output.finish_reason}
+                {
+                    "index": index,
+                    **choice(output, TokenTexts(tokenizer, result.prompt_token_ids)),
+                    "finish_reason": output.finish_reason,
+                    **output.note,
+                }
                 for index, output in enumerate(result.outputs)
             ],
             "usage": _usage(result),
@@ -131,6 +137,7 @@ def _usage(result: GenerationResult) -> dict[str, int]:
 
 def _plain_output(output: CompletionOutput) -> dict[str, Any]:
     record: dict[str, Any] = {"text": output.text, "finish_reason": output.finish_reason}
+    record |= output.note
     if output.seed is not None:
         record["seed"] = output.seed
     if output.logprobs is not None:
@@ -140,43 +147,17 @@ def _plain_output(output: CompletionOutput) -> dict[str, Any]:
     return record
 
 
-def _chat_choice(output: CompletionOutput, tokenizer: TokenDecoder) -> dict[str, Any]:
+def _chat_choice(output: CompletionOutput, texts: TokenTexts) -> dict[str, Any]:
     logprobs = None
     if output.logprobs is not None:
-        tops = output.top_logprobs or ({},) * len(output.logprobs)
-        positions = zip(output.token_ids, output.logprobs, tops, strict=True)
-        logprobs = {
-            "content": [
-                {
-                    **_token(token, logprob, tokenizer),
-                    "top_logprobs": [_token(*one, tokenizer) for one in top.items()],
-                }
-                for token, logprob, top in positions
-            ]
-        }
-    message = {"role": "assistant", "content": output.text}
-    return {"message": message, "logprobs": logprobs}
+        tops = output.top_logprobs
+        logprobs = chat_logprobs(texts, output.token_ids, output.logprobs, tops)
+    return {"message": {"role": "assistant", "content": output.text}, "logprobs": logprobs}
 
 
-def _token(token_id: int, logprob: float, tokenizer: TokenDecoder) -> dict[str, Any]:
-    text = tokenizer.decode([token_id])
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
-
-
-def _completion_choice(output: CompletionOutput, tokenizer: TokenDecoder) -> dict[str, Any]:
+def _completion_choice(output: CompletionOutput, texts: TokenTexts) -> dict[str, Any]:
     logprobs = None
     if output.logprobs is not None:
-        tokens = [tokenizer.decode([token]) for token in output.token_ids]
-        tops: list[dict[str, float]] | None = None
-        if output.top_logprobs is not None:
-            tops = [_by_text(top, tokenizer) for top in output.top_logprobs]
-        logprobs = {"tokens": tokens, "token_logprobs": output.logprobs, "top_logprobs": tops}
+        tops = output.top_logprobs
+        logprobs = completion_logprobs(texts, output.token_ids, output.logprobs, tops)
     return {"text": output.text, "logprobs": logprobs}
-
-
-def _by_text(top: TopLogprobs, tokenizer: TokenDecoder) -> dict[str, float]:
-    """Of tokens with the same text the likeliest one, which comes first."""
-    found: dict[str, float] = {}
-    for token, logprob in top.items():
-        found.setdefault(tokenizer.decode([token]), logprob)
-    return found

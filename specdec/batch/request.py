@@ -72,11 +72,6 @@ class LineRequest:
     model: str | None
     """That the line names."""
 
-    @property
-    def is_chat(self) -> bool:
-        """Whether the prompt is a conversation."""
-        return not isinstance(self.prompt, str) and isinstance(next(iter(self.prompt), 0), Mapping)
-
 
 def line_seed(run_seed: int, number: int) -> int:
     """Seed of a line that names none: the same however often the run was broken off."""

@@ -158,7 +158,7 @@ def _names(kind: type[Any], *panels: str, leave_out: tuple[str, ...] = ()) -> tu
 
 _CHAT = _names(RunOptions, MODELS, MEMORY, SPECULATION)
 _SERVED = tuple(name for name in _CHAT if name != "prompt_cache_file")
-_OF_GENERATIONS = ("prompt_cache_file", "chat_template")
+_OF_GENERATIONS = ("prompt_cache_file", "chat_template", "parse_special")
 TARGET = _names(RunOptions, MODELS, MEMORY, leave_out=("draft_model", *_OF_GENERATIONS))
 LOAD = _names(RunOptions, MODELS, MEMORY, SPECULATION, leave_out=_OF_GENERATIONS)
 _ROOFLINE = ("model", "ctx_size", "memory_budget", "threads", "cache_type_k", "cache_type_v")

@@ -12,7 +12,6 @@ from backends.contract.backend import StreamUse
 from backends.contract.sequence import SequenceRows, TokenSequence
 from offload.process.memory import process_memory
 from specdec.analysis.utilization import ModelFlops
-from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.decoding.beams import BeamDecoder, Hypothesis, check_beams
 from specdec.decoding.rounds.jobs import Job, SearchJob, TextJob
@@ -26,6 +25,7 @@ from specdec.decoding.rounds.sequences import (
 from specdec.decoding.rounds.stats import GenerationStats, ratio
 from specdec.decoding.rounds.text_decoder import TextDecoder
 from specdec.decoding.session import Session
+from specdec.decoding.token_limit import token_limit
 from specdec.drafters.base import Drafter
 from specdec.planning.gpu import vram_peak_bytes
 from specdec.run_options import CUDA
@@ -63,7 +63,8 @@ class Generation:
         self.is_eager = False  # computed on also while nobody takes its chunks
         self.is_streamed = True  # somebody reads its chunks as they come
         params = request.params
-        self._limit = _token_limit(params, len(request.prompt_ids), session.target.max_context)
+        contexts = session.target.max_context, session.model_context
+        self._limit = token_limit(params, len(request.prompt_ids), *contexts)
         self._recorder = self._new_recorder()
         self._sequences = [self._new_sequence(params)]
         if params.num_beams > 1:
@@ -167,7 +168,7 @@ class Generation:
         if request.params.stop:
             tokenizer = self._session.tokenizer
             stops = TextStream(tokenizer, prompt_ids=prompt_ids, stop=request.params.stop)
-        return BeamDecoder(text, sampler, prompt_ids, self._limit, stops)
+        return BeamDecoder(text, sampler, prompt_ids, self._limit.n_tokens, stops)
 
     def start_beams(self, decoder: BeamDecoder, text: TokenSequence, most: int | None) -> bool:
         """A pass over the prompt, or so many tokens of it; whether it has come to its end."""
@@ -232,9 +233,8 @@ class Generation:
         return self._sequence_of(sampler)
 
     def _sequence_of(self, sampler: Sampler) -> GeneratedSequence:
-        return GeneratedSequence(
-            self._session.tokenizer, self._request.prompt_ids, sampler, self._limit
-        )
+        tokenizer, prompt_ids = self._session.tokenizer, self._request.prompt_ids
+        return GeneratedSequence(tokenizer, prompt_ids, sampler, *self._limit)
 
     def stats(self) -> GenerationStats:
         """The figures so far: the recorder's, and those that the backends and the system know."""
@@ -334,14 +334,3 @@ class Beams(SearchJob):
     def end(self) -> None:
         if self._decoder is not None:
             self._generation.take_beams(self._decoder)
-
-
-def _token_limit(params: SamplingParams, n_prompt: int, max_context: int) -> int:
-    """New tokens at most; like transformers, no limit that the prompt alone reaches."""
-    limit = params.token_limit(n_prompt)
-    if limit < 1:
-        raise ConfigError(
-            f"max_length is {params.max_length}, but the prompt alone has {n_prompt} tokens: "
-            "raise it, or set max_tokens"
-        )
-    return min(limit, max_context - n_prompt)

@@ -39,6 +39,8 @@ from specdec.policy.draft_policy import DraftPolicy
 from specdec.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
+from specdec.text.chat_format import ChatFormat
+from specdec.text.conversation import end_of_turn
 
 _CONTRADICTION = 1.5
 """Times what the plan says of a pass. Other programs make passes longer now and then; what was
@@ -96,6 +98,8 @@ class Session:
             self.plan, self.options = planned.plan, planned.options
             self.tokenizer = planned.target.tokenizer
             self.eos_token_ids = planned.target.eos_token_ids
+            self._chat_eos_token_ids = planned.target.chat_eos_token_ids
+            self._ends_of_turns: dict[ChatFormat, int | None] = {}
             self._grammars = GrammarCompiler(self._grammar_tokenizer)
             self.model_context = planned.target.source.max_context
             self._prompt_cache: PromptCache | None = None
@@ -173,6 +177,22 @@ class Session:
     def max_beams(self) -> int:
         """Most beams, or rows of a pass, that memory was set aside for."""
         return self.options.target_rows(self.plan.n_draft_tokens)
+
+    def chat_params(self, params: SamplingParams) -> SamplingParams:
+        """The parameters of an answer in a conversation: it ends with the turn.
+
+        Besides the stop texts of the format that is by whatever the model's files name as an end,
+        and by what the template writes behind an answer; unless the caller has ends of their own.
+        """
+        form = self.tokenizer.chat_format
+        stops = tuple(dict.fromkeys((*params.stop, *form.stop)))
+        if params.eos_token_ids is not None:
+            return params.replace(stop=stops)
+        if form not in self._ends_of_turns:
+            self._ends_of_turns[form] = end_of_turn(self.tokenizer)
+        ids = dict.fromkeys((*self._chat_eos_token_ids, self._ends_of_turns[form]))
+        known = tuple(i for i in ids if i is not None and i < self.n_tokens)
+        return params.replace(stop=stops, eos_token_ids=known)
 
     def begin_grammar(self, params: SamplingParams, prompt_length: int) -> GrammarState | None:
         """What a text of these parameters keeps to, if anything; before its first token."""

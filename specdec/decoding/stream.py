@@ -67,7 +67,8 @@ class GenerationStream:
     @property
     def result(self) -> GenerationResult:
         """The text so far; complete once the iterator is exhausted."""
-        return GenerationResult(self.outputs, self._generation.stats())
+        generation = self._generation
+        return GenerationResult(self.outputs, generation.stats(), generation.prompt_ids)
 
     @property
     def outputs(self) -> tuple[CompletionOutput, ...]:

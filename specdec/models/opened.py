@@ -15,7 +15,8 @@ from backends.contract.backend import one_line
 from backends.contract.source import BackendOptions, ModelSource
 from offload.formats.tensors import CheckpointError
 from specdec.models.names import resolve_model
-from specdec.text.tokenizer import ChatTokenizer, Tokenizer
+from specdec.text.contract import ChatTokenizer
+from specdec.text.tokenizer import Tokenizer
 from specdec.text.vocabulary import Compatibility, Vocabulary, compare_vocabularies
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,9 @@ class OpenedModel:
     tokenizer: ChatTokenizer
     vocabulary: Vocabulary
     eos_token_ids: tuple[int, ...]
+    """They end a text, unless its caller has others."""
+    chat_eos_token_ids: tuple[int, ...] = ()
+    """They end an answer of a conversation: all that any of the model's files names."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,11 @@ def _open_checkpoint(directory: Path, options: BackendOptions) -> OpenedModel:
     source = HfSource(directory, options)
     tokenizer = Tokenizer.from_pretrained(directory)
     vocabulary = Vocabulary.from_tokenizer(tokenizer.hf_tokenizer, source.vocab_size)
-    eos = _eos_token_ids(directory, source.model.config, tokenizer)
-    return OpenedModel(source, tokenizer, vocabulary, eos)
+    named = _named_eos_ids(directory, source.model.config)
+    # As transformers: the generation config's count alone, where it has any.
+    eos = next((ids for ids in named if ids), tokenizer.eos_token_ids)
+    all_eos = tuple(dict.fromkeys(i for ids in (*named, tokenizer.eos_token_ids) for i in ids))
+    return OpenedModel(source, tokenizer, vocabulary, eos, all_eos)
 
 
 def _open_gguf(path: Path, options: BackendOptions) -> OpenedModel:
@@ -114,11 +121,12 @@ def _open_gguf(path: Path, options: BackendOptions) -> OpenedModel:
 
     source = GgufSource(path, options)
     tokenizer = GgufTokenizer.from_file(path)
-    return OpenedModel(source, tokenizer, tokenizer.vocabulary(), tokenizer.eos_token_ids)
+    eos = tokenizer.eos_token_ids  # llama.cpp has found all that a file has
+    return OpenedModel(source, tokenizer, tokenizer.vocabulary(), eos, eos)
 
 
-def _eos_token_ids(directory: Path, config: Any, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json's, else the model's, else the tokenizer's."""
+def _named_eos_ids(directory: Path, config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """End-of-sequence ids of generation_config.json, and those of the model's config."""
     from transformers import GenerationConfig
 
     eos: Any = None
@@ -130,10 +138,12 @@ def _eos_token_ids(directory: Path, config: Any, tokenizer: Tokenizer) -> tuple[
             raise CheckpointError(
                 f"{path} cannot be read: {one_line(error)}: mend it or remove it"
             ) from error
+    return _token_ids(directory, eos), _token_ids(directory, config.eos_token_id)
+
+
+def _token_ids(directory: Path, eos: Any) -> tuple[int, ...]:
     if eos is None:
-        eos = config.eos_token_id
-    if eos is None:
-        return tokenizer.eos_token_ids
+        return ()
     ids = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
     if not all(type(one) is int and one >= 0 for one in ids):
         raise CheckpointError(

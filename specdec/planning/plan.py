@@ -91,6 +91,9 @@ def open_pair(options: RunOptions) -> OpenedPair:
     target = open_model(options.model, options.backend)
     if options.chat_template is not None:
         target.tokenizer.chat_format = chat_format(options.chat_template)
+    if options.parse_special:
+        form = replace(target.tokenizer.chat_format, parse_special=True)
+        target.tokenizer.chat_format = form
     draft = None
     if options.draft == SELF_DRAFT:
         draft = replace(target, source=SharedSource(target.source))

@@ -12,12 +12,11 @@ from specdec import __version__
 from specdec.async_llm import AsyncChunk
 from specdec.decoding.rounds.sequences import CompletionOutput, GenerationResult
 from specdec.decoding.rounds.stats import ratio
-from specdec.sampling.logprobs import TopLogprobs
 from specdec.serve.jobs import Job
 from specdec.serve.tools import ToolCall, ToolCallParser
-from specdec.text.tokenizer import TokenDecoder
-
-_LOWEST_LOGPROB = -9999.0  # OpenAI's; JSON has no infinity
+from specdec.text.contract import TokenSpeller
+from specdec.text.logprobs import chat_logprobs, completion_logprobs
+from specdec.text.token_texts import TokenTexts
 
 
 class Answer(Protocol):
@@ -40,7 +39,7 @@ class _Envelope:
 
     model: str
     job: Job
-    tokenizer: TokenDecoder
+    tokenizer: TokenSpeller
     id_prefix: str
     kind: str
     id: str = ""
@@ -48,6 +47,14 @@ class _Envelope:
 
     def __post_init__(self) -> None:
         self.id = self.id_prefix + secrets.token_hex(12)
+        self._texts: dict[int, TokenTexts] = {}
+
+    def token_texts(self, choice: int) -> TokenTexts:
+        """Those of the choice's tokens, in the order in which they come."""
+        if choice not in self._texts:
+            prompt_ids = self.job.prompts[choice // self.job.n_per_prompt]
+            self._texts[choice] = TokenTexts(self.tokenizer, prompt_ids)
+        return self._texts[choice]
 
     def envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -64,7 +71,8 @@ class _Envelope:
         if not self.job.tells_draft:
             return told
         n_accepted = max(len(chunk.token_ids) - 1, 0)
-        accepted = self.tokenizer.decode(chunk.token_ids[:n_accepted]) if n_accepted else ""
+        data = b"".join(map(self.tokenizer.token_bytes, chunk.token_ids[:n_accepted]))
+        accepted = data.decode("utf-8", errors="ignore")
         told["draft"] = {
             "n_tokens": len(chunk.token_ids),
             "n_accepted": n_accepted,
@@ -90,7 +98,7 @@ class _Envelope:
 
 
 class ChatAnswer(_Envelope):
-    def __init__(self, model: str, job: Job, tokenizer: TokenDecoder) -> None:
+    def __init__(self, model: str, job: Job, tokenizer: TokenSpeller) -> None:
         super().__init__(model, job, tokenizer, "chatcmpl-", "chat.completion")
         self._parsers: dict[int, ToolCallParser] = {}
 
@@ -119,8 +127,9 @@ class ChatAnswer(_Envelope):
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(output.token_ids, output.logprobs, output.top_logprobs),
+            "logprobs": self._logprobs(index, output),
             "finish_reason": "tool_calls" if calls else output.finish_reason,
+            **output.note,
         }
 
     def first_events(self) -> Iterator[dict[str, Any]]:
@@ -130,7 +139,7 @@ class ChatAnswer(_Envelope):
     def events(self, chunk: AsyncChunk, choice: int) -> Iterator[dict[str, Any]]:
         parser = self._parser(choice)
         text = chunk.text if parser is None else parser.push(chunk.text)
-        logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
+        logprobs = self._logprobs(choice, chunk)
         if text or logprobs or self.job.tells_draft:
             yield self.with_draft(self._event(choice, {"content": text}, logprobs), chunk, text)
 
@@ -143,7 +152,9 @@ class ChatAnswer(_Envelope):
             for i, call in enumerate(calls):
                 yield self._event(choice, {"tool_calls": [{"index": i, **call.to_dict()}]})
             reason = "tool_calls" if calls else reason
-        yield self._event(choice, {}, reason=reason)
+        told = self._event(choice, {}, reason=reason)
+        told["choices"][0] |= output.note
+        yield told
 
     def _event(
         self, choice: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None
@@ -154,41 +165,24 @@ class ChatAnswer(_Envelope):
     def usage_event(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         return self.with_usage(self.envelope("chat.completion.chunk", []), results)
 
-    def _logprobs(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float] | None,
-        top: Sequence[TopLogprobs] | None,
-    ) -> dict[str, Any] | None:
-        if logprobs is None or not token_ids:
+    def _logprobs(self, choice: int, told: CompletionOutput | AsyncChunk) -> dict[str, Any] | None:
+        if told.logprobs is None or not told.token_ids:
             return None
-        content = []
-        for position, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
-            likeliest = list(top[position].items())[: self.job.params.n_top_logprobs] if top else []
-            content.append(
-                {
-                    **self._token(token, logprob),
-                    "top_logprobs": [self._token(*one) for one in likeliest],
-                }
-            )
-        return {"content": content, "refusal": None}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.tokenizer.decode([token])
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        texts, n_top = self.token_texts(choice), self.job.params.n_top_logprobs
+        return chat_logprobs(texts, told.token_ids, told.logprobs, told.top_logprobs, n_top)
 
 
 class CompletionAnswer(_Envelope):
-    def __init__(self, model: str, job: Job, tokenizer: TokenDecoder) -> None:
+    def __init__(self, model: str, job: Job, tokenizer: TokenSpeller) -> None:
         super().__init__(model, job, tokenizer, "cmpl-", "text_completion")
-        self._n_characters: dict[int, int] = {}
 
     def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         choices = []
         for index, output in self.choices_of(results):
-            logprobs = self._logprobs(index, output.token_ids, output.logprobs, output.top_logprobs)
+            logprobs = self._logprobs(index, output)
             text = self._echoed(index) + output.text
-            choices.append(self._choice(index, text, logprobs, output.finish_reason))
+            told = self._choice(index, text, logprobs, output.finish_reason)
+            choices.append({**told, **output.note})
         return self.with_usage(self.envelope(self.kind, choices), results)
 
     def _echoed(self, choice: int) -> str:
@@ -199,12 +193,14 @@ class CompletionAnswer(_Envelope):
             yield self._event(index, self._echoed(index))
 
     def events(self, chunk: AsyncChunk, choice: int) -> Iterator[dict[str, Any]]:
-        logprobs = self._logprobs(choice, chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
+        logprobs = self._logprobs(choice, chunk)
         if chunk.text or logprobs or self.job.tells_draft:
             yield self.with_draft(self._event(choice, chunk.text, logprobs), chunk, chunk.text)
 
     def last_events(self, output: CompletionOutput, choice: int) -> Iterator[dict[str, Any]]:
-        yield self._event(choice, "", None, output.finish_reason)
+        told = self._event(choice, "", None, output.finish_reason)
+        told["choices"][0] |= output.note
+        yield told
 
     def _event(
         self, choice: int, text: str, logprobs: Any = None, reason: str | None = None
@@ -218,37 +214,11 @@ class CompletionAnswer(_Envelope):
     def usage_event(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         return self.with_usage(self.envelope(self.kind, []), results)
 
-    def _logprobs(
-        self,
-        choice: int,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float] | None,
-        top: Sequence[TopLogprobs] | None,
-    ) -> dict[str, Any] | None:
-        if logprobs is None or not token_ids:
+    def _logprobs(self, choice: int, told: CompletionOutput | AsyncChunk) -> dict[str, Any] | None:
+        if told.logprobs is None or not told.token_ids:
             return None
-        texts = [self.tokenizer.decode([token]) for token in token_ids]
-        offsets, at = [], self._n_characters.get(choice, 0)
-        for text in texts:
-            offsets.append(at)
-            at += len(text)
-        self._n_characters[choice] = at
-        likeliest = None
-        if top is not None:
-            likeliest = [
-                {self.tokenizer.decode([token]): _finite(one) for token, one in position.items()}
-                for position in top
-            ]
-        return {
-            "tokens": texts,
-            "token_logprobs": [_finite(one) for one in logprobs],
-            "top_logprobs": likeliest,
-            "text_offset": offsets,
-        }
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _LOWEST_LOGPROB)
+        texts = self.token_texts(choice)
+        return completion_logprobs(texts, told.token_ids, told.logprobs, told.top_logprobs)
 
 
 def usage(results: Sequence[GenerationResult], job: Job) -> dict[str, Any]:

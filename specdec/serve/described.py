@@ -141,7 +141,8 @@ CHAT: Responses = {
                 "message": _MESSAGE,
                 "logprobs": _or_null(_CHAT_LOGPROBS),
                 "finish_reason": _one_of("stop", "length", "tool_calls"),
-            }
+            },
+            optional={"finish_note": _STRING},
         ),
     )
 }
@@ -154,7 +155,8 @@ COMPLETION: Responses = {
                 "text": _STRING,
                 "logprobs": _or_null(_COMPLETION_LOGPROBS),
                 "finish_reason": _one_of("stop", "length"),
-            }
+            },
+            optional={"finish_note": _STRING},
         ),
     )
 }

@@ -75,9 +75,8 @@ class Job:
 def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
     """Raises ApiError, SpecdecError. What `constraint_to_try` names must have been tried before."""
     tools = _offered(body)
-    form = llm.tokenizer.chat_format
     wanted = body.max_completion_tokens or body.max_tokens
-    params = _params(body, wanted, limits, extra_stops=form.stop)
+    params = llm.session.chat_params(_params(body, wanted, limits))
     try:
         params = params.replace(logprobs=openai.logprobs(body.logprobs, body.top_logprobs))
     except ValueError as error:
@@ -155,7 +154,6 @@ def _params(
     body: SamplingFields,
     max_tokens: int | None,
     limits: ServeOptions,
-    extra_stops: Sequence[str] = (),
 ) -> SamplingParams:
     if max_tokens is not None and max_tokens > limits.max_output_tokens:
         name = "max_tokens" if max_tokens == body.max_tokens else "max_completion_tokens"
@@ -172,7 +170,7 @@ def _params(
         temperature=temperature,
         top_k=max(body.top_k or 0, 0),  # -1 is vLLM's way to say none
         max_tokens=limits.max_output_tokens if max_tokens is None else max_tokens,
-        stop=(*stops, *extra_stops),
+        stop=tuple(stops),
         seed=None if body.seed in (None, _ANY_SEED) else body.seed % SEED_LIMIT,
         logit_bias=tuple((int(key), value) for key, value in (body.logit_bias or {}).items()),
     )

@@ -40,8 +40,8 @@ from specdec.serve.guard import BODY
 from specdec.serve.jobs import Job
 from specdec.serve.metrics import Metrics
 from specdec.serve.options import ServeOptions
+from specdec.text.contract import TokenizerError
 from specdec.text.prompts import PromptError
-from specdec.text.tokenizer import TokenizerError
 
 _CLIENTS_FAULT = (ConfigError, GrammarError, PromptError, TokenizerError)
 _CLIENT_CLOSED = 499  # nginx's; nobody reads it

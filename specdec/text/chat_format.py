@@ -27,11 +27,13 @@ class ChatFormat:
     """template: jinja2 source; None is the plain transcript.
     stop: texts that end an answer, where the model's end-of-sequence tokens may not.
     tool_template: takes the template's place where there are tools.
+    parse_special: whether control tokens written out in messages are such; else they are text.
     """
 
     template: str | None
     stop: tuple[str, ...] = ()
     tool_template: str | None = None
+    parse_special: bool = False
 
     def template_for(self, has_tools: bool) -> str | None:
         return self.tool_template if has_tools and self.tool_template else self.template

@@ -31,6 +31,8 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, Any],
     tools: Sequence[Any] = (),
+    *,
+    add_generation_prompt: bool = True,
 ) -> str:
     """The text of a conversation, up to where the assistant's answer begins.
 
@@ -39,6 +41,7 @@ def render_chat(
         messages: with `role` and `content`, as JSON has them.
         special_tokens: `bos_token`, `eos_token`, ...
         tools: in OpenAI's form, for templates that tell the model of them.
+        add_generation_prompt: False ends behind the last message.
 
     Raises:
         ChatTemplateError: whatever goes wrong in the template, and where it takes more than
@@ -49,6 +52,7 @@ def render_chat(
         "messages": [dict(message) for message in messages],
         "special_tokens": dict(special_tokens),
         "tools": list(tools) or None,
+        "add_generation_prompt": add_generation_prompt,
     }
     try:
         line = json.dumps(asked).encode("ascii")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-from specdec.text.tokenizer import TokenDecoder
+from specdec.text.contract import TokenDecoder
 
 UNFINISHED = "\ufffd"  # what decoders give for bytes that are no complete character (yet)
 CONTEXT_TOKENS = 6  # of the prompt: enough for decoders that look at the neighbours of a token
@@ -36,6 +36,16 @@ class IncrementalDetokenizer:
         self._emitted = tokenizer.decode(self._window) if self._window else ""
         self._text = self._emitted
         self._textless: set[int] = set()  # ids known to add no text, wherever they stand
+
+    @property
+    def is_start(self) -> bool:
+        """Whether there is no text yet, neither the prompt's nor new one."""
+        return not self._emitted
+
+    @property
+    def n_held(self) -> int:
+        """Characters of new text that are kept back."""
+        return len(self._text) - len(self._emitted)
 
     def fork(self) -> IncrementalDetokenizer:
         """One that goes on from here by itself."""

@@ -17,8 +17,10 @@ from typing import Any
 from backends.ggml.library import LOG, load_library
 from offload.process.interruptible import uninterrupted
 from specdec.text.chat_format import PLAIN, ChatFormat
-from specdec.text.chat_template import render_chat
-from specdec.text.tokenizer import TokenizerError, encode_conversation, grammar_slices
+from specdec.text.contract import TokenizerError
+from specdec.text.control_tokens import AddedToken, with_one_bos
+from specdec.text.conversation import encode_conversation
+from specdec.text.tokenizer import grammar_slices
 from specdec.text.vocabulary import Vocabulary
 
 
@@ -74,8 +76,20 @@ class GgufTokenizer:
         is_end = self._library.llama_vocab_is_eog
         return tuple(i for i in range(self._n_tokens) if is_end(self._vocab, i))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special tokens written out in it are recognised, as in HF's."""
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+        is_start: bool = True,  # llama.cpp does the same behind control tokens
+    ) -> list[int]:
+        """See ChatTokenizer."""
+        ids = self._encode(text, add_special_tokens, parse_special)
+        bos = self._special_ids()["bos"]
+        return with_one_bos(ids, bos, lambda: self._encode(text, False, parse_special))
+
+    def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -85,7 +99,7 @@ class GgufTokenizer:
         # One token per byte at most, and what is added at the ends.
         buffer = (self._library.llama_token * (len(data) + 8))()
         n_tokens = self._library.llama_tokenize(
-            self._vocab, data, len(data), buffer, len(buffer), add_special_tokens, True
+            self._vocab, data, len(data), buffer, len(buffer), add_special_tokens, parse_special
         )
         if n_tokens < 0:
             raise TokenizerError(f"llama.cpp cannot tokenize a text of {len(data)} bytes")
@@ -98,18 +112,41 @@ class GgufTokenizer:
             pieces[0] = pieces[0].removeprefix(b" ")
         return b"".join(pieces).decode("utf-8", errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """See TokenSpeller."""
+        return b"" if self._is_special(token_id) else self._piece(token_id)
+
+    def token_name(self, token_id: int) -> str:
+        """See TokenSpeller."""
+        name = self._text(token_id) if 0 <= token_id < self._n_tokens else ""
+        return name or f"token_id:{token_id}"
+
+    @cached_property
+    def added_tokens(self) -> Mapping[str, AddedToken]:
+        """By their texts."""
+        library = self._library
+        control, others = library.LLAMA_TOKEN_ATTR_CONTROL, library.LLAMA_TOKEN_ATTR_USER_DEFINED
+        return {
+            self._text(i): AddedToken(
+                i,
+                self._is(i, control),
+                self._is(i, library.LLAMA_TOKEN_ATTR_LSTRIP),
+                self._is(i, library.LLAMA_TOKEN_ATTR_RSTRIP),
+            )
+            for i in range(self._n_tokens)
+            if self._is(i, control | others)
+        }
+
+    @property
+    def template_tokens(self) -> Mapping[str, Any]:
+        ids = self._special_ids().items()
+        return {f"{role}_token": self._text(i) for role, i in ids if i is not None}
+
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer."""
-        return encode_conversation(self, messages, tools, self._render)
-
-    def _render(
-        self, template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
-    ) -> str:
-        ids = self._special_ids().items()
-        special = {f"{role}_token": self._text(i) for role, i in ids if i is not None}
-        return render_chat(template, messages, special, tools)
+        return encode_conversation(self, messages, tools)
 
     def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
         """llguidance's LLTokenizer of this vocabulary; it may not outlive this object.

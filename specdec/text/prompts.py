@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from offload.errors import SpecdecError
-from specdec.text.tokenizer import ChatTokenizer
+from specdec.text.contract import ChatTokenizer
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """A text, a conversation (messages with role and content), or token ids."""
@@ -38,6 +38,11 @@ def encode_prompt(prompt: Any, tokenizer: ChatTokenizer) -> list[int]:
     return ids
 
 
+def is_conversation(prompt: Any) -> bool:
+    """Whether it is a list of messages."""
+    return isinstance(prompt, Sequence) and isinstance(next(iter(prompt), None), Mapping)
+
+
 def check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
     """Raise PromptError for tokens that the tokenizer has and the model has not."""
     largest = max(token_ids)
@@ -52,14 +57,27 @@ def check_room(n_tokens: int, max_context: int, model_context: int) -> None:
     """Raise PromptError, with the limit that binds, where a prompt leaves no room for a token."""
     if n_tokens < max_context:
         return
-    if max_context >= model_context:
-        limit, remedy = "the most that the model was made for", "shorten it"
-    else:
-        limit, remedy = f"--ctx-size; the model has {model_context}", "shorten it or raise that"
+    limit, remedy = _context_limit(max_context, model_context)
     raise PromptError(
         f"the prompt has {n_tokens} tokens, which leaves no room in the context of "
-        f"{max_context} ({limit}): {remedy}"
+        f"{max_context} ({limit}): shorten it{remedy}"
     )
+
+
+def context_note(n_prompt: int, max_context: int, model_context: int) -> str:
+    """What is said of a text that the context cut off."""
+    limit, remedy = _context_limit(max_context, model_context)
+    return (
+        f"the text was cut where the context of {max_context} tokens ({limit}) was full, "
+        f"{n_prompt} of them the prompt's: shorten that{remedy}"
+    )
+
+
+def _context_limit(max_context: int, model_context: int) -> tuple[str, str]:
+    """(which limit that is, what may be done besides a shorter prompt)"""
+    if max_context >= model_context:
+        return "the most that the model was made for", ""
+    return f"--ctx-size; the model has {model_context}", " or raise --ctx-size"
 
 
 def _encode_chat(messages: Sequence[Mapping[str, str]], tokenizer: ChatTokenizer) -> list[int]:

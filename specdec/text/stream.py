@@ -6,8 +6,8 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from specdec.text.contract import TokenDecoder
 from specdec.text.detokenizer import IncrementalDetokenizer
-from specdec.text.tokenizer import TokenDecoder
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,18 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, str]:
     return {"text": text}
 
 
-def _render(template: str, messages: Any, special_tokens: Mapping[str, Any], tools: Any) -> str:
+def _render(
+    template: str,
+    messages: Any,
+    special_tokens: Mapping[str, Any],
+    tools: Any,
+    add_generation_prompt: bool,
+) -> str:
     text: str = _compile(template).render(
         messages=messages,
         tools=tools,
         documents=None,
-        add_generation_prompt=True,
+        add_generation_prompt=add_generation_prompt,
         **special_tokens,
     )
     return text

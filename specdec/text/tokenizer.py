@@ -1,4 +1,4 @@
-"""What a tokenizer must be able to do, and the one of a transformers checkpoint.
+"""The tokenizer of a transformers checkpoint.
 
 Nothing here imports transformers until a tokenizer is loaded.
 """
@@ -6,15 +6,20 @@ Nothing here imports transformers until a tokenizer is loaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from backends.contract.backend import one_line
-from offload.errors import SpecdecError
 from offload.formats.lfs import refuse_pointer
-from specdec.text.chat_format import PLAIN, ChatFormat, plain_transcript
-from specdec.text.chat_template import render_chat
+from specdec.text.chat_format import PLAIN, ChatFormat
+from specdec.text.contract import TokenizerError
+from specdec.text.control_tokens import AddedToken, with_one_bos
+from specdec.text.conversation import encode_conversation
+from specdec.text.token_bytes import HfTokenBytes
 
 # transformers makes a tokenizer from any of these.
 _TOKENIZER_FILES = (
@@ -25,77 +30,6 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tekken.json",
 )
-
-
-class TokenizerError(SpecdecError):
-    """A tokenizer cannot be loaded, or lacks what was asked of it."""
-
-
-class TokenDecoder(Protocol):
-    """The part of a tokenizer that the controller and the detokenizer need."""
-
-    @property
-    def n_tokens(self) -> int: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-
-class ChatTokenizer(TokenDecoder, Protocol):
-    """What a generation needs of a tokenizer, whatever the model's format."""
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the model brings one along; without one `chat_format` is a plain transcript."""
-
-    @property
-    def chat_format(self) -> ChatFormat: ...
-
-    @chat_format.setter
-    def chat_format(self, value: ChatFormat) -> None: ...
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
-    ) -> list[int]: ...
-
-    def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
-        """llguidance's LLTokenizer: the bytes of each token; `end_ids` end a text."""
-
-
-def encode_conversation(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Any],
-    render: Callable[[str, Sequence[Mapping[str, Any]], Sequence[Any]], str],
-) -> list[int]:
-    """Token ids of a conversation in the tokenizer's chat format.
-
-    render: (template, messages, tools) -> text; it may raise anything, as templates are programs
-        of the checkpoint.
-
-    Raises TokenizerError.
-    """
-    form: ChatFormat = tokenizer.chat_format
-    if tools and not form.knows_tools:
-        raise TokenizerError(
-            "the model has no chat template that tells a model of tools: leave them out, "
-            "take a model made for tools, or name a template with --chat-template"
-        )
-    try:
-        template = form.template_for(bool(tools))
-        if template is None:
-            text = plain_transcript(messages)
-        else:
-            text = render(template, messages, tools)
-        text.encode()
-    except Exception as error:
-        raise TokenizerError(f"the model's chat template failed: {one_line(error)}") from error
-    # A template writes the special tokens itself.
-    return list(tokenizer.encode(text, add_special_tokens=template is None))
 
 
 def grammar_slices() -> list[str]:
@@ -117,6 +51,8 @@ class Tokenizer:
         self.hf_tokenizer = hf_tokenizer
         ids = hf_tokenizer.get_vocab().values()
         self._n_tokens = max(len(hf_tokenizer), max(ids, default=-1) + 1)
+        self._bytes = HfTokenBytes(self, hf_tokenizer)
+        self._settings = threading.Lock()  # parsing special tokens is a setting of the whole object
         own = getattr(hf_tokenizer, "chat_template", None)
         self.has_chat_template = bool(own)
         self.chat_format = _own_format(own) if own else PLAIN
@@ -137,8 +73,24 @@ class Tokenizer:
         eos = self.hf_tokenizer.eos_token_id
         return () if eos is None else (int(eos),)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids = self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+        is_start: bool = True,
+    ) -> list[int]:
+        """See ChatTokenizer."""
+        with self._settings, _first_space(self.hf_tokenizer, is_start):
+            ids = self._encode(text, add_special_tokens, parse_special)
+            bos = getattr(self.hf_tokenizer, "bos_token_id", None)
+            return with_one_bos(ids, bos, lambda: self._encode(text, False, parse_special))
+
+    def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
+        # Some tokenizers (Mistral's own) refuse the argument, and parse none in any case.
+        how = {} if parse_special else {"split_special_tokens": True}
+        ids = self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, **how)
         return [int(i) for i in ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -149,16 +101,37 @@ class Tokenizer:
             )
         )
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """See TokenSpeller."""
+        return self._bytes(token_id)
+
+    def token_name(self, token_id: int) -> str:
+        """See TokenSpeller."""
+        name = None
+        if 0 <= token_id < self.n_tokens:
+            name = self.hf_tokenizer.convert_ids_to_tokens(token_id)
+        return f"token_id:{token_id}" if name is None else str(name)
+
+    @cached_property
+    def added_tokens(self) -> Mapping[str, AddedToken]:
+        """By their texts. The token for the unknown is none that a template writes."""
+        unknown = getattr(self.hf_tokenizer, "unk_token_id", None)
+        return {
+            token.content: AddedToken(
+                int(i), token.special and i != unknown, token.lstrip, token.rstrip
+            )
+            for i, token in getattr(self.hf_tokenizer, "added_tokens_decoder", {}).items()
+        }
+
+    @property
+    def template_tokens(self) -> Mapping[str, Any]:
+        return dict(self.hf_tokenizer.special_tokens_map)
+
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer."""
-        return encode_conversation(self, messages, tools, self._render)
-
-    def _render(
-        self, template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
-    ) -> str:
-        return render_chat(template, messages, self.hf_tokenizer.special_tokens_map, tools)
+        return encode_conversation(self, messages, tools)
 
     def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
         """llguidance's LLTokenizer of this vocabulary. Raises ValueError where it has none."""
@@ -166,6 +139,29 @@ class Tokenizer:
 
         ends, slices = list(end_ids), grammar_slices()
         return from_tokenizer(self.hf_tokenizer, eos_token=ends, slices=slices)
+
+
+@contextmanager
+def _first_space(hf_tokenizer: Any, is_start: bool) -> Iterator[None]:
+    """Without the space before a text's first word, where the text goes on behind a control token:
+    Metaspace knows it by its place."""
+    backend = getattr(hf_tokenizer, "backend_tokenizer", None)
+    first = [] if is_start or backend is None else list(_at_first(backend.pre_tokenizer))
+    for one in first:
+        one.prepend_scheme = "never"
+    try:
+        yield
+    finally:
+        for one in first:
+            one.prepend_scheme = "first"
+
+
+def _at_first(pre_tokenizer: Any) -> Iterator[Any]:
+    if type(pre_tokenizer).__name__ == "Sequence":
+        for one in pre_tokenizer:
+            yield from _at_first(one)
+    elif getattr(pre_tokenizer, "prepend_scheme", None) == "first":
+        yield pre_tokenizer
 
 
 def _own_format(template: Any) -> ChatFormat:

@@ -76,8 +76,12 @@ def run(
     if logprobs is not None:
         keywords["logprobs"] = _checked_logprobs(logprobs, json, keywords)
     is_chat = chat or system is not None
-    if load.chat_template is not None and not is_chat:
-        say("note: --chat-template has no effect without --chat or --system")
+    for name, is_given in (
+        ("--chat-template", load.chat_template is not None),
+        ("--parse-special", load.parse_special),
+    ):
+        if is_given and not is_chat:
+            say(f"note: {name} has no effect without --chat or --system")
     loading = with_beams(load, sampling.get("num_beams", 1), beam_span)
     if enforce:
         run_again_enforced(context, load.memory_budget)
@@ -86,7 +90,7 @@ def run(
         prompts = [[*system_turn(system), {"role": "user", "content": one}] for one in prompts]
     with open_model(load, loading) as llm:
         if is_chat:
-            keywords |= begin_chat(llm, keywords)
+            note_plain_transcript(llm)
         for number, one in enumerate(prompts, 1):
             if json:
                 write_json(result_to_dict(llm.generate(one, **keywords)))
@@ -111,12 +115,6 @@ def system_turn(text: str | None) -> list[dict[str, str]]:
     return [] if text is None else [{"role": "system", "content": text}]
 
 
-def begin_chat(llm: LLM, keywords: dict[str, Any]) -> dict[str, Any]:
-    """What the form of a conversation adds to the options of its answers."""
-    note_plain_transcript(llm)
-    return {"stop": (*keywords.get("stop", ()), *llm.tokenizer.chat_format.stop)}
-
-
 @with_options
 def chat(
     context: typer.Context,
@@ -136,11 +134,11 @@ def chat(
     keywords = {"max_tokens": max_tokens, **sampling}
     messages = system_turn(system)
     with open_model(load, load) as llm:
-        keywords |= begin_chat(llm, keywords)
+        note_plain_transcript(llm)
         while (line := read_line()) is not None:
             messages.append({"role": "user", "content": line})
             try:
-                answer = stream_text(llm, messages, keywords).text
+                result = stream_text(llm, messages, keywords)
             except KeyboardInterrupt:  # the question goes with its answer
                 messages.pop()
                 write_text("\n")
@@ -149,7 +147,9 @@ def chat(
                 messages.pop()
                 say(f"error: {error}")
             else:
-                messages.append({"role": "assistant", "content": answer})
+                messages.append({"role": "assistant", "content": result.text})
+                if result.finish_reason == "length" and result.outputs[0].finish_note is None:
+                    say(f"note: the answer was cut after --max-tokens {max_tokens} tokens")
 
 
 def with_beams(load: RunOptions, num_beams: int, beam_span: int) -> RunOptions:
@@ -188,6 +188,9 @@ def stream_text(llm: LLM, prompt: Any, keywords: dict[str, Any]) -> GenerationRe
         write_text("\n")
     result = stream.result
     say_figures(perf_line(result.stats.to_dict()))
+    for note in dict.fromkeys(output.finish_note for output in result.outputs):
+        if note is not None:
+            say(f"note: {note}")
     return result
 
 
@@ -206,6 +209,7 @@ def _output_to_dict(output: CompletionOutput) -> dict[str, Any]:
         "text": output.text,
         "token_ids": list(output.token_ids),
         "finish_reason": output.finish_reason,
+        **output.note,
         "seed": output.seed,
         "score": output.score,
         **({} if output.logprobs is None else _logprobs_to_dict(output)),

@@ -9,8 +9,8 @@ from specdec.decoding.rounds.stats import GenerationStats
 from specdec.sampling.logprobs import TopLogprobs
 from specdec.sampling.params import SEED_LIMIT
 from specdec.sampling.sampler import Sampler
+from specdec.text.contract import TokenDecoder
 from specdec.text.stream import TextStream
-from specdec.text.tokenizer import TokenDecoder
 
 
 def sequence_seed(seed: int, index: int) -> int:
@@ -40,6 +40,13 @@ class CompletionOutput:
     """Which a generation of its own gives this sequence with; None when greedy."""
     score: float | None = None
     """Of beam search: sum of processed log-probabilities / length^length_penalty."""
+    finish_note: str | None = None
+    """Where the context cut the text off: the figure that did, and what to do."""
+
+    @property
+    def note(self) -> dict[str, str]:
+        """What JSON has of it: nothing, where there is none."""
+        return {} if self.finish_note is None else {"finish_note": self.finish_note}
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class GenerationResult:
     outputs: tuple[CompletionOutput, ...]
     """All sequences: in the order of their seeds, those of beam search best first."""
     stats: GenerationStats
+    prompt_token_ids: Sequence[int] = ()
 
     @property
     def text(self) -> str:
@@ -86,13 +94,19 @@ class GeneratedSequence:
 
     Args:
         sampler: its seed, its stop tokens (which have no text) and what the caller wants to know.
-        limit: most tokens.
+        limit: tokens at most.
+        limit_note: of the output where it ends there.
     """
 
     def __init__(
-        self, tokenizer: TokenDecoder, prompt_ids: Sequence[int], sampler: Sampler, limit: int
+        self,
+        tokenizer: TokenDecoder,
+        prompt_ids: Sequence[int],
+        sampler: Sampler,
+        limit: int,
+        limit_note: str | None = None,
     ) -> None:
-        self.sampler = sampler
+        self.sampler, self._limit_note = sampler, limit_note
         self._stream = TextStream(tokenizer, prompt_ids=prompt_ids, stop=sampler.params.stop)
         self._limit = limit
         self._pieces: list[str] = []
@@ -143,4 +157,5 @@ class GeneratedSequence:
             top_logprobs=tuple(self.top_logprobs[:n_tokens]) if params.n_top_logprobs else None,
             seed=None if params.is_greedy else self.sampler.seed,
             score=self.score,
+            finish_note=self._limit_note if self.finish_reason == "length" else None,
         )

@@ -21,6 +21,7 @@ from specdec.batch.request import (
     read_request,
 )
 from specdec.sampling.params import SamplingParams
+from specdec.text.prompts import is_conversation
 
 RULES = Rules("the-model", {"max_tokens": 5})
 HI = [{"role": "user", "content": "hi"}]
@@ -106,8 +107,8 @@ def test_a_message_may_have_no_content() -> None:
     for message in ({"role": "developer"}, {"role": "system", "content": None}):
         request = read(openai(messages=[message]))
         assert request.prompt == [{"role": "system", "content": ""}]
-        assert request.is_chat
-    assert not read({"prompt": [5]}).is_chat
+        assert is_conversation(request.prompt)
+    assert not is_conversation(read({"prompt": [5]}).prompt)
 
 
 def test_a_schema_may_be_missing() -> None:

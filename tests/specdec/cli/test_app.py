@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from command_line import Models, save_models
 
-from specdec.api import LLM
 from specdec.cli.app import main
 from specdec.cli.errors import expand_aliases
 from specdec.cli.output import loading_progress
+from specdec.decoding.session import Session
+from specdec.sampling.params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -188,13 +189,13 @@ def test_chat_without_a_template_ends_before_the_next_question(
 ) -> None:
     """A model that was given a plain transcript may go on with what the user says next."""
     stops: list[object] = []
-    stream = LLM.stream
+    chat_params = Session.chat_params
 
-    def noted(self: LLM, prompt: object, **options: object) -> object:
-        stops.append(options["stop"])
-        return stream(self, prompt, **options)
+    def noted(self: Session, params: SamplingParams) -> SamplingParams:
+        stops.append(chat_params(self, params).stop)
+        return chat_params(self, params)
 
-    monkeypatch.setattr(LLM, "stream", noted)
+    monkeypatch.setattr(Session, "chat_params", noted)
     (tmp_path / "lines").write_text("\nhello\n")
     with (tmp_path / "lines").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
@@ -218,7 +219,22 @@ def test_chat_answers_until_the_end_of_input(
     with (tmp_path / "lines").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         assert main(["chat", "-m", str(chatty), "-n", "3", "--threads", "1"]) == 0
-    assert capsys.readouterr().err.count("tok/s") == 2
+    err = capsys.readouterr().err
+    assert err.count("tok/s") == 2
+    assert err.count("note: the answer was cut after --max-tokens 3 tokens") == 2
+
+
+def test_a_text_that_the_context_cuts_off_is_told(
+    capsys: pytest.CaptureFixture[str], models: Models
+) -> None:
+    argv = models.run_argv("-p", "hello", "-n", "99", "-c", "16", "--spec-type", "none")
+    assert main(argv) == 0
+    note = "note: the text was cut where the context of 16 tokens (--ctx-size; the model has 32768)"
+    assert note in capsys.readouterr().err
+    assert main([*argv, "--json"]) == 0
+    assert (
+        "context of 16 tokens" in json.loads(capsys.readouterr().out)["outputs"][0]["finish_note"]
+    )
 
 
 # --- progress -------------------------------------------------------------------------------

@@ -28,6 +28,12 @@ class Letters:
     def decode(self, token_ids: Any) -> str:
         return "".join(map(chr, token_ids))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
+
+    def token_name(self, token_id: int) -> str:
+        return chr(token_id)
+
 
 def result(text: str, reason: str = "stop", **more: Any) -> GenerationResult:
     output = CompletionOutput(text, tuple(map(ord, text)), reason, **more)
@@ -104,3 +110,24 @@ def test_a_probability_of_nothing_is_a_number() -> None:
     assert chat["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
     plain = CompletionAnswer("m", job(), Letters()).whole([result("a", **nothing)])
     assert plain["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -9999.0}]
+
+
+def test_a_cut_by_the_context_is_told() -> None:
+    cut = result("ab", "length", finish_note="the context")
+    for answer in (ChatAnswer("m", job(), Letters()), CompletionAnswer("m", job(), Letters())):
+        (choice,) = answer.whole([cut])["choices"]
+        assert (choice["finish_reason"], choice["finish_note"]) == ("length", "the context")
+        (event,) = answer.last_events(cut.outputs[0], 0)
+        assert event["choices"][0]["finish_note"] == "the context"
+        assert "finish_note" not in answer.whole([result("ab")])["choices"][0]
+
+
+def test_offsets_of_a_stream_go_on() -> None:
+    answer = CompletionAnswer("m", job(n_copies=2), Letters())
+    for choice in (1, 0):
+        found = []
+        for piece in ("aé", "中b"):
+            ids = tuple(map(ord, piece))
+            (event,) = answer.events(AsyncChunk(piece, ids, logprobs=(0.0, 0.0)), choice)
+            found += event["choices"][0]["logprobs"]["text_offset"]
+        assert found == [0, 1, 2, 3]

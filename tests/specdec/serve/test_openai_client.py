@@ -120,7 +120,9 @@ def test_log_probabilities(client: Any) -> None:
     for one in content:
         assert one.logprob <= 0
         assert len(one.top_logprobs) == 3
-        assert bytes(one.bytes).decode() == one.token
+        assert one.token.encode() == bytes(one.bytes) or one.token.startswith("bytes:\\x")
+    joined = b"".join(bytes(one.bytes) for one in content)
+    assert joined.decode(errors="replace") == answer.choices[0].message.content
     assert content[0].top_logprobs[0].logprob == content[0].logprob  # greedy
     streamed = [
         one
@@ -283,3 +285,19 @@ def test_nothing_is_fetched(client: Any, kind: str) -> None:
     part = {"type": kind, kind: {"url": "http://127.0.0.1:1/x"}}
     with pytest.raises(openai.BadRequestError, match="fetches nothing"):
         chat(client, messages=[{"role": "user", "content": [part]}])
+
+
+def test_tokens_of_a_completion(client: Any) -> None:
+    """No likely token is lost, and the offsets are those of the text."""
+    answer = client.completions.create(
+        model="tiny", prompt="é", max_tokens=30, temperature=1, seed=1, logprobs=5
+    )
+    (choice,) = answer.choices
+    found = choice.logprobs
+    ends = [*found.text_offset[1:], len(choice.text)]
+    for token, start, end, top in zip(
+        found.tokens, found.text_offset, ends, found.top_logprobs, strict=True
+    ):
+        assert token in top
+        assert len(top) in (5, 6)
+        assert token.startswith(("bytes:\\x", "<")) or choice.text[start:end] == token

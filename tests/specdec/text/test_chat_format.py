@@ -11,7 +11,8 @@ import pytest
 
 from specdec.pair import pair_path
 from specdec.text.chat_format import NAMED, PLAIN, ChatTemplateError, chat_format, plain_transcript
-from specdec.text.tokenizer import Tokenizer, TokenizerError
+from specdec.text.contract import TokenizerError
+from specdec.text.tokenizer import Tokenizer
 
 TALK = [
     {"role": "system", "content": "Be brief."},

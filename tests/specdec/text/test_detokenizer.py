@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.text.contract import TokenizerError
 from specdec.text.detokenizer import UNFINISHED, IncrementalDetokenizer
 from specdec.text.stream import StopStrings, TextStream
-from specdec.text.tokenizer import Tokenizer, TokenizerError
+from specdec.text.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 

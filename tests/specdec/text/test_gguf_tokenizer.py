@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.pair import pair_path
+from specdec.text.contract import TokenizerError
 from specdec.text.detokenizer import IncrementalDetokenizer
-from specdec.text.tokenizer import Tokenizer, TokenizerError
+from specdec.text.tokenizer import Tokenizer
 from specdec.text.vocabulary import Vocabulary, compare_vocabularies
 
 pytest.importorskip("llama_cpp")

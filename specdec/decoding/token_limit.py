@@ -1,0 +1,32 @@
+"""How long a text may become, and what limits it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from specdec.checks import ConfigError
+from specdec.sampling.params import SamplingParams
+from specdec.text.prompts import context_note
+
+
+class TokenLimit(NamedTuple):
+    """n_tokens: new ones at most; note: what is said of a text that ends there, if anything."""
+
+    n_tokens: int
+    note: str | None
+
+
+def token_limit(
+    params: SamplingParams, n_prompt: int, max_context: int, model_context: int
+) -> TokenLimit:
+    """Like transformers, no limit that the prompt alone reaches. Raises ConfigError."""
+    limit = params.token_limit(n_prompt)
+    if limit < 1:
+        raise ConfigError(
+            f"max_length is {params.max_length}, but the prompt alone has {n_prompt} tokens: "
+            "raise it, or set max_tokens"
+        )
+    n_left = max_context - n_prompt
+    if limit <= n_left:
+        return TokenLimit(limit, None)
+    return TokenLimit(n_left, context_note(n_prompt, max_context, model_context))

@@ -1,0 +1,208 @@
+"""Control tokens written out in what clients give: there they are ordinary text.
+
+Else whoever writes `<|im_end|>` into a message forges a turn. Templates transform what they are
+given (trim, split, write it as JSON), so it cannot be told afterwards which part of the rendered
+text came from where, unless it is marked before: private-use characters stand on both sides of
+every control token's text in the messages, and are taken out again when the text is cut into
+pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+_MARKS = range(0xE000, 0xF900)  # private use; JSON and repr write them as \ue000
+
+
+class NoMarkLeft(ValueError):
+    """The messages hold every character that could mark a place in them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"the messages hold all {len(_MARKS)} private-use characters: leave one of them out"
+        )
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that is found in a text as it is written, before all others.
+
+    is_control: it has no text and is the template's to write, as ends of turns are.
+    strips_left, strips_right: whitespace beside it belongs to it.
+    """
+
+    token_id: int
+    is_control: bool
+    strips_left: bool = False
+    strips_right: bool = False
+
+
+def with_one_bos(
+    ids: list[int], bos: int | None, encode_bare: Callable[[], list[int]]
+) -> list[int]:
+    """Token ids of a text without the BOS token that was put before one written in the text.
+
+    encode_bare: the ids of the text alone.
+    """
+    if bos is None or ids[:2] != [bos, bos]:
+        return ids
+    bare = encode_bare()
+    return ids[1:] if bare[:1] == [bos] and ids[1 : 1 + len(bare)] == bare else ids
+
+
+class Piece(NamedTuple):
+    """A part of a rendered conversation.
+
+    parse_special: whether control tokens written out in it are such.
+    """
+
+    text: str
+    parse_special: bool
+
+
+class MarkedContents:
+    """Messages (and tools) with marks beside the control tokens in their texts.
+
+    Args:
+        added: the tokenizer's added tokens by their texts.
+        given: anything of JSON. Texts, keys included, are contents, whatever they are called.
+        template: what will render it.
+
+    Attributes:
+        value: `given` for the template.
+
+    Raises NoMarkLeft.
+    """
+
+    def __init__(self, added: Mapping[str, AddedToken], given: Any, template: str = "") -> None:
+        self._added = added
+        self._texts = _Texts.of(tuple(text for text, token in added.items() if token.is_control))
+        self._marks: tuple[str, str] | None = None
+        self.value = given
+        if any(self._texts.are_touched_by(text) for text in _texts_in(given)):
+            self._marks = _unused_characters([given, template])
+            self.value = self._marked(given, *self._marks)
+
+    def _marked(self, value: Any, *marks: str) -> Any:
+        if isinstance(value, str):
+            return self._texts.marked(value, *marks)
+        if isinstance(value, Mapping):
+            items = value.items()
+            return {self._marked(key, *marks): self._marked(one, *marks) for key, one in items}
+        if isinstance(value, (list, tuple)):
+            return [self._marked(one, *marks) for one in value]
+        return value
+
+    def pieces(self, rendered: str) -> list[Piece]:
+        """A text that a template made of `value`, to be tokenised piece by piece.
+
+        A piece without control tokens reaches from one of the template's own to the next, and so do
+        the parts that tokenizers handle apart from each other: joined tokens of pieces are those of
+        the whole text.
+        """
+        if self._marks is None:
+            return [Piece(rendered, True)]
+        for mark in self._marks:
+            rendered = rendered.replace(json.dumps(mark)[1:-1], mark)
+        pieces: list[Piece] = []
+        before: AddedToken | None = None
+        begin = end_before = 0
+        for start, end, token in self._own_tokens(rendered, *self._marks):
+            gap = rendered[end_before:start]
+            content = gap.translate({ord(mark): None for mark in self._marks})
+            if content != gap:
+                pieces.append(Piece(rendered[begin:end_before], True))
+                pieces.append(Piece(_stripped(content, before, token), False))
+                begin = start
+            end_before, before = end, token
+        pieces.append(Piece(rendered[begin:], True))
+        return [piece for piece in pieces if piece.text]
+
+    def _own_tokens(
+        self, rendered: str, opening: str, closing: str
+    ) -> Iterator[tuple[int, int, AddedToken | None]]:
+        """(start, end, token) of the template's control tokens, and the text's end."""
+        for match in self._texts.find(rendered):
+            start, end = match.span()
+            # One mark is enough: a template that cuts a content may have lost the other.
+            is_content = rendered.endswith(opening, 0, start) or rendered.startswith(closing, end)
+            if not is_content:
+                yield start, end, self._added[match[0]]
+        yield len(rendered), len(rendered), None
+
+
+class _Texts:
+    """Texts of control tokens, to be found in others."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        longest_first = sorted(texts, key=len, reverse=True)
+        self._any = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        # Parts in which a text may end and the next one begin, so that both together were one.
+        # Roles and types are words, which templates compare: words are left alone.
+        self._heads = {t[:n] for t in texts if not t[0].isalnum() for n in range(1, len(t))}
+        self._tails = {t[-n:] for t in texts if not t[-1].isalnum() for n in range(1, len(t))}
+        self._n_longest = max(map(len, texts), default=0)
+
+    @classmethod
+    @lru_cache(maxsize=4)
+    def of(cls, texts: tuple[str, ...]) -> _Texts:
+        return cls([text for text in texts if text])
+
+    def find(self, text: str) -> Iterator[re.Match[str]]:
+        return self._any.finditer(text)
+
+    def are_touched_by(self, text: str) -> bool:
+        if text.isidentifier():
+            return False
+        return self._any.search(text) is not None or self._begins(text) or self._ends(text)
+
+    def marked(self, text: str, opening: str, closing: str) -> str:
+        if text.isidentifier():
+            return text
+        before = opening if self._begins(text) else ""
+        behind = closing if self._ends(text) else ""
+        return before + self._any.sub(lambda match: opening + match[0] + closing, text) + behind
+
+    def _begins(self, text: str) -> bool:
+        """Whether it begins as a control token ends."""
+        return any(text[:n] in self._tails for n in range(1, min(self._n_longest, len(text) + 1)))
+
+    def _ends(self, text: str) -> bool:
+        return any(text[-n:] in self._heads for n in range(1, min(self._n_longest, len(text) + 1)))
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _texts_in(key)
+            yield from _texts_in(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _texts_in(one)
+
+
+def _unused_characters(value: Any) -> tuple[str, str]:
+    """Two that stand in no text, neither as they are nor as JSON escapes them."""
+    used: set[str] = set()
+    escaped: set[str] = set()
+    for text in _texts_in(value):
+        used.update(text)
+        escaped.update(re.findall(r"\\u[0-9a-f]{4}", text))
+    left = (chr(c) for c in _MARKS if chr(c) not in used and f"\\u{c:04x}" not in escaped)
+    first, second = next(left, None), next(left, None)
+    if first is None or second is None:
+        raise NoMarkLeft
+    return first, second
+
+
+def _stripped(text: str, before: AddedToken | None, behind: AddedToken | None) -> str:
+    """Without the whitespace that belongs to the tokens beside it."""
+    text = text.lstrip() if before is not None and before.strips_right else text
+    return text.rstrip() if behind is not None and behind.strips_left else text

@@ -1,0 +1,130 @@
+"""From messages to token ids, and which token ends a turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from backends.contract.backend import one_line
+from specdec.text.chat_format import ChatTemplateError, plain_transcript
+from specdec.text.chat_template import render_chat
+from specdec.text.contract import ChatTokenizer, TokenizerError
+from specdec.text.control_tokens import MarkedContents
+
+_ANSWER = "an answer of the model"  # stands for one where a template is asked what follows it
+_TALK = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER})
+
+
+def encode_conversation(
+    tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+) -> list[int]:
+    """Token ids of a conversation in the tokenizer's chat format.
+
+    The template writes control tokens; those written out in messages and tools are ordinary text,
+    unless the format says otherwise.
+
+    Raises TokenizerError.
+    """
+    form = tokenizer.chat_format
+    if tools and not form.knows_tools:
+        raise TokenizerError(
+            "the model has no chat template that tells a model of tools: leave them out, "
+            "take a model made for tools, or name a template with --chat-template"
+        )
+    try:
+        marked = _marked(tokenizer, messages, tools)
+        text = _render(tokenizer, *marked.value)
+        text.encode()
+    except Exception as error:  # whatever a program of the checkpoint does
+        raise TokenizerError(f"the model's chat template failed: {one_line(error)}") from error
+    # A template writes the special tokens itself.
+    is_plain = form.template is None
+    pieces = marked.pieces(text)
+    if len(pieces) == 1 and pieces[0].parse_special:
+        return tokenizer.encode(text, add_special_tokens=is_plain)
+    ids: list[int] = []
+    for i, piece in enumerate(pieces):
+        if piece.parse_special:
+            ids += tokenizer.encode(piece.text, add_special_tokens=False, is_start=i == 0)
+        else:
+            ids += _encode_as_text(tokenizer, piece.text, is_plain, is_start=i == 0)
+    return ids
+
+
+def _encode_as_text(
+    tokenizer: ChatTokenizer, text: str, add_special_tokens: bool, is_start: bool
+) -> list[int]:
+    """Token ids of a text without control tokens, but for those that are added at its ends."""
+
+    def encode(add_special_tokens: bool) -> list[int]:
+        return tokenizer.encode(
+            text,
+            add_special_tokens=add_special_tokens,
+            parse_special=False,
+            is_start=is_start,
+        )
+
+    bare = encode(False)
+    framed = encode(True) if add_special_tokens else bare
+    control = {
+        token.token_id: one for one, token in tokenizer.added_tokens.items() if token.is_control
+    }
+    if control.keys().isdisjoint(bare):
+        return framed
+    # A vocabulary in which they are pieces like others: SentencePiece's.
+    spelled = _Spelling(tokenizer, control)
+    at = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
+    as_text = [i for one in bare for i in (spelled(control[one]) if one in control else [one])]
+    return [*framed[:at], *as_text, *framed[at + len(bare) :]]
+
+
+class _Spelling:
+    """Tokens of single characters, or of their bytes."""
+
+    def __init__(self, tokenizer: ChatTokenizer, control: Mapping[int, str]) -> None:
+        ids = (i for i in range(tokenizer.n_tokens) if i not in control)
+        self._ids = {tokenizer.token_name(i): i for i in ids}
+
+    def __call__(self, text: str) -> list[int]:
+        found: list[int] = []
+        for letter in text:
+            names = [letter] if letter in self._ids else [f"<0x{b:02X}>" for b in letter.encode()]
+            if not all(name in self._ids for name in names):
+                raise TokenizerError(
+                    f"a message holds {text!r}, which this tokenizer knows only as a control "
+                    "token: leave it out, or set --parse-special"
+                )
+            found += [self._ids[name] for name in names]
+        return found
+
+
+def _marked(
+    tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+) -> MarkedContents:
+    form = tokenizer.chat_format
+    added = {} if form.parse_special else tokenizer.added_tokens
+    return MarkedContents(added, [list(messages), list(tools)], form.template or "")
+
+
+def _render(
+    tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+) -> str:
+    template = tokenizer.chat_format.template_for(bool(tools))
+    if template is None:
+        return plain_transcript(messages)
+    return render_chat(template, messages, tokenizer.template_tokens, tools)
+
+
+def end_of_turn(tokenizer: ChatTokenizer) -> int | None:
+    """The added token that the chat template writes behind an answer; None where it writes none, or
+    does not bear a short talk."""
+    template, added = tokenizer.chat_format.template, tokenizer.added_tokens
+    if template is None:
+        return None
+    try:
+        text = render_chat(template, _TALK, tokenizer.template_tokens, add_generation_prompt=False)
+    except ChatTemplateError:
+        return None
+    behind = text.rpartition(_ANSWER)[2].lstrip()
+    found = max((one for one in added if one and behind.startswith(one)), key=len, default=None)
+    return None if found is None else added[found].token_id

@@ -1,0 +1,72 @@
+"""Bytes of a transformers tokenizer's tokens: what each one adds to a text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from specdec.text.contract import TokenDecoder
+from specdec.text.detokenizer import UNFINISHED
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The bytes that GPT-2's characters stand for: printable ones for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    shifted = {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+_BYTE_LEVEL = _byte_level_alphabet()
+
+
+class HfTokenBytes:
+    """Bytes of a transformers tokenizer's tokens, by what its own decoder adds behind other text.
+
+    Bytes that are no text by themselves come from the token's stored form: `<0xE2>` of
+    SentencePiece's byte fallback, or GPT-2's letters for bytes.
+    """
+
+    def __init__(self, decoder: TokenDecoder, hf_tokenizer: Any) -> None:
+        self._decoder, self._hf_tokenizer = decoder, hf_tokenizer
+        self._found: dict[int, bytes] = {}
+        self._anchor: tuple[list[int], str] | None = None
+
+    def __call__(self, token_id: int) -> bytes:
+        if token_id not in self._found:
+            self._found[token_id] = self._find(token_id)
+        return self._found[token_id]
+
+    def _find(self, token_id: int) -> bytes:
+        if not 0 <= token_id < self._decoder.n_tokens:
+            return b""
+        if self._anchor is None:
+            self._anchor = self._find_anchor()
+        before, text_before = self._anchor
+        text = self._decoder.decode([*before, token_id])
+        if text.startswith(text_before):
+            text = text[len(text_before) :]
+        else:  # a decoder that looks further than at a token
+            text = self._decoder.decode([token_id])
+        stored = self._hf_tokenizer.convert_ids_to_tokens(token_id) if UNFINISHED in text else None
+        return text.encode(errors="replace") if stored is None else _stored_bytes(str(stored))
+
+    def _find_anchor(self) -> tuple[list[int], str]:
+        """A text to decode behind, so that no decoder takes a token for the first one of a text."""
+        letter = self._hf_tokenizer.encode("a", add_special_tokens=False)
+        for ids in (letter, *([i] for i in range(self._decoder.n_tokens))):
+            text = self._decoder.decode(ids)
+            if text[-1:].isalnum() and UNFINISHED not in text:
+                return ids, text
+        return [], ""
+
+
+def _stored_bytes(stored: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(stored)
+    if match is not None:
+        return bytes.fromhex(match[1])
+    if all(letter in _BYTE_LEVEL for letter in stored):
+        return bytes(_BYTE_LEVEL[letter] for letter in stored)
+    return stored.encode(errors="replace")
