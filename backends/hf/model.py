@@ -43,6 +43,7 @@ from backends.feedforward.routing import steady_routing
 from backends.packed.decoder import PackedModule, decode_buffer_bytes
 from backends.packed.tensor import PackedTensor
 from offload.formats.checkpoint import WeightIndex, main_format
+from offload.formats.part import read_part
 from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.residency.experts import LayerExperts
 from offload.residency.placement import LayerWeights
@@ -317,7 +318,6 @@ def _fill_buffers(
                 "config is another model's"
             )
         check_record(record, buffer.shape, record.name, directory)
-        with record.path.open("rb") as file:
-            file.seek(record.offset)
-            values = torch.frombuffer(bytearray(file.read(record.n_bytes)), dtype=torch.uint8)
+        stored = bytearray(read_part(record.path, record.offset, record.n_bytes))
+        values = torch.frombuffer(stored, dtype=torch.uint8)
         module._buffers[_CORRECTION] = values.view(TORCH_DTYPES[record.dtype]).float()
