@@ -13,11 +13,14 @@ import threading
 from offload.errors import SpecdecError
 from offload.units import format_bytes
 
+MEMORY = "memory"
+"""The ledger of the host's memory."""
+
 
 class BudgetExceeded(SpecdecError):
     """Something does not fit; names what asked, how much, what is left, and what would do.
 
-    ledger: which budget, "memory" (of the host) or "VRAM".
+    ledger: which budget, MEMORY (of the host) or "VRAM".
     """
 
     def __init__(
@@ -28,11 +31,12 @@ class BudgetExceeded(SpecdecError):
         smallest_budget_bytes: int,
         advice: str = "",
         *,
-        ledger: str = "memory",
+        ledger: str = MEMORY,
     ) -> None:
         self.name = name
         self.wanted_bytes = wanted_bytes
         self.left_bytes = left_bytes
+        self.ledger = ledger
         self.smallest_budget_bytes = smallest_budget_bytes
         super().__init__(
             f"{name} needs {format_bytes(wanted_bytes)}, but the {ledger} budget has "
@@ -83,7 +87,7 @@ class MemoryBudget:
         base_bytes: int = 0,
         headroom_bytes: int = 0,
         *,
-        ledger: str = "memory",
+        ledger: str = MEMORY,
     ) -> None:
         if min(total_bytes, base_bytes, headroom_bytes) < 0:
             raise ValueError("a memory budget has no negative parts")

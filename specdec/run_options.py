@@ -302,6 +302,11 @@ class RunOptions:
         is_fixed = is_fixed or self.acceptance != "match" or self.draft_device != AUTO
         return not is_fixed and self.draft not in (None, SELF_DRAFT)
 
+    @property
+    def requires_draft(self) -> bool:
+        """The draft model was asked for by name of its kind: a run without it is refused."""
+        return self.spec_type is not None and self.draft is not None
+
     def without_draft(self) -> RunOptions:
         """The same run where the plan leaves the draft model out."""
         others = tuple(kind for kind in self.spec.spec_type if kind != "draft")

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from backends.checkpoint.matching import TensorMatch
 from backends.checkpoint.records import TORCH_DTYPES, check_record
+from offload.formats.part import read_part
 from offload.formats.tensors import CheckpointError, TensorRecord
 
 _IN_FLOAT32 = "e_score_correction_bias"
@@ -38,7 +39,6 @@ def fill_buffers(model: PreTrainedModel, match: TensorMatch, directory: Path) ->
 
 
 def _read(record: TensorRecord) -> torch.Tensor:
-    with record.path.open("rb") as file:
-        file.seek(record.offset)
-        values = torch.frombuffer(bytearray(file.read(record.n_bytes)), dtype=torch.uint8)
+    stored = bytearray(read_part(record.path, record.offset, record.n_bytes))
+    values = torch.frombuffer(stored, dtype=torch.uint8)
     return values.view(TORCH_DTYPES[record.dtype]).view(record.shape)

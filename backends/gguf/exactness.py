@@ -44,6 +44,7 @@ from backends.ggml.tiles import kernels_in_use
 from backends.gguf.hparams import CACHE_TYPES
 from backends.gguf.model import GgufModel
 from offload.formats.gguf_header import GGML_TYPES
+from offload.formats.part import read_part
 from offload.formats.tensors import TensorRecord
 from offload.process.cpus import thread_counts
 
@@ -220,6 +221,5 @@ def _file_blocks(record: TensorRecord) -> np.ndarray:
     """The first blocks of a tensor, as bytes [n, bytes of a block]."""
     size = load_ggml().block_bytes(_TYPE_IDS[record.dtype])
     n_blocks = min(_KEPT_BLOCKS, record.n_bytes // size)
-    with record.path.open("rb") as file:
-        file.seek(record.offset)
-        return np.frombuffer(file.read(n_blocks * size), dtype=np.uint8).reshape(n_blocks, size)
+    found = read_part(record.path, record.offset, n_blocks * size)
+    return np.frombuffer(found, dtype=np.uint8).reshape(n_blocks, size)

@@ -31,6 +31,7 @@ from offload.formats.mapped import TensorShape
 from offload.paging.address_space import PAGE_BYTES
 from offload.process.interruptible import uninterrupted
 from offload.residency.placement import Placement
+from offload.storage.page_cache import drop_files
 from offload.units import Progress
 
 _VALUE_BYTES = 2  # of the KV cache's values without flash attention: f16, never quantized
@@ -132,6 +133,7 @@ class LlamaBackend(MendingBackend[TreeSequences]):
         if self._stream and residency is not None:
             self._closing.append(self._stream.close)
             self._stream.start(self._context, residency.n_slots, n_readers, progress)
+            drop_files(model.index.paths)  # where llama.cpp has read them: see unread.py
         self._open_thread()
 
     def _open_context(self, options: ContextOptions) -> None:

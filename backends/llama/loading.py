@@ -11,6 +11,7 @@ from backends.gguf.model import GgufModel, recurrent_model
 from backends.llama.context import ContextOptions
 from backends.llama.unread import map_unread
 from offload.residency.placement import Placement
+from offload.storage.page_cache import dropping_behind
 from offload.units import Progress
 
 _LONG_FACTORS = "rope_factors_long"
@@ -56,13 +57,18 @@ def load_llama_model(
     *,
     is_streamed: bool,
 ) -> LlamaModel:
-    """Raises LlamaError, or UnsupportedModel for one that cannot be rolled back."""
+    """Load a model; what is read into memory of its own leaves nothing in the page cache.
+
+    Raises LlamaError, or UnsupportedModel for one that cannot be rolled back.
+    """
     if is_streamed:
         loaded = map_unread(model)
+    elif load_mode == "mmap":
+        loaded = LlamaModel(model.path, "mmap", progress)
     else:
-        own_mode = "ram" if load_mode == "stream" else load_mode
         is_repacked = not options.exactness.is_exact
-        loaded = LlamaModel(model.path, own_mode, progress, is_repacked=is_repacked)
+        with dropping_behind(model.index.paths):
+            loaded = LlamaModel(model.path, "ram", progress, is_repacked=is_repacked)
     if loaded.is_recurrent:
         loaded.close()
         raise recurrent_model(model)

@@ -14,6 +14,7 @@ from bench.gpu.settings import Note, Settings
 from bench.prompts.workloads import BUILT_IN, read_prompts
 from offload.budget import BudgetExceeded
 from specdec.api import load
+from specdec.config import SPEC_TYPES
 from specdec.planning.plan import plan_run
 from specdec.run_options import CPU, CUDA
 
@@ -71,9 +72,13 @@ def _moving(s: Settings, model: Path, draft: str | None) -> dict[str, Any]:
 
 
 def smallest_budget(name: str, model: Path, draft: str | None, options: Mapping[str, Any]) -> int:
-    """The smallest such budget that works at this moment, as the refusal of another one says."""
+    """The smallest such budget that works at this moment, with the draft if there is one, as the
+    refusal of another one says."""
+    asked = {**options, name: 1}
+    if draft is not None:
+        asked["spec_type"] = SPEC_TYPES  # or the refusal is that of a run without it
     try:
-        plan_run(model, draft, **{**options, name: 1})
+        plan_run(model, draft, **asked)
     except BudgetExceeded as error:
         return error.smallest_budget_bytes
     raise AssertionError("a budget of one byte is refused")

@@ -59,7 +59,7 @@ def _plan(stand_in: StandIn) -> int:
         target = _grow(stand_in, Path(folder))
         options = RunOptions(target, stand_in.draft, ctx_size=stand_in.ctx_size)
         pair = open_pair(options)
-        return Divider(*pair.sources, options, measure_base()).smallest_bytes
+        return Divider(*pair.sources, options, measure_base()).smallest.host_bytes
 
 
 def _grow(stand_in: StandIn, folder: Path) -> Path:

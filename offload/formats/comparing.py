@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from offload.formats.part import read_part
 from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.units import MIB
 
@@ -24,15 +25,13 @@ def have_same_bytes(one: TensorRecord, other: TensorRecord) -> bool:
 
 def _pieces(record: TensorRecord) -> Iterator[bytes]:
     try:
-        with record.path.open("rb") as file:
-            file.seek(record.offset)
-            for start in range(0, record.n_bytes, _PIECE_BYTES):
-                n_bytes = min(_PIECE_BYTES, record.n_bytes - start)
-                piece = file.read(n_bytes)
-                if len(piece) < n_bytes:
-                    raise CheckpointError(
-                        f"{record.path} ended inside of {record.name}; download it again"
-                    )
-                yield piece
+        for start in range(0, record.n_bytes, _PIECE_BYTES):
+            n_bytes = min(_PIECE_BYTES, record.n_bytes - start)
+            piece = read_part(record.path, record.offset + start, n_bytes)
+            if len(piece) < n_bytes:
+                raise CheckpointError(
+                    f"{record.path} ended inside of {record.name}; download it again"
+                )
+            yield piece
     except OSError as error:
         raise CheckpointError(f"cannot read {record.path}: {error.strerror or error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+from offload.formats.part import read_part
 from offload.formats.tensors import CheckpointError, TensorRecord
 
 SAMPLE_BYTES = 4096
@@ -30,8 +31,6 @@ def fingerprint(records: Iterable[TensorRecord], description: str) -> str:
 def _middle(record: TensorRecord) -> bytes:
     n_bytes = min(SAMPLE_BYTES, record.n_bytes)
     try:
-        with record.path.open("rb", buffering=0) as file:
-            file.seek(record.offset + (record.n_bytes - n_bytes) // 2)
-            return file.read(n_bytes)
+        return read_part(record.path, record.offset + (record.n_bytes - n_bytes) // 2, n_bytes)
     except OSError as error:
         raise CheckpointError(f"cannot read {record.path}: {error.strerror or error}") from error

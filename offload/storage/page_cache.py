@@ -6,17 +6,51 @@ import ctypes
 import functools
 import mmap
 import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
 _THREAD_IO = Path("/proc/thread-self/io")
+_DROP_SECONDS = 0.01
+"""At 3 GB/s reads bring 30 MB meanwhile."""
 
 
 def drop_cached(descriptor: int, offset: int = 0, n_bytes: int = 0) -> None:
     """Let go of a range (0: to the end); what is mapped, or not yet written to storage, stays."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, n_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def drop_files(paths: Iterable[Path]) -> None:
+    """Let go of all that the page cache has of these files, as far as they can be opened."""
+    for path in paths:
+        with suppress(OSError), path.open("rb", buffering=0) as file:
+            drop_cached(file.fileno())
+
+
+@contextmanager
+def dropping_behind(paths: Iterable[Path]) -> Iterator[None]:
+    """Let go of what is read of these files in the block, soon after it has been read.
+
+    For code that is not ours to change, and reads through the page cache.
+    """
+    files, is_over = tuple(paths), threading.Event()
+
+    def drop() -> None:
+        while not is_over.wait(_DROP_SECONDS):
+            drop_files(files)
+
+    thread = threading.Thread(target=drop, name="specdec-drop", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        drop_files(files)
 
 
 def is_cached(descriptor: int, offset: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing_extensions import Unpack
 
 from backends.contract.self_draft import SharedSource
 from backends.contract.source import BackendOptions, ModelSource
+from offload.budget import format_up
 from offload.paging.expert_speed import missing_seconds_per_byte
 from offload.process.allocator import free_large_blocks_at_once
+from offload.residency.tiers import VRAM
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes
 from specdec.checks import ConfigError, refuse_unknown
@@ -159,9 +160,14 @@ def make_plan(
         raise ConfigError(f"exact is 'on', but {exactness.reason}: 'auto' runs all the same")
     search = Search(Divider(target, draft, options, base_bytes, gpu), figures)
     chosen = search.best(total_bytes)
-    if options.draft == SELF_DRAFT:
-        _check_in_memory(options, chosen.division)
-    warnings, notes = _remarks(chosen, search.alternatives)
+    warnings, notes = _remarks(chosen, search)
+    if options.draft == SELF_DRAFT and chosen.draft is not None:
+        problem = _self_draft_problem(options, chosen.division)
+        if problem and options.requires_draft:
+            raise ConfigError(problem)
+        if problem:
+            chosen, warnings = search.alone(total_bytes), ()
+            notes = (f"the draft is left out: {problem}",)
     return RunPlan(
         budget_source=budget_source,
         chosen=chosen,
@@ -182,20 +188,21 @@ def _cut_context(options: RunOptions, division: Division) -> tuple[str, ...]:
     return (f"a context of {options.ctx_size} is cut to the model's {division.ctx_size}",)
 
 
-def _remarks(
-    chosen: Alternative, alternatives: Sequence[Alternative]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _remarks(chosen: Alternative, search: Search) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(warnings of a draft that the user fixed and that slows a streamed target down, notes that
     a draft is left out, and how to have it loaded all the same)."""
-    with_draft = [one.better_tokens_per_second for one in alternatives if one.draft is not None]
+    with_draft = [one for one in search.alternatives if one.draft is not None]
     if not with_draft:
-        return (), ()
-    alone = next(one for one in alternatives if one.draft is None and not one.division.n_drafted)
+        return (), (_no_room(chosen.division, search),) if search.refusals else ()
+    alone = next(
+        one for one in search.alternatives if one.draft is None and not one.division.n_drafted
+    )
     speed = alone.tokens_per_second
     if chosen.draft is None:
+        best = max(one.better_tokens_per_second for one in with_draft)
         note = (
             f"the draft is left out: in its memory more of the target is worth more "
-            f"({speed:.2f} tokens/s predicted without it, {max(with_draft):.2f} with it); "
+            f"({speed:.2f} tokens/s predicted without it, {best:.2f} with it); "
             "--spec-type draft,ngram loads it all the same"
         )
         return (), (note,)
@@ -207,6 +214,23 @@ def _remarks(
         f"instead of {beside:.2f}; take a smaller draft, or none"
     )
     return (warning,), ()
+
+
+def _no_room(alone: Division, search: Search) -> str:
+    """That a draft is left out for want of room, and the budgets with it and without.
+
+    alone: the memory without the draft.
+    """
+    ledger = search.refusals[0].ledger
+    budget = alone.vram if ledger == VRAM and alone.vram is not None else alone.budget
+    option = "--vram-budget" if budget is alone.vram else "--memory-budget"
+    with_draft = format_up(search.divider.smallest.of(ledger))
+    return (
+        f"the draft is left out: the {ledger} budget of {format_bytes(budget.total_bytes)} has no "
+        f"room for it; the smallest with it is {with_draft}, without it "
+        f"{format_up(alone.smallest.of(ledger))}: raise {option}, or take a smaller draft; "
+        "n-grams draft instead"
+    )
 
 
 def _check_options(options: RunOptions, target: ModelSource) -> None:
@@ -225,12 +249,12 @@ def _check_options(options: RunOptions, target: ModelSource) -> None:
         )
 
 
-def _check_in_memory(options: RunOptions, division: Division) -> None:
-    """Raise ConfigError for a target that drafts for itself and streams."""
+def _self_draft_problem(options: RunOptions, division: Division) -> str:
+    """Why a target that streams cannot draft for itself; empty where it stays in memory."""
     if options.load_mode != "mmap" and not division.target.n_moving_layers:
-        return
+        return ""
     whole = sum(layer.n_bytes for layer in division.target.layers)
-    raise ConfigError(
+    return (
         f"{options.model} is not held in memory, where its layers would take "
         f"{format_bytes(whole)}: as its own draft it would be read once for each level of a tree: "
         "raise the budget, or use a small draft model or --spec-type ngram"

@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from backends.contract.exactness import NOT_ASKED, Exactness
+from offload.budget import MEMORY
 from offload.residency.placement import Placement
-from offload.residency.tiers import CUDA_CONTEXT_BYTES
+from offload.residency.tiers import CUDA_CONTEXT_BYTES, VRAM
 from specdec.planning.memory.lending import TEXT_TOKENS
 from specdec.planning.plan_report import (
     alternatives_table,
@@ -95,7 +96,13 @@ class RunPlan:
 
     @property
     def smallest_budget_bytes(self) -> int:
-        return self.chosen.division.smallest_bytes
+        """For a run as it is planned: with the draft, where that is not left out."""
+        return self.chosen.division.smallest.host_bytes
+
+    @property
+    def smallest_without_draft_bytes(self) -> int:
+        """The smallest budget that works without a draft model."""
+        return self.chosen.division.smallest_alone.host_bytes
 
     @property
     def storage_bytes_per_second(self) -> float:
@@ -142,6 +149,7 @@ class RunPlan:
             "memory_budget_bytes": self.budget_bytes,
             "memory_budget_source": self.budget_source,
             "smallest_budget_bytes": self.smallest_budget_bytes,
+            "smallest_without_draft_bytes": self.smallest_without_draft_bytes,
             "memory": dict(self.parts),
             "overhead_bytes": overhead_bytes(self.chosen.division.budget),
             "device": self.device,
@@ -197,7 +205,7 @@ class RunPlan:
         return {
             "vram_budget_bytes": self.vram_budget_bytes,
             "vram_budget_source": self.vram_source,
-            "smallest_vram_bytes": division.smallest_vram_bytes,
+            "smallest_vram_bytes": division.smallest.vram_bytes,
             "vram": dict(division.vram.table()),
             "n_copied_layers": residency.n_moving_layers,
             "n_device_slots": residency.n_device_slots,
@@ -211,7 +219,7 @@ class RunPlan:
     def lines(self) -> list[str]:
         """For the user, one fact a line."""
         division, draft = self.chosen.division, self.draft_residency
-        vram, smallest_vram = division.vram, enough(division.smallest_vram_bytes)
+        vram = division.vram
         lines = memory_table(division.budget, "memory budget", self.budget_source)
         if vram is not None:
             lines += memory_table(vram, "VRAM budget", self.vram_source)
@@ -231,9 +239,9 @@ class RunPlan:
             lines += speed_lines(self.decoding)
             lines += alternatives_table(self.alternatives, self.chosen)
         lines.append(exactness_line(self.exactness))
-        lines.append(f"smallest budget that works {enough(self.smallest_budget_bytes)}")
+        lines.append(self._smallest_line(MEMORY, "smallest budget that works"))
         if vram is not None:
-            lines.append(f"smallest VRAM budget that works {smallest_vram}")
+            lines.append(self._smallest_line(VRAM, "smallest VRAM budget that works"))
         if self.accept_threshold is not None:
             lines.append(
                 f"LOSSY: draft tokens of probability {self.accept_threshold:g} and above may "
@@ -241,3 +249,9 @@ class RunPlan:
             )
         lines += [f"note: {note}" for note in self.notes]
         return lines + [f"warning: {warning}" for warning in self.warnings]
+
+    def _smallest_line(self, ledger: str, title: str) -> str:
+        division = self.chosen.division
+        n_bytes, alone = division.smallest.of(ledger), division.smallest_alone.of(ledger)
+        line = f"{title} {enough(n_bytes)}"
+        return f"{line}; without the draft {enough(alone)}" if alone < n_bytes else line

@@ -148,24 +148,20 @@ class Search:
     figures: Figures
     alternatives: list[Alternative] = field(default_factory=list)
     """Those that were tried."""
+    refusals: list[BudgetExceeded] = field(default_factory=list)
+    """For each device that has no room for the draft, what it lacks."""
 
     def best(self, total_bytes: int) -> Alternative:
-        """The fastest, with the draft; without it where it takes more than it brings.
+        """The fastest, with the draft; without it where it takes more than it brings, or where
+        there is no room for it and a run without it was not refused by the options.
 
         Raises BudgetExceeded with the smallest budget that works.
         """
-        least = self.divider.least_drafted
-        found, refusals = [], []
-        for device in self.divider.draft_devices:
-            try:
-                found.append(self._with_room(total_bytes, Shape(least, device)))
-            except BudgetExceeded as error:
-                refusals.append(error)
-        if not found:
-            raise refusals[0]
-        best = max(found, key=lambda one: one.tokens_per_second)
-        if best.draft is None:
-            return best
+        if not self.divider.has_draft:
+            return self._with_room(total_bytes, Shape(self.divider.least_drafted))
+        best = self._best_with_draft(total_bytes)
+        if best is None:
+            return self.alone(total_bytes)
         alone = self._try(total_bytes, Shape(0, None))
         # Memory is what a draft costs for good, and what a target that streams could use.
         if (
@@ -173,8 +169,27 @@ class Search:
             and best.target.placement.n_moving_layers
             and alone.tokens_per_second > _WORTH_LEAVING_OUT * best.better_tokens_per_second
         ):
-            return self._with_room(total_bytes, Shape(least, None))
+            return self.alone(total_bytes)
         return best
+
+    def alone(self, total_bytes: int) -> Alternative:
+        """The fastest without the draft model; n-grams go on drafting."""
+        return self._with_room(total_bytes, Shape(self.divider.least_drafted, None))
+
+    def _best_with_draft(self, total_bytes: int) -> Alternative | None:
+        """None where there is no room for the draft on any device, and the run may do without.
+
+        Raises BudgetExceeded where it may not.
+        """
+        found, least = [], self.divider.least_drafted
+        for device in self.divider.draft_devices:
+            try:
+                found.append(self._with_room(total_bytes, Shape(least, device)))
+            except BudgetExceeded as error:
+                self.refusals.append(error)
+        if not found and self.divider.options.requires_draft:
+            raise self.refusals[0]
+        return max(found, key=lambda one: one.tokens_per_second, default=None)
 
     def _with_room(self, total_bytes: int, shape: Shape) -> Alternative:
         """With room for the best tree and larger ones, as far as that costs little."""

@@ -13,12 +13,12 @@ first; layers for which it has no room are the host's to hold or to stream, in p
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from backends.contract.source import ModelSource
-from offload.budget import BudgetExceeded, MemoryBudget, format_up
+from offload.budget import MEMORY, BudgetExceeded, MemoryBudget, format_up
 from offload.residency.placement import Placement
 from offload.residency.tiers import CUDA_CONTEXT_BYTES, VRAM
 from offload.units import MIB
@@ -79,6 +79,19 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Smallest:
+    """The smallest budgets that work, in bytes."""
+
+    host_bytes: int
+    vram_bytes: int = 0
+    """0 without a GPU."""
+
+    def of(self, ledger: str) -> int:
+        """The budget of one ledger, named as errors name it."""
+        return self.vram_bytes if ledger == VRAM else self.host_bytes
+
+
+@dataclass(frozen=True)
 class Division:
     """How the memory is divided."""
 
@@ -87,12 +100,12 @@ class Division:
     draft: Placement | None
     ctx_size: int
     shape: Shape
-    smallest_bytes: int
-    """The smallest budget that works."""
+    smallest: Smallest
+    """The smallest budgets that work for this: with the draft if it has one."""
+    smallest_alone: Smallest
+    """The smallest budgets that work without a draft model."""
     vram: MemoryBudget | None = None
     """The GPU's ledger, if the target runs there."""
-    smallest_vram_bytes: int = 0
-    """The smallest VRAM budget that works."""
     lending: Lending = Lending()
     """What is lent of it to the target's layers while it decodes."""
 
@@ -136,6 +149,11 @@ class Divider:
         self._base_bytes = base_bytes + (0 if gpu is None else gpu.host_bytes)
 
     @property
+    def has_draft(self) -> bool:
+        """Whether there is a draft model that memory could be set aside for."""
+        return bool(self._drafts)
+
+    @property
     def draft_devices(self) -> tuple[str, ...]:
         """Where the draft may run; (CPU,) without a draft too."""
         return tuple(self._drafts) or (CPU,)
@@ -159,14 +177,15 @@ class Divider:
     def divide(self, total_bytes: int, shape: Shape) -> Division:
         """Reserve every part by name.
 
-        Raises BudgetExceeded with the smallest budget that works.
+        Raises BudgetExceeded with the smallest budget that works for such a shape, and what a run
+        without the draft would need (or with it, if the shape leaves it out).
         """
-        parts = self._parts(self._ctx_size, shape)
+        parts, smallest = self._parts(self._ctx_size, shape), self._smallest_of(shape)
         vram = self._divide_vram(parts, shape)
         needed = self._needed(parts, shape, vram)
         if needed > total_bytes:
-            advice = self._advice(needed, shape, vram)
-            raise BudgetExceeded("this run", needed, total_bytes, self.smallest_bytes, advice)
+            advice = self._advice(needed, shape, vram) + self._advice_on_draft(shape, MEMORY)
+            raise BudgetExceeded("this run", needed, total_bytes, smallest.host_bytes, advice)
         budget = MemoryBudget(total_bytes, self._base_bytes, HEADROOM_BYTES)
         _reserve(budget, None, parts)
         draft_plan = self._place_draft(budget, vram, shape)
@@ -181,33 +200,35 @@ class Divider:
             draft_plan,
             self._ctx_size,
             shape,
-            self.smallest_bytes,
+            smallest,
+            self.smallest_alone,
             vram,
-            self.smallest_vram_bytes,
             lending,
         )
 
     @cached_property
-    def smallest_bytes(self) -> int:
-        """The smallest budget that works: with the smallest tree and the least of both models."""
-        needed = []
-        for shape in self._least_shapes:
-            parts = self._parts(self._ctx_size, shape)
-            with suppress(BudgetExceeded):  # the VRAM budget has no room for the draft
-                needed.append(self._needed(parts, shape, self._divide_vram(parts, shape)))
-        return _rounded(min(needed, default=0))
+    def smallest(self) -> Smallest:
+        """The smallest budgets that work: with the smallest tree and the least of both models."""
+        return self._smallest([Shape(self.least_drafted, one) for one in self.draft_devices])
 
     @cached_property
-    def smallest_vram_bytes(self) -> int:
-        """The smallest VRAM budget that works; 0 without a GPU."""
-        if self._gpu is None:
-            return 0
-        parts = [(self._parts(self._ctx_size, shape), shape) for shape in self._least_shapes]
-        return _rounded(min(self._needed_vram(self._gpu, *one) for one in parts))
+    def smallest_alone(self) -> Smallest:
+        """The smallest budgets that work without the draft model."""
+        return self._smallest([Shape(self.least_drafted, None)])
 
-    @property
-    def _least_shapes(self) -> list[Shape]:
-        return [Shape(self.least_drafted, draft_device=device) for device in self.draft_devices]
+    def _smallest(self, shapes: Sequence[Shape]) -> Smallest:
+        needed, needed_vram = [], []
+        for shape in shapes:
+            parts = self._parts(self._ctx_size, shape)
+            if self._gpu is not None:
+                needed_vram.append(self._needed_vram(self._gpu, parts, shape))
+                if needed_vram[-1] > self._gpu.vram_bytes:
+                    continue
+            needed.append(self._needed(parts, shape, self._divide_vram(parts, shape)))
+        return Smallest(_rounded(min(needed, default=0)), _rounded(min(needed_vram, default=0)))
+
+    def _smallest_of(self, shape: Shape) -> Smallest:
+        return self.smallest if self._draft(shape) is not None else self.smallest_alone
 
     def _draft(self, shape: Shape) -> Placer | None:
         return self._drafts.get(shape.draft_device or "")
@@ -231,8 +252,9 @@ class Divider:
             return None
         total_bytes, needed = self._gpu.vram_bytes, self._needed_vram(self._gpu, parts, shape)
         if needed > total_bytes:
+            smallest, advice = self._smallest_of(shape), self._advice_on_draft(shape, VRAM)
             raise BudgetExceeded(
-                "this run", needed, total_bytes, self.smallest_vram_bytes, ledger=VRAM
+                "this run", needed, total_bytes, smallest.vram_bytes, advice, ledger=VRAM
             )
         vram = MemoryBudget(total_bytes, self._gpu.base_bytes, VRAM_HEADROOM_BYTES, ledger=VRAM)
         _reserve(None, vram, parts)
@@ -285,6 +307,15 @@ class Divider:
         worth = [(n, flags) for n, flags in found if needed - n >= _SMALLEST_STEP_BYTES]
         return "".join(f"; with {flags} it is {format_up(n)}" for n, flags in worth)
 
+    def _advice_on_draft(self, shape: Shape, ledger: str) -> str:
+        """What the smallest budget is the other way: without the draft of a shape, or with it."""
+        if not self.has_draft:
+            return ""
+        with_draft, alone = self.smallest.of(ledger), self.smallest_alone.of(ledger)
+        if self._draft(shape) is None:
+            return f"; with the draft it is {format_up(with_draft)}" if with_draft else ""
+        return f"; without the draft it is {format_up(alone)}" if alone < with_draft else ""
+
 
 def _reserve(
     host: MemoryBudget | None, vram: MemoryBudget | None, parts: Parts, prefix: str = ""
@@ -297,5 +328,7 @@ def _reserve(
 
 
 def _rounded(n_bytes: int) -> int:
-    """Up, with a step to spare."""
+    """Up, with a step to spare; 0 stays."""
+    if not n_bytes:
+        return 0
     return (-(-n_bytes // _SMALLEST_STEP_BYTES) + 1) * _SMALLEST_STEP_BYTES

@@ -13,34 +13,17 @@ pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
 from gguf_streaming import exercise, in_memory, same, streamed
+from page_cache import forget, n_cached
 
 from backends.ggml.library import LOG, LlamaError, LlamaModel
 from backends.gguf.model import GgufModel, load_gguf_model
 from backends.llama import unread
 from backends.llama.unread import map_unread
-from offload.paging.address_space import PAGE_BYTES, find_mapping
-from offload.storage.page_cache import drop_cached, is_cached
+from offload.paging.address_space import find_mapping
 
 pytestmark = pytest.mark.gguf
 
 Models = Callable[..., GgufModel]
-
-
-def n_cached(path: Path) -> int:
-    """Pages of a file in the page cache, of those in its second half."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        n_pages = path.stat().st_size // PAGE_BYTES
-        return sum(is_cached(descriptor, i * PAGE_BYTES) for i in range(n_pages // 2, n_pages))
-    finally:
-        os.close(descriptor)
-
-
-def forget(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    drop_cached(descriptor)
-    os.close(descriptor)
 
 
 @pytest.mark.parametrize("n_splits", [1, 3])
@@ -69,8 +52,12 @@ def test_where_llama_cpp_logs_other_words_the_files_are_read(
 ) -> None:
     monkeypatch.setattr(unread, "_OPENED", "words of another version")
     model = models("llama")
-    with in_memory(model) as expected, streamed(model) as found:
-        assert same(exercise(found), exercise(expected))
+    with in_memory(model) as expected:
+        wanted = exercise(expected)
+    forget(model.path)
+    with streamed(model) as found:
+        assert n_cached(model.path) == 0, "it was dropped when its layers were out of memory"
+        assert same(exercise(found), wanted)
     assert f"llama.cpp reads all of {model.path} once as it maps it: this llama.cpp" in caplog.text
 
 

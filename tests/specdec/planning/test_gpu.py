@@ -77,7 +77,7 @@ def test_the_budget_is_the_whole_processs(monkeypatch):
     divider = Divider(TARGET, None, options(device="cuda", draft=None, ctx_size=64), GIB, found)
     division = divider.divide(8 * GIB, Shape(8))
     assert dict(division.vram.table())["base"] == 5 * GIB + 512 * MIB
-    assert division.smallest_vram_bytes > 5 * GIB + 512 * MIB
+    assert division.smallest.vram_bytes > 5 * GIB + 512 * MIB
 
 
 @pytest.mark.parametrize(

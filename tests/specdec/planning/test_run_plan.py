@@ -17,7 +17,7 @@ from offload.budget import MemoryBudget
 from offload.residency.plan import plan_residency
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
-from specdec.planning.memory.division import Division, Shape
+from specdec.planning.memory.division import Division, Shape, Smallest
 from specdec.planning.outlook.machines import Machines
 from specdec.planning.outlook.together import plan_together
 from specdec.planning.run_plan import RunPlan
@@ -36,7 +36,8 @@ def make_plan(available_bytes: int, smallest_bytes: int = 700 * MIB, **more: obj
             None,
             128,
             Shape(4),
-            smallest_bytes,
+            smallest := Smallest(smallest_bytes),
+            smallest,
         )
         for n_slots in (2, 3)
     ]

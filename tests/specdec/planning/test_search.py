@@ -166,7 +166,8 @@ def test_what_streams_is_never_predicted_much_slower_than_without_a_draft(
         chosen, weighed = weigh(BIG, draft, int(total_gib * GIB), storage=storage)
     except BudgetExceeded:
         return
-    assert chosen.tokens_per_second > 0.95 * speed_alone(weighed)
+    if any(one.draft is not None for one in weighed):
+        assert chosen.tokens_per_second > 0.95 * speed_alone(weighed)
 
 
 def test_what_does_not_fit_is_refused_with_the_smallest_budget():
@@ -174,7 +175,7 @@ def test_what_does_not_fit_is_refused_with_the_smallest_budget():
         weigh(BIG, SMALL_DRAFT, 100 * MIB)
     smallest = failure.value.smallest_budget_bytes
     chosen, _ = weigh(BIG, SMALL_DRAFT, smallest + 16 * MIB)
-    assert chosen.division.smallest_bytes <= smallest + 16 * MIB
+    assert chosen.division.smallest.host_bytes <= smallest + 16 * MIB
 
 
 @given(st.integers(0, 300), st.integers(0, 40))

@@ -124,9 +124,13 @@ def test_each_further_text_has_noise_of_its_own() -> None:
 def test_the_smallest_budget_is_that_of_a_small_tree_whatever_is_planned() -> None:
     one = divider(PaperModel("t", 12, 8 * MIB), PaperModel("d", 3, 2 * MIB))
     least = smallest(one)
-    for shape in (Shape(8), Shape(128), Shape(8, draft_device=None)):
-        assert one.divide(3 * GIB, shape).smallest_bytes == least
+    for shape in (Shape(8), Shape(128)):
+        assert one.divide(3 * GIB, shape).smallest.host_bytes == least
     one.divide(least, Shape(8))
+    alone = one.divide(3 * GIB, Shape(8, draft_device=None)).smallest
+    assert alone == one.smallest_alone
+    assert alone.host_bytes < least
+    one.divide(alone.host_bytes, Shape(8, draft_device=None))
 
 
 def test_shapes_say_what_the_draft_gets() -> None:

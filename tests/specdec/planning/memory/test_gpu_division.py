@@ -12,7 +12,7 @@ from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import level_width
-from specdec.planning.memory.division import Divider, Gpu, Shape
+from specdec.planning.memory.division import Divider, Gpu, Shape, Smallest
 from specdec.planning.search import Alternative, Figures, Search
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
 from specdec.run_options import RunOptions
@@ -83,9 +83,9 @@ def test_the_smallest_budgets_work_and_less_does_not():
         least.divide(4 * GIB, Shape(8, draft_device="cuda"))
     vram = failure.value.smallest_budget_bytes
     one = divider(vram)
-    smallest = one.smallest_bytes
+    smallest = one.smallest.host_bytes
     division = one.divide(smallest, Shape(8, draft_device="cuda"))
-    assert (division.smallest_bytes, division.smallest_vram_bytes) == (smallest, vram)
+    assert division.smallest == Smallest(smallest, vram)
     for too_small in (divider(vram - 32 * MIB), one):
         budget = 4 * GIB if too_small is not one else smallest - 32 * MIB
         with pytest.raises(BudgetExceeded):
@@ -94,7 +94,7 @@ def test_the_smallest_budgets_work_and_less_does_not():
 
 def test_with_ram_nothing_is_read_and_more_vram_needs_less_of_the_host():
     shape = Shape(8, draft_device="cuda")
-    needed = [divider(n * GIB, load_mode="ram").smallest_bytes for n in (2, 3, 8)]
+    needed = [divider(n * GIB, load_mode="ram").smallest.host_bytes for n in (2, 3, 8)]
     assert needed == sorted(needed, reverse=True)
     assert needed[0] - needed[1] == pytest.approx(GIB, rel=0.1)
     division = divider(2 * GIB, load_mode="ram").divide(needed[0], shape)
@@ -129,7 +129,7 @@ def test_the_draft_goes_where_it_is_faster():
 
 
 def test_a_draft_that_has_no_room_on_the_gpu_stays_on_the_cpu():
-    vram = divider(1, where="cpu").smallest_vram_bytes
+    vram = divider(1, where="cpu").smallest.vram_bytes
     chosen, weighed = weigh("cpu cuda", cpu=SLOW, vram=vram)
     assert chosen.division.shape.draft_device == "cpu"
     assert {one.division.shape.draft_device for one in weighed} == {"cpu", None}

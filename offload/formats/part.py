@@ -1,0 +1,26 @@
+"""A few bytes of a large file, without what a kernel reads around them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+_PAGE = mmap.PAGESIZE
+
+
+def read_part(path: Path, offset: int, n_bytes: int) -> bytes:
+    """Read `n_bytes` from `offset` on, fewer where the file ends, and leave none in the page cache.
+
+    That cache counts in a memory cgroup, and reads 64 KiB for every few bytes. Raises OSError.
+    """
+    with path.open("rb", buffering=0) as file:
+        descriptor = file.fileno()
+        if not hasattr(os, "posix_fadvise"):
+            return os.pread(descriptor, n_bytes, offset)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # read nothing ahead
+        found = os.pread(descriptor, n_bytes, offset)
+        # Pages that the range has a part of, too: DONTNEED keeps those.
+        start, end = offset // _PAGE * _PAGE, -(-(offset + n_bytes) // _PAGE) * _PAGE
+        os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
+        return found

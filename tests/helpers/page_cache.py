@@ -1,0 +1,37 @@
+"""What the page cache has of a file, and a file of which it has nothing. Source: mincore(2)."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offload.storage.page_cache import drop_cached
+
+
+def n_cached(path: Path) -> int:
+    """Pages of a file in the page cache, of those in its second half: the first one's are read for
+    the header, and some after it."""
+    libc = ctypes.CDLL(None)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        n_pages = -(-len(pages) // mmap.PAGESIZE)
+        found = (ctypes.c_ubyte * n_pages)()
+        address = np.frombuffer(pages, np.uint8).ctypes.data
+        assert not libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(pages)), found)
+    return sum(page & 1 for page in found[n_pages // 2 :])
+
+
+def forget(path: Path) -> None:
+    """Let the page cache forget a file; skip the test on a file system that cannot, or is one."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        drop_cached(descriptor)
+    finally:
+        os.close(descriptor)
+    if n_cached(path):
+        pytest.skip(f"the page cache keeps {path}, as on a tmpfs")
