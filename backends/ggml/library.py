@@ -86,7 +86,7 @@ _KEPT_ALIVE: list[object] = []  # callbacks that llama.cpp holds
 @lru_cache(maxsize=1)
 def load_library() -> ModuleType:
     """llama_cpp's low-level module. Raises LlamaError where it is missing or too old."""
-    let_workers_sleep()
+    set_environment()
     try:
         import llama_cpp.llama_cpp as library
     except ImportError as error:
@@ -99,12 +99,14 @@ def load_library() -> ModuleType:
     return library
 
 
-def let_workers_sleep() -> None:
-    """Between two layers the workers of ggml would spin while the pass waits for storage.
+def set_environment() -> None:
+    """Set what ggml and libgomp read once, as they are loaded; the user's own settings stand.
 
-    Read once, when libgomp is loaded; the user's own setting stands.
+    Between two layers the workers of ggml would spin while the pass waits for storage. Where ggml
+    ends the process it would start a debugger, whose output goes to stdout.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 
 
 @cache
@@ -116,7 +118,7 @@ def is_installed() -> bool:
 def library_folder() -> Path:
     """Where llama.cpp's shared libraries lie, to be loaded without the rest of llama-cpp-python,
     which takes ten times as long. Raises LlamaError where it is missing."""
-    let_workers_sleep()
+    set_environment()
     found = find_spec("llama_cpp")
     if found is None or found.origin is None:
         raise LlamaError(_MISSING)

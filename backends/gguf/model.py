@@ -23,9 +23,9 @@ from backends.gguf.hparams import (
     Keys,
     KvShape,
     check_epsilons,
-    check_vocabulary,
     read_kv_shape,
 )
+from backends.gguf.vocabulary import check_vocabulary
 from offload.formats.gguf_index import GgufError, GgufIndex
 from offload.formats.tensors import TensorRecord
 from offload.residency.experts import LayerExperts

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from backends.contract.kept_checks import KeptChecks, machine
-from backends.ggml.library import let_workers_sleep
+from backends.ggml.library import set_environment
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +45,11 @@ def test_settings_of_the_libraries_are_tried_out(
 
 def test_whether_ggml_was_loaded_before_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a prompt cache file would be another machine's in the next run."""
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for name in ("OMP_WAIT_POLICY", "GGML_NO_BACKTRACE"):
+        monkeypatch.delenv(name, raising=False)
     before = machine("library 1")
     monkeypatch.setattr(os, "environ", {**os.environ})
-    let_workers_sleep()
+    set_environment()
     assert machine("library 1") == before
 
 
