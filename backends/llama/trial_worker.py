@@ -18,8 +18,8 @@ from typing import Any, TextIO
 from backends.ggml.library import LOG, LlamaError, LlamaModel
 from offload.process.expendable import allow_cpu_seconds, become_expendable
 
-MOST_BYTES = 4 << 30
-MOST_CPU_SECONDS = 60
+MOST_BYTES = 2 << 30
+MOST_CPU_SECONDS = 20
 
 STACK_BYTES = 64 << 20
 """Of the thread that tokenizes, where llama.cpp calls itself once for each character of a line."""
@@ -126,7 +126,8 @@ class _Vocabulary:
 
     def tokenize(self, text: bytes, *, add_special: bool = False) -> None:
         """Raises _Refused where what comes back are no tokens of the model."""
-        library, n_most = self._library, len(text) + 8
+        # One for a byte, or three where it is no UTF-8; and what is added.
+        library, n_most = self._library, 3 * len(text) + 8
         ids = (library.llama_token * n_most)()
         n = library.llama_tokenize(self._vocab, text, len(text), ids, n_most, add_special, True)
         wrong = next((i for i in ids[: max(n, 0)] if not 0 <= i < self._n_tokens), None)

@@ -86,14 +86,17 @@ class LlamaTokenize:
             worker.close()
 
     def _tokenize_here(self, data: bytes, *are_special: bool) -> list[int]:
-        # One token per byte at most, and what is added at the ends.
-        buffer = (self._library.llama_token * (len(data) + 8))()
-        n_tokens = self._library.llama_tokenize(
-            self._vocab, data, len(data), buffer, len(buffer), *are_special
-        )
-        if n_tokens < 0:
-            raise TokenizerError(f"llama.cpp cannot tokenize a text of {len(data)} bytes")
-        return list(buffer[:n_tokens])
+        n_most = len(data) + 8  # one token per byte, and what is added at the ends
+        while True:
+            ids = (self._library.llama_token * n_most)()
+            n = self._library.llama_tokenize(
+                self._vocab, data, len(data), ids, n_most, *are_special
+            )
+            if n >= 0:
+                return list(ids[:n])
+            if -n <= n_most:
+                raise TokenizerError(f"llama.cpp cannot tokenize a text of {len(data)} bytes")
+            n_most = -n  # what is no UTF-8, or written otherwise, has more
 
     def _tokenize_for_grammar(
         self, _: Any, text: int, n_bytes: int, tokens: Any, n_most: int, *are_special: bool

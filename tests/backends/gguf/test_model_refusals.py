@@ -82,6 +82,7 @@ def test_a_stack_of_another_number_of_experts(tmp_path: Path) -> None:
     [
         ("blk.0.attn_v.weight", "I16", "in I16, and weights are floats"),
         ("token_embd.weight", "F64", "in F64, and weights are"),
+        ("output.weight", "Q8_1", "in Q8_1, and weights are"),
         ("blk.1.ffn_norm.weight", "I32", "in I32, and norms and biases are F32"),
         ("output_norm.weight", "F16", "in F16, and norms and biases are F32"),
         ("blk.1.attn_q.bias", "BF16", "in BF16, and norms and biases are F32"),
