@@ -1,7 +1,7 @@
 """The vocabulary in a GGUF header, refused by name where llama.cpp would end the process over it.
 
-Only what a look at the lists shows is checked here; the rest llama.cpp is asked itself, in a process
-that may be lost (backends/llama/trial.py).
+Only what a look at the lists shows is checked here. About the rest llama.cpp itself is asked, in a
+process that may be lost (backends/llama/trial.py).
 """
 
 from __future__ import annotations

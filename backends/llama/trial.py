@@ -1,9 +1,9 @@
 """Whether llama.cpp bears a GGUF model: asked in a process that may be lost.
 
-llama.cpp ends the process over what it did not expect: an exception that nobody catches while a text
-is tokenized, an assertion while a graph is built, a stack that is used up. So a model is first loaded
-without its weights by `backends.llama.trial_worker`, whose end, whatever it is, is told in one line.
-What was found is kept by the content of the header: a second start asks nobody.
+llama.cpp ends the process over what it did not expect: an exception that nobody catches while a
+text is tokenized, an assertion while a graph is built, a stack that is used up. So a model is first
+loaded without its weights by `backends.llama.trial_worker`, whose end, whatever it is, is told in
+one line. What was found is kept by the content of the header: a second start asks nobody.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _is_answer(found: Any, path: Path) -> bool:
 
 
 def _ask(model: GgufModel) -> dict[str, Any]:
-    """What the worker found. Raises GgufError where it was lost to something else than the model."""
+    """What the worker found. Raises GgufError where it took too much, LlamaError where it broke."""
     process = subprocess.Popen(
         [*command_of("backends.llama.trial_worker"), str(model.path)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GGML_NO_BACKTRACE": "1"},

@@ -1,7 +1,8 @@
-"""The process that `backends.llama.trial` may lose: a model without its weights, and all bytes.
+"""The process that `backends.llama.trial` may lose: a model, the begin of a pass, and all bytes.
 
 Answers on stdout, a JSON value a line: {"doing": ...} as a stage begins, at the end what was found.
-What libraries print goes to stderr. It imports little: a start waits for it.
+What libraries print goes to stderr. The model's files are mapped and not read, but for the layers
+that the pass comes to in its time.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any, TextIO
 
 from backends.ggml.library import LOG, LlamaError, LlamaModel
+from backends.gguf.model import GgufModel, load_gguf_model
+from backends.llama.unread import map_unread
 from offload.process.expendable import allow_cpu_seconds, become_expendable
 
-MOST_BYTES = 2 << 30
+MOST_BYTES = 2 << 30  # beside the model's files, which are mapped
 MOST_CPU_SECONDS = 20
 
 STACK_BYTES = 64 << 20
@@ -28,7 +32,10 @@ _STACK_BYTES_PER_CHARACTER = 512
 _OTHER_STACK_BYTES = 128 << 10
 MOST_CHARACTERS = (STACK_BYTES - _OTHER_STACK_BYTES) // _STACK_BYTES_PER_CHARACTER
 
-_N_CELLS, _N_ROWS = 256, 32
+_N_CELLS, _N_ROWS = 256, 4
+_PASS_SECONDS = 0.2
+_CHOSEN, _FLASH = -1, 1
+"""Attention: the one that llama.cpp chooses, and the one that an exact backend has."""
 _SMALL_STACK = 1 << 20
 _MANY_CHARACTERS = 20_000
 """In a small stack, 50 bytes for each: no function calls itself in less."""
@@ -47,13 +54,13 @@ class _Refused(Exception):
 def main() -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    become_expendable(MOST_BYTES)
     allow_cpu_seconds(MOST_CPU_SECONDS)
     _import_bindings_alone()
-    path = Path(sys.argv[1])
+    model = load_gguf_model(sys.argv[1])
+    become_expendable(MOST_BYTES + sum(file.state.n_bytes for file in model.index.files))
     found: dict[str, Any] = {"refusal": "", "is_llama_error": False}
     try:
-        found["most_characters"] = _try(path, lambda doing: _say(answers, {"doing": doing}))
+        found["most_characters"] = _try(model, lambda doing: _say(answers, {"doing": doing}))
     except LlamaError as error:
         found |= {"refusal": str(error), "is_llama_error": True}
     except _Refused as error:
@@ -73,12 +80,13 @@ def _import_bindings_alone() -> None:
         sys.modules["llama_cpp"] = module_from_spec(spec)
 
 
-def _try(path: Path, begin: Callable[[str], None]) -> int | None:
+def _try(model: GgufModel, begin: Callable[[str], None]) -> int | None:
     begin("its header and vocabulary are read")
-    model = LlamaModel(path, "none")
-    begin("a context of it is made")
-    _make_contexts(path, model)
-    vocabulary = _Vocabulary(path, model)
+    loaded = map_unread(model)
+    for attention in (_CHOSEN, _FLASH):
+        begin("a pass of it is made")
+        _run_pass(model.path, loaded, attention)
+    vocabulary = _Vocabulary(model.path, loaded)
     if vocabulary.is_none:
         return None  # said by whoever wants a text
     begin("its special tokens are added")
@@ -93,27 +101,31 @@ def _try(path: Path, begin: Callable[[str], None]) -> int | None:
     begin("its tokens are spelled")
     vocabulary.spell_all()
     begin("a long line is tokenized")
-    return _most_characters(path, vocabulary)
+    return _most_characters(model.path, vocabulary)
 
 
-def _make_contexts(path: Path, model: LlamaModel) -> None:
-    """As a backend does, with the attention that an exact one has and with the one that llama.cpp
-    chooses: it builds the graphs of a pass and of a prompt's."""
-    library = model.library
-    for attention in (-1, 1):
-        params = library.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = _N_CELLS, _N_ROWS, _N_ROWS
-        params.n_seq_max = params.n_outputs_max = 2
-        params.n_threads = params.n_threads_batch = 1
-        params.kv_unified = params.swa_full = True
-        params.offload_kqv = params.op_offload = False
-        params.flash_attn_type = attention
-        LOG.clear()
-        context = library.llama_init_from_model(model.handle, params)
-        if context:
-            library.llama_free(context)
-        elif attention == -1:
-            raise LlamaError(f"llama.cpp cannot make a context of {path}: {LOG.reason()}")
+def _run_pass(path: Path, model: LlamaModel, attention: int) -> None:
+    """Make a context as a backend does, which builds the graphs of a pass and of a prompt's, and
+    compute the first layers. Raises LlamaError where it is refused with the attention of choice."""
+    library, end = model.library, time.monotonic() + _PASS_SECONDS
+    params = library.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch = _N_CELLS, _N_ROWS, _N_ROWS
+    params.n_seq_max = params.n_outputs_max = 2
+    params.n_threads = params.n_threads_batch = 1
+    params.kv_unified = params.swa_full = True
+    params.offload_kqv = params.op_offload = False
+    params.flash_attn_type = attention
+    stop = library.ggml_abort_callback(lambda _: time.monotonic() > end)
+    params.abort_callback = stop
+    LOG.clear()
+    context = library.llama_init_from_model(model.handle, params)
+    if context:
+        for n_rows in (_N_ROWS, 1):
+            tokens = (library.llama_token * n_rows)()
+            library.llama_decode(context, library.llama_batch_get_one(tokens, n_rows))
+        library.llama_free(context)
+    elif attention == _CHOSEN:
+        raise LlamaError(f"llama.cpp cannot make a context of {path}: {LOG.reason()}")
 
 
 class _Vocabulary:
@@ -150,13 +162,13 @@ def _most_characters(path: Path, vocabulary: _Vocabulary) -> int | None:
     if _bears(vocabulary, (_SMALL_STACK - _OTHER_STACK_BYTES) // _STACK_BYTES_PER_CHARACTER):
         return MOST_CHARACTERS
     raise _Refused(
-        f"{path}: llama.cpp's tokenizer takes more than {_STACK_BYTES_PER_CHARACTER} bytes of stack "
-        "for a character, so that a long line ends the process: use llama-cpp-python 0.3.36"
+        f"{path}: llama.cpp's tokenizer takes more than {_STACK_BYTES_PER_CHARACTER} bytes of "
+        "stack for a character, so that a long line ends the process: use llama-cpp-python 0.3.36"
     )
 
 
 def _bears(vocabulary: _Vocabulary, n_characters: int) -> bool:
-    """Whether lines of that length are tokenized in a small stack, tried in a process of its own."""
+    """Try lines of that length in a small stack, in a process of its own."""
 
     def tokenize() -> None:
         for text in _lines(n_characters):

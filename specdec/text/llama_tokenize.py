@@ -1,9 +1,9 @@
 """llama.cpp's tokenizer, called so that no text ends the process.
 
 Many of its pre-tokenizers are expressions of std::regex, which calls itself once for each character
-of a word. A word of 28,000 characters, in one line without a break, uses up a stack of 8 MiB. So
-where the trial of a model found that (backends/llama/trial.py), long texts are tokenized in a thread
-with a large stack, and refused where a line is too long even for that.
+of a word: 28,000 of them use up a stack of 8 MiB. Where the trial of a model found that
+(backends/llama/trial.py), long texts are tokenized in a thread with a large stack, and refused
+where a line is too long even for that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _TOKENIZE = ctypes.CFUNCTYPE(
     ctypes.c_bool,
     ctypes.c_bool,
 )
-"""llama_tokenize: vocabulary, text, its length, tokens, room for them, add_special, parse_special."""
+"""llama_tokenize: vocabulary, text, its length, tokens, room for them, and whether special tokens
+are added and recognised."""
 
 
 class LlamaTokenize:
@@ -119,8 +120,8 @@ def check_lines(text: str, limits: TextLimits) -> None:
     longest = max(map(len, _LINE_END.split(text)))
     if longest > most:
         raise TokenizerError(
-            f"the text has a line of {longest} characters, and this model's tokenizer takes at most "
-            f"{most} without a line break: break it into several"
+            f"the text has a line of {longest} characters, and this model's tokenizer takes "
+            f"{most} at most: break it into several lines"
         )
 
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NamedTuple
@@ -47,15 +49,31 @@ class ForkedCommands:
         self._process.communicate("")
 
 
+_NOWHERE = "/nowhere/model.gguf"
+_REFUSED = (
+    ["run", "-m", _NOWHERE, "-p", "x"],
+    ["check", "-m", _NOWHERE, "-md", _NOWHERE],
+    ["batch", "-m", _NOWHERE, "/nowhere/in.jsonl", "-o", "/nowhere/out.jsonl"],
+    ["serve", "-m", _NOWHERE, "--port", "0"],
+)
+
+
+def _run_here(main, argv: list[str]) -> None:
+    with redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+        assert main(argv) == 2
+
+
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     sys.path.insert(0, sys.argv[1])
-    import backends.llama.source
+    import backends.llama.source  # noqa: F401
     import specdec.text.gguf_tokenizer  # noqa: F401
     from backends.ggml.library import load_library
     from specdec.cli.app import main
 
     load_library()
+    for argv in _REFUSED:  # what they import as they begin, forks have
+        _run_here(main, argv)
     for line in sys.stdin:
         argv, stdin = json.loads(line)
         print(json.dumps(_run(main, argv, stdin)), file=answers, flush=True)

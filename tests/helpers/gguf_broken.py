@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import gguf_bytes as gb
 from gguf_vocabularies import BYTE, N_TOKENS, NORMAL, TOKENIZER, Metadata, TinyModel, vocabulary
 
 
@@ -118,10 +117,6 @@ BROKEN: dict[str, TinyModel] = {
         changes=_figure("rope.scaling.type", "str", "yarn")
         | _figure("rope.scaling.factor", "f32", 0.0)
     ),
-    "a scaling factor that is no number": TinyModel(
-        changes=_figure("rope.scaling.type", "str", "linear")
-        | _figure("rope.scaling.factor", "f32", float("nan"))
-    ),
     "a yarn of no context": TinyModel(
         changes=_figure("rope.scaling.type", "str", "yarn")
         | _figure("rope.scaling.original_context_length", "u32", 0)
@@ -138,6 +133,8 @@ BROKEN: dict[str, TinyModel] = {
         changes=_figure("expert_count", "u32", 5000) | _figure("expert_used_count", "u32", 2)
     ),
     "another number of tokens": TinyModel(changes=_figure("vocab_size", "u32", 7)),
+    "a rotation in sections of no length": TinyModel(architecture="paddleocr"),
+    "no experts where some are needed": TinyModel(architecture="smallthinker"),
     "an unknown architecture": TinyModel(architecture="nobody"),
     "a clamp that is no number": TinyModel(
         changes=_figure("attention.clamp_kqv", "f32", float("nan"))
@@ -174,3 +171,28 @@ HARMLESS = frozenset(
 """llama.cpp makes something of these."""
 ENDLESS = TinyModel("rwkv", _tokens("rwkv", {1 + i: f"\\x{i:02x}and more" for i in range(256)}))
 """Over its tokens llama.cpp goes on for ever, and takes memory for it."""
+
+EACH_PLACE = (
+    "spm without bytes",
+    "spm without the byte 0",
+    "spm whose byte token ends early",
+    "spm, two tokens that differ behind a zero",
+    "bpe that adds a start it has not",
+    "bpe with an unknown pre-tokenizer",
+    "bpe whose pre-tokenizer is of words",
+    "wpm with byte tokens",
+    "ugm with a table that leads nowhere",
+    "ugm with a very long token",
+    "rwkv without a token for the unknown",
+    "plamo2 without bytes",
+    "no vocabulary",
+    "more experts than llama.cpp counts",
+    "a scaling that nobody knows",
+    "a rotation in sections of no length",
+    "no output norm",
+    "a norm in half precision",
+    "a head in a format of activations",
+    "a tensor that nobody knows",
+)
+"""Of each place where something is found: by us in the header, by llama.cpp as it loads, in what it
+ends the process over as it loads, builds a graph, computes or tokenizes."""
