@@ -11,11 +11,14 @@ from collections.abc import Set
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from offload.formats.gguf_header import GgufError, GgufMetadata
 
 _TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
 _ONE_EACH = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 _KIND, _SENTENCEPIECE = "tokenizer.ggml.model", "llama"
+_TABLE = "tokenizer.ggml.precompiled_charsmap"
 _REMEDY = "the file is damaged, download it again"
 
 
@@ -46,6 +49,9 @@ def check_vocabulary(path: Path, metadata: GgufMetadata, n_rows: int) -> None:
         _check_distinct(path, tokens)
     if metadata.get(_KIND) == _SENTENCEPIECE:
         _check_bytes(path, distinct)
+    if metadata.array_length(_TABLE) and metadata.type_name(_TABLE) in ("arr[i8]", "arr[u8]"):
+        values = np.asarray(cast(list[int], metadata[_TABLE]))
+        _check_table(path, values.astype(np.uint8).tobytes())
 
 
 def _check_distinct(path: Path, tokens: list[str]) -> None:
@@ -70,3 +76,25 @@ def _spellings(byte: int) -> set[str]:
     """Tokens that llama.cpp takes for one byte; it reads texts up to their first zero."""
     name = f"<0x{byte:02X}>"
     return {name, bytes([byte]).decode("utf-8", "surrogateescape")} if byte else {name}
+
+
+def _check_table(path: Path, table: bytes) -> None:
+    """Raise GgufError where a text can lead outside of sentencepiece's table of normalised
+    characters, over which llama.cpp ends the process.
+
+    It is a double array (Kanda 2018) behind its length in bytes, and the texts that its leaves
+    name, each with a zero at its end. What is too short for that llama.cpp refuses itself.
+    """
+    n_units = int.from_bytes(table[:4], "little") // 4
+    units = np.frombuffer(table, "<u4", min(n_units, (len(table) - 4) // 4), 4)
+    if not len(units):
+        return
+    texts = table[4 + 4 * n_units :]
+    inner = units >> 31 == 0  # of the others nothing but their value is read
+    below = ((units >> 10) << ((units & 512) >> 6)) ^ np.arange(len(units), dtype=np.uint32)
+    is_whole = len(units) == n_units and bool(((below[inner] | 255) < n_units).all())
+    if is_whole and not units[0] >> 31:
+        named = units[below[inner & (units >> 8 & 1 == 1)]] & 0x7FFFFFFF
+        if texts.endswith(b"\0") and not (named >= len(texts)).any():
+            return
+    raise GgufError(f"{path} has a {_TABLE} that leads outside of itself: {_REMEDY}")

@@ -3,6 +3,7 @@ read a header and a vocabulary, build a graph, tokenize a text or compute."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,13 @@ def _ids(**ids: int) -> Metadata:
 
 _ADD = {f"{TOKENIZER}add_bos_token": ("bool", True)}
 _SPM_BYTES = {3 + i: f"no byte {i}" for i in range(256)}
+
+
+def _table(units: Mapping[int, int]) -> bytes:
+    """sentencepiece's table of normalised characters: 256 units, of which some are not 0."""
+    length, values = 4 * 256, [units.get(i, 0) for i in range(256)]
+    return struct.pack("<257I", length, *values) + b"x\0"
+
 
 BROKEN: dict[str, TinyModel] = {
     # SPM: what is no token is spelled in bytes.
@@ -85,6 +93,9 @@ BROKEN: dict[str, TinyModel] = {
     ),
     "ugm with a table that leads nowhere": TinyModel(
         "ugm", _key("precompiled_charsmap", "[u8]", [4, 0, 0, 0, 0, 252, 255, 127, 0])
+    ),
+    "ugm with a table that leads nowhere behind a letter": TinyModel(
+        "ugm", _key("precompiled_charsmap", "[u8]", list(_table({ord("q"): 5000 << 10 | ord("q")})))
     ),
     "ugm with a very long token": TinyModel("ugm", _tokens("ugm", {300: "x" * 500_000})),
     # RWKV
