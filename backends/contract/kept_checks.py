@@ -16,9 +16,11 @@ _UNKNOWN: Any = "unknown"
 _SETTINGS = ("ATEN_", "DNNL_", "GGML_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
 """Beginnings of environment variables that make libraries take other kernels, or other numbers of
 threads (MKL_CBWR=COMPATIBLE, OMP_THREAD_LIMIT=1)."""
-_DECIDE_NOTHING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-"""How threads wait for work, and how many kernels are kept. They are set as ggml is loaded, or a
-checkpoint is opened, which may be before or after this."""
+_DECIDE_NOTHING = frozenset(
+    ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GGML_NO_BACKTRACE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+)
+"""How threads wait for work, what ggml says as it ends a process, and how many kernels are kept.
+They are set as ggml is loaded, or a checkpoint is opened, which may be before or after this."""
 
 
 class KeptChecks:

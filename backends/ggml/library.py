@@ -87,6 +87,7 @@ _KEPT_ALIVE: list[object] = []  # callbacks that llama.cpp holds
 @lru_cache(maxsize=1)
 def load_library() -> ModuleType:
     """llama_cpp's low-level module. Raises LlamaError where it is missing or too old."""
+    silence_backtraces()
     try:
         with bounded_spinning(LLAMA_SPINS):
             import llama_cpp.llama_cpp as library
@@ -98,6 +99,14 @@ def load_library() -> ModuleType:
     listen(library)
     library.llama_backend_init()
     return library
+
+
+def silence_backtraces() -> None:
+    """Where ggml ends the process it would start a debugger, whose output goes to stdout.
+
+    The user's own setting stands.
+    """
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 
 
 @cache
@@ -113,11 +122,17 @@ def load_shared_library() -> ctypes.CDLL:
     llama.cpp's own would load them a second time, with settings of their own.
     Raises LlamaError where it is missing.
     """
+    silence_backtraces()
+    with bounded_spinning(LLAMA_SPINS):
+        return ctypes.CDLL(str(library_folder() / "libllama.so"))
+
+
+def library_folder() -> Path:
+    """Return where llama.cpp's shared libraries lie. Raises LlamaError where it is missing."""
     found = find_spec("llama_cpp")
     if found is None or found.origin is None:
         raise LlamaError(_MISSING)
-    with bounded_spinning(LLAMA_SPINS):
-        return ctypes.CDLL(str(Path(found.origin).parent / "lib" / "libllama.so"))
+    return Path(found.origin).parent / "lib"
 
 
 def listen(library: Any) -> None:

@@ -1,4 +1,4 @@
-"""The figures of a GGUF model that decide its memory, each checked against a range; its tokens.
+"""The figures of a GGUF model that decide its memory, each checked against a range.
 
 llama.cpp aborts the process on some values that make no sense, so they are refused here first.
 Keys are `<architecture>.<name>`, as in llama.cpp's src/llama-arch.cpp.
@@ -7,7 +7,6 @@ Keys are `<architecture>.<name>`, as in llama.cpp's src/llama-arch.cpp.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,8 +29,6 @@ _WHOLLY_ROTATED = frozenset(
     "qwen2 qwen2moe qwen3 qwen3moe granite granitemoe ernie4_5 mistral3 grovemoe bitnet".split()
 )
 
-_TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
-_ONE_EACH = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 _REMEDY = "the file is damaged, download it again"
 
 CACHE_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
@@ -159,39 +156,6 @@ def check_epsilons(keys: Keys) -> None:
                 f"{keys.path} has {key} of {str(value)[:40]}, which is no number of at least 0: "
                 f"{_REMEDY}"
             )
-
-
-def check_vocabulary(path: Path, metadata: GgufMetadata, n_rows: int) -> None:
-    """Raise GgufError for what are not `n_rows` different tokens with a value of each kind.
-
-    llama.cpp aborts the process for a token that is there twice, and reads past the end of a list
-    that is too short. That there are no tokens at all it says itself.
-    """
-    if _TOKENS not in metadata:
-        return
-    for key in (_TOKENS, _MERGES):
-        if key in metadata and metadata.type_name(key) != "arr[str]":
-            raise GgufError(f"{path} has {metadata.type_name(key)} in {key}, not texts: {_REMEDY}")
-    n_tokens = metadata.array_length(_TOKENS)
-    if n_tokens != n_rows:
-        raise GgufError(f"{path} lists {n_tokens} tokens but has {n_rows} embeddings: {_REMEDY}")
-    for key in _ONE_EACH:
-        if key in metadata and metadata.array_length(key) != n_tokens:
-            raise GgufError(
-                f"{path} has {metadata.array_length(key) or 1} values in {key} for {n_tokens} "
-                f"tokens: {_REMEDY}"
-            )
-    _check_distinct(path, metadata)
-
-
-def _check_distinct(path: Path, metadata: GgufMetadata) -> None:
-    tokens = cast(list[str], metadata[_TOKENS])
-    if len(set(tokens)) == len(tokens):
-        return
-    counts = Counter(token for token in tokens if token)  # empty ones are given names
-    token, n_times = counts.most_common(1)[0] if counts else ("", 1)
-    if n_times > 1:
-        raise GgufError(f"{path} lists the token {token!r:.60} {n_times} times: {_REMEDY}")
 
 
 def read_kv_shape(keys: Keys, n_layers: int, hidden_size: int, keeps_kv: list[bool]) -> KvShape:

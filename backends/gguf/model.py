@@ -23,10 +23,10 @@ from backends.gguf.hparams import (
     Keys,
     KvShape,
     check_epsilons,
-    check_vocabulary,
     read_kv_shape,
 )
 from backends.gguf.kinds import LOOPED, refuse_other_kinds
+from backends.gguf.vocabulary import check_vocabulary
 from offload.formats.gguf_index import GgufError, GgufIndex
 from offload.formats.tensors import TensorRecord
 from offload.residency.experts import LayerExperts

@@ -30,6 +30,7 @@ from backends.llama.context import (
 )
 from backends.llama.memory import context_memory
 from backends.llama.stream import resident_outer_records
+from backends.llama.trial import TextLimits, try_model
 from backends.timing.kept import kept_curve
 from backends.timing.measure import WEIGHT_BYTES, matrix_formats
 from backends.timing.passes import is_small, measure_passes, measure_small
@@ -64,11 +65,12 @@ class GgufSource(ModelSource):
     max_tree_leaves = MAX_LEAVES
 
     def __init__(self, path: Path, options: BackendOptions, run: ExactRun | None = None) -> None:
-        """run: how the model is to be run, where that is known already."""
+        """run: how the model is to be run, where that is known already, and that it can be."""
         self.path = path
         self.model: GgufModel = load_gguf_model(path)
         if self.model.is_recurrent:
             raise recurrent_model(self.model)
+        self.text_limits = TextLimits(None) if run is not None else try_model(self.model)
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
         self.experts = self.model.experts

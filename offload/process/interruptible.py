@@ -134,6 +134,10 @@ def check_interrupt() -> None:
         raise _block.error
 
 
+_starting = threading.Lock()
+"""How large a thread's stack is, Python is told for all threads that start from then on."""
+
+
 class WorkerClosed(SpecdecError):
     """A call was submitted to a thread that was told to end: what it belongs to is closed."""
 
@@ -145,9 +149,12 @@ class Worker:
 
     Args:
         begin: called in the thread before everything else.
+        stack_bytes: of the thread; 0: as many as others have.
     """
 
-    def __init__(self, name: str, begin: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, name: str, begin: Callable[[], None] | None = None, *, stack_bytes: int = 0
+    ) -> None:
         calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._calls = calls
         self._is_closed = False
@@ -155,7 +162,12 @@ class Worker:
         weakref.finalize(self, calls.put, None)
         if begin is not None:
             calls.put(begin)
-        self._thread.start()
+        with _starting:
+            before = threading.stack_size(stack_bytes)
+            try:
+                self._thread.start()
+            finally:
+                threading.stack_size(before)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Let the thread make `call` after those before. Raises WorkerClosed after `close`."""

@@ -120,7 +120,7 @@ def _open_gguf(path: Path, options: BackendOptions) -> OpenedModel:
     from specdec.text.gguf_tokenizer import GgufTokenizer
 
     source = GgufSource(path, options)
-    tokenizer = GgufTokenizer.from_file(path)
+    tokenizer = GgufTokenizer.from_file(path, source.text_limits)
     eos = tokenizer.eos_token_ids  # llama.cpp has found all that a file has
     return OpenedModel(source, tokenizer, tokenizer.vocabulary(), eos, eos)
 

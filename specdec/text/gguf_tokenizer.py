@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from backends.ggml.library import LOG, load_library
+from backends.llama.trial import TextLimits
 from offload.process.interruptible import uninterrupted
 from specdec.text.chat_format import PLAIN, ChatFormat
 from specdec.text.contract import TokenizerError
 from specdec.text.control_tokens import AddedToken, with_one_bos
 from specdec.text.conversation import encode_conversation
+from specdec.text.llama_tokenize import NO_LIMITS, LlamaTokenize
 from specdec.text.tokenizer import grammar_slices
 from specdec.text.vocabulary import Vocabulary
 
@@ -27,8 +29,13 @@ from specdec.text.vocabulary import Vocabulary
 class GgufTokenizer:
     """The vocabulary in a GGUF file's metadata; only the header of the file is read."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Raises TokenizerError if llama.cpp cannot use the file's tokenizer."""
+    def __init__(self, path: str | Path, limits: TextLimits = NO_LIMITS) -> None:
+        """Raises TokenizerError if llama.cpp cannot use the file's tokenizer.
+
+        Args:
+            limits: what `backends.llama.trial` found of this file; without it llama.cpp may end
+                the process over the file, or over a text.
+        """
         self.path = Path(path)
         self._library = library = load_library()
         params = library.llama_model_default_params()
@@ -43,6 +50,7 @@ class GgufTokenizer:
         if library.llama_vocab_type(self._vocab) == library.LLAMA_VOCAB_TYPE_NONE:
             self.close()
             raise TokenizerError(f"{path} has no tokenizer: use a GGUF file that contains one")
+        self._tokenize = LlamaTokenize(library, self._vocab, limits)
         self._n_rows: int = library.llama_vocab_n_tokens(self._vocab)
         self._attributes = [
             int(library.llama_vocab_get_attr(self._vocab, i)) for i in range(self._n_rows)
@@ -61,9 +69,9 @@ class GgufTokenizer:
         return self._library.llama_model_load_from_file(os.fsencode(self.path), params)
 
     @classmethod
-    def from_file(cls, path: str | Path) -> GgufTokenizer:
+    def from_file(cls, path: str | Path, limits: TextLimits = NO_LIMITS) -> GgufTokenizer:
         """The same as the constructor, by the name that goes with `Tokenizer.from_pretrained`."""
-        return cls(path)
+        return cls(path, limits)
 
     @property
     def n_tokens(self) -> int:
@@ -90,20 +98,9 @@ class GgufTokenizer:
         return with_one_bos(ids, bos, lambda: self._encode(text, False, parse_special))
 
     def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
-        try:
-            data = text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise TokenizerError(
-                f"the text is not valid Unicode (a lone surrogate at {error.start})"
-            ) from None
-        # One token per byte at most, and what is added at the ends.
-        buffer = (self._library.llama_token * (len(data) + 8))()
-        n_tokens = self._library.llama_tokenize(
-            self._vocab, data, len(data), buffer, len(buffer), add_special_tokens, parse_special
+        return self._tokenize(
+            text, add_special_tokens=add_special_tokens, parse_special=parse_special
         )
-        if n_tokens < 0:
-            raise TokenizerError(f"llama.cpp cannot tokenize a text of {len(data)} bytes")
-        return list(buffer[:n_tokens])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens; special tokens have none, half characters give U+FFFD."""
@@ -160,11 +157,10 @@ class GgufTokenizer:
             special + self._text(i).encode() if self._is_special(i) else self._piece(i)
             for i in range(self._n_rows)
         ]
-        tokenize = ctypes.cast(self._library._lib.llama_tokenize, ctypes.c_void_p).value
         return LLTokenizer.from_llamacpp(  # type: ignore[attr-defined]  # not in its stubs
             tokens=pieces,
             vocab_ptr=self._vocab,
-            tokenize_fptr=tokenize,
+            tokenize_fptr=self._tokenize.function,
             eos_token=list(end_ids),
             slices=grammar_slices(),
         )

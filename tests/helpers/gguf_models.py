@@ -136,7 +136,9 @@ def _add_metadata(
         writer.add_sliding_window(kind.sliding_window)
     words = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, vocab))]
     types = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
-    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_merges(["w 3"])
     writer.add_token_list(words)
     writer.add_token_scores([-float(i) for i in range(vocab)])
     writer.add_token_types([*types, *[gguf.TokenType.NORMAL] * (vocab - 3)])

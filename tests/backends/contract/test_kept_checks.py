@@ -41,7 +41,7 @@ def test_settings_of_the_libraries_are_tried_out(
     assert KeptChecks("library 1", (1, 2)).find("product", lambda: 1) == 1
 
 
-@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GGML_NO_BACKTRACE"])
 def test_how_threads_wait_decides_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a prompt cache file would be another machine's in the next run."""
     monkeypatch.delenv(name, raising=False)

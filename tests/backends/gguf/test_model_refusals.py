@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf_bytes as gb
@@ -83,6 +85,7 @@ def test_a_stack_of_another_number_of_experts(tmp_path: Path) -> None:
     [
         ("blk.0.attn_v.weight", "I16", "in I16, and weights are floats"),
         ("token_embd.weight", "F64", "in F64, and weights are"),
+        ("output.weight", "Q8_1", "in Q8_1, and weights are"),
         ("blk.1.ffn_norm.weight", "I32", "in I32, and norms and biases are F32"),
         ("output_norm.weight", "F16", "in F16, and norms and biases are F32"),
         ("blk.1.attn_q.bias", "BF16", "in BF16, and norms and biases are F32"),
@@ -203,6 +206,53 @@ def test_vocabularies_for_which_llama_cpp_would_end_the_process(
 ) -> None:
     changes = {f"tokenizer.ggml.{name}": item for name, item in lists.items()}
     refused(tmp_path, f"{match}.*download it again", gb.model_metadata() | changes)
+
+
+@pytest.mark.parametrize(
+    ("units", "texts", "is_well"),
+    [
+        ({}, b"x\0", True),
+        ({0x61: 1 << 10 | 1 << 8 | 0x61, 0x60: 1 << 31}, b"x\0", True),  # "a" is written as "x"
+        ({0: 256 << 10}, b"x\0", False),
+        ({0: 1 << 31}, b"x\0", False),
+        ({0x61: 7 << 10 | 1 << 9 | 0x61}, b"x\0", False),  # 7 << 8
+        ({0x61: 1 << 10 | 1 << 8 | 0x61, 0x60: 1 << 31 | 2}, b"x\0", False),
+        ({}, b"x", False),
+    ],
+)
+def test_tables_of_characters(
+    tmp_path: Path, units: dict[int, int], texts: bytes, is_well: bool
+) -> None:
+    values = [units.get(i, 0) for i in range(256)]
+    table = struct.pack("<257I", 4 * 256, *values) + texts
+    key = {"tokenizer.ggml.precompiled_charsmap": ("[u8]", list(table))}
+    if is_well:
+        assert load(tmp_path, gb.model_metadata() | key)
+    else:
+        refused(tmp_path, "leads outside of itself.*download it again", gb.model_metadata() | key)
+
+
+@pytest.mark.parametrize(
+    ("missing", "match"),
+    [
+        (range(256), "255 of 256 bytes .<0x00> is the first"),
+        ([0], "1 of 256 bytes .<0x00>"),
+        ([0xE4, 0xFF], "2 of 256 bytes .<0xE4>"),
+        ([0x61], None),  # it has the token "a"
+    ],
+)
+def test_vocabularies_of_sentencepiece_that_cannot_spell(
+    tmp_path: Path, missing: Sequence[int], match: str | None
+) -> None:
+    bytes_ = [f"<0x{i:02X}>" if i not in missing else f"none{i}" for i in range(256)]
+    lists = {"model": ("str", "llama"), "tokens": ("[str]", [*bytes_, "a"])}
+    metadata = gb.model_metadata() | {f"tokenizer.ggml.{name}": x for name, x in lists.items()}
+    rows = ("F32", (257, gb.HIDDEN))
+    tensors = gb.model_tensors() | {"token_embd.weight": rows, "output.weight": rows}
+    if match is None:
+        assert load(tmp_path, metadata, tensors).vocab_size == 257
+    else:
+        refused(tmp_path, match, metadata, tensors)
 
 
 def test_tokens_without_a_text_may_be_several(tmp_path: Path) -> None:

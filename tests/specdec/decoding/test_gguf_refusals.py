@@ -40,7 +40,9 @@ def no_llama(monkeypatch: pytest.MonkeyPatch) -> None:
 
     load = gguf_text.GgufTokenizer.from_file
     monkeypatch.setattr(
-        gguf_text.GgufTokenizer, "from_file", lambda path: refuse(path) or load(path)
+        gguf_text.GgufTokenizer,
+        "from_file",
+        lambda path, limits: refuse(path) or load(path, limits),
     )
 
 

@@ -1,0 +1,100 @@
+"""The vocabulary in a GGUF header, refused by name where llama.cpp would end the process over it.
+
+Only what a look at the lists shows is checked here. About the rest llama.cpp itself is asked, in a
+process that may be lost (backends/llama/trial.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Set
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from offload.formats.gguf_header import GgufError, GgufMetadata
+
+_TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
+_ONE_EACH = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
+_KIND, _SENTENCEPIECE = "tokenizer.ggml.model", "llama"
+_TABLE = "tokenizer.ggml.precompiled_charsmap"
+_REMEDY = "the file is damaged, download it again"
+
+
+def check_vocabulary(path: Path, metadata: GgufMetadata, n_rows: int) -> None:
+    """Raise GgufError for what are not `n_rows` different tokens with a value of each kind, or
+    cannot spell every text.
+
+    llama.cpp aborts the process for a token that is there twice, and reads past the end of a list
+    that is too short. That there are no tokens at all it says itself.
+    """
+    if _TOKENS not in metadata:
+        return
+    for key in (_TOKENS, _MERGES):
+        if key in metadata and metadata.type_name(key) != "arr[str]":
+            raise GgufError(f"{path} has {metadata.type_name(key)} in {key}, not texts: {_REMEDY}")
+    n_tokens = metadata.array_length(_TOKENS)
+    if n_tokens != n_rows:
+        raise GgufError(f"{path} lists {n_tokens} tokens but has {n_rows} embeddings: {_REMEDY}")
+    for key in _ONE_EACH:
+        if key in metadata and metadata.array_length(key) != n_tokens:
+            raise GgufError(
+                f"{path} has {metadata.array_length(key) or 1} values in {key} for {n_tokens} "
+                f"tokens: {_REMEDY}"
+            )
+    tokens = cast(list[str], metadata[_TOKENS])
+    distinct = set(tokens)
+    if len(distinct) != len(tokens):
+        _check_distinct(path, tokens)
+    if metadata.get(_KIND) == _SENTENCEPIECE:
+        _check_bytes(path, distinct)
+    if metadata.array_length(_TABLE) and metadata.type_name(_TABLE) in ("arr[i8]", "arr[u8]"):
+        values = np.asarray(cast(list[int], metadata[_TABLE]))
+        _check_table(path, values.astype(np.uint8).tobytes())
+
+
+def _check_distinct(path: Path, tokens: list[str]) -> None:
+    counts = Counter(token for token in tokens if token)  # empty ones are given names
+    token, n_times = counts.most_common(1)[0] if counts else ("", 1)
+    if n_times > 1:
+        raise GgufError(f"{path} lists the token {token!r:.60} {n_times} times: {_REMEDY}")
+
+
+def _check_bytes(path: Path, tokens: Set[str]) -> None:
+    """Raise GgufError where a text cannot be spelled: what is no token is spelled in bytes, and
+    llama.cpp ends the process over the first byte that has none."""
+    missing = [byte for byte in range(256) if not _spellings(byte) & tokens]
+    if missing:
+        raise GgufError(
+            f"{path} has no tokens for {len(missing)} of 256 bytes (<0x{missing[0]:02X}> is the "
+            "first), so that llama.cpp cannot spell every text: convert the original model again"
+        )
+
+
+def _spellings(byte: int) -> set[str]:
+    """Tokens that llama.cpp takes for one byte; it reads texts up to their first zero."""
+    name = f"<0x{byte:02X}>"
+    return {name, bytes([byte]).decode("utf-8", "surrogateescape")} if byte else {name}
+
+
+def _check_table(path: Path, table: bytes) -> None:
+    """Raise GgufError where a text can lead outside of sentencepiece's table of normalised
+    characters, over which llama.cpp ends the process.
+
+    It is a double array (Kanda 2018) behind its length in bytes, and the texts that its leaves
+    name, each with a zero at its end. What is too short for that llama.cpp refuses itself.
+    """
+    n_units = int.from_bytes(table[:4], "little") // 4
+    units = np.frombuffer(table, "<u4", min(n_units, (len(table) - 4) // 4), 4)
+    if not len(units):
+        return
+    texts = table[4 + 4 * n_units :]
+    inner = units >> 31 == 0  # of the others nothing but their value is read
+    below = ((units >> 10) << ((units & 512) >> 6)) ^ np.arange(len(units), dtype=np.uint32)
+    is_whole = len(units) == n_units and bool(((below[inner] | 255) < n_units).all())
+    if is_whole and not units[0] >> 31:
+        named = units[below[inner & (units >> 8 & 1 == 1)]] & 0x7FFFFFFF
+        if texts.endswith(b"\0") and not (named >= len(texts)).any():
+            return
+    raise GgufError(f"{path} has a {_TABLE} that leads outside of itself: {_REMEDY}")

@@ -1,0 +1,140 @@
+"""llama.cpp's tokenizer, called so that no text ends the process.
+
+Many of its pre-tokenizers are expressions of std::regex, which calls itself once for each character
+of a word: 28,000 of them use up a stack of 8 MiB. Where the trial of a model found that
+(backends/llama/trial.py), long texts are tokenized in a thread with a large stack, and refused
+where a line is too long even for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from backends.llama.trial import TextLimits
+from backends.llama.trial_worker import MOST_CHARACTERS, STACK_BYTES
+from offload.process.interruptible import Worker, uninterrupted
+from offload.units import MIB, format_bytes
+from specdec.text.contract import TokenizerError
+
+MAX_TEXT_BYTES = 64 * MIB  # far above any context
+NO_LIMITS = TextLimits(None)
+_SHORT_BYTES = 1000  # any thread has a stack for it
+_LINE_END = re.compile(r"\n(?=\S)")
+"""No word of a pre-tokenizer goes on behind one; the trial makes sure of it."""
+_TOKENIZE = ctypes.CFUNCTYPE(
+    ctypes.c_int32,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_int32,
+    ctypes.POINTER(ctypes.c_int32),
+    ctypes.c_int32,
+    ctypes.c_bool,
+    ctypes.c_bool,
+)
+"""llama_tokenize: vocabulary, text, its length, tokens, room for them, and whether special tokens
+are added and recognised."""
+
+
+class LlamaTokenize:
+    """Texts to token ids by one vocabulary, which may not be freed before this."""
+
+    def __init__(self, library: Any, vocab: Any, limits: TextLimits = NO_LIMITS) -> None:
+        self._library, self._vocab, self._limits = library, vocab, limits
+        self._callback = _TOKENIZE(self._tokenize_for_grammar)
+
+    def __call__(self, text: str, *, add_special_tokens: bool, parse_special: bool) -> list[int]:
+        """Token ids of a text.
+
+        parse_special: whether special tokens that are written out in it are recognised.
+        Raises TokenizerError for what is no Unicode, or too long."""
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                f"the text is not valid Unicode (a lone surrogate at {error.start})"
+            ) from None
+        if len(data) > MAX_TEXT_BYTES:
+            raise TokenizerError(
+                f"the text has {format_bytes(len(data))}, and {format_bytes(MAX_TEXT_BYTES)} are "
+                "accepted: shorten it"
+            )
+        check_lines(text, self._limits)
+        return self._tokenize(data, add_special_tokens, parse_special)
+
+    @property
+    def function(self) -> int | None:
+        """Address of a function like llama_tokenize, for bytes of any length; it lives as long as
+        this object."""
+        own = self._library._lib.llama_tokenize if self._is_unlimited else self._callback
+        return ctypes.cast(own, ctypes.c_void_p).value
+
+    @property
+    def _is_unlimited(self) -> bool:
+        return self._limits.most_characters is None
+
+    def _tokenize(self, data: bytes, *are_special: bool) -> list[int]:
+        """are_special: whether they are added, and whether those in the text are recognised."""
+        if self._is_unlimited or len(data) <= _SHORT_BYTES:
+            return self._tokenize_here(data, *are_special)
+        return self._tokenize_in_large_stack(data, *are_special)
+
+    @uninterrupted  # it uses the vocabulary to its end
+    def _tokenize_in_large_stack(self, data: bytes, *are_special: bool) -> list[int]:
+        worker = Worker("specdec-tokenizer", stack_bytes=STACK_BYTES)
+        try:
+            return worker.submit(lambda: self._tokenize_here(data, *are_special)).result()
+        finally:
+            worker.close()
+
+    def _tokenize_here(self, data: bytes, *are_special: bool) -> list[int]:
+        n_most = len(data) + 8  # one token per byte, and what is added at the ends
+        while True:
+            ids = (self._library.llama_token * n_most)()
+            n = self._library.llama_tokenize(
+                self._vocab, data, len(data), ids, n_most, *are_special
+            )
+            if n >= 0:
+                return list(ids[:n])
+            if -n <= n_most:
+                raise TokenizerError(f"llama.cpp cannot tokenize a text of {len(data)} bytes")
+            n_most = -n  # what is no UTF-8, or written otherwise, has more
+
+    def _tokenize_for_grammar(
+        self, _: Any, text: int, n_bytes: int, tokens: Any, n_most: int, *are_special: bool
+    ) -> int:
+        """llama_tokenize of a grammar's texts. One that is too long is cut: what is forced is the
+        bytes, and any tokens that spell them will do."""
+        data = ctypes.string_at(text, n_bytes)
+        ids = [i for piece in _pieces(data) for i in self._tokenize(piece, *are_special)]
+        if len(ids) > n_most:
+            return -len(ids)
+        ctypes.memmove(tokens, (ctypes.c_int32 * len(ids))(*ids), 4 * len(ids))
+        return len(ids)
+
+
+def check_lines(text: str, limits: TextLimits) -> None:
+    """Raise TokenizerError where a line is longer than the tokenizer bears."""
+    most = limits.most_characters
+    if most is None or len(text) <= most:
+        return
+    longest = max(map(len, _LINE_END.split(text)))
+    if longest > most:
+        raise TokenizerError(
+            f"the text has a line of {longest} characters, and this model's tokenizer takes "
+            f"{most} at most: break it into several lines"
+        )
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """Whole characters, MOST_CHARACTERS bytes at most; one piece of an empty text."""
+    start = 0
+    while len(data) - start > MOST_CHARACTERS:
+        end = start + MOST_CHARACTERS
+        while end > start + 1 and data[end] & 0xC0 == 0x80:
+            end -= 1
+        yield data[start:end]
+        start = end
+    yield data[start:]
