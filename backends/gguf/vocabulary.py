@@ -83,17 +83,16 @@ def _check_table(path: Path, table: bytes) -> None:
     characters, over which llama.cpp ends the process.
 
     It is a double array (Kanda 2018) behind its length in bytes, and the texts that its leaves
-    name, each with a zero at its end. What is too short for that llama.cpp refuses itself.
+    name, each with a zero at its end.
     """
-    n_units = int.from_bytes(table[:4], "little") // 4
-    units = np.frombuffer(table, "<u4", min(n_units, (len(table) - 4) // 4), 4)
-    if not len(units):
-        return
-    texts = table[4 + 4 * n_units :]
+    n_bytes = int.from_bytes(table[:4], "little")
+    n_units, texts = n_bytes // 4, table[4 + n_bytes :]
+    if not n_units or not texts:
+        return  # none, or one that llama.cpp refuses
+    units = np.frombuffer(table, "<u4", n_units, 4)
     inner = units >> 31 == 0  # of the others nothing but their value is read
-    below = ((units >> 10) << ((units & 512) >> 6)) ^ np.arange(len(units), dtype=np.uint32)
-    is_whole = len(units) == n_units and bool(((below[inner] | 255) < n_units).all())
-    if is_whole and not units[0] >> 31:
+    below = ((units >> 10) << ((units & 512) >> 6)) ^ np.arange(n_units, dtype=np.uint32)
+    if not units[0] >> 31 and bool(((below[inner] | 255) < n_units).all()):
         named = units[below[inner & (units >> 8 & 1 == 1)]] & 0x7FFFFFFF
         if texts.endswith(b"\0") and not (named >= len(texts)).any():
             return
