@@ -15,7 +15,7 @@ from offload.formats.tensors import CheckpointError
 
 _NEEDED = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 _OPTIONAL = (
-    "head_dim intermediate_size kv_lora_rank max_position_embeddings num_experts_per_tok "
+    "head_dim intermediate_size kv_lora_rank max_position_embeddings "
     "num_key_value_heads num_nextn_predict_layers qk_nope_head_dim qk_rope_head_dim seq_length "
     "sliding_window v_head_dim"
 ).split()
