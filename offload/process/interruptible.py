@@ -163,7 +163,8 @@ class Worker:
         if begin is not None:
             calls.put(begin)
         with _starting:
-            before = threading.stack_size(stack_bytes)
+            before = threading.stack_size()
+            threading.stack_size(stack_bytes or before)
             try:
                 self._thread.start()
             finally:
