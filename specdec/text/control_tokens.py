@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+_LONGEST_PART = 64  # characters of a control token that one text may have, and the next the rest
 _MARKS = range(0xE000, 0xF900)  # private use; JSON and repr write them as \ue000
 
 
@@ -127,53 +129,74 @@ class MarkedContents:
         self, rendered: str, opening: str, closing: str
     ) -> Iterator[tuple[int, int, AddedToken | None]]:
         """(start, end, token) of the template's control tokens, and the text's end."""
-        for match in self._texts.find(rendered):
-            start, end = match.span()
+        for start, end in self._texts.spans(rendered):
             # One mark is enough: a template that cuts a content may have lost the other.
             is_content = rendered.endswith(opening, 0, start) or rendered.startswith(closing, end)
             if not is_content:
-                yield start, end, self._added[match[0]]
+                yield start, end, self._added[rendered[start:end]]
         yield len(rendered), len(rendered), None
 
 
 class _Texts:
-    """Texts of control tokens, to be found in others."""
+    """Texts of control tokens, to be found in others; a vocabulary may have very many."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        longest_first = sorted(texts, key=len, reverse=True)
-        self._any = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        # Parts in which a text may end and the next one begin, so that both together were one.
-        # Roles and types are words, which templates compare: words are left alone.
-        self._heads = {t[:n] for t in texts if not t[0].isalnum() for n in range(1, len(t))}
-        self._tails = {t[-n:] for t in texts if not t[-1].isalnum() for n in range(1, len(t))}
-        self._n_longest = max(map(len, texts), default=0)
+        self._texts = frozenset(texts)
+        self._lengths = sorted({len(text) for text in texts}, reverse=True)
+        letters = "".join(re.escape(letter) for letter in {text[0] for text in texts})
+        self._first = re.compile(f"[{letters}]" if letters else "(?!)")
+        # In a part of one a text may end that the next text completes. Roles and types are words,
+        # which templates compare: words are left alone.
+        self._by_head = sorted(text for text in texts if not text[0].isalnum())
+        self._by_tail = sorted(text[::-1] for text in texts if not text[-1].isalnum())
 
     @classmethod
     @lru_cache(maxsize=4)
     def of(cls, texts: tuple[str, ...]) -> _Texts:
         return cls([text for text in texts if text])
 
-    def find(self, text: str) -> Iterator[re.Match[str]]:
-        return self._any.finditer(text)
+    def spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """(start, end) of each in a text, the longest where several begin."""
+        at = 0
+        while (match := self._first.search(text, at)) is not None:
+            start = match.start()
+            lengths = (n for n in self._lengths if text[start : start + n] in self._texts)
+            length = next(lengths, 0)
+            if length:
+                yield start, start + length
+            at = start + max(length, 1)
 
     def are_touched_by(self, text: str) -> bool:
         if text.isidentifier():
             return False
-        return self._any.search(text) is not None or self._begins(text) or self._ends(text)
+        is_there = next(self.spans(text), None) is not None
+        return is_there or self._begins(text) or self._ends(text)
 
     def marked(self, text: str, opening: str, closing: str) -> str:
         if text.isidentifier():
             return text
-        before = opening if self._begins(text) else ""
-        behind = closing if self._ends(text) else ""
-        return before + self._any.sub(lambda match: opening + match[0] + closing, text) + behind
+        parts, at = [opening if self._begins(text) else ""], 0
+        for start, end in self.spans(text):
+            parts += [text[at:start], opening, text[start:end], closing]
+            at = end
+        return "".join([*parts, text[at:], closing if self._ends(text) else ""])
 
     def _begins(self, text: str) -> bool:
         """Whether it begins as a control token ends."""
-        return any(text[:n] in self._tails for n in range(1, min(self._n_longest, len(text) + 1)))
+        return _ends_as_one_begins(text[:_LONGEST_PART][::-1], self._by_tail)
 
     def _ends(self, text: str) -> bool:
-        return any(text[-n:] in self._heads for n in range(1, min(self._n_longest, len(text) + 1)))
+        return _ends_as_one_begins(text[-_LONGEST_PART:], self._by_head)
+
+
+def _ends_as_one_begins(text: str, texts: Sequence[str]) -> bool:
+    """Whether an end of it is a beginning of one of these, which are sorted, but not all of it."""
+    for start in range(len(text)):
+        part = text[start:]
+        at = bisect_right(texts, part)
+        if at < len(texts) and texts[at].startswith(part):
+            return True
+    return False
 
 
 def _texts_in(value: Any) -> Iterator[str]:

@@ -42,7 +42,7 @@ def completion_logprobs(
     tokens, likeliest = [], []
     for position, token_id in enumerate(token_ids):
         if top is not None:
-            keys = texts.keys(top[position])
+            keys = texts.keys(list(top[position]), token_id)
             likeliest.append({key: _finite(top[position][one]) for key, one in keys.items()})
         tokens.append(texts.push(token_id))
     return {

@@ -7,7 +7,7 @@ joined, are the text's.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from specdec.text.contract import TokenSpeller
@@ -61,14 +61,14 @@ class TokenTexts:
         self._n_shown += len(self._detokenizer.push(token_id))
         return token
 
-    def keys(self, token_ids: Iterable[int]) -> dict[str, int]:
-        """Different names of tokens that might come next, the chosen text for the first of those
-        that have the same; vLLM's `token_id:N` for the others."""
-        found: dict[str, int] = {}
-        for token_id in token_ids:
-            text = self.look(token_id).text
-            found[f"token_id:{token_id}" if text in found else text] = token_id
-        return found
+    def keys(self, token_ids: Sequence[int], chosen: int) -> dict[str, int]:
+        """Different names of tokens that might come next: texts, and vLLM's `token_id:N` where the
+        chosen token, or an earlier one, has the same text."""
+        owners: dict[str, int] = {}
+        for token_id in (chosen, *token_ids):
+            owners.setdefault(self.look(token_id).text, token_id)
+        named = {token_id: text for text, token_id in owners.items()}
+        return {named.get(token_id, f"token_id:{token_id}"): token_id for token_id in token_ids}
 
 
 def shown(tokenizer: TokenSpeller, token_id: int, data: bytes) -> str:

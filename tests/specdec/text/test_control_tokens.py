@@ -224,3 +224,13 @@ def test_the_token_that_ends_a_turn(template: str | None, end: str | None) -> No
     tokenizer = tiny_tokenizer("byte-level")
     tokenizer.chat_format = PLAIN if template is None else ChatFormat(template)
     assert end_of_turn(tokenizer) == (None if end is None else tokenizer.added_tokens[end].token_id)
+
+
+def test_a_vocabulary_of_very_many_and_very_long_control_tokens() -> None:
+    """Files of models are untrusted: finding these takes no more memory than they do."""
+    texts = [f"<|{'x' * (i % 50)}{i}|>" for i in range(50_000)] + ["<" * 500_000 + ">"]
+    added = {text: AddedToken(i, True) for i, text in enumerate(texts)}
+    marked = MarkedContents(added, f"a{texts[7]}b")
+    assert marked.pieces(texts[9] + marked.value) == [
+        Piece(texts[9], True), Piece(f"a{texts[7]}b", False)
+    ]  # fmt: skip

@@ -123,14 +123,17 @@ def test_bytes_that_are_no_text_are_written_as_openai_does() -> None:
 
 
 def test_tokens_with_the_same_text() -> None:
-    """SentencePiece has `a` and the byte 0x61: the likelier one has the text, the other its id."""
+    """SentencePiece has `a` and the byte 0x61: the chosen or likelier one has the text, the other
+    its id."""
     tokenizer = tiny_tokenizer("sentencepiece")
     letter, byte = (tokenizer.hf_tokenizer.convert_tokens_to_ids(one) for one in ("a", "<0x61>"))
     texts = TokenTexts(tokenizer, tokenizer.encode(PROMPT))
     for first, second in ((letter, byte), (byte, letter)):
-        top = {first: -1.0, second: -2.0}
-        (found,) = completion_logprobs(texts, [letter], [0.0], [top])["top_logprobs"]
-        assert found == {"a": -1.0, f"token_id:{second}": -2.0}
+        for chosen in (first, second, 0):
+            top = {first: -1.0, second: -2.0}
+            (found,) = completion_logprobs(texts, [chosen], [0.0], [top])["top_logprobs"]
+            other = first if chosen == second else second
+            assert found == {"a": top[first + second - other], f"token_id:{other}": top[other]}
 
 
 def test_control_tokens_have_a_name_and_no_bytes() -> None:
