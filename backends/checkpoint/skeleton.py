@@ -24,7 +24,7 @@ _building = threading.Lock()
 """Held while a model is built: what is replaced meanwhile belongs to the process (here torch's
 `register_parameter`, by transformers torch's default dtype and initialisers), and Python 3.11 fails
 to parse in two threads at once."""
-_MAX_PARAMETERS = 2**15
+_MAX_PARAMETERS = 2**14
 """More than any model's modules have, experts in stacks; so many are built within seconds."""
 
 
