@@ -26,9 +26,7 @@ import numpy as np
 
 from offload.errors import SpecdecError
 from offload.process.interruptible import uninterrupted
-from offload.storage.aligned import ALIGNMENT, HUGE_PAGE_BYTES, populate
-
-PAGE_BYTES = max(mmap.PAGESIZE, ALIGNMENT)  # pages change hands whole, and reads must be aligned
+from offload.storage.aligned import HUGE_PAGE_BYTES, PAGE_BYTES, page_down, page_up, populate
 
 PROT_NONE = 0
 PROT_READ = 1
@@ -194,8 +192,7 @@ def give_back_zeros(address: int, n_bytes: int) -> None:
     """Take the whole pages of private memory that holds zeros alone, until something is written
     there. On small pages from then on: few written bytes take few of them. Locked memory stays.
     """
-    start = -(-address // PAGE_BYTES) * PAGE_BYTES
-    end = (address + n_bytes) // PAGE_BYTES * PAGE_BYTES
+    start, end = page_up(address), page_down(address + n_bytes)
     if start < end:
         _libc().madvise(start, end - start, _MADV_NOHUGEPAGE)
         give_back(start, end - start)

@@ -18,7 +18,8 @@ from backends.ggml.library import LOG, LlamaError, LlamaModel
 from backends.gguf.model import GgufModel, load_gguf_model
 from backends.llama import unread
 from backends.llama.unread import map_unread
-from offload.paging.address_space import PAGE_BYTES, find_mapping
+from offload.paging.address_space import find_mapping
+from offload.storage.aligned import PAGE_BYTES
 from offload.storage.page_cache import drop_cached, is_cached
 
 pytestmark = pytest.mark.gguf

@@ -13,7 +13,6 @@ from mapped_weights import MAP_PRIVATE, MAP_SHARED, is_readable, libc, map_file,
 
 from offload.paging import address_space
 from offload.paging.address_space import (
-    PAGE_BYTES,
     PROT_NONE,
     PROT_READ_WRITE,
     AddressSpaceError,
@@ -30,6 +29,7 @@ from offload.paging.address_space import (
     unmap,
     view,
 )
+from offload.storage.aligned import PAGE_BYTES
 
 MIB = 1 << 20
 HUGE = 2 * MIB

@@ -19,7 +19,6 @@ from offload.experts import readers as readers_file
 from offload.formats.tensors import TensorRecord
 from offload.paging import experts as experts_file
 from offload.paging.address_space import (
-    PAGE_BYTES,
     AddressSpaceError,
     Move,
     find_mapping,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 
 
 def _address_space_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
 def test_it_is_measured_and_nothing_stays_behind() -> None:
