@@ -17,7 +17,6 @@ import functools
 import mmap
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,10 +83,6 @@ class _Vma:
 
 def check_supported() -> None:
     """Raise AddressSpaceError where pages cannot be moved, before anything is touched."""
-    if not sys.platform.startswith("linux"):
-        raise AddressSpaceError(
-            "streaming a mapped file needs Linux 5.7 or newer; load the model into memory"
-        )
     source, target = reserve(PAGE_BYTES), reserve(PAGE_BYTES)
     try:
         protect(source, PAGE_BYTES, PROT_READ_WRITE)

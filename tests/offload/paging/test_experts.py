@@ -28,6 +28,7 @@ from offload.paging.address_space import (
 from offload.paging.expert_pages import Brought, Region, outside, overhead_bytes, tensors_of
 from offload.paging.experts import PagedExperts
 from offload.residency.experts import ExpertRoom, LayerExperts
+from offload.storage.aligned import PAGE_BYTES
 from offload.storage.direct_io import StorageError
 from offload.units import format_bytes
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import mmap
-import sys
 from pathlib import Path
 
-import pytest
-
 from offload.paging.memory import move_seconds_per_byte
-
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs mremap")
 
 
 def _address_space_bytes() -> int:

@@ -159,7 +159,8 @@ from weight_files import write_weights
 from offload.paging.pager import Pager
 from offload.storage.aligned import PAGE_BYTES
 
-files = MappedWeights(write_weights(Path(sys.argv[1]), [[8 * PAGE_BYTES], [5000000], [8 * PAGE_BYTES]]))
+small = 8 * PAGE_BYTES
+files = MappedWeights(write_weights(Path(sys.argv[1]), [[small], [5000000], [small]]))
 pager = Pager(files.layers, [], files.mappings, 2)
 use, moment = int(sys.argv[2]), sys.argv[3]
 for index in range(3):

@@ -76,7 +76,9 @@ def test_the_kernel_is_asked_of_whole_pages(
 
 
 @given(
-    st.integers(0, 3 * PAGE_BYTES), st.integers(1, 3 * PAGE_BYTES), st.sampled_from([512, 4096, 9000])
+    st.integers(0, 3 * PAGE_BYTES),
+    st.integers(1, 3 * PAGE_BYTES),
+    st.sampled_from([512, 4096, 9000]),
 )
 def test_memory_is_committed_wherever_a_part_begins(offset: int, n_bytes: int, step: int) -> None:
     """Parts that are read into one page by two readers: neither takes the other's bytes."""
