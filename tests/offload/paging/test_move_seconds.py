@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
+from system_probes import needs_own_memory
+
 from offload.paging.memory import move_seconds_per_byte
 
 
@@ -12,6 +14,7 @@ def _address_space_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
+@needs_own_memory
 def test_it_is_measured_and_nothing_stays_behind() -> None:
     measure = move_seconds_per_byte.__wrapped__
     measure()  # whatever a first use maps for good
