@@ -1,5 +1,6 @@
 # make demo    install, then run a grown target in less than half its size
 # make test    install the test extras (llama.cpp is compiled once), then lint, types and all tests
+# make test-arm   what memory and processors decide, in an emulated arm64 Debian (root; docs/install.md)
 # make bench   specdec against other programs (grows a 6 GB target first)
 PYTHON ?= python3
 VENV   := .venv
@@ -10,7 +11,10 @@ MODEL   ?= build/grown-6gb
 PROMPTS ?= bench/prompts/prompts.jsonl
 BUDGET  ?= 3.5GiB
 
-.PHONY: demo test bench clean
+ARM      := build/arm
+ARM_STEP := PYTHON=$(PYTHON) tests/arm/arm.sh
+
+.PHONY: demo test test-arm bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specdec demo
@@ -19,6 +23,9 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+
+test-arm: $(ARM)/.packages
+	$(ARM_STEP) test $(ARM)
 
 bench: $(VENV)/.installed-dev
 	test -d $(MODEL) || $(BIN)/specdec-bench synth --from pair:target --size 6GB --vocab-size 32000 -o $(MODEL)
@@ -40,3 +47,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) -e ".[dev,gguf]"
 	touch $@ $(VENV)/.installed
+
+$(ARM)/.root:
+	$(ARM_STEP) root $(ARM)
+	touch $@
+
+$(ARM)/.wheel: constraints.txt tests/arm/toolchain.cmake
+	$(ARM_STEP) wheel $(ARM)
+	touch $@
+
+$(ARM)/.packages: $(ARM)/.root $(ARM)/.wheel pyproject.toml constraints.txt
+	$(ARM_STEP) packages $(ARM)
+	touch $@

@@ -55,6 +55,24 @@ _PUBLIC = {
 
 __all__ = ["__version__", *_PUBLIC]
 
+# What reading weights past the page cache within a budget needs, and other systems do not have.
+_MISSING = {
+    "darwin": ("macOS", "O_DIRECT, mremap(MREMAP_DONTUNMAP), memory cgroups and /proc"),
+    "win32": ("Windows", "preadv, O_DIRECT, mremap, fcntl locks, POSIX signals, cgroups and /proc"),
+}
+_COMMANDS = {"specdec": "specdec", "specdec-bench": "specdec-bench", "bench": "specdec-bench"}
+"""Names of scripts and packages that are started, and what the user calls them."""
+
+
+def _check_system(platform: str) -> None:
+    """Raise ImportError on a system that specdec does not run on, which says what is missing."""
+    if platform != "linux":
+        name, missing = _MISSING.get(platform, (platform, "parts of Linux that it is built on"))
+        raise ImportError(
+            f"specdec needs Linux: {name} has no {missing}; "
+            "run it in a Linux virtual machine or container, on x86-64 or arm64"
+        )
+
 
 def _check_neighbours(root: str) -> None:
     """Raise ImportError unless `offload` and `backends` are the ones that lie in `root`.
@@ -86,7 +104,30 @@ def _find_spec(name: str) -> ModuleSpec | None:
     return next((spec for spec in found if spec is not None), None)
 
 
-_check_neighbours(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+def _command_name() -> str:
+    """The command that this process is, or nothing: it is a program that imports the package."""
+    started = sys.argv[0] if sys.argv else ""
+    if started == "-m":  # Python looks for a module yet, whose arguments are the last ones
+        started = sys.orig_argv[-len(sys.argv)]
+    folder, name = os.path.split(started)
+    if name == "__main__.py":
+        name = os.path.basename(folder)
+    return _COMMANDS.get(os.path.splitext(name)[0].removesuffix("-script"), "")
+
+
+def _check() -> None:
+    """Raise ImportError where the package cannot work. A command says so in one line, and ends."""
+    try:
+        _check_system(sys.platform)
+        _check_neighbours(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+    except ImportError as error:
+        if command := _command_name():
+            sys.stderr.write(f"{command}: error: {error}\n")
+            raise SystemExit(2) from None
+        raise
+
+
+_check()
 
 
 def __getattr__(name: str) -> Any:

@@ -28,9 +28,9 @@ from backends.llama.prefix import LlamaPrefix, SequenceState
 from backends.llama.rows import PassRows
 from backends.llama.stream import StreamedLayers, mapped_ranges
 from offload.formats.mapped import TensorShape
-from offload.paging.address_space import PAGE_BYTES
 from offload.process.interruptible import uninterrupted
 from offload.residency.placement import Placement
+from offload.storage.aligned import PAGE_BYTES
 from offload.storage.page_cache import drop_files
 from offload.units import Progress
 

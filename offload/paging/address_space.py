@@ -17,7 +17,6 @@ import functools
 import mmap
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +25,7 @@ import numpy as np
 
 from offload.errors import SpecdecError
 from offload.process.interruptible import uninterrupted
-from offload.storage.aligned import ALIGNMENT, HUGE_PAGE_BYTES, populate
-
-PAGE_BYTES = max(mmap.PAGESIZE, ALIGNMENT)  # pages change hands whole, and reads must be aligned
+from offload.storage.aligned import HUGE_PAGE_BYTES, PAGE_BYTES, page_down, page_up, populate
 
 PROT_NONE = 0
 PROT_READ = 1
@@ -86,10 +83,6 @@ class _Vma:
 
 def check_supported() -> None:
     """Raise AddressSpaceError where pages cannot be moved, before anything is touched."""
-    if not sys.platform.startswith("linux"):
-        raise AddressSpaceError(
-            "streaming a mapped file needs Linux 5.7 or newer; load the model into memory"
-        )
     source, target = reserve(PAGE_BYTES), reserve(PAGE_BYTES)
     try:
         protect(source, PAGE_BYTES, PROT_READ_WRITE)
@@ -194,8 +187,7 @@ def give_back_zeros(address: int, n_bytes: int) -> None:
     """Take the whole pages of private memory that holds zeros alone, until something is written
     there. On small pages from then on: few written bytes take few of them. Locked memory stays.
     """
-    start = -(-address // PAGE_BYTES) * PAGE_BYTES
-    end = (address + n_bytes) // PAGE_BYTES * PAGE_BYTES
+    start, end = page_up(address), page_down(address + n_bytes)
     if start < end:
         _libc().madvise(start, end - start, _MADV_NOHUGEPAGE)
         give_back(start, end - start)

@@ -14,9 +14,9 @@ from itertools import pairwise
 import numpy as np
 
 from offload.formats.tensors import TensorRecord
-from offload.paging.address_space import PAGE_BYTES
 from offload.paging.spans import Span
 from offload.residency.experts import LayerExperts
+from offload.storage.aligned import PAGE_BYTES
 
 _KERNELS_BYTES = 8
 """Of a page in the kernel's page tables, which stay when pages are freed."""

@@ -18,11 +18,12 @@ from pathlib import Path
 
 from offload.experts.cache import ExpertCache
 from offload.experts.readers import ExpertStats
-from offload.paging.address_space import PAGE_BYTES, MappedRange, reserve, unmap
+from offload.paging.address_space import MappedRange, reserve, unmap
 from offload.paging.experts import PagedExperts
 from offload.process.others import beside_others
 from offload.process.remembered import cache_folder, recall_figure, remember_figure
 from offload.residency.experts import ExpertRoom, LayerExperts
+from offload.storage.aligned import page_up
 from offload.storage.direct_io import DirectFile
 from offload.storage.read_limit import read_limit_in_force
 
@@ -129,7 +130,7 @@ def _exhaust(cache: ExpertCache, layer: int, experts: Sequence[int]) -> None:
 
 def _reserved(path: Path, into: ExitStack) -> MappedRange:
     """Address space for a whole file."""
-    n_bytes = -(-path.stat().st_size // PAGE_BYTES) * PAGE_BYTES
+    n_bytes = page_up(path.stat().st_size)
     address = reserve(n_bytes)
     into.callback(unmap, address, n_bytes)
     return MappedRange(address, n_bytes, 0)

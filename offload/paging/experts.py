@@ -20,7 +20,6 @@ from offload.experts.cache import is_of_one_row
 from offload.experts.eviction import Directory, record_visit
 from offload.experts.readers import Check, ExpertReaders, ExpertStats, Failure
 from offload.paging.address_space import (
-    PAGE_BYTES,
     Move,
     keep_from_children,
     most_mappings,
@@ -42,7 +41,7 @@ from offload.paging.expert_pages import (
 from offload.paging.memory import no_room_is_memory_error
 from offload.paging.plan import Mappings, locate
 from offload.residency.experts import ExpertRoom
-from offload.storage.aligned import populate
+from offload.storage.aligned import PAGE_BYTES, populate
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.layout import Piece
 from offload.units import MIB, format_bytes

@@ -9,8 +9,9 @@ import os
 from collections.abc import Iterable, Sequence
 
 from offload.formats.tensors import FileState, TensorRecord
-from offload.paging.address_space import PAGE_BYTES, give_back, prepare, reserve, view
+from offload.paging.address_space import give_back, prepare, reserve, view
 from offload.paging.plan import ResidentRange
+from offload.storage.aligned import page_down, page_up
 from offload.storage.direct_io import StorageError
 
 
@@ -28,8 +29,7 @@ class RowsInPlace:
     def __init__(self, record: TensorRecord, address: int, beside: Sequence[ResidentRange]) -> None:
         self._record, self._address = record, address
         self._row_bytes = record.n_bytes // record.shape[0]
-        self._start = address // PAGE_BYTES * PAGE_BYTES
-        self._end = -(-(address + record.n_bytes) // PAGE_BYTES) * PAGE_BYTES
+        self._start, self._end = page_down(address), page_up(address + record.n_bytes)
         for pages in beside:
             end = pages.address + pages.n_bytes
             if pages.address <= self._start < end:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.formats.tensors import TensorRecord
-from offload.paging import address_space
 from offload.residency.placement import LayerWeights
+from offload.storage.aligned import page_down, page_up
 from offload.units import MIB
 
 MAX_GAP_BYTES = MIB  # reading one along costs less than two more edges and reads
@@ -33,13 +33,13 @@ class Span:
     @property
     def outer(self) -> Span:
         """All pages that the bytes touch."""
-        return Span(self.path, _page_down(self.start), _page_up(self.end))
+        return Span(self.path, page_down(self.start), page_up(self.end))
 
     @property
     def inner(self) -> Span:
         """The pages wholly inside; may be empty."""
-        start = _page_up(self.start)
-        return Span(self.path, start, max(start, _page_down(self.end)))
+        start = page_up(self.start)
+        return Span(self.path, start, max(start, page_down(self.end)))
 
     @property
     def edges(self) -> tuple[Span, ...]:
@@ -146,11 +146,3 @@ def _span_of(record: TensorRecord) -> Span:
 
 def _contains(span: Span, other: Span) -> bool:
     return span.path == other.path and span.start <= other.start and other.end <= span.end
-
-
-def _page_down(offset: int) -> int:
-    return offset - offset % address_space.PAGE_BYTES
-
-
-def _page_up(offset: int) -> int:
-    return _page_down(offset + address_space.PAGE_BYTES - 1)

@@ -7,6 +7,7 @@ fresh process that is inside before it begins: limited.run_limited.
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import sys
@@ -23,7 +24,7 @@ _KILL_ROUNDS, _KILL_PAUSE_SECONDS = 200, 0.01
 _PEAK_FILES = {1: "memory.max_usage_in_bytes", 2: "memory.peak"}
 _EVENT_FILES = {1: "memory.oom_control", 2: "memory.events"}
 _ANONYMOUS_KEYS = {1: "rss", 2: "anon"}
-_NO_LIMIT_BYTES = 2**63 - 4096
+_NO_LIMIT_BYTES = 2**63 - mmap.PAGESIZE
 """What the kernel takes for no limit: it wraps from 2**64 on, so that such a limit would be 0."""
 _ENTER = str(Path(__file__).resolve().with_name("enter.py"))
 

@@ -22,7 +22,7 @@ from offload.residency.placement import (
     device_footprint,
 )
 from offload.residency.plan import MIN_N_SLOTS, least_host_bytes, pin_all, plan_residency
-from offload.storage.aligned import ALIGNMENT
+from offload.storage.aligned import ALIGNMENT, PAGE_BYTES
 from offload.storage.layout import MERGE_GAP_BYTES
 from offload.units import MIB
 
@@ -124,7 +124,7 @@ def fill_host(
         return Placement(tuple(filled), plan.n_slots, is_on_device=True)
 
     # Each layer's pinned tensors have a buffer of their own, rounded up.
-    slack = 2 * ALIGNMENT * len(rest)
+    slack = (ALIGNMENT + PAGE_BYTES) * len(rest)
     found = _largest(
         rest, n_slots, host_bytes - slack, host_bytes, placed, lambda one: one.host_bytes
     )

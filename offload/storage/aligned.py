@@ -14,9 +14,14 @@ import numpy as np
 from offload.process.interruptible import check_interrupt
 from offload.units import MIB
 
-# Of offsets, lengths and buffers. Covers the logical blocks of 512 and 4096 bytes that drives have;
-# a file system that asks for more refuses the probe in DirectFile and gets buffered reads.
+# Of offsets, lengths and buffers of reads: the device's, and not the page's. Covers the logical
+# blocks of 512 and 4096 bytes that drives have; a file system that asks for more refuses the probe
+# in DirectFile and gets buffered reads.
 ALIGNMENT = 4096
+# Memory comes and goes in whole pages (4, 16 or 64 KiB on arm64), and reads go into them.
+PAGE_BYTES = max(mmap.PAGESIZE, ALIGNMENT)
+# One entry of the table above pages of 4 KiB, and a run of contiguous entries of 16 or 64 KiB on
+# arm64. One entry above those would be 32 or 512 MiB: more than many a layer has.
 HUGE_PAGE_BYTES = 2 * MIB
 
 _STEP_BYTES = 64 * MIB
@@ -48,13 +53,23 @@ def align_up(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
+def page_down(address: int) -> int:
+    """The beginning of the page at `address`."""
+    return address - address % PAGE_BYTES
+
+
+def page_up(address: int) -> int:
+    """The beginning of the first page that is not below `address`."""
+    return page_down(address + PAGE_BYTES - 1)
+
+
 def buffer_bytes(n_bytes: int) -> int:
     """Memory that `AlignedBuffer(n_bytes)` really takes."""
-    return align_up(n_bytes)
+    return page_up(n_bytes)
 
 
 def populate(address: int, n_bytes: int) -> None:
-    """Let fresh memory (whole pages) be backed by pages of its own, all zeros.
+    """Let fresh memory be backed by pages of its own, all zeros: all pages that have a byte of it.
 
     It takes seconds for gigabytes, in which other threads run.
 
@@ -70,7 +85,8 @@ def populate(address: int, n_bytes: int) -> None:
 
 def _populate_step(address: int, n_bytes: int) -> None:
     libc = _libc()
-    while libc.madvise(address, n_bytes, _MADV_POPULATE_WRITE):
+    page = page_down(address)  # an advice begins at one; what lies there already stays
+    while libc.madvise(page, address + n_bytes - page, _MADV_POPULATE_WRITE):
         number = ctypes.get_errno()
         if number == errno.EINVAL:  # an older kernel
             libc.memset(address, 0, n_bytes)

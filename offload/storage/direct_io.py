@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from offload.errors import SpecdecError
-from offload.storage.aligned import ALIGNMENT, AlignedBuffer, align_down
+from offload.storage.aligned import PAGE_BYTES, AlignedBuffer, align_down, page_down
 from offload.storage.page_cache import bytes_from_devices, drop_cached, is_cached
 
 logger = logging.getLogger(__name__)
@@ -59,9 +59,9 @@ def _reads_directly(descriptor: int) -> bool:
     page was in the cache already, because somebody has mapped the file, a device has to be read.
     """
     # In the middle, because the first page is the header's, which others may read meanwhile.
-    offset = align_down(os.fstat(descriptor).st_size // 2)
-    drop_cached(descriptor, offset, ALIGNMENT)
-    probe = AlignedBuffer(ALIGNMENT)
+    offset = page_down(os.fstat(descriptor).st_size // 2)
+    drop_cached(descriptor, offset, PAGE_BYTES)
+    probe = AlignedBuffer(PAGE_BYTES)
     try:
         was_there, n_before = is_cached(descriptor, offset), bytes_from_devices()
         os.preadv(descriptor, [probe.view], offset)

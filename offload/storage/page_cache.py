@@ -19,9 +19,12 @@ _DROP_SECONDS = 0.01
 
 
 def drop_cached(descriptor: int, offset: int = 0, n_bytes: int = 0) -> None:
-    """Let go of a range (0: to the end); what is mapped, or not yet written to storage, stays."""
+    """Let go of all pages that have a byte of a range (0: to the end); what is mapped, or not yet
+    written to storage, stays. The kernel leaves pages alone of which it is given a part only."""
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, n_bytes, os.POSIX_FADV_DONTNEED)
+        start = offset - offset % mmap.PAGESIZE
+        n_whole = n_bytes and -(-(offset + n_bytes - start) // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.posix_fadvise(descriptor, start, n_whole, os.POSIX_FADV_DONTNEED)
 
 
 def drop_files(paths: Iterable[Path]) -> None:
@@ -59,10 +62,10 @@ def is_cached(descriptor: int, offset: int) -> bool:
     The kernel says so of files that the user neither owns nor may write to.
     """
     found = ctypes.create_string_buffer(1)
-    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY  # on Linux, a page's beginning
     try:
         with mmap.mmap(descriptor, offset - start + 1, prot=mmap.PROT_READ, offset=start) as pages:
-            address = np.frombuffer(pages, np.uint8).ctypes.data + offset - start
+            address = np.frombuffer(pages, np.uint8).ctypes.data
             return bool(_libc().mincore(address, 1, found)) or bool(found.raw[0] & 1)
     except (OSError, ValueError):  # it cannot be mapped, or is empty
         return True

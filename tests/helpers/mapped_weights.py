@@ -15,6 +15,7 @@ from weight_files import Weights
 from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import MappedRange, find_mapping
 from offload.paging.pager import Pager
+from offload.storage.aligned import PAGE_BYTES, page_down, page_up
 
 HUGE = 2 << 20
 MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS = 1, 2, 0x10, 0x20
@@ -29,7 +30,7 @@ libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 def map_file(path: Path, remainder: int = 0, flags: int = MAP_SHARED) -> tuple[int, int]:
     """(address, bytes) of a mapping of the whole file; address % 2 MiB is `remainder`."""
-    size = -(-path.stat().st_size // 4096) * 4096
+    size = page_up(path.stat().st_size)
     room = libc.mmap(None, size + 2 * HUGE, 0, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
     address = -(-room // HUGE) * HUGE + remainder
     descriptor = os.open(path, os.O_RDONLY)
@@ -78,8 +79,9 @@ class MappedWeights:
     def check_absent(self, index: int) -> None:
         """Assert that the pages wholly inside of streamed tensors cannot be read."""
         for record in self.layers[index].streamed:
-            start = -(-self.address(record) // 4096) * 4096
-            for page in range(start, self.address(record) + record.n_bytes - 4095, 4096):
+            start = page_up(self.address(record))
+            end = page_down(self.address(record) + record.n_bytes)
+            for page in range(start, end, PAGE_BYTES):
                 assert not is_readable(page), f"a page of {record.name} is there"
 
     def check_resident(self) -> None:

@@ -11,11 +11,9 @@ from mapped_weights import memory_in as bytes_in
 from weight_files import Weights, write_weights
 
 from offload.formats.tensors import TensorRecord
-from offload.paging import address_space
 from offload.paging import plan as paging_plan
 from offload.paging.pager import Pager
-
-PAGE = address_space.PAGE_BYTES
+from offload.storage.aligned import PAGE_BYTES as PAGE
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ them takes 100 us (2 cores of an EPYC), as long as a small model's product.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -102,9 +101,7 @@ class _Draft:
 
 
 def _be_nice() -> None:
-    """Of the calling thread and those that its libraries start; on Linux only, elsewhere priorities
-    are the whole process's."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        present = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, min(present + _NICENESS, _MOST_NICE))
+    """Lower the priority of the calling thread and of those that its libraries start."""
+    thread = threading.get_native_id()
+    present = os.getpriority(os.PRIO_PROCESS, thread)
+    os.setpriority(os.PRIO_PROCESS, thread, min(present + _NICENESS, _MOST_NICE))

@@ -1,6 +1,7 @@
 """A streamed GGUF model computes exactly what the same model in memory does."""
 
 import ctypes
+import mmap
 
 import numpy as np
 import pytest
@@ -84,13 +85,14 @@ def test_the_cache_takes_memory_as_it_is_used(family, models, paging):
 def resident_bytes(ranges):
     """Of their whole pages, as mincore(2) says."""
     libc = ctypes.CDLL(None)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     total = 0
     for address, n_bytes in ranges:
-        start = -(-address // 4096) * 4096
-        n_pages = (address + n_bytes - start) // 4096
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        n_pages = (address + n_bytes - start) // mmap.PAGESIZE
         pages = (ctypes.c_ubyte * n_pages)()
-        assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(n_pages * 4096), pages) == 0
-        total += 4096 * sum(page & 1 for page in pages)
+        assert libc.mincore(start, n_pages * mmap.PAGESIZE, pages) == 0
+        total += mmap.PAGESIZE * sum(page & 1 for page in pages)
     return total
 
 

@@ -19,7 +19,6 @@ from offload.experts import readers as readers_file
 from offload.formats.tensors import TensorRecord
 from offload.paging import experts as experts_file
 from offload.paging.address_space import (
-    PAGE_BYTES,
     AddressSpaceError,
     Move,
     find_mapping,
@@ -29,6 +28,7 @@ from offload.paging.address_space import (
 from offload.paging.expert_pages import Brought, Region, outside, overhead_bytes, tensors_of
 from offload.paging.experts import PagedExperts
 from offload.residency.experts import ExpertRoom, LayerExperts
+from offload.storage.aligned import PAGE_BYTES
 from offload.storage.direct_io import StorageError
 from offload.units import format_bytes
 

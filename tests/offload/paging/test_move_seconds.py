@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
+import mmap
 from pathlib import Path
 
-import pytest
+from system_probes import needs_own_memory
 
 from offload.paging.memory import move_seconds_per_byte
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs mremap")
-
 
 def _address_space_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
+@needs_own_memory
 def test_it_is_measured_and_nothing_stays_behind() -> None:
     measure = move_seconds_per_byte.__wrapped__
     measure()  # whatever a first use maps for good

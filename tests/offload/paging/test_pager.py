@@ -18,10 +18,10 @@ from paging import PAGE, check_memory, page_weights, slot_ranges
 from streaming import uneven_sizes
 from weight_files import FaultyReads, write_weights
 
-from offload.paging import address_space
 from offload.paging.address_space import MappedRange
 from offload.paging.pager import Pager
 from offload.paging.plan import paging_overhead_bytes, plan_paging
+from offload.storage import aligned
 from offload.storage.aligned import buffer_bytes
 from offload.storage.direct_io import DirectFile
 from offload.storage.reading import resident_footprint
@@ -159,7 +159,7 @@ def test_random_layouts(tmp_path_factory: pytest.TempPathFactory, data: st.DataO
 
 @pytest.mark.parametrize("page", [4 * PAGE, 16 * PAGE])
 def test_larger_system_pages(tmp_path: Path, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address_space, "PAGE_BYTES", page)
+    monkeypatch.setattr(aligned, "PAGE_BYTES", page)
     weights = write_weights(tmp_path, uneven_sizes(6, 3, 300_000), resident=lambda i, j: j == 1)
     with mapped(weights) as files:
         # The tail of the last page: a mapping covers it where pages are so large.

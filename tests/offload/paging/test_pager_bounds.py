@@ -157,8 +157,10 @@ from pathlib import Path
 from mapped_weights import MappedWeights
 from weight_files import write_weights
 from offload.paging.pager import Pager
+from offload.storage.aligned import PAGE_BYTES
 
-files = MappedWeights(write_weights(Path(sys.argv[1]), [[30000], [5000000], [30000]]))
+small = 8 * PAGE_BYTES
+files = MappedWeights(write_weights(Path(sys.argv[1]), [[small], [5000000], [small]]))
 pager = Pager(files.layers, [], files.mappings, 2)
 use, moment = int(sys.argv[2]), sys.argv[3]
 for index in range(3):
@@ -172,7 +174,7 @@ print("alive", flush=True)
 address = files.address(files.layers[use].tensors[0])
 if moment == "write":
     pager.enter(use)
-    ctypes.memset(address + 4096, 1, 1)
+    ctypes.memset(address + PAGE_BYTES, 1, 1)
 files.check(use)
 print("survived")
 """

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from offload.formats.tensors import TensorRecord
-from offload.paging.address_space import PAGE_BYTES, find_mapping, view
+from offload.paging.address_space import find_mapping, view
 from offload.paging.plan import ResidentRange
 from offload.paging.rows import RowsInPlace
 from offload.process.memory import process_memory
+from offload.storage.aligned import PAGE_BYTES
 from offload.storage.direct_io import StorageError
 from offload.units import MIB
 

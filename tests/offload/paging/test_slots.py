@@ -6,19 +6,21 @@ import threading
 
 import pytest
 from mapped_weights import memory_in
+from system_probes import needs_populated_memory
 
 from offload.paging import memory
 from offload.paging.memory import PageMemory
-from offload.storage.aligned import HUGE_PAGE_BYTES
+from offload.storage.aligned import HUGE_PAGE_BYTES, PAGE_BYTES
 
 N_BYTES = 2 * HUGE_PAGE_BYTES
 
 
+@needs_populated_memory
 def test_a_slot_takes_memory_when_it_is_first_filled() -> None:
-    slot = PageMemory(N_BYTES, 4096)
-    assert memory_in([(slot.address, N_BYTES + 4096)]) == 0
+    slot = PageMemory(N_BYTES, PAGE_BYTES)
+    assert memory_in([(slot.address, N_BYTES + PAGE_BYTES)]) == 0
     assert bytes(slot.view[-1:]) == b"\0"
-    assert memory_in([(slot.address, N_BYTES + 4096)]) == N_BYTES + 4096
+    assert memory_in([(slot.address, N_BYTES + PAGE_BYTES)]) == N_BYTES + PAGE_BYTES
     slot.close()
 
 

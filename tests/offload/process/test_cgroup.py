@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -91,7 +92,7 @@ def test_a_limit_beyond_all_memory_is_none(tmp_path: Path, n_bytes: int) -> None
     """The kernel wraps at 2**64: that limit would be 0, and everything inside be killed."""
     _fake_v1(tmp_path)
     group = MemoryCgroup.create(n_bytes, proc=tmp_path / "proc")
-    assert (group.path / "memory.limit_in_bytes").read_text() == f"{2**63 - 4096}\n"
+    assert (group.path / "memory.limit_in_bytes").read_text() == f"{2**63 - mmap.PAGESIZE}\n"
 
 
 def test_what_dead_processes_left_is_swept_away(tmp_path: Path) -> None:

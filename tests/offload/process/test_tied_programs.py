@@ -32,8 +32,6 @@ from bench.process.child import run_child
 run_child("waiting_module", [], None)
 """
 
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-
 
 def kill_parent_of(script: str) -> int:
     """Returns the parent's id when the child is gone as well: its end of the pipe is closed."""
@@ -45,19 +43,16 @@ def kill_parent_of(script: str) -> int:
     return parent.pid
 
 
-@linux_only
 def test_a_child_dies_with_a_parent_that_was_killed() -> None:
     kill_parent_of(TIED)
 
 
-@linux_only
 def test_so_does_a_measuring_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "waiting_module.py").write_text(WAIT)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     kill_parent_of(AS_CHILD)
 
 
-@linux_only
 def test_an_enforced_child_and_its_cgroup_go() -> None:
     try:
         before = MemoryCgroup.create(64 * MIB)
@@ -73,7 +68,6 @@ def test_an_enforced_child_and_its_cgroup_go() -> None:
     assert not stale.exists()
 
 
-@linux_only
 def test_a_program_whose_parent_is_gone_already_is_not_started(tmp_path: Path) -> None:
     command = tied_argv(["/bin/touch", str(tmp_path / "ran")])
     not_our_id = str(int(command[4]) + 1)

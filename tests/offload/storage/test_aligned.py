@@ -7,6 +7,7 @@ import pytest
 
 from offload.storage.aligned import (
     HUGE_PAGE_BYTES,
+    PAGE_BYTES,
     AlignedBuffer,
     align_down,
     align_up,
@@ -30,8 +31,8 @@ def test_rounding() -> None:
     assert [align_up(n) for n in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
     assert [align_down(n) for n in (0, 4095, 4096, 8191)] == [0, 0, 4096, 4096]
     assert buffer_bytes(0) == 0
-    assert buffer_bytes(5000) == 8192
-    assert buffer_bytes(2**21 + 1) == 2**21 + 4096
+    assert buffer_bytes(PAGE_BYTES + 1) == 2 * PAGE_BYTES
+    assert buffer_bytes(2**21 + 1) == 2**21 + PAGE_BYTES
 
 
 def test_closing_leaves_the_memory_to_a_living_view() -> None:

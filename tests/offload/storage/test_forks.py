@@ -24,7 +24,6 @@ from offload.ring.streamer import WeightStreamer
 
 pytestmark = [
     pytest.mark.usefixtures("no_thread_is_left"),
-    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of forking with threads
 ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +15,6 @@ from offload.process.memory import process_memory
 from offload.storage import aligned
 from offload.storage.aligned import AlignedBuffer
 from offload.units import MIB
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 N_BYTES = 512 * MIB
 

@@ -1,0 +1,89 @@
+"""What this system does of what some tests look at. Emulators of processors leave parts of it out.
+
+Each probe tries it out, whatever the system is called; a test that needs what is missing is skipped
+and says so:
+
+    @needs_populated_memory
+    def test_...
+"""
+
+from __future__ import annotations
+
+import mmap
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from mapped_weights import libc, memory_in
+
+from offload.paging.address_space import PROT_READ_WRITE, protect, reserve, unmap
+from offload.storage.aligned import PAGE_BYTES
+
+_N_BYTES = 8 * PAGE_BYTES
+_MADV_POPULATE_WRITE, _MADV_DONTFORK = 23, 10
+
+
+@contextmanager
+def _memory() -> Iterator[int]:
+    """The address of fresh writable memory of `_N_BYTES`, between pages without access."""
+    room = reserve(3 * _N_BYTES)
+    try:
+        protect(room + _N_BYTES, _N_BYTES, PROT_READ_WRITE)
+        yield room + _N_BYTES
+    finally:
+        unmap(room, 3 * _N_BYTES)
+
+
+def populates_memory() -> bool:
+    """Whether advice to populate memory brings it, where the kernel says that it has."""
+    with _memory() as address:
+        if libc.madvise(address, _N_BYTES, _MADV_POPULATE_WRITE):
+            return True  # a kernel that knows of none: memory is written to instead
+        return memory_in([(address, _N_BYTES)]) == _N_BYTES
+
+
+def splits_mappings() -> bool:
+    """Whether advice for a part of a mapping makes several of it."""
+    with _memory() as address:
+        libc.madvise(address + PAGE_BYTES, PAGE_BYTES, _MADV_DONTFORK)
+        starts = {start for start, _ in _mappings()}
+        return {address, address + PAGE_BYTES, address + 2 * PAGE_BYTES} <= starts
+
+
+def counts_own_memory_alone() -> bool:
+    """Whether what is counted as this process's is what it has mapped, and no emulator's."""
+    status = Path("/proc/self/status").read_text()
+    counted = int(status.split("VmSize:")[1].split()[0]) * 1024
+    listed = sum(end - start for start, end in _mappings())
+    return counted <= listed + (1 << 20)
+
+
+def limits_address_space() -> bool:
+    """Whether a limit of address space (ulimit -v) is heeded."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 24, before[1]))
+    try:
+        mmap.mmap(-1, 1 << 30).close()
+    except OSError:
+        return True
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    return False
+
+
+def _mappings() -> list[tuple[int, int]]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = (line.split()[0].split("-") for line in lines if not line.endswith("[vsyscall]"))
+    return [(int(start, 16), int(end, 16)) for start, end in spans]
+
+
+def _needs(probe: Callable[[], bool], reason: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not probe(), reason=f"this system {reason}")
+
+
+needs_populated_memory = _needs(populates_memory, "takes memory later than it says")
+needs_split_mappings = _needs(splits_mappings, "keeps mappings whole, or lists too few")
+needs_own_memory = _needs(counts_own_memory_alone, "counts an emulator's memory as a process's")
+needs_address_limit = _needs(limits_address_space, "heeds no limit of address space")
