@@ -16,6 +16,7 @@ from backends.contract.backend import UnsupportedModel, one_line
 from backends.hf.layer_runner import MakeMask
 from backends.hf.model import HfModel
 from backends.kv.pool import KvPool
+from offload.errors import SpecdecError
 
 
 def prepare_buffers(model: HfModel, device: torch.device) -> torch.Tensor | None:
@@ -49,7 +50,9 @@ def first_pass(model: HfModel, device: torch.device) -> Iterator[None]:
     """
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+    except (SpecdecError, MemoryError, OSError):
+        raise
+    except Exception as e:
         if device.type != "cpu":
             raise
         raise UnsupportedModel(

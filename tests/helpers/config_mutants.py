@@ -3,6 +3,7 @@ exaggerated, at any depth; the same ones in every run."""
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Iterator
@@ -44,23 +45,24 @@ def mutant(config: dict[str, Any], rng: random.Random) -> tuple[dict[str, Any], 
     changed: dict[str, Any] = json.loads(json.dumps(config))
     done: dict[str, Any] = {}
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        path = rng.choice([p for p in _paths(changed) if p != ("model_type",)])
+        paths = [p for p in _paths(changed) if p != ("model_type",)]
+        path = rng.choice(paths or [("hidden_size",)])
         parent: Any = changed
         for key in path[:-1]:
             parent = parent[key]
         name = ".".join(map(str, path))
-        if rng.random() < 0.15 and isinstance(parent, dict):
+        if rng.random() < 0.15 and isinstance(parent, dict) and path[-1] in parent:
             del parent[path[-1]]
             done[name] = _DELETED
         else:
-            parent[path[-1]] = done[name] = _other(parent[path[-1]], rng)
+            parent[path[-1]] = done[name] = _other(parent[path[-1]] if paths else 0, rng)
     return changed, done
 
 
 def _other(value: Any, rng: random.Random) -> Any:
     if rng.random() < 0.4 and type(value) in (int, float):
         return rng.choice([*(value * x for x in _FACTORS), value + 1, str(value), [value]])
-    return rng.choice(VALUES)
+    return copy.deepcopy(rng.choice(VALUES))  # a later change may lie within
 
 
 def _paths(value: Any, path: Path = ()) -> Iterator[Path]:

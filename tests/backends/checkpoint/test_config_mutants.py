@@ -164,7 +164,11 @@ def test_a_gemma_3n_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "values"),
-    [("gemma3", {"query_pre_attn_scalar": -256}), ("glm4-moe", {"topk_group": 2})],
+    [
+        ("gemma3", {"query_pre_attn_scalar": -256}),
+        ("glm4-moe", {"topk_group": 2}),
+        ("deepseek-v2", {"topk_method": "x"}),
+    ],
 )
 def test_what_only_a_pass_finds_is_told_of_the_first_one(
     tmp_path: Path, family: str, values: dict[str, Any]
