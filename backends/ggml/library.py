@@ -102,7 +102,7 @@ def load_library() -> ModuleType:
 
 
 def silence_backtraces() -> None:
-    """Where ggml ends the process it would start a debugger, whose output goes to stdout.
+    """Keep ggml from starting a debugger as it ends the process: its output would go to stdout.
 
     The user's own setting stands.
     """

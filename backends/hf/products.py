@@ -16,8 +16,8 @@ from backends.hf.model import HfModel
 from backends.packed.decoder import pieces
 
 _TRIED_OUTPUTS = 128
-"""Of a matrix that has more: which kernel is taken depends on the number of rows, on the number of
-terms, and on whether outputs fill whole vectors."""
+"""Outputs to try of a matrix that has more: which kernel is taken depends on the number of rows, on
+the number of terms, and on whether outputs fill whole vectors."""
 
 
 @dataclass(frozen=True, order=True)

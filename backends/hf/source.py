@@ -166,7 +166,7 @@ class HfSource(ModelSource):
 
     @property
     def _max_threads(self) -> int | None:
-        """Of passes whose threads follow the machine's load; None where they must not."""
+        """Most threads of a pass that follows the machine's load; None where it must not."""
         follows = self._follows_load and self.exactness.may_follow_load()
         return self._n_threads if follows else None
 

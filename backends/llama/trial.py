@@ -47,7 +47,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class TextLimits:
-    """What llama.cpp's tokenizer bears of a text.
+    """Limits of a text for llama.cpp's tokenizer.
 
     Args:
         most_characters: of a line, in a thread with STACK_BYTES; None: of any length.
@@ -97,7 +97,10 @@ def _is_answer(found: Any, path: Path) -> bool:
 
 
 def _ask(model: GgufModel) -> dict[str, Any]:
-    """What the worker found. Raises GgufError where it took too much, LlamaError where it broke."""
+    """Return what the worker found.
+
+    Raises GgufError where it took too much, LlamaError where it broke.
+    """
     process = subprocess.Popen(
         [*command_of("backends.llama.trial_worker"), str(model.path)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GGML_NO_BACKTRACE": "1"},

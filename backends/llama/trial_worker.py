@@ -26,7 +26,7 @@ MOST_BYTES = 2 << 30  # beside the model's files, which are mapped
 MOST_CPU_SECONDS = 20
 
 STACK_BYTES = 64 << 20
-"""Of the thread that tokenizes, where llama.cpp calls itself once for each character of a line."""
+"""Stack of the thread that tokenizes: llama.cpp may call itself for each character of a line."""
 _STACK_BYTES_PER_CHARACTER = 512
 """At most; the worker tries it. 293 were measured of std::regex in all pre-tokenizers of 0.3.36."""
 _OTHER_STACK_BYTES = 128 << 10
@@ -44,7 +44,7 @@ _LINES = (
     *"aA1! ~\n中あ가😀'",
     *("Aa", "a ", "a1", "!a", "a\u0301", " \n", "a\n", "!\n", " a\n", "\u00a0"),
 )
-"""What a pre-tokenizer may take for one word where it is repeated, or part at its line breaks."""
+"""Texts that a pre-tokenizer may take for one word when repeated, or part at line breaks."""
 
 
 class _Refused(Exception):
@@ -156,7 +156,7 @@ class _Vocabulary:
 
 
 def _most_characters(path: Path, vocabulary: _Vocabulary) -> int | None:
-    """Of a line; None where its length does not matter."""
+    """Characters of a line; None where its length does not matter."""
     if _bears(vocabulary, _MANY_CHARACTERS):
         return None
     if _bears(vocabulary, (_SMALL_STACK - _OTHER_STACK_BYTES) // _STACK_BYTES_PER_CHARACTER):

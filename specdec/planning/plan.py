@@ -217,7 +217,7 @@ def _remarks(chosen: Alternative, search: Search) -> tuple[tuple[str, ...], tupl
 
 
 def _no_room(alone: Division, search: Search) -> str:
-    """That a draft is left out for want of room, and the budgets with it and without.
+    """Note that a draft is left out for want of room, with the budgets with it and without.
 
     alone: the memory without the draft.
     """

@@ -50,7 +50,7 @@ class _Envelope:
         self._texts: dict[int, TokenTexts] = {}
 
     def token_texts(self, choice: int) -> TokenTexts:
-        """Those of the choice's tokens, in the order in which they come."""
+        """Log-probabilities of the choice's tokens, in the order in which they come."""
         if choice not in self._texts:
             prompt_ids = self.job.prompts[choice // self.job.n_per_prompt]
             self._texts[choice] = TokenTexts(self.tokenizer, prompt_ids)

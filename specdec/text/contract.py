@@ -1,4 +1,4 @@
-"""What a tokenizer must be able to do, whatever the model's format."""
+"""The contract of tokenizers, whatever the model's format."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TokenSpeller(TokenDecoder, Protocol):
 
 
 class ChatTokenizer(TokenSpeller, Protocol):
-    """What a generation needs of a tokenizer."""
+    """The part of a tokenizer that a generation needs."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...

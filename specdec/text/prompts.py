@@ -65,7 +65,7 @@ def check_room(n_tokens: int, max_context: int, model_context: int) -> None:
 
 
 def context_note(n_prompt: int, max_context: int, model_context: int) -> str:
-    """What is said of a text that the context cut off."""
+    """Return the note about a text that the context cut off."""
     limit, remedy = _context_limit(max_context, model_context)
     return (
         f"the text was cut where the context of {max_context} tokens ({limit}) was full, "

@@ -44,7 +44,7 @@ class TokenTexts:
         return TokenText(shown(self._tokenizer, token_id, data), data, self._offset_of(data))
 
     def _offset_of(self, data: bytes) -> int:
-        """Where the character stands that these bytes begin in.
+        """Return the place of the character that these bytes begin in.
 
         What is kept back are bytes of a character that these may go on with, or else U+FFFDs.
         """

@@ -19,7 +19,7 @@ PARTS = ("head", "embedding", "layer", "norm")
 
 @dataclass(frozen=True)
 class Disagreement:
-    """What is odd about a checkpoint.
+    """The oddities of a checkpoint.
 
     spelling : part -> how often the base model's prefix stands before the name, in each copy of
         the tensor; a second copy has other values. No entry: as transformers writes it.

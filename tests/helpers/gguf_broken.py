@@ -205,5 +205,5 @@ EACH_PLACE = (
     "a head in a format of activations",
     "a tensor that nobody knows",
 )
-"""Of each place where something is found: by us in the header, by llama.cpp as it loads, in what it
-ends the process over as it loads, builds a graph, computes or tokenizes."""
+"""One instance for each place where something is found: by us in the header, by llama.cpp as it
+loads, in what it ends the process over as it loads, builds a graph, computes or tokenizes."""

@@ -1,4 +1,4 @@
-"""What the page cache has of a file, and a file of which it has nothing. Source: mincore(2)."""
+"""Pages of a file in the page cache, and a file of which it has none. Source: mincore(2)."""
 
 from __future__ import annotations
 

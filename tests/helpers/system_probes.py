@@ -1,4 +1,4 @@
-"""What this system does of what some tests look at. Emulators of processors leave parts of it out.
+"""Probes of what this system does, for tests that look at it. Emulators leave parts of it out.
 
 Each probe tries it out, whatever the system is called; a test that needs what is missing is skipped
 and says so:

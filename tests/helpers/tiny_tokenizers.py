@@ -185,7 +185,7 @@ _OF_CHECKPOINTS: dict[str, Callable[..., Any]] = {
     "word-piece": word_piece,
 }
 KINDS = [*_OF_CHECKPOINTS][:-1]
-"""Those of checkpoints that any text can be recovered from."""
+"""Tokenizers of checkpoints that any text can be recovered from."""
 GGUF_KINDS = ["gguf-spm", "gguf-spm-merging", "gguf-bpe"]
 
 

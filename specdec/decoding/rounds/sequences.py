@@ -41,11 +41,11 @@ class CompletionOutput:
     score: float | None = None
     """Of beam search: sum of processed log-probabilities / length^length_penalty."""
     finish_note: str | None = None
-    """Where the context cut the text off: the figure that did, and what to do."""
+    """The figure of the context that cut the text off, and what to do; empty where none did."""
 
     @property
     def note(self) -> dict[str, str]:
-        """What JSON has of it: nothing, where there is none."""
+        """The note as a JSON entry; no entry where there is none."""
         return {} if self.finish_note is None else {"finish_note": self.finish_note}
 
 

@@ -308,7 +308,7 @@ class Divider:
         return "".join(f"; with {flags} it is {format_up(n)}" for n, flags in worth)
 
     def _advice_on_draft(self, shape: Shape, ledger: str) -> str:
-        """What the smallest budget is the other way: without the draft of a shape, or with it."""
+        """Smallest budget of the other choice: without the draft of a shape, or with it."""
         if not self.has_draft:
             return ""
         with_draft, alone = self.smallest.of(ledger), self.smallest_alone.of(ledger)

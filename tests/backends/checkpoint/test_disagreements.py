@@ -1,4 +1,4 @@
-"""Where config, index and files disagree, a checkpoint is what transformers makes of it.
+"""A checkpoint whose config, index and files disagree is what transformers makes of it.
 
 Where transformers refuses, or leaves a parameter random, specdec refuses and names the tensor.
 """

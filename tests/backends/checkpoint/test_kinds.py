@@ -120,7 +120,7 @@ def test_every_causal_class_of_transformers_is_known_and_no_other_kind(tmp_path:
     "name", ["score.weight", "classifier.weight", "classifier.out_proj.weight", "qa_outputs.bias"]
 )
 def test_a_head_of_scores_is_told_from_the_weights(tmp_path: Path, name: str) -> None:
-    """Where config.json does not name the class; a tied model would have run."""
+    """Config.json does not name the class; a tied model would have run."""
     with pytest.raises(UnsupportedModel, match=f"ends in {name}"):
         refuse_score_head(tmp_path, ["model.norm.weight", name])
     refuse_score_head(tmp_path, ["model.norm.weight", "lm_head.weight", name])

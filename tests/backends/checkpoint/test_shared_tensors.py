@@ -76,7 +76,7 @@ def test_a_lost_tensor_is_named(llama: Writer, tmp_path: Path) -> None:
 
 
 def test_a_packed_copy_disagrees_as_its_source_does(tmp_path: Path) -> None:
-    """Its files are numbered anew, and of a tensor in two of them the last counts all the same."""
+    """Files are numbered anew, and of a tensor in two of them the last counts all the same."""
     plain = save_packable("llama", tmp_path / "plain", tie_word_embeddings=True)
     shards = sorted(plain.glob("*.safetensors"))
     norm = "model.layers.0.input_layernorm.weight"

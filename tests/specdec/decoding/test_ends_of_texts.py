@@ -1,4 +1,4 @@
-"""What ends a text: the model's tokens, those of a conversation's turn, limits, which are told."""
+"""Ends of a text: the model's tokens, those of a conversation's turn, limits, which are told."""
 
 from __future__ import annotations
 

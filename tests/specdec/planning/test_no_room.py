@@ -30,7 +30,7 @@ DEMANDED = {"spec_type": "draft,ngram"}
 
 
 class Paper(PaperModel):
-    """Of these activations, logits included, and rows of a vocabulary."""
+    """A model of these activations, logits included, and rows of a vocabulary."""
 
     def __init__(self, name: str, *sizes: int, scratch: int = 20 * MIB, **more: Any) -> None:
         super().__init__(name, *sizes, curve=CURVE, can_use_gpu=True, **more)
@@ -51,7 +51,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     ledger: str = "memory"
     gpu: tuple[str, ...] = ()
-    """Where a draft beside a GPU may run; empty: there is none."""
+    """Devices that a draft beside a GPU may run on; empty: there is none."""
 
 
 def draft(n_layers: int = 2, tensor_bytes: int = MIB, kv: int = 100, **more: Any) -> Paper:
