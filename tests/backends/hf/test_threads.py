@@ -23,8 +23,8 @@ def test_threads(
     asked: int | None, n_torch: int, n_cpus: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "usable_cpus", lambda: n_cpus)
-    torch.set_num_threads(n_torch)
-    use_threads(asked)
+    monkeypatch.setattr(threads, "_default_threads", lambda: n_torch)
+    assert use_threads(asked) == expected
     assert torch.get_num_threads() == expected
 
 

@@ -169,11 +169,11 @@ def test_the_last_piece_of_a_packed_matrix_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """168 rows of 64 weights are decoded and multiplied with 128 at a time: 40 are left."""
-    from backends.hf import self_test
     from backends.hf.model import load_hf_model
+    from backends.hf.products import products_of
 
     pack(save_packable("llama", tmp_path / "plain", intermediate_size=168), tmp_path / "packed")
     monkeypatch.setattr(decoder, "PIECE_BYTES", 128 * 64 * 2)
     for name, n_outputs in (("plain", {168}), ("packed", {128, 40})):
-        found = set(self_test._products(load_hf_model(tmp_path / name)))
+        found = set(products_of(load_hf_model(tmp_path / name)))
         assert {one.n_out for one in found if one.n_in == 64} & {168, 128, 40} == n_outputs

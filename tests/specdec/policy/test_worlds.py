@@ -47,8 +47,12 @@ def test_it_comes_near_the_best_fixed_size(name: str) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_it_does_so_where_drafts_and_plans_mislead(name: str) -> None:
-    (best,) = best_fixed(OTHERS[name], (MEDIUM,), FEW_SEEDS)
-    assert rates(OTHERS[name], SpecConfig(), MEDIUM, seeds=FEW_SEEDS)[0] > 0.88 * best.rate
+    """Where passes are held up at random, three seeds are too few: processors round differently,
+    and one such pass sends a simulation another way (0.83 of the best with three, 0.90 with eight,
+    on an EPYC of Zen 4)."""
+    seeds = SEEDS if "noisy" in name else FEW_SEEDS
+    (best,) = best_fixed(OTHERS[name], (MEDIUM,), seeds)
+    assert rates(OTHERS[name], SpecConfig(), MEDIUM, seeds=seeds)[0] > 0.88 * best.rate
 
 
 @pytest.mark.parametrize("name", WORLDS)
