@@ -28,6 +28,10 @@ PAGE_TESTS=(
     tests/offload/storage tests/offload/paging tests/offload/ring tests/offload/experts
     tests/backends/llama/test_exact.py
 )
+if [ -n "${ARM_TESTS:-}" ]; then  # others, with every size of pages
+    read -r -a TESTS <<<"$ARM_TESTS"
+    PAGE_TESTS=("${TESTS[@]}")
+fi
 
 fail() { echo "arm.sh: error: $*" >&2; exit 2; }
 
@@ -50,6 +54,7 @@ check_host() {
 in_root() {
     # shellcheck disable=SC2016
     unshare --mount --propagation private bash -c '
+        set -e
         mount -t proc proc "$0/proc"
         mount --rbind /dev "$0/dev"
         mount --rbind /sys "$0/sys"
