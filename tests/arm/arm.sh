@@ -106,7 +106,7 @@ END
     printf '%s\n' gguf llama-cpp-python llguidance numba scipy hypothesis \
         pytest pytest-timeout pytest-xdist >>"$folder/requirements.txt"
     in_root python3 -m venv /venv
-    in_root python -m pip install --quiet --no-cache-dir --only-binary=:all: \
+    in_root python -m pip install --quiet --no-compile --no-cache-dir --only-binary=:all: \
         --find-links "$folder/wheels" -c "$folder/constraints.txt" -r "$folder/requirements.txt"
 }
 
