@@ -13,6 +13,7 @@ from typing import Any
 
 from backends.contract.backend import one_line
 from backends.contract.source import BackendOptions, ModelSource
+from offload.formats.lfs import refuse_pointer
 from offload.formats.tensors import CheckpointError
 from specdec.models.names import resolve_model
 from specdec.text.contract import ChatTokenizer
@@ -70,6 +71,7 @@ def open_model(name: str | Path, options: BackendOptions) -> OpenedModel:
     """
     path = resolve_model(name)
     opened = _open_gguf(path, options) if is_gguf(path) else _open_checkpoint(path, options)
+    _refuse_no_tokens(name, opened.vocabulary)
     _warn_of_few_tokens(name, opened.vocabulary)
     return opened
 
@@ -83,12 +85,26 @@ def _warn_of_few_tokens(name: str | Path, vocabulary: Vocabulary) -> None:
         )
 
 
+def _refuse_no_tokens(name: str | Path, vocabulary: Vocabulary) -> None:
+    """Raise CheckpointError where there is no token that could be chosen."""
+    if not vocabulary.tokens:
+        raise CheckpointError(
+            f"the tokenizer of {name} has no token in use, the model {vocabulary.n_rows}: take the "
+            "original model's tokenizer, or convert the original model again"
+        )
+
+
 def read_vocabulary(name: str | Path) -> Vocabulary:
     """What a model's token ids mean; a checkpoint's weights need not be there.
 
     The header of a GGUF file is checked as for a run, before llama.cpp reads it.
     """
-    path = resolve_model(name)
+    vocabulary = _read_vocabulary(resolve_model(name))
+    _refuse_no_tokens(name, vocabulary)
+    return vocabulary
+
+
+def _read_vocabulary(path: Path) -> Vocabulary:
     if is_gguf(path):
         return _open_gguf(path, BackendOptions()).vocabulary
     from backends.checkpoint.config import load_config
@@ -132,6 +148,7 @@ def _named_eos_ids(directory: Path, config: Any) -> tuple[tuple[int, ...], tuple
     eos: Any = None
     path = directory / "generation_config.json"
     if path.is_file():
+        refuse_pointer(path)
         try:
             eos = GenerationConfig.from_pretrained(directory).eos_token_id
         except Exception as error:  # whatever a broken file makes the library raise

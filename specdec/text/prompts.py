@@ -33,6 +33,11 @@ def encode_prompt(prompt: Any, tokenizer: ChatTokenizer) -> list[int]:
             ids = _encode_chat(items, tokenizer)
         else:
             ids = [_token_id(item, tokenizer.n_tokens) for item in items]
+    if not ids and isinstance(prompt, str) and prompt:
+        raise PromptError(
+            f"the model's tokenizer makes no tokens of the prompt {prompt[:40]!r}: it has none for "
+            "these characters; write others, or take the original model's tokenizer"
+        )
     if not ids:
         raise PromptError("the prompt is empty: it needs at least one token")
     return ids

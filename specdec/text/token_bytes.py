@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any
 
 from specdec.text.contract import TokenDecoder
@@ -55,7 +56,9 @@ class HfTokenBytes:
 
     def _find_anchor(self) -> tuple[list[int], str]:
         """A text to decode behind, so that no decoder takes a token for the first one of a text."""
-        letter = self._hf_tokenizer.encode("a", add_special_tokens=False)
+        letter: list[int] = []
+        with suppress(Exception):  # of vocabularies without a token for it or for the unknown
+            letter = self._hf_tokenizer.encode("a", add_special_tokens=False)
         for ids in (letter, *([i] for i in range(self._decoder.n_tokens))):
             text = self._decoder.decode(ids)
             if text[-1:].isalnum() and UNFINISHED not in text:

@@ -30,6 +30,14 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tekken.json",
 )
+_BESIDE_TOKENIZERS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template.json",
+    "chat_template.jinja",
+)
 
 
 def grammar_slices() -> list[str]:
@@ -90,7 +98,13 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
         # Some tokenizers (Mistral's own) refuse the argument, and parse none in any case.
         how = {} if parse_special else {"split_special_tokens": True}
-        ids = self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, **how)
+        try:
+            ids = self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, **how)
+        except Exception as error:  # of vocabularies without a token for the unknown, a bare one
+            raise TokenizerError(
+                f"the model's tokenizer cannot read the text {text[:40]!r}: {one_line(error)}: "
+                "write it otherwise, or take the tokenizer files of the original model"
+            ) from error
         return [int(i) for i in ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -193,8 +207,10 @@ def _load_hf_tokenizer(directory: Path) -> Any:
 
 def _require_tokenizer_files(directory: Path) -> None:
     """Raise TokenizerError where transformers would only list what it tried."""
-    for name in _TOKENIZER_FILES:
-        refuse_pointer(directory / name)
+    for name in (*_TOKENIZER_FILES, *_BESIDE_TOKENIZERS):
+        refuse_pointer(directory / name)  # of a template transformers would take the text
+    for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
+        refuse_pointer(path)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise TokenizerError(
             f"{directory} has no tokenizer.json (nor {', '.join(_TOKENIZER_FILES[1:])}): "

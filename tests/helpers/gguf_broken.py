@@ -7,7 +7,16 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from gguf_vocabularies import BYTE, N_TOKENS, NORMAL, TOKENIZER, Metadata, TinyModel, vocabulary
+from gguf_vocabularies import (
+    BYTE,
+    N_TOKENS,
+    NORMAL,
+    TOKENIZER,
+    UNUSED,
+    Metadata,
+    TinyModel,
+    vocabulary,
+)
 
 
 def _tokens(kind: str, changes: Mapping[int, str | bytes]) -> Metadata:
@@ -114,6 +123,7 @@ BROKEN: dict[str, TinyModel] = {
     "no tokens": TinyModel("bpe", {f"{TOKENIZER}tokens": None}),
     "numbers for tokens": TinyModel("bpe", _key("tokens", "[u32]", [5] * N_TOKENS)),
     "too few scores": TinyModel("spm", _key("scores", "[f32]", [0.5])),
+    "no tokens in use": TinyModel("bpe", _types("bpe", dict.fromkeys(range(N_TOKENS), UNUSED))),
     "types of floats": TinyModel("spm", _key("token_type", "[f32]", [1.0] * N_TOKENS)),
     "suppressed tokens of texts": TinyModel("bpe", _key("suppress_tokens", "[str]", ["1"])),
     "a text for an id": TinyModel("bpe", {f"{TOKENIZER}eos_token_id": ("str", "2")}),
@@ -197,6 +207,7 @@ EACH_PLACE = (
     "rwkv without a token for the unknown",
     "plamo2 without bytes",
     "no vocabulary",
+    "no tokens in use",
     "more experts than llama.cpp counts",
     "a scaling that nobody knows",
     "a rotation in sections of no length",

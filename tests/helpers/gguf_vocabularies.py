@@ -11,7 +11,7 @@ import gguf_bytes as gb
 
 Metadata = dict[str, tuple[str, Any]]
 N_TOKENS = 320
-NORMAL, CONTROL, BYTE = 1, 3, 6
+NORMAL, CONTROL, UNUSED, BYTE = 1, 3, 5, 6
 TOKENIZER = "tokenizer.ggml."
 
 

@@ -9,6 +9,7 @@ import pytest
 from tiny_pair import VOCAB, save_model
 
 from backends.contract.source import BackendOptions
+from offload.errors import SpecdecError
 from specdec.cli.app import main
 from specdec.models.opened import open_model
 
@@ -25,6 +26,32 @@ def test_a_tokenizer_with_far_fewer_tokens_than_the_model_is_told(
         open_model(model, BackendOptions())
     is_told = f"the tokenizer of {model} has {VOCAB} tokens, the model {n_rows}: " in caplog.text
     assert is_told == is_said
+
+
+BESIDE_WEIGHTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+)
+
+
+@pytest.mark.parametrize("name", BESIDE_WEIGHTS)
+def test_a_git_lfs_pointer_is_told_whatever_file_it_stands_for(tmp_path: Path, name: str) -> None:
+    """Of a chat template transformers would take the pointer's text."""
+    model = save_model(tmp_path / "model", seed=1)
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4976698672\n"
+    )
+    with pytest.raises(SpecdecError, match=rf"{name} is a Git LFS pointer .* `git lfs pull`"):
+        open_model(model, BackendOptions())
 
 
 def test_the_command_line_shows_it_as_a_note(

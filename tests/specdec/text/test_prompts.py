@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_pair import save_model
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
 import specdec
+from offload.errors import SpecdecError
 from specdec.api import LLM, PromptError
 from specdec.checks import ConfigError
 
@@ -46,6 +49,30 @@ def test_what_is_no_prompt_is_one_line(llm: LLM, prompt: Any, problem: str) -> N
     with pytest.raises(PromptError, match=problem) as caught:
         llm.generate(prompt)
     assert "\n" not in str(caught.value)
+
+
+WORDS = {"<pad>": 0, "<s>": 1, "</s>": 2, "word": 3}
+CHOOSY = {
+    "no tokens of the prompt 'other'": BPE(WORDS, [], unk_token=None),
+    "cannot read the text 'other': WordLevel": WordLevel(WORDS),
+    "cannot read the text 'other': WordPiece": WordPiece(WORDS),
+    "cannot read the text 'other': Encountered an unknown": Unigram([(w, -1.0) for w in WORDS]),
+}
+"""What is said of a text that a tokenizer without a token for the unknown is given."""
+
+
+@pytest.mark.parametrize("problem", CHOOSY)
+def test_a_text_that_the_tokenizer_cannot_spell(tmp_path: Any, problem: str) -> None:
+    save_model(tmp_path, seed=0)
+    tokenizer = Tokenizer(CHOOSY[problem])
+    tokenizer.add_special_tokens(["word"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with specdec.load(tmp_path, ctx_size=64, spec_type="none") as llm:
+        known = llm.generate("word", max_tokens=1, logprobs=True)
+        assert len(known.token_ids) == 1
+        assert all(isinstance(llm.tokenizer.token_bytes(i), bytes) for i in range(3))
+        with pytest.raises(SpecdecError, match=f"{problem}.* original model"):
+            llm.generate("other")
 
 
 def test_integers_of_any_kind_are_token_ids(llm: LLM) -> None:
