@@ -34,7 +34,7 @@ from backends.hf.model import HfModel, load_hf_model
 from backends.hf.packed_forward import unbind
 from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
 from backends.hf.self_test import TorchExactness
-from backends.hf.threads import follow_load
+from backends.hf.threads import threads_of_pass
 from backends.hf.weights import TorchWeights
 from backends.kv.pool import KvPool, blocks_of, most_new_blocks
 from backends.kv.rows import rows_of_pass, take_rows
@@ -57,7 +57,8 @@ class TorchBackend(MendingBackend[SequenceKv]):
 
     kv_rows: tokens and nodes that all sequences together may have; None: enough for one of them.
     exactness: what it takes for a pass to be exact (see `Exactness`).
-    max_threads: of a pass, fewer while other programs compute; None: as torch is set.
+    n_threads: of a pass; None: as torch is set.
+    follows_load: whether passes have fewer threads while other programs compute.
     """
 
     def __init__(
@@ -69,11 +70,12 @@ class TorchBackend(MendingBackend[SequenceKv]):
         max_nodes: int | None = None,
         kv_rows: int | None = None,
         exactness: TorchExactness = _ANY,
-        max_threads: int | None = None,
+        n_threads: int | None = None,
+        follows_load: bool = False,
     ) -> None:
         super().__init__()
         self._model, self._weights = model, weights
-        self._max_threads = max_threads
+        self._n_threads, self._follows_load = n_threads, follows_load
         self._exactness = exactness
         self._make_mask = mask_maker(model, weights.device, exactness.limits)
         self.max_nodes = max_nodes
@@ -278,8 +280,10 @@ class TorchBackend(MendingBackend[SequenceKv]):
 
     def _compute(self, new: Sequence[NewRows[SequenceKv]]) -> list[np.ndarray]:
         self._is_cancelled = False
-        if self._max_threads is not None:
-            follow_load(self._max_threads)
+        with threads_of_pass(self._n_threads, self._follows_load):
+            return self._run_pass(new)
+
+    def _run_pass(self, new: Sequence[NewRows[SequenceKv]]) -> list[np.ndarray]:
         device = self._weights.device
         token_ids = [token for one in new for token in one.token_ids]
         n_more = max(0, self._exactness.n_least_rows - len(token_ids))

@@ -28,6 +28,7 @@ from backends.contract.kept_checks import KeptChecks
 from backends.feedforward.linear import library_of, tried_linear_of
 from backends.hf.model import HfModel
 from backends.hf.products import Product, UnknownProduct, products_of
+from backends.hf.threads import threads_of_pass
 from offload.process.cpus import thread_counts
 
 CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
@@ -57,24 +58,26 @@ class TorchExactness(Exactness):
     """Of the attention's products."""
 
 
-def find_exactness(model: HfModel) -> TorchExactness:
-    """Try out the shapes of a model on this machine, or recall what was found."""
+def find_exactness(model: HfModel, n_threads: int) -> TorchExactness:
+    """Try out the shapes of a model on this machine, or recall what was found.
+
+    n_threads: most of a pass.
+    """
     if not model.takes_blocks:
         kind = model.config.model_type
         return TorchExactness(False, f"{kind} computes attention in code of its own")
     libraries = f"torch {torch.__version__} {library_of(model.dtype)}"
-    n_threads = torch.get_num_threads()
-    found = TorchExactness(False)
-    for counts in dict.fromkeys([thread_counts(n_threads), (n_threads,)]):
-        checks = KeptChecks(f"{libraries} {counts} threads", CANDIDATES)
-        try:
-            found = _find(model, checks, counts)
-        except UnknownProduct as error:
-            return TorchExactness(False, str(error))
-        finally:
-            checks.save()
-        if found.is_exact:
-            return replace(found, is_thread_invariant=1 in counts)
+    with threads_of_pass(n_threads, follows_load=False):
+        for counts in dict.fromkeys([thread_counts(n_threads), (n_threads,)]):
+            checks = KeptChecks(f"{libraries} {counts} threads", CANDIDATES)
+            try:
+                found = _find(model, checks, counts)
+            except UnknownProduct as error:
+                return TorchExactness(False, str(error))
+            finally:
+                checks.save()
+            if found.is_exact:
+                return replace(found, is_thread_invariant=1 in counts)
     return found
 
 

@@ -162,13 +162,9 @@ class HfSource(ModelSource):
 
     @cached_property
     def exactness(self) -> TorchExactness:
-        return find_exactness(self.model) if self._is_exact else TorchExactness(**asdict(NOT_ASKED))
-
-    @property
-    def _max_threads(self) -> int | None:
-        """Most threads of a pass that follows the machine's load; None where it must not."""
-        follows = self._follows_load and self.exactness.may_follow_load()
-        return self._n_threads if follows else None
+        if not self._is_exact:
+            return TorchExactness(**asdict(NOT_ASKED))
+        return find_exactness(self.model, self._n_threads)
 
     def check_unchanged(self) -> None:
         self.model.index.check_unchanged()
@@ -191,5 +187,6 @@ class HfSource(ModelSource):
             max_nodes=loading.max_nodes,
             kv_rows=loading.kv_rows,
             exactness=self.exactness,
-            max_threads=self._max_threads,
+            n_threads=self._n_threads,
+            follows_load=self._follows_load and self.exactness.may_follow_load(),
         )

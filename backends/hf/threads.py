@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -31,11 +33,25 @@ def _default_threads() -> int:
     return torch.get_num_threads()
 
 
-def follow_load(max_threads: int) -> None:
-    """Let this thread's next products use the processors that other programs leave free."""
-    n_threads = threads_for_load(max_threads)
-    if n_threads != torch.get_num_threads():
-        torch.set_num_threads(n_threads)
+@contextmanager
+def threads_of_pass(n_threads: int | None, follows_load: bool) -> Iterator[None]:
+    """Let torch compute with so many threads inside, or with as many of them as other programs
+    leave free; None: as it is set.
+
+    Torch has one number for all models of a process, and a thread begins with the one that was set
+    last anywhere. So every pass sets its own: another model's may not keep their bits with it.
+    """
+    before = torch.get_num_threads()  # asked first: a new thread would take another's afterwards
+    wanted = n_threads or before
+    if follows_load:
+        wanted = threads_for_load(wanted)
+    if wanted != before:
+        torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        if wanted != before:
+            torch.set_num_threads(before)
 
 
 def keep_few_kernels() -> None:

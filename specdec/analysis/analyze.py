@@ -75,6 +75,7 @@ def read_shape(path: Path, options: BackendOptions) -> ModelShape:
             "cache types are for GGUF models: the KV cache of a Hugging Face checkpoint has the "
             "dtype of its weights"
         )
+    import backends.hf  # noqa: F401  # first: it bounds how long torch's threads spin
     from backends.shapes.hf import hf_shape
 
     return hf_shape(path)

@@ -107,6 +107,7 @@ def read_vocabulary(name: str | Path) -> Vocabulary:
 def _read_vocabulary(path: Path) -> Vocabulary:
     if is_gguf(path):
         return _open_gguf(path, BackendOptions()).vocabulary
+    import backends.hf  # noqa: F401  # first: it bounds how long torch's threads spin
     from backends.checkpoint.config import load_config
 
     n_rows = load_config(path).get_text_config().vocab_size

@@ -103,7 +103,8 @@ def _marked(
 ) -> MarkedContents:
     form = tokenizer.chat_format
     added = {} if form.parse_special else tokenizer.added_tokens
-    return MarkedContents(added, [list(messages), list(tools)], form.template or "")
+    template = form.template_for(bool(tools)) or ""
+    return MarkedContents(added, [list(messages), list(tools)], template)
 
 
 def _render(
@@ -125,6 +126,9 @@ def end_of_turn(tokenizer: ChatTokenizer) -> int | None:
         text = render_chat(template, _TALK, tokenizer.template_tokens, add_generation_prompt=False)
     except ChatTemplateError:
         return None
-    behind = text.rpartition(_ANSWER)[2].lstrip()
+    _, answer, behind = text.rpartition(_ANSWER)
+    if not answer:
+        return None  # it leaves out answers that were given, or rewrites them
+    behind = behind.lstrip()
     found = max((one for one in added if one and behind.startswith(one)), key=len, default=None)
     return None if found is None else added[found].token_id

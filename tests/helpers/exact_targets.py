@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from backends.hf.backend import TorchBackend
 from backends.hf.model import load_hf_model
 from backends.hf.self_test import find_exactness
@@ -12,6 +14,6 @@ from backends.hf.self_test import find_exactness
 def exact_resident(directory: Path, *, max_context: int | None = None) -> TorchBackend:
     """Wholly in memory."""
     model = load_hf_model(directory)
-    exactness = find_exactness(model)
+    exactness = find_exactness(model, torch.get_num_threads())
     assert exactness.is_exact, exactness
     return TorchBackend.held_in_memory(model, max_context=max_context, exactness=exactness)

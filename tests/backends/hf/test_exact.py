@@ -20,8 +20,8 @@ from offload.residency.placement import Placement
 from offload.residency.plan import plan_residency
 
 
-def make_source(directory: Path) -> HfSource:
-    source = HfSource(directory, BackendOptions(is_exact=True))
+def make_source(directory: Path, n_threads: int | None = None) -> HfSource:
+    source = HfSource(directory, BackendOptions(n_threads, is_exact=True))
     assert source.exactness.is_exact, source.exactness
     return source
 
@@ -66,34 +66,33 @@ def test_any_history_behind_several_blocks(family, dtype, checkpoint_factory, tm
         try_histories(backend, plain, beginning, max_examples=8)
 
 
+@pytest.mark.usefixtures("_torch_threads")
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
 def test_long_prefixes(family, n_threads, checkpoint_factory, monkeypatch) -> None:
     """Several blocks of keys, chunks of a prompt that end anywhere, threads that share rows."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(n_threads)
     monkeypatch.setattr(hf_backend, "CHUNK_ROWS", 40)
     text = long_text(230)
-    try:
-        directory = checkpoint_factory(family, max_position_embeddings=512)
-        with load(make_source(directory), 256) as backend, load(make_source(directory), 256) as one:
-            plain = Plain(one)
-            for lengths in ([230], [41, 189], [128, 1, 101]):
-                backend.rollback(0)
-                for start, n in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
-                    row = backend.prefill(text[start : start + n])
-                    assert np.array_equal(row, plain.row(text[: start + n]))
-            backend.rollback(126)
-            first = backend.next_node_id
-            tree = [PREFIX, PREFIX, first + 1, PREFIX, first + 1, first + 4]
-            ids, rows = backend.extend([9, text[126], 5, 6, text[127], text[128]], tree)
-            for i, n in ((1, 127), (4, 128), (5, 129)):
-                assert np.array_equal(rows[i], plain.row(text[:n]))
-            backend.commit([ids[1], ids[4]], keep=[ids[5]])
-            _, rows = backend.extend(text[129:131], [ids[5], backend.next_node_id])
-            assert np.array_equal(rows[-1], plain.row(text[:131]))
-    finally:
-        torch.set_num_threads(before)
+    directory = checkpoint_factory(family, max_position_embeddings=512)
+    with (
+        load(make_source(directory, n_threads), 256) as backend,
+        load(make_source(directory, n_threads), 256) as one,
+    ):
+        plain = Plain(one)
+        for lengths in ([230], [41, 189], [128, 1, 101]):
+            backend.rollback(0)
+            for start, n in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
+                row = backend.prefill(text[start : start + n])
+                assert np.array_equal(row, plain.row(text[: start + n]))
+        backend.rollback(126)
+        first = backend.next_node_id
+        tree = [PREFIX, PREFIX, first + 1, PREFIX, first + 1, first + 4]
+        ids, rows = backend.extend([9, text[126], 5, 6, text[127], text[128]], tree)
+        for i, n in ((1, 127), (4, 128), (5, 129)):
+            assert np.array_equal(rows[i], plain.row(text[:n]))
+        backend.commit([ids[1], ids[4]], keep=[ids[5]])
+        _, rows = backend.extend(text[129:131], [ids[5], backend.next_node_id])
+        assert np.array_equal(rows[-1], plain.row(text[:131]))
 
 
 def test_where_the_weights_are_decides_nothing(checkpoint_factory) -> None:

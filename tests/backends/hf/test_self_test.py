@@ -14,7 +14,6 @@ from backends.hf.products import Product, products_of
 from backends.hf.self_test import find_exactness, least_rows_of_product
 
 
-@pytest.mark.usefixtures("_torch_threads")
 @pytest.mark.skipif(not is_installed(), reason="needs llama-cpp-python")
 def test_other_threads_and_another_library_are_tried_out(
     checkpoint_factory, tmp_path, monkeypatch
@@ -23,8 +22,7 @@ def test_other_threads_and_another_library_are_tried_out(
     model = load_hf_model(in_dtype(checkpoint_factory("llama"), tmp_path, torch.bfloat16))
     for by_ggml, n_threads, n_kept in ((True, 1, 1), (True, 2, 2), (True, 1, 2), (False, 1, 3)):
         monkeypatch.setattr(linear, "torch_is_slow", lambda dtype, slow=by_ggml: slow)
-        torch.set_num_threads(n_threads)
-        find_exactness(model)
+        find_exactness(model, n_threads)
         assert len(list((tmp_path / "cache" / "specdec").glob("exact-*"))) == n_kept
 
 

@@ -5,12 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 import torch
 
+from backends.contract.backend import PREFIX, Backend
+from backends.contract.source import BackendOptions, Loading
+from backends.hf import backend as hf_backend
 from backends.hf import threads
+from backends.hf.self_test import TorchExactness
+from backends.hf.source import HfSource
 from backends.hf.threads import keep_few_kernels, use_threads
+from offload.process import cpus
+from offload.residency.plan import plan_residency
 
 pytestmark = pytest.mark.usefixtures("_torch_threads")
 
@@ -26,6 +37,44 @@ def test_threads(
     monkeypatch.setattr(threads, "_default_threads", lambda: n_torch)
     assert use_threads(asked) == expected
     assert torch.get_num_threads() == expected
+
+
+def load(directory: Path, exactness: TorchExactness) -> Backend:
+    source = HfSource(directory, BackendOptions(is_exact=True))
+    source.exactness = exactness
+    return source.load(Loading(plan_residency(source.layers, 1 << 40), 32, 4, 4))
+
+
+def test_a_model_that_follows_the_load_leaves_the_threads_of_others_alone(
+    checkpoint_factory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft does, whose target's sums depend on threads; a thread that is new to torch begins
+    with what was set last."""
+    monkeypatch.setattr(threads, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(threads, "_default_threads", lambda: 2)
+    monkeypatch.setattr(cpus, "free_cpus", lambda: 1)
+    run_model, found = hf_backend.run_model, []
+
+    def run(*args: Any) -> torch.Tensor:
+        found.append(torch.get_num_threads())
+        return run_model(*args)
+
+    monkeypatch.setattr(hf_backend, "run_model", run)
+    directory = checkpoint_factory("llama")
+    with (
+        load(directory, TorchExactness(True, is_thread_invariant=False)) as target,
+        load(directory, TorchExactness(True, is_thread_invariant=True)) as draft,
+    ):
+        for backend in (draft, target, draft):
+            backend.prefill([5, 6, 7])
+            backend.rollback(0)
+        assert torch.get_num_threads() == 2  # for whoever asks between passes
+        torch.set_num_threads(1)
+        thread = Thread(target=lambda: target.prefill([5, 6, 7]))
+        thread.start()
+        thread.join()
+        target.extend([8], [PREFIX])
+    assert found == [1, 2, 1, 2, 2]
 
 
 _MANY_SHAPES = """

@@ -73,7 +73,7 @@ PROGRAM = """
 import os, sys
 from pathlib import Path
 Path(sys.argv[1]).write_text(f"{os.getpid()}\\n")
-from offload.process.cpus import CpuMonitor, thread_counts, threads_for_load, usable_cpus
+from offload.process.cpus import usable_cpus
 print(usable_cpus())
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,10 @@ from gguf_models import save_tiny_gguf
 from tiny_pair import save_model
 
 import specdec
+from backends.contract.exactness import Exactness
+from backends.hf import backend as hf_backend
+from backends.llama.batch import Batch
+from backends.llama.context import LlamaContext
 from offload.process import cpus
 
 SIZE = {"ctx_size": 64, "spec_type": "none"}
@@ -37,56 +40,62 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backends.hf.threads._default_threads", lambda: 2)
 
 
-def n_threads_of(llm: specdec.LLM) -> int:
-    context = getattr(llm.target, "_context", None)
-    if context is None:
-        return torch.get_num_threads()
-    import llama_cpp
+@pytest.fixture
+def threads_of_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many threads each pass had, of either library."""
+    found: list[int] = []
+    run_model, decode = hf_backend.run_model, LlamaContext.decode
 
-    return llama_cpp.llama_n_threads(context.handle)
+    def run_torch(*args: Any) -> torch.Tensor:
+        found.append(torch.get_num_threads())
+        return run_model(*args)
+
+    def run_llama(context: LlamaContext, batch: Batch) -> int:
+        code = decode(context, batch)
+        found.append(context._library.llama_n_threads(context.handle))
+        return code
+
+    monkeypatch.setattr(hf_backend, "run_model", run_torch)
+    monkeypatch.setattr(LlamaContext, "decode", run_llama)
+    return found
 
 
 @pytest.mark.usefixtures("two_cpus")
 def test_threads_follow_the_load_between_passes(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, threads_of_passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every other pass has one thread; each row keeps its bits."""
-    free: Iterator[int] = cycle([2, 1, 1])
-    n_threads = []
-
-    def free_cpus() -> int:
-        n_threads.append(n_free := next(free))
-        return n_free
-
+    """Two of three passes have one thread; each row keeps its bits."""
+    free = cycle([2, 1, 1])
     with specdec.load(model, **SIZE) as llm:
         monkeypatch.setattr(cpus, "free_cpus", lambda: 2)
         expected = llm.generate(PROMPT, max_tokens=20, logprobs=3)
-        assert n_threads_of(llm) == 2
+        assert threads_of_passes[-1] == 2
         if llm.plan.exactness.is_exact and not llm.plan.exactness.is_thread_invariant:
             pytest.skip("sums depend on the number of threads on this machine: it stays")
         llm.session.forget_prompt()
-        monkeypatch.setattr(cpus, "free_cpus", free_cpus)
+        monkeypatch.setattr(cpus, "free_cpus", lambda: next(free))
+        threads_of_passes.clear()
         found = llm.generate(PROMPT, max_tokens=20, logprobs=3)
-    assert {1, 2} <= set(n_threads)
+    assert set(threads_of_passes) == {1, 2}
     assert found.token_ids == expected.token_ids
     assert found.logprobs == expected.logprobs  # floats, to the bit
 
 
-def test_threads_that_were_asked_for_stay(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_were_asked_for_stay(
+    model: Path, threads_of_passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpus, "free_cpus", lambda: 1)
     with specdec.load(model, threads=2, **SIZE) as llm:
         llm.generate(PROMPT, max_tokens=4)
-        assert n_threads_of(llm) == 2
+    assert set(threads_of_passes) == {2}
 
 
 @pytest.mark.usefixtures("two_cpus")
 def test_where_sums_depend_on_threads_their_number_stays(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, threads_of_passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from backends.contract.exactness import Exactness
-
     monkeypatch.setattr(Exactness, "may_follow_load", lambda self: False)
     monkeypatch.setattr(cpus, "free_cpus", lambda: 1)
     with specdec.load(model, **SIZE) as llm:
         llm.generate(PROMPT, max_tokens=4)
-        assert n_threads_of(llm) == 2
+    assert set(threads_of_passes) == {2}

@@ -216,6 +216,8 @@ def test_a_message_may_hold_private_characters_but_not_all() -> None:
         ("{% for m in messages %}<|im_start|>{{ m.content }} \n</s><s>{% endfor %}", "</s>"),
         ("{% for m in messages %}<|im_start|>{{ m.content }}\n{% endfor %}", None),
         ("{% for m in messages %}{{ m.content }} END{% endfor %}", None),
+        ("<s>{% for m in messages %}{{ m.content | upper }}</s>{% endfor %}", None),
+        ("</s>{{ messages[0].content }}<s>", None),
         ("{{ raise_exception('no') }}", None),
         (None, None),
     ],
