@@ -1,0 +1,31 @@
+"""Entry of `specdec check --rank`, which becomes this program: `specdec` cannot import `bench`.
+
+Imports next to nothing, as `specdec.cli.entry` does, so that Ctrl-C is one line from the start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from specdec.cli.entry import run_command
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from specdec.cli.entry import Run
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    name = os.environ.pop("SPECDEC_COMMAND_NAME", "bench.rank")
+
+    def load() -> Run:
+        from bench.rank.command import main as run
+
+        return lambda argv: run(sys.argv[1:] if argv is None else argv, name)
+
+    return run_command(name, load, None)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
