@@ -6,25 +6,26 @@ Imports next to nothing, as `specdec.cli.entry` does, so that Ctrl-C is one line
 from __future__ import annotations
 
 import os
-import sys
 
 from specdec.cli.entry import run_command
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from specdec.cli.entry import Run
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     name = os.environ.pop("SPECDEC_COMMAND_NAME", "bench.rank")
 
     def load() -> Run:
         from bench.rank.command import main as run
 
-        return lambda argv: run(sys.argv[1:] if argv is None else argv, name)
+        return lambda argv: run(argv, name)
 
-    return run_command(name, load, None)
+    return run_command(name, load, argv)
 
 
 if __name__ == "__main__":

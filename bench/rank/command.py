@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -74,6 +75,6 @@ def _check_drafts(named: list[RunOptions]) -> None:
         )
 
 
-def main(argv: Sequence[str], name: str) -> int:
+def main(argv: Sequence[str] | None, name: str) -> int:
     """Run the command line under this name and return its exit code."""
-    return run_app(app, name, argv)
+    return run_app(app, name, sys.argv[1:] if argv is None else argv)
