@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    # `specdec demo` and `specdec check --rank` become this program, and keep their name
+    # `specdec demo` becomes this program, and keeps its name
     # (specdec.cli.enforce.COMMAND_NAME; importing that would import more than next to nothing).
     name = os.environ.pop("SPECDEC_COMMAND_NAME", "specdec-bench")
 

@@ -25,7 +25,7 @@ ROOMS = {
         "decode experts",
         "peers timeline rank worlds",
         "checks",
-        "prompts synth serve",
+        "prompts synth",
         "process figures options table",
         "train",
     ),

@@ -13,13 +13,11 @@ from bench.commands.demo import demo_command
 from bench.commands.experts import experts_command
 from bench.commands.peers import peers_command
 from bench.commands.policy import policy_command
-from bench.commands.rank import rank_command
 from bench.commands.report import report_command
 from bench.commands.speedup import speedup_command
 from bench.commands.sweep import sweep_command
 from bench.commands.throughput import throughput_command
 from bench.commands.timeline import timeline_command
-from bench.options import UsageMistake
 from specdec.cli.errors import run_app
 from specdec.cli.groups import with_options
 
@@ -47,7 +45,6 @@ app.command("demo")(with_options(demo_command))
 app.command("experts")(with_options(experts_command))
 app.command("peers")(with_options(peers_command))
 app.command("policy")(with_options(policy_command))
-app.command("rank")(with_options(rank_command))
 app.command("sweep")(with_options(sweep_command))
 app.command("throughput")(with_options(throughput_command))
 app.command("report")(with_options(report_command))
@@ -57,18 +54,6 @@ app.command("report")(with_options(report_command))
 def synth(context: typer.Context) -> None:
     """Grow a small model to any size; its text stays the same."""
     _pass_on("synth", "bench.commands.synth", "synth_command", context.args)
-
-
-@app.command("budgets", context_settings=_PASSED_ON, hidden=True)
-def budgets() -> None:
-    """Refused, with the command that took its place."""
-    raise UsageMistake("budgets is now: specdec-bench sweep --budgets SIZE,SIZE,... --trees auto")
-
-
-@app.command("predict", context_settings=_PASSED_ON, hidden=True)
-def predict() -> None:
-    """Refused, with the command that took its place."""
-    raise UsageMistake("predict is now: specdec-bench sweep --prediction --trees 0,16")
 
 
 @app.command("train-pair", context_settings=_PASSED_ON)

@@ -8,7 +8,7 @@ every other weight is off by what the format rounds away.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,9 +52,6 @@ class Scheme(Protocol):
         """The contents of `stored`, in order, from float32 [n, n_in]: the matrix's rows, some
         multiple of _STEP at a time."""
 
-    def dequantise(self, stored: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The matrix that these are, [n_out, n_in]."""
-
 
 class Fp8Blocks:
     """DeepSeek's: float8_e4m3, and a float32 scale for each block of 128 x 128."""
@@ -81,11 +78,6 @@ class Fp8Blocks:
             yield (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
             all_scales.append(scales)
         yield torch.cat(all_scales)
-
-    def dequantise(self, stored: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        weight, scales = stored
-        by_block = scales.repeat_interleave(_STEP, 0).repeat_interleave(_STEP, 1)
-        return (weight.float() * by_block).to(dtype)
 
 
 class Int4Groups:
@@ -136,12 +128,6 @@ class Int4Groups:
             all_scales.append(scales)
         yield torch.cat(all_scales)
         yield torch.tensor([sum(map(len, all_scales)), rows.shape[1]])
-
-    def dequantise(self, stored: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        packed, scales, _ = stored
-        pairs = packed.view(torch.uint8)
-        values = torch.stack((pairs & 15, pairs >> 4), -1).view(len(packed), -1).bfloat16() - 8
-        return (values * scales.repeat_interleave(_STEP, 1)).to(dtype)
 
 
 @dataclass(frozen=True)

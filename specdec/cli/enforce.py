@@ -67,12 +67,12 @@ def run_enforced(
     return outcome.code
 
 
-def run_benchmark(command: str, argv: Sequence[str]) -> NoReturn:
-    """Become the benchmark's program, which uses this package and not the other way round.
+def run_benchmark(module: str, argv: Sequence[str]) -> NoReturn:
+    """Become a program of `bench`, which uses this package and not the other way round.
 
     It takes this process over, so that Ctrl-C reaches it and it alone cleans up.
     """
-    words = [sys.executable, "-m", "bench", command, *argv]
+    words = [sys.executable, "-m", module, *argv]
     sys.stdout.flush()
     os.execve(sys.executable, words, child_environment({COMMAND_NAME: "specdec"}))
 

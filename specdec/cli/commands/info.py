@@ -137,4 +137,4 @@ def _gpu_figures(gpu: ThisGpu) -> dict[str, float]:
 
 def demo(arguments: DemoArguments = None) -> None:
     """Grow a target to twice its budget and run it, plain against speculative."""
-    run_benchmark("demo", arguments or ())
+    run_benchmark("bench", ["demo", *(arguments or ())])

@@ -164,13 +164,3 @@ def test_a_file_of_something_else_is_refused_before_any_model_is_looked_for(
 def test_trees_above_what_can_be_drafted_are_refused_at_once() -> None:
     with pytest.raises(SpecdecError, match="'99999', must be auto or a whole number from 0 to"):
         parse_trees("0,99999")
-
-
-@pytest.mark.parametrize("command", ["budgets", "predict"])
-def test_commands_that_are_options_now_name_the_new_form(
-    capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    assert main([command, "-m", "pair:target", "--budgets", "1GiB"]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert f"{command} is now: specdec-bench sweep --" in err

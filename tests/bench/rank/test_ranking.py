@@ -11,8 +11,8 @@ import pytest
 from command_line import Models, expect_error, save_models, start
 from tiny_pair import save_model
 
-from bench.commands.app import main
 from bench.prompts.workloads import read_prompts
+from bench.rank.command import main
 from bench.rank.ranked_draft import RankedDraft, compare_speeds
 from bench.rank.ranking import (
     Candidate,
@@ -51,7 +51,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def argv_of(models: Models, prompts: Path, *drafts: Path) -> list[str]:
     named = [word for draft in drafts for word in ("-md", str(draft))]
     return [
-        *("rank", "-m", str(models.target), *named, "--prompts", str(prompts)),
+        *("-m", str(models.target), *named, "--prompts", str(prompts)),
         *("--n-prompts", "2", "-n", str(N_TOKENS), "--threads", "1"),
     ]
 
@@ -122,9 +122,10 @@ def test_command(
         speed = float(1 + names.index(candidate.name))
         return measured(*[1 / speed] * len(candidate.prompts))
 
-    monkeypatch.setattr("bench.rank.ranking.measure_in_child", measure)
+    monkeypatch.setattr("bench.rank.command.measure_in_child", measure)
     argv = argv_of(models, prompts, models.draft, models.draft)  # named twice, measured once
-    assert main([*argv, "--temperature", "0.7", "--memory-budget", "2GiB", "--enforce"]) == 0
+    more = ["--temperature", "0.7", "--memory-budget", "2GiB", "--enforce"]
+    assert main([*argv, *more], "rank") == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert out.splitlines()[-2:] == [
@@ -139,7 +140,7 @@ def test_command(
         assert (one.load["memory_budget"], one.load["threads"]) == ("2GiB", 1)
     assert [one.load["draft_model"] for one, _ in asked[:3]] == [None, None, str(models.draft)]
     assert [one.load["spec_type"] for one, _ in asked[:3]] == [(), ("ngram",), ("draft", "ngram")]
-    assert main([*argv, "--json"]) == 0
+    assert main([*argv, "--json"], "rank") == 0
     assert json.loads(capsys.readouterr().out)["best"] == str(models.draft)
 
 
@@ -152,9 +153,9 @@ def test_the_target_as_its_own_draft_is_ranked(
     def measure(candidate: Candidate, *, enforce: bool) -> Measured:
         return measure_here(candidate)
 
-    monkeypatch.setattr("bench.rank.ranking.measure_in_child", measure)
+    monkeypatch.setattr("bench.rank.command.measure_in_child", measure)
     argv = [*argv_of(models, prompts, Path("self:window=16")), "--num-draft-tokens", "4", "--json"]
-    assert main([*argv, "--n-prompts", "1", "-n", "3"]) == 0
+    assert main([*argv, "--n-prompts", "1", "-n", "3"], "rank") == 0
     found = json.loads(capsys.readouterr().out)["candidates"]
     [itself] = [one for one in found if one["name"] == "self:window=16"]
     assert itself["problem"] is None
@@ -262,7 +263,7 @@ def test_a_child_that_fails_ends_the_ranking(
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], more: list[str], part: str) -> None:
-    assert main(["rank", "-m", "pair:target", "-md", "pair:draft", *more]) == 2
+    assert main(["-m", "pair:target", "-md", "pair:draft", *more], "rank") == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert part in err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,16 @@ from grown_models import (
     logits_of,
     save_source_with_tokenizer,
 )
+from plain_forms import dequantise
 from reference_decoding import N_TOKENS, config_of, generate
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import specdec
 from bench.commands.app import main
 from bench.synth.checkpoint import grow
-from bench.synth.dequantised import app, dequantise
 from bench.synth.layouts import LAYOUTS
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.sizing import choose_shape
-from specdec.cli.errors import run_app
 
 # Groups of 128 of the small model are groups of the large one, too; a norm's scale is a half.
 SMALL = LlamaShape(128, 128, 2, 1, 1, 128, 280, tied=False)
@@ -189,77 +187,3 @@ def test_the_command_line_writes_them(
     assert main(["synth", "-o", str(out), "--dtype", dtype, *options]) == 0
     assert "grown from pair:target" in capsys.readouterr().out
     assert sum(p.stat().st_size for p in out.iterdir()) == pytest.approx(250e6, rel=0.03)
-
-
-def test_only_what_synth_quantised_is_dequantised(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(SynthError, match="is not quantised as specdec-bench synth does"):
-        dequantise(source, tmp_path / "plain")
-    assert not (tmp_path / "plain").exists()
-
-
-def run(folder: Path, out: Path) -> int:
-    return run_app(app, "bench.synth.dequantised", [str(folder), "-o", str(out)])
-
-
-def change_config(folder: Path, **changes: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def without_scales(tensors: dict[str, torch.Tensor]) -> None:
-    for name in [name for name in tensors if "scale" in name]:
-        del tensors[name]
-
-
-def with_large_scales(tensors: dict[str, torch.Tensor]) -> None:
-    for name in [name for name in tensors if "scale" in name]:
-        tensors[name] = torch.ones(3, 5)
-
-
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "no config.json in": lambda folder: (folder / "config.json").unlink(),
-    "is no valid JSON": lambda folder: (folder / "config.json").write_text("{"),
-    "is not a JSON object": lambda folder: (folder / "config.json").write_text("[]"),
-    "dtype is 'nn', must be one of": lambda folder: change_config(folder, dtype="nn"),
-    "dtype is None, must be one of": lambda folder: change_config(folder, dtype=None),
-    "is not quantised as": lambda folder: change_config(folder, quantization_config=[]),
-    "holds no model.safetensors": lambda folder: (folder / "model.safetensors").unlink(),
-    "lacks what goes with it": lambda folder: change_tensors(folder, without_scales),
-    "cannot be dequantised": lambda folder: change_tensors(folder, with_large_scales),
-}
-
-
-@pytest.mark.parametrize("message", DAMAGES)
-def test_bad_checkpoints_are_one_line(
-    source: Path, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], message: str
-) -> None:
-    damaged = grow(source, tmp_path / "damaged", SMALL, dtype=dtype).path
-    DAMAGES[message](damaged)
-    assert run(damaged, tmp_path / "a" / "plain") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("bench.synth.dequantised: error: ")
-    assert message in error
-    assert error.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
-
-
-def test_places_that_cannot_be_are_one_line(
-    grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    for folder, out in (
-        (tmp_path / "nowhere", tmp_path / "plain"),
-        (tmp_path / "file", tmp_path / "plain"),
-        (grown, tmp_path / "file"),
-        (grown, tmp_path / "file" / "plain"),
-        (grown, grown),
-    ):
-        assert run(folder, out) == 2
-        assert capsys.readouterr().err.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]

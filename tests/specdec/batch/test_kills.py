@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
+from killed_batches import finish, kill
 from tiny_pair import save_model
 
-from bench.checks import kills
+from specdec.batch.records import key_of
 
 N_KILLS = 3
-"""Ten, of a larger model, are `python -m bench.checks.kills`."""
 
 
 def write_requests(path: Path) -> Path:
@@ -38,9 +39,12 @@ def test_kills_leave_the_output_of_an_undisturbed_run(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", seed=1)
     source = write_requests(tmp_path / "in.jsonl")
     argv = [str(source), "-m", str(model), "--threads", "1", "-c", "128"]
-    found = kills.run(argv, tmp_path, N_KILLS, seed=1)
-    assert found["is_equal"]
-    assert (found["n_records"], found["n_lost"], found["n_twice"]) == (150, 0, 0)
-    assert len(found["n_bytes_after_kills"]) == N_KILLS
-    assert found["n_bytes_after_kills"][-1] > 0
+    undisturbed = finish(argv, tmp_path / "undisturbed.jsonl")
+    out, chance = tmp_path / "killed.jsonl", random.Random(1)
+    max_bytes = len(undisturbed) // (N_KILLS + 2)
+    n_bytes = [kill(argv, out, max_bytes, chance) for _ in range(N_KILLS)]
+    assert n_bytes[-1] > 0
+    assert finish(argv, out) == undisturbed
+    keys = [key_of(line) for line in undisturbed.splitlines(keepends=True)]
+    assert len(keys) == len(set(keys)) == 150
     assert not (tmp_path / "killed.jsonl.partial").exists()

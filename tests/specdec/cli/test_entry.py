@@ -30,17 +30,18 @@ sys.exit(main(["--help"]))
         ("bench.__main__", "bench.commands.app"),
         ("bench.__main__", "typer"),
         ("bench.__main__", "bench.commands.speedup"),
+        ("bench.rank.__main__", "bench.rank.ranking"),
     ],
 )
 def test_ctrl_c_while_modules_are_imported_is_one_line(entry: str, module: str) -> None:
     code = AT_IMPORT.format(entry=entry, module=module)
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
     assert run.returncode == 130
-    name = b"specdec-bench" if entry == "bench.__main__" else b"specdec"
-    assert run.stderr == name + b": interrupted\n"
+    name = {"specdec.cli.entry": b"specdec", "bench.__main__": b"specdec-bench"}
+    assert run.stderr == name.get(entry, b"bench.rank") + b": interrupted\n"
 
 
-@pytest.mark.parametrize("entry", ["specdec.cli.entry", "bench.__main__"])
+@pytest.mark.parametrize("entry", ["specdec.cli.entry", "bench.__main__", "bench.rank.__main__"])
 def test_next_to_nothing_is_imported_before_ctrl_c_is_caught(entry: str) -> None:
     code = (
         f"import sys; before = set(sys.modules); import {entry}; "

@@ -7,19 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+from option_tables import PAGE, filled
 
-from specdec.option import SAMPLING, Option, options_of
+from specdec.option import Option, options_of
 from specdec.run_options import RunOptions
-from specdec.sampling.params import SamplingParams
 from specdec.serve.options import ServeOptions
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-FIELDS = [
-    (field.name, field.default, field.metadata[Option])
-    for kind in (RunOptions, SamplingParams)
-    for field in dataclasses.fields(kind)
-    if Option in field.metadata and field.metadata[Option].panel not in ("", SAMPLING)
-]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -28,20 +22,10 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")] for line in lines]
 
 
-@pytest.mark.parametrize(("name", "default", "told"), FIELDS, ids=[name for name, _, _ in FIELDS])
-def test_an_option_and_its_default_are_in_the_table(
-    name: str, default: object, told: Option
-) -> None:
-    page = (DOCS / "cli.md").read_text()
-    section = page[page.index("\n## specdec run\n") : page.index("\n## specdec chat\n")]
-    flags = {
-        f"`{flag}`" for flag in (told.short, told.long or "--" + name.replace("_", "-")) if flag
-    }
-    found = [cells for cells in rows(section) if flags <= set(re.findall("`[^`]*`", cells[0]))]
-    assert len(found) == 1, f"{flags} in {len(found)} rows"
-    shown = told.shown_default
-    expected = shown if isinstance(shown, str) else str(default) if shown else ""
-    assert found[0][-1].strip() == expected or (not expected and found[0][-1] == "none")
+def test_the_tables_of_cli_md_are_those_of_the_options() -> None:
+    page = PAGE.read_text()
+    assert page.count("<!-- options: ") == page.count("<!-- end of options -->") == 4
+    assert filled(page) == page, "run python -m tests.helpers.option_tables"
 
 
 def test_all_keywords_of_load_are_in_the_table() -> None:

@@ -110,7 +110,7 @@ def test_a_ranking_is_told_all_of_them(
     monkeypatch.setattr(check, "run_benchmark", lambda name, words: handed.extend([name, *words]))
     typed = ["--rank", "--prompts", "-p.jsonl", "--seed", "3", "-n", "4"]
     assert main(["--config", str(file), "check", *typed]) == 0
-    assert handed[0] == "rank"
+    assert handed[0] == "bench.rank"
     assert sorted(handed[1:]) == [
         "--draft-model=a",
         "--draft-model=b",
@@ -120,7 +120,6 @@ def test_a_ranking_is_told_all_of_them(
         "--model=pair:target",
         "--n-prompts=2",
         "--prompts=-p.jsonl",
-        "--rank",
         "--seed=3",
     ]
 

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disconnecting import disconnect
 from serving import COMPLETIONS, LONG, SHORT, SMALL, Server, begun, events
-
-from bench.serve.disconnects import disconnect
-from bench.serve.server import ServerUnderTest
 
 IMPATIENT = ("--write-timeout", "1", "--max-choices", "200", "--max-logprobs", "10000000")
 
@@ -43,8 +41,11 @@ def test_a_client_that_goes_away_ends_its_text(small: Server) -> None:
 
 
 def test_many_clients_that_go_away_leave_nothing(small: Server) -> None:
-    """A thousand of them: python -m bench.serve.disconnects"""
-    assert disconnect(ServerUnderTest(small.url, small.process.pid), n_clients=30) == []
+    """Neither threads, files, requests nor KV: a sequence of the whole context still fits."""
+    assert disconnect(small, n_clients=30) == {}
+    whole = {"prompt": [1] * 256, "max_tokens": 255, "ignore_eos": True}
+    _, answer = small.post(COMPLETIONS, whole)
+    assert answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_full_queue_says_so(small: Server) -> None:

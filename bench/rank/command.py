@@ -1,7 +1,9 @@
-"""`specdec-bench rank`, which `specdec check --rank` becomes: which draft serves a target best?"""
+"""The command line of `specdec check --rank`: which draft serves a target best?"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +12,10 @@ import typer
 
 from bench.options import SpreadPrompts, UsageMistake
 from bench.prompts.workloads import read_prompts, spread
+from bench.rank.ranking import measure_in_child, rank_drafts
 from specdec.cli import options
-from specdec.cli.groups import LOAD, LoadEachDraft, Sampling
+from specdec.cli.errors import run_app
+from specdec.cli.groups import LOAD, LoadEachDraft, Sampling, with_options
 from specdec.cli.output import write_json, write_text
 from specdec.models.names import check_local_draft, check_local_name
 from specdec.run_options import RunOptions
@@ -24,10 +28,11 @@ RankPrompts = Annotated[
         show_default=False,
     ),
 ]
-FromCheck = Annotated[bool, typer.Option("--rank", hidden=True)]
-"""`specdec check` hands its own words on, this one among them."""
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+@app.command()
+@with_options
 def rank_command(
     load: LoadEachDraft,
     sampling: Sampling,
@@ -36,11 +41,8 @@ def rank_command(
     max_tokens: options.MaxTokens = 64,
     enforce: options.Enforce = False,
     json: options.Json = False,
-    rank: FromCheck = True,
 ) -> None:
     """Plain decoding, n-grams and each draft model (-md A -md B) on prompts of yours."""
-    from bench.rank.ranking import measure_in_child, rank_drafts
-
     if prompts is None:
         raise UsageMistake("--rank measures on prompts of yours: add --prompts FILE")
     _check_drafts(load)
@@ -71,3 +73,8 @@ def _check_drafts(named: list[RunOptions]) -> None:
             "--rank compares draft models, which --spec-type or --num-draft-tokens switches off: "
             "leave them out"
         )
+
+
+def main(argv: Sequence[str] | None, name: str) -> int:
+    """Run the command line under this name and return its exit code."""
+    return run_app(app, name, sys.argv[1:] if argv is None else argv)

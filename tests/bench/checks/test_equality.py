@@ -1,4 +1,4 @@
-"""The checks that run for long or on large models: what they conclude from what they saw."""
+"""Checks of equality on large models: what they conclude from what they saw."""
 
 from __future__ import annotations
 
@@ -6,34 +6,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bench.checks import equality, identity, soak
+from bench.checks import equality, identity
 from bench.checks.equal_texts import TextsDiffer
-from offload.units import MIB
 
 RUN = CliRunner()
-
-
-def sample(seconds: float, mib: int) -> dict[str, float]:
-    return {"seconds": seconds, "generations": 1, "tokens": 9, "anonymous_bytes": mib * MIB}
-
-
-def test_growth_counts_from_the_first_minute_on() -> None:
-    result = soak.summarise([sample(5, 90), sample(61, 100), sample(80, 140), sample(99, 103)], 7)
-    assert result["settled_anonymous_bytes"] == 100 * MIB
-    assert result["largest_anonymous_bytes"] == 140 * MIB
-    assert result["grown_bytes"] == 3 * MIB
-    assert result["written_bytes"] == 7
-
-
-@pytest.mark.gguf
-def test_a_short_soak(tmp_path, monkeypatch) -> None:
-    pytest.importorskip("llama_cpp")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    load = {"model": "pair:target.gguf", "draft_model": "pair:draft.gguf", "ctx_size": 512}
-    result = soak.soak(load, minutes=0)
-    assert result["generations"] == 1
-    assert 0 < result["tokens"] <= soak.SAMPLE_TOKENS
-    assert result["settled_anonymous_bytes"] > 10 * MIB
 
 
 @pytest.mark.parametrize(("change", "code"), [(0.0, 0), (1e-7, 1)])

@@ -1,1 +1,0 @@
-"""The server under its clients: many at once, and many that go away."""

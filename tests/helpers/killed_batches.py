@@ -1,0 +1,57 @@
+"""`specdec batch` killed by SIGKILL again and again: as it loads, between answers, behind one."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+EARLY_SHARE, EARLY_SECONDS = 0.2, 10.0
+"""Share of the kills that come within so many seconds, while models are loaded."""
+
+
+def start(argv: Sequence[str], out: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "specdec", "batch", *argv, "-o", str(out)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(argv: Sequence[str], out: Path) -> bytes:
+    """Let a batch come to its end, and return its output."""
+    process = start(argv, out)
+    _, err = process.communicate()
+    assert process.returncode == 0, err.decode()
+    return out.read_bytes()
+
+
+def kill(argv: Sequence[str], out: Path, max_bytes: int, chance: random.Random) -> int:
+    """Start a batch, kill it early or before it wrote `max_bytes` more, and return its bytes."""
+    process = start(argv, out)
+    if chance.random() < EARLY_SHARE:
+        end = time.monotonic() + chance.uniform(0.0, EARLY_SECONDS)
+        wait(process, lambda: time.monotonic() >= end)
+    else:
+        goal = partial_bytes(out) + chance.randrange(max_bytes)
+        wait(process, lambda: partial_bytes(out) > goal)
+        time.sleep(chance.uniform(0.0, 0.1))
+    process.send_signal(signal.SIGKILL)
+    _, err = process.communicate()
+    assert process.returncode == -signal.SIGKILL, f"it ended by itself: {err.decode()}"
+    return partial_bytes(out)
+
+
+def wait(process: subprocess.Popen[bytes], is_there: Callable[[], bool]) -> None:
+    while not is_there() and process.poll() is None:
+        time.sleep(0.005)
+
+
+def partial_bytes(out: Path) -> int:
+    partial = out.with_name(out.name + ".partial")
+    return partial.stat().st_size if partial.exists() else 0
