@@ -73,7 +73,7 @@ make_root() {
     [ -n "$mirror" ] || fail "apt knows no source of $suite: set ARM_SUITE and ARM_MIRROR"
     rm -rf "$folder/root"
     unshare --mount --propagation private debootstrap --arch=arm64 --variant=minbase \
-        --include=python3,python3-venv,procps "$suite" "$folder/root" "$mirror"
+        --include=python3,python3-venv,procps,libgomp1 "$suite" "$folder/root" "$mirror"
     rm -rf "$folder"/root/var/cache/apt/archives/*.deb
 }
 
