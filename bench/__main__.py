@@ -1,4 +1,4 @@
-"""Where the `specdec-bench` command begins: as `specdec.cli.entry`, it imports next to nothing."""
+"""Entry of the `specdec-bench` command: as `specdec.cli.entry`, it imports next to nothing."""
 
 from __future__ import annotations
 

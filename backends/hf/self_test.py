@@ -42,8 +42,8 @@ _FEW_TERMS = 64
 _MANY_PLACES = 16
 _FEW = (2, 3, 5, 7, 29)
 _TRIED_KV_HEADS = 4
-"""Of a model that has more: heads are products of one batch, each of them computed like the next
-one; a batch of one or two is shared out to threads in another way."""
+"""KV heads that are tried of a model with more: heads are products of one batch, each computed like
+the next one; a batch of one or two is shared out to threads in another way."""
 _MOST_KEYS = (192, 128, 64)
 _PREFIX, _N_NODES = 2 * BLOCK_KEYS + 10, _MOST_KEYS[0] - 10
 """So many nodes, none of them beyond the block that the prefix ends in, are all that one product
@@ -55,7 +55,7 @@ class TorchExactness(Exactness):
     """The same of torch on a CPU."""
 
     limits: ProductLimits = USUAL_LIMITS
-    """Of the attention's products."""
+    """Limits of the attention's products."""
 
 
 def find_exactness(model: HfModel, n_threads: int) -> TorchExactness:
@@ -209,7 +209,7 @@ def find_limits(
 def least_rows_of_attention(
     shape: HeadShape, most_keys: int, threads: Sequence[int] = ()
 ) -> int | None:
-    """Of its products, with so many keys at most; None where no number will do."""
+    """Return the least rows of its products, with so many keys at most; None: no number will do."""
     generator = torch.Generator().manual_seed(shape.key_dim)
     n_keys = _PREFIX + _N_NODES
     query = torch.randn(1, shape.n_heads, _N_NODES, shape.key_dim, generator=generator)

@@ -146,7 +146,7 @@ class HfSource(ModelSource):
         return sum(n_bytes * share * curve.seconds(1) for share, curve in decoding)
 
     def _decoding(self, measure: Callable[[str], ComputeCurve]) -> Decoding:
-        """Of each packing scheme."""
+        """Return (share of the layers' bytes, time to decode it) for each packing scheme."""
         n_bytes: Counter[str] = Counter()
         for layer in self.model.layer_tensors:
             for bound in layer:

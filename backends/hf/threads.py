@@ -1,4 +1,4 @@
-"""What of the machine torch may use: threads, and memory for compiled kernels."""
+"""Threads that torch computes with, and memory for its compiled kernels."""
 
 from __future__ import annotations
 
