@@ -22,7 +22,7 @@ from offload.paging.address_space import PROT_READ_WRITE, protect, reserve, unma
 from offload.storage.aligned import PAGE_BYTES
 
 _N_BYTES = 8 * PAGE_BYTES
-_MADV_POPULATE_WRITE, _MADV_DONTFORK = 23, 10
+_MADV_POPULATE_WRITE, _MADV_DONTFORK, _NO_ADVICE = 23, 10, 9999
 
 
 @contextmanager
@@ -44,6 +44,12 @@ def populates_memory() -> bool:
         return memory_in([(address, _N_BYTES)]) == _N_BYTES
 
 
+def refuses_unknown_advice() -> bool:
+    """Whether `madvise` says what it does not do."""
+    with _memory() as address:
+        return bool(libc.madvise(address, _N_BYTES, _NO_ADVICE))
+
+
 def splits_mappings() -> bool:
     """Whether advice for a part of a mapping makes several of it."""
     with _memory() as address:
@@ -61,7 +67,8 @@ def counts_own_memory_alone() -> bool:
 
 
 def limits_address_space() -> bool:
-    """Whether a limit of address space (ulimit -v) is heeded."""
+    """Whether a limit of address space (ulimit -v) is heeded. An emulator that heeds none ends, or
+    takes memory without end, where more is asked for than there is."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 24, before[1]))
     try:
@@ -84,6 +91,7 @@ def _needs(probe: Callable[[], bool], reason: str) -> pytest.MarkDecorator:
 
 
 needs_populated_memory = _needs(populates_memory, "takes memory later than it says")
+needs_advice = _needs(refuses_unknown_advice, "grants advice that it does not follow")
 needs_split_mappings = _needs(splits_mappings, "keeps mappings whole, or lists too few")
 needs_own_memory = _needs(counts_own_memory_alone, "counts an emulator's memory as a process's")
 needs_address_limit = _needs(limits_address_space, "heeds no limit of address space")

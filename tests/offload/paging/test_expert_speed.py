@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from system_probes import needs_own_memory
 from weight_files import FaultyReads
 
 from offload.experts.cache import ExpertCache
@@ -83,6 +84,7 @@ def test_the_clock_counts_the_bytes_that_were_missing(kind, monkeypatch) -> None
     assert 2 / (2 * EXPERT_BYTES) <= found < 1.5 * 2 / (2 * EXPERT_BYTES)
 
 
+@needs_own_memory
 def test_a_real_measurement_gives_everything_back(kind) -> None:
     missing_seconds_per_byte(kind)  # what is loaded on first use
     before = process_memory().rss_bytes

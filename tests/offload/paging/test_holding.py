@@ -12,6 +12,7 @@ from mapped_weights import mapped
 from mapped_weights import memory_in as bytes_in
 from paging import PAGE, slot_ranges
 from streaming import holding_operations, uneven_sizes
+from system_probes import needs_address_limit
 from weight_files import Weights, write_weights
 
 from offload.paging import memory
@@ -75,6 +76,7 @@ def test_held_layers_take_a_slot_each(weights: Weights) -> None:
         assert n_bytes() <= pager.resident_bytes + 2 * slot_bytes
 
 
+@needs_address_limit
 def test_without_address_space_none_is_held(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[3_000_000]] * 5)
     with mapped(weights) as files, Pager(files.layers, [], files.mappings, 2) as pager:

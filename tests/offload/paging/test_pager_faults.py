@@ -16,6 +16,7 @@ from mapped_weights import is_readable, mapped
 from mapped_weights import memory_in as bytes_in
 from paging import PAGE, check_memory, small_weights
 from streaming import reader_threads, uneven_sizes, wait_for_failure
+from system_probes import needs_populated_memory
 from weight_files import FaultyReads, write_weights
 
 from offload.paging.pager import Pager
@@ -70,6 +71,7 @@ def test_a_transient_error_at_every_read(tmp_path: Path, n_slots: int, resume: i
                 break
 
 
+@needs_populated_memory
 def test_a_persistent_error_and_the_recovery(tmp_path: Path) -> None:
     weights = small_weights(tmp_path)
     broken = threading.Event()
@@ -91,6 +93,7 @@ def test_a_persistent_error_and_the_recovery(tmp_path: Path) -> None:
         files.walk(pager, 2)
 
 
+@needs_populated_memory
 def test_an_error_is_not_raised_again_once_storage_is_well(tmp_path: Path) -> None:
     weights = small_weights(tmp_path)
     broken = threading.Event()

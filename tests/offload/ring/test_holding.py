@@ -11,6 +11,7 @@ from address_limit import no_more_address_space
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streaming import holding_operations, uneven_sizes
+from system_probes import needs_address_limit
 from weight_files import Weights, write_weights
 
 from offload.ring.order import TicketOrder
@@ -105,6 +106,7 @@ def test_where_memory_is_short_fewer_are_held(weights, monkeypatch) -> None:
         assert streamer.n_held == 1
 
 
+@needs_address_limit
 def test_without_address_space_none_is_held(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[3_000_000]] * 5)
     with WeightStreamer(weights.layers, 2) as streamer:

@@ -10,13 +10,14 @@ import pytest
 from fake_device import FakeDevice
 from open_files import n_open_files
 from streaming import reader_threads, small_weights
+from system_probes import needs_address_limit
 from tiered import STORAGE, tiered
 
 from offload.device.streamer import DeviceStreamer
 from offload.errors import SpecdecError
 from offload.ring.streamer import WeightStreamer
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+pytestmark = [pytest.mark.usefixtures("no_thread_is_left"), needs_address_limit]
 
 _NO_STACK_BYTES = 2**46  # more than there is room for: the system starts no such thread
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from open_files import n_open_files
+from system_probes import needs_advice
 from weight_files import FaultyReads
 
 from offload.storage import page_cache
@@ -307,6 +308,7 @@ def test_a_flag_that_is_ignored_is_found_out_of_a_mapped_file(mapped: Path) -> N
     assert not DirectFile(mapped).direct
 
 
+@needs_advice
 @pytest.mark.usefixtures("_ignored_flag")
 def test_nothing_stays_in_the_page_cache_where_it_cannot_be_found_out(
     mapped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ import pytest
 from mapped_weights import mapped
 from paging import page_weights, slot_ranges
 from streaming import small_weights
+from system_probes import needs_advice
 
 from offload.paging.pager import Pager
 from offload.ring.streamer import WeightStreamer
@@ -56,6 +57,7 @@ def kilobytes(process: int, address: int) -> int | None:
     return None
 
 
+@needs_advice
 def test_a_child_does_not_get_the_streamers_slots(tmp_path: Path) -> None:
     weights = small_weights(tmp_path)
     with WeightStreamer(weights.layers, 2, n_readers=2) as streamer:
@@ -69,6 +71,7 @@ def test_a_child_does_not_get_the_streamers_slots(tmp_path: Path) -> None:
             weights.walk(streamer, 2)
 
 
+@needs_advice
 def test_a_child_does_not_get_the_pagers_slots_wherever_their_pages_are(tmp_path: Path) -> None:
     weights = page_weights(tmp_path)
     with (

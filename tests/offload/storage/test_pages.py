@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from system_probes import needs_advice
 
 from offload.storage import aligned, page_cache
 from offload.storage.aligned import ALIGNMENT, PAGE_BYTES, buffer_bytes, populate
@@ -92,6 +93,7 @@ def test_memory_is_committed_wherever_a_part_begins(offset: int, n_bytes: int, s
     buffer.close()
 
 
+@needs_advice
 @pytest.mark.parametrize("offset", [0, 100, 4096, PAGE_BYTES + 5])
 def test_an_older_kernel_is_given_no_more_than_the_part(
     offset: int, monkeypatch: pytest.MonkeyPatch

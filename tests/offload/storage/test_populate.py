@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from system_probes import needs_advice
 
 from offload.paging.address_space import commit, reserve, unmap
 from offload.process.interruptible import uninterrupted
@@ -51,6 +52,7 @@ def _populates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(aligned, "_MADV_POPULATE_WRITE", 9999)  # no such advice
 
 
+@needs_advice
 @pytest.mark.usefixtures("_populates")
 def test_other_threads_run_meanwhile(
     committed: Callable[[], None], monkeypatch: pytest.MonkeyPatch
