@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, overload
 
@@ -19,11 +21,11 @@ from offload.errors import SpecdecError
 from specdec.checks import ConfigError, check_type, refuse_unknown
 from specdec.config import SpecConfig
 from specdec.decoding.generation import Request
-from specdec.decoding.rounds.engine import CalledFromInside
+from specdec.decoding.rounds.engine import CalledFromInside, ModelClosed
 from specdec.decoding.rounds.sequences import CompletionOutput, GenerationResult, StreamChunk
 from specdec.decoding.rounds.stats import EngineStats
-from specdec.decoding.session import ModelClosed, ModelElsewhere, Session
-from specdec.decoding.stream import GenerationStream, wait_for_any
+from specdec.decoding.session import ModelElsewhere, Session
+from specdec.decoding.stream import GenerationStream
 from specdec.drafters.base import Drafter
 from specdec.grammar.state import GrammarError
 from specdec.models.drafts import named_draft
@@ -169,6 +171,7 @@ class LLM:
         """
         check_type("requests", requests, Iterable)
         drawn, running = enumerate(requests), dict[int, GenerationStream]()
+        changed = SimpleQueue[int]()
         is_at_end = False
         try:
             while running or not is_at_end:
@@ -183,10 +186,10 @@ class LLM:
                     except _OF_ONE_REQUEST as error:
                         yield index, error
                     else:
-                        running[index].start(is_streamed=False)
-                if running:
-                    wait_for_any(list(running.values()))
-                for index in [index for index, stream in running.items() if stream.is_over]:
+                        running[index].start(
+                            is_streamed=False, on_output=partial(changed.put, index)
+                        )
+                if running and running[index := changed.get()].is_over:
                     yield index, _outcome(running.pop(index))
         finally:
             for stream in running.values():
@@ -295,8 +298,8 @@ class LLM:
     def close(self) -> None:
         """Free the models. Idempotent.
 
-        Another thread's generation ends with ModelClosed; this waits for it. So does one that this
-        thread is inside of, where a signal handler calls this; it frees the models at its end. In a
+        Another thread's generation ends with ModelClosed; this waits for it. Where the engine's
+        thread calls this (in a logits processor, say), the models are freed behind its step. In a
         fork of the process that loaded them, they are left to the process's end.
         """
         self.session.close()

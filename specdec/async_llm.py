@@ -1,4 +1,4 @@
-"""An LLM for asyncio programs: each generation runs in a thread, its chunks come to the event loop.
+"""An LLM for asyncio programs: chunks come from the engine's thread to the event loop.
 
 llm = AsyncLLM(specdec.load("TARGET", "DRAFT"))
 async for chunk in llm.stream("def fibonacci(n):", max_tokens=64):
@@ -8,27 +8,23 @@ async for chunk in llm.stream("def fibonacci(n):", max_tokens=64):
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self
 
 from offload.errors import SpecdecError
+from offload.process.worker import POLL_SECONDS
 from specdec.api import LLM
 from specdec.decoding.rounds.sequences import GenerationResult, StreamChunk
 from specdec.decoding.stream import GenerationStream
 from specdec.sampling.logprobs import TopLogprobs
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import Prompt
-
-MAX_CHUNKS_AHEAD = 64
-"""Chunks that a text may be ahead of its reader: then its thread waits."""
-_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -71,38 +67,34 @@ class AsyncLLM:
 class AsyncStream:
     """Async iterator over `AsyncChunk`s, for one task.
 
-    Its thread starts with the first chunk that is asked for, and is MAX_CHUNKS_AHEAD chunks ahead
-    of the reader at most. Whoever leaves it half read cancels it, or uses `async with`.
+    It begins with the first chunk that is asked for. Whoever leaves it half read cancels it, or
+    uses `async with`.
     """
 
     def __init__(self, begin: Callable[[], GenerationStream]) -> None:
         self._begin = begin
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: asyncio.Future[GenerationStream] | None = None
         self._stream: GenerationStream | None = None
-        self._room = threading.Semaphore(MAX_CHUNKS_AHEAD)
+        self._has_output = asyncio.Event()
         self._may_have_logprobs = True  # until a chunk has shown that nobody asked for them
         self._n_tokens: Counter[int] = Counter()  # handed over of each sequence
-        # Of the event loop's thread:
-        self._chunks: deque[AsyncChunk] = deque()
-        self._changed = asyncio.Event()
-        self.is_over = False
-        self._error: BaseException | None = None
-        # Of both:
         self.is_cancelled = False
-
-    # --- the reader ----------------------------------------------------------------------------
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> AsyncChunk:
-        await self._until(lambda: bool(self._chunks) or self.is_over)
-        if self._chunks:
-            self._room.release()
-            return self._chunks.popleft()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if not self.is_cancelled:
+            await self.started()
+        while not self.is_cancelled and self._stream is not None:
+            self._has_output.clear()
+            try:
+                chunk = self._stream.next_nowait()
+            except StopIteration:
+                break
+            if chunk is not None:
+                return self._with_logprobs(chunk, self._stream)
+            await self._has_output.wait()
         raise StopAsyncIteration
 
     @property
@@ -110,16 +102,29 @@ class AsyncStream:
         """Whether there is a `result`, as yet of no token perhaps."""
         return self._stream is not None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no more is computed; chunks may be left."""
+        if self._stream is not None:
+            return self._stream.is_over
+        return self.is_cancelled if self._starting is None else self._starting.done()
+
     async def started(self) -> None:
         """Return when the arguments have been found right; raises what is wrong with them."""
-        await self._until(lambda: self._stream is not None or self.is_over)
-        if self._stream is None and self._error is not None:
-            raise self._error
+        if self._starting is None:
+            loop = asyncio.get_running_loop()
+            self._starting = loop.run_in_executor(None, self._start, loop)
+        await asyncio.shield(self._starting)
 
     async def ended(self) -> None:
-        """Return when no thread works for it any more, after `cancel` or at its end."""
-        if self._loop is not None:
-            await self._until(lambda: self.is_over)
+        """Return when nothing is computed for it any more, after `cancel` or at its end."""
+        if self._starting is not None:
+            with suppress(Exception):  # it is the reader's
+                await asyncio.shield(self._starting)
+        while not self.is_over:
+            if self.is_cancelled and self._stream is not None:
+                self._stream.cancel_soon()  # a request may have come before the pass had begun
+            await asyncio.sleep(POLL_SECONDS)
 
     @property
     def result(self) -> GenerationResult:
@@ -133,12 +138,9 @@ class AsyncStream:
         if self.is_cancelled or self.is_over:
             return
         self.is_cancelled = True
-        self._chunks.clear()
-        self._room.release()  # its thread may be waiting for the reader
-        if self._loop is None:
-            self.is_over = True
-        elif self._stream is not None:  # it waits for the end of a pass, and may not do so here
-            threading.Thread(target=self._stream.cancel, daemon=True).start()
+        self._has_output.set()
+        if self._stream is not None:
+            self._stream.cancel_soon()
 
     async def __aenter__(self) -> Self:
         return self
@@ -151,38 +153,20 @@ class AsyncStream:
     ) -> None:
         self.cancel()
 
-    async def _until(self, is_so: Callable[[], bool]) -> None:
-        if self._loop is None and not self.is_over:
-            self._loop = asyncio.get_running_loop()
-            threading.Thread(target=self._run, name="specdec-stream", daemon=True).start()
-        while not is_so():
-            self._changed.clear()
-            await self._changed.wait()
+    def _start(self, loop: asyncio.AbstractEventLoop) -> GenerationStream:
+        """Check and start it, in a thread of the loop's pool: a long prompt takes its time."""
+        stream = self._begin()
 
-    # --- its thread ----------------------------------------------------------------------------
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop is gone
+                loop.call_soon_threadsafe(self._has_output.set)
 
-    def _run(self) -> None:
-        error: BaseException | None = None
-        try:
-            self._stream = self._begin()
-            self._tell(lambda: None)
-            if not self.is_cancelled:
-                self._hand_over(self._stream)
-        except BaseException as raised:
-            error = raised
-        self._tell(lambda: self._end(error))
-
-    def _hand_over(self, stream: GenerationStream) -> None:
-        for chunk in stream:
-            told = self._with_logprobs(chunk, stream)
-            while not self._room.acquire(timeout=_POLL_SECONDS) and self._has_reader:
-                pass
-            if self.is_cancelled or not self._tell(partial(self._take, told)):
-                stream.cancel()
-
-    @property
-    def _has_reader(self) -> bool:
-        return self._loop is not None and not self._loop.is_closed()
+        self._stream = stream
+        if self.is_cancelled:
+            stream.cancel_soon()
+        else:
+            stream.start(on_output=wake)
+        return stream
 
     def _with_logprobs(self, chunk: StreamChunk, stream: GenerationStream) -> AsyncChunk:
         if not self._may_have_logprobs:
@@ -198,24 +182,3 @@ class AsyncStream:
             None if output.logprobs is None else output.logprobs[begin:end],
             None if output.top_logprobs is None else output.top_logprobs[begin:end],
         )
-
-    def _tell(self, change: Callable[[], None]) -> bool:
-        """Have the event loop's thread make a change; False where that loop is gone."""
-
-        def make() -> None:
-            change()
-            self._changed.set()
-
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(make)
-        except RuntimeError:
-            return False
-        return True
-
-    def _take(self, chunk: AsyncChunk) -> None:
-        if not self.is_cancelled:
-            self._chunks.append(chunk)
-
-    def _end(self, error: BaseException | None) -> None:
-        self._error, self.is_over = error, True

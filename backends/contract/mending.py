@@ -16,7 +16,6 @@ from backends.contract.backend import Backend, BackendError, ContextFull
 from backends.contract.sequence import SavedTensors, SequenceRows, SequenceScores, TokenSequence
 from backends.contract.text_kv import Kv, NewRows
 from offload.formats.mapped import TensorShape
-from offload.process.interruptible import uninterrupted
 
 _T = TypeVar("_T")
 
@@ -94,10 +93,7 @@ class KvSequence(TokenSequence, Generic[Kv]):
 
 
 class MendingBackend(Backend, Generic[Kv]):
-    """A backend whose operations are repaired where an error cuts them short.
-
-    Ctrl-C does not: it waits for a place where the operation can be given up, or for its end.
-    """
+    """A backend whose operations are repaired where an error cuts them short."""
 
     _is_closed = False
 
@@ -159,15 +155,9 @@ class MendingBackend(Backend, Generic[Kv]):
             made.append(KvSequence(self, make()))
             self._sequences += made
 
-        try:
-            self._repaired(add, lambda: None)
-        except BaseException:  # an interrupt, raised in the place of what it waited for
-            for one in made:
-                one.close()
-            raise
+        self._repaired(add, lambda: None)
         return made[0]
 
-    @uninterrupted
     def _end(self, sequence: KvSequence[Kv]) -> None:
         sequence.is_closed = True
         self._sequences.remove(sequence)
@@ -281,7 +271,6 @@ class MendingBackend(Backend, Generic[Kv]):
 
         return self._repaired(operation, repair)
 
-    @uninterrupted
     def _repaired(self, operation: Callable[[], _T], repair: Callable[[], None]) -> _T:
         """Call `operation`, and `repair` after any failure; again before the next operation, where
         the repair fails as well."""
@@ -291,10 +280,9 @@ class MendingBackend(Backend, Generic[Kv]):
         try:
             return operation()
         except BaseException:
-            if not self._is_closed:  # by a signal handler: what would be mended is freed
-                self._repairs.append(repair)
-                with suppress(Exception):  # what ended the operation is what its caller is told
-                    self._make_repairs()
+            self._repairs.append(repair)
+            with suppress(Exception):  # what ended the operation is what its caller is told
+                self._make_repairs()
             raise
 
     def _make_repairs(self) -> None:

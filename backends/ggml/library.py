@@ -19,7 +19,6 @@ from types import ModuleType
 from typing import Any
 
 from offload.errors import SpecdecError
-from offload.process.interruptible import is_interrupted, uninterrupted
 from offload.process.openmp import LLAMA_SPINS, bounded_spinning
 from offload.units import Progress
 
@@ -238,7 +237,7 @@ def _has_amx(library: ModuleType) -> bool:
 
 
 class _Loading:
-    """llama.cpp's progress, passed on; an error in it or Ctrl-C ends the loading.
+    """llama.cpp's progress, passed on; an error in it ends the loading.
 
     An exception inside of a ctypes callback is lost.
     """
@@ -248,7 +247,6 @@ class _Loading:
         self._error: BaseException | None = None
         self.callback = library.llama_progress_callback(self._report)
 
-    @uninterrupted
     def run(self, load: Callable[[], None]) -> None:
         load()
         if self._error is not None:
@@ -260,4 +258,4 @@ class _Loading:
                 self._progress(int(share * self._n_bytes), self._n_bytes)
         except BaseException as error:
             self._error = error
-        return self._error is None and not is_interrupted()
+        return self._error is None

@@ -40,7 +40,6 @@ from backends.kv.pool import KvPool, blocks_of, most_new_blocks
 from backends.kv.rows import rows_of_pass, take_rows
 from backends.kv.sequence import SequenceKv
 from offload.formats.mapped import TensorShape
-from offload.process.interruptible import check_interrupt
 from offload.ring.slots import Check
 
 CHUNK_ROWS = 256
@@ -274,7 +273,6 @@ class TorchBackend(MendingBackend[SequenceKv]):
             self._pool.free()
 
     def _check_cancel(self) -> None:
-        check_interrupt()
         if self._is_cancelled:
             raise BackendError("the pass was cancelled")
 

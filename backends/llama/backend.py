@@ -1,8 +1,7 @@
 """The llama.cpp backend: a GGUF model, held in memory or streamed from storage.
 
 Texts and their trees are sequences of one unified KV cache (cache.py); a streamed model's passes
-walk its layers (stream.py). A pass that takes long runs on a thread of its own, so that Ctrl-C
-reaches Python meanwhile and ends it.
+walk its layers (stream.py).
 """
 
 from __future__ import annotations
@@ -23,19 +22,17 @@ from backends.llama.cache import MIN_IN_USE, TreeSequences
 from backends.llama.cells import Cells
 from backends.llama.context import ContextOptions, LlamaContext
 from backends.llama.loading import check_options, load_llama_model
-from backends.llama.passes import PassThread
+from backends.llama.passes import CancellablePasses
 from backends.llama.prefix import LlamaPrefix, SequenceState
 from backends.llama.rows import PassRows
 from backends.llama.stream import StreamedLayers, mapped_ranges
 from offload.formats.mapped import TensorShape
-from offload.process.interruptible import uninterrupted
 from offload.residency.placement import Placement
 from offload.storage.aligned import PAGE_BYTES
 from offload.storage.page_cache import drop_files
 from offload.units import Progress
 
 _VALUE_BYTES = 2  # of the KV cache's values without flash attention: f16, never quantized
-_QUICK_BYTES = 4e9  # weights times rows that take less than about a second: no thread for those
 
 
 class LlamaBackend(MendingBackend[TreeSequences]):
@@ -110,7 +107,6 @@ class LlamaBackend(MendingBackend[TreeSequences]):
             self.close()
             raise
 
-    @uninterrupted
     def _open(
         self,
         model: GgufModel,
@@ -134,7 +130,7 @@ class LlamaBackend(MendingBackend[TreeSequences]):
             self._closing.append(self._stream.close)
             self._stream.start(self._context, residency.n_slots, n_readers, progress)
             drop_files(model.index.paths)  # where llama.cpp has read them: see unread.py
-        self._open_thread()
+        self._open_passes()
 
     def _open_context(self, options: ContextOptions) -> None:
         callback = self._stream.callback if self._stream else None
@@ -153,9 +149,9 @@ class LlamaBackend(MendingBackend[TreeSequences]):
         )
         self._prefix = LlamaPrefix(state, is_ordered)
 
-    def _open_thread(self) -> None:
-        self._thread = PassThread(self._context)
-        self._closing.append(self._thread.close)
+    def _open_passes(self) -> None:
+        self._passes = CancellablePasses(self._context)
+        self._closing.append(self._passes.cancel)
 
     def sibling(self, *, max_context: int, max_nodes: int, max_rows: int) -> LlamaBackend:
         """See Backend.sibling."""
@@ -174,7 +170,7 @@ class LlamaBackend(MendingBackend[TreeSequences]):
                     max_texts=1,
                 )
             )
-            other._open_thread()
+            other._open_passes()
         except BaseException:
             other.close()
             raise
@@ -254,7 +250,7 @@ class LlamaBackend(MendingBackend[TreeSequences]):
 
     def request_cancel(self) -> None:
         """End a running pass soon with PassCancelled; any thread may call this."""
-        self._thread.cancel()
+        self._passes.cancel()
 
     def close(self) -> None:
         self._is_closed = True
@@ -285,8 +281,7 @@ class LlamaBackend(MendingBackend[TreeSequences]):
     def _run(self, batch: Batch) -> np.ndarray:
         """One pass; float32 logits [wanted, vocab] in the order of the rows."""
         decode = self._decode_streamed if self._stream else self._context.decode
-        is_quick = self._stream is None and self._model.n_bytes * batch.n_tokens < _QUICK_BYTES
-        self._thread.run(lambda: decode(batch), is_quick=is_quick)
+        self._passes.run(lambda: decode(batch))
         if batch.n_fillers:
             self._cells.empty_spare()
         return self._context.logits(batch, self.vocab_size)

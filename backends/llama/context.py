@@ -19,7 +19,6 @@ from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.ggml.library import LOG, LlamaError, LlamaModel, listen
 from backends.llama.batch import Batch
 from offload.process.cpus import threads_for_load, usable_cpus
-from offload.process.interruptible import uninterrupted
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
 """Types of the KV cache by their number in ggml.h."""
@@ -139,7 +138,6 @@ class LlamaContext:
         self.memory: Any = self._library.llama_get_memory(self._handle)
         self.n_cells: int = self._library.llama_n_ctx(self._handle)
 
-    @uninterrupted  # it calls back, for its log
     def _open(self, params: Any) -> None:
         self._handle = self._library.llama_init_from_model(self._model.handle, params)
 

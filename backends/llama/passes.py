@@ -1,4 +1,4 @@
-"""Passes that can be cancelled, by Ctrl-C or by another thread."""
+"""Passes that another thread can cancel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from backends.contract.backend import BackendError
 from backends.llama.context import LlamaContext
-from offload.process.interruptible import Worker, wait_for, when_interrupted
 
 _SWITCH_SECONDS = 0.0005
 
@@ -20,31 +19,26 @@ class PassCancelled(BackendError):
         super().__init__("the pass was cancelled")
 
 
-class PassThread:
-    """Runs the passes of one context, one at a time; long ones in a thread of its own."""
+class CancellablePasses:
+    """Runs the passes of one context, one at a time; any thread may cancel the one that runs."""
 
     def __init__(self, context: LlamaContext) -> None:
         self._context = context
-        self._thread = Worker("specdec-pass")
         self._lock = threading.Lock()
         self._is_running = False
 
-    def run(self, decode: Callable[[], int], *, is_quick: bool) -> None:
+    def run(self, decode: Callable[[], int]) -> None:
         """Run `decode`, which returns 0 or, where it was stopped, 2.
 
         Raises:
-            PassCancelled: `cancel` was called meanwhile, or Ctrl-C is to end the pass.
+            PassCancelled: `cancel` was called meanwhile.
             whatever `decode` raises.
         """
         with self._lock:
             self._context.request_stop(False)  # whatever ended the pass before
             self._is_running = True
         try:
-            if is_quick:
-                code = decode()
-            else:
-                stop = when_interrupted(self._context.request_stop)
-                code = wait_for(self._thread.submit(decode), stop)
+            code = decode()
         finally:
             with self._lock:
                 self._is_running = False
@@ -56,10 +50,6 @@ class PassThread:
         with self._lock:
             if self._is_running:
                 self._context.request_stop()
-
-    def close(self) -> None:
-        self.cancel()
-        self._thread.close()
 
 
 class _QuickHandover:

@@ -45,7 +45,6 @@ from offload.paging.expert_pages import outside
 from offload.paging.experts import PagedExperts
 from offload.paging.pager import Pager
 from offload.paging.rows import RowsInPlace
-from offload.process.interruptible import uninterrupted
 from offload.residency.placement import Placement
 from offload.storage.reading import DEFAULT_N_READERS
 from offload.units import Progress
@@ -118,7 +117,6 @@ class StreamedLayers:
                     start = _address(self._mappings, first)
                     yield start, start + last.offset + last.n_bytes - first.offset, i
 
-    @uninterrupted  # llama.cpp calls back
     def start(
         self, context: LlamaContext, n_slots: int, n_readers: int | None, progress: Progress | None
     ) -> None:

@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import TypeAlias
 
 from offload.errors import SpecdecError
-from offload.process.interruptible import POLL_SECONDS, check_interrupt
+from offload.process.worker import POLL_SECONDS
 from offload.ring.slots import JOIN_SECONDS
 from offload.storage.direct_io import DirectFile, OpenStorage, StorageError
 from offload.storage.layout import Piece
@@ -96,7 +96,6 @@ class ExpertReaders:
     def wait_for(self, reads: Collection[Future[Failure]], check: Check | None) -> None:
         """Until they have ended. Raises what `check` does, and SpecdecError after `stop`."""
         while wait(reads, POLL_SECONDS).not_done:
-            check_interrupt()
             self.check_open()
             if check is not None:
                 check()

@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 
 from offload.errors import SpecdecError
-from offload.process.interruptible import uninterrupted
 from offload.storage.aligned import HUGE_PAGE_BYTES, PAGE_BYTES, page_down, page_up, populate
 
 PROT_NONE = 0
@@ -212,7 +211,6 @@ def view(address: int, n_bytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * n_bytes).from_address(address)).cast("B")
 
 
-@uninterrupted
 def move_pages(moves: Iterable[Move], done: list[Move]) -> None:
     """Move pages; each source stays reserved and empty. The targets must be reserved.
 

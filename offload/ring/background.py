@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from offload.formats.tensors import TensorRecord
-from offload.process.interruptible import check_interrupt, uninterrupted
 from offload.residency.placement import LayerWeights
 from offload.ring.readers import ReaderThreads
 from offload.ring.slots import JOIN_SECONDS, WAKE_SECONDS, Check, StreamerClosed
@@ -77,7 +76,6 @@ class BackgroundReads:
         """Of all pieces, those that are not there yet."""
         return self._n_total - self._n_done
 
-    @uninterrupted
     def wait(self, layer: int, check: Check | None = None) -> None:
         """Wait until everything is there that the layers up to this one need.
 
@@ -94,7 +92,6 @@ class BackgroundReads:
             while any(self._n_missing[: layer + 1]):
                 self._raise_error()
                 self._start()
-                check_interrupt()
                 if check is not None:
                     check()
                 self._arrived.wait(WAKE_SECONDS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from offload.process.interruptible import uninterrupted
 from offload.ring.lending import LayerLender, Lease, LoanT
 from offload.ring.slots import MemoryT
 from offload.ring.walk import LayerWalk, Taken
@@ -37,7 +36,6 @@ class HoldingLender(LayerLender[MemoryT, LoanT]):
     def _let_go(self, index: int) -> None:
         """Layer `index` is not to be held any longer; its memory is closed after that."""
 
-    @uninterrupted
     def hold(self, n_layers: int) -> int:
         """Let up to so many layers that stream stay in memory after their next use, each with the
         memory of a slot beside those of the ring; returns how many may. Those that are more are

@@ -18,7 +18,6 @@ from typing import Generic, TypeVar
 
 from typing_extensions import Self
 
-from offload.process.interruptible import uninterrupted
 from offload.ring.slots import Check, MemoryT
 from offload.ring.walk import LayerWalk, StreamStats, Taken
 from offload.trace import LAYER, record_since
@@ -82,8 +81,8 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
         """Wait until layer `index` is in memory; its bytes in its file's byte order and layout.
 
         Layers are asked for in cyclic order, as many at a time as there are slots; any other
-        request (a pass that was given up and begins anew) costs what was read ahead. Ctrl-C
-        interrupts the wait, and so does what `check` raises, which is called again and again.
+        request (a pass that was given up and begins anew) costs what was read ahead. `check` is
+        called again and again; what it raises interrupts the wait.
 
         Raises:
             StorageError: the layer could not be read, or (at the last layer of a pass) a file
@@ -92,13 +91,11 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
         """
         return self._enter(index, check)[1]
 
-    @uninterrupted
     def leave(self, index: int) -> None:
         """Take layer `index` back; nothing happens where `restart` already did."""
         self._end([lease for lease in self._leases if lease.index == index])
         self._walk.leave(index)
 
-    @uninterrupted
     def restart(self) -> None:
         """Begin again at layer 0, as after a pass that was given up; nothing is lent afterwards.
 
@@ -151,7 +148,6 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    @uninterrupted
     def _enter(self, index: int, check: Check | None) -> tuple[Lease[MemoryT], LoanT]:
         self._walk.check(index)
         self._walk.seek(index, is_inside=bool(self._leases))
@@ -166,7 +162,6 @@ class LayerLender(ABC, Generic[MemoryT, LoanT]):
             raise
         return lease, loan
 
-    @uninterrupted
     def _end(self, leases: Iterable[Lease[MemoryT]]) -> None:
         """Take layers back and give the slots to the readers."""
         for lease in tuple(leases):

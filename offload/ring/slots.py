@@ -30,7 +30,6 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from offload.errors import SpecdecError
-from offload.process.interruptible import check_interrupt, uninterrupted
 from offload.storage.aligned import HostMemory
 
 WAKE_SECONDS = 0.1  # between two looks of a wait at whether it is to end
@@ -175,7 +174,6 @@ class SlotRing(Generic[MemoryT, PieceT]):
         """
         with self.lock:
             while (slot := self._take_ready(ticket)) is None:
-                check_interrupt()
                 if check is not None:
                     check()
                 self._may_use.wait(WAKE_SECONDS)
@@ -223,7 +221,6 @@ class SlotRing(Generic[MemoryT, PieceT]):
                 self._free(slot)
             self._may_read.notify_all()
 
-    @uninterrupted
     def close(self) -> None:
         """Wake everybody up to leave; `free_buffers` comes after the readers have ended."""
         with self.lock:

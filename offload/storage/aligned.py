@@ -11,7 +11,6 @@ from typing import Protocol
 
 import numpy as np
 
-from offload.process.interruptible import check_interrupt
 from offload.units import MIB
 
 # Of offsets, lengths and buffers of reads: the device's, and not the page's. Covers the logical
@@ -23,9 +22,6 @@ PAGE_BYTES = max(mmap.PAGESIZE, ALIGNMENT)
 # One entry of the table above pages of 4 KiB, and a run of contiguous entries of 16 or 64 KiB on
 # arm64. One entry above those would be 32 or 512 MiB: more than many a layer has.
 HUGE_PAGE_BYTES = 2 * MIB
-
-_STEP_BYTES = 64 * MIB
-"""Of memory that is committed in one go, in some 20 ms: then Ctrl-C is heard."""
 
 # Not in the mmap module.
 _MADV_WIPEONFORK = 18  # Linux 4.14
@@ -72,18 +68,8 @@ def populate(address: int, n_bytes: int) -> None:
     """Let fresh memory be backed by pages of its own, all zeros: all pages that have a byte of it.
 
     It takes seconds for gigabytes, in which other threads run.
-
-    Raises:
-        MemoryError: the memory cannot be had.
-        what a signal handler raised meanwhile; then some of the pages are there.
+    Raises MemoryError where the memory cannot be had.
     """
-    for start in range(address, address + n_bytes, _STEP_BYTES):
-        if start > address:
-            check_interrupt()
-        _populate_step(start, min(_STEP_BYTES, address + n_bytes - start))
-
-
-def _populate_step(address: int, n_bytes: int) -> None:
     libc = _libc()
     page = page_down(address)  # an advice begins at one; what lies there already stays
     while libc.madvise(page, address + n_bytes - page, _MADV_POPULATE_WRITE):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from offload.formats.tensors import TensorRecord
-from offload.process.interruptible import POLL_SECONDS, check_interrupt, uninterrupted
 from offload.storage.aligned import AlignedBuffer, HostMemory, align_up, buffer_bytes
 from offload.storage.direct_io import DirectFile, OpenStorage, StorageError
 from offload.storage.layout import Layout, Piece, make_layout
@@ -152,7 +150,7 @@ def read_pieces(
 
     Raises:
         StorageError: the first read that failed; the others are given up.
-        whatever `progress` raises, or a signal handler in this thread (KeyboardInterrupt).
+        whatever `progress` raises.
     """
     bring_pieces(
         pieces,
@@ -167,7 +165,6 @@ Bring = Callable[[OpenFiles, Piece], object]
 """Reads one piece and takes it to where it belongs."""
 
 
-@uninterrupted
 def bring_pieces(
     pieces: Sequence[Piece],
     bring: Bring,
@@ -181,7 +178,7 @@ def bring_pieces(
     Raises:
         the first error of a `bring`; the others are given up.
         StorageError: a file was overwritten meanwhile.
-        whatever `progress` raises, or a signal handler in this thread (KeyboardInterrupt).
+        whatever `progress` raises.
     """
     finished: SimpleQueue[Future[int]] = SimpleQueue()
     n_done, n_total = 0, sum(piece.n_needed for piece in pieces)
@@ -196,17 +193,10 @@ def bring_pieces(
         for piece in pieces:
             pool.submit(bring_one, piece).add_done_callback(finished.put)
         for _ in pieces:
-            n_done += _next_result(finished)
+            n_done += finished.get().result()
             if progress is not None:
                 progress(n_done, n_total)
         files.check_unchanged()  # at the end, because by then all bytes were read
     finally:
         pool.shutdown(cancel_futures=True)  # waits for the running reads: they use the memory
         files.close()
-
-
-def _next_result(finished: SimpleQueue[Future[int]]) -> int:
-    while True:
-        check_interrupt()
-        with suppress(Empty):
-            return finished.get(timeout=POLL_SECONDS).result()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
+from queue import SimpleQueue
 from typing import Any
 
 from backends.contract.backend import StreamUse
@@ -60,7 +62,6 @@ class Generation:
 
     def __init__(self, session: Session, request: Request) -> None:
         self._session, self._request = session, request
-        self.is_eager = False  # computed on also while nobody takes its chunks
         self.is_streamed = True  # somebody reads its chunks as they come
         params = request.params
         contexts = session.target.max_context, session.model_context
@@ -70,10 +71,15 @@ class Generation:
         if params.num_beams > 1:
             check_beams(params.num_beams, request.spec, session.max_beams)
         self._use_before: StreamUse | None = None  # of bytes and stalls, when this one began
-        self._jobs: list[Job] | None = None
+        self._n_starts = count()  # its `next` is atomic
+        self.jobs: list[Job] = []
         self._error: BaseException | None = None
         self._stats: GenerationStats | None = None  # once it is over
-        self.chunks: deque[StreamChunk] = deque()
+        self.over = threading.Event()
+        self.output: SimpleQueue[StreamChunk | None] = SimpleQueue()
+        """Chunks, and None at the end."""
+        self.on_output: Callable[[], None] = lambda: None
+        """Called by the engine when there is something in `output`."""
         self.is_cancelled = False
 
     @property
@@ -83,29 +89,22 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        return self._stats is not None
+        return self.over.is_set()
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether the next round is to bring more: nobody has to wait, but nothing piles up.
-
-        What one round brought may lie there while the next one runs: whoever leads begins it before
-        the other readers have come to take theirs.
-        """
-        return self.is_eager or len(self.chunks) <= len(self._sequences)
-
-    @property
-    def jobs(self) -> list[Job]:
-        """What is to be scheduled. The request begins here, with the first chunk asked for, not
-        when it was made."""
-        if self._jobs is None:
+    def start(self) -> None:
+        """Hand it to the engine. Its clocks begin here, with the first chunk asked for, not when it
+        was made; done once."""
+        if next(self._n_starts) == 0:
             self._use_before = self._session.target.stream_use
             self._recorder = self._new_recorder()
-            is_search = self._request.params.num_beams > 1
-            self._jobs = [Beams(self)] if is_search else self._texts()
-            for job in self._jobs:
-                job.priority = self._request.priority
-        return self._jobs
+            self._session.engine.start(self)
+
+    def begin(self) -> None:
+        """Make what is to be scheduled; in the engine's thread."""
+        is_search = self._request.params.num_beams > 1
+        self.jobs = [Beams(self)] if is_search else self._texts()
+        for job in self.jobs:
+            job.priority = self._request.priority
 
     def _new_recorder(self) -> StatsRecorder:
         return StatsRecorder(len(self._request.prompt_ids), totals=self._session.totals)
@@ -134,21 +133,29 @@ class Generation:
 
     def is_turn_of(self, index: int) -> bool:
         """A caller's own drafter serves one sequence after the other."""
-        earlier = (self._jobs or [])[:index]
+        earlier = self.jobs[:index]
         return self._request.drafter is None or all(job.is_complete for job in earlier)
 
     @property
     def is_fresh(self) -> bool:
         return not self._request.cache_prompt
 
-    def end(self) -> None:
-        """No round brings any more."""
+    def end(self, error: BaseException | None = None) -> None:
+        """Let nobody wait for it any more; error: what ended it, if not a job's. Idempotent."""
         if self.is_over:
             return
-        self._error = next((job.error for job in self._jobs or () if job.error is not None), None)
-        if self._error is None and not self.is_cancelled:
-            self._session.check_figures(self._recorder.stats().pass_times)
-        self._stats = self.stats()
+        try:
+            self._error = next((job.error for job in self.jobs if job.error is not None), error)
+            if self._error is None and not self.is_cancelled:
+                self._session.check_figures(self._recorder.stats().pass_times)
+            self._stats = self.stats()
+        finally:
+            self.over.set()
+            self._put(None)
+
+    def _put(self, chunk: StreamChunk | None) -> None:
+        self.output.put(chunk)
+        self.on_output()
 
     def take_error(self) -> BaseException | None:
         """What ended it, once."""
@@ -199,7 +206,7 @@ class Generation:
         found = decoder.results(self._request.params.n)
         self._sequences = [self._from_beam(sampler, one, score) for one, score in found]
         for index, output in enumerate(self.outputs):
-            self.chunks.append(StreamChunk(output.text, output.token_ids, index))
+            self._put(StreamChunk(output.text, output.token_ids, index))
 
     def take(self, sequence: GeneratedSequence, index: int, decoder: TextDecoder) -> None:
         """What a step brought for one sequence."""
@@ -208,9 +215,9 @@ class Generation:
             tree, acceptance, _ = decoder.round
             self._recorder.record_round(tree, acceptance, n_emitted=len(taken))
         decoder.max_tokens = sequence.n_left
-        self.chunks.append(StreamChunk(text, taken, index))
+        self._put(StreamChunk(text, taken, index))
         if not sequence.is_open and (rest := sequence.flush()):
-            self.chunks.append(StreamChunk(rest, (), index))
+            self._put(StreamChunk(rest, (), index))
 
     def _from_beam(self, sampler: Sampler, found: Hypothesis, score: float) -> GeneratedSequence:
         sequence = self._sequence_of(sampler)
@@ -284,8 +291,8 @@ class Continuation(TextJob):
         self.is_fresh, self.is_streamed = generation.is_fresh, generation.is_streamed
 
     @property
-    def is_wanted(self) -> bool:
-        return self._generation.is_wanted and self._generation.is_turn_of(self._index)
+    def is_ready(self) -> bool:
+        return self._generation.is_turn_of(self._index)
 
     def take(self) -> None:
         self._generation.take(self._sequence, self._index, self.decoder)
@@ -299,10 +306,6 @@ class Beams(SearchJob):
         self._generation = generation
         self._decoder: BeamDecoder | None = None
         self.is_fresh = generation.is_fresh
-
-    @property
-    def is_wanted(self) -> bool:
-        return self._generation.is_wanted
 
     @property
     def prompt_ids(self) -> Sequence[int]:

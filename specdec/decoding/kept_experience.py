@@ -11,7 +11,6 @@ import math
 import os
 
 from backends.contract.kept_checks import processor
-from offload.process.interruptible import is_in_signal_handler, uninterrupted
 from offload.process.remembered import cache_folder, recall, remember
 from specdec.planning.plan import PlannedModels
 from specdec.policy.costs import MOST_TIMED_ROWS
@@ -46,16 +45,9 @@ class KeptExperience:
             max_rows=MOST_TIMED_ROWS,
         )
         self._before = self.experience.kept()
-        self._is_saved = False
 
     def save(self) -> None:
-        """Once; not inside of a signal handler, which may have cut a round in two."""
-        if not self._is_saved and not is_in_signal_handler():
-            self._is_saved = True
-            self._save()
-
-    @uninterrupted
-    def _save(self) -> None:
+        """Write the file where the rounds have taught anything."""
         kept = self.experience.kept()
         if kept != self._before:
             remember(self._path, kept, "what the rounds of these models have taught")

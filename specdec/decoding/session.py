@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import statistics
-import threading
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +15,15 @@ import numpy as np
 from backends.contract.backend import Backend
 from backends.contract.kept_texts import KeptTexts
 from offload.errors import SpecdecError
-from offload.process.interruptible import POLL_SECONDS
 from offload.process.remembered import forget_figures
 from specdec.analysis.utilization import ModelFlops, model_flops
 from specdec.checks import ConfigError
 from specdec.config import SpecConfig
 from specdec.decoding.kept_experience import KeptExperience
 from specdec.decoding.prompt_cache import PromptCache, check_file
-from specdec.decoding.rounds.ahead_thread import AheadThread
-from specdec.decoding.rounds.assembly import engine_of
+from specdec.decoding.rounds.assembly import scheduler_of
+from specdec.decoding.rounds.draft_worker import DraftWorker
+from specdec.decoding.rounds.engine import Engine, ModelClosed
 from specdec.decoding.rounds.recorder import StatsRecorder, Totals
 from specdec.decoding.rounds.stats import EngineStats, PassTime
 from specdec.decoding.rounds.text_decoder import TextDecoder
@@ -48,13 +48,6 @@ measured beside them a month ago may be wrong for good."""
 _ENOUGH_PASSES = 8
 _CHAIN_STREAM = 2**64 - 1
 """Key word of the chain rules' random numbers; positions, the match rule's, never get there."""
-
-
-class ModelClosed(SpecdecError):
-    """A model was asked for something after its end."""
-
-    def __init__(self) -> None:
-        super().__init__("the model is closed; load it again")
 
 
 class ModelElsewhere(SpecdecError):
@@ -83,15 +76,37 @@ class Session:
         progress: Any = None,
         prepare: Callable[[RunOptions], None] | None = None,
     ) -> None:
-        self._freeing = threading.RLock()
-        self._is_closed = False
-        self._last_stats: EngineStats | None = None
         self._process_id = os.getpid()
+        self._last_stats: EngineStats | None = None
+        self._ends_of_turns: dict[ChatFormat, int | None] = {}
+        self._grammars = GrammarCompiler(self._grammar_tokenizer)
+        self._model_flops: tuple[ModelFlops | None] | None = None  # not asked for yet
         if options.prompt_cache_file is not None:
             check_file(options.prompt_cache_file)
-        with ExitStack() as stack:  # whatever was opened is closed when a later part fails
-            budget = budget_of_run(options.memory_budget)
-            early = stack.enter_context(begin_early(options, budget[0], progress))
+        self.engine = Engine()
+        # A model that nobody holds any more is freed; its thread does not hold the session.
+        weakref.finalize(self, self.engine.close)
+        try:
+            self.engine.call(lambda: self._load(options, progress, prepare))
+        except BaseException:
+            self.engine.close()
+            raise
+
+    def _load(
+        self, options: RunOptions, progress: Any, prepare: Callable[[RunOptions], None] | None
+    ) -> None:
+        """Load the models; in the engine's thread, to which OpenMP's workers belong then."""
+        engine = self.engine
+
+        def note(n_done: int, n_total: int) -> None:
+            if engine.is_closing:
+                raise ModelClosed
+            if progress is not None:
+                progress(n_done, n_total)
+
+        budget = budget_of_run(options.memory_budget)
+        # Whatever was opened is closed when a later part fails.
+        with ExitStack() as stack, begin_early(options, budget[0], note) as early:
             if prepare is not None:
                 prepare(options)
             planned = plan_models(options, budget, early)
@@ -99,65 +114,63 @@ class Session:
             self.tokenizer = planned.target.tokenizer
             self.eos_token_ids = planned.target.eos_token_ids
             self._chat_eos_token_ids = planned.target.chat_eos_token_ids
-            self._ends_of_turns: dict[ChatFormat, int | None] = {}
-            self._grammars = GrammarCompiler(self._grammar_tokenizer)
             self.model_context = planned.target.source.max_context
             self._prompt_cache: PromptCache | None = None
             if self.options.prompt_cache_file is not None:
                 path = self.options.prompt_cache_file
                 self._prompt_cache = PromptCache(path, planned.target, planned.draft)
+            kept_experience = KeptExperience(planned)
+            stack.callback(kept_experience.save)  # last, when the memory is free again
             self.target: Backend = stack.enter_context(
-                load_target(planned, self.options, progress, early)
+                load_target(planned, self.options, note, early)
             )
             remember_early(options, self.plan, planned.target.source)
             self.draft, self.draft_window = load_draft(planned, self.options, self.target)
             if self.draft is not None:
                 stack.enter_context(self.draft)
             self._target_path = planned.target.source.path.absolute()
-            self._kept_experience = KeptExperience(planned)
-            self.experience = self._kept_experience.experience
-            self.texts = KeptTexts(self.target, self.options.parallel)
-            self.draft_texts: KeptTexts | None = None
-            if self.draft is not None:
-                self.draft_texts = KeptTexts(self.draft, self.options.parallel)
-            self._ahead, self.totals = AheadThread(), Totals()
-            self.engine = engine_of(
-                self.plan,
-                self.options,
-                self.target,
-                self.draft,
-                self.texts,
-                self.draft_texts,
-                self._ahead,
-                self.totals,
-                self.check_open,
-            )
-            self._model_flops: tuple[ModelFlops | None] | None = None  # not asked for yet
-            self._drafters = Drafters(
-                self.draft,
-                self.draft_texts,
-                self.draft_window,
-                self.target.max_context,
-                self.options.parallel,
-            )
+            self.experience = kept_experience.experience
+            self._make_engine(stack)
             if self._prompt_cache is not None:
                 self._prompt_cache.restore(self.texts, self.draft_texts)
-            stack.pop_all()  # from here on `close` does it
+            stack.callback(_note_last_stats, weakref.ref(self))
+            engine.at_end.push(stack.pop_all())
+
+    def _make_engine(self, stack: ExitStack) -> None:
+        """Make what runs the steps of the loaded models."""
+        target, draft, parallel = self.target, self.draft, self.options.parallel
+        self.texts = KeptTexts(target, parallel)
+        self.draft_texts = None if draft is None else KeptTexts(draft, parallel)
+        self.totals, worker = Totals(), DraftWorker()
+        stack.callback(worker.close)  # before the draft, which it uses
+        self.engine.scheduler = scheduler_of(
+            self.plan,
+            self.options,
+            target,
+            draft,
+            self.texts,
+            self.draft_texts,
+            worker,
+            self.totals,
+        )
+        self._drafters = Drafters(
+            draft, self.draft_texts, self.draft_window, target.max_context, parallel
+        )
 
     @property
     def model_flops(self) -> ModelFlops | None:
         """Asked for behind a text: building the model's shape would be between it and its start.
 
         Beside no pass: transformers builds with torch's default dtype replaced, which is the whole
-        process's. A cached property would lock out the thread that is waited for (Python 3.11).
+        process's.
         """
-        if self._model_flops is None:
-            if self.engine.is_leading_here or self.is_forked:  # nobody else computes
+        if self._model_flops is None and self.is_open:
+            if self.engine.is_current_thread:
                 self._model_flops = (self._read_flops(),)
             else:
-                with self.engine.between_rounds():
-                    self._model_flops = self._model_flops or (self._read_flops(),)
-        return self._model_flops[0]
+                with suppress(ModelClosed):
+                    self.engine.call(lambda: self.model_flops)
+        return None if self._model_flops is None else self._model_flops[0]
 
     def _read_flops(self) -> ModelFlops | None:
         compute = self.plan.chosen.target.compute
@@ -203,17 +216,19 @@ class Session:
 
     def _grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
         """Of a large vocabulary it takes some 100 MB of the headroom: what was lent goes back."""
-        with self.engine.between_rounds():
-            self.target.hold(0)
+        self.engine.call(lambda: self.target.hold(0))
         return self.tokenizer.grammar_tokenizer(end_ids)
 
     def forget_prompt(self) -> None:
         """Give back the KV of texts that are over: the next prompt is computed from its first
         token on."""
-        with self.engine.between_rounds():
+
+        def forget() -> None:
             for texts in (self.texts, self.draft_texts):
                 while texts is not None and texts.drop_oldest():
                     pass
+
+        self.engine.call(forget)
 
     @property
     def stats(self) -> EngineStats:
@@ -222,6 +237,7 @@ class Session:
 
     def _stats(self) -> EngineStats:
         use, scheduler = self.target.stream_use, self.engine.scheduler
+        assert scheduler is not None, "the models are loaded"
         return replace(
             self.totals.stats(),
             bytes_streamed=use.bytes_streamed,
@@ -241,12 +257,16 @@ class Session:
 
         Raises PromptCacheError, ConfigError (no file was named), ModelClosed.
         """
-        if self._prompt_cache is None:
+        cache = self._prompt_cache
+        if cache is None:
             raise ConfigError("there is no prompt_cache_file to save to: name one when loading")
         self.check_open()
-        with self.engine.between_rounds():
+
+        def save() -> None:
             self.target.hold(0)  # what is written takes memory
-            self._prompt_cache.save(self.texts, self.draft_texts)
+            cache.save(self.texts, self.draft_texts)
+
+        self.engine.call(save)
 
     def check_figures(self, passes: Sequence[PassTime]) -> None:
         """Have the machine measured anew, by the next process, where the figures that the plan
@@ -301,7 +321,7 @@ class Session:
 
     @property
     def is_closed(self) -> bool:
-        return self._is_closed
+        return self.engine.is_closing
 
     @property
     def is_forked(self) -> bool:
@@ -310,11 +330,11 @@ class Session:
 
     @property
     def is_open(self) -> bool:
-        return not self._is_closed and not self.is_forked
+        return not self.is_closed and not self.is_forked
 
     def check_open(self) -> None:
         """Raise ModelClosed after `close`, ModelElsewhere in a fork."""
-        if self._is_closed:
+        if self.is_closed:
             raise ModelClosed
         if self.is_forked:
             raise ModelElsewhere
@@ -322,26 +342,19 @@ class Session:
     def close(self) -> None:
         """Free the models; any thread may call it. Idempotent.
 
-        The generations of other threads end with ModelClosed; this waits for them. So does one
-        that this thread is inside of (in a signal handler, say), and it frees the models at its
-        end. In a fork the models are left to the process's end.
+        Generations end with ModelClosed; this waits for them. Where the engine calls it (in a
+        logits processor, say), it frees the models behind that. In a fork the models are left to
+        the process's end.
         """
-        self._is_closed = True
-        if self.is_forked:
-            return
-        if self.engine.is_leading_here:
-            self.engine.request_cancel()
-            self.engine.at_the_end = self.close  # the frames below use what would be freed
-            return
-        self.engine.end_all(POLL_SECONDS)
-        with self._freeing:
-            if self._last_stats is None:
-                self._last_stats = self._stats()
-        with self._freeing, ExitStack() as stack:  # one caller frees, the others wait for it
-            stack.callback(self._kept_experience.save)  # last, when the memory is free again
-            for backend in self.backends:
-                stack.callback(backend.close)
-            stack.callback(self._ahead.close)  # first, since it uses the draft
+        if not self.is_forked:
+            self.engine.close()
+
+
+def _note_last_stats(session: weakref.ref[Session]) -> None:
+    """Note the figures of all generations at the model's end, for who still asks."""
+    found = session()
+    if found is not None:
+        found._last_stats = found._stats()
 
 
 def _kv_bytes(backend: Backend, n_positions: int) -> int:

@@ -3,43 +3,77 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
+from offload.process.worker import POLL_SECONDS
 from specdec.decoding.generation import Generation, Request
+from specdec.decoding.rounds.engine import Engine
 from specdec.decoding.rounds.sequences import CompletionOutput, GenerationResult, StreamChunk
 from specdec.decoding.session import ModelElsewhere, Session
 
 
 class GenerationStream:
-    """Iterator over `StreamChunk`s. `result` is there once it is exhausted, cancelled or failed."""
+    """Iterator over `StreamChunk`s. `result` is there once it is exhausted, cancelled or failed.
+
+    The engine computes on also while nobody takes the chunks.
+    """
 
     def __init__(self, session: Session, request: Request) -> None:
         self._session = session
         self._generation = Generation(session, request)
-        # One that nobody holds any more keeps no KV: it ends before the next round. Not held by its
+        # One that nobody holds any more keeps no KV: it ends before the next step. Not held by its
         # finalizer: the traceback of its error may lead to this stream, which would stay for good.
-        weakref.finalize(self, _abandon, weakref.ref(self._generation))
+        weakref.finalize(self, _abandon, session.engine, weakref.ref(self._generation))
 
     def __iter__(self) -> Iterator[StreamChunk]:
         return self
 
     def __next__(self) -> StreamChunk:
-        chunk = None
-        if not self._generation.is_cancelled:
-            chunk = self._session.engine.next_chunk(self._generation)
-        if chunk is None:
+        self._session.check_open()
+        generation = self._generation
+        if generation.is_cancelled:
             raise StopIteration
-        return chunk
+        self._session.engine.check_caller()
+        try:
+            generation.start()
+            chunk = generation.output.get()
+        except BaseException:  # Ctrl-C
+            self.cancel()
+            raise
+        return self._taken(chunk)
 
-    def start(self, *, is_streamed: bool = True) -> None:
-        """Let it share the next rounds, whoever asks for them, also while nobody waits for its
-        chunks.
+    def next_nowait(self) -> StreamChunk | None:
+        """Return the next chunk, or None where there is none yet.
 
-        is_streamed: they are read as they come; else only the whole text is, and prompts of others
-            may enter as quickly as they can.
+        Raises StopIteration at the end, and what ended it.
         """
-        self._generation.is_eager, self._generation.is_streamed = True, is_streamed
-        self._session.engine.start(self._generation)
+        if self._generation.output.empty():
+            return None
+        return self._taken(self._generation.output.get())
+
+    def _taken(self, chunk: StreamChunk | None) -> StreamChunk:
+        if chunk is not None:
+            return chunk
+        self._generation.output.put(None)  # for other threads that read along
+        self._session.check_open()  # what ended it may be the end of the model
+        error = self._generation.take_error()
+        if error is not None:
+            raise error
+        raise StopIteration
+
+    def start(
+        self, *, is_streamed: bool = True, on_output: Callable[[], None] = lambda: None
+    ) -> None:
+        """Let it be computed, whether or not anybody asks for its chunks.
+
+        Args:
+            is_streamed: they are read as they come; else only the whole text is, and prompts of
+                others may enter as quickly as they can.
+            on_output: called by the engine's thread with every chunk, and at the end.
+        """
+        self._session.check_open()
+        self._generation.is_streamed, self._generation.on_output = is_streamed, on_output
+        self._generation.start()
 
     @property
     def is_over(self) -> bool:
@@ -50,15 +84,25 @@ class GenerationStream:
         """What ended it, for who does not take its chunks; once."""
         return self._generation.take_error()
 
+    def cancel_soon(self) -> None:
+        """End it with the step that runs, at the latest; does not wait for that."""
+        self._session.engine.cancel(self._generation)
+
     def cancel(self) -> None:
         """End here; what was generated so far is the result. Any thread may call it.
 
-        A pass that serves it alone is cut short. Returns when it is over; inside of a pass (in a
-        logits processor, say) at once.
+        A pass that serves it alone is cut short. Returns when it is over; in the engine's thread
+        (in a logits processor, say) at once.
         """
-        if self._session.is_forked and self._session.engine.is_computing:
-            raise ModelElsewhere  # the thread that computes is not in this process
-        self._session.engine.cancel(self._generation)
+        if self._session.is_forked:
+            if self._generation.is_over:
+                return
+            raise ModelElsewhere
+        self.cancel_soon()
+        if self._session.engine.is_current_thread:
+            return
+        while not self._generation.over.wait(POLL_SECONDS):
+            self.cancel_soon()
 
     @property
     def is_cancelled(self) -> bool:
@@ -76,13 +120,7 @@ class GenerationStream:
         return self._generation.outputs
 
 
-def wait_for_any(streams: Sequence[GenerationStream]) -> None:
-    """Return when one of these, of one model and started, is over; they share passes meanwhile."""
-    engine = streams[0]._session.engine
-    engine.wait_for_any([stream._generation for stream in streams])
-
-
-def _abandon(generation: weakref.ref[Generation]) -> None:
+def _abandon(engine: Engine, generation: weakref.ref[Generation]) -> None:
     found = generation()
-    if found is not None:
-        found.is_cancelled = True
+    if found is not None and not found.is_over:
+        engine.cancel(found)

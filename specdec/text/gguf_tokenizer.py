@@ -16,7 +16,7 @@ from typing import Any
 
 from backends.ggml.library import LOG, load_library
 from backends.llama.trial import TextLimits
-from offload.process.interruptible import uninterrupted
+from offload.process.worker import call_in_thread
 from specdec.text.chat_format import PLAIN, ChatFormat
 from specdec.text.contract import TokenizerError
 from specdec.text.control_tokens import AddedToken, with_one_bos
@@ -64,9 +64,10 @@ class GgufTokenizer:
         self.chat_format = PLAIN if template is None else ChatFormat(template)
         self._pieces: dict[int, bytes] = {}
 
-    @uninterrupted  # it calls back, for its log
     def _load(self, params: Any) -> Any:
-        return self._library.llama_model_load_from_file(os.fsencode(self.path), params)
+        """Load in a thread: llama.cpp calls back for its log, where Ctrl-C would be lost."""
+        path, load = os.fsencode(self.path), self._library.llama_model_load_from_file
+        return call_in_thread(lambda: load(path, params), "specdec-vocabulary")
 
     @classmethod
     def from_file(cls, path: str | Path, limits: TextLimits = NO_LIMITS) -> GgufTokenizer:

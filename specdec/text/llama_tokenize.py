@@ -15,7 +15,7 @@ from typing import Any
 
 from backends.llama.trial import TextLimits
 from backends.llama.trial_worker import MOST_CHARACTERS, STACK_BYTES
-from offload.process.interruptible import Worker, uninterrupted
+from offload.process.worker import call_in_thread
 from offload.units import MIB, format_bytes
 from specdec.text.contract import TokenizerError
 
@@ -81,13 +81,11 @@ class LlamaTokenize:
             return self._tokenize_here(data, *are_special)
         return self._tokenize_in_large_stack(data, *are_special)
 
-    @uninterrupted  # it uses the vocabulary to its end
     def _tokenize_in_large_stack(self, data: bytes, *are_special: bool) -> list[int]:
-        worker = Worker("specdec-tokenizer", stack_bytes=STACK_BYTES)
-        try:
-            return worker.submit(lambda: self._tokenize_here(data, *are_special)).result()
-        finally:
-            worker.close()
+        def tokenize() -> list[int]:
+            return self._tokenize_here(data, *are_special)
+
+        return call_in_thread(tokenize, "specdec-tokenizer", stack_bytes=STACK_BYTES)
 
     def _tokenize_here(self, data: bytes, *are_special: bool) -> list[int]:
         n_most = len(data) + 8  # one token per byte, and what is added at the ends

@@ -10,8 +10,8 @@ import numpy as np
 
 from backends.contract.backend import Backend
 from specdec.config import SpecConfig
-from specdec.decoding.rounds.ahead_thread import AheadThread
 from specdec.decoding.rounds.controller import Controller
+from specdec.decoding.rounds.draft_worker import DraftWorker
 from specdec.decoding.rounds.recorder import StatsRecorder
 from specdec.decoding.rounds.text_decoder import Round, TextDecoder
 from specdec.drafters.assembly import NoDrafter
@@ -62,7 +62,7 @@ class ScriptedDrafter(Drafter):
         self.accepted.append(acceptance.n_accepted)
 
 
-class SteppedAhead(AheadThread):
+class SteppedAhead(DraftWorker):
     """Drafts ahead in the caller's thread, as many levels beside each pass as it is told."""
 
     def __init__(self, n_levels: Iterable[int]) -> None:
@@ -78,7 +78,7 @@ class SteppedAhead(AheadThread):
 class OneText:
     """A text and the loop that decodes it, alone, on the target's own sequence."""
 
-    def __init__(self, target: Backend, decoder: TextDecoder, ahead: AheadThread | None) -> None:
+    def __init__(self, target: Backend, decoder: TextDecoder, ahead: DraftWorker | None) -> None:
         self.decoder = decoder
         self._target, self._controller = target, Controller(target, ahead=ahead)
 
@@ -116,7 +116,7 @@ def make_controller(
     eos: Sequence[int] = (),
     recorder: StatsRecorder | None = None,
     grammar: GrammarState | None = None,
-    ahead: AheadThread | None = None,
+    ahead: DraftWorker | None = None,
     kind: type[TextDecoder] = TextDecoder,
     **options: object,
 ) -> OneText:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from backends.contract.backend import Backend
 from backends.contract.kept_texts import KeptTexts
 from backends.contract.kv_files import KvFiles
-from specdec.decoding.rounds.ahead_thread import AheadThread
 from specdec.decoding.rounds.controller import Controller
-from specdec.decoding.rounds.engine import Engine
+from specdec.decoding.rounds.draft_worker import DraftWorker
 from specdec.decoding.rounds.recorder import Totals
 from specdec.decoding.rounds.room import Room
 from specdec.decoding.rounds.scheduler import Scheduler
@@ -20,23 +17,21 @@ from specdec.policy.spare_memory import SpareMemory
 from specdec.run_options import RunOptions
 
 
-def engine_of(
+def scheduler_of(
     plan: RunPlan,
     options: RunOptions,
     target: Backend,
     draft: Backend | None,
     texts: KeptTexts,
     draft_texts: KeptTexts | None,
-    ahead: AheadThread,
+    worker: DraftWorker,
     totals: Totals,
-    check_open: Callable[[], None],
-) -> Engine:
-    """The engine, and below it the scheduler, the controller, room for KV and spare memory.
+) -> Scheduler:
+    """The scheduler, and below it the controller, room for KV and spare memory.
 
     Args:
         texts, draft_texts: the KV of the target's and the draft's texts.
         totals: what all of them count in.
-        check_open: raises where the models are not there any more.
     """
     max_rows = options.target_rows(plan.n_draft_tokens)
     parts = dict(plan.parts)
@@ -55,14 +50,14 @@ def engine_of(
     controller = Controller(
         target,
         draft,
-        ahead,
+        worker,
         max_draft_rows=level_width(plan.n_draft_tokens),
         max_rows=max_rows,
         totals=totals,
     )
     kv_files = KvFiles(target, make_way=spare.make_way)
     room = Room(target, texts, kv_files, plan.pass_cost, totals, options.parallel)
-    scheduler = Scheduler(
+    return Scheduler(
         controller,
         room,
         spare,
@@ -70,4 +65,3 @@ def engine_of(
         max_texts=options.parallel,
         max_entering=plan.ctx_size,
     )
-    return Engine(scheduler, controller, check_open)

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from backends.contract.backend import Backend
 from backends.contract.sequence import SequenceRows, SequenceScores
-from specdec.decoding.rounds.ahead_thread import AheadThread
+from specdec.decoding.rounds.draft_worker import DraftWorker
 from specdec.decoding.rounds.recorder import StatsRecorder, Totals
 from specdec.decoding.rounds.text_decoder import TextDecoder
 from specdec.drafters.lockstep import in_lockstep
@@ -40,7 +40,7 @@ class Controller:
         self,
         target: Backend,
         draft: Backend | None = None,
-        ahead: AheadThread | None = None,
+        ahead: DraftWorker | None = None,
         *,
         max_draft_rows: int | None = None,
         max_rows: int = _MANY,

@@ -1,238 +1,243 @@
-"""Threads that wait for tokens run the rounds themselves, in turn.
+"""One thread that owns the models: it loads them, then runs steps until it is closed.
 
-Whoever waits while nobody computes becomes the *leader*: it runs one round for all texts that are
-waited for, hands out what it brought, and looks whether its own was among it. One caller alone so
-computes in its own thread, as ever; of several callers each pass serves all.
+Callers send it messages (call, start, cancel, close) and wait for what comes back in queues of
+their own. So Ctrl-C reaches only who waits, and nothing that computes is cut at a bytecode.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeVar
 
 from offload.errors import SpecdecError
-from offload.process.interruptible import POLL_SECONDS, uninterrupted
-from specdec.decoding.rounds.controller import Controller
+from offload.process.worker import POLL_SECONDS
 from specdec.decoding.rounds.jobs import Job
 from specdec.decoding.rounds.scheduler import Scheduler
-from specdec.decoding.rounds.sequences import StreamChunk
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class ModelClosed(SpecdecError):
+    """A model was asked for something after its end."""
+
+    def __init__(self) -> None:
+        super().__init__("the model is closed; load it again")
 
 
 class CalledFromInside(SpecdecError):
-    """A generation waits for another one that it computes itself."""
+    """What the engine calls waits for the engine."""
 
     def __init__(self) -> None:
         super().__init__(
-            "a logits processor, a drafter or a signal handler asked for a generation inside of "
-            "another one's pass: ask for it before, or in another thread"
+            "a logits processor or a drafter asked for a generation inside of another one's pass: "
+            "ask for it before, or in another thread"
         )
 
 
-class Waiting(Protocol):
-    """What a caller waits for: a generation."""
+class Running(Protocol):
+    """A generation, as the engine sees it."""
 
-    chunks: deque[StreamChunk]
-    """That nobody has taken yet."""
     is_cancelled: bool
+    jobs: list[Job]
+    """What the scheduler runs for it; none before `begin`."""
 
-    @property
-    def jobs(self) -> list[Job]:
-        """What the scheduler runs for it; made by the first call."""
+    def begin(self) -> None:
+        """Make the jobs."""
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all of them have been dismissed."""
-
-    def end(self) -> None:
-        """No round will bring any more of it; called once."""
-
-    def take_error(self) -> BaseException | None:
-        """What ended it, once."""
+    def end(self, error: BaseException | None = None) -> None:
+        """Let nobody wait for it any more; error: what ended it, if not a job's. Idempotent."""
 
 
 class Engine:
-    """Rounds for the generations of any number of threads.
+    """Runs the steps of all generations in a thread of its own.
 
-    Args:
-        check_open: raises where the models cannot be used any more.
+    Attributes:
+        scheduler: set by who loads the models, in the thread.
+        at_end: what is closed in the thread when it ends: the models.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, controller: Controller, check_open: Callable[[], None]
-    ) -> None:
-        self.scheduler, self._controller = scheduler, controller
-        self._check_open = check_open
-        self._turn = threading.Condition()
-        self._leader: int | None = None  # the thread inside of a round
-        self._n_between = 0  # threads that wait for the end of one, or are behind it
-        self._started: list[Waiting] = []
-        self.at_the_end: Callable[[], None] | None = None
-        """Called after the round that this thread is inside of."""
+    def __init__(self) -> None:
+        self.scheduler: Scheduler | None = None
+        self.at_end = ExitStack()
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._running: list[Running] = []
+        self._is_closing = self._has_ended = False
+        self._closing_error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
+        self._thread.start()
 
-    def next_chunk(self, wanted: Waiting) -> StreamChunk | None:
-        """Its next chunk, as soon as there is one; None at its end.
+    # --- the thread ----------------------------------------------------------------------------
 
-        Raises what ended it, and CalledFromInside.
-        """
-        self._check()
-        with self._turn:
-            self.start(wanted)
-            self._wait(wanted, lambda: bool(wanted.chunks) or wanted.is_over)
-            if wanted.chunks:
-                return wanted.chunks.popleft()
-        self._check_open()  # what ended it may be the end of the model
-        error = wanted.take_error()
-        if error is not None:
-            raise error
-        return None
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._drain_inbox(must_wait=not self._running)
+                if self._running and not self._is_closing:
+                    self._step()
+        except BaseException as error:  # a fault of the engine itself: nobody may wait for ever
+            logger.exception("the engine has ended")
+            for one in self._running:
+                one.end(error)
+        finally:
+            self._end()
 
-    def wait_for_any(self, started: Sequence[Waiting]) -> None:
-        """Return when one of these is over."""
-        self._check()
-        with self._turn:
-            self._wait(started[0], lambda: any(one.is_over for one in started))
-
-    def _check(self) -> None:
-        self._check_open()
-        if self.is_leading_here:
-            raise CalledFromInside
-
-    def _wait(self, wanted: Waiting, is_there: Callable[[], bool]) -> None:
-        """Run rounds, or wait for those of others, until that is so.
-
-        Where Ctrl-C cuts a round short, `wanted` is over; other threads' texts go on.
-        """
-        while not is_there():
+    def _drain_inbox(self, *, must_wait: bool = False) -> None:
+        """Do what the messages say; wait for one where there is nothing else to do."""
+        if must_wait:
+            self._inbox.get()()
+        while True:
             try:
-                if self._leader is None and not self._n_between:
-                    self._lead()
-                else:
-                    self._turn.wait()
-            except BaseException:
-                wanted.is_cancelled = True
-                raise
-            if not is_there():
-                self._check_open()
+                message = self._inbox.get_nowait()
+            except Empty:
+                return
+            message()
 
-    def start(self, wanted: Waiting) -> None:
-        """Queue it, unless that was done."""
-        with self._turn:
-            if wanted not in self._started and not wanted.is_over:
-                jobs = wanted.jobs  # what is wrong with them comes up here
-                self._queue(wanted, jobs)
-
-    @uninterrupted
-    def _queue(self, wanted: Waiting, jobs: Sequence[Job]) -> None:
-        self._started.append(wanted)
-        for job in jobs:
-            self.scheduler.add(job)
-
-    @uninterrupted
-    def _lead(self) -> None:
-        """One round, without the lock."""
-        self._leader = threading.get_ident()
+    def _step(self) -> None:
+        """Run a pass for those that the scheduler chooses, and end what is over."""
+        assert self.scheduler is not None, "generations are started when the models are loaded"
         self._cancel_jobs()
-        self._turn.release()
         try:
             self.scheduler.round()
-        finally:
-            self._turn.acquire()
-            self._tidy()
-
-    def _tidy(self) -> None:
-        """Let go of what is over; nobody else is inside of a round."""
-        self._leader = threading.get_ident()  # a signal handler that closes the model waits for it
-        try:
-            self._let_go()
-        finally:
-            self._leader = None
-            self._turn.notify_all()
-            at_the_end, self.at_the_end = self.at_the_end, None
-            if at_the_end is not None:
-                at_the_end()
+        except BaseException as error:  # no sequence's own: nobody knows what state they are in
+            for one in self._running:
+                for job in one.jobs:
+                    job.error = job.error or error
+        self._end_finished()
 
     def _cancel_jobs(self) -> None:
-        """Of those that nobody wants any more."""
-        for one in self._started:
+        """Cancel the jobs of those that nobody wants any more, or one of whose jobs failed."""
+        for one in self._running:
             if one.is_cancelled or any(job.error is not None for job in one.jobs):
                 for job in one.jobs:
                     job.is_cancelled = True
 
-    def _let_go(self) -> None:
+    def _end_finished(self) -> None:
+        assert self.scheduler is not None
         self._cancel_jobs()
         self.scheduler.dismiss()
-        over = [one for one in self._started if all(job.is_over for job in one.jobs)]
-        self._started = [one for one in self._started if one not in over]
-        self._controller.totals.add(requests=len(over))
+        over = [one for one in self._running if all(job.is_over for job in one.jobs)]
+        self._running = [one for one in self._running if one not in over]
+        self.scheduler.totals.add(requests=len(over))
         for one in over:
             one.end()
 
-    def cancel(self, unwanted: Waiting) -> None:
-        """End it: by the next pass, or the pass itself where it serves nobody else.
+    def _end(self) -> None:
+        """End what runs and free the models."""
+        self._is_closing = True
+        for one in self._running:
+            one.is_cancelled = True
+        try:
+            if self._running:
+                self._end_finished()
+            self.at_end.close()
+        except BaseException as error:
+            self._closing_error = error
+        finally:
+            self._has_ended = True
+            self._drain_inbox()
 
-        Returns when it is over; inside of a round, where that cannot be waited for, at once.
+    # --- messages, from any thread -------------------------------------------------------------
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return what `function` returns, called in the thread between two steps.
+
+        Raises what it raises; ModelClosed; CalledFromInside.
         """
-        unwanted.is_cancelled = True
-        while True:
-            if self.is_leading_here:
-                self._cancel_pass(unwanted)
-                return
-            with self._turn:
-                if unwanted.is_over:  # who leads may run many more rounds for others
-                    return
-                if unwanted not in self._started:
-                    unwanted.end()  # it never began
-                    return
-                if self._leader is None:
-                    self._tidy()
-                    return
-                self._cancel_pass(unwanted)
-                self._turn.wait(POLL_SECONDS)
+        self.check_caller()
+        return _take_result(self._submit(function))
 
-    def _cancel_pass(self, unwanted: Waiting) -> None:
-        served = self.scheduler.in_pass
-        if unwanted in self._started and served and set(served) <= set(unwanted.jobs):
-            self.scheduler.n_cancels += 1  # first: a pass that it ends knows why
-            self._controller.request_cancel()
+    def _submit(self, function: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
 
-    @property
-    def is_leading_here(self) -> bool:
-        """Whether this thread is inside of a round, further up its stack."""
-        return self._leader == threading.get_ident()
-
-    @property
-    def is_computing(self) -> bool:
-        return self._leader is not None
-
-    def request_cancel(self) -> None:
-        """End a running pass soon with an error."""
-        self._controller.request_cancel()
-
-    @contextmanager
-    def between_rounds(self) -> Iterator[None]:
-        """A block beside which no round runs: behind the one that runs now, if there is one."""
-        if self.is_leading_here:
-            raise CalledFromInside
-        with self._turn:
-            self._n_between += 1
+        def answer() -> None:
             try:
-                while self._leader is not None:
-                    self._turn.wait()
-                yield
-            finally:
-                self._n_between -= 1
-                self._turn.notify_all()
+                if self._is_closing:
+                    raise ModelClosed
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
 
-    def end_all(self, poll_seconds: float) -> None:
-        """End everything that has begun, and wait for it."""
-        with self._turn:
-            for one in self._started:
-                for job in one.jobs:
-                    job.is_cancelled = True
-            while self._leader is not None:
-                self._controller.request_cancel()
-                self._turn.wait(poll_seconds)
-            self._tidy()
+        self._send(answer)
+        return future
+
+    def start(self, generation: Running) -> None:
+        """Let it take part from the next step on. Raises CalledFromInside."""
+        self.check_caller()
+
+        def begin() -> None:
+            if self._is_closing or self.scheduler is None or generation.is_cancelled:
+                generation.end(ModelClosed() if self._is_closing else None)
+                return
+            try:
+                generation.begin()
+            except BaseException as error:
+                generation.end(error)
+                return
+            self._running.append(generation)
+            for job in generation.jobs:
+                self.scheduler.add(job)
+
+        self._send(begin)
+
+    def cancel(self, generation: Running) -> None:
+        """End it soon, with the pass that runs where that serves nobody else; does not wait.
+
+        A request that comes just before a pass may be lost: whoever waits for the end asks again.
+        """
+        generation.is_cancelled = True
+        self._send(lambda: None if generation in self._running else generation.end())
+        scheduler = self.scheduler
+        served = () if scheduler is None else scheduler.in_pass
+        if scheduler is not None and served and set(served) <= set(generation.jobs):
+            scheduler.cancel_pass()
+
+    def close(self) -> None:
+        """End the thread and free the models; waits for that, but in the thread itself.
+
+        Idempotent. Raises what freeing them raised.
+        """
+        self._is_closing = True
+        self._send(lambda: None)
+        if self.is_current_thread:  # the frames below use what would be freed
+            if self.scheduler is not None:
+                self.scheduler.cancel_pass()
+            return
+        while self._thread.is_alive():
+            if self.scheduler is not None:
+                self.scheduler.cancel_pass()
+            self._thread.join(POLL_SECONDS)
+        error, self._closing_error = self._closing_error, None
+        if error is not None:
+            raise error
+
+    def check_caller(self) -> None:
+        """Raise CalledFromInside in the thread itself, which would wait for itself."""
+        if self.is_current_thread:
+            raise CalledFromInside
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller is in the engine's thread."""
+        return self._thread is threading.current_thread()
+
+    @property
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def _send(self, message: Callable[[], None]) -> None:
+        self._inbox.put(message)
+        if self._has_ended:  # nobody else answers
+            self._drain_inbox()
+
+
+def _take_result(future: Future[T]) -> T:
+    try:
+        return future.result()
+    finally:
+        del future  # no cycle through the traceback of an error

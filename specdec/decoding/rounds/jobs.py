@@ -10,7 +10,7 @@ from backends.contract.sequence import SequenceRows, TokenSequence
 from specdec.decoding.rounds.text_decoder import TextDecoder
 
 
-class Job(ABC):
+class Job:
     """What the scheduler runs for somebody.
 
     Attributes:
@@ -25,11 +25,6 @@ class Job(ABC):
     is_cancelled = False
     error: BaseException | None = None
 
-    @property
-    @abstractmethod
-    def is_wanted(self) -> bool:
-        """Whether somebody waits for what the next round brings."""
-
     is_complete = False
     """Whether it came to its own end."""
 
@@ -43,7 +38,7 @@ class Job(ABC):
         return (-self.priority, self.number)
 
 
-class TextJob(Job):
+class TextJob(Job, ABC):
     """One text.
 
     is_fresh: no KV of other texts is used.
@@ -56,12 +51,17 @@ class TextJob(Job):
     is_streamed = True
     kv_file: KvFile | None = None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may begin."""
+        return True
+
     @abstractmethod
     def take(self) -> None:
         """Count what the last step brought, and say how many tokens are still wanted."""
 
 
-class SearchJob(Job):
+class SearchJob(Job, ABC):
     """What runs passes of its own, between those of the texts: beam search.
 
     text: its KV; None before its first pass, and after one that was cut short.

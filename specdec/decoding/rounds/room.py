@@ -88,7 +88,7 @@ class Room:
     def admit(self) -> None:
         """Let those in for whom there is room, in the order of their ranks."""
         for job in sorted(self.waiting, key=rank):
-            if not job.is_wanted:
+            if not job.is_ready:
                 continue
             if self._waits_for_another(job) or not self._let_in(job):
                 return
@@ -96,11 +96,10 @@ class Room:
             self.running.append(job)
 
     def _let_in(self, job: TextJob) -> bool:
-        while len(self.running) >= self._max_texts:
-            if not self._set_aside_unwanted():
-                return False
+        if len(self.running) >= self._max_texts:
+            return False
         while not (self._restore(job) if self._is_file_worth_it(job) else self._begin(job)):
-            if not (self.texts.drop_oldest() or self._set_aside_unwanted()):
+            if not self.texts.drop_oldest():
                 return False
         _close_file(job)
         return True
@@ -165,7 +164,7 @@ class Room:
         wanted = job.decoder.wanted_ids[:-1]
         for other in self.running:
             decoder = other.decoder
-            if job.is_fresh or decoder.is_decoding or not other.is_wanted:
+            if job.is_fresh or decoder.is_decoding:
                 continue
             n_common = common_length(decoder.context, wanted)
             if n_common - decoder.sequence.n_committed >= _WORTH_WAITING:
@@ -184,7 +183,7 @@ class Room:
             batch = [_rows(one.decoder.sequence, max(1, one.decoder.n_entering)) for one in jobs]
             if self._target.n_fitting(batch) == len(batch):
                 return
-            if self.texts.drop_oldest() or self._set_aside_unwanted():
+            if self.texts.drop_oldest():
                 continue
             if len(jobs) < 2 and self.search_begun is None:
                 return  # more room there will never be: the pass says what is full
@@ -199,16 +198,10 @@ class Room:
     def make_room_for(self, search: SearchJob) -> None:
         """Its beams cannot come back as a text does: texts are set aside for them."""
         while self._target.n_fitting([search.rows]) < 1:
-            if not (self.texts.drop_oldest() or self._set_aside_unwanted()):
+            if not self.texts.drop_oldest():
                 if not self.running:
                     return  # more room there will never be: the pass says what is full
                 self._set_aside(max(self.running, key=rank))
-
-    def _set_aside_unwanted(self) -> bool:
-        unwanted = [job for job in self.running if not job.is_wanted]
-        if unwanted:
-            self._set_aside(max(unwanted, key=rank))
-        return bool(unwanted)
 
     def _set_aside(self, job: TextJob) -> None:
         self._totals.add(set_aside=1)

@@ -21,6 +21,7 @@ from traceback import clear_frames
 from backends.contract.sequence import SequenceRows
 from specdec.decoding.rounds.controller import Controller, Entering
 from specdec.decoding.rounds.jobs import Job, SearchJob, TextJob
+from specdec.decoding.rounds.recorder import Totals
 from specdec.decoding.rounds.room import Room, its_own_errors, rank
 from specdec.policy.costs import MOST_TIMED_ROWS, PassCost
 from specdec.policy.spare_memory import SpareMemory
@@ -33,7 +34,7 @@ that, and a long prompt would take hundreds of passes."""
 
 
 class Scheduler:
-    """Runs rounds of all jobs; one thread at a time may use it.
+    """Runs rounds of all jobs, in the engine's thread.
 
     Args:
         room: who has KV.
@@ -56,15 +57,15 @@ class Scheduler:
         self.room = room
         self._cost = cost
         self._max_texts, self._max_entering = max_texts, max_entering
-        self._arrived: deque[Job] = deque()  # any thread adds to it
+        self._arrived: deque[Job] = deque()
         self._numbers = count()
         self.in_pass: tuple[Job, ...] = ()
         """Whom the pass that runs serves."""
-        self.n_cancels = 0
-        """Times that a running pass was asked to end; counted by who asks."""
+        self._n_cancels = 0
+        """Times that a running pass was asked to end."""
 
     def add(self, job: Job) -> None:
-        """Let it take part from the next round on; any thread may call it."""
+        """Let it take part from the next round on."""
         self._arrived.append(job)
 
     @property
@@ -88,11 +89,19 @@ class Scheduler:
                 assert isinstance(job, SearchJob)
                 self.room.searches.append(job)
 
-    def round(self) -> None:
-        """One pass for those who are waited for, or for a search if that is its turn.
+    @property
+    def totals(self) -> Totals:
+        return self._controller.totals
 
-        An error of the models ends those that took part in the pass; what is no Exception (Ctrl-C)
-        leaves them as they were before, and is raised. Not to be cut elsewhere (`uninterrupted`).
+    def cancel_pass(self) -> None:
+        """End a running pass soon; any thread may call it."""
+        self._n_cancels += 1  # first: a pass that it ends knows why
+        self._controller.request_cancel()
+
+    def round(self) -> None:
+        """One pass for the texts that are ready, or for a search if that is its turn.
+
+        An error of the models ends those that took part in the pass.
         """
         self.dismiss()
         try:
@@ -113,10 +122,9 @@ class Scheduler:
         n_running = len(self.room.running)
         self.room.admit()
         has_new = len(self.room.running) > n_running
-        wanted = [job for job in sorted(self.room.running, key=rank) if job.is_wanted]
-        wanted = wanted[: self._max_texts]
-        self.room.make_room(wanted, self._controller.max_rows)
-        jobs = [job for job in wanted if job.decoder.text is not None]
+        running = sorted(self.room.running, key=rank)[: self._max_texts]
+        self.room.make_room(running, self._controller.max_rows)
+        jobs = [job for job in running if job.decoder.text is not None]
         decoding = self._with_nodes([job for job in jobs if job.decoder.is_decoding])
         others = [job for job in jobs if not job.decoder.is_decoding]
         most_rows = self._most_rows(decoding) if others and decoding else None
@@ -144,21 +152,18 @@ class Scheduler:
     ) -> bool:
         """One pass, and what it brought is taken; False where it broke off."""
         taking_part = [*decoding, *(job for job, _ in entering)]
-        n_cancels, self.in_pass = self.n_cancels, tuple(taking_part)
+        n_cancels, self.in_pass = self._n_cancels, tuple(taking_part)
         chunks: list[Entering] = [(job.decoder, rows) for job, rows in entering]
         try:
             self._controller.step([job.decoder for job in decoding], chunks, most_rows)
         except BaseException as error:
             _let_go(error)
-            is_cut = self.n_cancels > n_cancels or not isinstance(error, Exception)
             for job in taking_part:
-                if is_cut:  # by Ctrl-C, or for one that is cancelled: the others try again
+                if self._n_cancels > n_cancels:  # for one that is cancelled: others try again
                     with its_own_errors(job):
                         job.decoder.recover()
                 else:
                     job.error = error
-            if not isinstance(error, Exception):
-                raise
             return False
         for job in taking_part:
             job.error = job.decoder.error
@@ -208,11 +213,9 @@ class Scheduler:
     # --- searches ------------------------------------------------------------------------------
 
     def _search(self) -> bool:
-        """A pass of the search that is first in rank; whether texts wait for no other one beside
-        it."""
+        """A pass of the search that is first in rank; whether there are no texts beside it."""
         room = self.room
-        wanted = (one for one in room.searches if one.is_wanted)
-        search = room.search_begun or min(wanted, key=rank, default=None)
+        search = room.search_begun or min(room.searches, key=rank, default=None)
         if search is None:
             return False
         self._spare.give_back()
@@ -221,18 +224,12 @@ class Scheduler:
             if search.text is None:
                 search.begin(room.text_of(search))
             room.make_room_for(search)
-            decoding = [job for job in room.running if job.is_wanted and job.decoder.is_decoding]
+            decoding = [job for job in room.running if job.decoder.is_decoding]
             search.run(self._most_rows(decoding) if decoding else None)
-        except Exception as error:
+        except BaseException as error:
             _let_go(error)
             search.error = error
-        except BaseException as error:  # Ctrl-C of who runs the round: its beams are gone
-            _let_go(error)
-            if search.text is not None:
-                room.texts.drop(search.text)
-                search.text = None
-            raise
-        return not any(job.is_wanted for job in (*room.waiting, *room.running))
+        return not (room.waiting or room.running)
 
 
 def _let_go(error: BaseException) -> None:

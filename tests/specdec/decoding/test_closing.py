@@ -20,7 +20,7 @@ import specdec
 from offload.experts.readers import ExpertReaders
 from offload.storage.direct_io import StorageError
 from specdec.api import LLM, ModelClosed, ModelElsewhere
-from specdec.decoding.rounds.ahead_thread import AheadThread
+from specdec.decoding.rounds.draft_worker import DraftWorker
 from specdec.decoding.stream import GenerationStream
 
 
@@ -213,7 +213,7 @@ def test_closing_in_a_signal_handler_at_any_place(
             assert freed_below, places.places
             assert not [names for names in freed_below if "round" in names], places.places
             freed_below.clear()
-            small_llm.session._is_closed, small_llm.session._ahead = False, AheadThread()
+            small_llm.session._is_closed, small_llm.session._ahead = False, DraftWorker()
     finally:
         signal.signal(signal.SIGINT, before)
     assert first > 1000

@@ -36,7 +36,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         assert loaded.plan.residency.n_streamed_layers == 3
         assert drafted_ahead(loaded.generate(PROMPT, max_tokens=N_TOKENS).stats)
         yield loaded
-    assert not [t for t in threading.enumerate() if t.name.startswith("specdec-ahead")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("specdec-draft")]
 
 
 def drafted_ahead(stats: GenerationStats) -> bool:

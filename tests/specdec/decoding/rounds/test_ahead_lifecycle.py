@@ -44,11 +44,11 @@ def llm(request: Any) -> Iterator[LLM]:
 
 
 def ahead_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("specdec-ahead")]
+    return [t for t in threading.enumerate() if t.name.startswith("specdec-draft")]
 
 
 def is_ahead() -> bool:
-    return threading.current_thread().name.startswith("specdec-ahead")
+    return threading.current_thread().name.startswith("specdec-draft")
 
 
 class Draft:

@@ -20,7 +20,7 @@ from table_backend import TableBackend
 from backends.contract.backend import Backend
 from backends.hf.backend import TorchBackend
 from specdec.config import SpecConfig
-from specdec.decoding.rounds.ahead_thread import AheadThread
+from specdec.decoding.rounds.draft_worker import DraftWorker
 from specdec.decoding.rounds.recorder import StatsRecorder
 from specdec.decoding.rounds.stats import GenerationStats
 from specdec.drafters.base import TreeLimits
@@ -100,11 +100,11 @@ def test_the_text_is_plain_decodings(
 
 def test_a_pass_that_runs_alone_ends_the_thread() -> None:
     """Its workers would slow the products of the pass."""
-    thread = AheadThread()
+    thread = DraftWorker()
     thread.beside(lambda: None, lambda: None, lambda should_stop: None, lambda: None)
-    assert "specdec-ahead" in {thread.name for thread in threading.enumerate()}
+    assert "specdec-draft" in {thread.name for thread in threading.enumerate()}
     run(TableBackend(TARGET, VOCAB), PROMPT, 2, NgramDrafter(), ahead=thread)
-    assert "specdec-ahead" not in {thread.name for thread in threading.enumerate()}
+    assert "specdec-draft" not in {thread.name for thread in threading.enumerate()}
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,13 +10,13 @@ from contextlib import suppress
 
 import pytest
 
-from specdec.decoding.rounds.ahead_thread import AheadThread
+from specdec.decoding.rounds.draft_worker import DraftWorker
 
 
 @pytest.fixture
-def ahead() -> Iterator[AheadThread]:
+def ahead() -> Iterator[DraftWorker]:
     others = set(threading.enumerate())
-    thread = AheadThread()
+    thread = DraftWorker()
     yield thread
     thread.close()
     thread.close()
@@ -59,7 +59,7 @@ def passing() -> Work:
     return Work("the pass")
 
 
-def is_usable(ahead: AheadThread) -> bool:
+def is_usable(ahead: DraftWorker) -> bool:
     draft = Work("another draft")
 
     def run_pass() -> str:
@@ -70,7 +70,7 @@ def is_usable(ahead: AheadThread) -> bool:
     return result == "done" and not draft.is_running and not draft.cancelled.is_set()
 
 
-def test_the_pass_runs_here_and_the_draft_elsewhere(ahead: AheadThread) -> None:
+def test_the_pass_runs_here_and_the_draft_elsewhere(ahead: DraftWorker) -> None:
     threads = []
     drafting = threading.Event()
 
@@ -90,7 +90,7 @@ def test_the_pass_runs_here_and_the_draft_elsewhere(ahead: AheadThread) -> None:
     assert len(set(threads)) == 2, "one thread serves all passes"
 
 
-def test_it_ends_where_it_rests_and_begins_again(ahead: AheadThread) -> None:
+def test_it_ends_where_it_rests_and_begins_again(ahead: DraftWorker) -> None:
     """A thread that once computed has workers, which slow every product of others."""
     others = set(threading.enumerate())
     assert is_usable(ahead)
@@ -100,7 +100,7 @@ def test_it_ends_where_it_rests_and_begins_again(ahead: AheadThread) -> None:
     assert is_usable(ahead)
 
 
-def test_a_draft_that_has_begun_something_finishes_it(ahead: AheadThread, draft: Work) -> None:
+def test_a_draft_that_has_begun_something_finishes_it(ahead: DraftWorker, draft: Work) -> None:
     """No cancel: its results are wanted."""
     pass_ended = threading.Event()
     finished = []
@@ -121,7 +121,7 @@ def test_a_draft_that_has_begun_something_finishes_it(ahead: AheadThread, draft:
     assert not draft.cancelled.is_set()
 
 
-def test_an_error_of_the_pass_ends_the_draft(ahead: AheadThread, draft: Work) -> None:
+def test_an_error_of_the_pass_ends_the_draft(ahead: DraftWorker, draft: Work) -> None:
     def run_pass() -> None:
         draft.began.wait()
         raise OSError("the disk is gone")
@@ -133,7 +133,7 @@ def test_an_error_of_the_pass_ends_the_draft(ahead: AheadThread, draft: Work) ->
 
 
 def test_an_error_of_the_draft_ends_the_pass_and_is_the_one_raised(
-    ahead: AheadThread, passing: Work
+    ahead: DraftWorker, passing: Work
 ) -> None:
     def run_draft(should_stop: Callable[[], bool]) -> None:
         raise OSError("the draft's disk is gone")
@@ -144,7 +144,7 @@ def test_an_error_of_the_draft_ends_the_pass_and_is_the_one_raised(
     assert is_usable(ahead)
 
 
-def test_a_cancel_that_comes_before_the_pass_is_repeated(ahead: AheadThread) -> None:
+def test_a_cancel_that_comes_before_the_pass_is_repeated(ahead: DraftWorker) -> None:
     """A backend forgets requests from before its pass."""
     n_cancels = threading.Semaphore(0)
 
@@ -160,7 +160,7 @@ def test_a_cancel_that_comes_before_the_pass_is_repeated(ahead: AheadThread) -> 
         ahead.beside(run_pass, n_cancels.release, run_draft, lambda: None)
 
 
-def test_an_error_of_the_draft_after_the_pass_is_raised(ahead: AheadThread) -> None:
+def test_an_error_of_the_draft_after_the_pass_is_raised(ahead: DraftWorker) -> None:
     def run_draft(should_stop: Callable[[], bool]) -> None:
         while not should_stop():
             pass
@@ -171,7 +171,7 @@ def test_an_error_of_the_draft_after_the_pass_is_raised(ahead: AheadThread) -> N
     assert is_usable(ahead)
 
 
-def test_ctrl_c_in_the_pass(ahead: AheadThread, draft: Work) -> None:
+def test_ctrl_c_in_the_pass(ahead: DraftWorker, draft: Work) -> None:
     def run_pass() -> None:
         draft.began.wait()
         raise KeyboardInterrupt
@@ -182,7 +182,7 @@ def test_ctrl_c_in_the_pass(ahead: AheadThread, draft: Work) -> None:
     assert is_usable(ahead)
 
 
-def test_ctrl_c_wins_over_an_error_of_the_draft(ahead: AheadThread) -> None:
+def test_ctrl_c_wins_over_an_error_of_the_draft(ahead: DraftWorker) -> None:
     failed = threading.Event()
 
     def run_pass() -> None:
@@ -214,7 +214,7 @@ def alarm() -> Iterator[list[float]]:
 
 
 def test_ctrl_c_while_the_draft_ends_its_level(
-    ahead: AheadThread, draft: Work, alarm: list[float]
+    ahead: DraftWorker, draft: Work, alarm: list[float]
 ) -> None:
     """A level that takes long is cancelled then."""
 
@@ -233,7 +233,7 @@ def test_ctrl_c_while_the_draft_ends_its_level(
 
 # An interrupt inside of what is being dropped is reported, not raised.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_at_any_time(ahead: AheadThread, alarm: list[float]) -> None:
+def test_ctrl_c_at_any_time(ahead: DraftWorker, alarm: list[float]) -> None:
     """Also twice."""
     n_interrupted = 0
 

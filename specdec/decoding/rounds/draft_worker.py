@@ -1,8 +1,10 @@
-"""AheadThread: drafting in one thread while the target's pass runs in the caller's.
+"""DraftWorker: a thread that drafts the next trees while the target's pass runs (PEARL).
 
 The thread ends before a pass that runs alone. OpenMP holds workers for every thread that computes,
 and where these are more than the cores, all of them fall asleep at once after each product: waking
 them takes 100 us (2 cores of an EPYC), as long as a small model's product.
+
+PEARL: Liu et al. 2024, arXiv 2408.11850.
 """
 
 from __future__ import annotations
@@ -10,15 +12,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import TypeVar
 
-from offload.process.interruptible import (
-    POLL_SECONDS,
-    Worker,
-    uninterrupted,
-    wait_for,
-    when_interrupted,
-)
+from offload.process.worker import POLL_SECONDS, Worker
 
 T = TypeVar("T")
 
@@ -27,13 +24,12 @@ _NICENESS = 10
 _MOST_NICE = 19
 
 
-class AheadThread:
+class DraftWorker:
     """Runs one function at a time beside the caller."""
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
 
-    @uninterrupted
     def beside(
         self,
         run_pass: Callable[[], T],
@@ -41,27 +37,29 @@ class AheadThread:
         draft: Callable[[Callable[[], bool]], None],
         cancel_draft: Callable[[], None],
     ) -> T:
-        """The result of `run_pass`, while `draft(should_stop)` runs in the thread.
+        """Return the result of `run_pass`, while `draft(should_stop)` runs in the thread.
 
         Both have ended when this returns or raises. When the pass ends, the draft is told to stop,
-        and finishes what it has begun. After an error in either of them, or Ctrl-C, the other one
-        is cancelled. Where both fail, the draft's error is raised if it was there when the pass's
-        was caught: it most likely had the pass cancelled.
+        and finishes what it has begun. After an error in either of them the other one is cancelled.
+        Where both fail, the draft's error is raised if it was there when the pass's was caught: it
+        most likely had the pass cancelled.
         """
         work = _Draft(cancel_pass)
-        self._worker = self._worker or Worker("specdec-ahead", _be_nice)
+        self._worker = self._worker or Worker("specdec-draft", _be_nice)
         drafting = self._worker.submit(lambda: work.run(draft))
         try:
             result = run_pass()
         except BaseException as error:
             first = work.take_error()
             work.stop()
-            wait_for(drafting, cancel_draft)
+            while not drafting.done():
+                cancel_draft()
+                wait([drafting], POLL_SECONDS)
             if first is not None and isinstance(error, Exception):
                 raise first from None  # it had the pass cancelled
             raise
         work.stop()
-        wait_for(drafting, when_interrupted(cancel_draft))
+        drafting.result()
         late = work.take_error()
         if late is not None:
             raise late
@@ -83,7 +81,7 @@ class _Draft:
         self._error: BaseException | None = None
 
     def run(self, draft: Callable[[Callable[[], bool]], None]) -> None:
-        """In the thread."""
+        """Draft, in the thread; after an error the pass is cancelled."""
         try:
             draft(self._should_stop.is_set)
         except BaseException as error:
