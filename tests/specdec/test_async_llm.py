@@ -1,9 +1,8 @@
-"""Generations of an event loop: each in a thread of its own, as far ahead as its reader lets it."""
+"""Generations of an event loop, whose chunks come from the engine's thread."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ from tiny_pair import save_model
 
 import specdec
 from specdec import LLM, AsyncLLM
-from specdec.async_llm import MAX_CHUNKS_AHEAD
 from specdec.checks import ConfigError
 
 PROMPT = [5, 6, 7]
@@ -28,17 +26,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, 60))
-
-
-def stream_threads() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name == "specdec-stream"]
-
-
-def join_threads() -> None:
-    """They end by themselves, and soon."""
-    for thread in stream_threads():
-        thread.join(30)
-        assert not thread.is_alive()
 
 
 def test_generate_gives_what_the_llm_gives(llm: LLM) -> None:
@@ -117,7 +104,6 @@ def test_cancelling_ends_it_and_the_next_one_goes_on(llm: LLM) -> None:
         assert (await server.generate(PROMPT, max_tokens=3)).finish_reason == "length"
 
     run(work())
-    join_threads()
 
 
 def test_one_that_waits_for_its_turn_can_be_cancelled(llm: LLM) -> None:
@@ -132,7 +118,6 @@ def test_one_that_waits_for_its_turn_can_be_cancelled(llm: LLM) -> None:
         await running.ended()
 
     run(work())
-    join_threads()
 
 
 def test_one_that_never_began_is_cancelled_too(llm: LLM) -> None:
@@ -149,35 +134,20 @@ def test_a_task_that_is_cancelled_ends_its_generation(llm: LLM) -> None:
     async def work() -> None:
         server = AsyncLLM(llm)
         task = asyncio.create_task(server.generate(PROMPT, max_tokens=480, ignore_eos=True))
-        while not stream_threads():
+        while not llm.stats.texts_running:
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while stream_threads():
+        while llm.stats.texts_running:
             await asyncio.sleep(0.01)
 
     run(work())
 
 
-def test_a_reader_that_is_slow_holds_up_its_text(llm: LLM) -> None:
-    """It is ahead by so many chunks, and no more."""
-
-    async def work() -> None:
-        stream = AsyncLLM(llm).stream(PROMPT, speculative=False, **LONG)
-        await stream.__anext__()
-        seen = -1
-        while seen != (seen := len(stream.result.token_ids)):
-            await asyncio.sleep(0.3)
-        assert MAX_CHUNKS_AHEAD <= seen <= MAX_CHUNKS_AHEAD + 2
-        assert len([chunk async for chunk in stream]) >= 199 - 1
-
-    run(work())
-
-
-def test_a_loop_that_ends_leaves_no_thread(llm: LLM) -> None:
+def test_a_loop_that_ends_harms_nobody(llm: LLM) -> None:
     async def work() -> None:
         await AsyncLLM(llm).stream(PROMPT, **LONG).__anext__()
 
     run(work())
-    join_threads()
+    assert llm.generate(PROMPT, max_tokens=3).finish_reason == "length"

@@ -219,7 +219,7 @@ class Scheduler:
         if search is None:
             return False
         self._spare.give_back()
-        self.in_pass = (search,)
+        n_cancels, self.in_pass = self._n_cancels, (search,)
         try:
             if search.text is None:
                 search.begin(room.text_of(search))
@@ -228,7 +228,13 @@ class Scheduler:
             search.run(self._most_rows(decoding) if decoding else None)
         except BaseException as error:
             _let_go(error)
-            search.error = error
+            if self._n_cancels == n_cancels:
+                search.error = error
+            elif (
+                search.text is not None
+            ):  # for one that is over: its beams are gone, it begins anew
+                room.texts.drop(search.text)
+                search.text = None
         return not (room.waiting or room.running)
 
 

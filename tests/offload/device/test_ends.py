@@ -7,11 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from fake_device import FakeDevice, Policy
-from interrupting import interrupted
-from streaming import Gate, reader_threads, small_weights, uneven_sizes
+from fake_device import FakeDevice
+from streaming import Gate, reader_threads, small_weights
 from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
-from weight_files import write_weights
 
 from offload.device.streamer import DeviceStreamer
 from offload.ring.slots import StreamerClosed
@@ -25,69 +23,6 @@ pytestmark = [
 ]
 MIXED = [STORAGE, HOST, STORAGE, DEVICE, STORAGE]
 HANG_SECONDS = 60.0
-
-
-def interrupted_walk(streamer, device, weights, first: int, then: int | None = None) -> list[str]:
-    with interrupted(first, then) as interrupts:
-        try:
-            walk(streamer, device, weights)
-        except KeyboardInterrupt:
-            streamer.restart()
-            raise
-    return interrupts.places
-
-
-@pytest.mark.parametrize("policies", [(Policy.LATE, Policy.LATE), (Policy.EARLY, Policy.LATE)])
-def test_an_interrupt_at_every_call_of_a_pass(tmp_path: Path, policies) -> None:
-    weights = write_weights(tmp_path, uneven_sizes(4, 1))
-    device = FakeDevice(*policies)
-    places: set[str] = set()
-    watchdog = threading.Timer(HANG_SECONDS, lambda: streamer.close())
-    with streaming(tiered(weights, lambda i, j: MIXED[(i + j) % 5]), device) as streamer:
-        watchdog.start()
-        for at_call in range(1, 1000):
-            found = interrupted_walk(streamer, device, weights, at_call)
-            if not found:
-                break
-            places.update(found)
-            streamer.restart()
-            walk(streamer, device, weights, 2)
-        watchdog.cancel()
-    # Waits look again as often as the machine makes them, so no single place is certain.
-    assert places & {"streamer.py:_lend", "streamer.py:_enter"}
-    assert places & {
-        "lending.py:_end",
-        "walk.py:give_back",
-        "slots.py:release",
-        "slots.py:_free",
-    }
-
-
-def test_a_second_interrupt_in_the_repair(tmp_path: Path) -> None:
-    weights = write_weights(tmp_path, uneven_sizes(4, 1))
-    device = FakeDevice(Policy.EARLY, Policy.LATE)
-    places: set[str] = set()
-    watchdog = threading.Timer(HANG_SECONDS, lambda: streamer.close())
-    with streaming(tiered(weights, lambda i, j: MIXED[(i + j) % 5]), device) as streamer:
-        watchdog.start()
-        for first in range(1, 1000, 4):
-            found: list[str] = []
-            for later in range(1, 40):
-                found = interrupted_walk(streamer, device, weights, first, later)
-                streamer.restart()
-                walk(streamer, device, weights)
-                if len(found) < 2:
-                    break
-                places.add(found[1])
-            if not found:
-                break
-        watchdog.cancel()
-    assert {
-        "lending.py:restart",
-        "walk.py:resume_at",
-        "slots.py:restart",
-        "slots.py:_free",
-    } <= places
 
 
 # --- closing --------------------------------------------------------------------------------------
@@ -133,17 +68,3 @@ def test_a_forgotten_streamer_ends_its_threads(tmp_path: Path) -> None:
         thread.join(10)
         gc.collect()
     assert not reader_threads()
-
-
-def test_a_close_that_was_interrupted_can_be_repeated(tmp_path: Path) -> None:
-    weights = write_weights(tmp_path, uneven_sizes(4, 1))
-    for at_call in range(1, 1000):
-        device = FakeDevice()
-        streamer = DeviceStreamer(tiered(weights, lambda i, j: MIXED[i]), device, read_bytes=PAGE)
-        walk(streamer, device, weights)
-        with interrupted(at_call) as interrupts:
-            streamer.close()
-        streamer.close()
-        assert (device.n_allocated, device.n_pinned) == (0, 0)
-        if not interrupts.places:
-            break

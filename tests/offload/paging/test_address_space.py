@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -235,48 +234,3 @@ def test_what_took_the_targets_place_is_not_overwritten(
     with pytest.raises(AddressSpaceError, match="was taken"):
         move_pages([Move(room, room + MIB, 2 * PAGE_BYTES)], [])
     assert view(room + MIB, 1)[0] == 7
-
-
-class Alarm(BaseException):
-    pass
-
-
-def test_interrupts_lose_no_page(room: int) -> None:
-    """A signal handler raises at every moment: what `done` says is what has been moved."""
-
-    def ring(*_: object) -> None:
-        raise Alarm
-
-    n_pages, n_rung = 6, 0
-    source, target = room, room + 32 * MIB
-    commit(source, n_pages * PAGE_BYTES)
-    content = os.urandom(n_pages * PAGE_BYTES)
-    view(source, len(content))[:] = content
-    moves = [
-        Move(source + n * PAGE_BYTES, target + n * PAGE_BYTES, PAGE_BYTES) for n in range(n_pages)
-    ]
-    previous = signal.signal(signal.SIGALRM, ring)
-    try:
-        for attempt in range(3000):
-            done: list[Move] = []
-            try:
-                signal.setitimer(signal.ITIMER_REAL, (attempt % 100 + 1) * 1e-6)
-                move_pages(moves, done)
-            except Alarm:
-                n_rung += 1
-            while True:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                    break
-                except Alarm:
-                    continue
-            assert done == moves[: len(done)]
-            for number, move in enumerate(moves):
-                here = move.target if number < len(done) else move.source
-                expected = content[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]
-                assert ctypes.string_at(here, PAGE_BYTES) == expected
-            move_pages([Move(m.target, m.source, m.n_bytes) for m in done], [])
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-    assert n_rung > 0

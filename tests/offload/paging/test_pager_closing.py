@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import signal
 import threading
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 from mapped_weights import mapped
 from mapped_weights import memory_in as bytes_in
 from open_files import n_open_files
-from paging import PAGE, page_weights, slot_ranges
+from paging import page_weights, slot_ranges
 from streaming import Gate, reader_threads, uneven_sizes
 from weight_files import write_weights
 
@@ -23,22 +21,6 @@ from offload.ring.slots import StreamerClosed
 from offload.storage.direct_io import StorageError
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
-
-
-def test_ctrl_c_interrupts_the_wait(tmp_path: Path) -> None:
-    gate = Gate(2)
-    with (
-        mapped(page_weights(tmp_path)) as files,
-        Pager(
-            files.layers, [], files.mappings, 2, read_bytes=PAGE, storage=gate.storage, poison=True
-        ) as pager,
-    ):
-        # The gate stays shut until the interrupt has come through: a deaf wait would never end.
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            files.walk(pager)
-        gate.opened.set()
-        files.walk(pager, 2)
 
 
 def test_closing_while_the_caller_waits(tmp_path: Path) -> None:

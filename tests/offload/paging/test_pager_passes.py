@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
-import signal
 from pathlib import Path
 
 import pytest
 from mapped_weights import mapped
-from paging import PAGE, check_memory
+from paging import PAGE
 from streaming import uneven_sizes
 from weight_files import write_weights
 
@@ -84,60 +82,3 @@ def test_an_exception_in_the_block_counts_no_pass(tmp_path: Path) -> None:
         assert pager.stats.passes == 0
         files.walk(pager, 2)
         assert pager.stats.passes == 2
-
-
-class Alarm(BaseException):
-    pass
-
-
-def assert_unlocked(error: RuntimeError) -> None:
-    if "unlocked lock" not in str(error):
-        raise error
-
-
-def disarm() -> None:
-    while True:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            return
-        except Alarm:
-            continue
-
-
-def test_an_interrupt_at_any_moment_loses_no_page(tmp_path: Path) -> None:
-    weights = write_weights(tmp_path, uneven_sizes(5, 3, most=60_000), resident=lambda i, j: j == 2)
-
-    def ring(*_: object) -> None:
-        raise Alarm
-
-    rng = random.Random(0)
-    n_rung = 0
-    previous = signal.signal(signal.SIGALRM, ring)
-    try:
-        with (
-            mapped(weights) as files,
-            Pager(files.layers, [], files.mappings, 2, read_bytes=4 * PAGE, poison=True) as pager,
-        ):
-            for number in range(150):
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 2e-3))
-                    files.walk(pager)
-                    disarm()
-                except Alarm:  # it rings once
-                    n_rung += 1
-                except RuntimeError as error:
-                    # A Condition whose wait is interrupted while it takes its lock again.
-                    assert_unlocked(error)
-                if number % 2:
-                    pager.restart()
-                    for index in range(5):
-                        files.check_absent(index)
-                else:
-                    for index in range(5):
-                        pager.leave(index)
-                files.walk(pager)
-                check_memory(pager, files)
-    finally:
-        disarm()
-        signal.signal(signal.SIGALRM, previous)
-    assert n_rung > 0

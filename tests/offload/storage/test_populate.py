@@ -1,8 +1,7 @@
-"""Memory is committed step by step: meanwhile other threads run, and Ctrl-C is heard."""
+"""Other threads run while memory is committed."""
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ import pytest
 from system_probes import needs_advice
 
 from offload.paging.address_space import commit, reserve, unmap
-from offload.process.interruptible import uninterrupted
 from offload.process.memory import process_memory
 from offload.storage import aligned
 from offload.storage.aligned import AlignedBuffer
@@ -54,11 +52,8 @@ def _populates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @needs_advice
 @pytest.mark.usefixtures("_populates")
-def test_other_threads_run_meanwhile(
-    committed: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_threads_run_meanwhile(committed: Callable[[], None]) -> None:
     """One look that began before may fall in between, whoever holds the interpreter lock."""
-    monkeypatch.setattr(aligned, "_STEP_BYTES", N_BYTES)  # between two steps they run anyway
     seen: set[int] = set()
     is_over = threading.Event()
 
@@ -73,31 +68,3 @@ def test_other_threads_run_meanwhile(
     is_over.set()
     thread.join()
     assert len([n for n in seen if before + 16 < n < before + 496]) >= 3
-
-
-@pytest.mark.usefixtures("_populates")
-def test_ctrl_c_is_heard_before_all_is_there(committed: Callable[[], None]) -> None:
-    """Be it where signals may end work only at places that can bear it."""
-    before = process_memory().anonymous_bytes
-    given_up = threading.Event()
-
-    def handle(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    @uninterrupted
-    def commit_all() -> None:
-        try:
-            committed()
-        except KeyboardInterrupt:
-            given_up.set()
-            raise
-
-    previous = signal.signal(signal.SIGALRM, handle)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.005)
-        with pytest.raises(KeyboardInterrupt):
-            commit_all()
-    finally:
-        signal.signal(signal.SIGALRM, previous)
-    assert given_up.is_set(), "it was heard after everything"
-    assert process_memory().anonymous_bytes - before < 16 * MIB

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from interrupting import interrupted
 from weight_files import FaultyReads, Weights, write_weights
 
-from offload.storage import reading
 from offload.storage.aligned import ALIGNMENT
 from offload.storage.direct_io import StorageError
 from offload.storage.reading import ResidentWeights, load_resident, resident_footprint
@@ -82,41 +77,3 @@ def test_a_file_that_is_overwritten_meanwhile(weights: Weights, when: int) -> No
 
     with pytest.raises(StorageError, match="was changed while in use"):
         load(weights, FaultyReads(overwrite))
-
-
-def test_an_interrupt_at_every_call(weights: Weights) -> None:
-    places: set[str] = set()
-    for first in range(1, 1000):
-        reads = FaultyReads()
-        with interrupted(first) as interrupts:
-            load(weights, reads).close()
-        n_calls = reads.n_calls
-        places.update(interrupts.places)
-        check_and_close(weights, load(weights))
-        assert reads.n_calls == n_calls, "a read began after the end"
-        if not interrupts.places:
-            break
-    assert {"reading.py:bring_pieces", "reading.py:_next_result"} <= places
-
-
-def test_ctrl_c_gives_up_the_reads_that_have_not_begun(
-    weights: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that has begun is waited for: it uses the memory."""
-    given_up, finished = threading.Event(), []
-
-    class Pool(ThreadPoolExecutor):
-        def shutdown(self, **options: bool) -> None:  # type: ignore[override]
-            super().shutdown(wait=False, **options)
-            given_up.set()
-            super().shutdown()
-
-    def press(call: int, length: int) -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        assert given_up.wait(10)
-        finished.append(call)
-
-    monkeypatch.setattr(reading, "ThreadPoolExecutor", Pool)
-    with pytest.raises(KeyboardInterrupt):
-        load(weights, FaultyReads(press), n_readers=1)
-    assert finished == [0]

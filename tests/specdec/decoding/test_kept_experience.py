@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -60,14 +59,3 @@ def test_a_broken_file_is_ignored(small_target: Path, folder: Path, content: byt
     with specdec.load(small_target, ctx_size=128) as llm:
         assert llm.generate(PROMPT, max_tokens=24).token_ids == text
     assert file.read_bytes() != content
-
-
-def test_nothing_is_written_inside_of_a_signal_handler(small_target: Path, folder: Path) -> None:
-    llm = specdec.load(small_target, ctx_size=128)
-    llm.generate(PROMPT, max_tokens=8)
-    before = signal.signal(signal.SIGTERM, lambda *_: llm.close())
-    try:
-        signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert not list(folder.iterdir())

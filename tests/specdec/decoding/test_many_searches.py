@@ -141,34 +141,6 @@ def test_a_cancel_does_not_cut_a_pass_of_others(
     check_nothing_left(llm)
 
 
-@pytest.mark.parametrize("n_passes", [0, 1, 3])
-def test_ctrl_c_of_one_caller_leaves_the_search_of_another(
-    llm: LLM, n_passes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever leads runs everybody's passes: its own Ctrl-C may cut theirs."""
-    expected = alone(llm, LONG, SEARCH)
-    search = llm.stream(LONG, SEARCH)
-    search.start()
-    n_searched = 0
-    compute = llm.target._compute  # type: ignore[attr-defined]
-
-    def interrupted(new: Any) -> Any:
-        nonlocal n_searched
-        rows = compute(new)
-        (job,) = llm.session.engine.scheduler.room.searches
-        n_searched += new[0].kv is job.text.kv  # type: ignore[union-attr]
-        if n_searched > n_passes:
-            raise KeyboardInterrupt
-        return rows
-
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.target, "_compute", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([80, 81], TEXT)
-    assert [chunk.token_ids for chunk in search] == [expected]
-    check_nothing_left(llm)
-
-
 def test_the_search_of_the_larger_priority_goes_first(llm: LLM) -> None:
     low = llm.stream([80, 81], SEARCH)
     high = llm.stream([90, 91], SEARCH, priority=1)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
 import pytest
 
@@ -171,90 +168,4 @@ def test_an_error_of_the_draft_after_the_pass_is_raised(ahead: DraftWorker) -> N
     assert is_usable(ahead)
 
 
-def test_ctrl_c_in_the_pass(ahead: DraftWorker, draft: Work) -> None:
-    def run_pass() -> None:
-        draft.began.wait()
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ahead.beside(run_pass, lambda: None, draft.until_cancelled, draft.cancel)
-    assert not draft.is_running
-    assert is_usable(ahead)
-
-
-def test_ctrl_c_wins_over_an_error_of_the_draft(ahead: DraftWorker) -> None:
-    failed = threading.Event()
-
-    def run_pass() -> None:
-        failed.wait()
-        raise KeyboardInterrupt
-
-    def run_draft(should_stop: Callable[[], bool]) -> None:
-        raise OSError("the draft's disk is gone")
-
-    with pytest.raises(KeyboardInterrupt):
-        ahead.beside(run_pass, failed.set, run_draft, lambda: None)
-    assert is_usable(ahead)
-
-
-@pytest.fixture
-def alarm() -> Iterator[list[float]]:
-    """SIGALRM interrupts; seconds in the list are those to further interrupts."""
-    more: list[float] = []
-
-    def interrupt(*_: object) -> None:
-        if more:
-            signal.setitimer(signal.ITIMER_REAL, more.pop())
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    yield more
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def test_ctrl_c_while_the_draft_ends_its_level(
-    ahead: DraftWorker, draft: Work, alarm: list[float]
-) -> None:
-    """A level that takes long is cancelled then."""
-
-    def run_draft(should_stop: Callable[[], bool]) -> None:
-        draft.began.set()
-        while not should_stop():
-            pass
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-        draft.until_cancelled()
-
-    with pytest.raises(KeyboardInterrupt):
-        ahead.beside(draft.began.wait, lambda: None, run_draft, draft.cancel)
-    assert not draft.is_running
-    assert is_usable(ahead)
-
-
 # An interrupt inside of what is being dropped is reported, not raised.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_at_any_time(ahead: DraftWorker, alarm: list[float]) -> None:
-    """Also twice."""
-    n_interrupted = 0
-
-    def run_pass() -> None:
-        ends = time.perf_counter() + 5e-4
-        while time.perf_counter() < ends:
-            pass
-
-    for i in range(300):
-        draft = Work("the draft")
-        alarm[:] = [1e-4 * (i % 7 + 1)] if i % 3 else []
-        with suppress(KeyboardInterrupt):  # the second one may come in our own handler
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 2e-5 * (i % 40 + 1))
-                ahead.beside(run_pass, lambda: None, draft.until_stopped, draft.cancel)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                n_interrupted += 1
-                if not alarm:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        assert not draft.is_running
-    assert n_interrupted > 10
-    assert is_usable(ahead)

@@ -86,7 +86,7 @@ def check_own_error(llm: LLM, failing: GenerationStream, message: str) -> None:
     for _ in other:
         pass
     assert other.result.token_ids == expected
-    assert not llm.session.engine._started
+    assert not llm.session.engine._running
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_drafter_that_raises(llm: LLM, method: str, n_before: int) -> None:
         pass
     assert other.result.token_ids == expected
     assert llm.generate(OTHER, max_tokens=N_TOKENS).token_ids == expected
-    assert not llm.session.engine._started
+    assert not llm.session.engine._running
     assert not llm.session.texts._in_use
 
 
@@ -133,12 +133,13 @@ def test_a_cancelled_text_whose_drafter_raises_at_its_end(llm: LLM) -> None:
     next(failing)
     failing.cancel()
     assert failing.result.finish_reason == "cancelled"
-    assert not llm.session.engine._started
+    assert not llm.session.engine._running
     assert not llm.session.texts._in_use
 
 
 def test_the_first_error_is_the_one_that_counts(llm: LLM) -> None:
     stream = llm.stream(PROMPT, max_tokens=N_TOKENS)
+    stream._generation.begin()
     (job,) = stream._generation.jobs
     for message in ("first", "second"):
         with its_own_errors(job):

@@ -82,7 +82,7 @@ def check_nothing_left(llm: LLM) -> None:
     """Nothing but what is kept holds KV."""
     llm.generate(PROMPTS[0], params(0.0))  # streams that were dropped end before this round
     engine = llm.session.engine
-    assert not engine._started
+    assert not engine._running
     assert not engine.scheduler.room.running
     assert not engine.scheduler.room.waiting
     assert not llm.session.texts._in_use

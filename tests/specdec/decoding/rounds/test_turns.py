@@ -1,4 +1,4 @@
-"""Whoever waits for something between two rounds gets it, though another thread leads on."""
+"""Whoever waits for something between two rounds gets it, though rounds go on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tiny_pair import save_model
 
 import specdec
 from specdec.api import LLM
-from specdec.decoding.stream import wait_for_any
 from specdec.sampling.params import SamplingParams
 
 N_TOKENS = 60
@@ -41,10 +40,7 @@ def texts_of_passes(llm: LLM, patch: pytest.MonkeyPatch) -> list[int]:
 
 
 class Meanwhile:
-    """A logits processor that has another thread do something from its fifth call on.
-
-    Its text is read as a whole, so whoever reads it leads all of its rounds.
-    """
+    """A logits processor that has another thread do something from its fifth call on."""
 
     def __init__(self, action: Any) -> None:
         self.n_calls = 0
@@ -67,9 +63,7 @@ class Meanwhile:
         return scores
 
     def read(self, llm: LLM) -> None:
-        stream = llm.stream([5, 6, 7], LONG, logits_processors=[self])
-        stream.start()
-        wait_for_any([stream])
+        llm.generate([5, 6, 7], LONG, logits_processors=[self])
         self._thread.join()
 
 
@@ -116,18 +110,3 @@ def test_a_stream_that_nobody_holds_takes_part_in_no_more_rounds(
     gc.collect()
     llm.generate([5, 6, 7], max_tokens=3, ignore_eos=True)
     assert n_texts == [1, 1, 1]
-
-
-def test_texts_share_the_next_round_though_nobody_has_taken_what_the_last_one_brought(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their readers are other threads, which come a moment after whoever leads; but nothing piles
-    up."""
-    first, second = llm.stream([5, 6, 7], LONG), llm.stream([80, 81], LONG)
-    next(first), next(second)
-    n_texts = texts_of_passes(llm, monkeypatch)
-    for _ in range(6):
-        next(second)
-    assert n_texts == [2, 1, 1, 1, 1, 1]
-    for stream in (first, second):
-        stream.cancel()
