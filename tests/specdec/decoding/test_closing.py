@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import os
 import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 from held_generation import PROMPT, Generation, Held
 from interrupting import interrupted
+from stepping import Stepping
 
 import specdec
 from offload.experts.readers import ExpertReaders
 from offload.storage.direct_io import StorageError
 from specdec.api import LLM, ModelClosed, ModelElsewhere
-from specdec.decoding.rounds.draft_worker import DraftWorker
 from specdec.decoding.stream import GenerationStream
 
 
@@ -46,8 +46,9 @@ def test_a_fork_is_refused_and_leaves_the_model_to_its_parent(small_llm: LLM) ->
 def test_nothing_runs_on_a_closed_model(small_llm: LLM) -> None:
     stream = small_llm.stream(PROMPT, max_tokens=50)
     unread = small_llm.stream(PROMPT, max_tokens=50)
-    first = next(stream)
-    small_llm.close()
+    with Stepping(small_llm) as steps:
+        first = steps.next(stream)
+        steps.close(small_llm)
     for use in (
         lambda: next(stream),
         lambda: next(unread),
@@ -170,8 +171,9 @@ def on_alarm() -> Iterator[Callable[[Callable[..., object]], None]]:
 def test_closing_in_a_signal_handler(
     small_llm: LLM, on_alarm: Any, error: type[Left] | None
 ) -> None:
-    """The handler returns to what uses the models: they are freed behind that."""
-    held = []
+    """In the main thread, which waits for a chunk; another one computes."""
+    held: list[int] = []
+    main = threading.main_thread().ident or 0
 
     def close(*_: object) -> None:
         small_llm.close()
@@ -179,49 +181,42 @@ def test_closing_in_a_signal_handler(
         if error is not None:
             raise error
 
+    def is_closing() -> None:
+        while not small_llm.session.is_closed:
+            pass
+
     on_alarm(close)
     n_committed = len(PROMPT)
 
     def press(ids: Any, scores: Any) -> Any:
         if len(ids[0]) > n_committed + 2 and not held:
-            signal.raise_signal(signal.SIGALRM)
+            signal.pthread_kill(main, signal.SIGALRM)
+            is_closing()
         return scores
 
     with pytest.raises(error or ModelClosed):
         small_llm.generate(PROMPT, max_tokens=50, logits_processors=[press])
-    assert held[0] > 0
-    assert small_llm.target.kv_bytes == 0
+    assert held == [0]
     with pytest.raises(ModelClosed):
         small_llm.generate(PROMPT)
 
 
-def test_closing_in_a_signal_handler_at_any_place(
-    small_llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between any two steps of a generation, also where nothing has computed yet."""
-    freed_below: list[list[str]] = []  # one model serves all places: it is not freed in fact
-    monkeypatch.setattr(small_llm.target, "close", lambda: freed_below.append(names_of_callers()))
-    before = signal.signal(signal.SIGINT, lambda *_: small_llm.close())
-    try:
-        for first in range(1, 100_000, 41):
-            stream = small_llm.stream(PROMPT, max_tokens=3)
-            folders = ("specdec", "backends", "offload")
-            with interrupted(first, None, folders) as places, suppress(ModelClosed):
+def test_closing_in_a_signal_handler_at_any_place(small_target: Path) -> None:
+    """Between any two steps of the caller, also where it waits for nothing yet."""
+    n_places = 0
+    for first in range(1, 100_000, 41):
+        llm = specdec.load(small_target, ctx_size=256, spec_type="none")
+        before = signal.signal(signal.SIGINT, lambda *_, llm=llm: llm.close())
+        try:
+            stream = llm.stream(PROMPT, max_tokens=3)
+            with interrupted(first, None, ("specdec", "offload")) as places, suppress(ModelClosed):
                 list(stream)
-            if not places.places:
-                break
-            assert freed_below, places.places
-            assert not [names for names in freed_below if "round" in names], places.places
-            freed_below.clear()
-            small_llm.session._is_closed, small_llm.session._ahead = False, DraftWorker()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert first > 1000
-
-
-def names_of_callers() -> list[str]:
-    frame, names = inspect.currentframe(), []
-    while frame is not None:
-        names.append(frame.f_code.co_name)
-        frame = frame.f_back
-    return names
+        finally:
+            signal.signal(signal.SIGINT, before)
+        n_places += len(places.places)
+        assert llm.session.is_closed == bool(places.places)
+        assert (llm.target.kv_bytes == 0) == bool(places.places)
+        llm.close()
+        if not places.places:
+            break
+    assert n_places > 1

@@ -40,7 +40,7 @@ def close(*_):
     if then == "leave":
         raise SystemExit(7)
 
-def interrupted(batch):  # in the thread of passes, while the main one waits
+def interrupted(batch):  # in the engine's thread, while the main one waits
     passes.append(1)
     if len(passes) == 3:
         os.kill(os.getpid(), signal.SIGALRM)
@@ -51,8 +51,7 @@ llm.target._decode_streamed = interrupted
 try:
     llm.generate([5, 6, 7], max_tokens=100, ignore_eos=True)
 except (ModelClosed, SystemExit) as error:
-    assert held[0] > 0, "freed under a pass"
-    assert llm.target.kv_bytes == 0, "not freed behind it"
+    assert held == [0], "the handler waits for the pass"
     print(type(error).__name__, len(passes) < 100)
 """
 

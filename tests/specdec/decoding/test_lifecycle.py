@@ -12,6 +12,7 @@ import pytest
 from forced_streaming import force_streaming
 from hanging_storage import HangingStorage
 from held_generation import PROMPT, Generation, Held, Reader
+from stepping import Stepping
 
 import specdec
 from specdec.api import LLM, CalledFromInside
@@ -88,8 +89,9 @@ def test_a_cancel_by_another_thread_ends_a_pass_that_would_not_end(
     with specdec.load(small_target, ctx_size=256) as llm:
         expected = llm.generate(PROMPT, max_tokens=20).token_ids
         stream = llm.stream(PROMPT, max_tokens=20)
-        first = next(stream)
-        storage.hang()
+        with Stepping(llm) as steps:
+            first = steps.next(stream)
+            storage.hang()
         reader = Reader(stream)
         storage.wait_until_reached()
         stream.cancel()

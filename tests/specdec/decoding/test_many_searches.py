@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from held_generation import Held, Reader
+from stepping import Stepping
 from tiny_pair import save_model
 
 import specdec
@@ -36,7 +37,7 @@ def alone(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[int, ...
 
 
 def check_nothing_left(llm: LLM) -> None:
-    assert not llm.session.engine._started
+    assert not llm.session.engine._running
     assert not llm.session.engine.scheduler.room.searches
     assert not llm.session.texts._in_use
 
@@ -57,12 +58,13 @@ def test_texts_that_fill_the_cache_make_room_for_a_search_and_come_back(llm: LLM
     expected = [alone(llm, prompt, TEXT) for prompt in prompts]
     beams = alone(llm, LONG[::-1], SEARCH)
     streams = [llm.stream(prompt, TEXT) for prompt in prompts]
-    for stream in streams:
-        stream.start()
-    for stream in streams:
-        next(stream)
-    assert len(llm.session.texts._in_use) == 2
-    assert llm.generate(LONG[::-1], SEARCH).token_ids == beams
+    search = llm.stream(LONG[::-1], SEARCH)
+    with Stepping(llm) as steps:
+        for stream in streams:
+            steps.next(stream)
+        assert len(llm.session.texts._in_use) == 2
+        search.start()
+    assert [chunk.token_ids for chunk in search] == [beams]
     for stream, tokens in zip(streams, expected, strict=True):
         assert sum(1 for _ in stream)
         assert stream.result.token_ids == tokens
@@ -75,11 +77,12 @@ def test_a_search_enters_in_chunks_beside_a_text_that_is_read_along(
     prompt = LONG[100:200]
     expected, beams = alone(llm, [80, 9], TEXT), alone(llm, prompt, SEARCH)
     monkeypatch.setattr(llm.session.engine.scheduler, "_cost", PassCost(0.0, 1.0, 0.1))
-    beside = llm.stream([80, 9], TEXT)
-    beside.start()
-    taken = list(next(beside).token_ids)
-    before = llm.stats
-    assert llm.generate(prompt, SEARCH).token_ids == beams
+    beside, search = llm.stream([80, 9], TEXT), llm.stream(prompt, SEARCH)
+    with Stepping(llm) as steps:
+        taken = list(steps.next(beside).token_ids)
+        before = llm.stats
+        search.start()
+    assert [chunk.token_ids for chunk in search] == [beams]
     after = llm.stats
     assert after.prompt_rows - before.prompt_rows == len(prompt)
     # Six rows make a pass half as long again as one row; every other pass is the text's.
@@ -112,16 +115,15 @@ def test_a_text_waits_where_a_search_has_the_room(llm: LLM) -> None:
     check_nothing_left(llm)
 
 
-@pytest.mark.parametrize("params", [SEARCH, TEXT], ids=["search", "text"])
-def test_a_cancel_does_not_cut_a_pass_of_others(
-    llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a text that has begun, and takes no part in that pass."""
-    expected = alone(llm, LONG, params)
-    half_read = llm.stream([80, 81], TEXT)
-    next(half_read)
-    job: Any = half_read._generation.jobs[0]
-    cancelling = threading.Thread(target=half_read.cancel)
+def test_a_cancel_does_not_cut_a_pass_of_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a text that has begun, and takes no part in the pass of a search."""
+    expected = alone(llm, LONG, SEARCH)
+    text, search = llm.stream([80, 81], TEXT), llm.stream(LONG, SEARCH)
+    with Stepping(llm) as steps:
+        steps.next(text)
+        search.start()
+    job: Any = text._generation.jobs[0]
+    cancelling = threading.Thread(target=text.cancel)
     cut: list[str] = []
     in_that_pass: list[str] = []
     run = llm.target.run
@@ -135,7 +137,7 @@ def test_a_cancel_does_not_cut_a_pass_of_others(
 
     monkeypatch.setattr(llm.target, "run", noted)
     monkeypatch.setattr(llm.target, "request_cancel", lambda: cut.append("cut"))
-    assert llm.generate(LONG, params).token_ids == expected
+    assert [chunk.token_ids for chunk in search] == [expected]
     cancelling.join()
     assert not in_that_pass
     check_nothing_left(llm)
@@ -144,10 +146,13 @@ def test_a_cancel_does_not_cut_a_pass_of_others(
 def test_the_search_of_the_larger_priority_goes_first(llm: LLM) -> None:
     low = llm.stream([80, 81], SEARCH)
     high = llm.stream([90, 91], SEARCH, priority=1)
-    for stream in (low, high):
-        stream.start()
+    with Stepping(llm) as steps:
+        for stream in (low, high):
+            stream.start()
+        while not high.is_over:
+            steps.step()
+        assert not low.is_over
     assert list(high)
-    assert not low.is_over
     assert list(low)
     check_nothing_left(llm)
 
@@ -162,14 +167,16 @@ def test_beams_that_hold_all_live_nodes_end_no_text(
     with specdec.load(target, parallel=4, num_draft_tokens=0, **size) as llm:
         streams = [llm.stream([80 + i, 9], TEXT) for i in range(4)]
         expected = [alone(llm, [80 + i, 9], TEXT) for i in range(4)]
-        for stream in streams:
-            stream.start()
-            next(stream)
-        wide = SamplingParams(
+        params = SamplingParams(
             max_tokens=40, num_beams=7, temperature=1.0, seed=seed, ignore_eos=True
         )
+        wide = llm.stream(LONG[:20], params)
+        with Stepping(llm) as steps:
+            for stream in streams:
+                steps.next(stream)
+            wide.start()
         with pytest.raises(specdec.SpecdecError, match="7 beams need"):
-            llm.generate(LONG[:20], wide)
+            list(wide)
         for stream, tokens in zip(streams, expected, strict=True):
             assert sum(1 for _ in stream)
             assert stream.result.token_ids == tokens

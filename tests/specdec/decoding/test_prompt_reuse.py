@@ -111,22 +111,27 @@ def test_switched_off(models: tuple[LLM, LLM]) -> None:
     assert results[0].token_ids == results[1].token_ids == results[2].token_ids
 
 
+def check_caches(llm: LLM) -> None:
+    """What is kept can be gone on with."""
+    for texts in (llm.session.texts, llm.session.draft_texts):
+        for text in texts.kept:  # type: ignore[union-attr]
+            held = list(text.committed_ids)
+            text.prefill([11])
+            assert list(text.committed_ids) == [*held, 11]
+            text.rollback(len(held))
+
+
 def test_interrupts_anywhere(models: tuple[LLM, LLM]) -> None:
     """Whatever was cut short, what is believed to be in the caches is what is in them."""
     llm, fresh = models
     n_interrupted = 0
-    for first in range(1, 100_000, 97):
+    for first in range(1, 100_000, 17):
         then = None if first % 2 else 1 + first % 29
         with interrupted(first, then, FOLDERS) as interrupts:
             llm.generate(TEXT[: 4 + first % 9], max_tokens=4)
-        for texts in (llm.session.texts, llm.session.draft_texts):
-            for text in texts.kept:
-                held = list(text.committed_ids)
-                text.prefill([11])
-                assert list(text.committed_ids) == [*held, 11], interrupts.places
-                text.rollback(len(held))
+        llm.session.engine.call(lambda: check_caches(llm))
         check(llm, fresh, TEXT[: 5 + first % 7], max_tokens=2)
         if not interrupts.places:
             break
         n_interrupted += 1
-    assert n_interrupted > 5
+    assert n_interrupted > 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from gguf_models import save_tiny_gguf
+from stepping import Stepping
 from tiny_pair import save_model
 
 import specdec
@@ -91,12 +92,12 @@ def test_texts_that_are_set_aside_are_counted(tmp_path: Path) -> None:
 def test_texts_that_run_and_wait_are_told(tmp_path: Path) -> None:
     with load(tmp_path, parallel=1) as llm:
         streams = [llm.stream([5 + i], **OPTIONS) for i in range(3)]
-        for stream in streams:
-            stream.start()
-        next(streams[0])
-        assert (llm.stats.texts_running, llm.stats.texts_waiting) == (1, 2)
-        for stream in streams:
-            stream.cancel()
+        with Stepping(llm) as steps:
+            for stream in streams:
+                stream.start()
+            steps.next(streams[0])
+            assert (llm.stats.texts_running, llm.stats.texts_waiting) == (1, 2)
+            steps.cancel(*streams)
         assert (llm.stats.texts_running, llm.stats.texts_waiting) == (0, 0)
         assert llm.stats.requests == 3
 
@@ -143,17 +144,3 @@ def test_cells_that_texts_share_are_in_use_once(tmp_path: Path) -> None:
         other.close()
         assert llm.target.kv_use == (4, 0)
         text.close()
-
-
-def test_a_text_whose_chunk_nobody_has_taken_yet_shares_the_next_pass(tmp_path: Path) -> None:
-    """Of several readers one begins the next pass before the others are back; but nothing piles up
-    for one that stays away."""
-    with load(tmp_path, kv_tokens=1024, parallel=2) as llm:
-        away, reader = (llm.stream(ids, speculative=False, **OPTIONS) for ids in ([5, 6], [7, 8]))
-        next(away)
-        n_tokens = []
-        for _ in range(5):
-            next(reader)
-            n_tokens.append(len(away.result.token_ids))
-        assert n_tokens == [2, 3, 3, 3, 3]
-        assert len(list(away)) == OPTIONS["max_tokens"] - 1

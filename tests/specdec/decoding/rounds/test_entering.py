@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from many_texts import LONG, PROMPTS, alone, load, params
+from stepping import Stepping
 
 from specdec.api import LLM
 from specdec.checks import ConfigError
@@ -32,17 +33,17 @@ def test_a_long_prompt_enters_in_chunks_beside_others(
         cost = PassCost(0.0, 1.0, 0.1)
         monkeypatch.setattr(llm.session.engine.scheduler, "_cost", cost)
         decoding = llm.stream([80, 81], params(0.0).replace(max_tokens=60))
-        decoding.start()
-        next(decoding)
-        assert batches == [[2]]
-        batches.clear()
-        n_rows.clear()
-        late = llm.stream(LONG, params(0.0))
-        next(late)
-        assert n_rows == [6] * 14
-        # 1.5 * (1 + 0.1) = 1.65 s have room for 6 rows, of which the other text takes one.
-        assert batches[:14] == [[5]] * 14
-        assert len(batches) == 14
+        with Stepping(llm) as steps:
+            steps.next(decoding)
+            assert batches == [[2]]
+            batches.clear()
+            n_rows.clear()
+            late = llm.stream(LONG, params(0.0))
+            steps.next(late)
+            assert n_rows == [6] * 14
+            # 1.5 * (1 + 0.1) = 1.65 s have room for 6 rows, of which the other text takes one.
+            assert batches[:14] == [[5]] * 14
+            assert len(batches) == 14
         rest = [token for chunk in late for token in chunk.token_ids]
         assert late.result.token_ids == alone(fresh, (2, 0.0, None))
         assert tuple(rest) == late.result.token_ids[-len(rest) :]
@@ -69,10 +70,10 @@ def test_its_draft_enters_in_chunks_beside_it(
         cost = PassCost(0.0, 1.0, 0.1)
         monkeypatch.setattr(llm.session.engine.scheduler, "_cost", cost)
         decoding = llm.stream([80, 81], params(0.0).replace(max_tokens=60))
-        decoding.start()
-        next(decoding)
-        late = llm.stream(LONG, params(0.0))
-        assert [token for chunk in late for token in chunk.token_ids]
+        with Stepping(llm) as steps:
+            steps.next(decoding)
+            late = llm.stream(LONG, params(0.0))
+            assert steps.rest(late)
         assert late.result.token_ids == alone(fresh, (2, 0.0, None))
         entered = [n_rows for batch in batches for n_rows in batch]
         assert [n_rows for n_rows in entered if n_rows > 2][:13] == [5] * 13
@@ -126,8 +127,9 @@ def test_a_pass_has_no_more_rows_of_logits_than_memory_was_set_aside_for(
 def test_a_larger_priority_enters_first(tmp_path_factory: pytest.TempPathFactory) -> None:
     with load(tmp_path_factory, parallel=1) as llm:
         streams = [llm.stream(ids, params(0.0), priority=n) for n, ids in enumerate(PROMPTS[:3])]
-        for stream in streams:
-            stream.start()
+        with Stepping(llm):
+            for stream in streams:
+                stream.start()
         for stream in streams:
             assert len("".join(chunk.text for chunk in stream)) > 0
         waited = [stream.result.stats.queue_seconds for stream in streams]

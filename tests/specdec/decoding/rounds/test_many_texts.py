@@ -11,6 +11,7 @@ from held_generation import Held, Reader
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from many_texts import LONG, PROMPTS, alone, load, params
+from stepping import Stepping
 
 import specdec
 from backends.contract.sequence import SequenceRows
@@ -137,18 +138,18 @@ def test_a_failing_pass_ends_those_in_it_and_no_others(
     llm: LLM, fresh: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams = [llm.stream(PROMPTS[i], params(0.0)) for i in (0, 4)]
-    for stream in streams:
-        next(stream)
     run = llm.target.run
 
     def failing(batch: Any) -> Any:
         run(batch)
         raise specdec.SpecdecError("the disk is gone")
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, Stepping(llm) as steps:
+        for stream in streams:
+            steps.next(stream)
         patch.setattr(llm.target, "run", failing)
         with pytest.raises(specdec.SpecdecError, match="the disk is gone"):
-            list(streams[0])
+            steps.rest(streams[0])
     later = llm.generate(PROMPTS[1], params(0.0))
     assert later.token_ids == alone(fresh, (1, 0.0, None))
     check_nothing_left(llm)
@@ -156,15 +157,13 @@ def test_a_failing_pass_ends_those_in_it_and_no_others(
 
 def test_cancel_frees_rows_and_kv_by_the_next_pass(llm: LLM) -> None:
     first, second = (llm.stream(PROMPTS[i], params(0.0)) for i in (0, 4))
-    next(first), next(second)
-    first.cancel()
-    (job,) = first._generation.jobs
-    assert job.decoder.text is None  # type: ignore[attr-defined]
-    assert len(llm.session.texts._in_use) == 1
-    seen: list[int] = []
-    for chunk in second:
-        seen.append(len(chunk.token_ids))
-    assert seen
+    with Stepping(llm) as steps:
+        steps.next(first), steps.next(second)
+        steps.cancel(first)
+        (job,) = first._generation.jobs
+        assert job.decoder.text is None  # type: ignore[attr-defined]
+        assert len(llm.session.texts._in_use) == 1
+        assert steps.rest(second)
     check_nothing_left(llm)
 
 
@@ -201,18 +200,6 @@ def test_whoever_came_last_is_set_aside_and_comes_back(
         for prompt, result in zip(prompts, results, strict=True):
             again = llm.generate(prompt, wanted[0], speculative=False, cache_prompt=False)
             assert result.token_ids == again.token_ids
-
-
-def test_a_text_that_was_left_half_read_makes_room(llm: LLM, fresh: LLM) -> None:
-    """And goes on as if nothing had been."""
-    half_read = llm.stream(LONG, params(0.0))
-    taken = list(next(half_read).token_ids)
-    for number in (5, 3, 4):
-        found = llm.generate(PROMPTS[number], params(0.0)).token_ids
-        assert found == alone(fresh, (number, 0.0, None))
-    taken += [token for chunk in half_read for token in chunk.token_ids]
-    assert tuple(taken) == alone(fresh, (2, 0.0, None))
-    check_nothing_left(llm)
 
 
 def test_n_fitting_counts_what_a_pass_takes(llm: LLM) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gguf_models import save_tiny_gguf
+from stepping import Stepping
 from tiny_pair import save_model
 
 import specdec
@@ -107,24 +108,26 @@ def held_open(folder: Path) -> list[str]:
     return [link for link in links if link.startswith(str(folder))]
 
 
-def begin_all(llm: LLM) -> list[Any]:
-    """Five that nobody reads but the first: one of four makes room for the fifth."""
+def begin_all(llm: LLM, steps: Stepping) -> list[Any]:
+    """Five, one of which has been set aside."""
     streams = [llm.stream([9 + i, *PROMPTS[0]], **OPTIONS) for i in range(5)]
     for stream in streams:
         stream.start()
     while not llm.session.engine.scheduler.room.files.n_bytes:
-        next(streams[0])
+        steps.step()
     return streams
 
 
 @pytest.mark.parametrize("end", ["cancel", "close"])
 def test_who_is_over_leaves_no_file(llm: LLM, tmp_path: Path, end: str) -> None:
-    streams = begin_all(llm)
-    assert held_open(tmp_path)
-    assert not list(tmp_path.iterdir()), "a kill would leave it behind"
-    ends: list[Callable[[], None]] = [stream.cancel for stream in streams]
-    for one in ends if end == "cancel" else [llm.close]:
-        one()
+    with Stepping(llm) as steps:
+        streams = begin_all(llm, steps)
+        assert held_open(tmp_path)
+        assert not list(tmp_path.iterdir()), "a kill would leave it behind"
+        if end == "cancel":
+            steps.cancel(*streams)
+        else:
+            steps.close(llm)
     assert not held_open(tmp_path)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from stepping import Stepping
 from tiny_pair import save_model
 
 import specdec
@@ -103,10 +104,11 @@ def test_what_runs_between_rounds_comes_next(llm: LLM, monkeypatch: pytest.Monke
 def test_a_stream_that_nobody_holds_takes_part_in_no_more_rounds(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = llm.stream([80, 81], LONG)
-    next(other)
-    n_texts = texts_of_passes(llm, monkeypatch)
-    del other
-    gc.collect()
-    llm.generate([5, 6, 7], max_tokens=3, ignore_eos=True)
+    with Stepping(llm) as steps:
+        other = llm.stream([80, 81], LONG)
+        steps.next(other)
+        n_texts = texts_of_passes(llm, monkeypatch)
+        del other
+        gc.collect()
+        steps.rest(llm.stream([5, 6, 7], max_tokens=3, ignore_eos=True))
     assert n_texts == [1, 1, 1]

@@ -1,0 +1,77 @@
+"""The engine's steps, one at a time, as a test allows them."""
+
+from __future__ import annotations
+
+from threading import Semaphore
+from typing import Any
+
+from typing_extensions import Self
+
+from specdec.api import LLM
+from specdec.decoding.rounds.sequences import StreamChunk
+
+_MOST_SECONDS = 120.0
+
+
+class Stepping:
+    """Within the block the engine runs a step only where it is told to."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine: Any = llm.session.engine
+        self._drain, self._one_step = self._engine._drain_inbox, self._engine._step
+        self._permits, self._done = Semaphore(0), Semaphore(0)
+        self._is_free = False
+
+    def __enter__(self) -> Self:
+        self._engine._step = self._when_told
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.free()
+
+    def _when_told(self) -> None:
+        if not self._is_free:
+            self._permits.acquire()
+            self._drain()  # what came meanwhile takes part
+        if not self._engine.is_closing:
+            self._one_step()
+        self._done.release()
+
+    def step(self, n_steps: int = 1) -> None:
+        """Let the engine, which has something to do, run steps; return behind the last one."""
+        for _ in range(n_steps):
+            self._permits.release()
+            assert self._done.acquire(timeout=_MOST_SECONDS), "the engine has nothing to do"
+
+    def next(self, stream: Any) -> StreamChunk:
+        """Return the next chunk of a stream, after as many steps as that takes."""
+        stream._generation.start()
+        while (chunk := stream.next_nowait()) is None:
+            self.step()
+        return chunk
+
+    def rest(self, stream: Any) -> list[StreamChunk]:
+        """Return the chunks up to the end of a stream."""
+        chunks = []
+        while True:
+            try:
+                chunks.append(self.next(stream))
+            except StopIteration:
+                return chunks
+
+    def cancel(self, *streams: Any) -> None:
+        for stream in streams:
+            stream.cancel_soon()
+        self.step()
+
+    def free(self) -> None:
+        """Let the engine go on by itself."""
+        self._is_free = True
+        self._engine._step = self._one_step
+        self._permits.release()
+
+    def close(self, llm: LLM) -> None:
+        """Close the model before another step is run."""
+        self._engine._is_closing = True
+        self.free()
+        llm.close()
