@@ -21,10 +21,10 @@ from offload.errors import SpecdecError
 from specdec.checks import ConfigError, check_type, refuse_unknown
 from specdec.config import SpecConfig
 from specdec.decoding.generation import Request
-from specdec.decoding.rounds.engine import CalledFromInside, ModelClosed
+from specdec.decoding.rounds.engine import CalledFromInside, ModelClosed, ModelElsewhere
 from specdec.decoding.rounds.sequences import CompletionOutput, GenerationResult, StreamChunk
 from specdec.decoding.rounds.stats import EngineStats
-from specdec.decoding.session import ModelElsewhere, Session
+from specdec.decoding.session import Session
 from specdec.decoding.stream import GenerationStream
 from specdec.drafters.base import Drafter
 from specdec.grammar.state import GrammarError

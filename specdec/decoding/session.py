@@ -14,7 +14,6 @@ import numpy as np
 
 from backends.contract.backend import Backend
 from backends.contract.kept_texts import KeptTexts
-from offload.errors import SpecdecError
 from offload.process.remembered import forget_figures
 from specdec.analysis.utilization import ModelFlops, model_flops
 from specdec.checks import ConfigError
@@ -23,7 +22,7 @@ from specdec.decoding.kept_experience import KeptExperience
 from specdec.decoding.prompt_cache import PromptCache, check_file
 from specdec.decoding.rounds.assembly import scheduler_of
 from specdec.decoding.rounds.draft_worker import DraftWorker
-from specdec.decoding.rounds.engine import Engine, ModelClosed
+from specdec.decoding.rounds.engine import Engine, ModelClosed, ModelElsewhere
 from specdec.decoding.rounds.recorder import StatsRecorder, Totals
 from specdec.decoding.rounds.stats import EngineStats, PassTime
 from specdec.decoding.rounds.text_decoder import TextDecoder
@@ -48,16 +47,6 @@ measured beside them a month ago may be wrong for good."""
 _ENOUGH_PASSES = 8
 _CHAIN_STREAM = 2**64 - 1
 """Key word of the chain rules' random numbers; positions, the match rule's, never get there."""
-
-
-class ModelElsewhere(SpecdecError):
-    """A forked process asked for something of its parent's model."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the model was loaded by another process, and its threads are not in this fork of it: "
-            "load it here"
-        )
 
 
 class Session:
@@ -130,28 +119,21 @@ class Session:
                 stack.enter_context(self.draft)
             self._target_path = planned.target.source.path.absolute()
             self.experience = kept_experience.experience
-            self._make_engine(stack)
+            self._make_scheduler(stack)
             if self._prompt_cache is not None:
                 self._prompt_cache.restore(self.texts, self.draft_texts)
             stack.callback(_note_last_stats, weakref.ref(self))
             engine.at_end.push(stack.pop_all())
 
-    def _make_engine(self, stack: ExitStack) -> None:
-        """Make what runs the steps of the loaded models."""
+    def _make_scheduler(self, stack: ExitStack) -> None:
         target, draft, parallel = self.target, self.draft, self.options.parallel
         self.texts = KeptTexts(target, parallel)
         self.draft_texts = None if draft is None else KeptTexts(draft, parallel)
         self.totals, worker = Totals(), DraftWorker()
         stack.callback(worker.close)  # before the draft, which it uses
+        texts = (self.texts, self.draft_texts)
         self.engine.scheduler = scheduler_of(
-            self.plan,
-            self.options,
-            target,
-            draft,
-            self.texts,
-            self.draft_texts,
-            worker,
-            self.totals,
+            self.plan, self.options, target, draft, *texts, worker, self.totals
         )
         self._drafters = Drafters(
             draft, self.draft_texts, self.draft_window, target.max_context, parallel

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 from offload.process.worker import POLL_SECONDS
 from specdec.decoding.generation import Generation, Request
-from specdec.decoding.rounds.engine import Engine
+from specdec.decoding.rounds.engine import Engine, ModelElsewhere
 from specdec.decoding.rounds.sequences import CompletionOutput, GenerationResult, StreamChunk
-from specdec.decoding.session import ModelElsewhere, Session
+from specdec.decoding.session import Session
 
 
 class GenerationStream:

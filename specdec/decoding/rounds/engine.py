@@ -30,6 +30,16 @@ class ModelClosed(SpecdecError):
         super().__init__("the model is closed; load it again")
 
 
+class ModelElsewhere(SpecdecError):
+    """A forked process asked for something of its parent's model."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model was loaded by another process, and its threads are not in this fork of it: "
+            "load it here"
+        )
+
+
 class CalledFromInside(SpecdecError):
     """What the engine calls waits for the engine."""
 
