@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -52,10 +53,21 @@ def run_command(name: str, load: Callable[[], Run], argv: Sequence[str] | None) 
         code = run(argv)
         # What ends with the process needs no search for garbage: that took a second after torch.
         gc.freeze()
+        if code == _INTERRUPTED:  # a thread may still be importing: nobody waits for it
+            _flush()
+            os._exit(code)
         return code
     except KeyboardInterrupt:  # before or after the command itself, which tells its own
         _tell(line)
         return _INTERRUPTED
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:  # noqa: SIM105  # nothing is imported here that takes its time
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # it is closed, or was never there
+            pass
 
 
 def _tell(line: bytes) -> None:

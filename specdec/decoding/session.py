@@ -73,13 +73,16 @@ class Session:
         if options.prompt_cache_file is not None:
             check_file(options.prompt_cache_file)
         self.engine = Engine()
-        # A model that nobody holds any more is freed; its thread does not hold the session.
-        weakref.finalize(self, self.engine.close)
         try:
             self.engine.call(lambda: self._load(options, progress, prepare))
+        except KeyboardInterrupt:  # libraries may still be imported: not waited for
+            self.engine.close_soon()
+            raise
         except BaseException:
             self.engine.close()
             raise
+        # A model that nobody holds any more is freed; its thread does not hold the session.
+        weakref.finalize(self, self.engine.close)
 
     def _load(
         self, options: RunOptions, progress: Any, prepare: Callable[[RunOptions], None] | None

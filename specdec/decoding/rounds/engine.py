@@ -212,19 +212,25 @@ class Engine:
 
         Idempotent. Raises what freeing them raised.
         """
-        self._is_closing = True
-        self._send(lambda: None)
+        self.close_soon()
         if self.is_current_thread:  # the frames below use what would be freed
-            if self.scheduler is not None:
-                self.scheduler.cancel_pass()
             return
         while self._thread.is_alive():
-            if self.scheduler is not None:
-                self.scheduler.cancel_pass()
             self._thread.join(POLL_SECONDS)
+            self._cancel_pass()
         error, self._closing_error = self._closing_error, None
         if error is not None:
             raise error
+
+    def close_soon(self) -> None:
+        """End the thread behind its step; does not wait."""
+        self._is_closing = True
+        self._send(lambda: None)
+        self._cancel_pass()
+
+    def _cancel_pass(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.cancel_pass()
 
     def check_caller(self) -> None:
         """Raise CalledFromInside in the thread itself, which would wait for itself."""
