@@ -145,8 +145,8 @@ def test_a_failing_pass_ends_those_in_it_and_no_others(
         raise specdec.SpecdecError("the disk is gone")
 
     with monkeypatch.context() as patch, Stepping(llm) as steps:
-        for stream in streams:
-            steps.next(stream)
+        streams[1].start()
+        steps.next(streams[0])
         patch.setattr(llm.target, "run", failing)
         with pytest.raises(specdec.SpecdecError, match="the disk is gone"):
             steps.rest(streams[0])
